@@ -1,4 +1,4 @@
-"""Data sets by name, as they are given on the command line."""
+"""Data sets by their names on the command line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def open_dataset(spec: str, *, size: int | None = None) -> Data:
     """Open a data set: in memory where :func:`load_dataset` knows it, else with its pictures left in their files.
 
     Args:
-        spec: What :func:`load_dataset` takes, or pictures as :func:`onebox.feed.sources.open_source` takes them:
+        spec: A specification for :func:`load_dataset`, or one of pictures for :func:`onebox.feed.sources.open_source`:
             ``folder:PATH``, ``tar:PATTERN`` or ``parquet:PATTERN``.
         size: Height and width that pictures from files get; ``None`` for those of the first one.
 
@@ -39,7 +39,7 @@ def load_dataset(spec: str) -> DataSet:
     """Load a data set into memory.
 
     Args:
-        spec: ``digits`` (comes with scikit-learn), ``mnist:FOLDER`` (IDX files, gzipped or not) or
+        spec: ``digits`` (comes with onebox), ``mnist:FOLDER`` (IDX files, gzipped or not) or
             ``cifar10:FOLDER`` (tar archives of JPEG files, or its binary version). A leading ``~`` in the folder is
             the home folder.
 
@@ -58,7 +58,7 @@ def load_dataset(spec: str) -> DataSet:
     name, colon, place = spec.partition(":")
     if name == "digits":
         if colon:
-            raise UsageError(f"Data set {spec!r}: digits comes with scikit-learn and takes no folder; say digits.")
+            raise UsageError(f"Data set {spec!r}: digits comes with onebox and takes no folder; say digits.")
         return load_digits()
     if name not in FOLDER_LOADERS:
         raise UsageError(f"Data set {spec!r} is not known; allowed are {ALLOWED}.")

@@ -1,7 +1,7 @@
-"""The dispatcher: every operator on a virtual tensor arrives here, below autograd.
+"""The dispatcher, which receives every operator on a virtual tensor, below autograd.
 
-The way that nearly all take is :func:`dispatch` itself: a key is made of the operator, the layouts of its tensors and
-its other arguments; the recipe for it is known; the call is recorded; new tensors stand for what it will return.
+Nearly all operators take the fast path in :func:`dispatch`: a key is made of the operator, the layouts of its tensors
+and its other arguments; its cached op is found; the call is recorded; new tensors represent its results.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ aten = torch.ops.aten
 Special = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 specials: dict[Any, Special] = {}
-"""Operators that do not run on one device, or not as they are: copies, reads and the like."""
+"""Operators that do not run on one device, or not unchanged: copies, reads and the like."""
 
 
 foreign: dict[type, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
-"""Other classes of tensors of the devices, and what does operators on them."""
+"""Other classes of tensors on the devices, and the functions that run operators on them."""
 
 
 def special(*functions: Any) -> Callable[[Special], Special]:
-    """Let a function be what happens for operators."""
+    """Decorator that makes a function the implementation of operators."""
 
     def register(handler: Special) -> Special:
         for function in functions:
@@ -43,12 +43,12 @@ def special(*functions: Any) -> Callable[[Special], Special]:
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """Run an operator of which some argument is a virtual tensor.
+    """Run an operator that has a virtual tensor among its arguments.
 
     Args:
         func: The overload.
-        args: Its arguments.
-        kwargs: Likewise.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
 
     Raises:
         RuntimeError: What PyTorch raises for such arguments.
@@ -77,14 +77,14 @@ def run(
     tensors: list[VirtualTensor],
     floats: list[float],
 ) -> Any:
-    """Run an operator on the device of a stream.
+    """Run an operator on the device of a command queue.
 
     Args:
-        stream: The stream.
+        stream: The command queue.
         func: The overload.
-        args: Its arguments.
-        kwargs: Likewise.
-        key: What :func:`_scan` made of them.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        key: The key that :func:`_scan` made of them.
         tensors: The tensors among them.
         floats: The floating-point numbers among them.
     """
@@ -93,7 +93,7 @@ def run(
         handle = tensor._handle
         if handle.stream is not stream:
             for each in tensors:
-                context_of(each._handle.stream)  # which says so where its pool is closed
+                context_of(each._handle.stream)  # raises an error if its pool is closed
             raise _mixed(tensors)
         numbers.append(handle.number)
     if floats and func in SHAPED_BY_FLOATS:
@@ -116,7 +116,7 @@ def run(
         stream.remember(tuple(key), found)
     try:
         first = stream.record(found, numbers, floats)
-    except OperatorError as error:  # a stream that waits for every operator
+    except OperatorError as error:  # from a synchronous queue
         raise_plain(error, str(func))
     only = found.only
     if only is not None:
@@ -127,7 +127,7 @@ def run(
 
 
 def _is_composite(func: Any) -> bool:
-    """Tell whether an operator is made of others on every device, as PyTorch's composites and custom ones are."""
+    """Return whether an operator is composed of others on every device, as PyTorch's composites and custom ones are."""
     return _composite_key(func) is not None
 
 
@@ -140,14 +140,14 @@ def _composite_key(func: Any) -> str | None:
 
 
 def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Take an operator apart, now and whenever it comes again."""
+    """Decompose an operator, now and in later calls."""
     key = getattr(torch._C.DispatchKey, _composite_key(func) or "")
     specials[func] = lambda args, kwargs: func._op_dk(key, *args, **kwargs)
     return specials[func](args, kwargs)
 
 
 def _returned(stream: CommandQueue, found: CachedOp, tensors: list[VirtualTensor], first: int) -> Any:
-    """Return what an operator returns that does more than make one tensor."""
+    """Return the results of an operator that returns more than one new tensor."""
     for position, metadata in found.changes:
         if tensors[position]._metadata is not metadata:
             relay(tensors[position], metadata)
@@ -165,7 +165,7 @@ def _returned(stream: CommandQueue, found: CachedOp, tensors: list[VirtualTensor
 
 
 def _scan(args: Any, key: list[Any], tensors: list[VirtualTensor], floats: list[float]) -> bool:
-    """Add to the key of an operator; tell whether all its tensors are virtual."""
+    """Add arguments to the key of an operator; return whether all its tensors are virtual."""
     for value in args:
         kind = value.__class__
         if kind is VirtualTensor:
@@ -200,7 +200,7 @@ def _scan_named(kwargs: dict[str, Any], key: list[Any], tensors: list[VirtualTen
 
 
 def launch(stream: CommandQueue, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run an operator on a given device, whether or not it has tensors among its arguments."""
+    """Run an operator on a given device, with or without tensor arguments."""
     key: list[Any] = [func.name()]
     tensors: list[VirtualTensor] = []
     floats: list[float] = []
@@ -209,7 +209,7 @@ def launch(stream: CommandQueue, func: Any, *args: Any, **kwargs: Any) -> Any:
     return run(stream, func, args, kwargs, key, tensors, floats)
 
 
-# ---- other devices among the arguments
+# ---- arguments on other devices
 
 
 def _is_here(device: torch.device, stream: CommandQueue) -> bool:
@@ -217,7 +217,7 @@ def _is_here(device: torch.device, stream: CommandQueue) -> bool:
 
 
 def _elsewhere(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator that makes a tensor like another one on another device: of that one only the looks matter."""
+    """Run an operator that makes a tensor like another one on another device: only the layout of that one matters."""
 
     def looks(value: Any) -> Any:
         return value._metadata.on_meta() if isinstance(value, VirtualTensor) else value
@@ -235,11 +235,11 @@ HOST_ARGUMENTS = frozenset[Any](
         aten._unsafe_index_put.default,
     }
 )
-"""Operators that take tensors of the host beside those of a device, whatever their size: PyTorch's indexing does."""
+"""Operators that accept host tensors of any size beside those of a device, as PyTorch's indexing does."""
 
 
 def _with_foreign(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator of which some argument is a tensor of the host; a single number is allowed, as on any device."""
+    """Run an operator that has a host tensor among its arguments; a single number is allowed, as on any device."""
     from onebox.vgpu.dispatch.copies import upload
 
     seen = _tensors((args, kwargs))
@@ -271,7 +271,7 @@ def _with_foreign(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _written(func: Any, value: Tensor, args: tuple[Any, ...]) -> bool:
-    """Tell whether an operator would write to a tensor of the host."""
+    """Return whether an operator would write to a host tensor."""
     for argument, given in zip(func._schema.arguments, args, strict=False):
         if given is value and argument.alias_info is not None and argument.alias_info.is_write:
             return True
