@@ -1,7 +1,7 @@
-"""Packed frames: elements that travel compressed, where the way is slower than the compressor.
+"""Packed frames: compressed elements, for links slower than the compressor.
 
-The instruction that a frame belongs to says how it is packed and what tensor it becomes, so what comes out is bounded
-before anything is unpacked: a frame that would give more, or less, is refused.
+The instruction of a frame declares its codec and tensor, so the result is bounded before decompression: a frame with
+another size is refused.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ Codec = Literal["lz4", "zstd"]
 _MODULES: dict[Codec, str] = {"lz4": "lz4.block", "zstd": "zstandard"}
 
 MOST_BYTES = 1 << 30
-"""The most bytes that a packed frame may become; LZ4 takes less than twice as many in a block."""
+"""Most bytes of an unpacked frame; LZ4 takes less than twice as many in a block."""
 
 _LZ4_RATIO = 255
-"""LZ4 makes no more of a byte (its block format: a length grows by 255 with each byte)."""
+"""Largest ratio of LZ4 (its block format: a length grows by 255 with each byte)."""
 
 _ZSTD_LEVEL = 1
-"""The fastest one that finds what pictures and words repeat; level 3 takes twice as long and saves a few per cent."""
+"""The fastest level that compresses repetitions in images and text; level 3 takes twice as long and saves a few per
+cent."""
 
 _WINDOW_BYTES = 8 << 20
-"""What a decoder of zstd keeps; level 1 uses half a MiB."""
+"""Window limit of the zstd decoder; level 1 uses half a MiB."""
 
 
 def _installed() -> dict[Codec, ModuleType]:
@@ -50,14 +51,14 @@ def codecs() -> tuple[Codec, ...]:
 
 
 def pack(codec: Codec, frame: memoryview | bytes) -> bytes:
-    """Return a frame in fewer bytes, or in more where nothing in it repeats.
+    """Return a frame compressed, or slightly enlarged if nothing in it repeats.
 
     Args:
         codec: One of :func:`codecs`.
         frame: 1 to :data:`MOST_BYTES` bytes.
 
     Raises:
-        WireError: It has more or none.
+        WireError: It is empty or too large.
     """
     _require(codec, len(frame))
     if codec == "lz4":
@@ -66,15 +67,15 @@ def pack(codec: Codec, frame: memoryview | bytes) -> bytes:
 
 
 def unpack(codec: str, frame: memoryview | bytes, size_bytes: int) -> bytes:
-    """Return what a frame was before it was packed.
+    """Return the original bytes of a packed frame.
 
     Args:
-        codec: How it was packed.
-        frame: It.
-        size_bytes: What it must become.
+        codec: Its codec.
+        frame: The packed frame.
+        size_bytes: Its declared original size.
 
     Raises:
-        WireError: It becomes something else, is damaged, or this process has not got the codec.
+        WireError: The size differs, it is damaged, or this process lacks the codec.
     """
     _require(codec, size_bytes)
     steps: dict[str, Callable[[Any, int], bytes]] = {"lz4": _from_lz4, "zstd": _from_zstd}
@@ -82,7 +83,7 @@ def unpack(codec: str, frame: memoryview | bytes, size_bytes: int) -> bytes:
         made = steps[codec](frame, size_bytes)
     except WireError:
         raise
-    except Exception as error:  # each codec has errors of its own
+    except Exception as error:  # each codec has its own exceptions
         raise WireError(f"a frame of {len(frame)} bytes that {codec} cannot unpack: {error}") from None
     if len(made) != size_bytes:
         raise WireError(f"a frame that {codec} unpacks to {len(made)} bytes; its tensor has {size_bytes}")

@@ -10,7 +10,7 @@ from onebox.worker.system.clock import sleep_until
 
 
 class WorkerProgress:
-    """How far a worker is; written by the thread that works, read by the one that watches."""
+    """Progress of a worker; written by the working thread, read by the watching thread."""
 
     def __init__(self) -> None:
         self.executed = 0
@@ -19,7 +19,7 @@ class WorkerProgress:
 
     @contextlib.contextmanager
     def wait(self) -> Iterator[None]:
-        """Mark what happens inside as waiting for others, which is no stall of this worker."""
+        """Mark the context as waiting for others, which is not a stall of this worker."""
         before, self.waiting = self.waiting, True
         try:
             yield
@@ -31,8 +31,8 @@ def wait_until(end_ns: int, progress: WorkerProgress) -> None:
     """Sleep until a time on the clock of ``time.monotonic_ns``, never less.
 
     Args:
-        end_ns: When to go on; at once where that has passed.
-        progress: Told that the worker waits, so that it is not taken for one that hangs.
+        end_ns: The time; returns at once if it has passed.
+        progress: Notified of the wait, so that the worker does not appear to hang.
     """
     if end_ns > time.monotonic_ns():
         with progress.wait():

@@ -15,13 +15,13 @@ from onebox.wire.protocol.requests import Envelope
 from onebox.wire.protocol.responses import WorkerMessage
 
 HEADER_BYTES = 64 << 20
-"""The most bytes of a header: a program of 100,000 operators takes about 10 MB."""
+"""Most bytes of a header: a program of 100,000 operators takes about 10 MB."""
 
 FRAME_BYTES = 8 << 30
-"""The most bytes of one frame: one tensor."""
+"""Most bytes of one frame: one tensor."""
 
 FRAMES = 65536
-"""The most frames of one message."""
+"""Most frames of one message."""
 
 _envelopes = msgspec.msgpack.Decoder(Envelope)
 _messages = msgspec.msgpack.Decoder(WorkerMessage)
@@ -29,10 +29,10 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: Envelope | WorkerMessage) -> bytes:
-    """Return the header frame of a message.
+    """Encode a message as a header frame.
 
     Raises:
-        WireError: It is larger than a header may be, or holds a number or text that does not travel.
+        WireError: It exceeds the header limit, or contains an unsupported number or text.
     """
     try:
         header = _encoder.encode(message)
@@ -44,7 +44,7 @@ def encode(message: Envelope | WorkerMessage) -> bytes:
 
 
 def check_frames(frames: Sequence[Any]) -> None:
-    """Require that element frames are within the limits, before they are sent: a worker drops what is over them.
+    """Require that element frames are within the limits, before they are sent: a worker drops larger ones.
 
     Raises:
         WireError: They are not.
@@ -69,7 +69,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[Any], parts: Sequence[Any], what: s
 
 
 def decode_envelope(parts: Sequence[Any]) -> tuple[Envelope, Sequence[Any]]:
-    """Return a client's message and its element frames.
+    """Decode a client's message; return it with its element frames.
 
     Raises:
         WireError: It breaks the protocol or its limits.
@@ -79,7 +79,7 @@ def decode_envelope(parts: Sequence[Any]) -> tuple[Envelope, Sequence[Any]]:
 
 
 def decode_worker_message(parts: Sequence[Any]) -> tuple[WorkerMessage, Sequence[Any]]:
-    """Return a worker's message and its element frames.
+    """Decode a worker's message; return it with its element frames.
 
     Raises:
         WireError: It breaks the protocol or its limits.

@@ -17,5 +17,5 @@ def sleep_until(end_ns: int) -> None:
 
 
 def wake_on_time() -> None:
-    """Let this thread's sleeps end when they are due, not up to 50 µs later for the sake of power."""
+    """Make this thread's sleeps end on time, not up to 50 µs later to save power."""
     _libc.prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1), 0, 0, 0)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 class ProcessWatch:
-    """Tells whether a process is still there, even if its parent has not taken note of its end.
+    """Watch of a process, which detects its end even if its parent has not collected it.
 
     Args:
         process: Its id.
@@ -22,14 +22,14 @@ class ProcessWatch:
             raise ProcessLookupError(f"process {process} has ended")
 
     def ended(self) -> bool:
-        """Tell whether it has ended."""
+        """Return whether it has ended."""
         return self._read() != self._began
 
     def _read(self) -> str:
-        """Return when the process began, or nothing if it has ended."""
+        """Return the start time of the process, or an empty string if it has ended."""
         try:
             stat = Path(f"/proc/{self.process}/stat").read_text()
         except OSError:
             return ""
-        state, *rest = stat[stat.rindex(")") + 1 :].split()  # the name before may hold anything
+        state, *rest = stat[stat.rindex(")") + 1 :].split()  # the name before it may contain any characters
         return "" if state in "ZX" else rest[18]
