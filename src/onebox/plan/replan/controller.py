@@ -148,7 +148,7 @@ class ReplanController:
         self._due = self._due or bool(changes) or self._unbarred()
         self._paces.append((look.step, look.step_s))
         if self._trial is not None:
-            return self._judge(self._trial, look.step_s, changes)
+            return self._evaluate_trial(self._trial, look.step_s, changes)
         if not self._due or self._looks < self._next:
             return None
         self._waited += 1
@@ -226,7 +226,7 @@ class ReplanController:
             kind=replan_kind_of(now, found.layout),
             step=self._step,
             plan=plan,
-            why=", ".join(change.told for change in seen) or "times of segments were learned",
+            why=", ".join(change.text for change in seen) or "times of segments were learned",
             what=f"{told} {describe_cost(moved_bytes, found.cost_s)}",
             before_s=before_s,
             after_s=after_s,
@@ -240,7 +240,7 @@ class ReplanController:
         self._open = _Trial(decision, self._plan, before_s, moves, devices, self._rates.kept())
         return decision
 
-    def _judge(self, trial: _Trial, step_s: float, changes: list[RateChange]) -> ReplanDecision | None:
+    def _evaluate_trial(self, trial: _Trial, step_s: float, changes: list[RateChange]) -> ReplanDecision | None:
         """Evaluate a decision once enough steps were measured: keep or undo it."""
         trial.steps_s.append(step_s)
         if any(change.plain and not change.touches(trial.devices) for change in changes):

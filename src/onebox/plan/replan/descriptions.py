@@ -24,10 +24,10 @@ def describe_change(before: Plan, after: Plan, names: Sequence[str], batch: int)
         names: All segments in order, for a plan of one stage.
         batch: Samples of a step.
     """
-    parts = _told_segments(_holders(before, names), _holders(after, names))
+    parts = _segments_text(_holders(before, names), _holders(after, names))
     for number, (one, other) in enumerate(zip(before.stages, after.stages, strict=False)):
         if one.shares != other.shares and not parts:
-            parts.append(_told_shares(number, other, after, batch))
+            parts.append(_shares_text(number, other, after, batch))
     if (before.schedule, before.table) != (after.schedule, after.table) and not parts:
         named = "a new order" if after.schedule == "table" else f"the order of {after.schedule}"
         parts.append(f"actions go in {named}")
@@ -52,7 +52,7 @@ def _holders(plan: Plan, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _told_segments(before: dict[str, tuple[int, ...]], after: dict[str, tuple[int, ...]]) -> list[str]:
+def _segments_text(before: dict[str, tuple[int, ...]], after: dict[str, tuple[int, ...]]) -> list[str]:
     ways: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
     for name, devices in after.items():
         left = tuple(device for device in before[name] if device not in devices)
@@ -62,17 +62,17 @@ def _told_segments(before: dict[str, tuple[int, ...]], after: dict[str, tuple[in
     if len(ways) > _FEW_WAYS:
         touched = sorted({device for left, come in ways for device in (*left, *come)})
         return [f"{sum(map(len, ways.values()))} segments move between devices {', '.join(map(str, touched))}"]
-    return [_told_move(names, left, come) for (left, come), names in ways.items()]
+    return [_move_text(names, left, come) for (left, come), names in ways.items()]
 
 
-def _told_move(names: Sequence[str], left: Sequence[int], come: Sequence[int]) -> str:
+def _move_text(names: Sequence[str], left: Sequence[int], come: Sequence[int]) -> str:
     what = ", ".join(names) if len(names) <= _FEW_NAMES else f"{names[0]} … {names[-1]} ({len(names)})"
     verb = ("segment {} moves" if len(names) == 1 else "segments {} move").format(what)
     ends = [f"{word} {_devices(devices)}" for word, devices in (("from", left), ("to", come)) if devices]
     return " ".join((verb, *ends))
 
 
-def _told_shares(number: int, stage: Stage, plan: Plan, batch: int) -> str:
+def _shares_text(number: int, stage: Stage, plan: Plan, batch: int) -> str:
     units = len(plan.micro_batches(batch)) if plan.micro_batch is not None else batch
     dealt = apportion(units, stage.shares)
     what = "micro-batches" if plan.micro_batch is not None else "samples"

@@ -32,7 +32,7 @@ class ReceivedTensor(NamedTuple):
 Finish = Callable[[], ReceivedTensor]
 """Waits for a started operation, once. Dropping it without a call abandons the result.
 
-It raises ``PeerLost`` if another rank cannot do its part, and ``WireError`` if another rank called a different
+It raises ``RankLost`` if another rank cannot do its part, and ``WireError`` if another rank called a different
 operation.
 """
 
@@ -131,7 +131,7 @@ class ClientChannel(Protocol):
         """Wait for the client's reply to a ticket; other messages are queued meanwhile.
 
         Raises:
-            PeerLost: It will not arrive, or did not arrive in time.
+            RankLost: It will not arrive, or did not arrive in time.
         """
 
     def new_ticket(self) -> int:

@@ -113,7 +113,7 @@ class PendingBucket:
         """Wait for the elements and return each buffer's part of them.
 
         Raises:
-            PeerLost: They will not arrive; repeated calls raise the same error.
+            RankLost: They will not arrive; repeated calls raise the same error.
             WireError: Another rank sent something else.
         """
         if self._finish is None:
@@ -213,7 +213,7 @@ def form_group(
         wires: State of this worker's emulated links.
 
     Raises:
-        PeerLost: The others did not join in time.
+        RankLost: The others did not join in time.
         NoAddress: This host does not have the address under which others reach it, where Gloo would have to listen.
     """
     if form.backend == "client":

@@ -49,7 +49,7 @@ class GroupManager:
         """Join a group; return the ranks that share memory there.
 
         Raises:
-            PeerLost: The others did not join in time.
+            RankLost: The others did not join in time.
         """
         device, progress = (_HOST, WorkerProgress()) if form.aside else (self._device, self._progress)
         with self._sockets.making(form.group), threads_on_all_cores():
@@ -62,7 +62,7 @@ class GroupManager:
 
         Raises:
             Poisoned: This worker has left it because of a failure.
-            PeerLost: This worker is not in it.
+            RankLost: This worker is not in it.
         """
         if number in self._lost:
             raise Poisoned(self._lost[number])

@@ -47,7 +47,7 @@ class CollectiveExecutor:
 
         Raises:
             Poisoned: An input is void.
-            PeerLost: This worker is no longer in the group.
+            RankLost: This worker is no longer in the group.
             QuotaExceeded: There is no room for its result.
         """
         match what:

@@ -167,7 +167,7 @@ class WorkerServer:
         """Wait for the client's reply to a ticket; other messages are queued meanwhile.
 
         Raises:
-            PeerLost: It will not arrive, or did not arrive in time.
+            RankLost: It will not arrive, or did not arrive in time.
         """
         end_s = time.monotonic() + timeout_s
         with self.machine.progress.wait():

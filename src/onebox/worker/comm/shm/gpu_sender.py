@@ -55,7 +55,7 @@ class GpuShmSender:
         """Begin to send a tensor, or a part of one; return its location, with its block.
 
         Raises:
-            PeerLost: An earlier copy failed; the group has been left.
+            RankLost: An earlier copy failed; the group has been left.
         """
         self.settle()
         if self._failure:

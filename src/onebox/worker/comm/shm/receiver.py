@@ -96,7 +96,7 @@ class ShmReceiver:
         """Wait for a message.
 
         Raises:
-            PeerLost: It will not arrive.
+            RankLost: It will not arrive.
         """
         memory = self._open()
         begin_s = time.monotonic()
@@ -234,7 +234,7 @@ class PendingReceive:
         """Wait for the message.
 
         Raises:
-            PeerLost: It will not arrive.
+            RankLost: It will not arrive.
         """
         return self._inbox.wait(self._channel, self._order)
 

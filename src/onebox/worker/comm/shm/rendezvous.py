@@ -127,7 +127,7 @@ def find_shm_peers(form: FormGroup, keys: KeyValueStore, kind: str = "cpu") -> S
         kind: The kind of its device, by its torch name.
 
     Raises:
-        PeerLost: Another rank has ended, or did not join.
+        RankLost: Another rank has ended, or did not join.
         WireError: Another rank published invalid data.
     """
     own = SharedMemory.make()

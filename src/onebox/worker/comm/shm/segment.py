@@ -119,7 +119,7 @@ class SharedMemory:
         """Map the memory of another process by a descriptor received from it, which is closed.
 
         Raises:
-            PeerLost: It is smaller than declared, or could become so.
+            RankLost: It is smaller than declared, or could become so.
         """
         # Access to a page beyond its end would end this process.
         if os.fstat(descriptor).st_size < size or not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
