@@ -24,8 +24,7 @@ from onebox.plan.replan.decisions import ReplanDecision, ReplanOptions, ReplanOu
 from onebox.plan.replan.measurements import LinkTime, StepMeasurement, TaskTime, TimedTask
 from onebox.plan.schedules.async_window import steady_window
 from onebox.plan.schedules.blocks import block_numbers, block_schedule
-from onebox.plan.schedules.ideal_times import ideal_step_time
-from onebox.plan.schedules.named import NAMED, named_schedule
+from onebox.plan.schedules.named import NAMED, ideal_step_time, named_schedule
 from onebox.plan.schedules.synthesis import auto_schedule
 from onebox.plan.search.baselines import even_plan
 from onebox.plan.search.result import PlanCandidate, SearchResult

@@ -18,9 +18,8 @@ from onebox.plan.model.schedule import Routes, Schedule
 from onebox.plan.model.shares import deal
 from onebox.plan.model.stage import OFFLOADING_POLICIES
 from onebox.plan.model.work import PlanWork
-from onebox.plan.schedules.async_window import steady_window
+from onebox.plan.schedules.async_window import depths, steady_window
 from onebox.plan.schedules.blocks import block_schedule
-from onebox.plan.schedules.in_flight import depths
 from onebox.plan.simulate.steady_state import simulate_steady_state
 from onebox.plan.simulate.step import Simulation, simulate
 

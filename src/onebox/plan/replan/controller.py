@@ -20,8 +20,7 @@ from onebox.plan.model.plan import Plan
 from onebox.plan.model.problem import Problem
 from onebox.plan.replan.change_search import ChangeSearch, ChangeTerms
 from onebox.plan.replan.changes import PlanEdit, ProposedChange, changed_plan, edits_of, replan_kind_of
-from onebox.plan.replan.decisions import ReplanDecision, ReplanOptions, ReplanOutcome
-from onebox.plan.replan.descriptions import describe_change, describe_cost
+from onebox.plan.replan.decisions import ReplanDecision, ReplanOptions, ReplanOutcome, describe_change, describe_cost
 from onebox.plan.replan.estimates import RateChange, RateEstimator
 from onebox.plan.replan.measurements import StepMeasurement, together
 

@@ -26,8 +26,8 @@ from onebox.wire.protocol.instructions import (
     Reduce,
     Rename,
     Send,
+    references,
 )
-from onebox.wire.protocol.references import references
 from onebox.wire.protocol.requests import Define, Instruction, OptimizerSpec, Put, Routine, Run, StoredProgram
 from onebox.wire.protocol.responses import Digest, OptimizerState, Result, Scalars, Tensors, WorkerFailure
 from onebox.wire.protocol.snapshots import Lay, Read, Recall, Remembered, SlotInstruction, Snapshot
