@@ -37,8 +37,8 @@ class Rig:
         device = device or ComputeDevice("cpu", 1)
         self.machine = Executor(device, self, self.failures.append, quota_bytes=quota_bytes, faults=injector)
 
-    def say(self, saying: Any, frames: Sequence[Any] = ()) -> None:
-        self.said.append(saying)
+    def send_to_client(self, message: Any, frames: Sequence[Any] = ()) -> None:
+        self.said.append(message)
 
     def new_ticket(self) -> int:
         self.tickets += 1

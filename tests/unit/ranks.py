@@ -70,14 +70,14 @@ class HubChannel:
         self.tickets += 1
         return self.tickets
 
-    def say(self, saying: Lookup | Contribution | Left, frames: Sequence[Any] = ()) -> None:
+    def send_to_client(self, message: Lookup | Contribution | Left, frames: Sequence[Any] = ()) -> None:
         """Serve a lookup; take note that the worker has left a group."""
-        if isinstance(saying, Left):
-            self.left.append(saying.group)
+        if isinstance(message, Left):
+            self.left.append(message.group)
             return
-        assert isinstance(saying, Lookup)
+        assert isinstance(message, Lookup)
         with self.hub.changed:
-            for answer in self.hub.keys.lookup(self.worker, saying):
+            for answer in self.hub.keys.lookup(self.worker, message):
                 self.hub.answers[answer.worker, answer.ticket] = answer.value
             self.hub.changed.notify_all()
 

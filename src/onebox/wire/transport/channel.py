@@ -86,12 +86,12 @@ def configure(socket: zmq.Socket[bytes], keys: KeyPair, *, server_key: str | Non
     socket.setsockopt(zmq.RCVHWM, queue)
 
 
-def detect_dead_peers(socket: zmq.Socket[bytes], *, beats: bool = False) -> None:
+def detect_dead_peers(socket: zmq.Socket[bytes], *, heartbeats: bool = False) -> None:
     """Make a dead TCP connection be detected and re-established soon; before the socket binds or connects.
 
     Args:
         socket: The socket, configured.
-        beats: Whether only heartbeats use it, so that ZeroMQ can add its own; behind large tensors these would be
+        heartbeats: Whether only heartbeats use it, so that ZeroMQ can add its own; behind large tensors these would be
             delayed and look like silence.
     """
     socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
@@ -101,7 +101,7 @@ def detect_dead_peers(socket: zmq.Socket[bytes], *, beats: bool = False) -> None
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 1)
     socket.setsockopt(zmq.TCP_MAXRT, TCP_LOST_MS)
-    if beats:
+    if heartbeats:
         socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_LOST_MS // 3)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_LOST_MS)
         socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_LOST_MS)

@@ -124,7 +124,7 @@ def check_rows(spec: TensorSpec, rows: Sequence[int]) -> None:
 class ClientChannel(Protocol):
     """The part of the client's channel that a group uses."""
 
-    def say(self, saying: Lookup | Contribution | Left, frames: Sequence[Any] = ()) -> None:
+    def send_to_client(self, message: Lookup | Contribution | Left, frames: Sequence[Any] = ()) -> None:
         """Send a message to the client."""
 
     def await_ticket(self, ticket: int, timeout_s: float) -> tuple[Rendezvous | Reduced, Sequence[Any]]:

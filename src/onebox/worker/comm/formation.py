@@ -71,7 +71,7 @@ class ChannelStore(dist.Store):
 
     def _ask(self, action: Any, keys: list[str], value: bytes = b"") -> bytes:
         ticket = self._channel.new_ticket()
-        self._channel.say(Lookup(ticket, self._group, action, tuple(keys), value))
+        self._channel.send_to_client(Lookup(ticket, self._group, action, tuple(keys), value))
         if action == "set":
             return b""
         answer, _ = self._channel.await_ticket(ticket, self._timeout_s)
@@ -171,7 +171,7 @@ class ClientGroup:
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         ticket = self._channel.new_ticket()
         spec = spec_of(flat)
-        self._channel.say(Contribution(ticket, self._number, self._order, spec), [to_frame(flat)])
+        self._channel.send_to_client(Contribution(ticket, self._number, self._order, spec), [to_frame(flat)])
         self._order += 1
 
         def finish() -> ReceivedTensor:
@@ -201,7 +201,11 @@ class ClientGroup:
 
 
 def form_group(
-    form: FormGroup, channel: ClientChannel, device: torch.device, progress: WorkerProgress, wires: EmulatedLinks
+    form: FormGroup,
+    channel: ClientChannel,
+    device: torch.device,
+    progress: WorkerProgress,
+    emulated_links: EmulatedLinks,
 ) -> WorkerGroup:
     """Join a group.
 
@@ -210,7 +214,7 @@ def form_group(
         channel: The channel to the client, for the rendezvous.
         device: Device of the tensors.
         progress: Marked during waits.
-        wires: State of this worker's emulated links.
+        emulated_links: State of this worker's emulated links.
 
     Raises:
         RankLost: The others did not join in time.
@@ -221,7 +225,7 @@ def form_group(
     store = ChannelStore(channel, form.group, form.timeout_s)
     with progress.wait():
         met = find_shm_peers(form, store, device.type) if form.shared and supported() else None
-        near = None if met is None else ShmGroup(form, met, device, progress, wires, shm_copier_for(device))
+        near = None if met is None else ShmGroup(form, met, device, progress, emulated_links, shm_copier_for(device))
         if near is not None and met is not None and len(met.memories) == form.size:
             return near
         try:

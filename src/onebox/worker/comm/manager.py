@@ -37,7 +37,7 @@ class GroupManager:
         self._progress = progress
         self._groups: dict[int, WorkerGroup] = {}
         self._lost: dict[int, WorkerFailure] = {}
-        self._wires = EmulatedLinks()
+        self._emulated_links = EmulatedLinks()
         self._sockets = GroupSockets()
 
     @property
@@ -53,7 +53,7 @@ class GroupManager:
         """
         device, progress = (_HOST, WorkerProgress()) if form.aside else (self._device, self._progress)
         with self._sockets.making(form.group), threads_on_all_cores():
-            group = form_group(form, self._channel, device, progress, self._wires)
+            group = form_group(form, self._channel, device, progress, self._emulated_links)
             self._groups[form.group] = group
         return group.joined
 
@@ -74,7 +74,7 @@ class GroupManager:
     def leave(self, number: int) -> None:
         """Leave a group, and have the client notify the ranks that wait there."""
         self._lost.pop(number, None)
-        self._channel.say(Left(number))
+        self._channel.send_to_client(Left(number))
         group = self._groups.pop(number, None)
         if group is not None:
             group.close()
@@ -93,7 +93,7 @@ class GroupManager:
         Raises:
             WireError: One of them is invalid.
         """
-        self._wires.retime(links)
+        self._emulated_links.retime(links)
         for group in self._groups.values():
             if isinstance(group, ShmGroup):
                 group.retimed()

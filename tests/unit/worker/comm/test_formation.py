@@ -372,8 +372,8 @@ class Answering:
     def new_ticket(self) -> int:
         return len(self.came)
 
-    def say(self, saying: Any, frames: Sequence[Any] = ()) -> None:
-        self.came.append((saying, bytes(frames[0])))
+    def send_to_client(self, message: Any, frames: Sequence[Any] = ()) -> None:
+        self.came.append((message, bytes(frames[0])))
 
     def await_ticket(self, ticket: int, timeout_s: float) -> tuple[Rendezvous | Reduced, Sequence[Any]]:
         return Reduced(ticket), self.answer(*self.came[ticket])

@@ -204,7 +204,7 @@ def test_a_client_that_takes_nothing_ends_the_worker(client: Client, monkeypatch
         patch.setattr(main, "send", full)
         patch.setattr(client.server.machine, "progress", WorkerProgress())  # its own thread waits for messages
         with pytest.raises(SystemExit, match="has taken nothing"):
-            client.server.say(Left(1))
+            client.server.send_to_client(Left(1))
     assert waiting == [False, True], "the second is no stall"
 
 
