@@ -24,7 +24,8 @@ from onebox.wire.protocol.groups import FormGroup, Reduced, Rendezvous
 from onebox.wire.protocol.responses import Contribution
 from onebox.worker.comm.api import RankLost, ReceivedTensor, RowRange, WorkerGroup
 from onebox.worker.comm.emulated_links import EmulatedLinks
-from onebox.worker.comm.formation import ChannelStore, ClientGroup, PendingBucket, form_group
+from onebox.worker.comm.formation import ChannelStore, ClientGroup, form_group
+from onebox.worker.execution.collectives import PendingBucket
 from onebox.worker.progress import WorkerProgress
 from tests.unit.programs import CPU
 from tests.unit.ranks import Hub
