@@ -29,14 +29,14 @@ from onebox.pool.launch.fork_servers import OWN, ForkServers
 
 SIDES = ("from nothing", "first, by a nursery", "by a nursery")
 
-OPTIMIZERS = {"torch.optim": "torch.optim.AdamW", "a worker's": 'bare("AdamW")'}
+OPTIMIZERS = {"torch.optim": "torch.optim.AdamW", "a worker's": 'without_compiler("AdamW")'}
 """What makes an optimizer, by whose it is."""
 
 FIRST_STEP = """
 import json, time
 import psutil, torch
-from onebox.worker import serve
-from onebox.worker.optimizer.optimizer_patch import bare
+from onebox.worker.process import main as worker
+from onebox.worker.optimizer.optimizer_patch import without_compiler
 
 weight = torch.zeros(8, 8)
 weight.grad = torch.ones(8, 8)

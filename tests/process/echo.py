@@ -10,11 +10,11 @@ import torch
 
 from onebox.wire import TensorSpec
 from onebox.wire.protocol.groups import FormGroup
+from onebox.worker.comm.api import RankLost
 from onebox.worker.comm.emulated_links import EmulatedLinks
 from onebox.worker.comm.shm.group import ShmGroup
 from onebox.worker.comm.shm.rendezvous import find_shm_peers
-from onebox.worker.comm.shm.segment import RankLost
-from onebox.worker.programs.interpreter import WorkerProgress
+from onebox.worker.progress import WorkerProgress
 
 TEXT = TensorSpec("uint8", (64,))
 """Of the message before a tensor, which says what it is."""

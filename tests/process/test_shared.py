@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from onebox.wire import DTYPES, TensorSpec, spec_of
-from onebox.worker.comm.shm.segment import RankLost, supported
+from onebox.worker.comm.api import RankLost
+from onebox.worker.comm.shm.segment import supported
 from tests.process import echo
 
 pytestmark = pytest.mark.skipif(not supported(), reason="groups through shared memory need Linux on x86-64")

@@ -32,8 +32,8 @@ class EndableServer(WorkerServer):
 
     ended = False
 
-    def _hear(self, end_s: float = math.inf) -> bool:
-        while not super()._hear(min(end_s, time.monotonic() + 0.05)):
+    def _receive(self, end_s: float = math.inf) -> bool:
+        while not super()._receive(min(end_s, time.monotonic() + 0.05)):
             if self.ended:
                 self._deferred.append((Envelope(0, False, (Shutdown(),)), ()))
                 return True

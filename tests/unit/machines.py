@@ -12,7 +12,7 @@ from onebox.wire import Operator, Program, SlotArgument, TensorSpec, from_frame,
 from onebox.wire.protocol.instructions import Get
 from onebox.wire.protocol.requests import Define, Instruction, Put, StoredProgram
 from onebox.wire.protocol.responses import Result, Tensors, WorkerFailure
-from onebox.worker.comm.formation import RankLost
+from onebox.worker.comm.api import RankLost
 from onebox.worker.device import ComputeDevice
 from onebox.worker.execution.executor import Executor
 from onebox.worker.faults import Fault, FaultInjector
@@ -37,8 +37,8 @@ class Rig:
         device = device or ComputeDevice("cpu", 1)
         self.machine = Executor(device, self, self.failures.append, quota_bytes=quota_bytes, faults=injector)
 
-    def say(self, saying: Any, frames: Sequence[Any] = ()) -> None:
-        self.said.append(saying)
+    def send_to_client(self, message: Any, frames: Sequence[Any] = ()) -> None:
+        self.said.append(message)
 
     def new_ticket(self) -> int:
         self.tickets += 1

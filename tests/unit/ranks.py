@@ -12,12 +12,12 @@ import torch
 from onebox.pool.client.rendezvous import KeyValues
 from onebox.wire.protocol.groups import EmulatedLink, FormGroup, Reduced, Rendezvous
 from onebox.wire.protocol.responses import Contribution, Left, Lookup
+from onebox.worker.comm.api import RankLost
 from onebox.worker.comm.emulated_links import EmulatedLinks
 from onebox.worker.comm.shm.gpu_copy import ShmCopier
 from onebox.worker.comm.shm.group import ShmGroup
 from onebox.worker.comm.shm.rendezvous import find_shm_peers
-from onebox.worker.comm.shm.segment import RankLost
-from onebox.worker.programs.interpreter import WorkerProgress
+from onebox.worker.progress import WorkerProgress
 from tests.unit.programs import CPU
 
 
@@ -70,14 +70,14 @@ class HubChannel:
         self.tickets += 1
         return self.tickets
 
-    def say(self, saying: Lookup | Contribution | Left, frames: Sequence[Any] = ()) -> None:
+    def send_to_client(self, message: Lookup | Contribution | Left, frames: Sequence[Any] = ()) -> None:
         """Serve a lookup; take note that the worker has left a group."""
-        if isinstance(saying, Left):
-            self.left.append(saying.group)
+        if isinstance(message, Left):
+            self.left.append(message.group)
             return
-        assert isinstance(saying, Lookup)
+        assert isinstance(message, Lookup)
         with self.hub.changed:
-            for answer in self.hub.keys.lookup(self.worker, saying):
+            for answer in self.hub.keys.lookup(self.worker, message):
                 self.hub.answers[answer.worker, answer.ticket] = answer.value
             self.hub.changed.notify_all()
 

@@ -35,7 +35,7 @@ from onebox.plan import (
     stage_work,
     validate,
 )
-from onebox.plan.policies.policy_costs import OFFLOADING_POLICIES
+from onebox.plan.model.stage import OFFLOADING_POLICIES
 from onebox.pool import Pool, open_pool
 from onebox.report import RunFolder
 from onebox.report.run.json_files import write_atomically

@@ -19,6 +19,7 @@ from onebox.graph.lower.phases import Body, Division, Phase, PhaseKind, again, d
 from onebox.graph.lower.segments import Segments, accumulates, find_segments, picks, root_of
 from onebox.graph.lower.small_programs import relaid, sum_alike
 from onebox.graph.transform.buffer_updates import BufferUpdate, buffer_updates
+from onebox.graph.transform.fuse import fused
 from onebox.graph.transform.halves import split_backward_convolutions
 from onebox.graph.transform.mixed_precision import to_mixed_precision
 from onebox.wire import Program, TensorSpec, specs_by_slot
@@ -105,23 +106,26 @@ class TracedModel:
         halves: bool = False,
         updates: bool = True,
     ) -> None:
-        joint = captured.joint if captured.fresh else captured.joint.copied()
+        if captured.fuse:
+            joint = fused(captured.joint)
+        else:
+            joint = captured.joint if captured.fresh else captured.joint.copied()
         self.reads = captured.reads
         self.written = tuple(str(port.name) for _, port in joint.outputs if port.kind == "update")
         fold_numbers(joint.graph)
         require_types(joint)
         self._backward = backward
         self._trained = trained
-        self._halves = halves and backward
         self._updating = updates and backward
-        if self._halves:
+        if halves and backward:
             split_backward_convolutions(joint.graph)
         self._updates = buffer_updates(joint) if self._updating else {}
-        self._take(joint)
+        self._take(joint, halves=halves and backward)
 
-    def _take(self, joint: Joint, segments: Segments | None = None) -> None:
+    def _take(self, joint: Joint, segments: Segments | None = None, *, halves: bool) -> None:
         """Set the model's graph, and its segments, which are computed unless given."""
         self._joint = joint
+        self._halves = halves
         kinds = ("result", "update") if self._updating else ("result",)
         self._kept = [(node, port) for node, port in joint.outputs if port.kind in kinds]
         self._gradients = [
@@ -139,8 +143,7 @@ class TracedModel:
         """Return the model with backward in halves, too, without another trace."""
         made, joint = copy.copy(self), self._joint.copied()
         split_backward_convolutions(joint.graph)
-        made._halves = self._backward
-        made._take(joint)
+        made._take(joint, halves=self._backward)
         return made
 
     def with_weight_in_batch(self, leaf: int) -> TracedModel:
@@ -151,7 +154,7 @@ class TracedModel:
         """
         made = copy.copy(self)
         ports = ((node, Port("leaf", leaf) if port.kind == "weight" else port) for node, port in self._joint.inputs)
-        made._take(replace(self._joint, inputs=tuple(ports)), self._segments)
+        made._take(replace(self._joint, inputs=tuple(ports)), self._segments, halves=self._halves)
         return made
 
     @functools.cached_property
@@ -178,7 +181,8 @@ class TracedModel:
         """Return the model with the products of some stages in bfloat16."""
         made = copy.copy(self)
         place = _stage_of_segments(self._segments, stages)
-        made._take(*to_mixed_precision(self._joint, self._segments, place, narrow))
+        joint, segments = to_mixed_precision(self._joint, self._segments, place, narrow)
+        made._take(joint, segments, halves=self._halves)
         return made
 
     @property

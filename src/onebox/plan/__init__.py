@@ -7,25 +7,24 @@ from onebox.plan.model.plan import ASYNC, SCHEDULES, MicroBatch, Plan, Predictio
 from onebox.plan.model.problem import ComputeTime, DeviceSpec, Problem, Segment, SegmentValue, Tie
 from onebox.plan.model.schedule import Action, Kind, Routes, Schedule
 from onebox.plan.model.shares import apportion, deal, shares_from_speeds
-from onebox.plan.model.stage import ActivationPolicy, OptimizerStateLayout, Stage, Sync, UpdateAt
+from onebox.plan.model.stage import (
+    ACTIVATION_POLICIES,
+    ActivationPolicy,
+    ChainPolicy,
+    OptimizerStateLayout,
+    Stage,
+    Sync,
+    UpdateAt,
+)
+from onebox.plan.model.window import check_window, drain_of, fill_of, in_flight_of, repeated_routes, unrolled
 from onebox.plan.model.work import Edge, Links, PlanWork, StageWork
 from onebox.plan.policies.explain import PolicyReason, explain_policies
-from onebox.plan.policies.policy_costs import ACTIVATION_POLICIES, ChainPolicy
 from onebox.plan.replan.controller import ReplanController
 from onebox.plan.replan.decisions import ReplanDecision, ReplanOptions, ReplanOutcome
 from onebox.plan.replan.measurements import LinkTime, StepMeasurement, TaskTime, TimedTask
-from onebox.plan.schedules.async_window import (
-    check_window,
-    drain_of,
-    fill_of,
-    in_flight_of,
-    repeated_routes,
-    steady_window,
-    unrolled,
-)
+from onebox.plan.schedules.async_window import steady_window
 from onebox.plan.schedules.blocks import block_numbers, block_schedule
-from onebox.plan.schedules.ideal_times import ideal_step_time
-from onebox.plan.schedules.named import NAMED, named_schedule
+from onebox.plan.schedules.named import NAMED, ideal_step_time, named_schedule
 from onebox.plan.schedules.synthesis import auto_schedule
 from onebox.plan.search.baselines import even_plan
 from onebox.plan.search.result import PlanCandidate, SearchResult

@@ -20,6 +20,7 @@ from onebox.wire.program import (
     specs_by_slot,
     with_deaths,
 )
+from onebox.wire.protocol.codec import check_frames, decode_envelope, decode_worker_message, encode
 from onebox.wire.protocol.eager import (
     FREE,
     Argument,
@@ -45,12 +46,8 @@ from onebox.wire.tensors import (
 )
 from onebox.wire.transport.channel import (
     KeyPair,
-    check_frames,
     configure,
-    decode_envelope,
-    decode_worker_message,
     detect_dead_peers,
-    encode,
     listen,
     new_keys,
     receive,

@@ -17,10 +17,11 @@ from onebox.errors import UsageError, WireError
 from onebox.wire import TensorSpec, from_frame, to_frame
 from onebox.wire.protocol.requests import OptimizerSpec, StoredProgram
 from onebox.wire.protocol.responses import InstructionSets
-from onebox.worker.comm.shm.segment import sleep_until, wake_on_time
 from onebox.worker.memory.host import HostMemory
 from onebox.worker.optimizer.native import NativeOptimizer
-from onebox.worker.programs.interpreter import CompiledProgram, WorkerProgress
+from onebox.worker.programs.interpreter import CompiledProgram
+from onebox.worker.progress import WorkerProgress, wait_until
+from onebox.worker.system.clock import wake_on_time
 from onebox.worker.system.instruction_sets import used_instruction_sets
 
 PASSING_BYTES = 64 << 20
@@ -199,15 +200,3 @@ def check_cost(cost_s: float) -> None:
     """
     if not 0 <= cost_s < math.inf:
         raise WireError(f"a cost of {cost_s} s; allowed are seconds from 0")
-
-
-def wait_until(end_ns: int, progress: WorkerProgress) -> None:
-    """Sleep until a time on the clock of ``time.monotonic_ns``, never less.
-
-    Args:
-        end_ns: The time; returns at once if it has passed.
-        progress: Notified of the wait, so that the worker does not appear to hang.
-    """
-    if end_ns > time.monotonic_ns():
-        with progress.wait():
-            sleep_until(end_ns)

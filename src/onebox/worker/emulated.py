@@ -26,11 +26,12 @@ from onebox.wire import DTYPES, TensorSpec, check_elements, spec_of, specs_by_sl
 from onebox.wire.protocol.instructions import Options
 from onebox.wire.protocol.requests import OptimizerSpec, StoredProgram
 from onebox.wire.protocol.responses import InstructionSets
-from onebox.worker.comm.shm.segment import wake_on_time
-from onebox.worker.device import ComputeDevice, check_cost, wait_until
+from onebox.worker.device import ComputeDevice, check_cost
 from onebox.worker.memory.host import HostMemory
 from onebox.worker.optimizer.native import KERNEL_OPTIONS, NativeOptimizer
-from onebox.worker.programs.interpreter import CompiledProgram, Seed, WorkerProgress
+from onebox.worker.programs.interpreter import CompiledProgram, Seed
+from onebox.worker.progress import WorkerProgress, wait_until
+from onebox.worker.system.clock import wake_on_time
 
 PRODUCT = "computes nothing"
 """Substitute for a product name."""

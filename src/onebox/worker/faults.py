@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from msgspec import Struct
 
-from onebox.worker.programs.interpreter import WorkerProgress
+from onebox.worker.progress import WorkerProgress
 
 
 class Fault(Struct, frozen=True, forbid_unknown_fields=True):

@@ -4,8 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Protocol
 
-from onebox.worker.memory.buffers import BufferStore
+
+class PeakMeter(Protocol):
+    """Bytes in use, and their peak between two calls."""
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in use now."""
+
+    def begin_peak(self) -> int:
+        """Measure the peak from here on; return the peak before, for :meth:`end_peak`."""
+
+    def end_peak(self, before: int) -> int:
+        """Return the peak since :meth:`begin_peak`, and measure the peak of all times again."""
 
 
 class Trace:
@@ -13,25 +26,25 @@ class Trace:
     definitions.
 
     Args:
-        store: The buffers whose bytes are recorded; ``None`` for a disabled trace.
+        meter: The memory whose bytes are recorded; ``None`` for a disabled trace.
     """
 
-    def __init__(self, store: BufferStore | None = None) -> None:
+    def __init__(self, meter: PeakMeter | None = None) -> None:
         self.times_ns: list[int] = []
         self.used_bytes: list[int] = []
-        self._store = store
+        self._meter = meter
         self._until_ns = 0
         self._running = False
         self._peak_before = 0
 
     def begin(self) -> None:
         """Record the start of an instruction."""
-        store = self._store
-        if store is not None:
+        meter = self._meter
+        if meter is not None:
             self.times_ns.append(time.monotonic_ns())
             self._until_ns = 0
             self._running = True
-            self._peak_before, store.peak_bytes = store.peak_bytes, store.used_bytes
+            self._peak_before = meter.begin_peak()
 
     def ready(self) -> None:
         """Record that the inputs of the instruction are present, which is its effective start."""
@@ -44,12 +57,11 @@ class Trace:
 
     def end(self) -> None:
         """Record the end of the instruction: the time, its peak, and the bytes in use after it."""
-        store = self._store
-        if store is not None:
+        meter = self._meter
+        if meter is not None:
             self.times_ns.append(max(time.monotonic_ns(), self._until_ns))
             self._running = False
-            self.used_bytes += (store.peak_bytes, store.used_bytes)
-            store.peak_bytes = max(self._peak_before, store.peak_bytes)
+            self.used_bytes += (meter.end_peak(self._peak_before), meter.used_bytes)
 
     def later(self) -> Callable[[int], None]:
         """Return a function that records the completion of the instruction's asynchronous work after its end."""

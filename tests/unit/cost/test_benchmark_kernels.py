@@ -18,7 +18,8 @@ from onebox.cost.benchmark_kernels import (
 )
 from onebox.cost.pool_profile import Speeds
 from onebox.wire import TensorSpec, check
-from onebox.worker.programs.interpreter import CompiledProgram, WorkerProgress
+from onebox.worker.programs.interpreter import CompiledProgram
+from onebox.worker.progress import WorkerProgress
 from tests.unit.programs import CPU, Meter
 
 KINDS = ("cpu", "cuda", "sim")

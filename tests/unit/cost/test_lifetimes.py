@@ -24,7 +24,8 @@ from onebox.wire import (
     spec_of,
     with_deaths,
 )
-from onebox.worker.programs.interpreter import CompiledProgram, WorkerProgress
+from onebox.worker.programs.interpreter import CompiledProgram
+from onebox.worker.progress import WorkerProgress
 from tests.unit.programs import CPU, Meter, Sample, samples
 
 

@@ -29,7 +29,8 @@ from onebox.wire.protocol.instructions import (
     Step,
 )
 from onebox.wire.protocol.requests import Routine, StoredProgram
-from onebox.worker.programs.interpreter import CompiledProgram, WorkerProgress
+from onebox.worker.programs.interpreter import CompiledProgram
+from onebox.worker.progress import WorkerProgress
 from tests.unit.engine.nets import Lowered, build, state_of
 
 CPU = torch.device("cpu")

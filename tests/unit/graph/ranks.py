@@ -11,7 +11,8 @@ from onebox.graph import Port
 from onebox.graph.shard.placements import PARTIAL, Replicate, shard_of, unshard
 from onebox.graph.shard.search import AllGather, AllReduce, NamedTape, RankTape, Sharded
 from onebox.wire import Program, spec_of
-from onebox.worker.programs.interpreter import CompiledProgram, WorkerProgress
+from onebox.worker.programs.interpreter import CompiledProgram
+from onebox.worker.progress import WorkerProgress
 from tests.unit.programs import CPU
 
 

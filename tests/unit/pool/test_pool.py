@@ -29,10 +29,10 @@ from onebox.errors import (
 from onebox.pool import Fault, Pool, WorkerReply, raise_first
 from onebox.pool.client import loop
 from onebox.wire import TensorSpec, encode, from_frame, to_frame
+from onebox.wire.protocol import codec
 from onebox.wire.protocol.instructions import Ask, Call, Get, Receive, Reduce, Send
 from onebox.wire.protocol.requests import Put, Shutdown
 from onebox.wire.protocol.responses import Contribution, Lookup, Scalars
-from onebox.wire.transport import channel
 from tests.leaks import nothing_left
 from tests.unit.house import OpenPool, threads_for_processes
 
@@ -108,8 +108,8 @@ def test_a_wrong_number_of_frames_is_an_error(pool: Pool, frames: list[bytes]) -
 def test_what_is_over_the_limits_is_refused_before_it_is_sent(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker drops such a message, and nobody would ever be answered."""
     with pytest.raises(WireError, match="65536 tensors"):
-        pool.post(0, [], [b""] * channel.FRAMES, answer=True)
-    monkeypatch.setattr(channel, "FRAME_BYTES", 7)
+        pool.post(0, [], [b""] * codec.FRAMES, answer=True)
+    monkeypatch.setattr(codec, "FRAME_BYTES", 7)
     with pytest.raises(WireError, match="a tensor of 8 bytes"):
         pool.post(0, [Put((1,), (SPEC,))], [FRAME], answer=True)
     monkeypatch.undo()

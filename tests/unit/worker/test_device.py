@@ -13,9 +13,10 @@ from onebox.wire import TensorSpec
 from onebox.wire.protocol.instructions import Call, OptimizerStep
 from onebox.wire.protocol.requests import Define, OptimizerSpec, StoredProgram
 from onebox.worker import device as module
-from onebox.worker.comm.shm import segment
-from onebox.worker.device import ComputeDevice, wait_until
-from onebox.worker.programs.interpreter import WorkerProgress
+from onebox.worker import progress as progress_module
+from onebox.worker.device import ComputeDevice
+from onebox.worker.progress import WorkerProgress, wait_until
+from onebox.worker.system import clock as clock_module
 from tests.unit.machines import Rig, define, elementwise
 
 SPEC = TensorSpec("float64", (2,))
@@ -47,7 +48,7 @@ def test_a_sleep_that_is_woken_early_goes_on_and_is_waiting(monkeypatch: pytest.
         now_ns[0] += int(seconds * 1e9 / 2) + 1
 
     clock: Any = type("Clock", (), {"monotonic_ns": lambda: now_ns[0], "sleep": nap})
-    for each in (module, segment):
+    for each in (progress_module, clock_module):
         monkeypatch.setattr(each, "time", clock)
     wait_until(1_000_000, progress)
     assert now_ns[0] >= 1_000_000

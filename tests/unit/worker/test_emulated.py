@@ -26,7 +26,7 @@ from onebox.worker.emulated import MEMORY_BYTES, EmulatedDevice, EmulatedOptimiz
 from onebox.worker.memory.buffers import BufferStore, Poisoned
 from onebox.worker.memory.host import HostMemory
 from onebox.worker.optimizer.native import ALLOWED, NativeOptimizer
-from onebox.worker.programs.interpreter import WorkerProgress
+from onebox.worker.progress import WorkerProgress
 from tests.unit.machines import Rig, define, elementwise
 from tests.unit.programs import Sample, samples
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from onebox.worker.faults import Fault, FaultInjector
-from onebox.worker.programs.interpreter import WorkerProgress
+from onebox.worker.progress import WorkerProgress
 
 
 def happen(injector: FaultInjector, *instructions: str) -> list[str]:

@@ -23,7 +23,7 @@ from onebox.engine.partition.sharding_spec import ShardingSpec
 from onebox.engine.workload.emulated_costs import EmulatedCosts
 from onebox.graph import ModelPrograms
 from onebox.plan import Action, Plan
-from onebox.plan.schedules.async_window import drain_of, fill_of
+from onebox.plan.model.window import drain_of, fill_of
 
 
 class Lowering:

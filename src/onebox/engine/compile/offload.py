@@ -22,8 +22,18 @@ from onebox.cost import owners
 from onebox.engine.compile.routine import InstructionLabel
 from onebox.plan import Action, ActivationPolicy
 from onebox.wire import Program, specs_by_slot
-from onebox.wire.protocol.instructions import Call, Evict, Free, Gather, Offload, Prefetch, Receive, Reduce, Step
-from onebox.wire.protocol.references import references
+from onebox.wire.protocol.instructions import (
+    Call,
+    Evict,
+    Free,
+    Gather,
+    Offload,
+    Prefetch,
+    Receive,
+    Reduce,
+    Step,
+    references,
+)
 
 LEAST_BYTES = 1 << 14
 """Smaller storages stay: each copy takes 20 µs of the worker's time in both directions, in which memory moves ten times

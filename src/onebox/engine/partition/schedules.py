@@ -21,7 +21,8 @@ from onebox.plan import (
     block_schedule,
     validate,
 )
-from onebox.plan.schedules.async_window import check_window, repeated_routes, steady_window, unrolled
+from onebox.plan.model.window import check_window, repeated_routes, unrolled
+from onebox.plan.schedules.async_window import steady_window
 
 _STEPS = 4
 """Number of consecutive windows that are checked: one fill, one drain, and two that follow a steady one."""

@@ -13,7 +13,7 @@ from onebox.engine.memory.forecast import MemoryForecast
 from onebox.errors import PlanError
 from onebox.plan import Plan, PlanCandidate, Prediction, SearchResult, search
 from onebox.plan.model.problem import Problem
-from onebox.plan.policies.policy_costs import OFFLOADING_POLICIES
+from onebox.plan.model.stage import OFFLOADING_POLICIES
 from onebox.sizes import enough_text
 
 _SHARES = (0.5, 0.2, 0.1, 0.1, 0.05, 0.05)

@@ -37,7 +37,7 @@ from onebox.errors import CaptureError, PlanError, UsageError
 from onebox.graph import ModelPrograms, PhaseKind
 from onebox.graph.shard.spmd import product_flops
 from onebox.plan import ACTIVATION_POLICIES, ASYNC, NAMED, SCHEDULES, Links, Plan
-from onebox.plan.policies.policy_costs import OFFLOADING_POLICIES
+from onebox.plan.model.stage import OFFLOADING_POLICIES
 from onebox.pool import Pool
 from onebox.pool.network.profile import profile_key
 from onebox.wire import Program, reads, specs_by_slot

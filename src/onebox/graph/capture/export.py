@@ -30,7 +30,6 @@ from onebox.graph.capture.recurrent import WholeRecurrent
 from onebox.graph.capture.symbolic_sizes import Varying
 from onebox.graph.capture.traced_calls import TracedCalls, require_plain
 from onebox.graph.capture.transparent_contexts import transparent
-from onebox.graph.transform.fuse import fused
 
 Mode = Literal["train", "evaluate"]
 Precision = Literal["fp32", "bf16", "auto"]
@@ -211,7 +210,7 @@ class Captured:
         joint: Its graph.
         backward: Whether the graph includes gradients.
         reads: Python state that the graph depends on.
-        fuse: Whether activations that are written out become single operators.
+        fuse: Whether the model made of it is to have single operators for activations that are written out.
         fresh: Whether the graph is used only here, so that the one model made of it may change it.
     """
 
@@ -233,7 +232,7 @@ class Captured:
             leaves: Their tensors, flattened.
         """
         joint = self.joint.sized(leaves)
-        return None if joint is None else _finished(replace(self, joint=joint, fresh=True))
+        return None if joint is None else replace(self, joint=joint, fresh=True)
 
 
 def capture(
@@ -263,7 +262,7 @@ def capture(
         precision: ``bf16`` runs the model and the loss under autocast; other values do not change them.
         device_type: ``cpu``, or another one to exclude operators that only CPUs have.
         on_device: Tensor code in front of the model, which maps ``inputs`` to the model's; no part of its state.
-        fuse: Whether activations that are written out become single operators; see :mod:`onebox.graph.transform.fuse`.
+        fuse: Whether the model made of it is to have single operators for activations that are written out.
         varying: Sizes of the inputs and targets for which there are to be symbols; see :meth:`Captured.sized`.
 
     Raises:
@@ -290,13 +289,7 @@ def capture(
         except Exception as error:
             raise explain(error, name, layer=module.calls.failed_in) from error
     reads = module.recorder.reads | watched_tensors(module.calls.constants.values())
-    captured = Captured(joint=joint, backward=backward, reads=reads, fuse=fuse)
-    return captured if varying else _finished(captured)
-
-
-def _finished(captured: Captured) -> Captured:
-    """Return a capture whose sizes are all numbers with its activations fused, if requested."""
-    return replace(captured, joint=fused(captured.joint)) if captured.fuse else captured
+    return Captured(joint=joint, backward=backward, reads=reads, fuse=fuse)
 
 
 @contextlib.contextmanager

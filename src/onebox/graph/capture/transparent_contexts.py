@@ -11,6 +11,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -21,6 +22,15 @@ from torch.utils import checkpoint
 @contextlib.contextmanager
 def transparent() -> Iterator[None]:
     """Ignore checkpoints, ``torch.compile`` and ``inference_mode`` in this thread."""
+    grad_before: WeakKeyDictionary[inference_mode, bool] = WeakKeyDictionary()
+
+    def enter(context: inference_mode) -> None:
+        grad_before[context] = torch.is_grad_enabled()
+        torch.set_grad_enabled(not context.mode)
+
+    def leave(context: inference_mode, *error: Any) -> None:
+        torch.set_grad_enabled(grad_before[context])
+
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         for flag in ("_is_compiling_flag", "_is_exporting_flag"):
@@ -28,8 +38,8 @@ def transparent() -> Iterator[None]:
             setattr(torch.compiler, flag, True)
         stack.enter_context(_replaced(checkpoint, "_checkpoint_without_reentrant_generator", _nothing_kept))
         stack.enter_context(_replaced(checkpoint.CheckpointFunction, "apply", _reentrant))
-        stack.enter_context(_replaced(inference_mode, "__enter__", _enter))
-        stack.enter_context(_replaced(inference_mode, "__exit__", _exit))
+        stack.enter_context(_replaced(inference_mode, "__enter__", enter))
+        stack.enter_context(_replaced(inference_mode, "__exit__", leave))
         yield
 
 
@@ -61,12 +71,3 @@ def _reentrant(function: Callable[..., Any], preserve_rng_state: bool, *args: An
         return function(*args)
     with torch.no_grad():
         return function(*args)
-
-
-def _enter(context: Any) -> None:
-    context._onebox_before = torch.is_grad_enabled()
-    torch.set_grad_enabled(not context.mode)
-
-
-def _exit(context: Any, *error: Any) -> None:
-    torch.set_grad_enabled(context._onebox_before)

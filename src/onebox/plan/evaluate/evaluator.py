@@ -16,11 +16,10 @@ from onebox.plan.model.plan import ASYNC, MicroBatch
 from onebox.plan.model.problem import Problem
 from onebox.plan.model.schedule import Routes, Schedule
 from onebox.plan.model.shares import deal
+from onebox.plan.model.stage import OFFLOADING_POLICIES
 from onebox.plan.model.work import PlanWork
-from onebox.plan.policies.policy_costs import OFFLOADING_POLICIES
-from onebox.plan.schedules.async_window import steady_window
+from onebox.plan.schedules.async_window import depths, steady_window
 from onebox.plan.schedules.blocks import block_schedule
-from onebox.plan.schedules.in_flight import depths
 from onebox.plan.simulate.steady_state import simulate_steady_state
 from onebox.plan.simulate.step import Simulation, simulate
 
@@ -99,7 +98,7 @@ class Evaluator:
         self.left, self.effort, self.expired = effort, effort, expired
         self.simulated = 0
         self.best: LayoutEvaluation | None = None
-        self.verdicts: dict[StageLayout, LayoutEvaluation] = {}
+        self.evaluations: dict[StageLayout, LayoutEvaluation] = {}
         self._parts: dict[int | None, tuple[MicroBatch, ...]] = {}
         self._rows: dict[tuple[object, ...], tuple[tuple[int, ...], ...]] = {}
         self._cases: dict[tuple[object, ...], CostedLayout] = {}
@@ -202,14 +201,14 @@ class Evaluator:
                 self._bounds[key] = lower_bound(case.work, case.routes, case.sizes, split=split)
         return self._bounds[key]
 
-    def judge(self, layout: StageLayout, schedule: Schedule | None = None) -> LayoutEvaluation:
+    def evaluate(self, layout: StageLayout, schedule: Schedule | None = None) -> LayoutEvaluation:
         """Simulate a layout, once.
 
         Args:
             layout: The layout.
             schedule: The order of its actions; ``None`` is that of its schedule's name.
         """
-        known = self.verdicts.get(layout)
+        known = self.evaluations.get(layout)
         if known is not None and schedule is None:
             return known
         case = self.case(layout)
@@ -218,16 +217,16 @@ class Evaluator:
             simulation = self._simulated(layout.schedule, order, case)
             self.left -= (_ENDLESS if layout.schedule == ASYNC else 3) * case.actions
             self.simulated += 1
-            verdict = LayoutEvaluation(
+            evaluation = LayoutEvaluation(
                 layout=layout, case=case, schedule=order, simulation=simulation, in_flight=in_flight
             )
-            if not verdict.over_bytes:
+            if not evaluation.over_bytes:
                 break
-        if known is None or verdict.rank < known.rank:
-            self.verdicts[layout] = verdict
-        if self.allows(layout) and (self.best is None or verdict.rank < self.best.rank):
-            self.best = verdict
-        return verdict
+        if known is None or evaluation.rank < known.rank:
+            self.evaluations[layout] = evaluation
+        if self.allows(layout) and (self.best is None or evaluation.rank < self.best.rank):
+            self.best = evaluation
+        return evaluation
 
     def first_better(self, layouts: Iterable[StageLayout], than: LayoutEvaluation) -> LayoutEvaluation | None:
         """Return the first layout that is better than another, or ``None``; bounds avoid most simulations."""
@@ -236,9 +235,9 @@ class Evaluator:
                 return None
             if not than.over_bytes and self.bound(layout) >= than.simulation.step_s:
                 continue
-            verdict = self.judge(layout)
-            if verdict.rank < than.rank:
-                return verdict
+            evaluation = self.evaluate(layout)
+            if evaluation.rank < than.rank:
+                return evaluation
         return None
 
     def _simulated(self, name: str, order: Schedule, case: CostedLayout) -> Simulation:

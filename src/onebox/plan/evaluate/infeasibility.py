@@ -31,17 +31,17 @@ class Shortfall:
         return f"stage {self.stage} misses device {self.device} by {enough_text(self.missing_bytes)}"
 
 
-def shortfalls(problem: Problem, verdict: LayoutEvaluation) -> tuple[Shortfall, ...]:
+def shortfalls(problem: Problem, evaluation: LayoutEvaluation) -> tuple[Shortfall, ...]:
     """Return the missing memory of each device, most first.
 
     Args:
         problem: The planning problem.
-        verdict: An evaluated layout.
+        evaluation: An evaluated layout.
     """
     found = []
-    stages = verdict.case.work.stages
-    for device, missing in verdict.simulation.over_bytes.items():
-        held = [stage for stage, part in enumerate(verdict.layout.parts) if device in part.devices]
+    stages = evaluation.case.work.stages
+    for device, missing in evaluation.simulation.over_bytes.items():
+        held = [stage for stage, part in enumerate(evaluation.layout.parts) if device in part.devices]
         largest = max(held, key=lambda stage: stages[stage].state_bytes + stages[stage].saved_bytes)
         found.append(
             Shortfall(
@@ -54,18 +54,18 @@ def shortfalls(problem: Problem, verdict: LayoutEvaluation) -> tuple[Shortfall, 
     return tuple(sorted(found, key=lambda one: (-one.missing_bytes, one.device)))
 
 
-def infeasible_error(judge: Evaluator) -> PlanError:
+def infeasible_error(evaluator: Evaluator) -> PlanError:
     """Return the error that no plan fits, with the closest one and remedies."""
-    problem = judge.problem
-    allowed = [verdict for verdict in judge.verdicts.values() if judge.allows(verdict.layout)]
-    closest = min(allowed or judge.verdicts.values(), key=lambda verdict: verdict.rank)
+    problem = evaluator.problem
+    allowed = [evaluation for evaluation in evaluator.evaluations.values() if evaluator.allows(evaluation.layout)]
+    closest = min(allowed or evaluator.evaluations.values(), key=lambda evaluation: evaluation.rank)
     short = shortfalls(problem, closest)
     worst = short[0]
     count = len(closest.layout.parts)
     enough = ", ".join(f"{enough_text(one.capacity_bytes + one.missing_bytes)} on device {one.device}" for one in short)
     samples = closest.layout.micro_batch or max(part.size for part in closest.case.micro_batches)
     message = (
-        f"no plan fits the memory of the devices: of {judge.simulated} that were tried, the closest has {count} "
+        f"no plan fits the memory of the devices: of {evaluator.simulated} that were tried, the closest has {count} "
         f"stage{'s' * (count > 1)}{_policies(closest)} and micro-batches of {samples}, "
         f"and {'; '.join(map(str, short))}. "
         f"What would help: {enough}{_smaller(problem, closest)}; or more devices{_total(problem)}"
@@ -73,24 +73,24 @@ def infeasible_error(judge: Evaluator) -> PlanError:
     return PlanError(message, stage=worst.stage, device=worst.device, missing_bytes=worst.missing_bytes)
 
 
-def _policies(verdict: LayoutEvaluation) -> str:
+def _policies(evaluation: LayoutEvaluation) -> str:
     """Describe how many stages of a layout are recomputed, offloaded and swapped."""
-    policies = [part.policy for part in verdict.layout.parts]
+    policies = [part.policy for part in evaluation.layout.parts]
     found = [f"{policies.count(policy)} of them {name}" for policy, name in POLICY_WORDS.items() if policy in policies]
     return f", {' and '.join(found)}," if found else ""
 
 
-def _smaller(problem: Problem, verdict: LayoutEvaluation) -> str:
+def _smaller(problem: Problem, evaluation: LayoutEvaluation) -> str:
     """Describe the size of a micro-batch that would fit; empty where the state alone is too large."""
-    size = verdict.layout.micro_batch
+    size = evaluation.layout.micro_batch
     if size is None or size == 1:
         return ""
     fitting = size
-    for device, peak in verdict.simulation.peak_bytes.items():
+    for device, peak in evaluation.simulation.peak_bytes.items():
         capacity = problem.capacity_bytes.get(device)
         if capacity is None:
             continue
-        held = zip(verdict.layout.parts, verdict.case.work.stages, strict=True)
+        held = zip(evaluation.layout.parts, evaluation.case.work.stages, strict=True)
         state = sum(stage.state_bytes for part, stage in held if device in part.devices)
         if capacity < state:
             return ""

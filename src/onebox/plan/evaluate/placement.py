@@ -31,47 +31,47 @@ _WORTH = 1 - 1e-6
 """Minimum relative improvement of a change, above rounding."""
 
 
-def placed(judge: Evaluator, layout: StageLayout, *, quickly: bool = False) -> StageLayout:
+def placed(evaluator: Evaluator, layout: StageLayout, *, quickly: bool = False) -> StageLayout:
     """Return a layout with the best placement of its devices and of unused ones of their kinds.
 
     Args:
-        judge: Computes the layout's costs.
+        evaluator: Computes the layout's costs.
         layout: The layout.
         quickly: Whether to begin at the best of the orders only, and not at each.
     """
-    seats = _Seats(judge, layout)
-    if not seats.movable:
+    places = _Places(evaluator, layout)
+    if not places.movable:
         return layout
-    own = seats.own
-    starts = list(dict.fromkeys((own, seats.by_tree(), seats.by_tree(backward=True))))
+    own = places.own
+    starts = list(dict.fromkeys((own, places.by_tree(), places.by_tree(backward=True))))
     if quickly:
-        starts = [min(starts, key=seats.cost)]
-    best = min(map(seats.settle, starts), key=lambda found: found[0])
-    return layout if best[1] == own or best[0] >= _WORTH * seats.cost(own) else seats.moved(best[1])
+        starts = [min(starts, key=places.cost)]
+    best = min(map(places.settle, starts), key=lambda found: found[0])
+    return layout if best[1] == own or best[0] >= _WORTH * places.cost(own) else places.moved(best[1])
 
 
-class _Seats:
+class _Places:
     """The places of a layout: its devices, in the order in which its stages name them first, then the unused ones.
 
     Args:
-        judge: Computes the layout's costs.
+        evaluator: Computes the layout's costs.
         layout: The layout.
     """
 
-    def __init__(self, judge: Evaluator, layout: StageLayout) -> None:
-        self._judge, self._layout = judge, layout
-        problem = judge.problem
+    def __init__(self, evaluator: Evaluator, layout: StageLayout) -> None:
+        self._evaluator, self._layout = evaluator, layout
+        problem = evaluator.problem
         used = list(dict.fromkeys(device for part in layout.parts for device in part.devices))
         self.own = (*used, *(number for number in sorted(problem.device) if number not in set(used)))
-        self._seats = len(used)
-        kinds = [judge.kinds[number] for number in self.own]
+        self._used = len(used)
+        kinds = [evaluator.kinds[number] for number in self.own]
         self.movable = [
-            (a, b) for a, b in combinations(range(len(self.own)), 2) if kinds[a] == kinds[b] and a < self._seats
+            (a, b) for a, b in combinations(range(len(self.own)), 2) if kinds[a] == kinds[b] and a < self._used
         ]
         self._kinds = kinds
         self._changes = list(self._permutations())
-        case = judge.case(layout)
-        place = {device: seat for seat, device in enumerate(used)}
+        case = evaluator.case(layout)
+        place = {device: number for number, device in enumerate(used)}
         self._links = problem.links
         self._count = len(case.sizes)
         self._edges = _edges(case, place)
@@ -81,8 +81,8 @@ class _Seats:
             if len(part.devices) > 1
         ]
         self._busy, self._floor = _busy(case, layout, problem)
-        self._effort = _EFFORT * len(self._busy) + _SUM_EFFORT * sum(len(seats) for seats, _ in self._sums)
-        self._limit = judge.left - judge.effort * _MOST
+        self._effort = _EFFORT * len(self._busy) + _SUM_EFFORT * sum(len(places) for places, _ in self._sums)
+        self._limit = evaluator.left - evaluator.effort * _MOST
 
     def cost(self, order: Sequence[int]) -> float:
         """Return the approximate seconds of a step with a device for each place.
@@ -104,7 +104,7 @@ class _Seats:
                     loads[one, other] = loads.get((one, other), 0.0) + part * there
                     loads[other, one] = loads.get((other, one), 0.0) + part * back
         cycle_s, round_s = max(loads.values(), default=0.0), 0.0
-        rings = [links.ring_seconds([(order[seat],) for seat in seats], size) for seats, size in self._sums]
+        rings = [links.ring_seconds([(order[place],) for place in places], size) for places, size in self._sums]
         if self._layout.schedule == ASYNC:
             round_s = sum(ways) + sum(busy_s for busy_s, _ in self._busy)
             return max(max(self._floor, cycle_s) * self._count, max(rings, default=0.0)) + _FILLING * round_s
@@ -116,10 +116,10 @@ class _Seats:
     def settle(self, order: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
         """Follow improving changes until there are none; return the final cost and order."""
         value, turn, tried = self.cost(order), 0, 0
-        judge = self._judge
-        while tried < len(self._changes) and judge.left > self._limit and not judge.expired():
-            judge.left -= self._effort
-            change = tuple(order[seat] for seat in self._changes[turn])
+        evaluator = self._evaluator
+        while tried < len(self._changes) and evaluator.left > self._limit and not evaluator.expired():
+            evaluator.left -= self._effort
+            change = tuple(order[place] for place in self._changes[turn])
             found, tried = self.cost(change), tried + 1
             if found < value * _WORTH:
                 value, order, tried = found, change, 0
@@ -128,23 +128,25 @@ class _Seats:
 
     def _permutations(self) -> Iterator[tuple[int, ...]]:
         """Yield for each change the place from which the device of each place comes."""
-        seats = tuple(range(len(self.own)))
+        places = tuple(range(len(self.own)))
         for a, b in self.movable:
-            yield (*seats[:a], b, *seats[a + 1 : b], a, *seats[b + 1 :])
+            yield (*places[:a], b, *places[a + 1 : b], a, *places[b + 1 :])
         for a, b in self.movable:
-            row = seats[a : b + 1]
-            if b - a < 2 or b >= self._seats or len(set(self._kinds[a : b + 1])) > 1:
+            row = places[a : b + 1]
+            if b - a < 2 or b >= self._used or len(set(self._kinds[a : b + 1])) > 1:
                 continue
             for other in (row[::-1], (*row[1:], row[0]), (row[-1], *row[:-1])):
-                yield (*seats[:a], *other, *seats[b + 1 :])
+                yield (*places[:a], *other, *places[b + 1 :])
 
     def by_tree(self, *, backward: bool = False) -> tuple[int, ...]:
         """Return an order in which, kind by kind, the devices of a host are adjacent, and the hosts of a switch."""
-        places = [{device: turn for turn, group in enumerate(level) for device in group} for level in self._judge.near]
+        places = [
+            {device: turn for turn, group in enumerate(level) for device in group} for level in self._evaluator.near
+        ]
         left: dict[object, list[int]] = {}
         rank = sorted(self.own, key=lambda device: (*(place[device] for place in places[::-1]), device))
         for device in rank[::-1] if backward else rank:
-            left.setdefault(self._judge.kinds[device], []).append(device)
+            left.setdefault(self._evaluator.kinds[device], []).append(device)
         return tuple(left[kind].pop(0) for kind in self._kinds)
 
     def moved(self, order: Sequence[int]) -> StageLayout:

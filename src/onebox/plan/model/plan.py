@@ -247,7 +247,7 @@ class Plan(PlanPart, frozen=True):
         if len(self.devices) == 1:
             return f"{_count(len(self.stages), 'stage')} on device {self.devices[0]}, {cut}"
         if len(self.stages) > 1 or self.split:
-            where = _told_once([_replicas(stage) for stage in self.stages])
+            where = _places_text([_replicas(stage) for stage in self.stages])
             return f"{_count(len(self.stages), 'stage')} on devices {where}, {cut}, schedule {self.schedule}"
         (stage,) = self.stages
         total = math.fsum(stage.shares)
@@ -293,7 +293,7 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}" + ("s" if number > 1 else "")
 
 
-def _told_once(places: Sequence[str]) -> str:
+def _places_text(places: Sequence[str]) -> str:
     """Describe the places of stages: each place once, with the spans of its stages where any has several."""
     where: dict[str, list[int]] = {}
     for stage, place in enumerate(places):

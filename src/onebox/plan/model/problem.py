@@ -9,9 +9,8 @@ from itertools import permutations
 
 from onebox.errors import UsageError
 from onebox.plan.model.plan import ASYNC, SCHEDULES
-from onebox.plan.model.stage import UpdateAt
+from onebox.plan.model.stage import ACTIVATION_POLICIES, ChainPolicy, UpdateAt
 from onebox.plan.model.work import Links
-from onebox.plan.policies.policy_costs import ACTIVATION_POLICIES, ChainPolicy
 
 
 @dataclass(frozen=True, kw_only=True)

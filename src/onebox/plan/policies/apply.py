@@ -10,8 +10,8 @@ from onebox.plan.evaluate.evaluator import Evaluator, LayoutEvaluation
 from onebox.plan.model.cost_model import CostModel
 from onebox.plan.model.layout import LayoutStage, StageLayout, single
 from onebox.plan.model.problem import DeviceSpec, Problem
-from onebox.plan.model.stage import UpdateAt
-from onebox.plan.policies.policy_costs import ChainCosts, ChainLink, ChainPolicy, PolicySpan
+from onebox.plan.model.stage import ChainPolicy, UpdateAt
+from onebox.plan.policies.policy_costs import ChainCosts, ChainLink, PolicySpan
 from onebox.plan.policies.solver import choose_policies, least_budget
 from onebox.plan.schedules.named import warm_up
 from onebox.plan.simulate.instance import instance_of
@@ -143,52 +143,52 @@ def _crossing(problem: Problem, links: Sequence[tuple[int, ...]]) -> tuple[list[
     return forward, into
 
 
-def apply_policies(judge: Evaluator, base: StageLayout, update: UpdateAt) -> LayoutEvaluation | None:
+def apply_policies(evaluator: Evaluator, base: StageLayout, update: UpdateAt) -> LayoutEvaluation | None:
     """Return the evaluation of a layout with the activation policies that make it fit, or ``None``.
 
     Args:
-        judge: Evaluates it.
+        evaluator: Evaluates it.
         base: A layout without policies, of one stage a device.
         update: Place of the optimizer's state.
     """
     if base.micro_batch is None or _several(base):
         return None
-    base = base._replace(update=None if update == judge.problem.updates[0] else update)
-    chains = _chains(judge, base)
-    less = dict.fromkeys(judge.problem.device, 0)
+    base = base._replace(update=None if update == evaluator.problem.updates[0] else update)
+    chains = _chains(evaluator, base)
+    less = dict.fromkeys(evaluator.problem.device, 0)
     found: LayoutEvaluation | None = None
     for _ in range(_TRIES):
-        layout = _fitted(judge, base, chains, less)
+        layout = _fitted(evaluator, base, chains, less)
         if layout is None:
             break
-        verdict = judge.judge(layout)
-        if found is None or verdict.rank < found.rank:
-            found = verdict
-        if not verdict.over_bytes:
+        evaluation = evaluator.evaluate(layout)
+        if found is None or evaluation.rank < found.rank:
+            found = evaluation
+        if not evaluation.over_bytes:
             break
-        for device, missing in verdict.simulation.over_bytes.items():
+        for device, missing in evaluation.simulation.over_bytes.items():
             less[device] += missing
     return found
 
 
-def least_memory_layout(judge: Evaluator, device: int, samples: int) -> LayoutEvaluation:
+def least_memory_layout(evaluator: Evaluator, device: int, samples: int) -> LayoutEvaluation:
     """Evaluate the whole model on a device under the activation policies with about the least memory.
 
     Args:
-        judge: Evaluates it.
+        evaluator: Evaluates it.
         device: The device.
         samples: Samples of a micro-batch.
     """
-    problem = judge.problem
-    chain = chain_of(judge.costs, single(tuple(range(len(problem.segments))), device), samples)
+    problem = evaluator.problem
+    chain = chain_of(evaluator.costs, single(tuple(range(len(problem.segments))), device), samples)
     policies = tuple(policy for policy in problem.policies if policy != "cpu" or chain.processor is not None)
     spans = choose_policies(chain.costs, least_budget(chain.costs, policies), policies)
     update: UpdateAt | None = "host" if "host" in problem.updates and problem.updates[0] != "host" else None
     parts = chain.parts(spans) if spans is not None else [chain.part]
-    found = judge.judge(StageLayout(tuple(parts), samples, "1f1b", update))
+    found = evaluator.evaluate(StageLayout(tuple(parts), samples, "1f1b", update))
     if "swap" in problem.policies and len(chain.links) > 1:
         swapped = StageLayout(tuple(chain.parts(_even(chain, 1, "swap"))), samples, "1f1b", update)
-        found = min(found, judge.judge(swapped), key=lambda verdict: verdict.rank)
+        found = min(found, evaluator.evaluate(swapped), key=lambda evaluation: evaluation.rank)
     return found
 
 
@@ -198,8 +198,8 @@ def _several(layout: StageLayout) -> bool:
     return len(set(devices)) < len(devices)
 
 
-def _chains(judge: Evaluator, layout: StageLayout) -> list[Chain]:
-    case = judge.case(layout)
+def _chains(evaluator: Evaluator, layout: StageLayout) -> list[Chain]:
+    case = evaluator.case(layout)
     assert layout.micro_batch is not None
     in_flight = [1] * len(layout.parts)
     if len(layout.parts) > 1:
@@ -210,14 +210,16 @@ def _chains(judge: Evaluator, layout: StageLayout) -> list[Chain]:
             most = turns if layout.schedule == "gpipe" else min(limit, turns)
             in_flight[slot.stage] = max(in_flight[slot.stage], most)
     return [
-        chain_of(judge.costs, part, layout.micro_batch, count)
+        chain_of(evaluator.costs, part, layout.micro_batch, count)
         for part, count in zip(layout.parts, in_flight, strict=True)
     ]
 
 
-def _fitted(judge: Evaluator, base: StageLayout, chains: Sequence[Chain], less: dict[int, int]) -> StageLayout | None:
+def _fitted(
+    evaluator: Evaluator, base: StageLayout, chains: Sequence[Chain], less: dict[int, int]
+) -> StageLayout | None:
     """Return a layout whose stages are cut into spans, each within the device's remaining memory."""
-    problem, case = judge.problem, judge.case(base)
+    problem, case = evaluator.problem, evaluator.case(base)
     parts: list[LayoutStage] = []
     for chain, work in zip(chains, case.work.stages, strict=True):
         caps = [problem.capacity_bytes[d] - less[d] for d in chain.part.devices if d in problem.capacity_bytes]
@@ -230,7 +232,7 @@ def _fitted(judge: Evaluator, base: StageLayout, chains: Sequence[Chain], less: 
         if spans is None and (base.update or problem.updates[0]) == "host" and "swap" in allowed:
             # Gradients of swapped stages are not on the device; the others' are missing here, and appear in the
             # evaluation.
-            away = judge.costs.streamed_bytes(chain.part._replace(policy="swap"), on_host=True)
+            away = evaluator.costs.streamed_bytes(chain.part._replace(policy="swap"), on_host=True)
             spans = choose_policies(chain.costs, room + away, ("keep", "swap"))
         if spans is None:
             return None
@@ -283,11 +285,11 @@ def _first_on_cpu(first: int) -> BaselinePolicy:
     return spans
 
 
-def baseline_layouts(judge: Evaluator, device: int, samples: int) -> Iterator[tuple[str, StageLayout]]:
+def baseline_layouts(evaluator: Evaluator, device: int, samples: int) -> Iterator[tuple[str, StageLayout]]:
     """Yield the layouts of :func:`baseline_policies` on a device."""
-    every = single(tuple(range(len(judge.problem.segments))), device)
-    chain = chain_of(judge.costs, every, samples)
+    every = single(tuple(range(len(evaluator.problem.segments))), device)
+    chain = chain_of(evaluator.costs, every, samples)
     if len(chain.links) == 1:
         return
-    for name, policy in baseline_policies(judge.problem, device):
+    for name, policy in baseline_policies(evaluator.problem, device):
         yield name, StageLayout(tuple(chain.parts(policy(chain))), samples, "1f1b")

@@ -6,14 +6,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-ChainPolicy = Literal["keep", "recompute", "offload", "swap", "cpu"]
-
-ACTIVATION_POLICIES: tuple[ChainPolicy, ...] = ("keep", "recompute", "offload", "swap", "cpu")
-
-OFFLOADING_POLICIES: frozenset[ChainPolicy] = frozenset({"offload", "swap"})
-"""The policies of spans of one link whose values go to the host's memory."""
+from onebox.plan.model.stage import ACTIVATION_POLICIES, OFFLOADING_POLICIES, ChainPolicy
 
 NEIGHBOUR_STATES = range(5)
 """State of the two spans before a span, as far as it affects that span's memory: neither has a policy in

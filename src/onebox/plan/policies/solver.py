@@ -36,11 +36,10 @@ from collections.abc import Collection
 import numpy as np
 from numpy.typing import NDArray
 
+from onebox.plan.model.stage import ACTIVATION_POLICIES, ChainPolicy
 from onebox.plan.policies.policy_costs import (
-    ACTIVATION_POLICIES,
     NEIGHBOUR_STATES,
     ChainCosts,
-    ChainPolicy,
     PolicyCosts,
     PolicySpan,
     chain_outcome,

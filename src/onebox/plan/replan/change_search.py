@@ -61,7 +61,7 @@ class ChangeSearch:
     def __init__(self, problem: Problem, plan: Plan, terms: ChangeTerms) -> None:
         self._plan, self._terms = plan, terms
         self._pace = StepTimes(problem, plan, terms.budget_actions)
-        self._problem, self._judge, self._now = self._pace.problem, self._pace.judge, self._pace.now
+        self._problem, self._evaluator, self._now = self._pace.problem, self._pace.evaluator, self._pace.now
         self._every = [device.number for device in problem.devices]
         self._moved = MigrationCost(self._problem, self._now)
         self._before = self._pace.step(self._now)
@@ -118,7 +118,7 @@ class ChangeSearch:
 
     def _kind(self, device: int) -> tuple[float, int | None]:
         """Return a key of a device that is equal for interchangeable ones."""
-        power = self._judge.costs.power(device, self._now.micro_batch or 1)
+        power = self._evaluator.costs.power(device, self._now.micro_batch or 1)
         return round(math.log(power) / math.log(NEARLY)), self._problem.device[device].capacity_bytes
 
     def _proposed(self) -> Iterator[StageLayout]:
@@ -127,10 +127,10 @@ class ChangeSearch:
         devices = [device for part in parts for device in part.devices]
         alike = len(self._formats) == 1 and all(part.policy == "keep" for part in parts)
         if len(parts) > 1 and alike and len(set(devices)) == len(devices) and now.micro_batch is not None:
-            count = len(self._judge.case(now).micro_batches)
-            yield from CutSolver(self._judge.costs, now, count, self._moved).proposals()
+            count = len(self._evaluator.case(now).micro_batches)
+            yield from CutSolver(self._evaluator.costs, now, count, self._moved).proposals()
             for layout in self._resized():
-                yield CutSolver(self._judge.costs, layout, count, self._moved).quickest()
+                yield CutSolver(self._evaluator.costs, layout, count, self._moved).quickest()
         else:
             yield from self._placed()
         yield from self._shared(now)
@@ -156,14 +156,14 @@ class ChangeSearch:
     def _placed(self) -> list[StageLayout]:
         """Return the layouts with two devices exchanged, and cuts adapted, that have the best bounds."""
         found = list(self._exchanged(self._now))
-        share = self._judge.left // (4 * max(1, len(found)))
+        share = self._evaluator.left // (4 * max(1, len(found)))
         found = [self._descend(layout, share) for layout in found]
         return sorted(found, key=self._pace.bound_s)[:_STARTS]
 
     def _descend(self, at: StageLayout, effort: int) -> StageLayout:
         """Move cuts as long as that lowers the bound."""
-        value, limit = self._pace.bound_s(at), self._judge.left - effort
-        while self._judge.left > limit:
+        value, limit = self._pace.bound_s(at), self._evaluator.left - effort
+        while self._evaluator.left > limit:
             changes = ((self._pace.bound_s(layout), layout) for layout in self._cut(at))
             better = next((found for found in changes if found[0] < value * (1 - 1e-6)), None)
             if better is None:
@@ -226,11 +226,11 @@ class ChangeSearch:
 
     def _other_shares(self, layout: StageLayout, part: LayoutStage) -> Iterator[tuple[float, ...]]:
         samples = layout.micro_batch or max(1, self._problem.batch // len(part.devices))
-        powers = [self._judge.costs.power(device, samples) for device in part.devices]
+        powers = [self._evaluator.costs.power(device, samples) for device in part.devices]
         yield tuple(power / sum(powers) for power in powers)
         if layout.micro_batch is None:
             return
-        count = len(self._judge.case(layout).micro_batches)
+        count = len(self._evaluator.case(layout).micro_batches)
         turns = apportion(count, part.shares)
         for a, b in permutations(range(len(turns)), 2):
             if turns[a] > 1:
@@ -256,7 +256,7 @@ class ChangeSearch:
         in_flight = self._pace.in_flight(self._now)
         if in_flight == self._plan.in_flight or self._barred(self._now):
             return now
-        found = self._judge.judge(self._now)
+        found = self._evaluator.evaluate(self._now)
         better = found.simulation.step_s < now.step_s * (1 - NAMED_BIAS)
         if not better or found.over_bytes > sum(self._before.over_bytes.values()):
             return now

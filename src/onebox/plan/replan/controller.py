@@ -20,8 +20,7 @@ from onebox.plan.model.plan import Plan
 from onebox.plan.model.problem import Problem
 from onebox.plan.replan.change_search import ChangeSearch, ChangeTerms
 from onebox.plan.replan.changes import PlanEdit, ProposedChange, changed_plan, edits_of, replan_kind_of
-from onebox.plan.replan.decisions import ReplanDecision, ReplanOptions, ReplanOutcome
-from onebox.plan.replan.descriptions import describe_change, describe_cost
+from onebox.plan.replan.decisions import ReplanDecision, ReplanOptions, ReplanOutcome, describe_change, describe_cost
 from onebox.plan.replan.estimates import RateChange, RateEstimator
 from onebox.plan.replan.measurements import StepMeasurement, together
 
@@ -148,7 +147,7 @@ class ReplanController:
         self._due = self._due or bool(changes) or self._unbarred()
         self._paces.append((look.step, look.step_s))
         if self._trial is not None:
-            return self._judge(self._trial, look.step_s, changes)
+            return self._evaluate_trial(self._trial, look.step_s, changes)
         if not self._due or self._looks < self._next:
             return None
         self._waited += 1
@@ -226,7 +225,7 @@ class ReplanController:
             kind=replan_kind_of(now, found.layout),
             step=self._step,
             plan=plan,
-            why=", ".join(change.told for change in seen) or "times of segments were learned",
+            why=", ".join(change.text for change in seen) or "times of segments were learned",
             what=f"{told} {describe_cost(moved_bytes, found.cost_s)}",
             before_s=before_s,
             after_s=after_s,
@@ -240,7 +239,7 @@ class ReplanController:
         self._open = _Trial(decision, self._plan, before_s, moves, devices, self._rates.kept())
         return decision
 
-    def _judge(self, trial: _Trial, step_s: float, changes: list[RateChange]) -> ReplanDecision | None:
+    def _evaluate_trial(self, trial: _Trial, step_s: float, changes: list[RateChange]) -> ReplanDecision | None:
         """Evaluate a decision once enough steps were measured: keep or undo it."""
         trial.steps_s.append(step_s)
         if any(change.plain and not change.touches(trial.devices) for change in changes):

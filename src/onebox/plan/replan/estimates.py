@@ -55,7 +55,7 @@ class RateChange(NamedTuple):
     hoped: bool = False
 
     @property
-    def told(self) -> str:
+    def text(self) -> str:
         """A readable description."""
         if self.hoped:
             return f"{self.what}, which was slow, has not been used for long and is tried again"

@@ -31,7 +31,7 @@ class StepTimes:
 
     def __init__(self, problem: Problem, plan: Plan, budget_actions: int) -> None:
         self.problem, self.plan = within_limits(problem, plan), plan
-        self.judge = Evaluator(self.problem, effort=budget_actions, expired=lambda: False)
+        self.evaluator = Evaluator(self.problem, effort=budget_actions, expired=lambda: False)
         now = layout_of(problem, plan)
         self.now = now._replace(schedule="auto") if now.schedule == "table" else now  # the order of actions is separate
         self._table = Schedule.parse(plan.table) if plan.schedule == "table" else None
@@ -39,7 +39,7 @@ class StepTimes:
     @property
     def spent(self) -> bool:
         """Return whether the budget of actions is used up."""
-        return self.judge.left <= 0
+        return self.evaluator.left <= 0
 
     def step(self, layout: StageLayout, table: Schedule | None = None) -> Simulation:
         """Simulate a step.
@@ -53,7 +53,7 @@ class StepTimes:
         """
         if layout.schedule == ASYNC and layout == self.now:
             return self._unchanged
-        return self.judge.judge(layout, table or self.order(layout)).simulation
+        return self.evaluator.evaluate(layout, table or self.order(layout)).simulation
 
     def bound_s(self, layout: StageLayout) -> float:
         """Return a lower bound of the seconds of a step; infinite for an impossible layout.
@@ -62,10 +62,10 @@ class StepTimes:
         at a time: about the actual time.
         """
         try:
-            bound_s = self.judge.bound(layout)
+            bound_s = self.evaluator.bound(layout)
             if layout.schedule != ASYNC:
                 return bound_s
-            return max(bound_s, self.judge.bound(layout._replace(schedule="1f1b")) / 2)
+            return max(bound_s, self.evaluator.bound(layout._replace(schedule="1f1b")) / 2)
         except UsageError:  # a value would go to an earlier stage
             return float("inf")
 
@@ -83,17 +83,17 @@ class StepTimes:
 
     def made(self, layout: StageLayout) -> Schedule:
         """Return an order of actions synthesised for the present estimates."""
-        case = self.judge.case(layout)
+        case = self.evaluator.case(layout)
         return auto_schedule(case.routes, case.work, case.sizes, budget_s=_SYNTHESIS_S)
 
     def in_flight(self, layout: StageLayout) -> tuple[int, ...]:
         """Return the micro-batches in flight of each stage of a pipeline that never runs empty; see the plan's."""
-        return self.judge.judge(layout).in_flight if layout.schedule == ASYNC else ()
+        return self.evaluator.evaluate(layout).in_flight if layout.schedule == ASYNC else ()
 
     @cached_property
     def _unchanged(self) -> Simulation:
         """Simulate a step of the plan in force, with its own micro-batches in flight."""
-        case = self.judge.case(self.now)
+        case = self.evaluator.case(self.now)
         window = steady_window(
             case.routes, [(edge.source, edge.target) for edge in case.work.edges], self.plan.in_flight
         )

@@ -11,14 +11,22 @@ deadlock, whatever the routes, since every action has a later time than its inpu
 flight as it starts until its first gradient is back, as under ``1f1b``. The interval between steps is the least for
 which no forward of a step comes after one of the next on any device, and a step's gradients are all there before the
 next but one begins; so two versions of the weights are enough (Narayanan et al. 2021, arXiv:2006.09503, PipeDream-2BW).
+
+With the number in flight of ``1f1b``, a micro-batch is back when a device is ready for it, provided that messages take
+no time. Where they do, every device waits once in each turn of the pipeline. A device that alternates forwards and
+backwards can only run a late backward at its next place for one: a whole turn later for each hop whose messages, there
+and back, take at most one turn, two turns later for at most two, and so on. So a stage that is to be always busy needs
+that many more in flight for each hop behind it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from onebox.errors import UsageError
-from onebox.plan.model.schedule import Action, Kind, Routes, Schedule
+from onebox.plan.model.schedule import Action, Routes, Schedule
+from onebox.plan.model.work import PlanWork
 from onebox.plan.schedules.blocks import between, find_blocks, spelled_out
 
 _TURN = 55440 * 3
@@ -54,68 +62,6 @@ def steady_window(
     limits = [max(in_flight[block.start : block.stop], default=0) for block in blocks]
     rows = tuple(routes[block.start] for block in blocks)
     return spelled_out(Schedule(rows=_rows(rows, sorted(between(edges, blocks)), limits)), blocks)
-
-
-def fill_of(window: Schedule) -> Schedule:
-    """Return the window of a first step: the same without the backwards of the step before."""
-    return Schedule(rows={d: tuple(one for one in row if one.micro_batch >= 0) for d, row in window.rows.items()})
-
-
-def drain_of(window: Schedule) -> Schedule:
-    """Return the rest of a last step: the actions with negative numbers alone."""
-    return Schedule(rows={d: tuple(one for one in row if one.micro_batch < 0) for d, row in window.rows.items()})
-
-
-def unrolled(window: Schedule, count: int, steps: int) -> Schedule:
-    """Return the schedule of consecutive windows, as one of many micro-batches.
-
-    Args:
-        window: The steady window.
-        count: Micro-batches of a step.
-        steps: Number of steps; their micro-batches are numbered consecutively.
-
-    Example:
-        >>> unrolled(Schedule.parse(["0: 0F0 0B-1"]), 1, 3).lines()
-        ('0: 0F0 0F1 0B0 0F2 0B1 0B2',)
-    """
-    every = range(steps * count)
-    rows = {
-        device: tuple(
-            Action(kind, stage, shift + micro_batch)
-            for shift in range(0, (steps + 1) * count, count)
-            for kind, stage, micro_batch in row
-            if shift + micro_batch in every
-        )
-        for device, row in window.rows.items()
-    }
-    return Schedule(rows=rows)
-
-
-def in_flight_of(window: Schedule, stages: int) -> tuple[int, ...]:
-    """Return the maximum number of micro-batches in flight of each stage on any device.
-
-    Args:
-        window: A steady window.
-        stages: Number of stages.
-
-    Example:
-        >>> in_flight_of(steady_window((((0,),) * 4, ((1,),) * 4, ((2,),) * 4)), 3)
-        (3, 2, 1)
-    """
-    most = [0] * stages
-    for row in window.rows.values():
-        held = [0] * stages
-        for kind, stage, micro_batch in row:
-            held[stage] += micro_batch < 0 and kind in ("B", "I")
-        for kind, stage, _ in row:
-            held[stage] += {"F": 1, "W": 0}.get(kind, -1)
-            most[stage] = max(most[stage], held[stage])
-    return tuple(most)
-
-
-def repeated_routes(routes: Routes, steps: int) -> Routes:
-    """Return the routes of steps whose micro-batches are numbered consecutively."""
-    return tuple(row * steps for row in routes)
 
 
 def _rows(routes: Routes, edges: Sequence[tuple[int, int]], in_flight: Sequence[int]) -> dict[int, tuple[Action, ...]]:
@@ -180,27 +126,49 @@ def _times(routes: Routes, edges: Sequence[tuple[int, int]], in_flight: Sequence
     return forward, backward
 
 
-def check_window(window: Schedule, count: int) -> None:
-    """Check that a table is a window: all forwards, ascending, and each backward once, of this step or the one before.
+_NEGLIGIBLE = 0.02
+"""Round-trip message time, as a part of a turn, up to which waiting costs less than the memory of a deeper pipeline."""
 
-    Deadlocks are checked by :func:`~onebox.plan.simulate.validate`, on the steps that it stands for.
+
+def depths(routes: Routes, work: PlanWork) -> tuple[int, ...]:
+    """Return the micro-batches in flight of each replica of each stage; empty where the schedule's rule suffices.
 
     Args:
-        window: The table.
-        count: Micro-batches of a step.
+        routes: Routes of the micro-batches of one step.
+        work: Times, edges and links.
 
-    Raises:
-        UsageError: It is not a window.
+    Example:
+        >>> from dataclasses import replace
+        >>> from onebox.plan.simulate.instance import unit_work
+        >>> from onebox.plan.model.work import Edge
+        >>> routes = (((0,),), ((1,),), ((2,),))
+        >>> depths(routes, unit_work(routes))
+        ()
     """
-    for device, row in window.rows.items():
-        seen: dict[tuple[Kind, int, int], Action] = {}
-        for action in row:
-            kind, stage, micro_batch = action
-            if not (0 if kind == "F" else -count) <= micro_batch < count:
-                raise UsageError(
-                    f"{action} on device {device}: a window has forwards of the micro-batches 0 to {count - 1}, and "
-                    f"backwards of these and, as -{count} to -1, of those of the step before"
-                )
-            other = seen.setdefault((kind, stage, micro_batch % count), action)
-            if other is not action:
-                raise UsageError(f"{other} and {action} are both on device {device}; a window has one of them")
+    replicas = [tuple(dict.fromkeys(row)) for row in routes]
+    busy_s: dict[int, float] = {}
+    for stage, own in enumerate(replicas):
+        cost = work.stages[stage]
+        for device in (device for replica in own for device in replica):
+            seconds = cost.forward_s[device] + cost.input_s[device] + cost.weight_s[device]
+            busy_s[device] = busy_s.get(device, 0.0) + seconds / len(own)
+    turn_s = max(busy_s.values(), default=0.0)
+    if turn_s <= 0:
+        return ()
+    needed, late = [1] * len(routes), False
+    for stage in range(len(routes) - 1, -1, -1):
+        for edge in (edge for edge in work.edges if edge.source == stage and edge.forward_bytes):
+            if replicas[stage] == replicas[edge.target]:
+                needed[stage] = max(needed[stage], needed[edge.target])
+                continue
+            there_s = max(
+                work.links.seconds(a[0], b[0], edge.forward_bytes) + work.links.seconds(b[0], a[0], edge.backward_bytes)
+                for a in replicas[stage]
+                for b in replicas[edge.target]
+            )
+            turns = math.ceil(there_s / turn_s) if there_s > _NEGLIGIBLE * turn_s else 0
+            late = late or turns > 0
+            needed[stage] = max(needed[stage], needed[edge.target] + 1 + turns)
+    if not late:
+        return ()
+    return tuple(-(-count // len(own)) for count, own in zip(needed, replicas, strict=True))

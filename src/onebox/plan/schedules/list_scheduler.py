@@ -1,6 +1,6 @@
-"""The list scheduler: a free device starts the best of its ready actions. Private to the folder.
+"""The list scheduler: a free device starts the best of the ready actions that its memory allows. Private to the folder.
 
-Every named schedule is a policy of it, and so are the first drafts of a synthesised one. A stage's forwards on a device
+Every named schedule is a rule of it, and so are the first drafts of a synthesised one. A stage's forwards on a device
 start in the order of their micro-batches, and so do its input gradients and its weight gradients: of each, only the
 next one is a candidate.
 """
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from onebox.plan.model.schedule import Action, Kind
-from onebox.plan.schedules.memory_reserve import MemoryReserve
 from onebox.plan.simulate.instance import SchedulingInstance
+from onebox.plan.simulate.memory import state_bytes
 
 UNLIMITED = 1 << 60
 URGENT = float("-inf")
@@ -47,26 +47,115 @@ class DispatchRule:
     patience: float = 0.0
 
 
-def list_schedule(instance: SchedulingInstance, policy: DispatchRule) -> list[list[Action]]:
-    """Return the rows of each device under a policy.
+def list_schedule(instance: SchedulingInstance, rule: DispatchRule) -> list[list[Action]]:
+    """Return the rows of each device under a rule.
 
     A limit that would cause a deadlock (limits of devices that share micro-batches irregularly may) is ignored for the
     oldest micro-batch; so every instance has a schedule.
 
     Args:
         instance: Routes and work.
-        policy: Priorities and limits.
+        rule: Priorities and limits.
     """
-    run = _Run(instance, policy)
+    run = _Run(instance, rule)
     run.go()
     return run.rows
+
+
+class MemoryReserve:
+    """Bytes that each device holds, and those reserved for its oldest micro-batch.
+
+    A forward may start only if, afterwards, the device could still take every other forward of its oldest micro-batch
+    and its whole backward, so that younger micro-batches never block the oldest one.
+
+    Args:
+        instance: Routes and work.
+        capacity: Bytes of each device.
+        split: For each slot, whether its backward is split.
+        held: For each device, its slots.
+        mine: For each slot, its micro-batches in order.
+        forward: For each slot, how many forwards have been started; updated by the scheduler.
+        inputs: The same, of input gradients.
+    """
+
+    def __init__(
+        self,
+        instance: SchedulingInstance,
+        capacity: Sequence[int],
+        split: Sequence[bool],
+        *,
+        held: Sequence[Sequence[int]],
+        mine: Sequence[Sequence[int]],
+        forward: Sequence[int],
+        inputs: Sequence[int],
+    ) -> None:
+        self._slots, self._scale = instance.slots, instance.scale
+        self._work = [instance.work.stages[slot.stage] for slot in instance.slots]
+        self._level = [float(state) for state in state_bytes(instance)]
+        self._capacity, self._split = capacity, split
+        self._held, self._mine, self._forward, self._inputs = held, mine, forward, inputs
+        largest = max(instance.scale)
+        self._back = [
+            max(
+                self._work[slot].backward_work_bytes + split[slot] * self._work[slot].late_bytes * largest
+                for slot in slots
+            )
+            for slots in held
+        ]
+
+    def may_start(self, slot: int, micro_batch: int) -> bool:
+        """Return whether the memory allows a forward to start."""
+        work = self._work[slot]
+        saved = work.saved_bytes * self._scale[micro_batch]
+        for member in self._slots[slot].members:
+            after = self._level[member] + saved
+            if after + work.forward_work_bytes > self._capacity[member]:
+                return False
+            if after + self._kept(member, slot, micro_batch) + self._back[member] > self._capacity[member]:
+                return False
+        return True
+
+    def _kept(self, device: int, slot: int, micro_batch: int) -> float:
+        """Return the bytes that the forwards of the device's oldest micro-batch still need, beside the given one."""
+        mine, forward, inputs = self._mine, self._forward, self._inputs
+        held = self._held[device]
+        oldest = min(
+            (mine[other][inputs[other]] for other in held if inputs[other] < len(mine[other])), default=micro_batch
+        )
+        return sum(
+            self._work[other].saved_bytes * self._scale[oldest]
+            for other in held
+            if forward[other] < len(mine[other])
+            and mine[other][forward[other]] <= oldest
+            and not (other == slot and oldest == micro_batch)
+        )
+
+    def may_go_back(self, slot: int, micro_batch: int) -> bool:
+        """Return whether the memory allows an input gradient (or a whole backward) to start."""
+        work = self._work[slot]
+        need = float(work.backward_work_bytes)
+        if self._split[slot]:
+            need += work.late_bytes * self._scale[micro_batch]
+        return all(self._level[member] + need <= self._capacity[member] for member in self._slots[slot].members)
+
+    def start(self, kind: Kind, slot: int, micro_batch: int) -> None:
+        """Record an action; the memory that it frees at its end is available to the device's next action."""
+        work, size = self._work[slot], self._scale[micro_batch]
+        change = {
+            "F": work.saved_bytes,
+            "I": work.late_bytes - work.saved_bytes,
+            "B": -work.saved_bytes,
+            "W": -work.late_bytes,
+        }[kind]
+        for member in self._slots[slot].members:
+            self._level[member] += change * size
 
 
 class _Run:
     """One run of the list scheduler: the started actions of each slot, missing inputs, and free devices."""
 
-    def __init__(self, instance: SchedulingInstance, policy: DispatchRule) -> None:
-        self.instance, self.policy = instance, policy
+    def __init__(self, instance: SchedulingInstance, rule: DispatchRule) -> None:
+        self.instance, self.rule = instance, rule
         size, keys, count = len(instance.devices), instance.keys, instance.count
         self.rows: list[list[Action]] = [[] for _ in range(size)]
         self.idle = [True] * size
@@ -89,11 +178,11 @@ class _Run:
         self.link_free = [0.0] * (size * size)
         self.events: list[tuple[float, int, int]] = []
         self.memory = None
-        if policy.capacity is not None:
+        if rule.capacity is not None:
             self.memory = MemoryReserve(
                 instance,
-                policy.capacity,
-                policy.split,
+                rule.capacity,
+                rule.split,
                 held=self.held,
                 mine=self.mine,
                 forward=self.forward,
@@ -161,8 +250,8 @@ class _Run:
 
     def _dispatch(self, device: int, now: float) -> None:
         """Start the best of the ready actions of a device, if there is one."""
-        policy, count, keys, needs = self.policy, self.instance.count, self.keys, self.needs
-        priority, memory = policy.priority, self.memory
+        rule, count, keys, needs = self.rule, self.instance.count, self.keys, self.needs
+        priority, memory = rule.priority, self.memory
         best, choice = float("inf"), -1
         chosen = -1
         for slot in self.held[device]:
@@ -177,7 +266,7 @@ class _Run:
                     best, choice, chosen = priority[node], node, slot
             if self.weight[slot] < inputs:
                 node = 2 * keys + first + mine[self.weight[slot]]
-                urgent = priority[node] if self.unfinished[device] < policy.device_unfinished[device] else URGENT
+                urgent = priority[node] if self.unfinished[device] < rule.device_unfinished[device] else URGENT
                 if urgent < best:
                     best, choice, chosen = urgent, node, slot
             if forward < len(mine):
@@ -185,16 +274,16 @@ class _Run:
                 if (
                     not needs[node]
                     and priority[node] < best
-                    and forward - inputs < policy.in_flight[slot]
-                    and forward - self.weight[slot] < policy.unfinished[slot]
-                    and self.in_flight[device] < policy.device_in_flight[device]
-                    and self.unfinished[device] < policy.device_unfinished[device]
+                    and forward - inputs < rule.in_flight[slot]
+                    and forward - self.weight[slot] < rule.unfinished[slot]
+                    and self.in_flight[device] < rule.device_in_flight[device]
+                    and self.unfinished[device] < rule.device_unfinished[device]
                     and (memory is None or memory.may_start(slot, mine[forward]))
                 ):
                     best, choice, chosen = priority[node], node, slot
-        if choice >= 2 * keys and policy.patience and best > URGENT:
+        if choice >= 2 * keys and rule.patience and best > URGENT:
             took = self.instance.seconds["W"][chosen] * self.instance.scale[choice % count]
-            if self._comes_before(device, now, now + policy.patience * took):
+            if self._comes_before(device, now, now + rule.patience * took):
                 return
         if choice >= 0:
             self._start(choice, chosen, now)
@@ -208,7 +297,7 @@ class _Run:
                 node = self.keys + first + mine[inputs]
                 if self.needs[node] and not self.unknown[node] and now < self.expected[node] < deadline:
                     return True
-            if forward < len(mine) and forward - inputs < self.policy.in_flight[slot]:
+            if forward < len(mine) and forward - inputs < self.rule.in_flight[slot]:
                 node = first + mine[forward]
                 if self.needs[node] and not self.unknown[node] and now < self.expected[node] < deadline:
                     return True
@@ -230,7 +319,7 @@ class _Run:
             self.expected[node] = max(self.expected[node], arrival)
 
     def _may_go_back(self, device: int, slot: int, key: int) -> bool:
-        if self.policy.forwards_first and self.left[device]:
+        if self.rule.forwards_first and self.left[device]:
             return False
         return self.memory is None or self.memory.may_go_back(slot, key % self.instance.count)
 
@@ -238,7 +327,7 @@ class _Run:
         instance = self.instance
         side, key = divmod(node, self.keys)
         stage, micro_batch = divmod(key, instance.count)
-        split = self.policy.split[slot]
+        split = self.rule.split[slot]
         kind: Kind = "F" if side == 0 else "W" if side == 2 else "I" if split else "B"
         forward, inputs, weight = side == 0, side == 1, side == 2 or (side == 1 and not split)
         self.forward[slot] += forward
@@ -255,7 +344,7 @@ class _Run:
             self.memory.start(kind, slot, micro_batch)
         took = instance.work.call_s + instance.seconds[kind][slot] * instance.scale[micro_batch]
         heappush(self.events, (now + took, node, slot))
-        if self.policy.patience and side < 2:
+        if self.rule.patience and side < 2:
             self._announce(side, stage, micro_batch, now + took)
 
     def _lift(self, now: float) -> bool:

@@ -53,11 +53,11 @@ def auto_schedule(
     for table in _named(routes, edges):
         search.consider([table.rows[device] for device in instance.devices])
     search.consider(one_by_one(instance))
-    for policy in dispatch_rules(instance):
+    for rule in dispatch_rules(instance):
         if search.left_s < budget_s / 3 or search.perfect or expired():
             break
         search.spend(LIST_S * search.actions)
-        search.consider(list_schedule(instance, policy))
+        search.consider(list_schedule(instance, rule))
     search.improve()
     return as_schedule(instance, search.rows)
 

@@ -15,20 +15,20 @@ _STEPS = (1, 2, 4)
 """Numbers of segments by which a cut is moved."""
 
 
-def local_search(judge: Evaluator, start: LayoutEvaluation) -> LayoutEvaluation:
+def local_search(evaluator: Evaluator, start: LayoutEvaluation) -> LayoutEvaluation:
     """Follow the first improving change repeatedly while effort is left.
 
     Args:
-        judge: Evaluates layouts.
+        evaluator: Evaluates layouts.
         start: The evaluation to begin with.
 
     Returns:
         The evaluation at the end: a local optimum, or the last one before the effort was used up.
     """
     at = start
-    while not judge.spent:
-        better = judge.first_better(neighbours(judge, at.layout), at) or judge.first_better(
-            _seats(judge, at.layout), at
+    while not evaluator.spent:
+        better = evaluator.first_better(neighbours(evaluator, at.layout), at) or evaluator.first_better(
+            _best_placement(evaluator, at.layout), at
         )
         if better is None:
             return at
@@ -36,29 +36,29 @@ def local_search(judge: Evaluator, start: LayoutEvaluation) -> LayoutEvaluation:
     return at
 
 
-def _seats(judge: Evaluator, layout: StageLayout) -> Iterator[StageLayout]:
+def _best_placement(evaluator: Evaluator, layout: StageLayout) -> Iterator[StageLayout]:
     """Yield the layout with the best placement of its devices, if links differ: many swaps at once."""
-    if judge.uneven and layout.micro_batch is not None:
-        yield placed(judge, layout)
+    if evaluator.uneven and layout.micro_batch is not None:
+        yield placed(evaluator, layout)
 
 
-def descend_cuts(judge: Evaluator, start: StageLayout, effort: int) -> StageLayout:
+def descend_cuts(evaluator: Evaluator, start: StageLayout, effort: int) -> StageLayout:
     """Move cuts as long as that lowers the bound, which takes a small part of a simulation's time.
 
     Other changes are left to the simulator: the bound does not reflect their effect on a schedule.
 
     Args:
-        judge: Computes bounds.
+        evaluator: Computes bounds.
         start: The layout to begin with.
         effort: Maximum effort.
     """
-    at, value, limit = start, judge.bound(start), judge.left - effort
-    while not judge.spent and judge.left > limit:
+    at, value, limit = start, evaluator.bound(start), evaluator.left - effort
+    while not evaluator.spent and evaluator.left > limit:
         better = None
         for change in _moved_cuts(at):
-            if judge.spent or judge.left <= limit:
+            if evaluator.spent or evaluator.left <= limit:
                 break
-            found = judge.bound(change)
+            found = evaluator.bound(change)
             if found < value * (1 - 1e-6):
                 better = found, change
                 break
@@ -68,18 +68,18 @@ def descend_cuts(judge: Evaluator, start: StageLayout, effort: int) -> StageLayo
     return at
 
 
-def perturb(judge: Evaluator, layout: StageLayout, random: Random, changes: int = 3) -> StageLayout:
+def perturb(evaluator: Evaluator, layout: StageLayout, random: Random, changes: int = 3) -> StageLayout:
     """Return a layout some random changes away from another one."""
     for _ in range(changes):
-        near = list(neighbours(judge, layout))
+        near = list(neighbours(evaluator, layout))
         if near:
             layout = random.choice(near)
     return layout
 
 
-def neighbours(judge: Evaluator, layout: StageLayout) -> Iterator[StageLayout]:
+def neighbours(evaluator: Evaluator, layout: StageLayout) -> Iterator[StageLayout]:
     """Yield the allowed layouts one change away, the most promising first."""
-    problem = judge.problem
+    problem = evaluator.problem
     unused = _unused(problem, layout)
     changes: list[Iterator[StageLayout]] = []
     if layout.micro_batch is not None:
@@ -94,9 +94,9 @@ def neighbours(judge: Evaluator, layout: StageLayout) -> Iterator[StageLayout]:
             _shared(layout),
         ]
     if problem.replicable:
-        changes.append(_replicated(judge, layout, unused))
+        changes.append(_replicated(evaluator, layout, unused))
     for kind in changes:
-        yield from (change for change in kind if judge.allows(change))
+        yield from (change for change in kind if evaluator.allows(change))
 
 
 def _unused(problem: Problem, layout: StageLayout) -> list[int]:
@@ -222,19 +222,21 @@ def _shared(layout: StageLayout) -> Iterator[StageLayout]:
             yield _with(layout, index, one, other._replace(devices=devices, shares=shares), until=index + 1)
 
 
-def _replicated(judge: Evaluator, layout: StageLayout, unused: list[int]) -> Iterator[StageLayout]:
+def _replicated(evaluator: Evaluator, layout: StageLayout, unused: list[int]) -> Iterator[StageLayout]:
     """Yield layouts in which a stage has one replica more or less."""
     for index, part in enumerate(layout.parts):
         for device in unused:
-            yield _with(layout, index, _part_on(judge, layout, part.segments, (*part.devices, device)))
+            yield _with(layout, index, _part_on(evaluator, layout, part.segments, (*part.devices, device)))
         if len(part.devices) > 1:
             for gone in part.devices:
                 rest = tuple(device for device in part.devices if device != gone)
-                yield _with(layout, index, _part_on(judge, layout, part.segments, rest))
+                yield _with(layout, index, _part_on(evaluator, layout, part.segments, rest))
 
 
-def _part_on(judge: Evaluator, layout: StageLayout, segments: tuple[int, ...], devices: tuple[int, ...]) -> LayoutStage:
+def _part_on(
+    evaluator: Evaluator, layout: StageLayout, segments: tuple[int, ...], devices: tuple[int, ...]
+) -> LayoutStage:
     """Return a stage on some devices, with shares in proportion to their speeds."""
-    samples = layout.micro_batch or max(judge.problem.micro_batches)
-    shares = [judge.costs.power(device, samples) for device in devices]
+    samples = layout.micro_batch or max(evaluator.problem.micro_batches)
+    shares = [evaluator.costs.power(device, samples) for device in devices]
     return LayoutStage(segments, devices, tuple(share / sum(shares) for share in shares))

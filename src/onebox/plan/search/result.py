@@ -63,7 +63,7 @@ class SearchResult:
     complete: bool
 
 
-def simplest(judge: Evaluator, best: LayoutEvaluation) -> LayoutEvaluation:
+def simplest(evaluator: Evaluator, best: LayoutEvaluation) -> LayoutEvaluation:
     """Return the evaluation with the fewest stages and actions among those as good as the best, under named schedules.
 
     Exact schedules come before asynchronous ones.
@@ -72,50 +72,50 @@ def simplest(judge: Evaluator, best: LayoutEvaluation) -> LayoutEvaluation:
         return best
     limit = best.simulation.step_s * (1 + NAMED_BIAS)
     near = [
-        verdict
-        for verdict in judge.verdicts.values()
-        if not verdict.over_bytes and verdict.simulation.step_s <= limit and judge.allows(verdict.layout)
+        evaluation
+        for evaluation in evaluator.evaluations.values()
+        if not evaluation.over_bytes and evaluation.simulation.step_s <= limit and evaluator.allows(evaluation.layout)
     ]
-    named = [verdict for verdict in near if verdict.layout.schedule != "auto"]
+    named = [evaluation for evaluation in near if evaluation.layout.schedule != "auto"]
     return min(named, key=_plainness)
 
 
-def _plainness(verdict: LayoutEvaluation) -> tuple[bool, int, int, float]:
-    layout = verdict.layout
-    return layout.schedule == ASYNC, layout.places, verdict.case.actions, verdict.simulation.step_s
+def _plainness(evaluation: LayoutEvaluation) -> tuple[bool, int, int, float]:
+    layout = evaluation.layout
+    return layout.schedule == ASYNC, layout.places, evaluation.case.actions, evaluation.simulation.step_s
 
 
-def finished(problem: Problem, verdict: LayoutEvaluation) -> Plan:
+def finished(problem: Problem, evaluation: LayoutEvaluation) -> Plan:
     """Return an evaluation's plan with its prediction, and with its table if its schedule has no name."""
-    layout, plan = verdict.layout, plan_of(problem, verdict.layout)
-    predicted = prediction_of(plan, problem.batch, verdict.case.work, verdict.simulation)
+    layout, plan = evaluation.layout, plan_of(problem, evaluation.layout)
+    predicted = prediction_of(plan, problem.batch, evaluation.case.work, evaluation.simulation)
     if layout.schedule == "auto":
-        return msgspec.structs.replace(plan, predicted=predicted, schedule="table", table=verdict.schedule.lines())
-    return msgspec.structs.replace(plan, predicted=predicted, schedule=layout.schedule, in_flight=verdict.in_flight)
+        return msgspec.structs.replace(plan, predicted=predicted, schedule="table", table=evaluation.schedule.lines())
+    return msgspec.structs.replace(plan, predicted=predicted, schedule=layout.schedule, in_flight=evaluation.in_flight)
 
 
 def notable(
-    judge: Evaluator, best: LayoutEvaluation, trivial: Mapping[str, LayoutEvaluation]
+    evaluator: Evaluator, best: LayoutEvaluation, trivial: Mapping[str, LayoutEvaluation]
 ) -> tuple[PlanCandidate, ...]:
     """Return the best plan, the trivial ones, and the best under each schedule, allowed ones first."""
     named = {"the best found": best}
-    for verdict in sorted(judge.verdicts.values(), key=lambda verdict: verdict.rank):
-        if not verdict.layout.plain:
-            if verdict.over_bytes or not judge.allows(verdict.layout):
+    for evaluation in sorted(evaluator.evaluations.values(), key=lambda evaluation: evaluation.rank):
+        if not evaluation.layout.plain:
+            if evaluation.over_bytes or not evaluator.allows(evaluation.layout):
                 continue
-            named.setdefault("best with policies", verdict)
-        elif len(verdict.layout.parts) > 1 and judge.allows(verdict.layout):
-            name = "synthesised" if verdict.layout.schedule == "auto" else verdict.layout.schedule
-            named.setdefault(f"best under {name}", verdict)
+            named.setdefault("best with policies", evaluation)
+        elif len(evaluation.layout.parts) > 1 and evaluator.allows(evaluation.layout):
+            name = "synthesised" if evaluation.layout.schedule == "auto" else evaluation.layout.schedule
+            named.setdefault(f"best under {name}", evaluation)
     named |= trivial
     found = [
         PlanCandidate(
             label=label,
-            plan=finished(judge.problem, verdict),
-            shortfalls=shortfalls(judge.problem, verdict),
-            refused="" if judge.allows(verdict.layout) else judge.refusal(verdict.layout),
+            plan=finished(evaluator.problem, evaluation),
+            shortfalls=shortfalls(evaluator.problem, evaluation),
+            refused="" if evaluator.allows(evaluation.layout) else evaluator.refusal(evaluation.layout),
         )
-        for label, verdict in named.items()
+        for label, evaluation in named.items()
     ]
     first, *others = found
     return (first, *sorted(others, key=lambda one: (bool(one.shortfalls or one.refused), one.step_s)))

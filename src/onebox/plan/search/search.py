@@ -99,26 +99,26 @@ def search(
     """
     whole = Deadline(clock, clock() + budget_s)
     effort = round(EFFORT * budget_s) if effort is None else effort
-    judge = Evaluator(problem, effort=effort, expired=whole)
-    trivial = _look(judge, whole.part(_EXPLORED), seed)
-    complete = not judge.spent
-    judge.expired = whole.part(_WITH_POLICIES)
-    trivial |= _with_policies(judge, Random(seed))
-    judge.expired = whole
-    best = judge.best
+    evaluator = Evaluator(problem, effort=effort, expired=whole)
+    trivial = _look(evaluator, whole.part(_EXPLORED), seed)
+    complete = not evaluator.spent
+    evaluator.expired = whole.part(_WITH_POLICIES)
+    trivial |= _with_policies(evaluator, Random(seed))
+    evaluator.expired = whole
+    best = evaluator.best
     if best is not None and "auto" in problem.schedules:
-        best = _synthesise(judge, best)
+        best = _synthesise(evaluator, best)
     if best is None or best.over_bytes:
-        raise infeasible_error(judge)
-    best = simplest(judge, best)
-    if best.layout.schedule == ASYNC and not judge.expired():  # the gain from staleness
+        raise infeasible_error(evaluator)
+    best = simplest(evaluator, best)
+    if best.layout.schedule == ASYNC and not evaluator.expired():  # the gain from staleness
         for name in PLAIN:
-            judge.judge(best.layout._replace(schedule=name))
+            evaluator.evaluate(best.layout._replace(schedule=name))
     return SearchResult(
         plan=finished(problem, best),
         simulation=best.simulation,
-        candidates=notable(judge, best, trivial),
-        simulated=judge.simulated,
+        candidates=notable(evaluator, best, trivial),
+        simulated=evaluator.simulated,
         complete=complete,
     )
 
@@ -144,112 +144,112 @@ class Deadline:
         return Deadline(self.clock, now + share * max(0.0, self.end_s - now))
 
 
-def _look(judge: Evaluator, deadline: Deadline, seed: int) -> dict[str, LayoutEvaluation]:
+def _look(evaluator: Evaluator, deadline: Deadline, seed: int) -> dict[str, LayoutEvaluation]:
     """Search for the best plan without activation policies and synthesised schedules; return the trivial plans.
 
     The search is repeated for the quicker half of the devices, and for half of these, and so on: the best result of
     each is a candidate, so that more devices do not give a worse plan, as far as either search goes.
     """
-    problem, fewer = judge.problem, _fewer(judge)
+    problem, fewer = evaluator.problem, _fewer(evaluator)
     found = []
     if fewer:
         devices = tuple(device for device in problem.devices if device.number in set(fewer))
         less = Evaluator(
-            replace(problem, devices=devices), effort=int(judge.left * _NESTED), expired=deadline, required=False
+            replace(problem, devices=devices), effort=int(evaluator.left * _NESTED), expired=deadline, required=False
         )
         _look(less, deadline.part(_NESTED), seed)
-        judge.left -= less.effort - less.left
-        judge.simulated += less.simulated
+        evaluator.left -= less.effort - less.left
+        evaluator.simulated += less.simulated
         found = _ranked(less)[:_STARTS]
-    judge.expired = deadline
-    reserve = int(judge.left * _NESTED) if found else 0
-    judge.left -= reserve
-    plain = (*one_stage(judge.costs), *even_cuts(judge.costs))
-    trivial = {label: _best(judge, layouts) for label, layouts in plain}
+    evaluator.expired = deadline
+    reserve = int(evaluator.left * _NESTED) if found else 0
+    evaluator.left -= reserve
+    plain = (*one_stage(evaluator.costs), *even_cuts(evaluator.costs))
+    trivial = {label: _best(evaluator, layouts) for label, layouts in plain}
     if ASYNC in problem.schedules:
-        for _, layouts in one_stage(judge.costs):
-            _best(judge, [layout._replace(schedule=ASYNC) for layout in layouts])
-    for numbers in nested(judge.costs, judge.near) if problem.replicable else ():
-        _best(judge, shared_by_speed(judge.costs, numbers))
+        for _, layouts in one_stage(evaluator.costs):
+            _best(evaluator, [layout._replace(schedule=ASYNC) for layout in layouts])
+    for numbers in nested(evaluator.costs, evaluator.near) if problem.replicable else ():
+        _best(evaluator, shared_by_speed(evaluator.costs, numbers))
     if few(problem):
-        _simulate(judge, _bounds(judge, every_layout(problem)), judge.left // 2)
-    _explore(judge, Random(seed))
-    judge.left += reserve
-    before = judge.best
-    candidates = [judge.judge(layout) for layout in found]
-    if judge.best is not before and candidates:
-        local_search(judge, min(candidates, key=lambda verdict: verdict.rank))
+        _simulate(evaluator, _bounds(evaluator, every_layout(problem)), evaluator.left // 2)
+    _explore(evaluator, Random(seed))
+    evaluator.left += reserve
+    before = evaluator.best
+    candidates = [evaluator.evaluate(layout) for layout in found]
+    if evaluator.best is not before and candidates:
+        local_search(evaluator, min(candidates, key=lambda evaluation: evaluation.rank))
     return trivial
 
 
-def _fewer(judge: Evaluator) -> tuple[int, ...]:
+def _fewer(evaluator: Evaluator) -> tuple[int, ...]:
     """Return the quicker half of the devices, or a little more; empty if they are few."""
-    if len(judge.problem.devices) < _FEWEST or few(judge.problem):
+    if len(evaluator.problem.devices) < _FEWEST or few(evaluator.problem):
         return ()
-    return nested(judge.costs, judge.near)[0]
+    return nested(evaluator.costs, evaluator.near)[0]
 
 
-def _best(judge: Evaluator, layouts: Sequence[StageLayout]) -> LayoutEvaluation:
+def _best(evaluator: Evaluator, layouts: Sequence[StageLayout]) -> LayoutEvaluation:
     """Evaluate the variant with the least bound or, if that does not fit, the one of the smallest micro-batches."""
     # A very long schedule gains little over a long one, and would take the time of the search.
-    layouts = [one for one in layouts if judge.case(one).actions <= _LONG] or layouts
-    least = min(judge.bound(layout) for layout in layouts)
-    near = [layout for layout in layouts if judge.bound(layout) <= least * _ALIKE]
-    chosen = judge.judge(min(near, key=lambda layout: judge.case(layout).actions))
+    layouts = [one for one in layouts if evaluator.case(one).actions <= _LONG] or layouts
+    least = min(evaluator.bound(layout) for layout in layouts)
+    near = [layout for layout in layouts if evaluator.bound(layout) <= least * _ALIKE]
+    chosen = evaluator.evaluate(min(near, key=lambda layout: evaluator.case(layout).actions))
     if not chosen.over_bytes:
         return chosen
-    smallest = min(layouts, key=lambda layout: max(part.size for part in judge.case(layout).micro_batches))
-    return min(chosen, judge.judge(smallest), key=lambda verdict: verdict.rank)
+    smallest = min(layouts, key=lambda layout: max(part.size for part in evaluator.case(layout).micro_batches))
+    return min(chosen, evaluator.evaluate(smallest), key=lambda evaluation: evaluation.rank)
 
 
-def _explore(judge: Evaluator, random: Random) -> None:
+def _explore(evaluator: Evaluator, random: Random) -> None:
     """Evaluate the proposals of dynamic programming, improve the best, and go on from random changes of the best."""
-    bounds = _bounds(judge, proposed(judge))
-    share = judge.left // 4
+    bounds = _bounds(evaluator, proposed(evaluator))
+    share = evaluator.left // 4
     starts = _first_of_each(sorted(bounds, key=bounds.__getitem__), _DESCENTS)
-    improved = [descend_cuts(judge, layout, share // _DESCENTS) for layout in starts]
-    bounds |= _bounds(judge, [*improved, *(placed(judge, layout) for layout in improved)])
-    _simulate(judge, bounds, share)
-    for layout in _first_of_each(_ranked(judge), _STARTS):
-        local_search(judge, judge.judge(layout))
+    improved = [descend_cuts(evaluator, layout, share // _DESCENTS) for layout in starts]
+    bounds |= _bounds(evaluator, [*improved, *(placed(evaluator, layout) for layout in improved)])
+    _simulate(evaluator, bounds, share)
+    for layout in _first_of_each(_ranked(evaluator), _STARTS):
+        local_search(evaluator, evaluator.evaluate(layout))
     fruitless = 0
-    while not judge.spent and judge.best is not None and fruitless < _FRUITLESS:
-        before = judge.best
-        layout = descend_cuts(judge, perturb(judge, before.layout, random), share // _DESCENTS)
-        if before.over_bytes or judge.bound(layout) < before.simulation.step_s * _NEAR:
-            local_search(judge, judge.judge(layout))
-        fruitless = fruitless + 1 if judge.best is before else 0
+    while not evaluator.spent and evaluator.best is not None and fruitless < _FRUITLESS:
+        before = evaluator.best
+        layout = descend_cuts(evaluator, perturb(evaluator, before.layout, random), share // _DESCENTS)
+        if before.over_bytes or evaluator.bound(layout) < before.simulation.step_s * _NEAR:
+            local_search(evaluator, evaluator.evaluate(layout))
+        fruitless = fruitless + 1 if evaluator.best is before else 0
 
 
-def _bounds(judge: Evaluator, layouts: Iterable[StageLayout]) -> dict[StageLayout, float]:
+def _bounds(evaluator: Evaluator, layouts: Iterable[StageLayout]) -> dict[StageLayout, float]:
     """Return the bounds of layouts that are allowed."""
     bounds: dict[StageLayout, float] = {}
     for layout in layouts:
-        if judge.spent and (len(bounds) >= _AT_LEAST or judge.enough):
+        if evaluator.spent and (len(bounds) >= _AT_LEAST or evaluator.enough):
             break
-        if layout not in bounds and judge.allows(layout):
-            bounds[layout] = judge.bound(layout)
+        if layout not in bounds and evaluator.allows(layout):
+            bounds[layout] = evaluator.bound(layout)
     return bounds
 
 
-def _simulate(judge: Evaluator, bounds: Mapping[StageLayout, float], effort: int) -> None:
+def _simulate(evaluator: Evaluator, bounds: Mapping[StageLayout, float], effort: int) -> None:
     """Simulate layouts in the order of their bounds, until the rest cannot be better or the effort is used up."""
-    limit, hopeless, fitting = judge.left - effort, 0, 0
+    limit, hopeless, fitting = evaluator.left - effort, 0, 0
     for turn, layout in enumerate(sorted(bounds, key=bounds.__getitem__)):
-        best = judge.best
+        best = evaluator.best
         if best is not None and not best.over_bytes and bounds[layout] >= best.simulation.step_s:
             return
         hopeless += bounds[layout] == float("inf")
-        enough = fitting >= 2 or turn >= _AT_LEAST or judge.enough
-        if enough and (judge.spent or judge.left < limit or hopeless > _HOPELESS):
+        enough = fitting >= 2 or turn >= _AT_LEAST or evaluator.enough
+        if enough and (evaluator.spent or evaluator.left < limit or hopeless > _HOPELESS):
             return
-        fitting += not judge.judge(layout).over_bytes
+        fitting += not evaluator.evaluate(layout).over_bytes
 
 
-def _ranked(judge: Evaluator) -> list[StageLayout]:
+def _ranked(evaluator: Evaluator) -> list[StageLayout]:
     """Return the layouts that were simulated and are allowed, the best first."""
-    found = (verdict for verdict in judge.verdicts.values() if judge.allows(verdict.layout))
-    return [verdict.layout for verdict in sorted(found, key=lambda verdict: verdict.rank)]
+    found = (evaluation for evaluation in evaluator.evaluations.values() if evaluator.allows(evaluation.layout))
+    return [evaluation.layout for evaluation in sorted(found, key=lambda evaluation: evaluation.rank)]
 
 
 def _first_of_each(layouts: Iterable[StageLayout], count: int) -> list[StageLayout]:
@@ -262,64 +262,66 @@ def _first_of_each(layouts: Iterable[StageLayout], count: int) -> list[StageLayo
     return list(found.values())
 
 
-def _with_policies(judge: Evaluator, random: Random) -> dict[str, LayoutEvaluation]:
+def _with_policies(evaluator: Evaluator, random: Random) -> dict[str, LayoutEvaluation]:
     """Apply activation policies to layouts that do not fit; return the baseline policies' evaluations.
 
     Layouts that would be quick with unlimited memory are found by a search for devices without limits. Those that
     already fit, and are as quick, are skipped.
     """
-    problem = judge.problem
+    problem = evaluator.problem
     if problem.policies == ("keep",) and problem.updates == ("device",):
         return {}
-    if not any(verdict.over_bytes for verdict in judge.verdicts.values()) and judge.best is not None:
+    if not any(evaluation.over_bytes for evaluation in evaluator.evaluations.values()) and evaluator.best is not None:
         return {}
     endless = replace(problem, devices=tuple(replace(device, capacity_bytes=None) for device in problem.devices))
-    loose = Evaluator(endless, effort=judge.effort // 4, expired=judge.expired)
+    loose = Evaluator(endless, effort=evaluator.effort // 4, expired=evaluator.expired)
     alone = [layout for _, layouts in one_stage(loose.costs) for layout in layouts]
     if len(problem.devices) > 1:
         _explore(loose, random)
     bases = _first_of_each(_ranked(loose), _RECUT)
     for base in dict.fromkeys((*alone, *bases)):
-        if judge.enough:
+        if evaluator.enough:
             return {}
         for update in problem.updates:
-            apply_policies(judge, base._replace(schedule=base.schedule if base.schedule in PLAIN else "1f1b"), update)
+            apply_policies(
+                evaluator, base._replace(schedule=base.schedule if base.schedule in PLAIN else "1f1b"), update
+            )
     devices = {layout.parts[0].devices[0] for layout in alone if len(layout.parts[0].devices) == 1}
-    if judge.best is None or judge.best.over_bytes:
+    if evaluator.best is None or evaluator.best.over_bytes:
         for device in devices:
-            least_memory_layout(judge, device, min(problem.micro_batches))
-    return _policies(judge, devices)
+            least_memory_layout(evaluator, device, min(problem.micro_batches))
+    return _policies(evaluator, devices)
 
 
-def _policies(judge: Evaluator, devices: Iterable[int]) -> dict[str, LayoutEvaluation]:
+def _policies(evaluator: Evaluator, devices: Iterable[int]) -> dict[str, LayoutEvaluation]:
     """Evaluate the baseline policies on some devices, each with its best micro-batch."""
     found: dict[str, LayoutEvaluation] = {}
     for device in sorted(devices):
-        for size in judge.problem.micro_batches:
-            for name, layout in baseline_layouts(judge, device, size):
-                if judge.enough:
+        for size in evaluator.problem.micro_batches:
+            for name, layout in baseline_layouts(evaluator, device, size):
+                if evaluator.enough:
                     return found
                 label = f"device {device} alone, {name}"
-                verdict = judge.judge(layout)
-                if label not in found or verdict.rank < found[label].rank:
-                    found[label] = verdict
+                evaluation = evaluator.evaluate(layout)
+                if label not in found or evaluation.rank < found[label].rank:
+                    found[label] = evaluation
     return found
 
 
-def _synthesise(judge: Evaluator, best: LayoutEvaluation) -> LayoutEvaluation:
+def _synthesise(evaluator: Evaluator, best: LayoutEvaluation) -> LayoutEvaluation:
     """Synthesise schedules for the best layouts; return the best evaluation, the named one if it is as good."""
     found = best
     if best.layout.schedule == ASYNC and not best.over_bytes:
         return best  # no exact schedule is quicker on its devices
-    layouts = _first_of_each(_ranked(judge), _SYNTHESISED)
-    if judge.case(best.layout).actions > _LONG:
+    layouts = _first_of_each(_ranked(evaluator), _SYNTHESISED)
+    if evaluator.case(best.layout).actions > _LONG:
         layouts = layouts[:1]
     for layout in layouts:
-        case = judge.case(layout)
-        if layout.blocks == 1 or judge.expired():
+        case = evaluator.case(layout)
+        if layout.blocks == 1 or evaluator.expired():
             continue
-        schedule = auto_schedule(case.routes, case.work, case.sizes, budget_s=_SYNTHESIS_S, expired=judge.expired)
-        made = judge.judge(layout._replace(schedule="auto"), schedule)
+        schedule = auto_schedule(case.routes, case.work, case.sizes, budget_s=_SYNTHESIS_S, expired=evaluator.expired)
+        made = evaluator.evaluate(layout._replace(schedule="auto"), schedule)
         bias = 1.0 if found.over_bytes or found.layout.schedule == "auto" else 1 - NAMED_BIAS
         if (made.over_bytes, made.simulation.step_s) < (found.over_bytes, found.simulation.step_s * bias):
             found = made

@@ -110,14 +110,14 @@ def every_layout(problem: Problem) -> Iterator[StageLayout]:
                         yield from (StageLayout(parts, size, name) for name in names)
 
 
-def proposed(judge: Evaluator) -> Iterator[StageLayout]:
+def proposed(evaluator: Evaluator) -> Iterator[StageLayout]:
     """Yield the layouts that dynamic programming proposes, and variants of them.
 
     The first program is for a middle size of micro-batches, or the next smaller one that fits in the memory of 1F1B;
     the two sizes with the best bounds are chosen from its proposals for the other programs. If nothing fits, one
     micro-batch in flight is assumed, with which synthesised schedules can do.
     """
-    problem = judge.problem
+    problem = evaluator.problem
     devices = min(len(problem.devices), problem.max_devices or len(problem.devices))
     most = min(len(problem.segments), devices, problem.max_stages or devices)
     sizes = sorted(set(problem.micro_batches))
@@ -125,26 +125,26 @@ def proposed(judge: Evaluator) -> Iterator[StageLayout]:
     sizes = [size for size in sizes if problem.batch <= size * _MANY * most] or sizes[-1:]
     useful = [size for size in sizes if 2 * problem.batch >= size * most] or sizes[:1]
     middle = useful[len(useful) // 2]
-    choices = systems(problem, judge.near)
+    choices = systems(problem, evaluator.near)
     for order in orders(problem):
         first: list[StageLayout] = []
         for size in [one for one in sizes[::-1] if one <= middle]:
-            first = _programmed(judge, order, size, choices[0], most)
+            first = _programmed(evaluator, order, size, choices[0], most)
             if first:
                 break
         if not first:
-            first = _programmed(judge, order, min(problem.micro_batches), choices[0], most, in_flight=1)
-        yield from _derived(judge, order, first)
+            first = _programmed(evaluator, order, min(problem.micro_batches), choices[0], most, in_flight=1)
+        yield from _derived(evaluator, order, first)
         begun = first[0].micro_batch if first else None
         by_size = {
-            size: min((judge.bound(one._replace(micro_batch=size)) for one in first), default=0.0)
+            size: min((evaluator.bound(one._replace(micro_batch=size)) for one in first), default=0.0)
             for size in sizes
             if begun in (None, middle) or size <= (begun or size)
         }
         for size in sorted(by_size, key=lambda size: (by_size[size], size))[:2]:
             for number, choice in enumerate(choices):
                 if size != begun or number:
-                    yield from _derived(judge, order, _programmed(judge, order, size, choice, most))
+                    yield from _derived(evaluator, order, _programmed(evaluator, order, size, choice, most))
 
 
 def systems(problem: Problem, levels: Sequence[DeviceGroups]) -> list[System]:
@@ -178,10 +178,10 @@ def systems(problem: Problem, levels: Sequence[DeviceGroups]) -> list[System]:
 
 
 def _programmed(
-    judge: Evaluator, order: tuple[int, ...], samples: int, system: System, most: int, in_flight: int | None = None
+    evaluator: Evaluator, order: tuple[int, ...], samples: int, system: System, most: int, in_flight: int | None = None
 ) -> list[StageLayout]:
     """Return the layouts of dynamic programming, on the devices as numbered and, where links differ, with placement."""
-    problem, (units, joined) = judge.problem, system
+    problem, (units, joined) = evaluator.problem, system
     count = -(-problem.batch // samples)
     late = ASYNC in problem.schedules and in_flight is None
     limits = PartitionLimits(
@@ -194,22 +194,22 @@ def _programmed(
         versions=problem.versions if late else 1,
     )
     name = ASYNC if late else "1f1b"
-    found = [StageLayout(parts, samples, name) for parts in partitions(judge.costs, order, limits)]
+    found = [StageLayout(parts, samples, name) for parts in partitions(evaluator.costs, order, limits)]
     if not numbered_matters(problem.links, units):
         return found
-    unplaced = partitions(judge.costs, order, replace(limits, unplaced=True))
-    at = (placed(judge, StageLayout(parts, samples, name), quickly=True) for parts in unplaced)
+    unplaced = partitions(evaluator.costs, order, replace(limits, unplaced=True))
+    at = (placed(evaluator, StageLayout(parts, samples, name), quickly=True) for parts in unplaced)
     return list(dict.fromkeys((*found, *at)))
 
 
-def _derived(judge: Evaluator, order: tuple[int, ...], layouts: Sequence[StageLayout]) -> Iterator[StageLayout]:
+def _derived(evaluator: Evaluator, order: tuple[int, ...], layouts: Sequence[StageLayout]) -> Iterator[StageLayout]:
     """Yield variants under all plain schedules, and with several stages a device where each stage has one device."""
-    plain = [name for name in PLAIN if name in judge.problem.schedules]
+    plain = [name for name in PLAIN if name in evaluator.problem.schedules]
     for layout in layouts:
         yield from (layout._replace(schedule=name) for name in plain)
         if all(len(part.devices) == 1 for part in layout.parts):
             assert layout.micro_batch is not None
-            yield from chunked(judge.costs, order, layout.parts, layout.micro_batch)
+            yield from chunked(evaluator.costs, order, layout.parts, layout.micro_batch)
 
 
 def chunked(

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from onebox.plan.simulate.gradient_sums import UPDATE, GradientSums, Turn
-from onebox.plan.simulate.instance import MessageChunks, SchedulingInstance
+from onebox.plan.simulate.instance import UPDATE, GradientSums, MessageChunks, SchedulingInstance, Turn
 from onebox.plan.simulate.offload_schedule import channels
 
 

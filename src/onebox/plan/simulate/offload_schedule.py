@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from onebox.plan.simulate.gradient_sums import UPDATE, Turn
-from onebox.plan.simulate.instance import SchedulingInstance
+from onebox.plan.simulate.instance import UPDATE, SchedulingInstance, Turn
 
 
 class OffloadWindow(NamedTuple):

@@ -18,11 +18,10 @@ from typing import Literal
 
 from onebox.errors import UsageError
 from onebox.plan.model.schedule import Action, Routes, Schedule
+from onebox.plan.model.window import repeated_routes, unrolled
 from onebox.plan.model.work import PlanWork
-from onebox.plan.schedules.async_window import repeated_routes, unrolled
 from onebox.plan.simulate.event_loop import execute_rows
-from onebox.plan.simulate.gradient_sums import UPDATE, GradientSums, Turn
-from onebox.plan.simulate.instance import SchedulingInstance, instance_of
+from onebox.plan.simulate.instance import UPDATE, GradientSums, SchedulingInstance, Turn, instance_of
 from onebox.plan.simulate.memory import peak, state_bytes
 from onebox.plan.simulate.step import ActionSpan, Simulation, Transfer, UpdateSpan, transfers_of
 

@@ -64,7 +64,7 @@ class WorkerConnection:
             configure(socket, keys, server_key=server_key, queue=0)
             socket.setsockopt(zmq.IPV6, "[" in endpoint)
             if endpoint.startswith("tcp://"):
-                detect_dead_peers(socket, beats=socket is self.beats)
+                detect_dead_peers(socket, heartbeats=socket is self.beats)
         self.link = Connection(self.commands, partial(send, self.commands, copy=False), ports.commands)
         self._entries = self.commands.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._beat_entries = self.beats.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)

@@ -323,7 +323,7 @@ class PairReply(AgentMessage, frozen=True, tag="paired"):
 
 
 _requests = msgspec.msgpack.Decoder(Request)
-_sayings = msgspec.msgpack.Decoder(AgentResponse)
+_responses = msgspec.msgpack.Decoder(AgentResponse)
 _pairs = msgspec.msgpack.Decoder(PairRequest)
 _paired = msgspec.msgpack.Decoder(PairReply)
 _encoder = msgspec.msgpack.Encoder()
@@ -360,7 +360,7 @@ def decode_agent_response(frame: bytes) -> AgentResponse:
     Raises:
         WireError: It breaks the protocol or its limits.
     """
-    found: AgentResponse = _decode(_sayings, frame, "an agent's message")
+    found: AgentResponse = _decode(_responses, frame, "an agent's message")
     return found
 
 

@@ -1,7 +1,7 @@
-"""The channel: ZeroMQ sockets with CURVE encryption, and the encoding of messages.
+"""The channel: ZeroMQ sockets with CURVE encryption, and the parts in which frames are sent.
 
-A worker is the server: it binds, and accepts one client key. A message is one header frame (msgpack, strictly decoded)
-and any number of element frames. The header is bounded before it is decoded.
+A worker is the server: it binds, and accepts one client key. The contents of frames are decoded by
+:mod:`onebox.wire.protocol.codec`.
 
 ZeroMQ buffers data of unauthenticated peers up to the frame limit, so frames are small: a longer one is sent in parts
 of :data:`PART_BYTES`, of which the last is shorter and may be empty. Between processes of one machine other users
@@ -14,20 +14,11 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 import zmq
 from msgspec import Struct
 
 from onebox.errors import UsageError, WireError
-from onebox.wire.protocol.requests import Envelope
-from onebox.wire.protocol.responses import WorkerMessage
-
-HEADER_BYTES = 64 << 20
-"""Most bytes of a header: a program of 100,000 operators takes about 10 MB."""
-
-FRAME_BYTES = 8 << 30
-"""Most bytes of one frame: one tensor."""
 
 PART_BYTES = 1 << 20
 """Most bytes of one part, which also bounds the memory that an unauthenticated connection can occupy on a worker. Small
@@ -37,15 +28,8 @@ parts are fast, too: encryption overlaps with sending (64 MiB over loopback: 1.7
 _CURVE_BYTES = 1024
 """More than CURVE's overhead on a part (RFC 26: 33 bytes)."""
 
-FRAMES = 65536
-"""Most frames of one message."""
-
 HANDSHAKE_MS = 3_000
 """Time limit of the CURVE handshake; the client tries again."""
-
-_envelopes = msgspec.msgpack.Decoder(Envelope)
-_sayings = msgspec.msgpack.Decoder(WorkerMessage)
-_encoder = msgspec.msgpack.Encoder()
 
 RECONNECT_MS = 50
 RECONNECT_MOST_MS = 200
@@ -102,12 +86,12 @@ def configure(socket: zmq.Socket[bytes], keys: KeyPair, *, server_key: str | Non
     socket.setsockopt(zmq.RCVHWM, queue)
 
 
-def detect_dead_peers(socket: zmq.Socket[bytes], *, beats: bool = False) -> None:
+def detect_dead_peers(socket: zmq.Socket[bytes], *, heartbeats: bool = False) -> None:
     """Make a dead TCP connection be detected and re-established soon; before the socket binds or connects.
 
     Args:
         socket: The socket, configured.
-        beats: Whether only heartbeats use it, so that ZeroMQ can add its own; behind large tensors these would be
+        heartbeats: Whether only heartbeats use it, so that ZeroMQ can add its own; behind large tensors these would be
             delayed and look like silence.
     """
     socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
@@ -117,7 +101,7 @@ def detect_dead_peers(socket: zmq.Socket[bytes], *, beats: bool = False) -> None
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 1)
     socket.setsockopt(zmq.TCP_MAXRT, TCP_LOST_MS)
-    if beats:
+    if heartbeats:
         socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_LOST_MS // 3)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_LOST_MS)
         socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_LOST_MS)
@@ -220,63 +204,3 @@ def _joined(parts: list[Any], count: int) -> Any:
         whole[start : start + len(part)] = part
         start += len(part)
     return whole
-
-
-def encode(message: Envelope | WorkerMessage) -> bytes:
-    """Encode a message as a header frame.
-
-    Raises:
-        WireError: It exceeds the header limit, or contains an unsupported number or text.
-    """
-    try:
-        header = _encoder.encode(message)
-    except (OverflowError, UnicodeEncodeError) as error:
-        raise WireError(f"a message that cannot be encoded: {error}") from None
-    if len(header) > HEADER_BYTES:
-        raise WireError(f"a header of {len(header)} bytes is over the limit of {HEADER_BYTES}")
-    return header
-
-
-def check_frames(frames: Frames) -> None:
-    """Require that element frames are within the limits, before they are sent: a worker drops larger ones.
-
-    Raises:
-        WireError: They are not.
-    """
-    if len(frames) >= FRAMES:
-        raise WireError(f"a message of {len(frames)} tensors; allowed are {FRAMES - 1}: send several messages")
-    largest = max((len(frame) for frame in frames), default=0)
-    if largest > FRAME_BYTES:
-        raise WireError(f"a tensor of {largest} bytes; allowed are {FRAME_BYTES}: cut it into smaller ones")
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[Any], parts: Frames, what: str) -> Any:
-    if not parts or len(parts) > FRAMES:
-        raise WireError(f"{what} of {len(parts)} frames; allowed are 1 to {FRAMES}")
-    header = memoryview(parts[0])
-    if len(header) > HEADER_BYTES:
-        raise WireError(f"{what} with a header of {len(header)} bytes; allowed are {HEADER_BYTES}")
-    try:
-        return decoder.decode(header)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise WireError(f"{what} that is not of this protocol: {error}") from None
-
-
-def decode_envelope(parts: Frames) -> tuple[Envelope, Frames]:
-    """Decode a client's message; return it with its element frames.
-
-    Raises:
-        WireError: It breaks the protocol or its limits.
-    """
-    envelope: Envelope = _decode(_envelopes, parts, "an envelope")
-    return envelope, parts[1:]
-
-
-def decode_worker_message(parts: Frames) -> tuple[WorkerMessage, Frames]:
-    """Decode a worker's message; return it with its element frames.
-
-    Raises:
-        WireError: It breaks the protocol or its limits.
-    """
-    saying: WorkerMessage = _decode(_sayings, parts, "a worker's message")
-    return saying, parts[1:]

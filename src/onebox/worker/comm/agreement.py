@@ -46,24 +46,26 @@ def collective_fingerprint(order: int, specs: Sequence[TensorSpec], *more: int) 
     return crc32(array("q", [order, _CODES[kinds.pop()], *sizes, *more]).tobytes())
 
 
-def fingerprint_elements(meant: int, dtype: torch.dtype, ranks: int) -> Tensor:
+def fingerprint_elements(fingerprint: int, dtype: torch.dtype, ranks: int) -> Tensor:
     """Return the elements to append to a rank's data.
 
     Args:
-        meant: Its fingerprint.
+        fingerprint: Its fingerprint.
         dtype: Element type of the data.
         ranks: Number of ranks: the sum must be exact, too.
     """
     most = min(_MOST, _EXACT.get(dtype, 1 << 20) // ranks)
-    return torch.tensor([(meant >> 3 * place & 7) % (most + 1) for place in range(FINGERPRINT_ELEMENTS)]).to(dtype)
+    return torch.tensor([(fingerprint >> 3 * place & 7) % (most + 1) for place in range(FINGERPRINT_ELEMENTS)]).to(
+        dtype
+    )
 
 
-def check_fingerprints(summed: Tensor, meant: int, ranks: int, order: int, *, times: int | None = None) -> None:
+def check_fingerprints(summed: Tensor, fingerprint: int, ranks: int, order: int, *, times: int | None = None) -> None:
     """Require that the fingerprints of all ranks are equal.
 
     Args:
         summed: The last :data:`FINGERPRINT_ELEMENTS` elements of the sum.
-        meant: This rank's fingerprint.
+        fingerprint: This rank's fingerprint.
         ranks: Number of ranks.
         order: Number of the collective, for the message.
         times: Number of ranks in the sum; all if ``None``.
@@ -71,7 +73,7 @@ def check_fingerprints(summed: Tensor, meant: int, ranks: int, order: int, *, ti
     Raises:
         WireError: They differ.
     """
-    own = fingerprint_elements(meant, summed.dtype, ranks)
+    own = fingerprint_elements(fingerprint, summed.dtype, ranks)
     if not torch.equal(summed.cpu(), own * (ranks if times is None else times)):
         raise WireError(
             f"the ranks disagree on collective {order} of the group: one of them came for tensors of other types or "

@@ -13,6 +13,10 @@ from onebox.wire.protocol.groups import Reduced, Rendezvous
 from onebox.wire.protocol.responses import Contribution, Joined, Left, Lookup
 
 
+class RankLost(Exception):
+    """Another worker of a group has ended."""
+
+
 class ReceivedTensor(NamedTuple):
     """Data received from other ranks.
 
@@ -28,7 +32,7 @@ class ReceivedTensor(NamedTuple):
 Finish = Callable[[], ReceivedTensor]
 """Waits for a started operation, once. Dropping it without a call abandons the result.
 
-It raises ``PeerLost`` if another rank cannot do its part, and ``WireError`` if another rank called a different
+It raises ``RankLost`` if another rank cannot do its part, and ``WireError`` if another rank called a different
 operation.
 """
 
@@ -120,14 +124,14 @@ def check_rows(spec: TensorSpec, rows: Sequence[int]) -> None:
 class ClientChannel(Protocol):
     """The part of the client's channel that a group uses."""
 
-    def say(self, saying: Lookup | Contribution | Left, frames: Sequence[Any] = ()) -> None:
+    def send_to_client(self, message: Lookup | Contribution | Left, frames: Sequence[Any] = ()) -> None:
         """Send a message to the client."""
 
     def await_ticket(self, ticket: int, timeout_s: float) -> tuple[Rendezvous | Reduced, Sequence[Any]]:
         """Wait for the client's reply to a ticket; other messages are queued meanwhile.
 
         Raises:
-            PeerLost: It will not arrive, or did not arrive in time.
+            RankLost: It will not arrive, or did not arrive in time.
         """
 
     def new_ticket(self) -> int:

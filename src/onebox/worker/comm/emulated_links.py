@@ -1,4 +1,4 @@
-"""Emulated links: arrival times over slow wires. Pure: the time is an argument.
+"""Emulated links: arrival times over slow links. Pure: the time is an argument.
 
 A transfer of S bytes over a link of latency L and bandwidth B begins when earlier ones have been sent, takes S / B to
 send, and arrives L later. Reductions and gathers cost as much as on a ring of n workers: 2 (n - 1) steps of S / n bytes

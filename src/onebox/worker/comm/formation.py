@@ -7,7 +7,7 @@ keys are stored at the client.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,27 +19,16 @@ from onebox.errors import WireError
 from onebox.wire import TensorSpec, dtype_name, from_frame, spec_of, to_frame
 from onebox.wire.protocol.groups import FormGroup, Rendezvous
 from onebox.wire.protocol.responses import Contribution, Joined, Lookup
-from onebox.worker.comm.api import Begun, ClientChannel, Finish, ReceivedTensor, RowRange, WorkerGroup
+from onebox.worker.comm.api import Begun, ClientChannel, Finish, RankLost, ReceivedTensor, RowRange, WorkerGroup
 from onebox.worker.comm.emulated_links import EmulatedLinks
 from onebox.worker.comm.hybrid import HybridGroup
 from onebox.worker.comm.shm.gpu_copy import shm_copier_for
 from onebox.worker.comm.shm.group import ShmGroup
 from onebox.worker.comm.shm.rendezvous import find_shm_peers
-from onebox.worker.comm.shm.segment import RankLost, supported
+from onebox.worker.comm.shm.segment import supported
 from onebox.worker.comm.torch_dist import TorchDistGroup
-from onebox.worker.programs.interpreter import WorkerProgress
+from onebox.worker.progress import WorkerProgress
 from onebox.worker.system.network_interfaces import NoAddress, is_foreign
-
-__all__ = [
-    "ChannelStore",
-    "ClientChannel",
-    "ClientGroup",
-    "EmulatedLinks",
-    "PendingBucket",
-    "RankLost",
-    "WorkerGroup",
-    "form_group",
-]
 
 
 class ChannelStore(dist.Store):
@@ -82,75 +71,12 @@ class ChannelStore(dist.Store):
 
     def _ask(self, action: Any, keys: list[str], value: bytes = b"") -> bytes:
         ticket = self._channel.new_ticket()
-        self._channel.say(Lookup(ticket, self._group, action, tuple(keys), value))
+        self._channel.send_to_client(Lookup(ticket, self._group, action, tuple(keys), value))
         if action == "set":
             return b""
         answer, _ = self._channel.await_ticket(ticket, self._timeout_s)
         assert isinstance(answer, Rendezvous)
         return answer.value
-
-
-class PendingBucket:
-    """Buffers that are being received as one flat tensor; implements
-    :class:`~onebox.worker.memory.buffers.PendingBuffers`.
-
-    Args:
-        numbers: Their numbers.
-        shapes: Their shapes.
-        size_bytes: Total bytes.
-        finish: Waits for all elements.
-        done: Called once when they are present, with the time since which they are known to be.
-        into: Destination tensors of these shapes; empty for new ones.
-    """
-
-    def __init__(
-        self,
-        numbers: Sequence[int],
-        shapes: Sequence[torch.Size],
-        size_bytes: int,
-        finish: Finish,
-        done: Callable[[int], None],
-        into: Sequence[Tensor] = (),
-    ) -> None:
-        self.size_bytes = size_bytes
-        self._into = into
-        self._numbers = numbers
-        self._shapes = shapes
-        self._finish: Finish | None = finish
-        self._done = done
-        self._failure = ""
-
-    def wait(self) -> dict[int, Tensor]:
-        """Wait for the elements and return each buffer's part of them.
-
-        Raises:
-            PeerLost: They will not arrive; repeated calls raise the same error.
-            WireError: Another rank sent something else.
-        """
-        if self._finish is None:
-            raise RankLost(f"what was waited for before did not come: {self._failure}")
-        finish, self._finish = self._finish, None
-        try:
-            flat, at_ns = finish()
-        except Exception as error:
-            self._failure = str(error)
-            raise
-        self._done(at_ns)
-        made = _parts(flat, self._shapes)
-        if self._into:
-            made = [own.copy_(part) for own, part in zip(self._into, made, strict=True)]
-        return dict(zip(self._numbers, made, strict=True))
-
-    def end(self) -> None:
-        """Do nothing: later data is ignored."""
-
-
-def _parts(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """Return views of a flat tensor; the tensor itself if it is a single part of its shape, as in most messages."""
-    if len(shapes) == 1 and flat.shape == shapes[0]:
-        return [flat]
-    parts = flat.reshape(-1).split([shape.numel() for shape in shapes])
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 class ClientGroup:
@@ -182,7 +108,7 @@ class ClientGroup:
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         ticket = self._channel.new_ticket()
         spec = spec_of(flat)
-        self._channel.say(Contribution(ticket, self._number, self._order, spec), [to_frame(flat)])
+        self._channel.send_to_client(Contribution(ticket, self._number, self._order, spec), [to_frame(flat)])
         self._order += 1
 
         def finish() -> ReceivedTensor:
@@ -212,7 +138,11 @@ class ClientGroup:
 
 
 def form_group(
-    form: FormGroup, channel: ClientChannel, device: torch.device, progress: WorkerProgress, wires: EmulatedLinks
+    form: FormGroup,
+    channel: ClientChannel,
+    device: torch.device,
+    progress: WorkerProgress,
+    emulated_links: EmulatedLinks,
 ) -> WorkerGroup:
     """Join a group.
 
@@ -221,10 +151,10 @@ def form_group(
         channel: The channel to the client, for the rendezvous.
         device: Device of the tensors.
         progress: Marked during waits.
-        wires: State of this worker's emulated links.
+        emulated_links: State of this worker's emulated links.
 
     Raises:
-        PeerLost: The others did not join in time.
+        RankLost: The others did not join in time.
         NoAddress: This host does not have the address under which others reach it, where Gloo would have to listen.
     """
     if form.backend == "client":
@@ -232,7 +162,7 @@ def form_group(
     store = ChannelStore(channel, form.group, form.timeout_s)
     with progress.wait():
         met = find_shm_peers(form, store, device.type) if form.shared and supported() else None
-        near = None if met is None else ShmGroup(form, met, device, progress, wires, shm_copier_for(device))
+        near = None if met is None else ShmGroup(form, met, device, progress, emulated_links, shm_copier_for(device))
         if near is not None and met is not None and len(met.memories) == form.size:
             return near
         try:

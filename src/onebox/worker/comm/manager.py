@@ -10,10 +10,12 @@ from onebox.wire.protocol.groups import EmulatedLink, FormGroup
 from onebox.wire.protocol.instructions import Broadcast, Gather, Receive, Reduce, Send
 from onebox.wire.protocol.requests import Routine
 from onebox.wire.protocol.responses import Joined, Left, WorkerFailure
-from onebox.worker.comm.formation import ClientChannel, EmulatedLinks, RankLost, WorkerGroup, form_group
+from onebox.worker.comm.api import ClientChannel, RankLost, WorkerGroup
+from onebox.worker.comm.emulated_links import EmulatedLinks
+from onebox.worker.comm.formation import form_group
 from onebox.worker.comm.shm.group import ShmGroup
 from onebox.worker.memory.buffers import Poisoned
-from onebox.worker.programs.interpreter import WorkerProgress
+from onebox.worker.progress import WorkerProgress
 from onebox.worker.system.cpu_affinity import threads_on_all_cores
 from onebox.worker.system.tcp_connections import GroupSockets
 
@@ -35,7 +37,7 @@ class GroupManager:
         self._progress = progress
         self._groups: dict[int, WorkerGroup] = {}
         self._lost: dict[int, WorkerFailure] = {}
-        self._wires = EmulatedLinks()
+        self._emulated_links = EmulatedLinks()
         self._sockets = GroupSockets()
 
     @property
@@ -47,11 +49,11 @@ class GroupManager:
         """Join a group; return the ranks that share memory there.
 
         Raises:
-            PeerLost: The others did not join in time.
+            RankLost: The others did not join in time.
         """
         device, progress = (_HOST, WorkerProgress()) if form.aside else (self._device, self._progress)
         with self._sockets.making(form.group), threads_on_all_cores():
-            group = form_group(form, self._channel, device, progress, self._wires)
+            group = form_group(form, self._channel, device, progress, self._emulated_links)
             self._groups[form.group] = group
         return group.joined
 
@@ -60,7 +62,7 @@ class GroupManager:
 
         Raises:
             Poisoned: This worker has left it because of a failure.
-            PeerLost: This worker is not in it.
+            RankLost: This worker is not in it.
         """
         if number in self._lost:
             raise Poisoned(self._lost[number])
@@ -72,7 +74,7 @@ class GroupManager:
     def leave(self, number: int) -> None:
         """Leave a group, and have the client notify the ranks that wait there."""
         self._lost.pop(number, None)
-        self._channel.say(Left(number))
+        self._channel.send_to_client(Left(number))
         group = self._groups.pop(number, None)
         if group is not None:
             group.close()
@@ -91,7 +93,7 @@ class GroupManager:
         Raises:
             WireError: One of them is invalid.
         """
-        self._wires.retime(links)
+        self._emulated_links.retime(links)
         for group in self._groups.values():
             if isinstance(group, ShmGroup):
                 group.retimed()

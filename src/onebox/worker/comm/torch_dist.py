@@ -27,9 +27,8 @@ from onebox.worker.comm.agreement import (
     collective_fingerprint,
     fingerprint_elements,
 )
-from onebox.worker.comm.api import Begun, Finish, ReceivedTensor, RowRange, check_rows
-from onebox.worker.comm.shm.segment import RankLost
-from onebox.worker.programs.interpreter import WorkerProgress
+from onebox.worker.comm.api import Begun, Finish, RankLost, ReceivedTensor, RowRange, check_rows
+from onebox.worker.progress import WorkerProgress
 from onebox.worker.system.network_interfaces import bind_nccl
 
 _CLOSE_S = 5.0
@@ -84,31 +83,31 @@ class TorchDistGroup:
     def reduce(self, tensors: Sequence[Tensor]) -> Finish:
         """Begin to sum tensors of one type over the ranks, as one flat tensor."""
         specs = [spec_of(tensor) for tensor in tensors]
-        meant = self._meant(specs)
-        flat = self._flat(tensors, meant)
+        fingerprint = self._fingerprint(specs)
+        flat = self._flat(tensors, fingerprint)
         work = self._guard(lambda: self._group.allreduce([flat]))
-        return self._finish([work], self._checked(flat, specs, meant, self._size))
+        return self._finish([work], self._checked(flat, specs, fingerprint, self._size))
 
     def collect(self, tensors: Sequence[Tensor], root: int) -> Begun:
         """Begin to sum tensors of one type for one rank."""
         self._check_root(root)
         specs = [spec_of(tensor) for tensor in tensors]
-        meant = self._meant(specs, _COLLECT, root)
-        flat = self._flat(tensors, meant)
+        fingerprint = self._fingerprint(specs, _COLLECT, root)
+        flat = self._flat(tensors, fingerprint)
         options = dist.ReduceOptions()
         options.rootRank = root
         work = self._guard(lambda: self._group.reduce([flat], options))
         if self.rank == root:
-            return self._finish([work], self._checked(flat, specs, meant, self._size))
+            return self._finish([work], self._checked(flat, specs, fingerprint, self._size))
         self._outgoing.add(work, flat)
         return time.monotonic_ns()
 
     def broadcast(self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], root: int) -> Begun:
         """Begin to broadcast tensors of one type from one rank."""
         self._check_root(root)
-        meant = self._meant(specs, _BROADCAST, root)
+        fingerprint = self._fingerprint(specs, _BROADCAST, root)
         if self.rank == root:
-            flat = self._flat(tensors, meant)
+            flat = self._flat(tensors, fingerprint)
         else:
             dtype = DTYPES[specs[0].dtype]
             count = sum(prod(spec.shape) for spec in specs) * (2 if dtype.is_complex else 1) + FINGERPRINT_ELEMENTS
@@ -117,7 +116,7 @@ class TorchDistGroup:
         options.rootRank, options.rootTensor = root, 0
         work = self._guard(lambda: self._group.broadcast([flat], options))
         if self.rank != root:
-            return self._finish([work], self._checked(flat, specs, meant, 1))
+            return self._finish([work], self._checked(flat, specs, fingerprint, 1))
         self._outgoing.add(work, flat)
         return time.monotonic_ns()
 
@@ -125,18 +124,18 @@ class TorchDistGroup:
         if not 0 <= root < self._size:
             raise WireError(f"rank {root} of a group of {self._size}; allowed are 0 to {self._size - 1}")
 
-    def _meant(self, specs: Sequence[TensorSpec], *more: int) -> tuple[int, int]:
+    def _fingerprint(self, specs: Sequence[TensorSpec], *more: int) -> tuple[int, int]:
         """Return the number of the next collective, and the fingerprint of this rank's call."""
         order, self._order = self._order, self._order + 1
         return order, collective_fingerprint(order, specs, *more)
 
-    def _flat(self, tensors: Sequence[Tensor], meant: tuple[int, int]) -> Tensor:
+    def _flat(self, tensors: Sequence[Tensor], fingerprint: tuple[int, int]) -> Tensor:
         """Return tensors as one real tensor, with the fingerprint appended."""
         parts = [_real(tensor).reshape(-1) for tensor in tensors]
-        return torch.cat([*parts, fingerprint_elements(meant[1], parts[0].dtype, self._size).to(parts[0].device)])
+        return torch.cat([*parts, fingerprint_elements(fingerprint[1], parts[0].dtype, self._size).to(parts[0].device)])
 
     def _checked(
-        self, flat: Tensor, specs: Sequence[TensorSpec], meant: tuple[int, int], times: int
+        self, flat: Tensor, specs: Sequence[TensorSpec], fingerprint: tuple[int, int], times: int
     ) -> Callable[[], Tensor]:
         """Return a function that returns the received elements after checking the fingerprint; ``times`` is its
         multiplicity.
@@ -147,7 +146,9 @@ class TorchDistGroup:
 
         def made() -> Tensor:
             if not known:
-                check_fingerprints(flat[-FINGERPRINT_ELEMENTS:], meant[1], self._size, meant[0], times=times)
+                check_fingerprints(
+                    flat[-FINGERPRINT_ELEMENTS:], fingerprint[1], self._size, fingerprint[0], times=times
+                )
             elements = flat[:-FINGERPRINT_ELEMENTS]
             return elements if elements.dtype is DTYPES[specs[0].dtype] else torch.view_as_complex(elements.view(-1, 2))
 
@@ -166,13 +167,13 @@ class TorchDistGroup:
         own = spec_of(tensor)
         if not 0 <= dim < len(own.shape) or own.size_bytes > spec.size_bytes:
             raise WireError(f"{own} cannot be gathered along dimension {dim} to {spec}")
-        meant = crc32(f"gather {order} {spec} {dim}".encode())
+        fingerprint = crc32(f"gather {order} {spec} {dim}".encode())
         mine = torch.zeros(_HEAD_BYTES + spec.size_bytes, dtype=torch.uint8, device=self._staged)
-        mine[:_HEAD_BYTES].view(torch.int64).copy_(torch.tensor([own.shape[dim], meant]))
+        mine[:_HEAD_BYTES].view(torch.int64).copy_(torch.tensor([own.shape[dim], fingerprint]))
         mine[_HEAD_BYTES : _HEAD_BYTES + own.size_bytes] = tensor.contiguous().view(-1).view(torch.uint8)
         parts = [torch.empty_like(mine) for _ in range(self._size)]
         work = self._guard(lambda: self._group.allgather([parts], [mine]))
-        return self._finish([work], lambda: _join(parts, own, spec, dim, meant).to(self._device))
+        return self._finish([work], lambda: _join(parts, own, spec, dim, fingerprint).to(self._device))
 
     def send(self, tensor: Tensor, peer: int, channel: int, within: RowRange | None = None) -> int:
         """Begin to send a tensor to a rank with its present contents: eager operators may overwrite it before it is
@@ -286,14 +287,14 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
-def _join(parts: Sequence[Tensor], own: TensorSpec, spec: TensorSpec, dim: int, meant: int) -> Tensor:
+def _join(parts: Sequence[Tensor], own: TensorSpec, spec: TensorSpec, dim: int, fingerprint: int) -> Tensor:
     """Return the concatenation of all ranks' parts; each is preceded by its size along the dimension and its
     fingerprint.
     """
     tensors = []
     for rank, part in enumerate(parts):
         size, means = part[:_HEAD_BYTES].view(torch.int64).tolist()
-        if means != meant:
+        if means != fingerprint:
             raise WireError(f"rank {rank} came for another gather than that of {spec} along dimension {dim}")
         shape = (*own.shape[:dim], size, *own.shape[dim + 1 :])
         elements = part[_HEAD_BYTES : _HEAD_BYTES + TensorSpec(own.dtype, shape).size_bytes]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from onebox.errors import WireError
 from onebox.wire import TensorSpec, spec_of
 from onebox.wire.protocol.instructions import Broadcast, Gather, Receive, Reduce, Send
-from onebox.worker.comm.api import Finish, RowRange
-from onebox.worker.comm.formation import PendingBucket
+from onebox.worker.comm.api import Finish, RankLost, RowRange
 from onebox.worker.comm.manager import GroupManager
 from onebox.worker.memory.buffers import BufferStore
 from onebox.worker.trace import Trace
@@ -47,7 +47,7 @@ class CollectiveExecutor:
 
         Raises:
             Poisoned: An input is void.
-            PeerLost: This worker is no longer in the group.
+            RankLost: This worker is no longer in the group.
             QuotaExceeded: There is no room for its result.
         """
         match what:
@@ -107,3 +107,66 @@ class CollectiveExecutor:
         """Register a buffer that is filled at its first use."""
         shape = torch.Size(spec.shape)
         self._store.promise([number], PendingBucket([number], [shape], spec.size_bytes, finish, trace.later()))
+
+
+class PendingBucket:
+    """Buffers that are being received as one flat tensor; implements
+    :class:`~onebox.worker.memory.buffers.PendingBuffers`.
+
+    Args:
+        numbers: Their numbers.
+        shapes: Their shapes.
+        size_bytes: Total bytes.
+        finish: Waits for all elements.
+        done: Called once when they are present, with the time since which they are known to be.
+        into: Destination tensors of these shapes; empty for new ones.
+    """
+
+    def __init__(
+        self,
+        numbers: Sequence[int],
+        shapes: Sequence[torch.Size],
+        size_bytes: int,
+        finish: Finish,
+        done: Callable[[int], None],
+        into: Sequence[Tensor] = (),
+    ) -> None:
+        self.size_bytes = size_bytes
+        self._into = into
+        self._numbers = numbers
+        self._shapes = shapes
+        self._finish: Finish | None = finish
+        self._done = done
+        self._failure = ""
+
+    def wait(self) -> dict[int, Tensor]:
+        """Wait for the elements and return each buffer's part of them.
+
+        Raises:
+            RankLost: They will not arrive; repeated calls raise the same error.
+            WireError: Another rank sent something else.
+        """
+        if self._finish is None:
+            raise RankLost(f"what was waited for before did not come: {self._failure}")
+        finish, self._finish = self._finish, None
+        try:
+            flat, at_ns = finish()
+        except Exception as error:
+            self._failure = str(error)
+            raise
+        self._done(at_ns)
+        made = _parts(flat, self._shapes)
+        if self._into:
+            made = [own.copy_(part) for own, part in zip(self._into, made, strict=True)]
+        return dict(zip(self._numbers, made, strict=True))
+
+    def end(self) -> None:
+        """Do nothing: later data is ignored."""
+
+
+def _parts(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """Return views of a flat tensor; the tensor itself if it is a single part of its shape, as in most messages."""
+    if len(shapes) == 1 and flat.shape == shapes[0]:
+        return [flat]
+    parts = flat.reshape(-1).split([shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -18,8 +18,9 @@ from onebox.worker.emulated import NoValues
 from onebox.worker.execution.errors import describe_failure
 from onebox.worker.memory.buffers import BufferStore, Poisoned, QuotaExceeded
 from onebox.worker.programs.blocks import CompiledBlock, Void
-from onebox.worker.programs.interpreter import OperatorFailed, WorkerProgress, describe
+from onebox.worker.programs.interpreter import OperatorFailed, describe
 from onebox.worker.programs.kernels import CompiledKernel, flatten, strided_of, written_inputs
+from onebox.worker.progress import WorkerProgress
 
 
 class VoidKernel:
@@ -238,7 +239,7 @@ class EagerExecutor:
                 if isinstance(result, Tensor):
                     store.put(number, result)
             self._recount(kernel, inputs)
-            return OperatorResult(tuple(map(_told, results)), tuple(map(strided_of, tensors)))
+            return OperatorResult(tuple(map(_encoded_result, results)), tuple(map(strided_of, tensors)))
         except Exception as error:
             with contextlib.suppress(QuotaExceeded):
                 self._recount(kernel, inputs)
@@ -381,7 +382,7 @@ class EagerExecutor:
         return found
 
 
-def _told(result: Any) -> Strided | Complex | bool | int | float | None:
+def _encoded_result(result: Any) -> Strided | Complex | bool | int | float | None:
     """Return an operator's result in wire form."""
     if isinstance(result, Tensor):
         return strided_of(result)

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from onebox.errors import UsageError, WireError
 from onebox.sizes import parse_size
 from onebox.wire.protocol.responses import WorkerFailure
-from onebox.worker.comm.formation import RankLost
+from onebox.worker.comm.api import RankLost
 from onebox.worker.emulated import NoValues
 from onebox.worker.memory.buffers import QuotaExceeded
 from onebox.worker.programs.interpreter import OperatorFailed

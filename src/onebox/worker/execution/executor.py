@@ -26,12 +26,12 @@ from onebox.wire.protocol.instructions import (
     Reduce,
     Rename,
     Send,
+    references,
 )
-from onebox.wire.protocol.references import references
 from onebox.wire.protocol.requests import Define, Instruction, OptimizerSpec, Put, Routine, Run, StoredProgram
 from onebox.wire.protocol.responses import Digest, OptimizerState, Result, Scalars, Tensors, WorkerFailure
 from onebox.wire.protocol.snapshots import Lay, Read, Recall, Remembered, SlotInstruction, Snapshot
-from onebox.worker.comm.formation import ClientChannel
+from onebox.worker.comm.api import ClientChannel
 from onebox.worker.comm.manager import GroupManager, groups_of
 from onebox.worker.device import ComputeDevice
 from onebox.worker.execution.collectives import CollectiveExecutor, Communication, Resolve
@@ -46,7 +46,8 @@ from onebox.worker.memory.host import HostMemory
 from onebox.worker.memory.offload import Offloader
 from onebox.worker.optimizer.deferred import DeferredOptimizer
 from onebox.worker.optimizer.native import NativeOptimizer
-from onebox.worker.programs.interpreter import CompiledProgram, WorkerProgress
+from onebox.worker.programs.interpreter import CompiledProgram
+from onebox.worker.progress import WorkerProgress
 from onebox.worker.snapshots.service import SnapshotService
 from onebox.worker.trace import Trace
 

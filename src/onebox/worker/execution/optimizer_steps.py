@@ -20,7 +20,7 @@ from onebox.worker.memory.offload import Offloader
 from onebox.worker.optimizer.delay_compensation import AHEAD
 from onebox.worker.optimizer.native import NativeOptimizer
 from onebox.worker.optimizer.versions import ParameterVersions
-from onebox.worker.programs.interpreter import WorkerProgress
+from onebox.worker.progress import WorkerProgress
 from onebox.worker.trace import Trace
 
 _KEPT = 4

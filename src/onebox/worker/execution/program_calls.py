@@ -11,7 +11,8 @@ from onebox.worker.device import ComputeDevice
 from onebox.worker.execution.collectives import Resolve
 from onebox.worker.memory.buffers import BufferStore, QuotaExceeded
 from onebox.worker.optimizer.versions import ParameterVersions
-from onebox.worker.programs.interpreter import CompiledProgram, OperatorFailed, WorkerProgress
+from onebox.worker.programs.interpreter import CompiledProgram, OperatorFailed
+from onebox.worker.progress import WorkerProgress
 from onebox.worker.trace import Trace
 
 

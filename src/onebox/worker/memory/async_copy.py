@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from onebox.cost import ACCELERATOR_BPS
-from onebox.worker.device import wait_until
 from onebox.worker.faults import FaultInjector
-from onebox.worker.programs.interpreter import WorkerProgress
+from onebox.worker.progress import WorkerProgress, wait_until
 
 WAIT_S = 300.0
 """Longest duration of a copy; after that it has failed."""

@@ -168,13 +168,22 @@ class BufferStore:
 
     def peak_of(self, action: Callable[[], _T]) -> tuple[_T, int]:
         """Call a function, and return its result and its peak bytes in addition to those at its start."""
-        start, peak = self.used_bytes, self.peak_bytes
-        self.peak_bytes = start
+        start, before = self.used_bytes, self.begin_peak()
         try:
             made = action()
-            return made, self.peak_bytes - start
         finally:
-            self.peak_bytes = max(self.peak_bytes, peak)
+            peak = self.end_peak(before)
+        return made, peak - start
+
+    def begin_peak(self) -> int:
+        """Measure the peak from here on; return the peak before, for :meth:`end_peak`."""
+        before, self.peak_bytes = self.peak_bytes, self.used_bytes
+        return before
+
+    def end_peak(self, before: int) -> int:
+        """Return the peak since :meth:`begin_peak`, and measure the peak of all times again."""
+        peak, self.peak_bytes = self.peak_bytes, max(self.peak_bytes, before)
+        return peak
 
     def promise(self, numbers: Iterable[int], pending: PendingBuffers) -> None:
         """Register buffers that are filled at their first use.

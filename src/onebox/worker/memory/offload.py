@@ -19,7 +19,7 @@ from onebox.worker.faults import FaultInjector
 from onebox.worker.memory.async_copy import AsyncCopier, PendingCopy, copier_for
 from onebox.worker.memory.buffers import BufferStore
 from onebox.worker.memory.host import HostMemory
-from onebox.worker.programs.interpreter import WorkerProgress
+from onebox.worker.progress import WorkerProgress
 from onebox.worker.trace import Trace
 
 _SPARE = 2

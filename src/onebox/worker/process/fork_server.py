@@ -87,7 +87,7 @@ class ForkServer:
                 if descriptor == self._client:
                     return False
                 if descriptor in self._children:
-                    self._bury(descriptor)
+                    self._report_exit(descriptor)
                     continue
                 packet, descriptors, _, _ = socket.recv_fds(
                     self._channel, LONGEST, DESCRIPTORS + 1, socket.MSG_CMSG_CLOEXEC
@@ -139,7 +139,7 @@ class ForkServer:
         with contextlib.suppress(OSError):  # such as a core that has been disabled since
             os.sched_setaffinity(0, birth.cores)
 
-    def _bury(self, descriptor: int) -> None:
+    def _report_exit(self, descriptor: int) -> None:
         """Report a worker's exit status."""
         child = self._children.pop(descriptor)
         self._poll.unregister(descriptor)

@@ -20,7 +20,7 @@ from onebox.errors import WireError
 from onebox.wire import KeyPair, configure, decode_envelope, encode, listen, receive
 from onebox.wire.protocol.groups import LeaveGroup
 from onebox.wire.protocol.responses import Heartbeat
-from onebox.worker.programs.interpreter import WorkerProgress
+from onebox.worker.progress import WorkerProgress
 from onebox.worker.system.cpu_affinity import use_all_cores
 
 HEARTBEAT_S = 0.5
@@ -115,10 +115,10 @@ class HeartbeatThread:
         self._authenticator = zmq.auth.Authenticator(context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback("onebox", _OneKey(client_key))
-        self._beats = context.socket(zmq.DEALER)
-        configure(self._beats, keys, server_key=None, queue=4)
-        self._beats.rcvtimeo = 0  # milliseconds; a poller finds it readable when the client connects, too
-        self.endpoint = listen(self._beats, address, ports)
+        self._socket = context.socket(zmq.DEALER)
+        configure(self._socket, keys, server_key=None, queue=4)
+        self._socket.rcvtimeo = 0  # milliseconds; a poller finds it readable when the client connects, too
+        self.endpoint = listen(self._socket, address, ports)
         self._thread = threading.Thread(target=self._watch, name="onebox-watch", daemon=True)
 
     def start(self) -> None:
@@ -146,7 +146,7 @@ class HeartbeatThread:
         assert zap is not None
         poller.register(zap, zmq.POLLIN)
         poller.register(self._bell, zmq.POLLIN)
-        poller.register(self._beats, zmq.POLLIN)
+        poller.register(self._socket, zmq.POLLIN)
         for lifeline in self._lifelines:
             poller.register(lifeline, zmq.POLLIN)
         stall = StallDetector()
@@ -160,25 +160,25 @@ class HeartbeatThread:
                 break
             if zap in ready:
                 asyncio.run(self._authenticator.handle_zap_message(zap.recv_multipart()))
-            if self._beats in ready:
-                self._hear()
+            if self._socket in ready:
+                self._receive()
             if time.monotonic() >= next_s:
-                heard = self._beat(stall) or heard
+                heard = self._send_heartbeat(stall) or heard
                 next_s = time.monotonic() + (HEARTBEAT_S if heard else min(_FIRST_S, HEARTBEAT_S))
         self._authenticator.stop()
-        self._beats.close(0)
+        self._socket.close(0)
         self._bell.close(0)
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         """Process client messages outside the queue: groups to leave at once because of silent members."""
         with contextlib.suppress(zmq.Again, WireError):  # ignore messages that violate the protocol
             while True:
-                envelope, _ = decode_envelope(receive(self._beats))
+                envelope, _ = decode_envelope(receive(self._socket))
                 for instruction in envelope.instructions:
                     if isinstance(instruction, LeaveGroup):
                         self._interrupt(instruction.group)
 
-    def _beat(self, stall: StallDetector) -> bool:
+    def _send_heartbeat(self, stall: StallDetector) -> bool:
         """Send a heartbeat, and return whether a client is connected."""
         progress, used = self._progress, resource.getrusage(resource.RUSAGE_SELF)
         stalled_s = stall.reading(
@@ -191,7 +191,7 @@ class HeartbeatThread:
         )
         beat = encode(Heartbeat(progress.executed, stalled_s, progress.doing))
         try:
-            self._beats.send(beat, zmq.NOBLOCK)
+            self._socket.send(beat, zmq.NOBLOCK)
         except zmq.Again:
             return False
         return True

@@ -25,7 +25,7 @@ from onebox.wire import Connection, KeyPair, codecs, configure, decode_envelope,
 from onebox.wire.protocol.groups import Reduced, Rendezvous, TicketCancelled
 from onebox.wire.protocol.requests import PROTOCOL, Envelope, Shutdown
 from onebox.wire.protocol.responses import Hello, Reply, Result, WorkerFailure, WorkerMessage
-from onebox.worker.comm.formation import RankLost
+from onebox.worker.comm.api import RankLost
 from onebox.worker.device import ComputeDevice
 from onebox.worker.emulated import EmulatedDevice
 from onebox.worker.execution.executor import Executor
@@ -134,14 +134,14 @@ class WorkerServer:
 
     # ---- the interface of groups (ClientChannel)
 
-    def say(self, saying: WorkerMessage, frames: Sequence[Any] = ()) -> None:
+    def send_to_client(self, message: WorkerMessage, frames: Sequence[Any] = ()) -> None:
         """Send a message to the client; end this worker if the client has received nothing for
         :data:`SEND_TIMEOUT_S`."""
-        self._link.send([encode(saying), *frames])
+        self._link.send([encode(message), *frames])
         if self._link.full:
             end_s = time.monotonic() + SEND_TIMEOUT_S
             with self.machine.progress.wait():
-                while self._link.full and self._hear(end_s):
+                while self._link.full and self._receive(end_s):
                     pass
             if self._link.full:
                 raise SystemExit(_DEAF)
@@ -167,12 +167,12 @@ class WorkerServer:
         """Wait for the client's reply to a ticket; other messages are queued meanwhile.
 
         Raises:
-            PeerLost: It will not arrive, or did not arrive in time.
+            RankLost: It will not arrive, or did not arrive in time.
         """
         end_s = time.monotonic() + timeout_s
         with self.machine.progress.wait():
             while ticket not in self._answers:
-                if not self._hear(end_s):
+                if not self._receive(end_s):
                     raise RankLost(f"the others of the group did not come within {timeout_s:.0f} s")
         answer, frames = self._answers.pop(ticket)
         if isinstance(answer, TicketCancelled):
@@ -187,7 +187,7 @@ class WorkerServer:
         quota = self.machine.store.quota_bytes
         torch_version = str(torch.__version__)
         self._watcher.start()
-        self.say(
+        self.send_to_client(
             Hello(
                 PROTOCOL,
                 torch_version,
@@ -216,10 +216,10 @@ class WorkerServer:
     def _next(self) -> tuple[Envelope, Sequence[Any]]:
         while not self._deferred:
             with self.machine.progress.wait():
-                self._hear()
+                self._receive()
         return self._deferred.popleft()
 
-    def _hear(self, end_s: float = math.inf) -> bool:
+    def _receive(self, end_s: float = math.inf) -> bool:
         """Process the next message or acknowledgement; return whether one arrived before a time.
 
         Due messages, such as acknowledgements, are sent meanwhile.
@@ -233,22 +233,22 @@ class WorkerServer:
             self._socket.setsockopt(zmq.RCVTIMEO, patience_ms)  # cheaper than a poll followed by a receive
             try:
                 for parts in link.receive():
-                    self._sort(*decode_envelope(parts))
+                    self._dispatch(*decode_envelope(parts))
             except zmq.Again:
                 if time.monotonic() < end_s:
                     continue
                 return False
             except WireError as error:
-                self._complain(error)
+                self._report_unreadable(error)
             return True
 
-    def _complain(self, error: WireError) -> None:
+    def _report_unreadable(self, error: WireError) -> None:
         """Report a message that could not be decoded, whose number is unknown."""
         if self._link.full:
             raise SystemExit(f"the client sends what it should not, and takes no answers: {error}")
         self._link.send([encode(Reply(0, (), WorkerFailure("protocol", "receive", str(error))))])
 
-    def _sort(self, envelope: Envelope, frames: Sequence[Any]) -> None:
+    def _dispatch(self, envelope: Envelope, frames: Sequence[Any]) -> None:
         """Store replies to tickets, and queue all other messages."""
         first = envelope.instructions[0] if envelope.instructions else None
         if isinstance(first, Rendezvous | Reduced | TicketCancelled):
@@ -277,14 +277,14 @@ class WorkerServer:
         if envelope.answer and not self._failed:
             traced = tuple(machine.times_ns), tuple(machine.used_bytes)
             reply = Reply(envelope.number, tuple(results), None, *traced)
-            self.say(reply, machine.frames_out)
+            self.send_to_client(reply, machine.frames_out)
         return True
 
     def _report(self, failure: WorkerFailure) -> None:
         """Report a failure to the client, once for each message."""
         if not self._failed:
             self._failed = True
-            self.say(Reply(self._number, (), failure))
+            self.send_to_client(Reply(self._number, (), failure))
 
 
 def main(owner: int = 0, watched: Sequence[int] = ()) -> None:

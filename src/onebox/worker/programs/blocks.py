@@ -11,8 +11,8 @@ from onebox.errors import WireError
 from onebox.wire import FREE, BlockSpec
 from onebox.wire.protocol.responses import WorkerFailure
 from onebox.worker.programs.arguments import ValueIndex, picker
-from onebox.worker.programs.interpreter import WorkerProgress
 from onebox.worker.programs.kernels import CompiledKernel
+from onebox.worker.progress import WorkerProgress
 
 Explain = Callable[[Exception, CompiledKernel, Sequence[Any]], WorkerFailure]
 """Converts an operator's exception, given its arguments, to a failure, and reports new failures."""

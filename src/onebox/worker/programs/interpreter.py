@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator as op
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from onebox.worker.optimizer.fused_kernels import exactly
 from onebox.worker.programs.arguments import ValueIndex, by_keyword, constant, picker
 from onebox.worker.programs.kernels import OutputLayout
 from onebox.worker.programs.matmul_dispatch import faster_implementation
+from onebox.worker.progress import WorkerProgress
 from onebox.worker.sandbox.allow_list import allowed
 
 _shape = op.attrgetter("shape")
@@ -48,24 +48,6 @@ class OperatorFailed(Exception):
         super().__init__(operator)
         self.operator = operator
         self.shapes = shapes
-
-
-class WorkerProgress:
-    """Progress of a worker; written by the working thread, read by the watching thread."""
-
-    def __init__(self) -> None:
-        self.executed = 0
-        self.doing = ""
-        self.waiting = False
-
-    @contextlib.contextmanager
-    def wait(self) -> Iterator[None]:
-        """Mark the context as waiting for others, which is not a stall of this worker."""
-        before, self.waiting = self.waiting, True
-        try:
-            yield
-        finally:
-            self.waiting = before
 
 
 class CompiledProgram:

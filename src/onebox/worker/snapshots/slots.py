@@ -45,6 +45,10 @@ class SnapshotSlot:
     carriers: int = 0
     copied: torch.cuda.Event | None = field(default=None, repr=False)
 
+    def fail(self, reason: str) -> None:
+        """Record that it will not be filled."""
+        self.failure = reason
+
     def settle(self) -> None:
         """Wait until copies to it are complete."""
         if self.copied is not None:

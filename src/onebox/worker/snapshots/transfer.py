@@ -138,6 +138,6 @@ class _Transfer:
             with torch.inference_mode():
                 self._carry(self)
         except Exception as error:  # the client reads it by polling
-            self.slot.failure = str(error) or type(error).__name__
+            self.slot.fail(str(error) or type(error).__name__)
         finally:
             self.slot.carriers -= 1

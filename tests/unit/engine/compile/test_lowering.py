@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from onebox.plan import Action, Plan, Prediction
-from onebox.wire.protocol.instructions import Ask, Call, Free, OptimizerStep, Receive, Reduce, Send, Step
-from onebox.wire.protocol.references import references
+from onebox.wire.protocol.instructions import Ask, Call, Free, OptimizerStep, Receive, Reduce, Send, Step, references
 from onebox.wire.protocol.requests import StoredProgram
 from tests.unit.engine.nets import PLANS, Lowered, batch, build, lower, plan, stage, state_of
 from tests.unit.engine.player import Played, play, programs_of, steps_of

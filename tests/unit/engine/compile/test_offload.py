@@ -27,8 +27,8 @@ from onebox.wire.protocol.instructions import (
     Receive,
     Send,
     Step,
+    references,
 )
-from onebox.wire.protocol.references import references
 from tests.unit.engine.compile.test_lowering import check
 from tests.unit.engine.nets import Lowered, batch, lower, plan, stage
 from tests.unit.engine.player import play, steps_of

@@ -14,7 +14,8 @@ from onebox.errors import CaptureError
 from onebox.graph.lower.lowering import arguments_of, canonical, lower, random_positions
 from onebox.wire import Complex, DType, MemoryFormat, OwnDevice, Program, SlotArgument, encode
 from onebox.wire.protocol.requests import Define, Envelope, StoredProgram
-from onebox.worker.programs.interpreter import CompiledProgram, WorkerProgress
+from onebox.worker.programs.interpreter import CompiledProgram
+from onebox.worker.progress import WorkerProgress
 from tests.unit.programs import CPU
 
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from onebox.cost import footprint
 from onebox.graph import add_all, combine_all, scale_all, zeros
 from onebox.wire import PROGRAM_TYPES, Program, TensorSpec, overload, spec_of
-from onebox.worker.programs.interpreter import CompiledProgram, WorkerProgress
+from onebox.worker.programs.interpreter import CompiledProgram
+from onebox.worker.progress import WorkerProgress
 from tests.unit.programs import CPU
 
 shapes = st.lists(st.lists(st.integers(0, 3), max_size=3).map(tuple), min_size=1, max_size=4)

@@ -81,20 +81,20 @@ SMALL = {
 }
 
 
-def judge_of(problem: Problem) -> Evaluator:
+def evaluator_of(problem: Problem) -> Evaluator:
     return Evaluator(problem, effort=10**9, expired=lambda: False)
 
 
 def best_of_all(problem: Problem, schedule: str) -> float:
     """Return the least time of a step over all cuts on all sequences of devices."""
-    judge, count, best = judge_of(problem), len(problem.segments), math.inf
+    evaluator, count, best = evaluator_of(problem), len(problem.segments), math.inf
     for stages in range(len(problem.devices), 0, -1):
         for devices in permutations(sorted(problem.device), stages):
             for cuts in combinations(range(1, count), stages - 1):
                 ranges = zip((0, *cuts), (*cuts, count), devices, strict=True)
                 layout = StageLayout(tuple(single(tuple(range(a, b)), device) for a, b, device in ranges), 2, schedule)
-                if judge.bound(layout) < best:
-                    best = min(best, judge.judge(layout).simulation.step_s)
+                if evaluator.bound(layout) < best:
+                    best = min(best, evaluator.evaluate(layout).simulation.step_s)
     return best
 
 
@@ -138,10 +138,10 @@ def test_seats_of_a_cut_are_as_good_as_the_best_of_many(name: str, seed: int) ->
     """Under the simulator, which the search of seats knows by a surrogate only."""
     draw = Random(seed)
     problem = problem_on(SMALL[name], 12, crossing=draw.choice([10_000, 100_000, 1_000_000]), seed=seed)
-    judge = judge_of(problem)
+    evaluator = evaluator_of(problem)
     start, *others = draw.sample(list(permutations(range(6))), 100)
-    best = min(judge.judge(even(problem, order)).simulation.step_s for order in others)
-    found = judge.judge(placed(judge, even(problem, start)))
+    best = min(evaluator.evaluate(even(problem, order)).simulation.step_s for order in others)
+    found = evaluator.evaluate(placed(evaluator, even(problem, start)))
     assert found.simulation.step_s <= 1.1 * best
 
 
@@ -149,14 +149,14 @@ def test_devices_of_another_kind_keep_their_places() -> None:
     problem = problem_on(laptop_and_desktops(), 10, crossing=300_000)
     layout = even(problem, (0, 1, 2, 3, 4))
     kinds = [problem.device[part.devices[0]].type for part in layout.parts]
-    found = placed(judge_of(problem), layout)
+    found = placed(evaluator_of(problem), layout)
     assert [problem.device[part.devices[0]].type for part in found.parts] == kinds
     assert [part.segments for part in found.parts] == [part.segments for part in layout.parts]
 
 
 def test_unused_devices_that_sit_closer_are_taken() -> None:
     problem = problem_on(two_hosts(2), 4, crossing=1_000_000)
-    found = placed(judge_of(problem), even(problem, (0, 1)))  # of two hosts
+    found = placed(evaluator_of(problem), even(problem, (0, 1)))  # of two hosts
     assert len({device % 2 for part in found.parts for device in part.devices}) == 1
 
 
@@ -170,31 +170,33 @@ def test_replicas_are_in_a_host_where_gradients_are_heavy_and_in_several_where_v
     within = StageLayout(
         tuple(part._replace(devices=pair) for part, pair in zip(parts, ((0, 2), (1, 3)), strict=True)), 2, "1f1b"
     )
-    judge = judge_of(problem)
+    evaluator = evaluator_of(problem)
     for start in (across, within):
-        found = placed(judge, start)
+        found = placed(evaluator, start)
         assert all((part.devices[0] % 2 == part.devices[1] % 2) == inside for part in found.parts)
         if not inside:  # each micro-batch stays in its host
             one, other = found.parts
             assert [device % 2 for device in one.devices] == [device % 2 for device in other.devices]
         assert (
-            judge.judge(found).simulation.step_s
-            <= min(judge.judge(one).simulation.step_s for one in (across, within)) * 1.001
+            evaluator.evaluate(found).simulation.step_s
+            <= min(evaluator.evaluate(one).simulation.step_s for one in (across, within)) * 1.001
         )
 
 
 def test_equal_links_leave_a_layout_as_it_is() -> None:
     problem = blind(problem_on(two_hosts(3), 6, crossing=100_000))
     layout = even(problem, (3, 1, 5, 0, 2, 4))
-    assert placed(judge_of(problem), layout) == layout
+    assert placed(evaluator_of(problem), layout) == layout
 
 
 def test_sixteen_devices_within_the_time_of_a_search() -> None:
     problem = problem_on(slow_uplink(), 32, crossing=1_000_000)
-    judge = judge_of(problem)
+    evaluator = evaluator_of(problem)
     order = tuple(range(16))
-    found = placed(judge, even(problem, order))
-    assert judge.effort - judge.left < 200_000
+    found = placed(evaluator, even(problem, order))
+    assert evaluator.effort - evaluator.left < 200_000
     hosts = [part.devices[0] % 4 for part in found.parts]
     assert sum(3 in pair for pair in pairwise(hosts) if pair[0] != pair[1]) == 1  # values cross the slow uplink once
-    assert judge.judge(found).simulation.step_s < 0.9 * judge.judge(even(problem, order)).simulation.step_s
+    assert (
+        evaluator.evaluate(found).simulation.step_s < 0.9 * evaluator.evaluate(even(problem, order)).simulation.step_s
+    )

@@ -13,15 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onebox.plan.policies.policy_costs import (
-    ACTIVATION_POLICIES,
-    OFFLOADING_POLICIES,
-    ChainCosts,
-    ChainLink,
-    PolicyCosts,
-    PolicySpan,
-    chain_outcome,
-)
+from onebox.plan.model.stage import ACTIVATION_POLICIES, OFFLOADING_POLICIES
+from onebox.plan.policies.policy_costs import ChainCosts, ChainLink, PolicyCosts, PolicySpan, chain_outcome
 from onebox.plan.policies.solver import choose_policies, least_budget
 
 _FINE = 4000

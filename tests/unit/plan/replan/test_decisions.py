@@ -34,7 +34,7 @@ from onebox.plan import (
     stage_work,
     validate,
 )
-from onebox.plan.replan.descriptions import describe_change
+from onebox.plan.replan.decisions import describe_change
 from tests.unit.plan.problems import random_problem
 from tests.unit.plan.replan.simulated_cluster import Run, State, even_noise, follow, measured, noisy, step_s, truth
 from tests.unit.plan.replan.test_controller import changing, cluster, planned

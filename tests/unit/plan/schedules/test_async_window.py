@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from onebox.errors import UsageError
 from onebox.plan import Action, Routes, Schedule, validate
-from onebox.plan.schedules.async_window import check_window, drain_of, fill_of, repeated_routes, steady_window, unrolled
+from onebox.plan.model.window import check_window, drain_of, fill_of, repeated_routes, unrolled
+from onebox.plan.schedules.async_window import steady_window
 from tests.unit.plan.cases import Case, cases, edges_of
 
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from onebox.plan.model.schedule import Routes
 from onebox.plan.model.work import Edge, Links, PlanWork, StageWork
-from onebox.plan.schedules.async_window import steady_window
-from onebox.plan.schedules.in_flight import depths
+from onebox.plan.schedules.async_window import depths, steady_window
 from onebox.plan.simulate.steady_state import simulate_steady_state
 
 

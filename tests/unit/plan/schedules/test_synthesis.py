@@ -94,7 +94,7 @@ def test_what_fits_one_by_one_is_found_to_fit(case: Case) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(cases(wide=False), st.integers(0, 40))
-def test_every_policy_heeds_the_memory(case: Case, more: int) -> None:
+def test_every_rule_heeds_the_memory(case: Case, more: int) -> None:
     """Where one micro-batch after another fits, with equal sizes, each list schedule does."""
     routes, work, _ = case
     alone = Schedule(
@@ -106,8 +106,8 @@ def test_every_policy_heeds_the_memory(case: Case, more: int) -> None:
     instance = instance_of(routes, work)
     if any(len({row[m] for m in range(instance.count)}) > 1 for row in routes):
         return  # with replicas a device may have a micro-batch in one of its stages only, and no order is promised
-    for policy in dispatch_rules(instance):
-        found = simulate(as_schedule(instance, list_schedule(instance, policy)), routes, work, detail=False)
+    for rule in dispatch_rules(instance):
+        found = simulate(as_schedule(instance, list_schedule(instance, rule)), routes, work, detail=False)
         assert not found.over_bytes
 
 
@@ -116,8 +116,8 @@ def test_room_is_kept_for_the_oldest_micro_batch() -> None:
     routes = even(2, 4, 2, vee=True)
     work = work_for(routes, saved_bytes=10, capacity={0: 20, 1: 20})
     instance = instance_of(routes, work)
-    for policy in dispatch_rules(instance):
-        found = simulate(as_schedule(instance, list_schedule(instance, policy)), routes, work, detail=False)
+    for rule in dispatch_rules(instance):
+        found = simulate(as_schedule(instance, list_schedule(instance, rule)), routes, work, detail=False)
         assert not found.over_bytes
 
 

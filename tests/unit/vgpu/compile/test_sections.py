@@ -18,7 +18,8 @@ from onebox.graph.lower.lowering import canonical
 from onebox.vgpu import install
 from onebox.vgpu.compile import dynamo
 from onebox.vgpu.compile.sections import Section, Single, copies_needed, output_nodes, sections
-from onebox.worker.programs.interpreter import CompiledProgram, WorkerProgress
+from onebox.worker.programs.interpreter import CompiledProgram
+from onebox.worker.progress import WorkerProgress
 
 CPU = torch.device("cpu")
 

@@ -33,13 +33,13 @@ from onebox.wire import (
     decode_worker_message,
     encode,
 )
+from onebox.wire.protocol import codec
 from onebox.wire.protocol.eager import KeepGenerator, Operate, Perform, Replay, SetGenerator
 from onebox.wire.protocol.groups import FormGroup
 from onebox.wire.protocol.instructions import Ask, Call, Free, Get, OptimizerStep
 from onebox.wire.protocol.requests import Define, Envelope, OptimizerSpec, Put, Routine, Run, StoredProgram
 from onebox.wire.protocol.responses import Contribution, Hello, Lookup, OperatorResult, Reply, Scalars
 from onebox.wire.protocol.snapshots import Remembered, StateEntry
-from onebox.wire.transport import channel
 
 SPEC = TensorSpec("float32", (2, 3))
 PROGRAM = Program(
@@ -187,21 +187,21 @@ def test_hostile_headers(header: bytes) -> None:
 
 def test_limits_hold_before_anything_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     header = encode(ENVELOPES[0])
-    monkeypatch.setattr(channel, "HEADER_BYTES", len(header))
+    monkeypatch.setattr(codec, "HEADER_BYTES", len(header))
     decode_envelope([header])
     with pytest.raises(WireError, match="header"):
         decode_envelope([header + b"\x00"])
-    monkeypatch.setattr(channel, "HEADER_BYTES", len(header) - 1)
+    monkeypatch.setattr(codec, "HEADER_BYTES", len(header) - 1)
     with pytest.raises(WireError, match="limit"):
         encode(ENVELOPES[0])
 
 
-@pytest.mark.parametrize("count", [0, channel.FRAMES + 1])
+@pytest.mark.parametrize("count", [0, codec.FRAMES + 1])
 def test_the_number_of_frames_is_limited(count: int) -> None:
     with pytest.raises(WireError, match="frames"):
         decode_envelope([encode(Envelope(1, False, ()))][:count] + [b""] * max(0, count - 1))
 
 
 def test_the_largest_number_of_frames_comes_in() -> None:
-    _, frames = decode_envelope([encode(Envelope(1, False, ()))] + [b""] * (channel.FRAMES - 1))
-    assert len(frames) == channel.FRAMES - 1
+    _, frames = decode_envelope([encode(Envelope(1, False, ()))] + [b""] * (codec.FRAMES - 1))
+    assert len(frames) == codec.FRAMES - 1

@@ -83,7 +83,7 @@ def test_each_start_has_its_own_epoch() -> None:
 def test_dead_connections_are_noticed_before_a_worker_is_taken_for_hung() -> None:
     commands, beats = Socket(), Socket()
     detect_dead_peers(commands)  # type: ignore[arg-type]
-    detect_dead_peers(beats, beats=True)  # type: ignore[arg-type]
+    detect_dead_peers(beats, heartbeats=True)  # type: ignore[arg-type]
     for socket in (commands, beats):
         assert 0 < socket.options[zmq.RECONNECT_IVL] <= socket.options[zmq.RECONNECT_IVL_MAX] <= 500
         assert 0 < socket.options[zmq.CONNECT_TIMEOUT] <= 1000

@@ -25,21 +25,21 @@ sizes = st.lists(st.integers(0, 9), min_size=1, max_size=4)
 def test_any_number_of_ranks_that_mean_the_same_agree(
     numels: list[int], dtype: torch.dtype, order: int, ranks: int
 ) -> None:
-    meant = collective_fingerprint(order, [TensorSpec(dtype_name(dtype), (numel,)) for numel in numels])
+    fingerprint = collective_fingerprint(order, [TensorSpec(dtype_name(dtype), (numel,)) for numel in numels])
     total = torch.zeros(FINGERPRINT_ELEMENTS, dtype=dtype)
     for _ in range(ranks):
-        total += fingerprint_elements(meant, dtype, ranks)
-    check_fingerprints(total, meant, ranks, order)
+        total += fingerprint_elements(fingerprint, dtype, ranks)
+    check_fingerprints(total, fingerprint, ranks, order)
 
 
 @given(st.lists(st.integers(0, (1 << 32) - 1), min_size=2, max_size=6), st.sampled_from(FLOATS))
-def test_of_ranks_that_differ_one_is_told(meant: list[int], dtype: torch.dtype) -> None:
-    parts = [fingerprint_elements(each, dtype, len(meant)) for each in meant]
+def test_of_ranks_that_differ_one_is_told(fingerprints: list[int], dtype: torch.dtype) -> None:
+    parts = [fingerprint_elements(each, dtype, len(fingerprints)) for each in fingerprints]
     total = sum(parts[1:], parts[0].clone())
     told = 0
-    for each in meant:
+    for each in fingerprints:
         try:
-            check_fingerprints(total, each, len(meant), 0)
+            check_fingerprints(total, each, len(fingerprints), 0)
         except WireError:
             told += 1
     assert bool(told) == any(not torch.equal(part, parts[0]) for part in parts)

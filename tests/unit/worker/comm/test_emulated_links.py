@@ -21,26 +21,26 @@ def link(number: int, latency_s: float = 1e-6, bandwidth_bps: float = 0.5e9) -> 
 
 
 def laid(*links: EmulatedLink) -> EmulatedLinks:
-    """Return wires with links."""
-    wires = EmulatedLinks()
-    wires.lay(links)
-    return wires
+    """Return emulated links."""
+    emulated = EmulatedLinks()
+    emulated.lay(links)
+    return emulated
 
 
 def test_what_is_sent_queues_behind_what_was_sent_before() -> None:
-    wires = laid(link(1), link(2))
-    assert wires.send(1, 50, 10_000) == 10_000 + 100 + 1000
-    assert wires.send(1, 50, 10_020) == 10_000 + 200 + 1000, "the link was taken until 10,100"
-    assert wires.send(2, 50, 10_020) == 10_020 + 100 + 1000, "another link"
-    assert wires.send(1, 50, 20_000) == 20_000 + 100 + 1000, "it was free again"
+    emulated = laid(link(1), link(2))
+    assert emulated.send(1, 50, 10_000) == 10_000 + 100 + 1000
+    assert emulated.send(1, 50, 10_020) == 10_000 + 200 + 1000, "the link was taken until 10,100"
+    assert emulated.send(2, 50, 10_020) == 10_020 + 100 + 1000, "another link"
+    assert emulated.send(1, 50, 20_000) == 20_000 + 100 + 1000, "it was free again"
 
 
 @given(st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 1000)), min_size=1, max_size=30))
 def test_a_link_carries_no_more_than_its_bandwidth(sendings: list[tuple[int, int]]) -> None:
-    wires, now_ns, last_ns = laid(link(0)), 0, 0
+    emulated, now_ns, last_ns = laid(link(0)), 0, 0
     for pause_ns, size in sendings:
         now_ns += pause_ns
-        came_ns = wires.send(0, size, now_ns)
+        came_ns = emulated.send(0, size, now_ns)
         assert came_ns >= now_ns + 1000 + 2 * size
         assert came_ns >= last_ns + 2 * size
         last_ns = came_ns
@@ -52,24 +52,24 @@ def test_a_link_without_latency_and_cap_is_as_fast_as_it_can_be() -> None:
 
 
 def test_what_is_under_way_arrives_when_it_would_have_and_what_comes_next_goes_by_the_new_speed() -> None:
-    wires = laid(link(1), link(2))
-    assert wires.slowest([1, 2]) == SLOW
-    wires.send(1, 50, 10_000)
-    wires.retime([link(1, 3e-6, 0.25e9), link(9)])
-    assert wires.slowest([1, 2]) == LinkSpeed(3000.0, 4.0)
-    assert wires.send(1, 50, 10_020) == 10_100 + 200 + 3000, "behind what left before"
-    assert wires.send(2, 50, 10_020) == 10_020 + 100 + 1000, "another link"
+    emulated = laid(link(1), link(2))
+    assert emulated.slowest([1, 2]) == SLOW
+    emulated.send(1, 50, 10_000)
+    emulated.retime([link(1, 3e-6, 0.25e9), link(9)])
+    assert emulated.slowest([1, 2]) == LinkSpeed(3000.0, 4.0)
+    assert emulated.send(1, 50, 10_020) == 10_100 + 200 + 3000, "behind what left before"
+    assert emulated.send(2, 50, 10_020) == 10_020 + 100 + 1000, "another link"
     with pytest.raises(KeyError):
-        wires.send(9, 1, 0)
+        emulated.send(9, 1, 0)
 
 
 @pytest.mark.parametrize("values", [(-1.0, 1.0), (float("inf"), 1.0), (0.0, 0.0), (float("nan"), 1.0), (0.0, -1.0)])
 def test_a_link_that_cannot_be_changes_nothing(values: tuple[float, float]) -> None:
-    wires = laid(link(1), link(2))
-    for change in (wires.lay, wires.retime):
+    emulated = laid(link(1), link(2))
+    for change in (emulated.lay, emulated.retime):
         with pytest.raises(WireError, match="a latency is 0 s or more"):
             change([link(1, 1.0), link(2, *values)])
-    assert wires.slowest([1, 2]) == SLOW
+    assert emulated.slowest([1, 2]) == SLOW
 
 
 @pytest.mark.parametrize(("passes", "steps"), [(2, 6), (1, 3)])

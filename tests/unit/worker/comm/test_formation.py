@@ -22,17 +22,11 @@ from onebox.errors import WireError
 from onebox.wire import TensorSpec, spec_of, to_frame
 from onebox.wire.protocol.groups import FormGroup, Reduced, Rendezvous
 from onebox.wire.protocol.responses import Contribution
-from onebox.worker.comm.api import ReceivedTensor, RowRange
-from onebox.worker.comm.formation import (
-    ChannelStore,
-    ClientGroup,
-    EmulatedLinks,
-    PendingBucket,
-    RankLost,
-    WorkerGroup,
-    form_group,
-)
-from onebox.worker.programs.interpreter import WorkerProgress
+from onebox.worker.comm.api import RankLost, ReceivedTensor, RowRange, WorkerGroup
+from onebox.worker.comm.emulated_links import EmulatedLinks
+from onebox.worker.comm.formation import ChannelStore, ClientGroup, form_group
+from onebox.worker.execution.collectives import PendingBucket
+from onebox.worker.progress import WorkerProgress
 from tests.unit.programs import CPU
 from tests.unit.ranks import Hub
 
@@ -379,8 +373,8 @@ class Answering:
     def new_ticket(self) -> int:
         return len(self.came)
 
-    def say(self, saying: Any, frames: Sequence[Any] = ()) -> None:
-        self.came.append((saying, bytes(frames[0])))
+    def send_to_client(self, message: Any, frames: Sequence[Any] = ()) -> None:
+        self.came.append((message, bytes(frames[0])))
 
     def await_ticket(self, ticket: int, timeout_s: float) -> tuple[Rendezvous | Reduced, Sequence[Any]]:
         return Reduced(ticket), self.answer(*self.came[ticket])

@@ -18,14 +18,15 @@ from onebox.wire import TensorSpec, spec_of
 from onebox.wire.protocol.groups import EmulatedLink, FormGroup
 from onebox.wire.protocol.instructions import Broadcast, Reduce
 from onebox.wire.protocol.requests import Routine
-from onebox.worker.comm.api import Begun
-from onebox.worker.comm.formation import ClientGroup, EmulatedLinks, RankLost, WorkerGroup, form_group
+from onebox.worker.comm.api import Begun, RankLost, WorkerGroup
+from onebox.worker.comm.emulated_links import EmulatedLinks
+from onebox.worker.comm.formation import ClientGroup, form_group
 from onebox.worker.comm.hybrid import HybridGroup
 from onebox.worker.comm.manager import groups_of
 from onebox.worker.comm.shm.segment import supported
 from onebox.worker.execution.collectives import CollectiveExecutor
 from onebox.worker.memory.buffers import BufferStore, QuotaExceeded
-from onebox.worker.programs.interpreter import WorkerProgress
+from onebox.worker.progress import WorkerProgress
 from onebox.worker.trace import Trace
 from tests.unit.programs import CPU
 from tests.unit.ranks import Hub, run_ranks

@@ -37,8 +37,8 @@ class RankRig(Rig):
         super().__init__()
         self.channel = channel
 
-    def say(self, saying: Any, frames: Sequence[Any] = ()) -> None:
-        self.channel.say(saying, frames)
+    def send_to_client(self, message: Any, frames: Sequence[Any] = ()) -> None:
+        self.channel.send_to_client(message, frames)
 
     def new_ticket(self) -> int:
         return self.channel.new_ticket()

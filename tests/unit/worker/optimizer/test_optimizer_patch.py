@@ -1,4 +1,4 @@
-"""Optimizers of a worker leave torch's compiler alone; that their steps have the same bits is in test_optimizer."""
+"""Optimizers of a worker leave torch's compiler alone; that their steps have the same bits is in test_native."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from onebox.worker.optimizer.optimizer_patch import without_compiler
 STEPS = """
 import sys
 import torch
-from onebox.wire.protocol.requests import Optimizer
+from onebox.wire.protocol.requests import OptimizerSpec
 from onebox.worker.optimizer.native import ALLOWED, NativeOptimizer
 
 for name in ALLOWED:
     if hasattr(torch.optim, name):
         delay = "predict" if name in ("SGD", "AdamW", "Muon") else "none"
-        spec = Optimizer(name, (((0, 1), {"lr": 0.1}),), (1, 2), delay=delay)
+        spec = OptimizerSpec(name, (((0, 1), {"lr": 0.1}),), (1, 2), delay=delay)
         native = NativeOptimizer(spec, [torch.ones(3, 4), torch.ones(4, 3)], [])
         for _ in range(2):
             native.step([torch.ones(3, 4), torch.ones(4, 3)], 1.0, late=True)

@@ -18,7 +18,7 @@ from onebox.wire.protocol.requests import Envelope
 from onebox.wire.protocol.responses import Heartbeat
 from onebox.worker.process import heartbeat
 from onebox.worker.process.heartbeat import HeartbeatThread, StallDetector
-from onebox.worker.programs.interpreter import WorkerProgress
+from onebox.worker.progress import WorkerProgress
 
 # ---- stalls
 

@@ -22,7 +22,7 @@ from onebox.wire.protocol.responses import Contribution, Hello, Left, Lookup, Re
 from onebox.worker import WorkerConfig
 from onebox.worker.process import main
 from onebox.worker.process.main import Ports, WorkerServer
-from onebox.worker.programs.interpreter import WorkerProgress
+from onebox.worker.progress import WorkerProgress
 from tests.unit.machines import define, elementwise
 
 SPEC = TensorSpec("float32", (2,))
@@ -204,7 +204,7 @@ def test_a_client_that_takes_nothing_ends_the_worker(client: Client, monkeypatch
         patch.setattr(main, "send", full)
         patch.setattr(client.server.machine, "progress", WorkerProgress())  # its own thread waits for messages
         with pytest.raises(SystemExit, match="has taken nothing"):
-            client.server.say(Left(1))
+            client.server.send_to_client(Left(1))
     assert waiting == [False, True], "the second is no stall"
 
 

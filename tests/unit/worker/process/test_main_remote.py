@@ -31,7 +31,7 @@ from onebox.wire.transport.reliable import Reliable
 from onebox.worker import WorkerConfig
 from onebox.worker.process import main
 from onebox.worker.process.main import WorkerServer
-from onebox.worker.programs.interpreter import WorkerProgress
+from onebox.worker.progress import WorkerProgress
 from tests.unit.machines import define, elementwise
 
 SPEC = TensorSpec("float32", (2,))
@@ -189,8 +189,8 @@ def test_a_client_that_acknowledges_nothing_ends_the_worker(client: Client, monk
 
     with monkeypatch.context() as patch:
         patch.setattr(client.server, "_link", Full())
-        patch.setattr(client.server, "_hear", hear)
+        patch.setattr(client.server, "_receive", hear)
         patch.setattr(client.server.machine, "progress", WorkerProgress())  # its own thread waits for messages
         with pytest.raises(SystemExit, match="has taken nothing"):
-            client.server.say(Left(1))
+            client.server.send_to_client(Left(1))
     assert heard == [True] * 3, "which is no stall"

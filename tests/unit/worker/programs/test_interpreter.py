@@ -26,7 +26,8 @@ from onebox.wire import (
     Value,
     with_deaths,
 )
-from onebox.worker.programs.interpreter import CompiledProgram, OperatorFailed, WorkerProgress
+from onebox.worker.programs.interpreter import CompiledProgram, OperatorFailed
+from onebox.worker.progress import WorkerProgress
 from tests.unit.programs import CPU, Sample, run_plainly, samples
 
 SPEC = TensorSpec("float64", (2, 3))

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from onebox.wire import Many, Operator, Program, SlotArgument, TensorSpec, with_deaths
 from onebox.worker.programs import matmul_dispatch
-from onebox.worker.programs.interpreter import CompiledProgram, WorkerProgress
+from onebox.worker.programs.interpreter import CompiledProgram
+from onebox.worker.progress import WorkerProgress
 from onebox.worker.system.instruction_sets import used_instruction_sets
 
 CPU = torch.device("cpu")

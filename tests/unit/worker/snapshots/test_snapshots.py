@@ -35,10 +35,11 @@ from onebox.wire.protocol.snapshots import (
     layout,
     pieces,
 )
-from onebox.worker.comm.formation import EmulatedLinks, form_group
+from onebox.worker.comm.emulated_links import EmulatedLinks
+from onebox.worker.comm.formation import form_group
 from onebox.worker.faults import Fault, FaultInjector
 from onebox.worker.memory.buffers import Poisoned, QuotaExceeded
-from onebox.worker.programs.interpreter import WorkerProgress
+from onebox.worker.progress import WorkerProgress
 from onebox.worker.snapshots.slots import SnapshotSlots
 from onebox.worker.snapshots.transfer import SnapshotTransfer
 from tests.unit.machines import Rig

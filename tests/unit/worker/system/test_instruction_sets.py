@@ -11,7 +11,10 @@ import torch
 
 from onebox.worker.system.instruction_sets import _MKL, VARIABLES, mkl_architecture, used_instruction_sets
 
-ASK = "from onebox.worker.system.instruction_sets import instructions as ask; print(ask().aten, ask().onednn, sep='|')"
+ASK = """
+from onebox.worker.system.instruction_sets import used_instruction_sets
+print(used_instruction_sets().aten, used_instruction_sets().onednn, sep="|")
+"""
 
 
 def limited(aten: str, onednn: str) -> list[str]:
@@ -61,11 +64,11 @@ def test_threads_that_ask_at_once_hear_the_same() -> None:
     at_once = """
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
-from onebox.worker.system.instruction_sets import instructions
+from onebox.worker.system.instruction_sets import used_instruction_sets
 together = Barrier(4)
 def ask(_):
     together.wait(30)
-    return instructions().onednn
+    return used_instruction_sets().onednn
 with ThreadPoolExecutor(4) as threads:
     print(*threads.map(ask, range(4)), sep="|")
 """

@@ -19,14 +19,14 @@ Purpose = Literal["a sum", "a sum for one rank", "a broadcast"]
 _PURPOSES = get_args(Purpose)
 
 
-def code_of(purpose: Purpose, meant: int) -> int:
+def code_of(purpose: Purpose, fingerprint: int) -> int:
     """Return the purpose code of a message for a collective other than a gather; that of a gather is its dimension.
 
     Args:
         purpose: The kind of collective.
-        meant: A 32-bit fingerprint of the rank's call, which must equal that of the other ranks.
+        fingerprint: A 32-bit fingerprint of the rank's call, which must equal that of the other ranks.
     """
-    return -1 - (_PURPOSES.index(purpose) << 32 | meant)
+    return -1 - (_PURPOSES.index(purpose) << 32 | fingerprint)
 
 
 def flat_spec(specs: Sequence[TensorSpec]) -> TensorSpec:

@@ -12,11 +12,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 from onebox.wire import TensorSpec
+from onebox.worker.comm.api import RankLost
 from onebox.worker.comm.shm.arena import MemoryBlock
 from onebox.worker.comm.shm.gpu_copy import ShmCopier, ShmCopy
 from onebox.worker.comm.shm.layout import ShmMessage
 from onebox.worker.comm.shm.receiver import PendingReceive
-from onebox.worker.comm.shm.segment import RankLost, SharedMemory
+from onebox.worker.comm.shm.segment import SharedMemory
 from onebox.worker.comm.shm.sender import BlockRegion, ShmSender
 
 _CLOSE_S = 30.0
@@ -54,7 +55,7 @@ class GpuShmSender:
         """Begin to send a tensor, or a part of one; return its location, with its block.
 
         Raises:
-            PeerLost: An earlier copy failed; the group has been left.
+            RankLost: An earlier copy failed; the group has been left.
         """
         self.settle()
         if self._failure:

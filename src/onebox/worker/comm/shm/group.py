@@ -27,7 +27,7 @@ from onebox.wire import DTYPES, TensorSpec, spec_of
 from onebox.wire.protocol.groups import FormGroup
 from onebox.wire.protocol.responses import Joined
 from onebox.worker.comm.agreement import collective_fingerprint
-from onebox.worker.comm.api import Begun, Finish, ReceivedTensor, RowRange, check_rows
+from onebox.worker.comm.api import Begun, Finish, RankLost, ReceivedTensor, RowRange, check_rows
 from onebox.worker.comm.emulated_links import EmulatedLinks, EmulatedRing
 from onebox.worker.comm.shm.arena import MemoryBlock
 from onebox.worker.comm.shm.collective import ShmCollective, code_of, disagreement, flat_spec, is_gather
@@ -36,9 +36,9 @@ from onebox.worker.comm.shm.gpu_sender import GpuShmSender
 from onebox.worker.comm.shm.layout import ShmMessage, check_dimensions
 from onebox.worker.comm.shm.receiver import PendingReceive, ShmReceiver
 from onebox.worker.comm.shm.rendezvous import ShmPeers, note_speed, speed_in
-from onebox.worker.comm.shm.segment import RankLost, sleep_until, wake_on_time
 from onebox.worker.comm.shm.sender import BlockRegion, ShmSender, region_of
-from onebox.worker.programs.interpreter import WorkerProgress
+from onebox.worker.progress import WorkerProgress
+from onebox.worker.system.clock import sleep_until, wake_on_time
 
 _COLLECTIVES = -1 << 62
 """Channel of reductions, gathers and broadcasts."""
@@ -52,7 +52,7 @@ class ShmGroup:
         met: Memories of the ranks on this host. Reductions and gathers require those of all ranks.
         device: Device of its tensors; ``meta`` for an emulated device.
         progress: Marked during waits.
-        wires: State of this worker's emulated links.
+        emulated_links: State of this worker's emulated links.
         carrier: Copier for a device whose tensors are not in host memory.
     """
 
@@ -62,7 +62,7 @@ class ShmGroup:
         met: ShmPeers,
         device: torch.device,
         progress: WorkerProgress,
-        wires: EmulatedLinks,
+        emulated_links: EmulatedLinks,
         carrier: ShmCopier | None = None,
     ) -> None:
         self._rank = form.rank
@@ -70,9 +70,9 @@ class ShmGroup:
         self._timeout_s = form.timeout_s
         self._device = device
         self._progress = progress
-        self._wires = wires
+        self._emulated_links = emulated_links
         self._links = {link.peer: link.link for link in form.links}
-        wires.lay(form.links)
+        emulated_links.lay(form.links)
         self._watches = met.watches
         self._apart = met.apart
         self._order = 0
@@ -119,7 +119,7 @@ class ShmGroup:
             self._begun[peer, channel] = place
         due_ns = begin_ns
         if peer in self._links:
-            due_ns = self._wires.send(self._links[peer], spec.size_bytes, begin_ns)
+            due_ns = self._emulated_links.send(self._links[peer], spec.size_bytes, begin_ns)
         if self._poster is not None or not place.last:
             return due_ns
         return outbox.post(peer, channel, place.block, place.whole, at_ns=due_ns)
@@ -190,7 +190,7 @@ class ShmGroup:
     def retimed(self) -> None:
         """Publish the changed speeds of this rank's links; collectives in progress may use either speed."""
         if self._outbox is not None:
-            note_speed(self._outbox.memory, len(self._links), self._wires.slowest([*self._links.values()]))
+            note_speed(self._outbox.memory, len(self._links), self._emulated_links.slowest([*self._links.values()]))
 
     def interrupt(self) -> None:
         """End all waits; callable from any thread, effective within :data:`SLICE_S`."""
@@ -244,7 +244,9 @@ class ShmGroup:
         begin_ns = ends_ns = time.monotonic_ns()
         block = self._write(tensors, spec) if peers else None
         for peer in peers:
-            due_ns = self._wires.send(self._links[peer], spec.size_bytes, begin_ns) if peer in self._links else 0
+            due_ns = (
+                self._emulated_links.send(self._links[peer], spec.size_bytes, begin_ns) if peer in self._links else 0
+            )
             ends_ns = max(ends_ns, outbox.post(peer, _COLLECTIVES, block, spec, code=code, at_ns=due_ns))
         return ends_ns
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from onebox.errors import WireError
 from onebox.wire import DTYPES, TensorSpec
+from onebox.worker.comm.api import RankLost
 from onebox.worker.comm.shm.layout import (
     CELL_BYTES,
     FIRST_CELLS,
@@ -27,7 +28,7 @@ from onebox.worker.comm.shm.layout import (
     ShmMessage,
     lane_start,
 )
-from onebox.worker.comm.shm.segment import SLICE_S, RankLost, SharedMemory
+from onebox.worker.comm.shm.segment import SLICE_S, SharedMemory
 
 _LENT_FROM_BYTES = 64 << 10
 """Size from which received tensors stay in the writer's memory: copying smaller ones costs less than tracking them."""
@@ -95,7 +96,7 @@ class ShmReceiver:
         """Wait for a message.
 
         Raises:
-            PeerLost: It will not arrive.
+            RankLost: It will not arrive.
         """
         memory = self._open()
         begin_s = time.monotonic()
@@ -233,7 +234,7 @@ class PendingReceive:
         """Wait for the message.
 
         Raises:
-            PeerLost: It will not arrive.
+            RankLost: It will not arrive.
         """
         return self._inbox.wait(self._channel, self._order)
 

@@ -8,26 +8,49 @@ whose memory it has received. Two ranks share memory if each has received that o
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
+import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from struct import Struct
 
 from onebox.errors import WireError
 from onebox.wire.protocol.groups import FormGroup
-from onebox.worker.comm.api import KeyValueStore
+from onebox.worker.comm.api import KeyValueStore, RankLost
 from onebox.worker.comm.emulated_links import LinkSpeed
 from onebox.worker.comm.shm.descriptors import DescriptorExchange
-from onebox.worker.comm.shm.domain import shm_domain
 from onebox.worker.comm.shm.layout import FREE, LEFT
-from onebox.worker.comm.shm.segment import LEAST_BYTES, SPAN_BYTES, ProcessWatch, RankLost, SharedMemory
+from onebox.worker.comm.shm.segment import LEAST_BYTES, SPAN_BYTES, SharedMemory
+from onebox.worker.system.process_watch import ProcessWatch
 
 PATIENCE_S = 10.0
 """Longest wait for a descriptor from a rank known to be present."""
 
 _SPEED = Struct("=q2d")
 """Number of a rank's emulated links, and the speed of the slowest; in the free words of its control page."""
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_SPACES = ("user", "pid", "net")
+"""Namespaces: of users; of processes, whose numbers are valid inside only; of networks, with the names of sockets."""
+
+
+@functools.cache
+def shm_domain() -> str:
+    """Return an identifier shared by processes under one kernel, of one user, in the same namespaces.
+
+    Host names do not identify it: containers have their own names, and one machine may have several. If the system does
+    not provide the information, the identifier is unique to this process.
+    """
+    try:
+        places = [os.readlink(f"/proc/self/ns/{space}") for space in _SPACES]
+        text = "\n".join([_BOOT.read_text().strip(), str(os.getuid()), *places])
+    except OSError:
+        text = secrets.token_hex(16)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -104,7 +127,7 @@ def find_shm_peers(form: FormGroup, keys: KeyValueStore, kind: str = "cpu") -> S
         kind: The kind of its device, by its torch name.
 
     Raises:
-        PeerLost: Another rank has ended, or did not join.
+        RankLost: Another rank has ended, or did not join.
         WireError: Another rank published invalid data.
     """
     own = SharedMemory.make()
@@ -128,7 +151,7 @@ def find_shm_peers(form: FormGroup, keys: KeyValueStore, kind: str = "cpu") -> S
     together = agreed & memories.keys()
     return ShmPeers(
         {rank: memory for rank, memory in memories.items() if rank == form.rank or rank in together},
-        {rank: ProcessWatch(near[rank].process) for rank in together},
+        {rank: _watch(near[rank]) for rank in together},
         "cuda" in {kind, *(near[rank].kind for rank in together)},
         tuple(
             (rank, "it could not have this one's memory" if rank in memories else "its memory did not come")
@@ -148,7 +171,7 @@ def _exchange(
         others = [rank for rank in range(form.size) if rank != form.rank]
         cards = {rank: _Card.of(keys.get(f"memory/{rank}")) for rank in others}
         near = {rank: other for rank, other in cards.items() if other.place == card.place}
-        watches = {rank: ProcessWatch(other.process) for rank, other in near.items()}
+        watches = {rank: _watch(other) for rank, other in near.items()}
         names = {rank: other.post for rank, other in near.items()}
         inodes = {rank: other.inode for rank, other in near.items()}
         end_s = time.monotonic() + min(PATIENCE_S, form.timeout_s)
@@ -161,6 +184,13 @@ def _exchange(
         return near, post.exchange(own.descriptor, names, inodes, waiting)
     finally:
         post.close()
+
+
+def _watch(card: _Card) -> ProcessWatch:
+    try:
+        return ProcessWatch(card.process)
+    except ProcessLookupError as error:
+        raise RankLost(str(error)) from None
 
 
 def _ranks(text: bytes) -> set[int]:

@@ -16,11 +16,11 @@ import fcntl
 import mmap
 import os
 import platform
-import time
 import weakref
-from pathlib import Path
 
 import torch
+
+from onebox.worker.comm.api import RankLost
 
 SPAN_BYTES = 1 << 36
 """Address space of one memory: more than the main memory of most hosts, and 2,000 of them fit into a process."""
@@ -36,11 +36,6 @@ _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _FUTEX = 202  # the number of the system call on x86-64
 _WAIT, _WAKE, _ALL = 0, 1, (1 << 31) - 1
 _MADV_REMOVE = 9
-_PR_SET_TIMERSLACK = 29
-
-
-class RankLost(Exception):
-    """Another worker of a group has ended."""
 
 
 def supported() -> bool:
@@ -124,7 +119,7 @@ class SharedMemory:
         """Map the memory of another process by a descriptor received from it, which is closed.
 
         Raises:
-            PeerLost: It is smaller than declared, or could become so.
+            RankLost: It is smaller than declared, or could become so.
         """
         # Access to a page beyond its end would end this process.
         if os.fstat(descriptor).st_size < size or not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
@@ -179,44 +174,3 @@ def _map(descriptor: int, size: int) -> ctypes.Array[ctypes.c_char]:
     mapped = (ctypes.c_char * size).from_address(address)
     weakref.finalize(mapped, _libc.munmap, address, size).atexit = False
     return mapped
-
-
-class ProcessWatch:
-    """Watch of a process, which detects its end even if its parent has not collected it.
-
-    Args:
-        process: Its id.
-
-    Raises:
-        PeerLost: There is no such process.
-    """
-
-    def __init__(self, process: int) -> None:
-        self.process = process
-        self._began = self._read()
-        if not self._began:
-            raise RankLost(f"process {process} has ended")
-
-    def ended(self) -> bool:
-        """Return whether it has ended."""
-        return self._read() != self._began
-
-    def _read(self) -> str:
-        """Return the start time of the process, or an empty string if it has ended."""
-        try:
-            stat = Path(f"/proc/{self.process}/stat").read_text()
-        except OSError:
-            return ""
-        state, *rest = stat[stat.rindex(")") + 1 :].split()  # the name before it may contain any characters
-        return "" if state in "ZX" else rest[18]
-
-
-def sleep_until(end_ns: int) -> None:
-    """Sleep until a time of the monotonic clock."""
-    while (left_ns := end_ns - time.monotonic_ns()) > 0:
-        time.sleep(left_ns / 1e9)
-
-
-def wake_on_time() -> None:
-    """Make this thread's sleeps end on time, not up to 50 µs later to save power."""
-    _libc.prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1), 0, 0, 0)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from onebox.worker.comm.api import RankLost
 from onebox.worker.comm.shm.descriptors import DescriptorExchange
-from onebox.worker.comm.shm.segment import RankLost
 from tests import leaks
 
 

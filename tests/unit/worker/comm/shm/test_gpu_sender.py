@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from onebox.wire import DTYPES, TensorSpec
-from onebox.worker.comm.api import RowRange
+from onebox.worker.comm.api import RankLost, RowRange
 from onebox.worker.comm.shm.gpu_copy import ShmCopy, shm_copier_for
 from onebox.worker.comm.shm.group import ShmGroup
-from onebox.worker.comm.shm.segment import RankLost, SharedMemory, supported
+from onebox.worker.comm.shm.segment import SharedMemory, supported
 from tests.unit.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(not supported(), reason="groups through shared memory need Linux on x86-64")

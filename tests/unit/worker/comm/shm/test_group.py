@@ -18,10 +18,10 @@ from torch import Tensor
 from onebox.errors import WireError
 from onebox.wire import DTYPES, TensorSpec, spec_of
 from onebox.wire.protocol.groups import EmulatedLink
-from onebox.worker.comm.api import Finish, RowRange
-from onebox.worker.comm.shm.domain import shm_domain
+from onebox.worker.comm.api import Finish, RankLost, RowRange
 from onebox.worker.comm.shm.group import ShmGroup
-from onebox.worker.comm.shm.segment import LEAST_BYTES, RankLost, supported
+from onebox.worker.comm.shm.rendezvous import shm_domain
+from onebox.worker.comm.shm.segment import LEAST_BYTES, supported
 from onebox.worker.comm.shm.sender import region_of
 from tests import leaks
 from tests.unit.ranks import run_ranks

@@ -16,16 +16,17 @@ from onebox.errors import WireError
 from onebox.wire import TensorSpec, spec_of
 from onebox.wire.protocol.groups import FormGroup
 from onebox.wire.protocol.responses import Joined
-from onebox.worker.comm.formation import EmulatedLinks, RankLost, WorkerGroup, form_group
+from onebox.worker.comm.api import RankLost, WorkerGroup
+from onebox.worker.comm.emulated_links import EmulatedLinks
+from onebox.worker.comm.formation import form_group
 from onebox.worker.comm.hybrid import HybridGroup
 from onebox.worker.comm.shm import rendezvous
 from onebox.worker.comm.shm.descriptors import DescriptorExchange
-from onebox.worker.comm.shm.domain import shm_domain
 from onebox.worker.comm.shm.group import ShmGroup
-from onebox.worker.comm.shm.rendezvous import find_shm_peers
+from onebox.worker.comm.shm.rendezvous import find_shm_peers, shm_domain
 from onebox.worker.comm.shm.segment import SharedMemory, supported
 from onebox.worker.comm.torch_dist import TorchDistGroup
-from onebox.worker.programs.interpreter import WorkerProgress
+from onebox.worker.progress import WorkerProgress
 from tests.leaks import nothing_left
 from tests.unit.programs import CPU
 from tests.unit.ranks import Hub, Keys
