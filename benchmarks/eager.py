@@ -26,6 +26,7 @@ from torch import Tensor
 
 import onebox
 from onebox.vgpu.core import tensor
+from onebox.vgpu.core.handle import Handle
 from onebox.vgpu.dispatch import dispatch
 from onebox.vgpu.runtime.context import current_context
 
@@ -224,7 +225,7 @@ def breakdown(stream: Any, x: Tensor) -> dict[str, list[float]]:
         "PyTorch, until it is ours": reached,
         "key and recipe": repeated(key),
         "record, and sending a batch": repeated(recorded, stream),
-        "the tensor that is returned": repeated(lambda: tensor.wrap(tensor.Handle(stream, 0), made._metadata)),
+        "the tensor that is returned": repeated(lambda: tensor.wrap(Handle(stream, 0), made._metadata)),
         "all of it": repeated(lambda: x + x, stream),
     }
 

@@ -20,7 +20,7 @@ from onebox.errors import PoolError
 from onebox.vgpu import signals
 from onebox.vgpu.compile import default_backend
 from onebox.vgpu.core.tensor import VirtualTensor
-from onebox.vgpu.dispatch import copies, factories
+from onebox.vgpu.dispatch import copies, factories, host_arguments
 from onebox.vgpu.distributed import data_parallel, ddp_reducer, process_group, ranks, sync_batchnorm
 from onebox.vgpu.integration import (
     accelerator,
@@ -118,4 +118,4 @@ def _after_step(*_: Any) -> None:
             stream.flush()
 
 
-__all__ = ["copies", "histogram", "install", "padded_batches", "recurrent_cells", "sync_batchnorm"]
+__all__ = ["copies", "histogram", "host_arguments", "install", "padded_batches", "recurrent_cells", "sync_batchnorm"]

@@ -4,39 +4,15 @@ from __future__ import annotations
 
 import copy
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from onebox.vgpu.core.handle import Handle
 from onebox.vgpu.core.metadata import Metadata
-from onebox.vgpu.core.storage import VirtualStorage, storage_of
+from onebox.vgpu.core.storage import VirtualStorage
 from onebox.vgpu.signals import shielded
-
-if TYPE_CHECKING:
-    from onebox.vgpu.runtime.command_queue import CommandQueue
-
-
-class Handle:
-    """The number of a buffer on a worker; when it goes, so does the buffer.
-
-    Args:
-        stream: The stream of the device.
-        number: The buffer.
-    """
-
-    __slots__ = ("number", "storage", "stream")
-
-    storage: VirtualStorage  # when somebody has asked for it
-
-    @shielded
-    def __init__(self, stream: CommandQueue, number: int) -> None:
-        self.stream = stream
-        self.number = number
-
-    @shielded
-    def __del__(self) -> None:
-        self.stream.dead.append(self.number)  # by whichever thread collects it; the next record takes note
 
 
 class VirtualTensor(Tensor):
@@ -51,6 +27,8 @@ class VirtualTensor(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     dispatcher: Any = None
     """Set by the dispatch module, which knows this class."""
+    reducer: Any = None
+    """Set by the serialization module, likewise: how a tensor is saved."""
 
     def __new__(cls, data: Tensor, requires_grad: bool = True) -> Any:
         """Return a parameter: those on a device are of this type, and libraries call ``type(parameter)(...)``."""
@@ -65,12 +43,14 @@ class VirtualTensor(Tensor):
     # what PyTorch's own classes refuse for subclasses, or do by way of storages
 
     def untyped_storage(self) -> VirtualStorage:
-        """Return what stands for the storage: its size and whose it is, no elements."""
-        return storage_of(self)
+        """Return what stands for the storage: the same one for all tensors of a buffer and for the views of them."""
+        base: Any = self._base  # whose view it is, as far as autograd knows
+        handle: Handle = (self if base is None else base)._handle
+        return handle.storage(self._metadata.storage_bytes)
 
     def data_ptr(self) -> int:
         """Return an address: nobody can read there, but no other tensor is there."""
-        address = storage_of(self).data_ptr()
+        address = self.untyped_storage().data_ptr()
         return address + self._metadata.offset * self.dtype.itemsize if address else 0
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -130,9 +110,7 @@ class VirtualTensor(Tensor):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        from onebox.vgpu.integration.serialization import reduce
-
-        return reduce(self, protocol)
+        return type(self).reducer(self, protocol)
 
     @property
     def data(self) -> Any:

@@ -5,19 +5,14 @@ A fake tensor that said ``cuda`` would end a process whose PyTorch has no CUDA: 
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from onebox.vgpu.cuda_alias.device_arguments import anywhere
-from onebox.vgpu.cuda_alias.device_names import to_cuda
 from onebox.vgpu.cuda_alias.patches import Patches
-
-_active: list[bool] = []
 
 _OF_CUDA_GRAPHS: dict[str, Any] = {
     "_cuda_CUDAAllocator_AllocatorState": type("AllocatorState", (), {}),
@@ -33,8 +28,6 @@ def translate_traced(patches: Patches) -> None:
     for name, stand_in in _OF_CUDA_GRAPHS.items():
         if not hasattr(torch._C, name):
             patches.set(torch._C, name, stand_in)
-    _active.append(True)
-    patches.undoing(_active.pop)
     patches.call(_forget_functions)
 
 
@@ -43,21 +36,3 @@ def _forget_functions() -> None:
     rules: Any = sys.modules.get("torch._dynamo.trace_rules")
     if rules is not None:
         rules.get_torch_obj_rule_map.cache_clear()
-
-
-def with_script_devices(attribute: Callable[..., Any], build: Callable[..., Any], value: Any) -> Callable[..., Any]:
-    """Return how Dynamo answers what a tensor's ``device`` or ``is_cuda`` is.
-
-    Args:
-        attribute: Dynamo's own method for it.
-        build: Makes a variable of Dynamo from a value.
-        value: From a device to the answer.
-    """
-
-    @functools.wraps(attribute)
-    def answer(self: Any, tx: Any) -> Any:
-        if _active and self.device is not None and self.device.type == "vgpu":
-            return build(tx, value(to_cuda(self.device)))
-        return attribute(self, tx)
-
-    return answer

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from onebox.errors import OperatorError
+from onebox.vgpu.core.handle import Handle
 from onebox.vgpu.core.metadata import dense, dense_order
-from onebox.vgpu.core.tensor import Handle, VirtualTensor, relay, wrap, wrap_view
-from onebox.vgpu.dispatch.dispatch import dispatch, special
+from onebox.vgpu.core.tensor import VirtualTensor, relay, wrap, wrap_view
+from onebox.vgpu.dispatch.dispatch import dispatch, launch
+from onebox.vgpu.dispatch.registry import special
 from onebox.vgpu.dispatch.synchronous import raise_plain
 from onebox.vgpu.runtime.command_queue import CommandQueue
 from onebox.vgpu.runtime.context import context_of, queue_of
@@ -151,10 +153,10 @@ def _to_copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     device = kwargs.get("device")
     here = tensor._handle.stream
     if device is None or (device.type == "vgpu" and queue_of(device) is here):
-        return _ordinary(aten._to_copy.default, (tensor,), options)
+        return run_plainly(aten._to_copy.default, (tensor,), options)
     dtype = options.pop("dtype", None)
     if dtype is not None and dtype != tensor.dtype:
-        tensor = _ordinary(aten._to_copy.default, (tensor,), {"dtype": dtype})
+        tensor = run_plainly(aten._to_copy.default, (tensor,), {"dtype": dtype})
     memory_format = options.get("memory_format")
     if device.type == "vgpu":
         moved: Tensor = transfer(tensor, queue_of(device))
@@ -183,13 +185,11 @@ def _copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         source = upload(source.expand(()) if source.dim() == 0 else source, here)
     elif source._handle.stream is not here:
         source = transfer(source, here)
-    return _ordinary(aten.copy_.default, (target, source), {})
+    return run_plainly(aten.copy_.default, (target, source), {})
 
 
-def _ordinary(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_plainly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator that is special otherwise, on one device."""
-    from onebox.vgpu.dispatch.dispatch import launch
-
     return launch(args[0]._handle.stream, func, *args, **kwargs)
 
 
@@ -234,9 +234,9 @@ def _relooked(func: Any) -> None:
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor = args[0]
         if isinstance(tensor, VirtualTensor):
-            own = _ordinary(aten.alias.default, (tensor,), {})
+            own = run_plainly(aten.alias.default, (tensor,), {})
             tensor._handle = own._handle
-        return _ordinary(func, args, kwargs)
+        return run_plainly(func, args, kwargs)
 
     special(func)(run)
 

@@ -6,40 +6,21 @@ its other arguments; the recipe for it is known; the call is recorded; new tenso
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from onebox.errors import OperatorError, WireError
-from onebox.vgpu.core.tensor import Handle, VirtualTensor, relay, wrap, wrap_view
-from onebox.vgpu.dispatch.op_cache import SHAPED_BY_FLOATS, CachedOp, UnknownResult, changed, infer_op, learn_op
+from onebox.vgpu.core.handle import Handle
+from onebox.vgpu.core.tensor import VirtualTensor, relay, wrap, wrap_view
+from onebox.vgpu.dispatch.op_cache import SHAPED_BY_FLOATS, CachedOp, UnknownResult, infer_op, learn_op
+from onebox.vgpu.dispatch.registry import run_mixed, specials
 from onebox.vgpu.dispatch.synchronous import raise_plain, run_synchronously
 from onebox.vgpu.runtime.command_queue import CommandQueue
 from onebox.vgpu.runtime.context import context_of, queue_of
 
 aten = torch.ops.aten
-
-Special = Callable[[tuple[Any, ...], dict[str, Any]], Any]
-
-specials: dict[Any, Special] = {}
-"""Operators that do not run on one device, or not as they are: copies, reads and the like."""
-
-
-foreign: dict[type, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
-"""Other classes of tensors of the devices, and what does operators on them."""
-
-
-def special(*functions: Any) -> Callable[[Special], Special]:
-    """Let a function be what happens for operators."""
-
-    def register(handler: Special) -> Special:
-        for function in functions:
-            specials[function] = handler
-        return handler
-
-    return register
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
@@ -61,7 +42,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) ->
     tensors: list[VirtualTensor] = []
     floats: list[float] = []
     if not _scan(args, key, tensors, floats) or (kwargs and not _scan_named(kwargs, key, tensors, floats)):
-        return _with_foreign(func, args, kwargs or {})
+        return run_mixed(func, args, kwargs or {})
     stream = tensors[0]._handle.stream
     if kwargs and kwargs.get("device") not in (None, stream.device) and not _is_here(kwargs["device"], stream):
         return _decompose(func, args, kwargs) if _is_composite(func) else _elsewhere(func, args, kwargs)
@@ -94,7 +75,7 @@ def run(
         if handle.stream is not stream:
             for each in tensors:
                 context_of(each._handle.stream)  # which says so where its pool is closed
-            raise _mixed(tensors)
+            raise mixed_devices(tensors)
         numbers.append(handle.number)
     if floats and func in SHAPED_BY_FLOATS:
         key += map(repr, floats)
@@ -225,70 +206,7 @@ def _elsewhere(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*map(looks, args), **{key: looks(value) for key, value in kwargs.items()})
 
 
-HOST_ARGUMENTS = frozenset[Any](
-    {
-        aten.index.Tensor,
-        aten.index_put.default,
-        aten.index_put_.default,
-        aten._index_put_impl_.default,
-        aten._unsafe_index.Tensor,
-        aten._unsafe_index_put.default,
-    }
-)
-"""Operators that take tensors of the host beside those of a device, whatever their size: PyTorch's indexing does."""
-
-
-def _with_foreign(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator of which some argument is a tensor of the host; a single number is allowed, as on any device."""
-    from onebox.vgpu.dispatch.copies import upload
-
-    seen = _tensors((args, kwargs))
-    for value in seen:
-        if type(value) in foreign:
-            return foreign[type(value)](func, args, kwargs)
-    virtual = [value for value in seen if isinstance(value, VirtualTensor)]
-    if not virtual:
-        raise RuntimeError(f"{func} with no virtual tensor")
-    stream = virtual[0]._handle.stream
-
-    def moved(value: Any) -> Any:
-        if isinstance(value, Tensor) and not isinstance(value, VirtualTensor):
-            if value.layout != torch.strided:
-                raise NotImplementedError(
-                    f"{func} with a tensor of layout {value.layout} is not supported: virtual devices hold dense "
-                    "(strided) tensors only; convert it with .to_dense()"
-                )
-            if (
-                value.device.type != "cpu"
-                or (value.dim() and func not in HOST_ARGUMENTS)
-                or _written(func, value, args)
-            ):
-                raise _mixed(seen)
-            return upload(value, stream)
-        return value
-
-    return dispatch(func, changed(args, moved), {key: changed(value, moved) for key, value in kwargs.items()})
-
-
-def _written(func: Any, value: Tensor, args: tuple[Any, ...]) -> bool:
-    """Tell whether an operator would write to a tensor of the host."""
-    for argument, given in zip(func._schema.arguments, args, strict=False):
-        if given is value and argument.alias_info is not None and argument.alias_info.is_write:
-            return True
-    return any(argument.is_out for argument in func._schema.arguments)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        return [tensor for item in value.values() for tensor in _tensors(item)]
-    if isinstance(value, list | tuple):
-        return [tensor for item in value for tensor in _tensors(item)]
-    return []
-
-
-def _mixed(tensors: list[Any]) -> RuntimeError:
+def mixed_devices(tensors: list[Any]) -> RuntimeError:
     """Return the error that PyTorch raises when an operator's tensors are on several devices."""
     places = list(dict.fromkeys(str(tensor.device) for tensor in tensors))
     return RuntimeError(

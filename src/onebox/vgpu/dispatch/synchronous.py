@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 import torch
 
 from onebox.errors import DeviceMemoryError, OperatorError, WireError
+from onebox.vgpu.core.handle import Handle
 from onebox.vgpu.core.metadata import from_wire
 from onebox.vgpu.core.tensor import VirtualTensor, relay, wrap
 from onebox.vgpu.dispatch.op_cache import describe
@@ -98,7 +99,7 @@ _SINGLE = {"Tensor", "Optional[Tensor]", "number", "int", "float", "bool"}
 
 def _value(stream: CommandQueue, item: Any, number: int) -> Any:
     if isinstance(item, Strided):
-        return wrap(stream.handle(number), from_wire(item))
+        return wrap(Handle(stream, number), from_wire(item))
     return complex(item.real, item.imag) if isinstance(item, Complex) else item
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onebox.vgpu.dispatch.copies import _ordinary
-from onebox.vgpu.dispatch.dispatch import special
+from onebox.vgpu.dispatch.copies import run_plainly
+from onebox.vgpu.dispatch.registry import special
 
 aten: Any = torch.ops.aten
 
@@ -107,7 +107,7 @@ def _unless_cuda(operator: Any, instead: Callable[..., Any]) -> None:
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         stream = args[0]._handle.stream
         if stream.pool.devices[stream.worker].kind == "cuda":
-            return _ordinary(operator, args, kwargs)
+            return run_plainly(operator, args, kwargs)
         return instead(*args, **kwargs)
 
     special(operator)(run)

@@ -31,7 +31,7 @@ _loading = threading.local()
 _rebuild_tensor: Any = torch._utils._rebuild_tensor
 
 
-def reduce(tensor: Any, protocol: Any) -> Any:
+def _reduce(tensor: Any, protocol: Any) -> Any:
     """Return how to save a virtual tensor; see ``object.__reduce_ex__``."""
     host = _on_host(tensor)
     hooks: Any = collections.OrderedDict()
@@ -132,6 +132,7 @@ def register() -> None:
     torch.serialization.register_package(PRIORITY, _tag, _restore)
     torch._utils._rebuild_tensor = _rebuilt
     serialization: Any = torch.serialization
+    VirtualTensor.reducer = staticmethod(_reduce)
     serialization._legacy_load = _filled_afterwards(serialization._legacy_load)
     ForkingPickler.register(VirtualTensor, _not_sent)
 

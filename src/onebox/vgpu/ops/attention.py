@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from onebox.vgpu.core.tensor import VirtualTensor
-from onebox.vgpu.dispatch.dispatch import special
+from onebox.vgpu.dispatch.registry import special
 from onebox.vgpu.dispatch.synchronous import run_synchronously
 from onebox.vgpu.runtime.command_queue import CommandQueue
 

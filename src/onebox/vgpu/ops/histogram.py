@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onebox.vgpu.dispatch.dispatch import launch, special
+from onebox.vgpu.dispatch.dispatch import launch
+from onebox.vgpu.dispatch.registry import special
 
 aten = torch.ops.aten
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from onebox.vgpu.core.tensor import VirtualTensor
-from onebox.vgpu.dispatch.dispatch import launch, special
+from onebox.vgpu.dispatch.dispatch import launch
+from onebox.vgpu.dispatch.registry import special
 
 aten = torch.ops.aten
 

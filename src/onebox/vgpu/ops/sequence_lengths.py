@@ -13,7 +13,7 @@ from torch import Tensor
 
 from onebox.vgpu.core.tensor import VirtualTensor
 from onebox.vgpu.dispatch.copies import upload
-from onebox.vgpu.dispatch.dispatch import special
+from onebox.vgpu.dispatch.registry import special
 
 aten = torch.ops.aten
 

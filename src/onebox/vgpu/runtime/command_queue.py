@@ -11,14 +11,12 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from onebox.pool import Pool
 from onebox.pool.client.loop import WorkerReply
-from onebox.vgpu.core.tensor import Handle
-from onebox.vgpu.dispatch.op_cache import CachedOp
 from onebox.vgpu.runtime.request_channel import RequestChannel
 from onebox.vgpu.runtime.trace_cache import Batcher, Record
 from onebox.vgpu.signals import shielded
@@ -58,6 +56,30 @@ _ALONE = sys.getrefcount(_probe[0])
 """What is counted for an object that only a list holds."""
 
 
+class Buffer(Protocol):
+    """The owner of a buffer on a worker."""
+
+    number: int
+
+
+class RecordedOp:
+    """A kind of call that a queue records: its kernel, and what the queue must know of the kernel.
+
+    Args:
+        kernel: For the worker.
+        keeps: How many outputs of a call stay on the worker.
+    """
+
+    __slots__ = ("inputs", "keeps", "kernel", "number")
+
+    def __init__(self, kernel: KernelSpec, keeps: int) -> None:
+        self.kernel = kernel
+        self.inputs = kernel.inputs
+        self.keeps = keeps
+        self.number = 0
+        """The kernel's number on the worker, set by the queue; 0 while the worker does not have the kernel."""
+
+
 class CommandQueue:
     """The operators of one device, in the order in which the script issued them.
 
@@ -71,7 +93,7 @@ class CommandQueue:
         self.pool = pool
         self.worker = worker
         self.device = torch.device("vgpu", worker)
-        self.recipes: dict[Any, CachedOp] = {}
+        self.recipes: dict[Any, Any] = {}
         self.dead: deque[int] = deque()
         self.ended: deque[int] = deque()  # generators whose objects have gone
         self.sent = RequestChannel(pool, worker)
@@ -92,7 +114,7 @@ class CommandQueue:
     # ---- recording
 
     @shielded
-    def record(self, recipe: CachedOp, inputs: list[int], floats: list[float]) -> int:
+    def record(self, recipe: RecordedOp, inputs: list[int], floats: list[float]) -> int:
         """Take a call and return the number of the first of its outputs."""
         with self.lock:
             calls = self._calls
@@ -123,7 +145,7 @@ class CommandQueue:
                 return
             self._calls.append((FREE, number, 0, 0, ()))
 
-    def _define(self, recipe: CachedOp) -> None:
+    def _define(self, recipe: RecordedOp) -> None:
         """Send a kernel before its first call."""
         number = self.pool.new_number()
         self._first.append((Define(number, recipe.kernel), ()))
@@ -133,7 +155,7 @@ class CommandQueue:
             self._rooms.add(number)
 
     @shielded
-    def call(self, program: int, handles: list[Handle], outputs: int) -> int:
+    def call(self, program: int, handles: Sequence[Buffer], outputs: int) -> int:
         """Run a stored program behind what is recorded, and return the number of the first of its outputs.
 
         Args:
@@ -315,7 +337,7 @@ class CommandQueue:
         self.flush()
         return self.sent.messages
 
-    def remember(self, key: Any, recipe: CachedOp) -> None:
+    def remember(self, key: Any, recipe: RecordedOp) -> None:
         """Keep a recipe for the next call of its kind; with too many of them, forget all."""
         with self.lock:
             if len(self.recipes) >= CACHED_OPS:
@@ -336,8 +358,3 @@ class CommandQueue:
         with self.lock:
             self._forget()
             self.flush([DefaultType(dtype_name(dtype))])  # type: ignore[arg-type]
-
-    @shielded
-    def handle(self, number: int) -> Handle:
-        """Return the owner of a buffer."""
-        return Handle(self, number)

@@ -206,6 +206,11 @@ called = "vgpu"
 """What scripts call the devices; ``cuda`` while that is what they say."""
 
 
+def displayed(device: torch.device) -> torch.device:
+    """Return what scripts call a virtual device."""
+    return torch.device(called) if device.index is None else torch.device(called, device.index)
+
+
 def queue_of(device: torch.device) -> CommandQueue:
     """Return the stream of a device; of the current one where it has no number.
 

@@ -1,0 +1,45 @@
+"""The owner of a buffer on a worker, and of the storage that stands for the buffer in this process."""
+
+from __future__ import annotations
+
+import threading
+
+from onebox.vgpu.core.storage import VirtualStorage, new_storage
+from onebox.vgpu.runtime.command_queue import CommandQueue
+from onebox.vgpu.signals import shielded
+
+_lock = threading.Lock()
+
+
+class Handle:
+    """The number of a buffer on a worker; when it goes, so does the buffer.
+
+    Args:
+        stream: The stream of the device.
+        number: The buffer.
+    """
+
+    __slots__ = ("_storage", "number", "stream")
+
+    _storage: VirtualStorage  # once it has been asked for
+
+    @shielded
+    def __init__(self, stream: CommandQueue, number: int) -> None:
+        self.stream = stream
+        self.number = number
+
+    @shielded
+    def __del__(self) -> None:
+        self.stream.dead.append(self.number)  # by whichever thread collects it; the next record takes note
+
+    def storage(self, size_bytes: int) -> VirtualStorage:
+        """Return the storage of the buffer: the same one until the buffer has another size.
+
+        Args:
+            size_bytes: The size of the buffer now.
+        """
+        with _lock:
+            known = getattr(self, "_storage", None)
+            if known is None or known.nbytes() != size_bytes:
+                known = self._storage = new_storage(size_bytes, self.stream.device)
+        return known
