@@ -10,7 +10,6 @@ import platform
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,15 +19,13 @@ from onebox.cost.pool_profile import FORMAT, DeviceProfile
 from onebox.errors import OneboxError, UsageError
 from onebox.pool.errors import raise_first
 from onebox.pool.network.link_benchmark import LinkSpeeds, measure_links, tables
+from onebox.pool.network.measured_pool import MeasuredPool
 from onebox.pool.network.transport_paths import shares_memory
 from onebox.sizes import size_text
 from onebox.wire import TensorSpec
 from onebox.wire.protocol.instructions import Ask, Call, Evict, Free, Offload, Prefetch, Step
 from onebox.wire.protocol.requests import Define, Routine, Run, StoredProgram
 from onebox.wire.protocol.responses import WorkerMemory
-
-if TYPE_CHECKING:
-    from onebox.pool.pool import Pool
 
 _TOGETHER_S = 0.06
 """How long each kernel runs on each device, so that slow and fast ones of a host are at work at the same time."""
@@ -41,7 +38,7 @@ _LEAST_BLOCKS, _MOST_BLOCKS, _MOST_CALLS = 5, 60, 100
 _ONE = TensorSpec("float32", (1,))
 
 
-def profile_key(pool: Pool) -> str:
+def profile_key(pool: MeasuredPool) -> str:
     """Return the name under which the profile of such a pool is kept: a hash of all that it depends on."""
     links = sorted((source, target, link) for (source, target), link in pool.links.items())
     here = platform.node(), len(os.sched_getaffinity(0))
@@ -49,7 +46,7 @@ def profile_key(pool: Pool) -> str:
     return key_of("pool", FORMAT, str(torch.__version__), here, devices, links, shares_memory())
 
 
-def measure_pool(pool: Pool) -> PoolProfile:
+def measure_pool(pool: MeasuredPool) -> PoolProfile:
     """Measure all devices, at the same time, and all links, one after the other.
 
     Raises:
@@ -85,7 +82,7 @@ def measure_pool(pool: Pool) -> PoolProfile:
     )
 
 
-def _rooms(pool: Pool) -> list[int]:
+def _rooms(pool: MeasuredPool) -> list[int]:
     """Return how many bytes may be used on each device.
 
     Raises:
@@ -111,7 +108,7 @@ def _rooms(pool: Pool) -> list[int]:
 # ---- devices
 
 
-def measure_devices(pool: Pool, rooms: Sequence[int]) -> list[Speeds]:
+def measure_devices(pool: MeasuredPool, rooms: Sequence[int]) -> list[Speeds]:
     """Return what each device reaches on the fixed kernels, all devices at work at once.
 
     Args:
@@ -131,7 +128,7 @@ def measure_devices(pool: Pool, rooms: Sequence[int]) -> list[Speeds]:
     return [Speeds(**found) for found in figures]
 
 
-def _time(pool: Pool, chosen: Mapping[int, BenchmarkKernel]) -> dict[int, float]:
+def _time(pool: MeasuredPool, chosen: Mapping[int, BenchmarkKernel]) -> dict[int, float]:
     """Return the median seconds of a run of a kernel on each of some workers."""
     runs = {worker: _KernelRun(pool, worker, kernel) for worker, kernel in chosen.items()}
     try:
@@ -145,7 +142,9 @@ def _time(pool: Pool, chosen: Mapping[int, BenchmarkKernel]) -> dict[int, float]
             run.clear()
 
 
-def _all(pool: Pool, runs: Iterable[_KernelRun], plans: Mapping[int, tuple[int, int]]) -> dict[int, list[float]]:
+def _all(
+    pool: MeasuredPool, runs: Iterable[_KernelRun], plans: Mapping[int, tuple[int, int]]
+) -> dict[int, list[float]]:
     """Let workers run blocks of calls at once; return for each the seconds of a call in each block."""
     by_worker = {run.worker: run for run in runs}
     posted = [pool.post(worker, run.instructions(*plans[worker]), answer=True) for worker, run in by_worker.items()]
@@ -186,7 +185,7 @@ class _KernelRun:
         kernel: The kernel.
     """
 
-    def __init__(self, pool: Pool, worker: int, kernel: BenchmarkKernel) -> None:
+    def __init__(self, pool: MeasuredPool, worker: int, kernel: BenchmarkKernel) -> None:
         self.worker = worker
         self._pool = pool
         self._kernel = kernel
@@ -225,7 +224,7 @@ class _KernelRun:
 # ---- links
 
 
-def _all_links(pool: Pool, rooms: Sequence[int]) -> LinkSpeeds:
+def _all_links(pool: MeasuredPool, rooms: Sequence[int]) -> LinkSpeeds:
     """Measure the links between all devices that can send to each other: those that have values, and those without."""
     found: dict[tuple[int, int], tuple[float, float]] = {}
     sleeping = [device.number for device in pool.devices if device.kind == "sim"]

@@ -15,8 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from onebox.pool import Pool
-from onebox.pool.client.loop import WorkerReply
+from onebox.pool import Pool, WorkerReply
 from onebox.vgpu.runtime.request_channel import RequestChannel
 from onebox.vgpu.runtime.trace_cache import Batcher, Record
 from onebox.vgpu.signals import shielded

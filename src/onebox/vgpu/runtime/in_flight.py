@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from onebox.errors import OperatorError
-from onebox.pool.client.loop import WorkerReply
+from onebox.pool import WorkerReply
 from onebox.pool.errors import CAUSE_S
 
 MESSAGES = 256

@@ -8,8 +8,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from onebox.errors import OneboxError, PeerLost
-from onebox.pool import Pool
-from onebox.pool.client.loop import WorkerReply
+from onebox.pool import Pool, WorkerReply
 from onebox.vgpu.runtime.in_flight import InFlight, first_failure
 from onebox.vgpu.signals import deliver_signals, interruptible, shielded
 from onebox.wire.protocol.requests import Instruction
