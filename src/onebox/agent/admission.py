@@ -1,7 +1,6 @@
-"""What is offered, what is allowed, what is wanted, and whether it fits; pure.
+"""Admission: offers, limits and requests, and the allocation of shares. Pure.
 
-A GPU is leased by its memory: alone, which is all of it, or a part beside others. The CPU is leased by cores and
-memory.
+A GPU is leased by its memory: exclusively, or in part, shared with others. The CPU is leased by cores and memory.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ class Offered:
     Args:
         device: ``cuda:K``, or ``cpu`` for all cores that are offered.
         name: Product name.
-        memory_bytes: Memory that is offered.
-        threads: Cores that are offered; of a GPU those that each of its workers may use.
+        memory_bytes: Offered memory.
+        threads: Offered cores; for a GPU, those that each of its workers may use.
 
     Raises:
-        UsageError: There is no such device, or nothing of it.
+        UsageError: There is no such device, or an offered amount is zero.
     """
 
     device: str
@@ -57,18 +56,18 @@ class Offered:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientLimits:
-    """What one client may have at a time, by its key; 0 for no limit.
+    """Limits of one client at a time, by its key; 0 for no limit.
 
     Args:
-        devices: Workers.
-        memory_bytes: Memory of all of them.
-        threads: Cores of all of them.
-        lease_s: Seconds after which a lease ends, whoever uses it.
+        devices: Number of workers.
+        memory_bytes: Memory of all its workers.
+        threads: Cores of all its workers.
+        lease_s: Seconds after which a lease ends, used or not.
         requests: Leases and waiting requests together.
-        grace_s: The longest time that a lease may outlive its client's last sign of life.
+        grace_s: The longest time that a lease may outlive its client's last heartbeat.
 
     Raises:
-        UsageError: One is negative or not finite, or the grace too short.
+        UsageError: A limit is negative or not finite, or the grace too short.
     """
 
     devices: int = 0
@@ -104,19 +103,19 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """What is left of a device: memory, and of the CPU cores."""
+    """Unallocated memory of a device and, for the CPU, cores."""
 
     memory_bytes: int
     threads: int
 
 
 def all_room(offers: Mapping[str, Offered]) -> dict[str, Room]:
-    """Return the room of each device while nothing is leased."""
+    """Return the room of each device with no leases."""
     return {name: Room(memory_bytes=offer.memory_bytes, threads=offer.threads) for name, offer in offers.items()}
 
 
 def taken(room: Mapping[str, Room], shares: Sequence[Share]) -> dict[str, Room]:
-    """Return what is left when shares are taken."""
+    """Return the room that remains after shares are allocated."""
     left = dict(room)
     for share in shares:
         before = left[share.device]
@@ -126,13 +125,13 @@ def taken(room: Mapping[str, Room], shares: Sequence[Share]) -> dict[str, Room]:
 
 
 def settled(wants: Sequence[Want], offers: Mapping[str, Offered]) -> tuple[Want, ...]:
-    """Return what is wanted with the agent's choices made for CPU workers.
+    """Return a request's wants with the agent's choices filled in for CPU workers.
 
-    Those that leave the number of their threads to the agent get equal shares of the cores that the others of the
-    request leave; those that leave their memory to it, as much of the memory as they have of the cores.
+    Unspecified threads are equal shares of the cores that the request's other wants leave; unspecified memory is in
+    proportion to the cores.
 
     Raises:
-        UsageError: It is not understood, not offered, or more than is offered.
+        UsageError: A want is invalid, not offered, or larger than the offer.
     """
     if not 1 <= len(wants) <= WANTS:
         raise UsageError(f"a request for {len(wants)} devices; allowed are 1 to {WANTS}")
@@ -154,13 +153,13 @@ def settled(wants: Sequence[Want], offers: Mapping[str, Offered]) -> tuple[Want,
 def fit(wants: Sequence[Want], room: Mapping[str, Room], offers: Mapping[str, Offered]) -> tuple[Share, ...] | None:
     """Return a share for each want, or None where there is not enough room for all of them.
 
-    ``cuda`` is any GPU that nobody else of the request has: alone, the smallest that is free; beside others, the one
-    with the least room that is enough. Since all who need a whole GPU choose first, and then the larger ones, shares
-    are found whenever there are any.
+    ``cuda`` is any GPU that no other want of the request has: exclusive, the smallest free one; shared, the one with
+    the least sufficient room. Wants of a whole GPU are placed first, then the larger ones, so shares are found whenever
+    they exist.
 
     Args:
-        wants: As :func:`settled` has them.
-        room: What is left.
+        wants: Wants returned by :func:`settled`.
+        room: The unallocated room.
         offers: All devices.
     """
     left = dict(room)
@@ -186,7 +185,7 @@ def reach(wants: Sequence[Want], offers: Mapping[str, Offered]) -> frozenset[str
 
 
 def explain_invalid(request: Lease) -> str | None:
-    """Say what is wrong with a request, apart from what it asks for; None if nothing is."""
+    """Explain why a request is invalid, apart from its wants; None if it is valid."""
     try:
         key = z85.decode(request.key) if len(request.key) == 40 else b""
     except (ValueError, KeyError, struct.error) as error:
@@ -201,7 +200,7 @@ def explain_invalid(request: Lease) -> str | None:
 
 
 def _check(want: Want, offers: Mapping[str, Offered]) -> None:
-    """Require that a want is one that could be had."""
+    """Require that a want could be met without other leases."""
     if not _DEVICE.fullmatch(want.device):
         raise UsageError(f"{want.device[:40]!r} is no device; allowed are cpu, cuda and cuda:K, such as cuda:0")
     if want.threads < 0 or want.memory_bytes < 0:
@@ -223,7 +222,7 @@ def _check(want: Want, offers: Mapping[str, Offered]) -> None:
 
 
 def _wanted(want: Want) -> str:
-    """Say what is wanted, without what is left to the agent."""
+    """Describe a want, without the parts left to the agent."""
     parts = [f"{want.threads} threads"] * bool(want.threads) + [size_text(want.memory_bytes)] * bool(want.memory_bytes)
     return f"{want.device} with {' and '.join(parts)}"
 
@@ -235,14 +234,14 @@ def _chosen(want: Want, offer: Offered, threads: int) -> Want:
 
 
 def _urgency(want: Want) -> tuple[int, int]:
-    """Return the order in which wants choose: those with no choice, those that need a whole GPU, the larger ones."""
+    """Return a sort key for placement: wants without a choice first, then whole GPUs, then the larger ones."""
     if want.device != "cuda":
         return 0, 0
     return (1, 0) if want.memory_bytes == 0 else (2, -want.memory_bytes)
 
 
 def _by_size(room: Mapping[str, Room], offers: Mapping[str, Offered], but: set[str]) -> list[str]:
-    """Return the GPUs that are not among some, those with the least room first."""
+    """Return the GPUs that are not in ``but``, those with the least room first."""
     gpus = [device for device in offers if device != "cpu" and device not in but]
     return sorted(gpus, key=lambda device: room[device].memory_bytes)
 
@@ -260,7 +259,7 @@ def _fits(want: Want, share: Share, room: Room, offers: Mapping[str, Offered]) -
 
 
 def _listing(offers: Mapping[str, Offered]) -> str:
-    """Say what is offered, for a person."""
+    """List the offers in a message."""
     parts = [
         f"{offer.device} ({size_text(offer.memory_bytes)}, {offer.threads} core{'s' if offer.threads > 1 else ''})"
         for offer in list(offers.values())[:16]

@@ -1,4 +1,4 @@
-"""A part of an agent's work that fails costs the session that it was for, and nobody else anything."""
+"""Isolation of faults: a failing part of the agent's work ends the session that it served, and no other."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _NOBODY = "the agent itself"
 
 
 class SessionFaultIsolator:
-    """Does parts of the work, each by itself.
+    """Runs parts of the work, each isolated from the others.
 
     Args:
-        report: Told of what failed: which part, for whom, and where in the code.
-        part_with: Ends a session, for a reason that its client can read.
+        report: Sink of failures: the part, its client, and the place in the code.
+        part_with: Function that ends a session, with a reason for its client.
     """
 
     def __init__(self, report: Reporter, part_with: Callable[[Client, str, float], None]) -> None:
@@ -27,20 +27,20 @@ class SessionFaultIsolator:
         self._parting = False
 
     def __call__(self, part: str, client: Client | None, do: Callable[[], object], now_s: float) -> bool:
-        """Do a part of the work.
+        """Run a part of the work.
 
         Args:
-            part: What it is called in the journal.
-            client: Whom it is for; None for nobody in particular.
-            do: Does it.
+            part: Its name in the journal.
+            client: The session that it serves; None for no particular one.
+            do: The work.
             now_s: The time.
 
         Returns:
-            Whether it was done; if not, that has been told.
+            Whether it succeeded; a failure has been reported.
         """
         try:
             do()
-        except Exception as error:  # a mistake here, or below: whoever provokes it is not to end the leases of others
+        except Exception as error:  # a bug must not end the leases of other clients
             why = f"{type(error).__name__}: {error}"
             place = traceback.extract_tb(error.__traceback__)[-1]
             name = _NOBODY if client is None else client.name
@@ -48,7 +48,7 @@ class SessionFaultIsolator:
             self._report.refusal("failed", name, now_s, client=name, part=part, reason=why, where=where)
         else:
             return True
-        if client is not None and not self._parting:  # or it is its end that fails
+        if client is not None and not self._parting:  # unless it is the session's end that fails
             self._parting = True
             try:
                 end = partial(self._part_with, client, f"the agent failed at something of this client's: {why}", now_s)

@@ -1,4 +1,4 @@
-"""This host: which of its devices are offered, and how busy they are."""
+"""This host's offered devices, and their load."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ _FRESH_S = 1.0
 def offered_devices(
     spec: str = "auto", *, threads: int | None = None, memory_bytes: int | None = None
 ) -> list[Offered]:
-    """Return the devices of this host that are offered.
+    """Return the devices that this host offers.
 
     Args:
         spec: ``auto`` for all GPUs and the CPU; or a list such as ``cuda:0,cuda:1``, ``cuda`` or ``cuda:0,cpu``.
-        threads: The most cores that are offered; all that this process may use when ``None``. Workers of a GPU may use
-            an equal share of them.
-        memory_bytes: The most memory of each device that is offered; all when ``None``.
+        threads: Limit of the offered cores; all that this process may use when ``None``. Workers of a GPU may use an
+            equal share of them.
+        memory_bytes: Limit of each device's offered memory; all when ``None``.
 
     Raises:
-        UsageError: The list is not understood, names a device twice or one that is not there, or there is less than
-            is to be offered.
+        UsageError: The list is invalid, names a device twice or a missing one, or there is less than is to be offered.
     """
     if threads is not None and not 1 <= threads <= cores():
         raise UsageError(f"{threads} cores are to be offered; this process may use 1 to {cores()}")
@@ -60,14 +59,14 @@ def _offered(name: str, threads: int, memory_bytes: int | None) -> Offered:
 
 
 class DeviceLoad:
-    """How busy this host's devices are; a reading is kept for a moment."""
+    """Utilisation of this host's devices; a reading is cached for a moment."""
 
     def __init__(self) -> None:
-        psutil.cpu_percent(None)  # what it returns is since the last call
+        psutil.cpu_percent(None)  # its result covers the time since the last call
         self._read: dict[str, tuple[float, float]] = {}
 
     def of(self, device: str, now_s: float) -> float:
-        """Return the share of the time that a device was busy of late, 0 to 1; -1 where that is not known."""
+        """Return the fraction of recent time in which a device was busy, 0 to 1; -1 where unknown."""
         known = self._read.get(device)
         if known is None or now_s - known[0] > _FRESH_S:
             known = self._read[device] = now_s, _busy(device)
@@ -75,7 +74,7 @@ class DeviceLoad:
 
     @staticmethod
     def average() -> float:
-        """Return how many processes wanted a core in the last minute, by the number of cores."""
+        """Return the load average of the last minute, divided by the number of cores."""
         return os.getloadavg()[0] / cores()
 
 

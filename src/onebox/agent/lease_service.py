@@ -1,4 +1,5 @@
-"""Leases carried out: what is decided of them becomes workers that start and end, words to clients, lines of a log."""
+"""The lease service: turns decisions about leases into starts and ends of workers, messages to clients and journal
+lines."""
 
 from __future__ import annotations
 
@@ -23,20 +24,20 @@ from onebox.wire.protocol.agents import (
 )
 
 RELEASE_S = 1.0
-"""How long workers of a released lease may take to their own end, which their client asks them for."""
+"""How long workers of a released lease may take to end by themselves, as their client requests."""
 
 _EVENTS = {"released": "released", "silent": "expired", "time": "timed-out", "failed": "start-failed"}
-"""What the journal calls the end of a lease, by its cause."""
+"""The journal's event for the end of a lease, by its cause."""
 
 
 class LeaseService:
-    """Where leases are asked for, given and taken back.
+    """Carries out lease requests.
 
     Args:
-        leases: Who has what.
+        leases: State of the leases.
         workers: The workers of all leases.
-        say: Says something to a session, at a time.
-        report: Told of what happens.
+        say: Function that sends a message to a session.
+        report: Sink of events.
     """
 
     def __init__(
@@ -53,15 +54,15 @@ class LeaseService:
         self._releasing: dict[int, list[tuple[Client, int]]] = {}
         self._parting: dict[tuple[int, int], list[tuple[Client, int]]] = {}
 
-    # ---- what clients ask for
+    # ---- requests of clients
 
     def lease(self, client: Client, request: Lease, now_s: float) -> None:
-        """Take a request for devices."""
+        """Handle a request for devices."""
         wrong = explain_invalid(request)
         if wrong is not None:
             self._apply([Refuse(client, request.number, "usage", wrong)], now_s)
             return
-        for lease, grant in self._granted.items():  # asked again: the answer was lost, or is not there yet
+        for lease, grant in self._granted.items():  # repeated request: the answer was lost, or does not exist yet
             if (grant.client, grant.number) == (client, request.number):
                 if lease in self._ready:
                     self._say(client, self._ready[lease], now_s)
@@ -73,7 +74,7 @@ class LeaseService:
         self._apply(decisions, now_s)
 
     def release(self, client: Client, request: Release, now_s: float) -> None:
-        """Take a lease back, or a worker of it, or a request."""
+        """End a lease or a worker of it, or cancel a request."""
         lease = request.lease
         if not lease:
             left = self._leases.leave(client, request.request, now_s)
@@ -84,7 +85,7 @@ class LeaseService:
                 self._apply(left, now_s)
                 return
             of_request = (key for key, g in self._granted.items() if (g.client, g.number) == (client, request.request))
-            lease = next(of_request, 0)  # it was granted a moment ago
+            lease = next(of_request, 0)  # granted a moment ago
         grant = self._granted.get(lease)
         if grant is None or grant.client.key != client.key:
             why = f"you have no lease {lease}" if request.lease else f"no request {request.request} waits"
@@ -102,11 +103,11 @@ class LeaseService:
     # ---- time
 
     def tick(self, now_s: float) -> None:
-        """End what is over."""
+        """End the leases that are over."""
         self._apply(self._leases.tick(now_s), now_s)
 
     def attend(self, ready: Set[int], now_s: float) -> None:
-        """See to the workers.
+        """Process the workers' events.
 
         Args:
             ready: The descriptors that are readable.
@@ -116,15 +117,15 @@ class LeaseService:
             self._learn(news, now_s)
 
     def close(self, why: str, now_s: float) -> None:
-        """End all workers, and tell whose they were."""
+        """End all workers, and notify their clients."""
         for lease, grant in self._granted.items():
             self._say(grant.client, LeaseEnded(lease, why), now_s)
         self._workers.close()
 
-    # ---- what is decided
+    # ---- decisions
 
     def _part(self, client: Client, why: str, now_s: float) -> None:
-        """End all that a session has."""
+        """End all leases and requests of a session."""
         self._apply(self._leases.part(client, why, now_s), now_s)
 
     def _apply(self, decisions: Sequence[Decision], now_s: float) -> None:
@@ -163,7 +164,7 @@ class LeaseService:
             self._learn(LeaseNotStarted(grant.lease, why), now_s)
 
     def _end(self, end: End, now_s: float) -> None:
-        """End the workers of a lease, and tell its client where it does not know."""
+        """End the workers of a lease, and notify its client unless the client ended it."""
         started = self._ready.pop(end.lease, None) is not None
         self._workers.end(end.lease, RELEASE_S if end.cause == "released" else 0.0, now_s)
         self._tell(_EVENTS[end.cause], end.client, now_s, lease=end.lease, reason=end.why)
@@ -172,7 +173,7 @@ class LeaseService:
         elif end.cause != "released":
             self._say(end.client, LeaseEnded(end.lease, end.why), now_s)
 
-    # ---- what befalls workers
+    # ---- events of workers
 
     def _learn(self, news: LeaseEvent, now_s: float) -> None:
         grant = self._granted.get(news.lease)
@@ -180,7 +181,7 @@ class LeaseService:
         self.guard("workers", client, lambda: self._take_in(news, grant, now_s), now_s)
 
     def _take_in(self, news: LeaseEvent, grant: Grant | None, now_s: float) -> None:
-        """Take the news of workers; of a lease whose beginning failed, that they are gone is all that matters."""
+        """Handle an event of workers; for a lease whose start failed, only their end matters."""
         if isinstance(news, LeaseClosed):
             self._free(news.lease, grant, now_s)
             return
@@ -203,7 +204,7 @@ class LeaseService:
                 self._apply(self._leases.failed(news.lease, news.why), now_s)
             case LeasedWorkerExited():
                 self._tell(
-                    "worker-left" if news.exit_status == 0 else "worker-ended",  # left: its client told it to
+                    "worker-left" if news.exit_status == 0 else "worker-ended",  # left: its client asked it to end
                     client,
                     now_s,
                     lease=news.lease,

@@ -1,4 +1,4 @@
-"""Where an agent listens, and on what terms."""
+"""The agent's listening socket: permitted addresses, limits and options."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from onebox.errors import UsageError
 from onebox.wire import KeyPair, configure
 
 REQUEST_BYTES = 64 << 10
-"""The most bytes of what a client says: a request for 256 devices takes a tenth."""
+"""Limit of a client's message: a request for 256 devices takes a tenth of it."""
 
 QUEUE = 256
-"""The most messages that wait on one connection, each way."""
+"""Limit of queued messages on one connection, each way."""
 
 _SILENT_MS = 10_000
 
 
 def check_address(bind: str, port: int, advertise: str, has_clients: bool) -> None:
-    """Require that an agent may listen there, and that what it advertises is an address.
+    """Require that an agent may listen on an address, and that the advertised one is valid.
 
     Raises:
-        UsageError: It may not, or it is none.
+        UsageError: It may not, or the advertised address is invalid.
     """
     try:
         address = ip_address(bind)
@@ -43,11 +43,11 @@ def listen_at(socket: zmq.Socket[bytes], keys: KeyPair, bind: str, port: int) ->
     """Bind the agent's socket and return its endpoint.
 
     Raises:
-        UsageError: The port is taken, or the address is none of this host's.
+        UsageError: The port is taken, or the address does not belong to this host.
     """
     configure(socket, keys, server_key=None, queue=QUEUE)
     socket.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES)
-    # no heartbeats of ZeroMQ: libzmq 4.3.5 aborts where a connection whose input is stopped is reset
+    # no ZeroMQ heartbeats: libzmq 4.3.5 aborts where a connection whose input is stopped is reset
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 2)
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 2)

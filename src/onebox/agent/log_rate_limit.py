@@ -1,4 +1,4 @@
-"""Which of many like events get a line: a few of each kind and cause, not too many of all, the rest by their number.
+"""Rate limit of log lines: a few for each kind and cause, a limit for all, and a count of the rest.
 
 Pure: the time is an argument.
 """
@@ -12,31 +12,31 @@ from typing import Protocol
 LogValue = str | int | float | None
 
 CAUSES = 1024
-"""The most causes whose events are counted; the one that has been quiet for the longest is forgotten first."""
+"""The most causes that are tracked; the one that has been quiet for the longest is dropped first."""
 
 _REFUSALS = 5.0, 10.0
-"""Of one kind and cause: so many lines at once, then one in so many seconds. A client can cause these at will."""
+"""For one kind and cause: a burst of lines, then one in so many seconds. A client can cause these events at will."""
 
 _DEALINGS = 300.0, 1.0
-"""The same for what follows from leases: one of 256 devices has as many lines of workers that were started."""
+"""The same for events that follow from leases: a lease of 256 devices has a line for each worker started."""
 
 _ALL_AT_ONCE = 10.0
-"""So many times as much of all causes together, at once and later."""
+"""The factor of both limits for all causes together."""
 
 
 class EventSink(Protocol):
-    """How an agent reports what happens, such as a journal's ``tell``."""
+    """Interface of an event sink, such as a journal's ``tell``."""
 
     def __call__(self, event: str, **fields: LogValue) -> None:
-        """Take the news of an event."""
+        """Record an event."""
 
 
 class TokenBucket:
-    """A token bucket: so many at once, then one in so many seconds; pure.
+    """A token bucket: a burst, then one token in every interval. Pure.
 
     Args:
-        burst: How many at once.
-        every_s: Seconds until there may be another one.
+        burst: Capacity in tokens.
+        every_s: Seconds per token.
         now_s: The time.
     """
 
@@ -47,7 +47,7 @@ class TokenBucket:
         self._at_s = now_s
 
     def allows(self, now_s: float) -> bool:
-        """Tell whether there may be one more now, and count it if so."""
+        """Return whether a token is available, and take it if so."""
         self._fill(now_s)
         if self._tokens < 1:
             return False
@@ -55,7 +55,7 @@ class TokenBucket:
         return True
 
     def full(self, now_s: float) -> bool:
-        """Tell whether there may be as many at once as at the beginning."""
+        """Return whether the bucket is full."""
         self._fill(now_s)
         return self._tokens >= self._burst
 
@@ -72,11 +72,11 @@ class _Cause:
 
 
 class LogRateLimiter:
-    """Tells which events get a line. What is passed over is counted, and told with the next line of its cause.
+    """Decides which events get a line. Suppressed ones are counted, and reported with the next line of their cause.
 
     Args:
-        burst: How many lines of one kind and cause at once.
-        every_s: Seconds until there may be another one.
+        burst: Burst of lines of one kind and cause.
+        every_s: Seconds until another line.
     """
 
     def __init__(self, burst: float = _REFUSALS[0], every_s: float = _REFUSALS[1]) -> None:
@@ -89,13 +89,13 @@ class LogRateLimiter:
         return len(self._known)
 
     def happened(self, event: str, cause: str, now_s: float, **fields: LogValue) -> int:
-        """Take an event; return how many of its kind and cause a line is to tell of now, 0 for no line.
+        """Count an event; return the number of events that a line now stands for, 0 for no line.
 
         Args:
-            event: What happened.
-            cause: Whose doing it is: a client, an address.
+            event: Name of the event.
+            cause: Its origin: a client, an address.
             now_s: The time.
-            **fields: What is to be known of it.
+            **fields: Its details.
         """
         who = self._known.setdefault((event, cause), _Cause(TokenBucket(self._burst, self._every_s, now_s)))
         self._known.move_to_end((event, cause))
@@ -106,11 +106,11 @@ class LogRateLimiter:
         return self._told(who, now_s)
 
     def overdue(self, now_s: float, *, last: bool = False) -> list[tuple[str, dict[str, LogValue], int]]:
-        """Return what was passed over and may be told by now: events, the newest of each cause, and how many.
+        """Return the suppressed events that may be reported now: the newest of each cause, with their number.
 
         Args:
             now_s: The time.
-            last: Whether all that is left is told, because there is no later.
+            last: Whether to return all that is left, because the agent ends.
         """
         found: list[tuple[str, dict[str, LogValue], int]] = []
         for (event, _), who in self._known.items():
@@ -130,10 +130,10 @@ class LogRateLimiter:
 
 
 class Reporter:
-    """Tells of what happens, with a bound to how many lines anybody else can cause.
+    """Reports events, with a limit on the number of lines that others can cause.
 
     Args:
-        tell: Where the lines go.
+        tell: Sink of the lines.
     """
 
     def __init__(self, tell: EventSink) -> None:
@@ -141,19 +141,19 @@ class Reporter:
         self._refusals, self._dealings = LogRateLimiter(), LogRateLimiter(*_DEALINGS)
 
     def __call__(self, event: str, **fields: LogValue) -> None:
-        """Tell of something that is the agent's own doing."""
+        """Report an event of the agent itself, without a limit."""
         self._tell(event, **fields)
 
     def refusal(self, event: str, cause: str, now_s: float, **fields: LogValue) -> None:
-        """Tell of something that somebody can cause as often as he likes; see :meth:`LogRateLimiter.happened`."""
+        """Report an event that a client can cause at will; see :meth:`LogRateLimiter.happened`."""
         self._pass_on(event, self._refusals.happened(event, cause, now_s, **fields), fields)
 
     def dealing(self, event: str, cause: str, now_s: float, **fields: LogValue) -> None:
-        """Tell of something that follows from a lease; see :meth:`LogRateLimiter.happened`."""
+        """Report an event that follows from a lease; see :meth:`LogRateLimiter.happened`."""
         self._pass_on(event, self._dealings.happened(event, cause, now_s, **fields), fields)
 
     def tick(self, now_s: float, *, last: bool = False) -> None:
-        """Tell of what was passed over; see :meth:`LogRateLimiter.overdue`."""
+        """Report suppressed events; see :meth:`LogRateLimiter.overdue`."""
         for quiet in (self._refusals, self._dealings):
             for event, fields, times in quiet.overdue(now_s, last=last):
                 self._pass_on(event, times, fields)

@@ -1,9 +1,9 @@
-"""What clients say to an agent, and what they are told: over one socket, by the sessions that they say it in.
+"""The channel of client sessions: messages of all clients over one socket.
 
-A client is known by the key that its connection was opened with. Before each message it puts a token of its own making,
-and the two together are its session: somebody else's token is worth nothing with another key. What is said to a session
-goes over the connection that it was heard on last, by the name that the socket gave it: no client can choose one, and
-so none can take over what another one is told. Its connection may be cut; it comes back over another one and goes on.
+A client is identified by the key of its connection. It puts a token of its choice before each message; key and token
+together identify its session, so a token is useless with another key. Messages to a session go over the connection that
+it was last heard on, addressed by the socket's own name for it: a client cannot choose that name, and so cannot receive
+another one's messages. After an interruption a session continues over a new connection.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _BATCH = 256
 
 
 class SessionChannel:
-    """The messages of clients.
+    """Receives from and sends to client sessions.
 
     Args:
-        socket: A ROUTER that listens; it stays its owner's.
-        name_of: From a public key to the name of its client; None where it is no longer let in.
-        busy: Whether a session has something, and may not be forgotten.
-        report: Told of what could not be said.
+        socket: A listening ROUTER; the caller closes it.
+        name_of: Maps a public key to the name of its client; None where it is no longer accepted.
+        busy: Returns whether a session has leases or requests, and must be kept.
+        report: Sink of failures to send.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class SessionChannel:
         self._sessions = Sessions()
 
     def take(self, now_s: float) -> Iterator[tuple[Session, bytes, bytes]]:
-        """Yield what has been said, up to some; the rest next time.
+        """Yield received messages up to a limit; the rest next time.
 
         Args:
             now_s: The time.
@@ -59,24 +59,24 @@ class SessionChannel:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            if len(frames) != 3 or len(frames[1]) != TOKEN_BYTES:  # no message of ours, which is one frame and a token
+            if len(frames) != 3 or len(frames[1]) != TOKEN_BYTES:  # not of this protocol: one frame after a token
                 continue
             session = self._session(str(frames[2].get("User-Id")), frames[1].bytes, now_s)
             if session is not None and session.rate.allows(now_s):
                 yield session, frames[0].bytes, frames[2].bytes
 
     def say(self, client: Client, saying: AgentResponse, now_s: float) -> None:
-        """Say something to a session, and remember it in case that it is lost with a connection."""
+        """Send a message to a session, and store it in case it is lost with a connection."""
         session = self._sessions.get(client)
         if session is not None:
             session.said(saying, now_s)
             self._send(session, saying, now_s)
 
     def hear(self, session: Session, route: bytes, now_s: float) -> None:
-        """Take a session's sign of life, and say again what it may have missed.
+        """Record a session's heartbeat, and send again the messages that it may have missed.
 
         Args:
-            session: Which.
+            session: The session.
             route: The connection that it was heard on.
             now_s: The time.
         """
@@ -84,23 +84,23 @@ class SessionChannel:
             self._send(session, saying, now_s)
 
     def end(self, client: Client) -> None:
-        """Forget a session: it has to introduce itself anew."""
+        """Remove a session: its client has to introduce itself again."""
         self._sessions.end(client)
 
     def tick(self, now_s: float) -> None:
-        """Forget sessions that have long been idle."""
+        """Remove sessions that have long been idle."""
         self._sessions.forget(now_s, self._busy)
 
     def _session(self, key: str, token: bytes, now_s: float) -> Session | None:
         try:
             name = self._name_of(key)
-        except Exception as error:  # the list of clients cannot be read, say
+        except Exception as error:  # for instance, the list of clients cannot be read
             self._report.refusal("failed", "clients", now_s, part="clients", reason=f"{type(error).__name__}: {error}")
             return None
         return None if name is None else self._sessions.find(Client(key, token, name), now_s, self._busy)
 
     def _send(self, session: Session, saying: AgentResponse, now_s: float) -> None:
-        """Send something to a client; one that does not listen, or has gone, misses it."""
+        """Send a message to a client; it is dropped where the client does not read, or has gone."""
         name = session.client.name
         try:
             frame = encode_agent(saying)

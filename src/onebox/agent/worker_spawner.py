@@ -1,8 +1,8 @@
-"""The nursery of one lease: its workers are forked by a process that has imported all.
+"""The fork server of one lease, which forks its workers after importing what they need.
 
-A fork has its parent's memory at its parent's addresses, and what protects one against attacks is in part that nobody
-knows these. Therefore nothing is forked for two clients by the same process, and one that ends with its lease is as
-early as one can be had: a lease of a single worker has none, since that would take no shorter.
+A fork has its parent's address layout, and protection against attacks rests in part on the secrecy of that layout.
+Therefore no process forks workers of two clients: each server starts and ends with its lease. A lease of a single
+worker has none, since that would save no time.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from onebox.pool.launch.worker_process import worker_environment
 from onebox.pool.launch.worker_user import WorkerUser
 
 _BIRTH_S = 2.0
-"""How long the agent, whose one thread does everything, waits for a fork; then workers are started from nothing."""
+"""How long the agent, which has a single thread, waits for a fork; then workers are started from scratch."""
 
 
 class LeaseForkServer:
-    """What may fork the workers of a lease; a :class:`~onebox.pool.launch.fork_server.WorkerSpawner`.
+    """Fork server for the workers of a lease; a :class:`~onebox.pool.launch.fork_server.WorkerSpawner`.
 
     Args:
-        shares: What the workers of the lease are to have. Those that have as many threads as most have are forked: an
-            environment says how many.
-        account: Whom workers run as; the agent's own user where ``None``.
+        shares: Shares of the lease's workers. Only those with the most common number of threads are forked, because the
+            number is part of the environment.
+        account: User that workers run as; the agent's own user where ``None``.
     """
 
     def __init__(self, shares: Sequence[Share], account: WorkerUser | None) -> None:
@@ -40,14 +40,14 @@ class LeaseForkServer:
             try:
                 self._nursery = ForkServerProcess(self._environment, account)
             except (OSError, SubprocessError):
-                self._nursery = None  # there will be an error of a worker's start that says why
+                self._nursery = None  # the start of a worker will raise an error with the cause
 
     def descriptors(self) -> list[int]:
-        """Return what becomes readable when there is something to :meth:`attend` to."""
+        """Return the descriptors that are readable when :meth:`attend` has work."""
         return [] if self._nursery is None or self._ready else [self._nursery.channel]
 
     def attend(self) -> bool:
-        """Take what the nursery has said, without a wait; return whether workers can be started, by it or otherwise."""
+        """Read the server's message without blocking; return whether workers can be started, by it or from scratch."""
         if self._nursery is not None and not self._ready:
             try:
                 self._ready = self._nursery.wait_ready(0.0)
@@ -70,7 +70,7 @@ class LeaseForkServer:
             return None
 
     def close(self) -> None:
-        """End it at once, and with it its workers. Idempotent."""
+        """Kill it, and with it its workers. Idempotent."""
         if self._nursery is not None:
             self._nursery.close(grace_s=0.0)
             self._nursery = None

@@ -161,7 +161,7 @@ class Workers:
                         yield worker.outlet
 
     def end(self, lease: int, grace_s: float, now_s: float) -> None:
-        """End the workers of a lease: wait a while for them to end by themselves, then kill them. :class:`Gone`
+        """End the workers of a lease: wait a while for them to end by themselves, then kill them. :class:`LeaseClosed`
         follows, even without workers."""
         crew = self._crews.setdefault(lease, _Crew(lease, now_s, LeaseForkServer((), None)))
         crew.ending = True
@@ -171,7 +171,8 @@ class Workers:
             self._kill(crew)
 
     def kill(self, lease: int, worker: int) -> bool:
-        """Kill one worker of a lease, and return whether it exists; :class:`Died` or :class:`Gone` follows."""
+        """Kill one worker of a lease, and return whether it exists; :class:`LeasedWorkerExited` or :class:`LeaseClosed`
+        follows."""
         crew = self._crews.get(lease)
         if crew is None or not 0 <= worker < len(crew.workers) or crew.workers[worker].ended:
             return False

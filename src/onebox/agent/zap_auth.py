@@ -1,4 +1,4 @@
-"""Who is let in: the agent's end of ZeroMQ's authentication (ZAP, RFC 27)."""
+"""Client authentication: a handler of ZeroMQ's authentication protocol (ZAP, RFC 27)."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _TEXT = 64
 
 
 class ZapAuthenticator:
-    """Answers ZeroMQ's question whether a key may come in; what a let-in client sends bears its key as ``User-Id``.
+    """Accepts or rejects public keys for ZeroMQ; messages of an accepted client carry its key as ``User-Id``.
 
-    A key that is known comes in however many strangers knock from the same address: who is refused could otherwise
-    keep out others behind the same router. A stranger learns only that it is refused.
+    A known key is accepted however many unknown ones come from the same address: otherwise a rejected client could lock
+    out others behind the same router. A rejected client gets no reason.
 
     Args:
-        context: The one whose sockets are guarded.
-        name_of: From a public key to the name of its client; None for a stranger.
-        report: Told of who is refused, by the address that he comes from.
+        context: The context whose sockets are protected.
+        name_of: Maps a public key to the name of its client; None for an unknown key.
+        report: Sink of rejections, with their addresses.
 
     Raises:
-        zmq.ZMQError: This context has a door already.
+        zmq.ZMQError: This context has an authenticator already.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class ZapAuthenticator:
         self.socket.bind("inproc://zeromq.zap.01")
 
     def attend(self, now_s: float) -> None:
-        """Answer those who knock, up to some; the others next time."""
+        """Answer pending requests up to a limit; the others next time."""
         for _ in range(_BATCH):
             try:
                 request = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -47,7 +47,7 @@ class ZapAuthenticator:
             self._answer(request, now_s)
 
     def close(self) -> None:
-        """Close the door: nobody comes in any more."""
+        """Close the socket: no further connection is accepted."""
         self.socket.close(0)
 
     def _answer(self, request: list[bytes], now_s: float) -> None:
@@ -63,12 +63,12 @@ class ZapAuthenticator:
     def _knows(self, key: str, now_s: float) -> bool:
         try:
             return self._name_of(key) is not None
-        except Exception as error:  # ZeroMQ waits for an answer to this question before it asks the next one
+        except Exception as error:  # ZeroMQ waits for the answer to this request before it sends the next one
             self._report.refusal("failed", "door", now_s, part="door", reason=f"{type(error).__name__}: {error}")
             return False
 
     def _key(self, request: list[bytes]) -> str | None:
-        """Return the public key in a request; None if it is no request for a CURVE key."""
+        """Return the public key in a request; None if it is not a request for a CURVE key."""
         if len(request) != 7 or request[0] != b"1.0" or request[5] != b"CURVE" or len(request[6]) != 32:
             return None
         return z85.encode(request[6]).decode()

@@ -1,8 +1,8 @@
 """The commands ``onebox train``, ``plan``, ``fit``, ``run``, ``devices``, ``profile`` and ``env``; and, for pools of
 several machines, ``serve``, ``pair``, ``status`` and ``logs``.
 
-What goes wrong is one message on standard error and an exit status: 2 for what was asked for (a flag, a folder, a
-damaged file), 1 for what failed on the way, 130 after Ctrl-C.
+An error is one message on standard error and an exit status: 2 for invalid input (a flag, a folder, a damaged file), 1
+for a failure during the command, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from onebox.errors import CheckpointError, DataError, OneboxError, UsageError
 __all__ = ["main"]
 
 _CLOSING_S = 5.0
-"""A second Ctrl-C within this time is taken for impatience; workers are gone by then."""
+"""A second Ctrl-C within this time after the first is ignored; workers have ended by then."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Args:
-        arguments: Words of the command line, without the program's name; those of this process when ``None``.
+        arguments: Arguments of the command line, without the program's name; those of this process when ``None``.
 
     Returns:
         The exit status.
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _forget_output()
         return BROKEN_PIPE
-    except SystemExit as error:  # of --help
+    except SystemExit as error:  # from --help
         return int(error.code or OK)
     return status
 
@@ -68,7 +68,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _command(config: Any) -> Callable[[Any], int | None]:
-    """Return the command that a configuration is of; each is imported only when it is called."""
+    """Return the function of a configuration's command, which is imported only when it is called."""
     from onebox.cli.options.agents import MachinesConfig
     from onebox.cli.options.estimates import MemoryConfig
     from onebox.cli.options.jobs import PlanConfig, TrainConfig
@@ -109,7 +109,7 @@ def _command(config: Any) -> Callable[[Any], int | None]:
 
 @contextlib.contextmanager
 def _importing() -> Iterator[None]:
-    """Look for no garbage meanwhile: that would be a tenth of the time that imports take, and finds none."""
+    """Disable garbage collection during imports, where it takes a tenth of the time and finds nothing."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -121,10 +121,10 @@ def _importing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _interruptible(*, ends: bool) -> Iterator[None]:
-    """Let Ctrl-C end the command, and those that follow at once not disturb its closing down.
+    """Make Ctrl-C end the command, and ignore repetitions while it closes down.
 
     Args:
-        ends: Whether the process ends with the command; then they do not disturb Python's own end either.
+        ends: Whether the process ends with the command; then repetitions are also ignored during Python's own shutdown.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -146,7 +146,7 @@ def _interruptible(*, ends: bool) -> Iterator[None]:
 
 
 def _tell(status: int, message: object) -> int:
-    """Print a message, which may quote what another machine said: that must not steer the terminal."""
+    """Print a message, with terminal escapes made visible, as it may quote another machine."""
     text = "".join(each if each.isprintable() or each in "\n\t" else f"\\u{ord(each):04x}" for each in str(message))
     with contextlib.suppress(OSError):
         print(f"onebox: {text}", file=sys.stderr, flush=True)
@@ -154,7 +154,7 @@ def _tell(status: int, message: object) -> int:
 
 
 def _forget_output() -> None:
-    """Point standard output at nothing, so that Python's own flush at the end does not fail once more."""
+    """Redirect standard output to nothing, so that Python's final flush does not fail again."""
     with contextlib.suppress(OSError, ValueError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""Agents that a command looks at without leasing anything: which are meant, and what they say."""
+"""Queries to agents without leases: the agents of a specification, and monitoring of their state."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from onebox.report import HostState
 
 
 def parts_of(spec: str) -> tuple[Part, ...]:
-    """Return what a pool is asked for; see :func:`~onebox.pool.spec.asked_parts`.
+    """Return the parts of a pool's specification; see :func:`~onebox.pool.spec.asked_parts`.
 
     Raises:
-        UsageError: It is not understood.
+        UsageError: The specification is invalid.
     """
     return asked_parts(spec, os.environ, lambda name: Path(name).expanduser().read_text(encoding="utf-8"))
 
 
 def agent_parts(spec: str) -> tuple[AgentPart, ...] | None:
-    """Return the hosts that a pool is asked for, if it is of such hosts only.
+    """Return the hosts of a specification, if it consists of hosts with agents only.
 
     Raises:
-        UsageError: It is not understood, or this client was not paired with one of them.
+        UsageError: The specification is invalid, or this client was not paired with one of them.
     """
     parts = parts_of(spec)
     agents = tuple(part for part in parts if isinstance(part, AgentPart))
@@ -42,10 +42,10 @@ def agent_parts(spec: str) -> tuple[AgentPart, ...] | None:
 
 
 def addresses_of(spec: str) -> tuple[str, ...]:
-    """Return the addresses of a pool's agents; for ``auto``, where nothing else says what that is, all that are known.
+    """Return the addresses of a pool's agents; those of all known agents for an ``auto`` without another meaning.
 
     Raises:
-        UsageError: It is not understood, there are none, or this client was not paired with one.
+        UsageError: The specification is invalid, there are none, or this client was not paired with one.
     """
     agents = tuple(part for part in parts_of(spec) if isinstance(part, AgentPart))
     for part in agents:
@@ -77,18 +77,18 @@ def connected(addresses: Sequence[str]) -> Iterator[list[AgentConnection]]:
 
 
 class HostWatch:
-    """Looks at one agent again and again, in a thread that :meth:`close` ends.
+    """Queries one agent repeatedly, in a thread that :meth:`close` ends.
 
     Args:
         address: Its address.
-        every_s: Seconds between two looks.
+        every_s: Seconds between two queries.
     """
 
     def __init__(self, address: str, every_s: float) -> None:
         self.state = HostState(address=address)
-        """What was seen last."""
+        """The latest state."""
         self.looked = threading.Event()
-        """Set when there has been a look."""
+        """Set after the first query."""
         self._every_s = every_s
         self._ended = threading.Event()
         self._line: AgentConnection | None = None
@@ -96,10 +96,10 @@ class HostWatch:
         self._thread.start()
 
     def close(self, *, within_s: float) -> None:
-        """End the thread; a look under way comes to its own end, if this process lives as long.
+        """End the thread; a query in progress runs to its end, if this process lives as long.
 
         Args:
-            within_s: How long to wait for that.
+            within_s: Bound of the wait for that.
         """
         self._ended.set()
         self._thread.join(within_s)

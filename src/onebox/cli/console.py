@@ -1,4 +1,4 @@
-"""Where the commands print."""
+"""The console of the commands."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ _UNLIMITED = 10_000
 
 
 class OutputConsole(Console):
-    """Standard output; a reader that has gone is told as BrokenPipeError, by tables and bars too."""
+    """Standard output; a closed pipe raises BrokenPipeError, also from tables and bars."""
 
     def on_broken_pipe(self) -> None:
-        """Called inside the handler of the error; rich itself would end the program here."""
+        """Re-raise the error that is being handled; rich itself would end the program here."""
         raise BrokenPipeError
 
     def widen(self, tables: Iterable[Table]) -> None:
-        """Let tables go on over the edge of a narrow terminal, up to 120 columns: cut cells would say nothing."""
+        """Let tables exceed a narrow terminal, up to 120 columns, rather than be cut."""
         widest = max(map(self._natural, tables))
         self.width = max(self.width, min(widest, _WIDEST))
 
     def fitting(self, make: Callable[[bool], Table]) -> Table:
-        """Return a table as it is, or its narrow form where the terminal has not the width.
+        """Return a table, or its narrow form where the terminal is not wide enough.
 
-        Where nobody said how wide it is, as in a pipe, that is 120 columns.
+        A width of 120 columns is assumed where it is unknown, as in a pipe.
 
         Args:
-            make: Makes the table, its narrow form if so told.
+            make: Makes the table, or its narrow form for True.
         """
         wide = make(False)
         told = self.is_terminal or os.environ.get("COLUMNS")
@@ -38,5 +38,5 @@ class OutputConsole(Console):
         return wide if self._natural(wide) <= room else make(True)
 
     def _natural(self, table: Table) -> int:
-        """Return the columns that a table takes where there is room."""
+        """Return the natural width of a table in columns."""
         return self.measure(table, options=self.options.update(max_width=_UNLIMITED)).maximum

@@ -1,20 +1,20 @@
-"""Exit statuses, and the one message that stands in for a traceback."""
+"""Exit statuses, and the exception whose message replaces a traceback."""
 
 from __future__ import annotations
 
 OK = 0
 FAILED = 1
 USAGE = 2
-INTERRUPTED = 130  # 128 + SIGINT, as a shell has it
+INTERRUPTED = 130  # 128 + SIGINT, as in a shell
 BROKEN_PIPE = 141  # 128 + SIGPIPE, likewise
 
 
 class Exit(Exception):
-    """Ends a command with a message for a person.
+    """Ends a command with a message.
 
     Args:
         status: Exit status.
-        message: What happened and what to do.
+        message: The error and its remedy.
     """
 
     def __init__(self, status: int, message: str) -> None:

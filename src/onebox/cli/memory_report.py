@@ -1,4 +1,4 @@
-"""What ``onebox plan --show-memory`` says: the policies of segments, and the memory of a step, predicted and
+"""The output of ``onebox plan --show-memory``: activation policies, and the memory of a step, predicted and
 measured."""
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from onebox.report.tables.memory import (
 from onebox.wire.protocol.instructions import Ask
 
 _STEPS = 3
-"""The first has no optimizer state yet when it begins, the second may be held up by what is done once."""
+"""The first step begins without optimizer state, the second may be delayed by one-time work."""
 
 _WIDTH = 60
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryReport:
-    """The memory of a plan.
+    """The memory report of a plan.
 
     Args:
         plan: The plan.
         names: All segments of the model, in their order.
-        reasons: What becomes of the activations of each stage.
-        curves: The memory of each device over a step, predicted.
-        compared: What was measured beside it; empty where the plan was not run, because it does not fit.
-        rows: The same for a figure.
+        reasons: Activation policies of each stage.
+        curves: The predicted memory of each device over a step.
+        compared: Comparison with measurements; empty where the plan was not run, because it does not fit.
+        rows: The same data for a figure.
         budgets: The memory of each device.
         emulated: Numbers of the emulated devices.
-        allocated: The most that the allocator of each GPU had given out in the measured step.
+        allocated: Peak of each GPU's allocator in the measured step.
     """
 
     plan: Plan
@@ -64,7 +64,7 @@ class MemoryReport:
 
 
 def make_memory_report(config: JobConfig, found: PlanForecast, data: Data, pool: Pool) -> MemoryReport:
-    """Follow the memory of a plan's step, and run some steps to measure it, if it fits.
+    """Predict the memory of a plan's step, and run some steps to measure it, if it fits.
 
     Args:
         config: The options, resolved.
@@ -73,7 +73,7 @@ def make_memory_report(config: JobConfig, found: PlanForecast, data: Data, pool:
         pool: The devices.
 
     Raises:
-        OneboxError: Something failed on a worker.
+        OneboxError: A worker failed.
     """
     batch = sample_batch(config, data)
     budgets: dict[int, int | None] = {device.number: device.memory_bytes for device in pool.devices}
@@ -118,14 +118,14 @@ def make_memory_report(config: JobConfig, found: PlanForecast, data: Data, pool:
 
 
 def _peaks_anew(pool: Pool) -> None:
-    """Let the peaks that workers count start anew."""
+    """Reset the peaks that workers count."""
     raise_first([pool.post(device.number, [Ask("peak")], answer=True) for device in pool.devices])
 
 
 def _predicted(
     config: JobConfig, found: PlanForecast, data: Data, pool: Pool, budgets: Mapping[int, int | None]
 ) -> tuple[Mapping[int, MemoryTimeline], tuple[MemoryComparison, ...], tuple[MemoryRow, ...]]:
-    """Return what a plan that does not fit would use."""
+    """Return the predicted memory of a plan that does not fit."""
     model = make_model(config, data)
     job = (model, functional.cross_entropy, make_optimizer(config, model), *sample_batch(config, data))
     curves = fit(*job, pool=pool, plan=found.plan, precision=config.precision, budget_s=0.1).curves
@@ -133,7 +133,7 @@ def _predicted(
 
 
 def print_memory(seen: MemoryReport, console: OutputConsole) -> None:
-    """Print the policies of segments and the memory of devices."""
+    """Print the activation policies and the memory of devices."""
     tables = [
         activation_policy_table(seen.reasons, seen.plan, seen.names, seen.emulated),
         peak_table(seen.curves, seen.budgets, seen.compared, seen.emulated, seen.allocated),
@@ -149,7 +149,7 @@ def print_memory(seen: MemoryReport, console: OutputConsole) -> None:
 
 
 def memory_data(seen: MemoryReport) -> dict[str, Any]:
-    """Return everything that is known as JSON values."""
+    """Return the whole report as JSON values."""
     return {
         "stages": [
             {**dataclasses.asdict(one), "segments": seen.plan.stages[one.stage].segments or seen.names}

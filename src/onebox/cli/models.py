@@ -1,7 +1,7 @@
 """The models of ``onebox train``: small image classifiers that take raw uint8 pixels.
 
-Each is one ``nn.Module`` with two parts, ``normalize`` and ``body``. Pixels become numbers inside the model,
-so that bytes travel to the worker that holds the first stage, and the conversion is part of its graph.
+Each is one ``nn.Module`` with two parts, ``normalize`` and ``body``. Pixels are converted to floating point inside the
+model, so that bytes are sent to the worker of the first stage, and the conversion is part of its graph.
 
 Shape letters: B samples, C channels, H rows and W columns of an image, T tokens, D features of a token,
 N heads, K features of a head.
@@ -53,9 +53,9 @@ def build_model(
     std: Sequence[float],
     seed: int,
 ) -> nn.Module:
-    """Build one of the models, on the CPU, with weights drawn from a seed.
+    """Build a model on the CPU, with weights drawn from a seed.
 
-    The global random state is left as it was.
+    The global random state is unchanged.
 
     Args:
         name: One of :data:`MODEL_NAMES`.
@@ -71,7 +71,7 @@ def build_model(
         A model in training mode that maps uint8 [B, C, H, W] to logits [B, classes].
 
     Raises:
-        UsageError: The name is unknown, or the numbers make no image or no classifier.
+        UsageError: The name is unknown, or the sizes are invalid.
 
     Example:
         >>> model = build_model(
@@ -87,24 +87,24 @@ def build_model(
     image = ImageShape(channels=channels, height=height, width=width)
     if len(mean) != channels:
         raise UsageError(f"{len(mean)} means for {channels} channels; give one per channel")
-    # The CPU generator alone: torch.manual_seed would reach the generators of every other device too.
+    # The CPU generator alone: torch.manual_seed would also seed those of all devices.
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return nn.Sequential(OrderedDict(normalize=Normalize(mean, std), body=_BODIES[name](image, classes)))
 
 
 class Normalize(nn.Module):
-    """Turn uint8 pixels into numbers of mean 0 and standard deviation 1.
+    """Normalise uint8 pixels to mean 0 and standard deviation 1.
 
-    The constants are buffers that no checkpoint holds; they follow ``.to(dtype)`` like the parameters, and
-    the output has their dtype.
+    The constants are non-persistent buffers; they follow ``.to(dtype)`` like the parameters, and the output has their
+    dtype.
 
     Args:
         mean: Mean of each channel, on a scale of 0 to 1.
         std: Standard deviation of each channel, on the same scale; positive.
 
     Raises:
-        UsageError: There are not as many of the one as of the other, or a deviation is not positive.
+        UsageError: The lengths differ, or a deviation is not positive.
     """
 
     mean: Tensor
@@ -152,7 +152,7 @@ class Cnn(nn.Sequential):
         image: Size of the images; 8x8 gives one halving, 28x28 two and 32x32 three.
         classes: Number of classes.
         base_width: Channels of the first two blocks; each halving doubles them, up to four times as many.
-        dropout: Share of features that are dropped before the classifier, and half of it after each halving.
+        dropout: Dropout rate before the classifier; half of it after each halving.
     """
 
     def __init__(self, image: ImageShape, classes: int, *, base_width: int = 32, dropout: float = 0.2) -> None:
@@ -292,4 +292,4 @@ _BODIES: dict[str, Callable[[ImageShape, int], nn.Module]] = {
 }
 
 MODEL_NAMES = tuple(_BODIES)
-"""Names that :func:`build_model` knows."""
+"""Names that :func:`build_model` accepts."""

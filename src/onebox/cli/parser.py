@@ -1,4 +1,4 @@
-"""From the words of a command line to a command's options; whatever is wrong with them is said in one line."""
+"""Parsing of a command line into a command's options, with errors in one line."""
 
 from __future__ import annotations
 
@@ -67,16 +67,16 @@ onebox COMMAND --help says more of each. Without a GPU and without another machi
 
 
 def parse(arguments: Sequence[str]) -> Config:
-    """Return the options of the command that the arguments ask for.
+    """Return the options of the command in the arguments.
 
-    A run that is resumed brings its settings: flags that are given beat what its configuration file says.
+    A resumed run uses the settings in its configuration file, which explicit flags override.
 
     Args:
-        arguments: Words of the command line, without the program's name.
+        arguments: Arguments of the command line, without the program's name.
 
     Raises:
-        UsageError: They are wrong; the message has one line.
-        SystemExit: They ask for help or for the version, which has been printed.
+        UsageError: They are invalid; the message has one line.
+        SystemExit: Help or the version was requested and has been printed.
     """
     if not arguments:
         raise UsageError(f"a command is needed: {', '.join(_COMMANDS)}; see onebox --help")
@@ -95,7 +95,7 @@ def parse(arguments: Sequence[str]) -> Config:
 
 
 def _without_script(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Return the words for ``onebox``, and for ``onebox run`` those from the script on, which are the script's own."""
+    """Split the arguments into those of ``onebox`` and, for ``onebox run``, the script with its own."""
     words = list(arguments)
     if words[:1] == ["plan"]:
         return _without_bare_memory(words), ()
@@ -113,7 +113,7 @@ def _without_script(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...
 
 
 def _without_bare_memory(words: list[str]) -> list[str]:
-    """Return the words for ``onebox plan``, where ``--memory`` without a size asks for what is said of memory."""
+    """Replace ``--memory`` without a size in ``onebox plan`` by the flag that shows the memory."""
     bare = [
         word == "--memory" and (place + 1 == len(words) or words[place + 1].startswith("-"))
         for place, word in enumerate(words)
@@ -142,7 +142,7 @@ def _tyro(kind: Any, arguments: Sequence[str], **options: Any) -> Any:
 
 
 def _own_message(error: BaseException | None) -> str | None:
-    """Return what our own validation said, where that is what ended the parsing."""
+    """Return the message of our own validation, if that ended the parsing."""
     while error is not None:
         if isinstance(error, UsageError):
             return str(error)
@@ -151,11 +151,11 @@ def _own_message(error: BaseException | None) -> str | None:
 
 
 def _one_line(box: str) -> str:
-    """Turn one of tyro's boxes (a title, what is wrong, a rule, hints) into a line."""
+    """Convert one of tyro's boxes (a title, an error, a rule, hints) into a line."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", box)
     lines = [line.strip("│ ") for line in text.splitlines() if not line.startswith(("╭", "╰"))]
     sections = [" ".join(part.split()) for part in re.split(r"[─-]{5,}", " ".join(lines))]
-    if "╭" not in text:  # where the terminal has no such characters, the title is above a rule of its own
+    if "╭" not in text:  # without such characters, the title is above a separate rule
         sections = sections[1:]
     what, rest = _plain(sections[0].rstrip(".")), " ".join(sections[1:])
     for pattern, template in (
@@ -169,7 +169,7 @@ def _one_line(box: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Say what Python's own conversions say in words for everybody."""
+    """Reword messages of Python's own conversions."""
     text = re.sub(r"no type matching .* Got errors: .*<class '\w+'>: ", "", text)
     text = re.sub(r"invalid literal for int\(\) with base 10: ('.*')", r"\1 is not a whole number", text)
     text = re.sub(r"could not convert string to float: ('.*')", r"\1 is not a number", text)

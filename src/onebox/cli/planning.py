@@ -1,4 +1,4 @@
-"""From a command's options to a plan: one that is searched for, or one from a file that is predicted."""
+"""Planning for a command's options: search for a plan, or prediction of one from a file."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ from onebox.wire.protocol.instructions import GroupDelays
 
 @dataclass(frozen=True, kw_only=True)
 class PlanForecast:
-    """A plan with what is expected of it.
+    """A plan with its prediction.
 
     Args:
         plan: The plan, with its prediction.
-        simulation: Its step.
-        problem: What it was made or predicted from.
-        candidates: What it was compared with, itself first; empty for one that was not searched for.
-        delays: What is done about gradients that are late, if they are.
+        simulation: Its simulated step.
+        problem: The problem that it was made or predicted for.
+        candidates: The plans that the search compared, itself first; empty without a search.
+        delays: Compensation of late gradients, if any.
     """
 
     plan: Plan
@@ -63,7 +63,7 @@ class PlanForecast:
 
     @property
     def shortfall(self) -> str:
-        """Which devices lack how much memory for it; empty if it fits."""
+        """Description of the devices that lack memory for it, and how much; empty if it fits."""
         room = self.problem.capacity_bytes
         over = {device: peak - room[device] for device, peak in self.peak_bytes.items() if device in room}
         lacks = ((device, enough_text(size)) for device, size in sorted(over.items()) if size > 0)
@@ -71,13 +71,13 @@ class PlanForecast:
 
     @property
     def peak_bytes(self) -> dict[int, int]:
-        """Most memory of each device of the plan."""
+        """Peak memory of each device of the plan."""
         assert self.plan.predicted is not None
         return dict(zip(self.plan.devices, self.plan.predicted.peak_bytes, strict=True))
 
 
 def sample_batch(config: JobConfig, data: Data) -> tuple[Tensor, Tensor]:
-    """Return a batch of a data set, as a step gets it."""
+    """Return a batch of a data set in the form of a step's input."""
     return data.example(config.batch)
 
 
@@ -102,14 +102,14 @@ def search_plan(
         pool: The devices.
         micro_batches: Allowed sizes of micro-batches.
         schedules: Allowed schedules.
-        policies: What may become of activations.
-        update: Where the optimizer's state may be.
+        policies: Allowed activation policies.
+        update: Allowed places of the optimizer's state.
         preparing: Cores of this machine that the preparation of batches keeps busy.
-        budget_s: About how many seconds the search may take.
-        fresh: Measure even what is known.
+        budget_s: Approximate time limit of the search in seconds.
+        fresh: Whether to measure again what is cached.
 
     Raises:
-        UsageError: The batch cannot be divided as asked.
+        UsageError: The batch cannot be divided as requested.
         PlanError: Nothing fits.
     """
     model = make_model(config, data)
@@ -153,12 +153,12 @@ def predict_plan(
         config: The options, resolved.
         data: The data set.
         pool: The devices.
-        plan: The plan; what it predicts itself is not looked at.
+        plan: The plan; its own prediction is ignored.
         preparing: Cores of this machine that the preparation of batches keeps busy.
-        fresh: Measure even what is known.
+        fresh: Whether to measure again what is cached.
 
     Raises:
-        UsageError: It is no plan for this model and pool, or its schedule cannot be run.
+        UsageError: The plan is not for this model and pool, or its schedule cannot be run.
     """
     strangers = [device for device in plan.devices if device >= len(pool)]
     if strangers:
@@ -218,19 +218,19 @@ def _check_table(problem: Problem, plan: Plan) -> None:
 def plan_of_run(
     config: TrainConfig, folder: RunFolder, data: Data, say: Callable[[str], None] = lambda text: None
 ) -> tuple[Plan | None, Simulation | None]:
-    """Return the plan that a run is to have, and the step that was simulated for it where it was searched for here.
+    """Return the plan of a run, and its simulated step if it was searched for here.
 
-    A run that is resumed goes on with the plan in its folder, or with another one that has the same micro-batches.
-    ``auto`` is planned on devices that are opened for that, and given back.
+    A resumed run uses the plan in its folder, or another one with the same micro-batches. ``auto`` opens the devices
+    for planning, and closes them again.
 
     Args:
         config: The options, resolved.
         folder: The run's folder.
         data: The data set.
-        say: Tells a person what takes its time.
+        say: Function that prints a message about slow work.
 
     Raises:
-        UsageError: The plan cannot be read, or would change what a resumed run computes.
+        UsageError: The plan cannot be read, or would change the computation of a resumed run.
         PlanError: Nothing fits.
     """
     if config.plan is None:
@@ -245,7 +245,7 @@ def plan_of_run(
     if config.plan == "auto":
         say("planning: the model, the devices and the links are measured unless they are known")
         with open_pool(config.pool, threads=config.threads, memory=config.memory) as pool:
-            # What is on its way to a host's memory at a step's end cannot be left to the next one.
+            # Transfers to a host's memory at the end of a step cannot continue in the next one.
             policies = [
                 policy for policy in ACTIVATION_POLICIES if policy not in OFFLOADING_POLICIES or not config.overlap
             ]
@@ -265,10 +265,10 @@ def plan_of_run(
 
 
 def check_staleness(config: TrainConfig, plan: Plan) -> None:
-    """Refuse a plan whose gradients are late where the run's are not to be, and the other way round.
+    """Require that a plan and a run agree about late gradients.
 
     Raises:
-        UsageError: That is so.
+        UsageError: Only one of them has late gradients.
     """
     if plan.schedule == ASYNC and not config.staleness:
         raise UsageError(

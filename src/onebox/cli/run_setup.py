@@ -1,4 +1,4 @@
-"""The beginning of a run: its folder, its model and optimizer, and the trainer, new or from a checkpoint."""
+"""Setup of a run: its folder, its model and optimizer, and the trainer, new or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from onebox.report import RunFolder
 
 @dataclass(frozen=True, kw_only=True)
 class StartedRun:
-    """Where a run starts.
+    """The initial state of a run.
 
     Args:
         trainer: The trainer.
-        standing: How far the run is.
-        saved: The checkpoint that the trainer comes from, if any.
+        standing: Progress of the run.
+        saved: The checkpoint that the trainer was restored from, if any.
     """
 
     trainer: Trainer
@@ -41,7 +41,7 @@ class StartedRun:
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the share of samples that were classified right."""
+    """Return the fraction of samples that are classified correctly."""
     return (outputs.argmax(1) == targets).float().mean()
 
 
@@ -60,10 +60,10 @@ def load_data(config: JobConfig) -> Data:
 
 @contextlib.contextmanager
 def run_folder(config: TrainConfig, data: str) -> Iterator[RunFolder]:
-    """Make or take the run's folder; a new one goes again if nothing was written into it.
+    """Create or open the run's folder; a new one is removed again if nothing was written into it.
 
     Raises:
-        UsageError: It cannot be made, is not empty, or is not there.
+        UsageError: It cannot be created, is not empty, or does not exist.
     """
     if config.resume is not None:
         yield RunFolder.resume(config.resume)
@@ -82,14 +82,14 @@ def run_folder(config: TrainConfig, data: str) -> Iterator[RunFolder]:
 
 
 def start_run(config: TrainConfig, folder: RunFolder, data: Data, pool: Pool, plan: Plan | None) -> StartedRun:
-    """Make a trainer, or bring one back from the newest checkpoint of the run.
+    """Make a trainer, or restore one from the newest checkpoint of the run.
 
     Args:
         config: The options, resolved.
         folder: The run's folder.
         data: The data set.
         pool: The devices.
-        plan: The plan; ``None`` for what the options say.
+        plan: The plan; ``None`` for the options' own.
 
     Raises:
         UsageError: An option does not fit the pool.
@@ -172,7 +172,7 @@ def make_model(config: JobConfig, data: Data) -> nn.Module:
 
 
 def make_optimizer(config: JobConfig, model: nn.Module) -> Optimizers:
-    """Return the optimizer of a run, whose options are resolved, or two beside each other."""
+    """Return the optimizer of a run with resolved options, or two in combination."""
     assert config.lr is not None and config.weight_decay is not None, "the options are resolved"
     lr, weight_decay = config.lr, config.weight_decay
     if config.optimizer == "sgd":
@@ -185,7 +185,7 @@ def make_optimizer(config: JobConfig, model: nn.Module) -> Optimizers:
 
 
 def _with_muon(model: nn.Module, lr: float, weight_decay: float) -> Optimizers:
-    """Return Muon for the matrices of a model but tables of embeddings, and AdamW for the rest.
+    """Return Muon for the matrices of a model except embedding tables, and AdamW for the rest.
 
     Muon's updates are scaled to the size of AdamW's, so that one learning rate suits both (arXiv:2502.16982, 2.2).
     """

@@ -1,4 +1,4 @@
-"""What a finished run leaves in its folder, and what is said about it."""
+"""The summary of a finished run: the files in its folder, and the printed lines."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ _CONTENTS = {
 def write_outcome(
     loop: TrainingLoop, pool: Pool, *, seconds: float, expected: Simulation | None = None
 ) -> PlanComparison | None:
-    """Write the timeline and the summary of a run, and of one that was given a plan the figure of a step.
+    """Write the timeline and the summary of a run and, if it has a plan, the figure of a step.
 
     Args:
         loop: The loop, which has ended.
         pool: The pool, still open.
-        seconds: How long this process trained, tested and saved.
-        expected: The step that was simulated for its plan, if one was.
+        seconds: Time that this process spent on training, testing and saving.
+        expected: The simulated step of its plan, if any.
 
     Returns:
-        What the plan predicted beside what was measured; ``None`` where there was no plan, or no whole step.
+        The comparison of the plan with measurements; ``None`` without a plan, or without a whole step.
 
     Raises:
-        OneboxError: A worker failed meanwhile.
+        OneboxError: A worker failed.
         OSError: A file cannot be written.
     """
     if not loop.meter.samples and loop.folder.summary.exists():
@@ -57,7 +57,7 @@ def write_outcome(
 
 
 def print_outcome(loop: TrainingLoop, console: OutputConsole, found: PlanComparison | None = None) -> None:
-    """Say how right the plan was, how good the model is, and where everything lies."""
+    """Print the accuracy of the plan, the quality of the model, and the paths of the files."""
     if found is not None:
         _print_comparison(found, loop, console)
     last = loop.standing.last
@@ -77,7 +77,7 @@ def print_outcome(loop: TrainingLoop, console: OutputConsole, found: PlanCompari
 
 
 def _delays(loop: TrainingLoop) -> list[str]:
-    """Say how late gradients were, as the workers measured it."""
+    """Describe the delays of gradients, as measured by the workers."""
     trainer = loop.trainer
     if not trainer.staleness:
         return []
@@ -92,7 +92,7 @@ def _delays(loop: TrainingLoop) -> list[str]:
 
 
 def _recoveries(loop: TrainingLoop) -> list[str]:
-    """Say what was lost and what that cost."""
+    """Describe losses of workers and their costs."""
     stories = loop.trainer.recoveries
     if not stories:
         return []
@@ -104,7 +104,7 @@ def _recoveries(loop: TrainingLoop) -> list[str]:
 
 
 def _decisions(loop: TrainingLoop) -> list[str]:
-    """Say how often the plan followed devices and links."""
+    """Describe the number of adaptations of the plan to devices and links."""
     made = [each for each in loop.trainer.decisions if not each.refused]
     if not made:
         return []
@@ -120,7 +120,7 @@ def _kind(device: DeviceInfo) -> str:
 
 
 def _compare(loop: TrainingLoop) -> PlanComparison | None:
-    """Compare a run with the plan that it was given, by its whole steps."""
+    """Compare a run with its plan, by its whole steps."""
     plan, trainer = loop.trainer.plan, loop.trainer
     if loop.config.plan is None or plan is None or not loop.full_steps:
         return None
@@ -161,12 +161,12 @@ def _draw(loop: TrainingLoop, pool: Pool, expected: Simulation | None) -> None:
 
 
 def _curves(loop: TrainingLoop) -> dict[int, MemoryTimeline]:
-    """Return the memory that each device was expected to use over a whole step."""
+    """Return the predicted memory of each device over a whole step."""
     return loop.trainer.predicted_curves(*loop.data.example(loop.full_batch))
 
 
 def _memory(loop: TrainingLoop) -> list[dict[str, Any]]:
-    """Return by how much the memory of the last whole step differs from what was expected."""
+    """Return the differences of the last whole step's memory from the prediction."""
     step = max(loop.full_steps)
     return [one.to_data() for one in compare_memory(_curves(loop), loop.trainer.events(), step)]
 

@@ -1,4 +1,4 @@
-"""Tracebacks of a script's errors: the lines of the script, without those of this package around and under them."""
+"""Tracebacks of a script's errors: the lines of the script, without those of this package above and below them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import onebox
 
 _OURS = (str(Path(onebox.__file__).parent), "<frozen runpy>", "<frozen importlib")
 _USED = (str(Path(torch.__file__).parent), str(Path(concurrent.futures.__file__).parent))
-"""What this package calls: below its lines these are not the script's doing."""
+"""Packages that this package calls: frames below its own are not the script's."""
 
 _OUR_FAULT = (AssertionError, AttributeError, KeyError, NameError)
-"""What raised in this package is no answer to a script: then all lines are shown, for whoever mends it."""
+"""Errors that indicate a bug in this package: then all lines are shown, for its developers."""
 
 
 def without_own_frames(error: BaseException) -> BaseException:
-    """Return an error whose traceback, and those of the errors behind it, show the script's own lines.
+    """Remove this package's frames from the traceback of an error, and of its causes.
 
     Args:
-        error: The error; it and those behind it are changed.
+        error: The error; it and its causes are modified.
     """
     seen: set[int] = set()
     each: Any = error
@@ -60,7 +60,7 @@ def _pruned(error: BaseException) -> TracebackType | None:
 
 
 def _down_from_script(steps: list[TracebackType]) -> list[TracebackType]:
-    """Return the lines below the last one of the script, which is neither of this package nor of what it uses."""
+    """Return the frames below the last one of the script, which is neither of this package nor of one that it uses."""
     last = max((number for number, step in enumerate(steps) if not _in(step, _OURS + _USED)), default=-1)
     return steps[last + 1 :]
 

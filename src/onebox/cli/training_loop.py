@@ -1,4 +1,4 @@
-"""The training loop of ``onebox train``: epochs of steps, results on record, checkpoints."""
+"""The training loop of ``onebox train``: epochs of steps, recorded results, checkpoints."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from onebox.report import MetricsLog, Progress, RunFolder, epoch_line
 
 _REMEMBERED = 1000
 _BEHIND = 2
-"""Losses are asked for so many steps later: as many steps as the trainer has in flight by default."""
+"""Losses are read this number of steps later: the trainer's default number of steps in flight."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpochResult:
-    """What came out of an epoch; a line of the metrics file.
+    """The results of an epoch; a line of the metrics file.
 
     Args:
-        step: Steps of the whole run up to its end.
+        step: Steps of the whole run at its end.
         epoch: Its number, from 1.
-        train_loss: Mean over its samples, each as the step saw it.
+        train_loss: Mean over its samples, each with the weights of its step.
         test_loss: Mean over the test set.
-        test_accuracy: Share of the test set that was classified right.
-        samples_per_s: Training samples per second, without what lies between epochs.
+        test_accuracy: Accuracy on the test set, 0 to 1.
+        samples_per_s: Training samples per second, without the time between epochs.
     """
 
     step: int
@@ -50,13 +50,13 @@ class EpochResult:
 
 @dataclass(frozen=True, kw_only=True)
 class RunProgress:
-    """How far a run is: what a checkpoint keeps beside the trainer's own state.
+    """Progress of a run: the part of a checkpoint beside the trainer's own state.
 
     Args:
         position: The next batch.
-        loss_sum: Sum of the losses of the epoch's samples so far; ``None`` where it is no finite number.
+        loss_sum: Sum of the losses of the epoch's samples so far; ``None`` where it is not finite.
         last: The last epoch's result.
-        skipped: Samples of the epoch that were left out so far.
+        skipped: Number of samples of the epoch left out so far.
     """
 
     position: Position
@@ -71,10 +71,10 @@ class RunProgress:
 
     @classmethod
     def from_extra(cls, extra: Mapping[str, Any], *, seed: int, path: Path) -> RunProgress:
-        """Return what :meth:`to_extra` wrote.
+        """Return the progress that :meth:`to_extra` wrote.
 
         Raises:
-            CheckpointError: It is not there, or belongs to a run of another seed.
+            CheckpointError: It is missing, or belongs to a run with another seed.
         """
         try:
             standing = msgspec.convert(extra, cls)
@@ -92,18 +92,18 @@ class RunProgress:
 
 @dataclass
 class ThroughputMeter:
-    """Samples and seconds of training; what lies between epochs does not count."""
+    """Samples and seconds of training, without the time between epochs."""
 
     samples: int = 0
     seconds: float = 0.0
     _begun: tuple[float, int, float] = (0.0, 0, 0.0)
 
     def begin(self) -> None:
-        """An epoch begins."""
+        """Begin an epoch."""
         self._begun = (time.monotonic(), self.samples, self.seconds)
 
     def add(self, samples: int) -> None:
-        """A step is done."""
+        """Add a finished step."""
         self.samples += samples
         self.seconds = self._begun[2] + time.monotonic() - self._begun[0]
 
@@ -116,7 +116,7 @@ class ThroughputMeter:
 
 @dataclass(kw_only=True)
 class TrainingLoop:
-    """Trains until the last epoch.
+    """The training loop up to the last epoch.
 
     Args:
         config: The options.
@@ -124,15 +124,15 @@ class TrainingLoop:
         data: The data set.
         train: Batches to train on, uploaded.
         test: Batches to test on, of one epoch in a fixed order.
-        folder: Where checkpoints go.
-        log: Where results go.
-        progress: What a person sees.
-        standing: How far the run is.
+        folder: Folder of the checkpoints.
+        log: Log of the results.
+        progress: Progress display.
+        standing: Progress of the run.
         saved: The last checkpoint, if any.
         meter: Samples and seconds of training.
-        peak_bytes: Most memory of each device that is left, up to the end of the first epoch of training; empty before.
-        unsaved: Why the last checkpoint that was due is not there; ``None`` if it is.
-        full_steps: The numbers of the last steps that had a whole batch, as events count them, from 0.
+        peak_bytes: Peak memory of each remaining device, up to the end of the first epoch of training; empty before.
+        unsaved: The reason for which the last due checkpoint was not written; ``None`` if it was.
+        full_steps: Numbers of the last steps with a whole batch, as in events, from 0.
     """
 
     config: TrainConfig
@@ -162,13 +162,13 @@ class TrainingLoop:
 
     @property
     def computes(self) -> bool:
-        """Whether all devices compute; ``sim`` ones only sleep: then there is no loss and nothing to be saved."""
+        """True if all devices compute; ``sim`` devices only sleep: then there is no loss and nothing to save."""
         return all(device.kind != "sim" for device in self.trainer.pool.devices)
 
     def run(self) -> None:
-        """Train the epochs that are left.
+        """Train the remaining epochs.
 
-        A checkpoint that cannot be written, as on a full disk, is said and left to the next time that one is due.
+        A checkpoint that cannot be written, as on a full disk, is reported and tried again when the next one is due.
 
         Raises:
             OneboxError: A step failed.
@@ -209,7 +209,7 @@ class TrainingLoop:
             self._record(epoch)
 
     def _record(self, epoch: int) -> None:
-        """Take the loss of the oldest step that has not been asked for."""
+        """Read and record the loss of the oldest pending step."""
         step, value, samples = self._pending.popleft()
         loss = value.item()
         self._loss_sum += loss * samples
@@ -224,7 +224,7 @@ class TrainingLoop:
             self._record(epoch)
 
     def _tell_feed(self, epoch: int) -> None:
-        """Say which stage bounded the epoch."""
+        """Report the bottleneck stage of the epoch."""
         stages = {each.name: msgspec.to_builtins(each) for each in self.train.counters}
         skipped = [msgspec.to_builtins(one) for one in self.train.skipped.first]
         about = {"stages": stages, "skipped": self.train.skipped.count, "first_skipped": skipped}
@@ -268,7 +268,7 @@ class TrainingLoop:
         self._tell_news()
 
     def _tell_news(self) -> None:
-        """Put what was lost or decided since, and how the run went on, on record; the trainer has logged it."""
+        """Record recoveries and decisions since the last call; the trainer has logged them."""
         for story in self.trainer.recoveries[self._stories :]:
             self._write({"event": "recovery", **recovery_data(story)})
             self._stories += 1
@@ -277,7 +277,7 @@ class TrainingLoop:
             self._made += 1
 
     def _write(self, record: Mapping[str, object]) -> None:
-        """Put something on record; where the disk is full, it is written when there is room again."""
+        """Write a record; on a full disk it is written when there is room again."""
         try:
             self.log.write(record)
         except OSError as error:
@@ -290,12 +290,12 @@ class TrainingLoop:
 
 
 def recovery_data(story: RecoveryRecord) -> dict[str, object]:
-    """Return the story of a recovery as plain data, with what is said of it."""
+    """Return a recovery as plain data, with its description."""
     return {**dataclasses.asdict(story), "text": str(story)}
 
 
 def decision_data(made: AppliedDecision) -> dict[str, object]:
-    """Return a decision of the run-time scheduler as plain data, with what is said of it."""
+    """Return a decision of the run-time scheduler as plain data, with its description."""
     decision, outcome = made.decision, made.outcome
     return {
         "step": made.step,
@@ -313,7 +313,7 @@ def decision_data(made: AppliedDecision) -> dict[str, object]:
 
 
 def result_line(result: EpochResult, epochs: int) -> str:
-    """Say how an epoch went."""
+    """Describe the results of an epoch."""
     return epoch_line(
         epoch=result.epoch,
         epochs=epochs,

@@ -1,7 +1,7 @@
 """The feed: data sources, batches in a repeatable order, and their preparation ahead of compute.
 
-Nothing here knows of devices. A :class:`Feed` reads samples, decodes and transforms them, makes batches of them and
-hands these on, all while its user computes on earlier ones::
+Nothing here depends on devices. A :class:`Feed` reads samples, decodes, transforms and collates them, all while its
+consumer computes on earlier batches::
 
     feed = Feed(source, batch_size=64, seed=0)
     for inputs, targets in feed.epoch(0):

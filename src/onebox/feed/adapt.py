@@ -1,7 +1,7 @@
-"""Whatever a user has his data in, as a source or a stream: one function, `as_source`.
+"""Adapters from a user's data to a source or a stream: one function, `as_source`.
 
-Libraries that may be absent (``datasets``, ``torchdata``) are never imported here: an object of theirs is recognised
-by the modules of its classes.
+Optional libraries (``datasets``, ``torchdata``) are never imported here: their objects are recognised by the modules of
+their classes.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ ALLOWED = (
     "a torchdata.nodes graph, an iterable of batches, or a callable that makes one"
 )
 TABLES = ("pandas", "polars", "pyarrow")
-"""Packages of tables, which are iterable, too, but by columns."""
+"""Packages of tables, which are iterable by columns."""
 
 
 def as_source(what: Any, *, batched: bool | None = None) -> Source | Stream:
-    """Give what samples or batches come from the methods of a source or a stream.
+    """Adapt data to the interface of a source or a stream.
 
     Args:
-        what: A source or stream (taken as it is); a torch ``Dataset`` (or anything else with ``__getitem__`` and
+        what: A source or stream (returned unchanged); a torch ``Dataset`` (or anything else with ``__getitem__`` and
             ``__len__`` that is not iterable), ``IterableDataset`` or ``DataLoader``; a Hugging Face ``Dataset`` or
             ``IterableDataset``; a node or loader of ``torchdata.nodes``; an iterable of batches: a list, an object
-            whose ``__iter__`` begins anew, a generator (good for one epoch), or a callable that makes any of these,
-            asked each epoch, by ``epoch=`` and ``seed=`` if it has such parameters.
+            whose ``__iter__`` begins anew, a generator (valid for one epoch), or a callable that makes any of these,
+            called each epoch, with ``epoch=`` and ``seed=`` if it has such parameters.
         batched: Whether an iterable or a graph of nodes gives batches (else samples); by default it does.
 
     Returns:
         Source | Stream: A source where samples can be read in any order, else a stream.
 
     Raises:
-        UsageError: It is none of these.
+        UsageError: It is of another kind.
 
     Example:
         >>> import torch
@@ -73,7 +73,7 @@ def as_source(what: Any, *, batched: bool | None = None) -> Source | Stream:
     if isinstance(what, IterableDataset):
         return IterableDatasetStream(what)
     if type(what) is TensorDataset and len(what.tensors) == 2:
-        return Arrays(*what.tensors, where="TensorDataset")  # which gives whole batches at once
+        return Arrays(*what.tensors, where="TensorDataset")  # it can read whole batches at once
     if isinstance(what, Dataset):
         return DatasetSource(what)
     if _is_of(what, "torchdata.nodes", ("BaseNode", "Loader")):
@@ -82,7 +82,7 @@ def as_source(what: Any, *, batched: bool | None = None) -> Source | Stream:
 
 
 def _as_plain(what: Any, batched: bool) -> Source | Stream:
-    """Of what no library has made."""
+    """Adapt an object that belongs to no known library."""
     if isinstance(what, Sequence) and len(what) and all(isinstance(part, Tensor | np.ndarray) for part in what):
         raise UsageError(
             f"A {type(what).__name__} of {len(what)} arrays is neither samples nor batches; say "
@@ -94,13 +94,13 @@ def _as_plain(what: Any, batched: bool) -> Source | Stream:
         return IterableStream(what, batched=batched)
     if hasattr(what, "__getitem__") and hasattr(what, "__len__"):
         return DatasetSource(what)
-    if isinstance(what, Callable):  # type: ignore[arg-type]  # mypy takes it for no class
+    if isinstance(what, Callable):  # type: ignore[arg-type]  # mypy does not accept it as a class
         return MadeStream(what, batched=batched)
     raise _refused(what)
 
 
 def _is_of(what: Any, module: str, names: tuple[str, ...]) -> bool:
-    """Whether an object's class, or one that it inherits from, is of a module and has one of the names."""
+    """Return whether an object's class or a base class is of a module and has one of the names."""
     return any(kind.__module__.startswith(module) and kind.__name__ in names for kind in type(what).__mro__)
 
 

@@ -1,4 +1,4 @@
-"""Checks that the feed's classes share."""
+"""Argument checks shared by the feed's classes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ def require_int(name: str, value: object, *, least: int | None = None) -> None:
     """Raise unless ``value`` is an integer (a bool is not) of at least ``least``.
 
     Args:
-        name: What the value is, for the message.
-        value: What came.
+        name: Name of the value, for the message.
+        value: The value.
         least: Smallest allowed value; None for no limit.
 
     Raises:

@@ -1,6 +1,6 @@
-"""Samples become a batch; where they do not go together, the one that differs is named.
+"""Collation of samples into a batch, with errors that name the samples that do not match.
 
-What a sample is made of is told by its *form*: types and shapes, nested as they are.
+The *form* of a sample is its nested types and shapes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Collate = Callable[[list[Any]], Any]
 
 
 def form_of(value: Any) -> str:
-    """Say what a sample is made of.
+    """Describe the form of a sample.
 
     Args:
         value: The sample: tensors, arrays and numbers, nested in tuples and dicts.
@@ -43,43 +43,43 @@ def form_of(value: Any) -> str:
 
 
 def find_mismatches(samples: Sequence[Any]) -> tuple[list[int], str]:
-    """Find the samples of a batch whose form is not the one that most of them have.
+    """Find the samples of a batch whose form is not the most frequent one.
 
     Args:
-        samples: They; where two forms are equally frequent, the one that came first counts.
+        samples: The samples; of equally frequent forms the first one counts.
 
     Returns:
         Their places in the batch, and the form of the others.
     """
     forms = [form_of(sample) for sample in samples]
-    usual = Counter(forms).most_common(1)[0][0]  # of equal counts that which was met first
+    usual = Counter(forms).most_common(1)[0][0]  # of equal counts the first one
     return [place for place, form in enumerate(forms) if form != usual], usual
 
 
 def collate(samples: list[Any], own: Collate | None = None) -> Any:
-    """Make a batch of samples.
+    """Collate samples into a batch.
 
     Args:
         samples: At least one.
-        own: What does it; ``None`` for ``torch.utils.data.default_collate``.
+        own: Collate function; ``None`` for ``torch.utils.data.default_collate``.
 
     Returns:
         The batch; a pair is a tuple.
 
     Raises:
-        Exception: What collating raises.
+        Exception: Any error of the collate function.
     """
     batch = (own or default_collate)(samples)
     return tuple(batch) if isinstance(batch, list) and len(batch) == 2 else batch
 
 
 def padded(own: Collate | None, pad: Buckets | None) -> Collate | None:
-    """Return what collates samples and pads.
+    """Return a collate function that also pads.
 
     Args:
-        own: What collates; ``None`` for ``torch.utils.data.default_collate``, before which the samples are padded, so
-            that they may be of several lengths.
-        pad: What pads; ``None`` for none.
+        own: Collate function; ``None`` for ``torch.utils.data.default_collate``, before which the samples are padded,
+            so that they may be of several lengths.
+        pad: Padding; ``None`` for none.
     """
     if pad is None:
         return own

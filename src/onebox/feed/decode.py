@@ -1,7 +1,7 @@
-"""Pictures from bytes to tensors, and nothing in the bytes trusted.
+"""Decoding of untrusted pictures to tensors.
 
-Only formats of an allow-list are tried, the size that a header states is looked at before anything of that size is
-allocated, and whatever is wrong is a DataError that names the sample.
+Only formats of an allow-list are tried, the size in a header is checked before anything of that size is allocated, and
+every error is a DataError that names the sample.
 """
 
 from __future__ import annotations
@@ -22,39 +22,38 @@ from onebox.errors import DataError, UsageError
 from onebox.feed.checks import require_int
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "GIF", "TIFF")
-"""What is tried; none of Pillow's decoders that start other programs, as that of EPS does, is among them."""
+"""Formats that are tried; decoders of Pillow that start other programs, such as that of EPS, are excluded."""
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".pbm", ".gif", ".tif", ".tiff")
-"""Endings of names, in small letters, that files of these formats have."""
+"""File name extensions of these formats, in lower case."""
 
 MODES = ("RGB", "L", "RGBA")
 EIGHT_BITS = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")
-MAX_PIXELS = 89_478_485  # from where Pillow warns of decompression bombs: 256 MiB of RGB
+MAX_PIXELS = 89_478_485  # Pillow's threshold for warnings of decompression bombs: 256 MiB of RGB
 REFUSED = (
     OSError, SyntaxError, ValueError, TypeError, EOFError, LookupError, ArithmeticError, RuntimeError, struct.error,
     zlib.error,
 )  # fmt: skip
-"""What decoders are known to raise for damaged files."""
+"""Exceptions of decoders for damaged files."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageDecoder:
-    """How pictures become tensors.
+    """A decoder of pictures.
 
     Args:
         mode: ``RGB``, ``L`` (grey) or ``RGBA``; pictures of other modes are converted. Transparency is dropped, not
             blended; of 16 bits a channel the upper 8 are kept.
         size: Height and width in pixels that every picture gets: resized (bilinear, with antialiasing) until it
             covers that, and cut at its centre. None leaves pictures as large as they are.
-        upright: Turn pictures by the orientation that a camera noted in EXIF. Off by default, as in most loaders:
-            pixels come as they are stored.
+        upright: Rotate pictures by the orientation in EXIF. Off by default, as in most loaders.
         formats: Formats that are tried, by Pillow's names.
         max_pixels: A picture with more is refused before it is decoded.
         library: ``pillow``, or ``torchvision`` (where it is installed) for JPEG and PNG that are not resized. Never
-            chosen by itself: two decoders may differ in the last bit, and a run has to see the same everywhere.
+            chosen automatically: two decoders may differ in the last bit, and a run must be the same everywhere.
 
     Raises:
-        UsageError: A setting outside of what is allowed, or torchvision is not installed.
+        UsageError: An invalid setting, or torchvision is not installed.
 
     Example:
         >>> stream = io.BytesIO()
@@ -91,7 +90,7 @@ class ImageDecoder:
 
         Args:
             raw: The content of the file.
-            where: What it is, for people; it begins the message of an error.
+            where: Its name; begins the message of an error.
             path: The file, for the error.
             sample: Number or name of the sample, for the error.
 
@@ -99,7 +98,7 @@ class ImageDecoder:
             Tensor: ``uint8 [C, H, W]``, contiguous, C being 3, 1 or 4 by the mode.
 
         Raises:
-            DataError: It is no picture of the allowed formats, is cut off or damaged, or has too many pixels.
+            DataError: It is not a picture in an allowed format, is truncated or damaged, or has too many pixels.
         """
         try:
             with Image.open(io.BytesIO(raw), formats=list(self.formats)) as image:
@@ -128,7 +127,7 @@ class ImageDecoder:
             picture = ImageOps.fit(picture, (width, height), Image.Resampling.BILINEAR)
         pixels = np.array(picture)
         pixels_HWC = pixels if pixels.ndim == 3 else pixels[:, :, None]
-        # NumPy turns it by itself; PyTorch would by threads of its own, which a forked process must not.
+        # Rotated by NumPy: PyTorch would use threads, which a forked process must not.
         return torch.from_numpy(np.ascontiguousarray(pixels_HWC.transpose(2, 0, 1)))
 
     def _by_torchvision(self, raw: bytes) -> Tensor:
@@ -140,11 +139,11 @@ class ImageDecoder:
 
 
 class UnsupportedMode(Exception):
-    """A picture that has no meaning as 8 bits a channel."""
+    """The picture's mode cannot be converted to 8 bits a channel."""
 
 
 def _in_mode(picture: Image.Image, mode: str) -> Image.Image:
-    """The picture in a mode of 8 bits a channel."""
+    """Return the picture in a mode of 8 bits a channel."""
     if picture.mode == mode:
         return picture
     if picture.mode.startswith("I;16"):
@@ -152,14 +151,14 @@ def _in_mode(picture: Image.Image, mode: str) -> Image.Image:
     if picture.mode not in EIGHT_BITS:
         raise UnsupportedMode(f"has pixels of Pillow's mode {picture.mode!r}; allowed are 8 or 16 bits a channel")
     if picture.mode == "P" and "transparency" in picture.info:
-        picture = picture.convert("RGBA")  # Pillow warns of the direct way
+        picture = picture.convert("RGBA")  # Pillow warns of a direct conversion
     return picture.convert(mode)
 
 
 def _torchvision() -> Any:
     try:
         from torchvision import io as vision
-    except (ImportError, RuntimeError, OSError) as error:  # it raises the others where it is for another torch
+    except (ImportError, RuntimeError, OSError) as error:  # raised by one built for another torch
         todo = "install the version that belongs to your torch, or say library='pillow'"
         raise UsageError(f"library is 'torchvision', which cannot be imported ({error}); {todo}.") from error
     return vision

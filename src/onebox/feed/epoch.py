@@ -1,4 +1,4 @@
-"""An epoch of a feed, as who trains sees it."""
+"""An epoch of a feed: the iterator over its batches."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, Self
 class Epoch:
     """The batches of an epoch, one after the other.
 
-    Nothing runs before the first is asked for. The threads and processes that prepare batches are gone when there is
-    none left, after :meth:`close`, after a ``with`` block, and when nobody has this object any more.
+    Nothing runs before the first is requested. The threads and processes that prepare batches end when the epoch is
+    exhausted, after :meth:`close`, after a ``with`` block, and when this object is garbage-collected.
 
     Args:
-        batches: Makes them; closing it ends what it has begun.
+        batches: Generator of the batches; closing it ends its threads and processes.
     """
 
     def __init__(self, batches: Generator[Any, None, None]) -> None:
@@ -35,5 +35,5 @@ class Epoch:
         self.close()
 
     def close(self) -> None:
-        """End it, with what it has begun. Idempotent."""
+        """End the epoch with its threads and processes. Idempotent."""
         self._batches.close()

@@ -27,45 +27,45 @@ from onebox.padding import Buckets
 
 
 class Feed:
-    """Batches of a data set, epoch after epoch, made ready while the devices compute.
+    """Batches of a data set, epoch after epoch, prepared while the devices compute.
 
     Each batch is read, then processed (decoded, transformed, collated), then uploaded; each stage works on a later
-    batch than the one after it. What comes is the same, to the bit, whatever the concurrency and whoever does the work,
-    and a run that goes on from any position sees what it would have seen without a stop.
+    batch than the one after it. The batches are the same to the bit for every concurrency and kind of worker, and a run
+    that resumes from any position gets the batches of an uninterrupted one.
 
     Args:
-        source: What is read: a :class:`Source` or :class:`Stream`, or whatever :func:`as_source` takes: any PyTorch
+        source: The data: a :class:`Source` or :class:`Stream`, or anything that :func:`as_source` accepts: any PyTorch
             data set or loader, an iterable of batches, and more.
         batch_size: Samples in a batch; none for a stream whose items are batches.
-        seed: Decides, with the epoch, the order of the samples, and with the sample what is random about it.
-        shuffle: A new order each epoch, else the source's own always. A stream has an order of its own.
-        drop_last: Leave out the last batch of an epoch where it is smaller than the others.
+        seed: Determines, with the epoch, the order of the samples, and, with the sample, its random numbers.
+        shuffle: Whether to use a new order each epoch, rather than the source's own. A stream has its own order.
+        drop_last: Whether to leave out the last batch of an epoch where it is smaller than the others.
         transform: Applied to the first of a pair (inputs, targets), or else to the whole sample. One that has a
             parameter ``generator`` gets a ``torch.Generator`` seeded for the sample; one that draws from ``random``,
             ``numpy.random`` or ``torch`` finds these seeded for it.
         collate: Makes a batch of a list of samples; ``None`` for ``torch.utils.data.default_collate``.
         pad: Pads samples to the bucket of the longest of their batch, so that they may be of several lengths; with a
             ``collate``, and where the source has batches, pads the batch.
-        read: Batches that are read at once; ``auto`` finds out.
-        process: Batches that are processed at once; ``auto`` finds out.
-        process_by: ``threads``; ``processes`` where Python code takes most of the time of processing; ``auto`` takes
+        read: Number of batches that are read at once; ``auto`` tunes it.
+        process: Number of batches that are processed at once; ``auto`` tunes it.
+        process_by: ``threads``; ``processes`` where Python code takes most of the time of processing; ``auto`` uses
             processes where samples draw from the generators of this process. Threads share those: they are seeded and
-            put back for one sample at a time, and nothing else may draw from them meanwhile.
-        ahead: Batches that are ready at most.
-        limit_bytes: The most memory that batches on the way may take.
-        on_error: What becomes of a sample that cannot be read, decoded, transformed or collated: ``stop`` with an
-            error that names it, or ``skip`` it. Its batch is shorter then, and is left out where nothing remains.
+            restored for one sample at a time, and nothing else may draw from them meanwhile.
+        ahead: The most batches that are ready.
+        limit_bytes: Limit of the memory of batches in preparation.
+        on_error: Handling of a sample that cannot be read, decoded, transformed or collated: ``stop`` with an error
+            that names it, or ``skip`` it. Its batch is then shorter, and is left out if nothing remains.
         max_skipped: The most samples that an epoch may skip; ``None`` for no limit.
-        timeout_s: Seconds that a stage may take over a batch before an error names it.
-        upload: Called with the inputs and targets of a batch ahead of its step, such as ``trainer.upload``; what it
-            returns is the batch that comes.
+        timeout_s: Time limit of a stage for a batch in seconds.
+        upload: Called with the inputs and targets of a batch ahead of its step, such as ``trainer.upload``; its result
+            replaces the batch.
         cores: Cores that ``auto`` may use; ``None`` for those that this process may.
 
     Attributes:
-        source: What is read.
+        source: The data as a source or stream.
         seed: As given.
-        skipped: What was left out so far.
-        position: Where the run stands: after the last batch that was handed out.
+        skipped: The samples left out so far.
+        position: Position of the run, after the last batch that was returned.
 
     Raises:
         UsageError: An argument is wrong.
@@ -135,7 +135,7 @@ class Feed:
         """Batches in an epoch.
 
         Raises:
-            TypeError: The source is a stream that does not say how long it is.
+            TypeError: The source is a stream of unknown length.
         """
         count = len(self.source)  # type: ignore[arg-type]  # a stream may have none
         return (
@@ -151,15 +151,16 @@ class Feed:
         self.close()
 
     def epoch(self, epoch: int, start: int | None = None) -> Epoch:
-        """Begin an epoch; one that is under way ends.
+        """Begin an epoch; an active one ends.
 
         Args:
             epoch: Number of the epoch, from 0.
-            start: Number of its first batch, from 0; ``None`` for where :meth:`resume` has said, else 0.
+            start: Number of its first batch, from 0; ``None`` for the position given to :meth:`resume`, else 0.
 
         Returns:
-            Epoch: An iterator over pairs of inputs and targets (over whatever a batch is, or was uploaded as), which
-            ends its threads and processes when it is exhausted, closed, left as a ``with`` block, or forgotten.
+            Epoch: An iterator over pairs of inputs and targets (or over batches in their own form, or as uploaded),
+                which ends its threads and processes when it is exhausted, closed, left as a ``with`` block, or
+                garbage-collected.
 
         Raises:
             UsageError: A negative epoch, or a start outside of the epoch.
@@ -176,13 +177,13 @@ class Feed:
         return self._begin(begin)
 
     def resume(self, position: Position) -> None:
-        """Let the next epoch begin where an earlier run stood; :attr:`position` says which epoch that is.
+        """Make the next epoch begin at the position of an earlier run, in the epoch of :attr:`position`.
 
         Args:
-            position: Where that was. Its samples count: the batch size may be another one now.
+            position: The position. Its number of samples counts: the batch size may have changed.
 
         Raises:
-            UsageError: It is of another seed, or outside of the data.
+            UsageError: It has another seed, or is outside of the data.
         """
         if position.seed != self.seed:
             came = f"the position is of a run with seed {position.seed}, and this feed has seed {self.seed}"
@@ -193,7 +194,7 @@ class Feed:
         self.position = self._at(position.epoch, position.index, first)
 
     def report(self) -> str:
-        """Say which stage bounded the last epoch, what would help, and what it left out."""
+        """Describe the bottleneck of the last epoch, the remedy, and the samples left out."""
         if self._last is None:
             return "no batch has been asked for yet"
         line = bottleneck_line(*self._last, self._cores or len(os.sched_getaffinity(0)))
@@ -201,11 +202,11 @@ class Feed:
 
     @property
     def counters(self) -> tuple[StageCounters, ...]:
-        """What each stage did in the last epoch; empty before the end of the first."""
+        """Counters of each stage in the last epoch; empty before the end of the first."""
         return self._last[0] if self._last else ()
 
     def close(self) -> None:
-        """End the epoch that is under way, if any, with its threads and processes. Idempotent."""
+        """End the active epoch, if any, with its threads and processes. Idempotent."""
         running = self._running()
         if running is not None:
             running.close()
@@ -221,7 +222,7 @@ class Feed:
         return running
 
     def _batches(self, epoch: int, number: int, first: int) -> Generator[Any, None, None]:
-        """Run the pipeline of an epoch; leaving this ends it, however it is left."""
+        """Run the pipeline of an epoch; closing the generator in any way ends it."""
         self.skipped.begin()
         handed_out, began_s = 0, time.monotonic()
         begun = self._recipe.begin(epoch, number, first)
@@ -238,7 +239,7 @@ class Feed:
                         if prepared.samples:
                             self.position = self._at(epoch, prepared.number + 1, prepared.end)
                             handed_out += 1
-                            del prepared  # the batch belongs to whoever gets it, for as long as they want it
+                            del prepared  # the batch belongs to the consumer
                             yield held.pop()
                 finally:
                     self._last = ready.counters(), time.monotonic() - began_s
@@ -253,10 +254,10 @@ class Feed:
         return Position(epoch=epoch, index=index, seed=self.seed, samples=samples)
 
     def _first(self, position: Position) -> int:
-        """Return how many items of the source come before a position.
+        """Return the number of the source's items before a position.
 
         Raises:
-            UsageError: More than it has.
+            UsageError: The position is beyond its end.
         """
         first = position.samples
         if first is None or self._recipe.batched:

@@ -1,7 +1,7 @@
-"""The order of samples, and where a run stands in it.
+"""The order of samples, and the position of a run in it.
 
-The order is a pure function of (seed, epoch): no generator's state has to be saved. A run that stopped anywhere goes on
-from there, and sees what the uninterrupted run would have seen.
+The order is a pure function of (seed, epoch): no generator's state has to be saved. A run that stopped anywhere resumes
+there, and gets the batches of the uninterrupted run.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from onebox.feed.checks import require_int
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """Where a run stands in its data: what a checkpoint has to keep to go on with the next batch.
+    """The position of a run in its data: the part of a checkpoint from which the next batch follows.
 
     Args:
         epoch: Number of the epoch, from 0.
         index: Number of the next batch in it, from 0.
-        seed: Seed of the order that it counts in.
-        samples: Samples of the epoch that came before, so that another batch size can go on from here; ``None`` for
-            ``index`` batches of the size that the run has.
+        seed: Seed of the order.
+        samples: Number of earlier samples of the epoch, so that a run with another batch size can resume; ``None`` for
+            ``index`` batches of the run's size.
 
     Raises:
         UsageError: A field that is not an integer, or a negative epoch, index or number of samples.
@@ -50,12 +50,12 @@ class Position:
             require_int("samples", self.samples, least=0)
 
     def to_dict(self) -> dict[str, int]:
-        """The fields as plain numbers, for a JSON manifest; without ``samples`` where that is not known."""
+        """Return the fields as plain numbers, for a JSON manifest; without ``samples`` where unknown."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, int]) -> Position:
-        """The position that :meth:`to_dict` wrote.
+        """Return the position that :meth:`to_dict` wrote.
 
         Raises:
             UsageError: A field is missing, unknown or wrong.
@@ -67,11 +67,11 @@ class Position:
 
 
 def epoch_order(count: int, *, seed: int, epoch: int, shuffle: bool = True) -> Tensor:
-    """The indices of samples in the order of an epoch.
+    """Return the indices of samples in the order of an epoch.
 
     Args:
         count: Samples.
-        seed: Decides, with the epoch, the order.
+        seed: Determines, with the epoch, the order.
         epoch: Number of the epoch, from 0.
         shuffle: A new order each epoch; otherwise 0, 1, 2, ... always.
 
@@ -93,10 +93,10 @@ def epoch_order(count: int, *, seed: int, epoch: int, shuffle: bool = True) -> T
 
 
 def batch_count(samples: int, size: int, *, drop_last: bool) -> int:
-    """Batches that samples make.
+    """Return the number of batches.
 
     Args:
-        samples: How many there are.
+        samples: Number of samples.
         size: Samples of a batch.
         drop_last: Whether a smaller last one is left out.
     """
@@ -109,8 +109,8 @@ class BatchSlice:
     """The samples of one batch.
 
     Args:
-        number: Of the batch in its epoch, from 0.
-        first: Place of its first sample in the order of the epoch, from 0.
+        number: Number of the batch in its epoch, from 0.
+        first: Position of its first sample in the order of the epoch, from 0.
         indices: Its samples' indices.
     """
 
@@ -125,8 +125,8 @@ def batch_slices(order_N: Tensor, size: int, *, number: int, first: int, drop_la
     Args:
         order_N: The indices of the samples.
         size: Samples of a batch.
-        number: Of the first batch that is wanted.
-        first: Place of its first sample.
+        number: Number of the first batch.
+        first: Position of its first sample.
         drop_last: Whether to leave out a smaller last one.
     """
     for begin in range(first, len(order_N), size):
@@ -138,10 +138,10 @@ def batch_slices(order_N: Tensor, size: int, *, number: int, first: int, drop_la
 
 
 def mix(purpose: str, *numbers: int) -> int:
-    """64 bits from any integers, the same in every process (``hash()`` promises no such thing).
+    """Return 64 bits from any integers, the same in every process (unlike ``hash()``).
 
     Args:
-        purpose: What they are for: other bits for each.
+        purpose: Purpose of the bits, which are different for each.
         numbers: The integers.
     """
     text = " ".join([f"onebox.feed.{purpose}", *map(str, numbers)])

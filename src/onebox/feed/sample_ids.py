@@ -1,4 +1,4 @@
-"""Numbers that stand for things as long as these last, to tell samples of one source from those of another."""
+"""Sample ids: numbers for objects as long as they live, to distinguish samples of different sources."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import weakref
 from collections.abc import Iterable
 
 SAMPLE_BITS = 40
-"""A sample's own number has so many bits of its name at most; what it is a sample of has the others but the sign."""
+"""Bits of an id for the sample's own number; the namespace has the others except the sign."""
 
 _NUMBERS = itertools.count(1)
 _known: dict[tuple[int, ...], int] = {}
 
 
 def namespace(*things: object) -> int:
-    """Return a number for some things together: the same for the same things, as long as all of them last.
+    """Return a number for some objects together: the same one for the same objects, as long as they all live.
 
-    Things that nobody can watch for their end, such as lists, have another number each time: something else may come to
-    lie where they were.
+    Objects without weak references, such as lists, get a new number each time: another object may later have their
+    address.
     """
     key = tuple(map(id, things))
     if key not in _known:
@@ -33,5 +33,5 @@ def namespace(*things: object) -> int:
 
 
 def sample_ids(space: int, samples: Iterable[int]) -> tuple[int, ...]:
-    """Return what tells samples from all others, given their own numbers."""
+    """Return unique ids of samples, given their own numbers."""
     return tuple((space << SAMPLE_BITS) + sample for sample in samples)

@@ -1,9 +1,9 @@
-"""What is random about a sample: a pure function of (seed, epoch, sample), whoever prepares it.
+"""Randomness of samples: a pure function of (seed, epoch, sample), in every worker.
 
-There are two ways to draw numbers. Who takes a ``generator`` gets one that is seeded for the sample. Who draws from the
-generators of the process, which are ``random``, ``numpy.random`` and ``torch``, finds them seeded for the sample: in a
-process that does nothing else that is all; where threads share them, one sample at a time is prepared, and they are put
-back afterwards.
+There are two ways to draw numbers. A transform with a parameter ``generator`` gets one that is seeded for the sample.
+The generators of the process, ``random``, ``numpy.random`` and ``torch``, are also seeded for the sample: in a
+dedicated process that is all; where threads share them, one sample at a time is prepared, and they are restored
+afterwards.
 """
 
 from __future__ import annotations
@@ -21,50 +21,50 @@ import torch
 from onebox.feed.order import mix
 
 SeedPurpose = Literal["read", "process"]
-"""Reading and processing are seeded apart, so that they may be done by different workers."""
+"""Purposes of seeds: reading and processing are seeded separately, so that different workers may do them."""
 
 Globals = Literal["untouched", "owned", "shared"]
-"""The generators of the process: nobody draws from them; this process may do so alone; others do, too."""
+"""Use of the process's generators: nothing draws from them; only this process does; other threads do, too."""
 
 _KEEPER = threading.Lock()
-_NUMPY_SEEDS = 1 << 32  # of numpy.random.seed
+_NUMPY_SEEDS = 1 << 32  # number of seeds of numpy.random.seed
 _TORCH_SEEDS = 1 << 63
 
 
 def sample_seed(part: SeedPurpose, seed: int, epoch: int, index: int) -> int:
-    """64 bits for one sample of one epoch.
+    """Return 64 bits for one sample of one epoch.
 
     Args:
-        part: What of its preparation they are for.
-        seed: Of the feed.
+        part: The stage that uses them.
+        seed: Seed of the feed.
         epoch: Number of the epoch, from 0.
-        index: Of the sample, from 0.
+        index: Index of the sample, from 0.
     """
     return mix(part, seed, epoch, index)
 
 
 def generator_for(seed: int) -> torch.Generator:
-    """Return a generator of its own for a sample."""
+    """Return a new generator for a sample."""
     return torch.Generator().manual_seed(seed % _TORCH_SEEDS)
 
 
 def takes_generator(work: Callable[..., Any]) -> bool:
-    """Whether a callable has a parameter ``generator`` that can be given by name."""
+    """Return whether a callable has a parameter ``generator`` that can be given by name."""
     try:
         found = inspect.signature(work).parameters.get("generator")
-    except (TypeError, ValueError):  # of some callables of C there is no signature
+    except (TypeError, ValueError):  # some C callables have no signature
         return False
     return found is not None and found.kind in (found.KEYWORD_ONLY, found.POSITIONAL_OR_KEYWORD)
 
 
 @contextlib.contextmanager
 def seeded(seed: int, how: Globals) -> Iterator[None]:
-    """Let the generators of the process be seeded for a sample inside of the ``with`` block.
+    """Seed the generators of the process for a sample inside the ``with`` block.
 
     Args:
-        seed: Of the sample.
-        how: ``untouched`` does nothing, ``owned`` seeds them, ``shared`` seeds them while no other thread is in here
-            and puts them back.
+        seed: Seed of the sample.
+        how: ``untouched`` does nothing, ``owned`` seeds them, ``shared`` seeds them while no other thread is in such a
+            block and restores them.
     """
     if how == "untouched":
         yield
@@ -78,10 +78,10 @@ def seeded(seed: int, how: Globals) -> Iterator[None]:
 
 
 def draws(work: Callable[[], object]) -> bool:
-    """Call something and tell whether it drew from the generators of the process, which are put back.
+    """Call a function and return whether it drew from the generators of the process, which are restored.
 
     Raises:
-        Exception: What it raises.
+        Exception: Any error of the function.
     """
     with _KEEPER, _kept() as before:
         work()
@@ -112,5 +112,5 @@ def _same(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
 
 def _seed_all(seed: int) -> None:
     random.seed(seed)
-    np.random.seed(seed % _NUMPY_SEEDS)  # the generator that transforms use which take no other
-    torch.default_generator.manual_seed(seed % _TORCH_SEEDS)  # torch.manual_seed would reach those of devices, too
+    np.random.seed(seed % _NUMPY_SEEDS)  # the generator of transforms that take no other
+    torch.default_generator.manual_seed(seed % _TORCH_SEEDS)  # torch.manual_seed would also seed those of devices

@@ -1,6 +1,6 @@
-"""What the feed reads from: samples that can be asked for in any order, or a stream in an order of its own.
+"""Interfaces of data: samples in any order, or a stream in its own order.
 
-Both are protocols: what is in ``sources`` has their methods, and so may anything of a user's.
+Both are protocols: classes in ``sources`` implement them, and so may a user's class.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from typing import Any, Protocol, runtime_checkable
 
 @runtime_checkable
 class Source(Protocol):
-    """Samples that can be read in any order. Methods are called by several threads, or processes, at once."""
+    """Samples that can be read in any order. Methods are called concurrently by threads or processes."""
 
     def __len__(self) -> int:
         """Number of samples."""
         ...
 
     def read(self, index: int) -> Any:
-        """Read a sample as it lies on the disk (the `read` stage): bytes where it is a file.
+        """Read a sample as stored (the `read` stage): bytes where it is a file.
 
         Args:
-            index: Which, from 0.
+            index: Index of the sample, from 0.
 
         Raises:
             DataError: It cannot be read.
@@ -29,11 +29,11 @@ class Source(Protocol):
         ...
 
     def decode(self, raw: Any, index: int) -> Any:
-        """Make the sample of what :meth:`read` gave (the `process` stage): tensors, nested in tuples and dicts.
+        """Decode the result of :meth:`read` (the `process` stage) to tensors, nested in tuples and dicts.
 
         Args:
-            raw: What was read.
-            index: Which sample, from 0.
+            raw: The read data.
+            index: Index of the sample, from 0.
 
         Raises:
             DataError: It is damaged.
@@ -41,16 +41,16 @@ class Source(Protocol):
         ...
 
     def name(self, index: int) -> str:
-        """Say for people where a sample comes from: the file, and the place in it where that holds several."""
+        """Return the origin of a sample: its file, and the place in the file where that holds several."""
         ...
 
 
 @runtime_checkable
 class Stream(Protocol):
-    """Samples, or batches, that come in an order of their own and can be read from the beginning only.
+    """Samples, or batches, that come in their own order and can be read from the beginning only.
 
     Attributes:
-        batched: Whether whole batches come.
+        batched: Whether its items are batches.
     """
 
     batched: bool
@@ -60,10 +60,10 @@ class Stream(Protocol):
 
         Args:
             epoch: Number of the epoch, from 0.
-            seed: Of the feed; a stream that is shuffled shuffles by it and the epoch.
+            seed: Seed of the feed; a shuffled stream depends on it and the epoch.
         """
         ...
 
     def name(self, index: int) -> str:
-        """Say for people where the item with a number of an epoch comes from."""
+        """Return the origin of the item with a number of an epoch."""
         ...

@@ -1,4 +1,5 @@
-"""Where devices come from: this machine's, each owned by a worker process."""
+"""Pools of devices: those of this machine, of agents on other hosts or of a Ray cluster, each owned by a worker
+process."""
 
 from onebox.pool.client.connection import WorkerReply
 from onebox.pool.devices import DeviceInfo

@@ -1,4 +1,4 @@
-"""The cores of the hosts of a pool: who keeps how many busy, and how many are left. Pure."""
+"""The cores of a pool's hosts: how many each worker keeps busy, and how many are left. Pure."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class HostCores:
     """The cores of a host, as far as its workers may use them.
 
     Args:
-        host: The host, as its devices name it.
-        cores: How many there are.
-        busy: For each device of it, by its number in the pool, how many threads its worker keeps busy while it
-            computes: on a CPU those of its operators; of a GPU one, which hands it its work; of ``sim``, which only
-            sleeps, none. An optimizer that steps on the host of a GPU uses that worker's threads for a while, when
-            nothing else of the step is left to do.
+        host: Name of the host in the pool.
+        cores: Number of cores.
+        busy: Busy threads of each of its devices' workers while it computes, by number in the pool: for a CPU those of
+            its operators; for a GPU one, which launches kernels; for ``sim``, which only sleeps, none. An optimizer
+            that steps on the host of a GPU uses that worker's threads for a while, when nothing else of the step is
+            left to do.
     """
 
     host: str
@@ -27,26 +27,26 @@ class HostCores:
 
     @property
     def taken(self) -> int:
-        """Threads that all its workers keep busy together."""
+        """Number of threads that all its workers together keep busy."""
         return sum(self.busy.values())
 
     @property
     def free(self) -> int:
-        """Cores that are left for a client on it, the preparation of its batches and whatever else runs there."""
+        """Cores left for a client on it, the preparation of its batches and everything else that runs there."""
         return max(0, self.cores - self.taken)
 
 
 def busy_threads(device: DeviceInfo) -> int:
-    """Return how many threads the worker of a device keeps busy while it computes."""
+    """Return the number of threads that a device's worker keeps busy while it computes."""
     return {"cpu": device.threads, "cuda": 1}.get(device.kind, 0)
 
 
 def host_cores(devices: Sequence[DeviceInfo], here: str, cores: int) -> tuple[HostCores, ...]:
-    """Return the cores of the hosts of some devices; those of the client's own host first, whoever is there.
+    """Return the cores of the devices' hosts, the client's own host first, even where it has no worker.
 
     Args:
         devices: The devices.
-        here: What the client's host is called.
+        here: Name of the client's host.
         cores: Cores that the client may use.
     """
     hosts = dict.fromkeys((here, *(device.host for device in devices)))
@@ -64,7 +64,7 @@ def host_cores(devices: Sequence[DeviceInfo], here: str, cores: int) -> tuple[Ho
 
 
 def explain_overcommitment(hosts: Sequence[HostCores]) -> str:
-    """Say which hosts have workers with more threads than cores; empty where none has.
+    """Return a line about hosts whose workers have more threads than cores; empty where there are none.
 
     Example:
         >>> crowding([HostCores(host="localhost", cores=2, busy={0: 1, 1: 2})])

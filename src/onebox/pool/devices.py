@@ -1,4 +1,4 @@
-"""What a pool knows of a device: from the first words of its worker."""
+"""Description of a device in a pool, taken from its worker's hello message."""
 
 from __future__ import annotations
 
@@ -21,24 +21,22 @@ class DeviceInfo:
 
     Args:
         number: Its number in the pool.
-        host: The host that it is in: ``localhost``, or what it is called where the pool was asked for.
-        address: What its peers connect to: an address of that host.
-        device: Its name there: ``cpu``, ``cuda:k`` or ``sim``.
+        host: Its host: ``localhost``, or the host's name in the pool's specification.
+        address: The address of that host that peers connect to.
+        device: Its name on that host: ``cpu``, ``cuda:k`` or ``sim``.
         name: Product name.
         threads: Threads that its CPU operators may use.
         memory_bytes: Its memory, or the worker's quota where that is less.
-        speed: Fraction of its full speed that a throttled CPU works at; of ``sim``, what costs are divided by.
-        emulated: Whether times on it are made: it is throttled, or computes nothing (``sim``).
-        capability: Compute capability of a GPU, such as (9, 0); (0, 0) for all else.
-        processors: Streaming multiprocessors of a GPU; 0 for all else.
-        nccl: Whether its worker, of a GPU, has NCCL.
-        instructions: The instruction sets that its worker uses on its processor.
-        cores: Cores of its host that its worker may use, whoever else uses them; see :attr:`onebox.pool.Pool.cores`.
-        codecs: How frames for its worker may be packed.
-        host_bytes: Its host's memory that its worker may keep things in which would else be on the device: optimizer
-            state and activations that wait there; 0 where that is not known.
-        host_free_bytes: Memory of its host that nobody used when its worker began; 0 where that is not known. It is no
-            part of what makes devices equal.
+        speed: Fraction of its full speed that a throttled CPU works at; for ``sim``, the divisor of costs.
+        emulated: Whether times on it are emulated: it is throttled, or computes nothing (``sim``).
+        capability: Compute capability of a GPU, such as (9, 0); (0, 0) for others.
+        processors: Streaming multiprocessors of a GPU; 0 for others.
+        nccl: Whether it is a GPU whose worker has NCCL.
+        instructions: Instruction sets of the processor that its worker uses.
+        cores: Cores of its host that its worker may use, shared or not; see :attr:`onebox.pool.Pool.cores`.
+        codecs: Compression codecs that its worker accepts for frames.
+        host_bytes: Host memory that its worker may use for offloaded optimizer state and activations; 0 where unknown.
+        host_free_bytes: Free memory of its host when its worker started; 0 where unknown. Ignored by comparisons.
     """
 
     number: int
@@ -57,7 +55,7 @@ class DeviceInfo:
     cores: int = 0
     codecs: tuple[str, ...] = ()
     host_bytes: int = 0
-    host_free_bytes: int = field(default=0, compare=False)  # which is another each time
+    host_free_bytes: int = field(default=0, compare=False)  # differs at every start
 
     @property
     def kind(self) -> str:
@@ -66,9 +64,9 @@ class DeviceInfo:
 
     @property
     def has_bf16(self) -> bool:
-        """Whether it has instructions for bf16: an Ampere GPU or a later one (8.0), or a CPU that says so.
+        """True if it has bf16 instructions: an Ampere GPU or later (8.0), or a CPU that reports them.
 
-        A CPU without takes a thousand times as long as with float32.
+        A CPU without them takes a thousand times as long as with float32.
         """
         if self.kind == "cuda":
             return self.capability >= (8, 0)
@@ -76,14 +74,14 @@ class DeviceInfo:
 
 
 def welcome(member: WorkerHandle, future: Future[Hello]) -> DeviceInfo:
-    """Return what a worker's first words say of its device.
+    """Return the device that a worker's hello message describes.
 
     Args:
         member: The worker.
-        future: Its first words.
+        future: Its hello message.
 
     Raises:
-        PoolError: They did not come, or the worker is of another version.
+        PoolError: The message did not come, or the worker is of another version.
         WorkerDied: It ended instead.
     """
     place = member.place

@@ -1,4 +1,4 @@
-"""Which devices this machine has, and which of them a pool is asked for."""
+"""The devices of this machine, and the parser of local pool specifications."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from onebox.errors import UsageError
 
 MOST_CPU_WORKERS = 4
-"""Without accelerators, one CPU worker a core up to this many."""
+"""Without accelerators, one CPU worker a core up to this number."""
 
 _GRAMMAR = (
     "'auto', or a list such as 'cuda', 'cuda:0,cuda:1', 'cpu', 'cpu*3' (three CPU workers), 'cuda,cpu'; and emulated: "
@@ -30,7 +30,7 @@ class DeviceRequest:
     Args:
         device: ``cpu``, ``cuda:k`` or ``sim``.
         threads: Threads that its CPU operators may use.
-        speed: Fraction of its full speed that a CPU is to work at; of ``sim``, what costs are divided by.
+        speed: Fraction of its full speed that a CPU is to work at; for ``sim``, the divisor of costs.
     """
 
     device: str
@@ -39,7 +39,7 @@ class DeviceRequest:
 
 
 def cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -48,13 +48,13 @@ def requested_devices(spec: str = "auto", threads: int | None = None) -> list[De
 
     Args:
         spec: ``auto`` for all accelerators of this machine or, with none, one CPU worker a core up to four; or a list
-            separated by commas of ``cuda``, ``cuda:K``, ``cpu``, ``cpu*N``, ``sim`` and ``sim*N``. With ``@SPEED``
-            behind it a CPU worker is slowed down to that fraction of its speed, and a ``sim`` device has that speed.
-        threads: Threads for each worker that computes; an equal share of the cores when ``None``, for a CPU's of those
-            that the workers of GPUs leave, one each.
+            separated by commas of ``cuda``, ``cuda:K``, ``cpu``, ``cpu*N``, ``sim`` and ``sim*N``. With the suffix
+            ``@SPEED`` a CPU worker is slowed down to that fraction of its speed, and a ``sim`` device has that speed.
+        threads: Threads for each worker that computes; when ``None``, an equal share of the cores, less one core for
+            each worker of a GPU.
 
     Raises:
-        UsageError: The specification is wrong, or names a device that is not there.
+        UsageError: The specification is wrong, or names a missing device.
     """
     if threads is not None and threads < 1:
         raise UsageError(f"threads={threads}: a worker needs at least one thread")

@@ -1,4 +1,4 @@
-"""From failures to errors: which one a person should see, and what it says."""
+"""Errors from failures that workers report: their choice and their text."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from onebox.wire.protocol.responses import WorkerFailure
 T = TypeVar("T")
 
 SLICE_S = 0.2
-"""Ctrl-C ends a wait for workers within this time, whenever it comes."""
+"""Ctrl-C always ends a wait for workers within this time."""
 
 CAUSE_S = 1.0
-"""How long a worker's complaint about a lost peer waits for the news of what befell that peer."""
+"""How long a worker's error about a lost peer is held back for the cause of that peer's end."""
 
 AFTERWARDS = "open another pool and resume from the last checkpoint"
-"""What to do when a worker has ended."""
+"""Advice after the end of a worker."""
 
 _ADVICE = {
     "operator": "what is computed from it is void; where plain PyTorch runs this operator on such tensors, it is an "
@@ -43,12 +43,12 @@ ADVICE_IN_STEPS = (
     "fit, "
     "and what they cost), an optimizer on the host (update='host'), or a larger budget (memory=)"
 )
-"""What to do where memory is lacking in a step that a plan lays out."""
+"""Advice where memory is lacking in a planned step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerLocation:
-    """Where a worker is, for messages."""
+    """The location of a worker, for messages."""
 
     worker: int
     host: str
@@ -63,15 +63,15 @@ _DATA = re.compile(
     r"size of tensor a|batch_size|target dtype|[Ee]xpected (scalar|tensor .* scalar) type|"
     r"should be between 0 and 1|Class values must be|size mismatch|same dtype"
 )
-"""What PyTorch 2.11 to 2.13 says of batches that a model or a loss cannot take."""
+"""Messages of PyTorch 2.11 to 2.13 about batches that a model or a loss rejects."""
 
 _CLASSES = re.compile(r"Target (-?\d+) is out of bounds")
 _SCORES = re.compile(r"^\w+\[(?:\d+, )?(\d+)")
-"""The classes of scores ``[B, C, ...]``, or ``[C]``, among the shapes of what a loss is given."""
+"""The number of classes in scores ``[B, C, ...]``, or ``[C]``, among the shapes of a loss's arguments."""
 
 
 def _advice(failure: WorkerFailure) -> str:
-    """Return what to do about a failure."""
+    """Return advice about a failure."""
     if failure.routine != 0 and failure.kind == "memory":
         return ADVICE_IN_STEPS
     if failure.kind != "operator":
@@ -118,7 +118,7 @@ def to_error(failure: WorkerFailure, place: WorkerLocation) -> OneboxError:
 
 @dataclass
 class DelayedPeerErrors:
-    """Holds back complaints about lost peers for a moment, because the end of a peer may not be known yet.
+    """Holds back errors about lost peers for a moment, because the cause of the peer's end may not be known yet.
 
     Pure but for the futures that it completes: the time is an argument.
     """
@@ -127,19 +127,19 @@ class DelayedPeerErrors:
     _failed_s: float | None = None
 
     def complain(self, future: Future[Any], error: PeerLost, now_s: float) -> None:
-        """Fail a future because of a lost peer, when it is known why, or after :data:`CAUSE_S`."""
+        """Fail a future because of a lost peer, as soon as the cause is known, or after :data:`CAUSE_S`."""
         if self._failed_s is not None and now_s - self._failed_s < CAUSE_S:
             fail(future, error)
         else:
             self._held.append((now_s + CAUSE_S, future, error))
 
     def failed(self, now_s: float) -> None:
-        """Take the news that a worker has failed by itself, which :func:`raise_first` prefers to a complaint."""
+        """Note that a worker has failed by itself, which :func:`raise_first` prefers to an error about a lost peer."""
         self._failed_s = now_s
         self.release(now_s + CAUSE_S)
 
     def ended(self, error: OneboxError) -> None:
-        """Take the news of the end of a worker, which is what everybody is to hear of."""
+        """Note the end of a worker, the cause for all held-back futures."""
         for _, future, _ in self._held:
             fail(future, error)
         self._held.clear()
@@ -153,7 +153,7 @@ class DelayedPeerErrors:
 
 
 def fail(future: Future[Any], error: BaseException) -> None:
-    """Fail a future that is not done yet."""
+    """Fail a future unless it is done."""
     if not future.done():
         future.set_exception(error)
 
@@ -161,7 +161,7 @@ def fail(future: Future[Any], error: BaseException) -> None:
 def wait_in_slices(futures: Collection[Future[Any]]) -> set[Future[Any]]:
     """Wait until all futures are done or one has failed, and return those that are not done.
 
-    In slices, because a signal that comes just before a thread begins to wait for a lock does not end that wait.
+    In slices, because a signal just before a thread begins to wait for a lock does not end that wait.
     """
     pending = set(futures)
     failed = False
@@ -172,12 +172,12 @@ def wait_in_slices(futures: Collection[Future[Any]]) -> set[Future[Any]]:
 
 
 def raise_first(futures: Sequence[Future[T]]) -> list[T]:
-    """Wait for futures and return their results, or raise what went wrong as soon as it is known.
+    """Wait for futures and return their results, or raise the first error as soon as it is known.
 
-    Of several errors it is the first, in the order of the futures, that is no complaint about a lost peer.
+    Of several errors the first in the order of the futures is raised, errors about lost peers last.
 
     Raises:
-        OneboxError: What went wrong.
+        OneboxError: The error.
     """
     pending = set(futures)
     errors: list[BaseException] = []

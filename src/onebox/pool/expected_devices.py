@@ -1,4 +1,4 @@
-"""What the devices of a pool will say of themselves, known without starting their workers."""
+"""Prediction of the devices that a local pool would have, without starting workers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from onebox.worker.system.instruction_sets import used_instruction_sets
 def expected_devices(
     spec: str = "auto", *, threads: int | None = None, memory: Memory | None = None
 ) -> tuple[DeviceInfo, ...]:
-    """Return the devices that a pool of this machine will have; nothing is started.
+    """Return the devices that a pool of this machine would have; nothing is started.
 
     Args:
         spec: As for :func:`~onebox.pool.open_pool`.
@@ -32,7 +32,7 @@ def expected_devices(
         memory: Likewise.
 
     Raises:
-        UsageError: The specification is wrong, or names devices of other machines, which only they know.
+        UsageError: The specification is wrong, or names devices of other machines.
     """
     found: list[DeviceInfo] = []
     budgets = parse_budgets("memory", memory)
@@ -49,7 +49,7 @@ def expected_devices(
 
 
 def _described(number: int, request: DeviceRequest, quota: int) -> DeviceInfo:
-    """Return what the worker of a device would say of it."""
+    """Return the description that the worker of a device would send."""
     capability, processors, nccl, used = (0, 0), 0, False, NO_INSTRUCTION_SETS
     if request.device == "sim":
         name, memory = PRODUCT, quota or MEMORY_BYTES

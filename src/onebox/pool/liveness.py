@@ -1,8 +1,8 @@
-"""Who is alive: signs of life in, verdicts out. Pure: the time is an argument.
+"""Liveness of workers: heartbeats in, verdicts out. Pure: the time is an argument.
 
-Silence has two causes that look alike: a worker that is hung, and a network that is cut. Where somebody else on the
-worker's host can be heard, which is its agent, they can be told apart: a worker that is silent while its host is heard
-is hung. One whose host is silent, too, is waited for as long as a cut may last.
+Silence has two causes that look alike: a hung worker and an interrupted network. An agent on the worker's host tells
+them apart: a worker that is silent while its agent is heard is hung. Where the agent is silent, too, the wait lasts as
+long as an interruption may.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 SILENCE_S = 4.0
-"""A worker that has given no sign of life for so long is hung. It gives one every half second, and a cut of three
-seconds, with what comes before and after it, is not to look like that; but who is hung is to be noticed within five."""
+"""Silence after which a worker counts as hung. It sends a heartbeat every half second; a network interruption of three
+seconds, with its margins, must not count, and a hung worker is to be noticed within five."""
 
 STALL_S = 3.0
-"""A worker whose work has made no progress and used no processor for so long is hung."""
+"""Time without progress and without processor use after which a worker counts as hung."""
 
 _PAUSE_S = 1.5
-"""A client that was itself not running for so long cannot tell silence from its own sleep."""
+"""A pause of the client's own after which it cannot tell a worker's silence from its own."""
 
 _GAP_S = 1.5
-"""A host that has not been heard for so long was cut off; agents are heard every half second."""
+"""Silence after which a host counts as cut off; agents are heard every half second."""
 
 
 @dataclass
 class Liveness:
-    """Watches the signs of life of the workers of a pool.
+    """Monitors the heartbeats of a pool's workers.
 
     Args:
-        patience_s: For how long a worker may give none, by its number, where that is longer than usual: because it may
-            be cut off for so long. While its host is heard it may not: see :meth:`overhear`.
+        patience_s: Permitted silence by worker number, where it is longer than usual because the network may be
+            interrupted for so long. It does not apply while the worker's host is heard: see :meth:`overhear`.
     """
 
     patience_s: Mapping[int, float] = field(default_factory=dict)
@@ -40,23 +40,23 @@ class Liveness:
     _checked_s: float | None = None
 
     def beat(self, worker: int, now_s: float, stalled_s: float = 0.0, doing: str = "") -> None:
-        """Take a sign of life."""
+        """Record a heartbeat."""
         self._last_s[worker] = now_s
         self._stalled[worker] = (stalled_s, doing)
 
     def overhear(self, worker: int, heard_s: float) -> None:
-        """Take the news of when somebody else on a worker's host was last heard."""
+        """Record the time at which the agent of a worker's host was last heard."""
         since_s, last_s = self._heard.get(worker, (heard_s, heard_s))
         self._heard[worker] = (since_s if heard_s - last_s < _GAP_S else heard_s), max(heard_s, last_s)
 
     def forget(self, worker: int) -> None:
-        """No longer watch a worker."""
+        """Stop monitoring a worker."""
         self._last_s.pop(worker, None)
         self._stalled.pop(worker, None)
         self._heard.pop(worker, None)
 
     def hung(self, now_s: float) -> dict[int, str]:
-        """Return the workers that are hung, and why."""
+        """Return the workers that are hung, each with the reason."""
         if self._checked_s is not None and now_s - self._checked_s > _PAUSE_S:
             self._last_s = dict.fromkeys(self._last_s, now_s)
         self._checked_s = now_s

@@ -1,4 +1,4 @@
-"""Opening a pool: from what is asked for to workers that are connected to."""
+"""Opening of a pool: from a specification to connected workers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from onebox.worker import Fault
 _LOG = logging.getLogger("onebox")
 
 _QUESTIONS = 3
-"""How often all workers are asked something to know how far they are."""
+"""Number of questions to all workers by which their round-trip time is measured."""
 
 
 def open_pool(
@@ -54,12 +54,11 @@ def open_pool(
     Args:
         spec: ``auto`` for all accelerators or, with none, one CPU worker a core up to four; or a list such as
             ``cuda:0,cuda:1`` or ``cpu*2``; ``cpu@0.5`` is a CPU worker slowed down to half of its speed, ``sim*4`` are
-            four devices that compute nothing and sleep as long as what they are sent says that it costs.
-            Devices of hosts where an agent runs that this client was paired with are ``hostA`` (all accelerators or
-            some CPU workers), ``hostB:7171``, ``hostA/cuda:0``, ``hostA/cuda*2`` (any two) or ``hostA/cpu*2``, in one
-            list with others; ``ray`` or ``ray://HOST:PORT`` is a Ray cluster; ``NAME.toml`` a file of hosts. Devices
-            are numbered in the order of the list. For ``auto`` the environment variable ``ONEBOX_POOL`` may say
-            something else.
+            four devices that compute nothing and sleep for the stated cost of each program. Devices of hosts where an
+            agent runs that this client was paired with are ``hostA`` (all accelerators or some CPU workers),
+            ``hostB:7171``, ``hostA/cuda:0``, ``hostA/cuda*2`` (any two) or ``hostA/cpu*2``, in one list with others;
+            ``ray`` or ``ray://HOST:PORT`` is a Ray cluster; ``NAME.toml`` a file of hosts. Devices are numbered in the
+            order of the list. For ``auto`` the environment variable ``ONEBOX_POOL`` may say something else.
         threads: Threads of each worker; an equal share of its host's cores when ``None``.
         memory: The most bytes that each device's buffers may take, as bytes or text such as ``2GiB``; different ones as
             :func:`~onebox.sizes.parse_budgets` reads them, or in a file of hosts where the pool has several hosts. An
@@ -67,25 +66,25 @@ def open_pool(
             limit but the device's; on another host a GPU alone or a CPU worker's share of the memory. A GPU's
             allocator is held to an eighth and 64 MiB more, for what operators need in passing.
         links: Links to emulate between devices, by the numbers of the two: for both directions, or for each its own
-            where both are given. For experiments on one host; times over them are made, not measured.
-        channel_latency_s: Seconds that every message between this process and a worker takes in addition, each way;
-            signs of life are not held up. Emulated likewise.
-        channel_bandwidth_bps: Bytes per second that go from this process to all workers at most. Emulated likewise.
-        faults: For tests: what goes wrong on which worker of this machine.
-        grace_s: How long this process may be gone or stopped before its leases on other hosts end, and how long the way
-            to one may be cut before its workers are given up; that a host has failed as a whole is noticed only then.
-            Without it leases outlast this process by 30 s, and a cut may last 3 s.
+            where both are given. For experiments on one host; times over them are emulated.
+        channel_latency_s: Added seconds of every message between this process and a worker, each way, heartbeats
+            excepted. Emulated likewise.
+        channel_bandwidth_bps: Most bytes per second from this process to all workers. Emulated likewise.
+        faults: Injected faults for tests, by worker of this machine.
+        grace_s: How long this process may be gone or stopped before its leases on other hosts end, and how long the
+            network to a host may be interrupted before its workers are given up; the failure of a whole host is noticed
+            only then. By default leases outlast this process by 30 s, and an interruption may last 3 s.
         wait: Whether to queue for devices that others have leased; the place in the queue is logged.
 
     Returns:
         The pool; close it, or use it as a context manager.
 
     Raises:
-        UsageError: The specification is wrong, or names a device that is not there or a host that this client was not
-            paired with; or a link or latency cannot be emulated.
-        PoolError: A worker could not be started, or is of another version; an agent cannot be reached; or others have
-            the devices, and it was not to wait.
-        WorkerDied: A worker ended while it started.
+        UsageError: The specification is wrong, or names a missing device or a host that this client was not paired
+            with; or a link or latency cannot be emulated.
+        PoolError: A worker could not be started, or is of another version; an agent cannot be reached; or others hold
+            the devices and ``wait`` is false.
+        WorkerDied: A worker ended during its start.
 
     Example:
         >>> import onebox
@@ -100,7 +99,7 @@ def open_pool(
 
 
 def _require_channel(latency_s: float, bandwidth_bps: float) -> None:
-    """Require that a channel to the workers can be emulated.
+    """Check that a channel to the workers can be emulated.
 
     Raises:
         UsageError: It cannot.
@@ -119,11 +118,11 @@ def make_sources(
     faults: Mapping[int, Sequence[Fault]] | None = None,
     grace_s: float | None = None,
 ) -> list[WorkerSource]:
-    """Return where the devices of a pool come from, in the order of its numbering; nothing is started yet.
+    """Return the sources of a pool's devices, in the order of its numbering; nothing is started yet.
 
     Raises:
-        UsageError: The specification is wrong, or names a device of this machine that is not there, or a host that this
-            client was not paired with.
+        UsageError: The specification is wrong, or names a missing device of this machine, or a host that this client
+            was not paired with.
     """
     parts = asked_parts(spec, os.environ, lambda name: Path(name).expanduser().read_text(encoding="utf-8"))
     budgets = parse_budgets("memory", memory)
@@ -139,7 +138,9 @@ def make_sources(
     found: list[WorkerSource] = []
     for part in parts:
         if isinstance(part, RayPart):
-            from onebox.pool.backends.ray.ray_source import RaySource  # an extra, which takes a second to import
+            from onebox.pool.backends.ray.ray_source import (
+                RaySource,  # an optional extra, which takes a second to import
+            )
 
             if not budgets.alike:
                 raise UsageError(f"memory={memory!r}: devices of a Ray cluster have the same, such as memory='40GiB'")
@@ -156,7 +157,7 @@ def make_sources(
 
 
 def _round_trip_s(pool: Pool) -> float:
-    """Return how long it takes until all workers have answered, at best."""
+    """Return the fastest time of a round trip to all workers."""
     took_s: list[float] = []
     for _ in range(_QUESTIONS):
         begin_s = time.monotonic()
@@ -166,7 +167,7 @@ def _round_trip_s(pool: Pool) -> float:
 
 
 def _address_towards(agents: Sequence[AgentPart]) -> str:
-    """Return the address by which workers of other hosts reach those of this one: that by which it reaches agents."""
+    """Return the address at which workers of other hosts reach those of this one: that from which it reaches agents."""
     addresses = [own_address(agent.address) for agent in agents]
     outside = [address for address in addresses if not ip_address(address.partition("%")[0]).is_loopback]
     return next(iter([*outside, *addresses]), WorkerProcess.address)

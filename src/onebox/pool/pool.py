@@ -1,4 +1,4 @@
-"""A pool: devices that somebody may use, each owned by a worker."""
+"""The pool: devices for use by a client, each owned by a worker."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ from onebox.wire.protocol.requests import Instruction, Shutdown
 _LOG = logging.getLogger("onebox")
 
 GROUP_S = 1800.0
-"""Bound of every wait inside a group of workers: a slow peer may take long, a dead or hung one is noticed elsewhere."""
+"""Bound of every wait inside a group of workers: a slow peer may take long; a dead or hung one is detected
+elsewhere."""
 
 
 class Pool:
@@ -60,20 +61,21 @@ class Pool:
         self._members = list(members)
         self._sources = sources
         self._client_loop = client_loop
-        self._forming: dict[int, list[Future[WorkerReply]]] = {}  # of groups that nobody has left
+        self._forming: dict[int, list[Future[WorkerReply]]] = {}  # of groups that no member has left
         self._numbers = itertools.count(1)
         self._owner = os.getpid()
         self._closed = False
         self.shared = shares_memory()
-        """Whether groups that are formed from now on use memory that workers of one host share, where they can."""
+        """Whether new groups use shared memory between workers of one host, where they can."""
         self.client_bandwidth = ClientBandwidth(self)
-        """How fast tensors go to the workers."""
+        """Bandwidth from this process to the workers."""
         self.round_trip_s = 0.0
-        """How long a question to the furthest worker took when the pool was opened; 0 where all are of this machine."""
+        """Round-trip time to the furthest worker when the pool was opened, in seconds; 0 where all are on this
+        machine."""
         self.gone: frozenset[int] = frozenset()
-        """Devices whose workers were lost and could not be replaced; see :meth:`recover_workers`."""
+        """Devices whose workers were lost and could not be restarted; see :meth:`recover_workers`."""
         self.closing: list[Callable[[], object]] = []
-        """Called when the pool is closed, before its workers end."""
+        """Callbacks for the closing of the pool, before its workers end."""
         atexit.register(self.close)
 
     def __enter__(self) -> Self:
@@ -97,12 +99,12 @@ class Pool:
 
     @property
     def present(self) -> tuple[int, ...]:
-        """The numbers of the devices that have not gone."""
+        """The numbers of the devices that are not gone."""
         return tuple(number for number in range(len(self.devices)) if number not in self.gone)
 
     @property
     def cores(self) -> tuple[HostCores, ...]:
-        """The cores of each host, with the threads that its workers keep busy and what is left; this host first.
+        """The cores of each host, with its workers' busy threads and the cores that are left; this host first.
 
         Example:
             >>> import onebox
@@ -115,21 +117,21 @@ class Pool:
 
     @property
     def sent_bytes(self) -> tuple[int, ...]:
-        """Bytes of tensors that have been sent to each worker so far, as they travel."""
+        """Bytes of tensors sent to each worker so far, after compression."""
         sent = self._client_loop.sent_bytes
         return tuple(sent.get(worker, 0) for worker in range(len(self.devices)))
 
     @property
     def broken(self) -> bool:
-        """Whether nothing can be posted any more, or until it is healed."""
+        """True when nothing can be posted, until the pool is recovered."""
         return self._client_loop.broken is not None
 
     def near(self, worker: int) -> bool:
-        """Tell whether a worker is a process of this machine, and nothing slower than that is emulated."""
+        """Return whether a worker is a process of this machine with no slower link emulated."""
         return self.devices[worker].host == LOCAL_HOST and self.channel_bandwidth_bps == math.inf
 
     def new_number(self) -> int:
-        """Return a number for a buffer, definition or group that nothing else in this pool has."""
+        """Return a number, unique in this pool, for a buffer, definition or group."""
         return next(self._numbers)
 
     def post(
@@ -153,13 +155,13 @@ class Pool:
         Args:
             workers: Members; their order gives the ranks.
             via: ``workers`` for transfers from worker to worker: through memory where they find that they can share it,
-                by NCCL among CUDA devices, else by Gloo. ``client`` for sums that are made at the client.
-            aside: Whether it is for what travels in the background, between the memories of the hosts.
-            number: What it is to be called, of :meth:`new_number`; 0 for a new one.
+                by NCCL among CUDA devices, else by Gloo. ``client`` for sums that the client computes.
+            aside: Whether it is for background transfers between host memories.
+            number: Its number, from :meth:`new_number`; 0 for a new one.
 
         Raises:
-            UsageError: Some of the devices have values and others, ``sim``, have none; or what is asked for cannot
-                go over the links that are emulated between them.
+            UsageError: The devices mix ``sim`` with others; or the emulated links between them do not support such a
+                group.
             OneboxError: The group could not be formed.
         """
         group = number or self.new_number()
@@ -175,14 +177,14 @@ class Pool:
     def begin_group(
         self, workers: Sequence[int], via: Literal["workers", "client"], *, number: int, aside: bool = False
     ) -> list[Future[WorkerReply]]:
-        """Let a group be formed, and do not wait for it: for the arguments see :meth:`form_group`.
+        """Start to form a group without waiting for it; for the arguments see :meth:`form_group`.
 
         Returns:
-            The answers of its members, for :meth:`note_group`; where one fails, the group has to be left.
+            Futures of its members' replies, for :meth:`note_group`; where one fails, the group has to be left.
 
         Raises:
             UsageError: As :meth:`form_group`.
-            OneboxError: The pool is broken; some may have been told.
+            OneboxError: The pool is broken; some members may have received the request.
         """
         group = number
         links = [outgoing(self.links, workers, rank) for rank in range(len(workers))]
@@ -199,7 +201,7 @@ class Pool:
         backend: Literal["gloo", "nccl", "client"] = "gloo"
         if via == "client":
             backend = "client"
-        elif not aside and all(self.devices[worker].nccl for worker in workers):  # whatever this client's PyTorch has
+        elif not aside and all(self.devices[worker].nccl for worker in workers):  # even if this client has no NCCL
             backend = "nccl"
         shared = backend == "gloo" and (self.shared or "sim" in kinds or any(links))
         addresses = [self.devices[worker].address for worker in workers]
@@ -215,26 +217,27 @@ class Pool:
         return asked
 
     def is_formed(self, group: int) -> bool:
-        """Tell whether all members of a group have answered that it is formed, or why not; until then none may leave.
+        """Return whether all members of a group have replied that it is formed, or has failed; until then none may
+        leave.
 
-        One that leaves as soon as it has met the others would be lost to those that are still about to meet it.
+        A member that leaves earlier would be missing for those that are still connecting to it.
         """
         return all(future.done() for future in self._forming.get(group, ()))
 
     def note_group(self, workers: Sequence[int], answers: Sequence[WorkerReply]) -> None:
-        """Take in what the members of a group answered that has been formed: why some do not share memory is logged."""
+        """Log why some members of a formed group do not share memory."""
         for line in explain_unshared([self.devices[worker] for worker in workers], answers):
             _LOG.warning("%s", line)
 
     def profile(self, *, fresh: bool = False, cache: bool = True) -> PoolProfile:
-        """Return how fast the devices and the links between them are, and which devices are near to each other.
+        """Return the speeds of the devices and of the links between them, and the groups of near devices.
 
-        Measured once: what is known of such a pool is kept on disk, in the user's folder for caches. Measuring takes a
-        second or two for a few devices; nothing else should run on them meanwhile.
+        Measured once: the profile of such a pool is kept on disk, in the user's cache folder. Measuring takes a second
+        or two for a few devices; nothing else should run on them meanwhile.
 
         Args:
-            fresh: Measure even if it is known.
-            cache: Whether to look in the cache and to keep the profile there.
+            fresh: Whether to measure again a known pool.
+            cache: Whether to read and write the cache.
 
         Raises:
             UsageError: A device has not enough memory left to be measured.
@@ -257,7 +260,7 @@ class Pool:
         return measured
 
     def is_whole(self, group: int) -> bool:
-        """Tell whether a group is formed and, as far as is known, no member has left it."""
+        """Return whether a group is formed and, as far as is known, no member has left it."""
         return self._client_loop.serves(group)
 
     def leave_group(self, group: int, workers: Sequence[int]) -> None:
@@ -268,16 +271,16 @@ class Pool:
                 self.post(worker, [LeaveGroup(group)])
 
     def retime(self, worker: int, *, speed: float) -> None:
-        """Let a ``sim`` device be of another speed from what is posted next on, for experiments.
+        """Change the speed of a ``sim`` device for everything that is posted later, for experiments.
 
-        What the pool says of its devices stays as it was when it was opened: to notice is up to who measures.
+        The pool's description of its devices does not change: the new speed shows only in measurements.
 
         Args:
             worker: The device.
-            speed: What costs are divided by from then on.
+            speed: The new divisor of costs.
 
         Raises:
-            UsageError: It is no ``sim`` device, or the speed is none.
+            UsageError: It is not a ``sim`` device, or the speed is invalid.
         """
         kind = self.devices[worker].kind if 0 <= worker < len(self.devices) else "not there"
         if kind != "sim" or not 0 < speed < math.inf:
@@ -289,37 +292,37 @@ class Pool:
     def relink(
         self, source: int, target: int, *, bandwidth_bps: float | None = None, latency_s: float | None = None
     ) -> None:
-        """Let an emulated link be of other values, both ways, from what is posted next on, for experiments.
+        """Change the values of an emulated link, in both directions, for everything that is posted later, for
+        experiments.
 
         Args:
             source: The device at one end.
             target: The device at the other end.
-            bandwidth_bps: Bytes per second; ``None`` for what it was.
-            latency_s: Seconds that everything takes in addition; ``None`` for what it was.
+            bandwidth_bps: Bytes per second; ``None`` to keep it.
+            latency_s: Added seconds of each transfer; ``None`` to keep it.
 
         Raises:
-            UsageError: The pool was opened without that link, or there is none of such values.
+            UsageError: The pool was opened without that link, or the values are invalid.
         """
         for link in ((source, target), (target, source)):
             self.links = changed(self.links, link, bandwidth_bps, latency_s)
             self.post(link[0], [Retime(links=outgoing(self.links, link, 0))])
 
     def recover_workers(self, *, patience_s: float = PATIENCE_S) -> RecoveryReport:
-        """Go on after a loss: end the workers that are lost, start them again where that can be, keep the others.
+        """Recover from a loss: end the lost workers, restart them where possible, keep the others.
 
-        What the lost ones held is gone, and so are the groups that they were in. Workers that survive keep what they
-        have; they may have been in the middle of something, which then has failed.
+        The state of lost workers is gone, and so are their groups. Surviving workers keep theirs; instructions that
+        they were executing may have failed.
 
         Args:
-            patience_s: How long a survivor may take to be done with what it was given; one that takes longer is lost,
+            patience_s: How long a survivor may make no progress with its earlier work; one that exceeds it is lost,
                 too.
 
         Returns:
-            What was found and done.
+            A report of the recovery.
 
         Raises:
-            OneboxError: The pool is closed, or something else is wrong with it than lost workers, or workers are lost
-                again and again.
+            OneboxError: The pool is closed, has another error than lost workers, or loses workers repeatedly.
         """
         healing = recover_workers(
             self._client_loop, self._members, self._replace, present=self.present, patience_s=patience_s
@@ -331,7 +334,7 @@ class Pool:
         return healing
 
     def _replace(self, worker: int) -> tuple[WorkerHandle, str] | None:
-        """Let the source of a worker start it again, where that is possible."""
+        """Restart a worker by its source, where that is possible."""
         for source in self._sources:
             made = (
                 source.replace(worker, self._client_loop.client_key) if isinstance(source, RestartableSource) else None

@@ -1,4 +1,4 @@
-"""Healing a pool: lost workers are ended and started again, and the survivors let go of what they waited for."""
+"""Recovery of a pool: lost workers are ended and restarted, and the survivors leave the groups that they waited in."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from onebox.wire.protocol.groups import LeaveGroup
 from onebox.wire.protocol.instructions import Ask
 
 PATIENCE_S = 30.0
-"""For how long a survivor may make no progress with what it was given before the loss."""
+"""How long a survivor may make no progress with its work from before the loss."""
 
 _AGAIN_S = 1.0
-"""How often a survivor is told again that nobody will come any more: it may just have begun to wait."""
+"""Interval at which a survivor is interrupted again: it may just have begun to wait."""
 
 _ROUNDS = 6
-"""How often workers may be lost again while a pool is healed."""
+"""How often workers may be lost again during a recovery."""
 
 _STARTS = 2
-"""How often a worker may fail to start before it is taken for gone."""
+"""Failed starts after which a worker is given up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryReport:
-    """What was found and done when a pool was healed.
+    """The result of a recovery.
 
     Args:
-        lost: What befell the workers that were lost, by their numbers.
-        replaced: Those of them that were started again.
-        gone: Those that could not be.
-        devices: What those that were started again are.
+        lost: Error of each lost worker, by number.
+        replaced: The workers that were restarted.
+        gone: The workers that could not be restarted.
+        devices: Devices of the restarted workers.
     """
 
     lost: Mapping[int, OneboxError]
@@ -47,12 +47,12 @@ class RecoveryReport:
 
 
 class _Healer:
-    """One healing: what has been found so far.
+    """State of one recovery.
 
     Args:
-        switchboard: Of the pool.
-        members: The workers' processes, by number; those that are started again take their places.
-        replace: Starts a worker again; returns ``None`` where that cannot be.
+        switchboard: The pool's client loop.
+        members: The workers' handles, by number; replaced in place.
+        replace: Function that restarts a worker; returns ``None`` where that is impossible.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class _Healer:
         self.groups: set[int] = set()
 
     def drop(self) -> None:
-        """Part with all workers that are lost."""
+        """Drop all lost workers."""
         for worker, error in list(self._client_loop.lost.items()):
             self.lost.setdefault(worker, error)
             self.groups.update(self._client_loop.drop(worker))
@@ -81,7 +81,7 @@ class _Healer:
             self.missing.add(worker)
 
     def start(self) -> None:
-        """Start what is missing again, all at once."""
+        """Restart all missing workers at once."""
         started: dict[int, tuple[WorkerHandle, str]] = {}
         for worker in sorted(self.missing):
             self._starts[worker] = self._starts.get(worker, 0) + 1
@@ -101,19 +101,19 @@ class _Healer:
                 hello = self._client_loop.replace(member, key)
                 self.devices[worker] = welcome(member, hello)
             except OneboxError:
-                if worker not in self._client_loop.lost:  # one that was never connected to, or did not say hello
+                if worker not in self._client_loop.lost:  # a worker that was never connected, or did not say hello
                     with contextlib.suppress(KeyError):
                         self._client_loop.drop(worker)
                     member.close(grace_s=0.0)
                     self.missing.add(worker)
 
     def settle(self, survivors: Sequence[int], patience_s: float) -> None:
-        """Let workers leave groups that are no more, and wait until each has done what it was given before.
+        """Let workers leave dissolved groups, and wait until each has finished its earlier work.
 
-        Who gets on with it is waited for: a step may be long, and nobody else may have what the survivors know.
+        A survivor that makes progress is waited for: a step may be long, and its state may exist nowhere else.
 
         Raises:
-            OneboxError: A worker was lost meanwhile.
+            OneboxError: A worker was lost during the wait.
         """
         leave = [LeaveGroup(group) for group in sorted(self.groups)]
         asked: dict[int, Future[WorkerReply]] = {}
@@ -152,17 +152,17 @@ def recover_workers(
     present: Sequence[int],
     patience_s: float,
 ) -> RecoveryReport:
-    """Heal a pool; see :meth:`Pool.recover_workers`.
+    """Recover a pool; see :meth:`Pool.recover_workers`.
 
     Args:
-        switchboard: Of the pool.
-        members: The workers' processes, by number; those that are started again take their places.
-        replace: Starts a worker again; returns ``None`` where that cannot be.
-        present: The workers that had not gone before.
-        patience_s: How long a survivor may take to be done with what it was given.
+        switchboard: The pool's client loop.
+        members: The workers' handles, by number; replaced in place.
+        replace: Function that restarts a worker; returns ``None`` where that is impossible.
+        present: The workers that were not given up before.
+        patience_s: How long a survivor may make no progress with its earlier work.
 
     Raises:
-        OneboxError: The pool is closed, or broken in another way, or workers are lost again and again.
+        OneboxError: The pool is closed or broken in another way, or workers are lost repeatedly.
     """
     healer = _Healer(client_loop, members, replace)
     last: OneboxError | None = None
@@ -184,4 +184,4 @@ def recover_workers(
             gone=tuple(sorted(healer.gone)),
             devices=healer.devices,
         )
-    raise PoolError(f"workers were lost {_ROUNDS} times while the pool was healed; the last loss: {last}") from last
+    raise PoolError(f"workers were lost {_ROUNDS} times during the pool's recovery; the last loss: {last}") from last

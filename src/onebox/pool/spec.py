@@ -1,4 +1,4 @@
-"""What a pool is asked for: devices of this machine, of hosts where an agent runs, or of a Ray cluster. Pure."""
+"""Pool specifications: devices of this machine, of hosts where an agent runs, or of a Ray cluster. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from onebox.sizes import Budgets, parse_budgets
 from onebox.wire.protocol.agents import Offer, Want
 
 POOL_VARIABLE = "ONEBOX_POOL"
-"""The environment variable that says what ``auto`` stands for."""
+"""The environment variable that defines ``auto``."""
 
 GRAMMAR = (
     "'auto'; a list with devices of this machine such as 'cuda', 'cuda:0', 'cpu', 'cpu*3' (and emulated 'cpu@0.5', "
@@ -27,7 +27,7 @@ GRAMMAR = (
 )
 
 THIS_MACHINE = "local"
-"""The address of this machine in a file of hosts."""
+"""Address of this machine in a file of hosts."""
 
 _LOCAL = re.compile(r"(?:auto|cpu|cuda|sim)(?![\w.-])", re.ASCII)
 _DEVICE = re.compile(r"auto|cpu(?:\*[1-9]\d{0,2})?|cuda(?::\d{1,3}|\*[1-9]\d{0,2})?", re.ASCII)
@@ -38,9 +38,9 @@ class LocalPart:
     """Devices of this machine.
 
     Args:
-        devices: What :func:`~onebox.pool.discovery.requested_devices` takes.
+        devices: A specification for :func:`~onebox.pool.discovery.requested_devices`.
         threads: Threads of each worker; ``None`` for an equal share of the cores.
-        memory: The most bytes of each worker's buffers, in the order of the devices; ``None`` where nothing is said.
+        memory: Limit of each worker's buffers in bytes, in the order of the devices; ``None`` where not specified.
     """
 
     devices: str
@@ -53,11 +53,11 @@ class AgentPart:
     """Devices of a host where an agent runs.
 
     Args:
-        address: ``HOST`` or ``HOST:PORT``, as it was written.
+        address: ``HOST`` or ``HOST:PORT``, as written.
         devices: ``auto``, ``cpu``, ``cpu*N``, ``cuda`` (all), ``cuda:K`` or ``cuda*N`` (any N), in order.
-        threads: Threads of each worker; ``None`` for what the agent chooses.
-        memory: The most bytes of each worker's buffers, in the order of the devices; where nothing is said, a GPU alone
-            or what the agent gives.
+        threads: Threads of each worker; ``None`` for the agent's choice.
+        memory: Limit of each worker's buffers in bytes, in the order of the devices; where not specified, a whole GPU
+            or the agent's default.
     """
 
     address: str
@@ -71,7 +71,7 @@ class RayPart:
     """Devices of a Ray cluster.
 
     Args:
-        spec: ``ray`` or what begins with ``ray://``, as it was written.
+        spec: ``ray`` or a text that begins with ``ray://``, as written.
     """
 
     spec: str
@@ -81,15 +81,15 @@ Part = LocalPart | AgentPart | RayPart
 
 
 def asked_parts(spec: str, environment: Mapping[str, str], read: Callable[[str], str]) -> tuple[Part, ...]:
-    """Return what a pool is asked for, in the order of its numbering.
+    """Return the parts of a specification, in the order of the pool's numbering.
 
     Args:
-        spec: As a person wrote it; for ``auto`` the environment may say something else.
-        environment: Variables, of which :data:`POOL_VARIABLE` matters.
-        read: Returns the text of a file.
+        spec: The specification; for ``auto`` the environment may define another.
+        environment: Environment variables, of which :data:`POOL_VARIABLE` is read.
+        read: Function that returns the text of a file.
 
     Raises:
-        UsageError: It is not understood, or the file cannot be read.
+        UsageError: The specification is invalid, or the file cannot be read.
     """
     spec, told = spec.strip(), ""
     if spec == "auto" and environment.get(POOL_VARIABLE, "").strip():
@@ -105,10 +105,10 @@ def asked_parts(spec: str, environment: Mapping[str, str], read: Callable[[str],
 
 
 def parse_spec(spec: str) -> tuple[Part, ...]:
-    """Return what a specification that names no file asks for.
+    """Parse a specification that names no file.
 
     Raises:
-        UsageError: It is not understood.
+        UsageError: The specification is invalid.
 
     Example:
         >>> [part.address for part in parse_spec("hostA/cuda:0,hostA/cpu*2,hostB:7272")]
@@ -141,7 +141,7 @@ def _device(device: str, text: str, spec: str) -> str:
 
 
 def _merged(parts: Iterable[LocalPart | AgentPart]) -> list[LocalPart | AgentPart]:
-    """Put neighbours of one host together."""
+    """Merge neighbouring parts of one host."""
     found: list[LocalPart | AgentPart] = []
     for part in parts:
         last = found[-1] if found else None
@@ -159,7 +159,8 @@ def _key(part: LocalPart | AgentPart) -> str:
 
 
 def _checked(parts: Sequence[LocalPart | AgentPart], spec: str) -> tuple[Part, ...]:
-    """Require that each host is there once: one lease of all its devices cannot wait for another of the same pool."""
+    """Require that each host occurs once: a lease of some of its devices could not wait for another of the same
+    pool."""
     keys = [_key(part) for part in parts]
     twice = next((part for part in parts if keys.count(_key(part)) > 1), None)
     if twice is not None:
@@ -183,16 +184,16 @@ class _Hosts(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def parse_hosts(text: str, name: str) -> tuple[Part, ...]:
-    """Return what a file of hosts asks for: a table ``[[hosts]]`` for each.
+    """Parse a file of hosts, which has a table ``[[hosts]]`` for each.
 
     Args:
         text: TOML. Each host has an ``address`` (``local`` for this machine), and may have ``devices`` (a list, as
             behind the slash of a specification), ``memory`` (bytes of each worker, or text such as ``8GiB``; or a list
             with one for each of its devices) and ``threads`` (of each worker).
-        name: Of the file, for messages.
+        name: Name of the file, for messages.
 
     Raises:
-        UsageError: It is no such file; a key that is not known is named.
+        UsageError: The file is invalid; an unknown key is named.
     """
     try:
         hosts = msgspec.convert(tomllib.loads(text), _Hosts).hosts
@@ -217,25 +218,26 @@ def _host_part(host: _Host, name: str) -> LocalPart | AgentPart:
     return AgentPart(address=host.address, devices=wanted, threads=host.threads, memory=memory)
 
 
-# ---- what is leased
+# ---- devices to lease
 
 
 def wants(part: AgentPart, offers: Sequence[Offer]) -> tuple[Want, ...]:
     """Return the devices to lease from an agent.
 
     Args:
-        part: What is asked for.
-        offers: What the agent offers.
+        part: The requested devices.
+        offers: The agent's offers.
 
     Raises:
-        UsageError: It offers nothing like it, or one device is asked for twice, or there is memory for more or fewer.
+        UsageError: It offers no such devices, one device is requested twice, or the numbers of memory limits and
+            devices differ.
     """
     names = [name for device in part.devices for name in _expand(device, part.address, offers)]
     twice = next((name for name in names if ":" in name and names.count(name) > 1), None)
     if twice is not None:
         raise UsageError(f"{twice} of {part.address} is asked for twice")
     cores = sum(offer.threads for offer in offers if offer.device == "cpu")
-    share = max(1, cores // max(1, names.count("cpu")))  # the same for a worker that is started again by itself
+    share = max(1, cores // max(1, names.count("cpu")))  # the same for a worker that is restarted by itself
     quotas = (part.memory or Budgets()).of(len(names), part.address)
     return tuple(
         Want(name, part.threads or (share if name == "cpu" else 0), quota)

@@ -1,4 +1,4 @@
-"""What a run leaves behind and shows on the way: folder, metrics, progress, timeline, tables.
+"""The record and display of a run: folder, metrics, progress, timeline, tables.
 
 Nothing here starts a thread or touches a global logger.
 """

@@ -17,7 +17,7 @@ P = ParamSpec("P")
 
 
 def _with_devices(opener: Callable[P, Pool]) -> Callable[P, Pool]:
-    """Let the devices of the pool that a function opens be ``vgpu:0 …`` as well."""
+    """Wrap a function that opens a pool, so that the pool's devices also become ``vgpu:0 …``."""
 
     @functools.wraps(opener)
     def open_devices(*args: P.args, **kwargs: P.kwargs) -> Pool:
@@ -40,7 +40,7 @@ open_devices = _with_devices(open_pool)
 
 
 def set_synchronous(on: bool) -> None:
-    """Let every operator be waited for, so that an error is raised at its own line; for finding it."""
+    """Set whether every operator is waited for, so that an error is raised at its own line; for debugging."""
     for stream in current_context().streams:
         stream.synchronous = on
 

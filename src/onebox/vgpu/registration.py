@@ -1,8 +1,8 @@
-"""Making ``vgpu`` a device of PyTorch; the one place that touches its internals for that.
+"""Registration of ``vgpu`` as a device of PyTorch; the one place that touches its internals for that.
 
-Done once in a process, when the first pool is opened. What it relies on in torch 2.11 to 2.13 is checked in
-tests/unit/vgpu/test_registration.py: the setup of a Python backend in ``torch.utils.backend_registration`` and what
-optimizers ask of ``torch.utils._foreach_utils``.
+Done once in a process, when the first pool is opened. The internals of torch 2.11 to 2.13 that it uses are checked in
+tests/unit/vgpu/test_registration.py: the setup of a Python backend in ``torch.utils.backend_registration`` and the
+parts of ``torch.utils._foreach_utils`` that optimizers use.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ _done: list[bool] = []
 
 
 def install() -> None:
-    """Make ``vgpu`` a device of PyTorch. Idempotent.
+    """Register ``vgpu`` as a device of PyTorch. Idempotent.
 
     Raises:
-        PoolError: Something else has taken PyTorch's one place for a device of one's own.
+        PoolError: Another extension has taken PyTorch's one name for private devices.
     """
     with _lock:
         if _done:
@@ -89,7 +89,7 @@ def install() -> None:
 
 
 def _let_optimizers_group() -> None:
-    """Let optimizers take all parameters in one operator, as they do on a GPU; they ask for exact types."""
+    """Make optimizers update all parameters in one operator, as on a GPU; they check exact types."""
     kinds = torch_optimizer._foreach_supported_types
     if VirtualTensor not in kinds:
         kinds.append(VirtualTensor)
@@ -101,10 +101,10 @@ def _let_optimizers_group() -> None:
 
 
 def _let_graphs_record() -> None:
-    """Let ``make_fx``, and so ``torch.func.linearize``, record operators on virtual tensors.
+    """Make ``make_fx``, and so ``torch.func.linearize``, record operators on virtual tensors.
 
-    It leaves tensors of classes that it does not know to themselves: their operators would miss in the graph, and what
-    they return would be a constant in it.
+    It ignores unknown tensor classes: their operators would be missing from the graph, and their results be constants
+    in it.
     """
     kinds = proxy_tensor.HANDLED_TYPES
     if VirtualTensor not in kinds:
@@ -112,7 +112,7 @@ def _let_graphs_record() -> None:
 
 
 def _after_step(*_: Any) -> None:
-    """Send what a step has recorded: the same boundaries in each step make the same batches."""
+    """Flush a step's operators: equal boundaries in each step give equal batches."""
     if context.device_count():
         for stream in context.current_context().streams:
             stream.flush()

@@ -1,15 +1,15 @@
-"""Signal handlers wait where an exception must not come: Ctrl-C ends a cell or a script, and breaks nothing.
+"""Deferral of signal handlers: Ctrl-C ends a cell or a script, and leaves a consistent state.
 
 Python runs a handler between any two steps of the main thread, and an exception of the handler, ``KeyboardInterrupt``
-above all, comes out there. In the middle of a message to a worker that would leave client and worker with different
-views of what there is; where a tensor is collected Python drops the exception, and Ctrl-C with it. And autograd asks
-PyTorch's guard for devices in Python what device it is for, whenever it records an operator or runs a node, in places
-of C++ that may not fail: the process would abort (pybind11 looks the guard's method up with ``PyObject_Str``, which
-runs handlers; of Ctrl-Cs in a tight loop one in three came there).
+above all, is raised there. In the middle of a message to a worker that would leave client and worker with inconsistent
+state; in a tensor's finalizer Python drops the exception, and Ctrl-C with it. And autograd queries the device type from
+PyTorch's guard for devices in Python, whenever it records an operator or runs a node, where C++ must not throw: the
+process would abort (pybind11 looks the guard's method up with ``PyObject_Str``, which runs handlers; in a tight loop
+one Ctrl-C in three came there).
 
-So, once virtual devices are open, ``signal.signal`` wraps handlers. One that comes in a :func:`shielded` function, or
-in what that calls, comes again a moment later. What waits for a worker lets it through (:func:`interruptible`).
-(True of torch 2.11 to 2.13 and pybind11 3; tests/process/vgpu/test_signals.py.)
+So, once virtual devices are open, ``signal.signal`` wraps handlers. A signal that comes in a :func:`shielded` function,
+or in its callees, is raised again a moment later. Waits for a worker let it through (:func:`interruptible`). (True of
+torch 2.11 to 2.13 and pybind11 3; tests/process/vgpu/test_signals.py.)
 """
 
 from __future__ import annotations
@@ -26,53 +26,53 @@ from typing import Any, TypeVar
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 AGAIN_S = 0.002
-"""A signal that comes at a wrong moment comes again after this time."""
+"""Delay after which a deferred signal is raised again."""
 
 PATIENCE_S = 3.0
-"""A signal that has waited so long is let through even so: something hangs, and somebody wants to end it."""
+"""Deferral after which a signal is let through in any case: something hangs, and the user wants to end it."""
 
 
 class DeviceGuardState:
-    """Whether C++ is asking the guard of the device."""
+    """State of C++'s use of the device guard."""
 
     entered = False
-    """Set by the guard's first function and reset by its last; C++ holds the interpreter's lock all the while."""
+    """Set by the guard's first function and reset by its last; C++ holds the GIL in between."""
 
 
 _shielded: set[Any] = set()
 _interruptible: set[Any] = set()
-"""The functions, as a frame names them: by their code."""
+"""The interruptible functions, by their code objects."""
 
 _waiting: dict[int, float] = {}
-"""Signals that are to come again, and since when."""
+"""Deferred signals, with the time of the first one."""
 
 _coming: set[int] = set()
-"""Signals whose handlers are about to be called; those that come meanwhile are one with them."""
+"""Signals whose handlers are about to be called; further ones until then are merged with them."""
 
 _sending = threading.RLock()
-"""Held by who sends a signal again, or lets it come no more."""
+"""Held while a signal is raised again, or its deferral ends."""
 
 
 def shielded(function: _F) -> _F:
-    """Decorator: handlers wait until the function has returned."""
+    """Decorator: defers handlers until the function has returned."""
     _shielded.add(function.__code__)
     return function
 
 
 def interruptible(function: _F) -> _F:
-    """Decorator: handlers run in the function, also where a shielded one has called it."""
+    """Decorator: handlers run in the function, even if a shielded one has called it."""
     _interruptible.add(function.__code__)
     return function
 
 
 def deliver_signals() -> None:
-    """Let the signals come that wait; for an interruptible function, which may be too short to be met by chance."""
+    """Raise the deferred signals, in an interruptible function that may be too short to be met by chance."""
     for number in tuple(_waiting):
         signal.raise_signal(number)
 
 
 def _must_wait(frame: FrameType | None) -> bool:
-    """Tell whether a signal that interrupted a frame came where no handler may run."""
+    """Return whether a signal that interrupted a frame came where no handler may run."""
     while frame is not None:
         if frame.f_code in _shielded:
             return True
@@ -83,7 +83,7 @@ def _must_wait(frame: FrameType | None) -> bool:
 
 
 class _Patient:
-    """A handler that waits."""
+    """A handler that can be deferred."""
 
     def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
         self.handler = handler
@@ -100,7 +100,7 @@ class _Patient:
                 _thread.start_new_thread(_come_again, (number,))
             return None
         if since_s is not None and not _no_more(number):
-            return None  # it came again meanwhile, and that has called the handler
+            return None  # it came again meanwhile, which has called the handler
         return self.handler(number, frame)
 
 
@@ -115,38 +115,38 @@ def _come_again(number: int) -> None:
 
 
 def _no_more(number: int) -> bool:
-    """Let a signal that has waited come no more, also where it has just come again and its handler was not called.
+    """End the deferral of a signal, even if it was raised again already without a call of its handler.
 
-    Returns False if it waits no longer.
+    Returns False if it is no longer deferred.
     """
     _coming.add(number)
     try:
         with _sending:
             if _waiting.pop(number, None) is None:
                 return False
-        signal.raise_signal(number)  # calls the handlers of all that have come, of which another one may raise
+        signal.raise_signal(number)  # runs the handlers of all pending signals, any of which may raise
     finally:
         _coming.remove(number)
     return True
 
 
 def _users_frame(frame: FrameType | None) -> FrameType | None:
-    """Return the frame that was interrupted, or the one that has called this module."""
+    """Return the interrupted frame, or the one that has called this module."""
     while frame is not None and frame.f_code.co_filename == __file__:
         frame = frame.f_back
     return frame
 
 
 def _theirs(handler: Any) -> Any:
-    """Return a handler as its owner knows it."""
+    """Return the user's handler from its wrapper."""
     return handler.handler if isinstance(handler, _Patient) else handler
 
 
 def register() -> None:
-    """Wrap the handlers that there are, and let ``signal.signal`` wrap those that come; ``getsignal`` unwraps them.
+    """Wrap the existing handlers, and make ``signal.signal`` wrap later ones; ``getsignal`` unwraps them.
 
-    Python sets handlers in the main thread only. Where another thread opens the devices, those that there are stay as
-    they are.
+    Python sets handlers in the main thread only. Where another thread opens the devices, existing handlers stay
+    unwrapped.
     """
     really_set, really_get = signal.signal, signal.getsignal
 

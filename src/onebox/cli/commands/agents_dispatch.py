@@ -1,4 +1,4 @@
-"""Which command of those for several machines is meant; each is imported only when it is called."""
+"""Dispatch of the commands for several machines; each is imported only when it is called."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``onebox devices``: what a pool has; of other machines without leasing it."""
+"""``onebox devices``: the devices of a pool; those of other machines without leasing them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def show_devices(config: DevicesConfig) -> None:
     """Print a pool's devices, as a table or as a JSON list.
 
     Raises:
-        OneboxError: The pool cannot be opened, or its agents cannot be looked at.
+        OneboxError: The pool cannot be opened, or its agents cannot be queried.
     """
     parts = agent_parts(config.pool)
     if parts is not None:
@@ -69,12 +69,12 @@ def _show_offers(parts: tuple[AgentPart, ...], *, json: bool) -> None:
 
 
 def _meant(device: str, offers: tuple[Offer, ...]) -> Offer | None:
-    """Return the offer of a device; None where any GPU would do."""
+    """Return the offer of a device; None for any GPU."""
     return next((offer for offer in offers if offer.device == device), None)
 
 
 def _plain(row: OfferRow) -> dict[str, object]:
-    """Return a device as it is written in JSON."""
+    """Return a device in its JSON form."""
     found: dict[str, object] = {"number": row.number, "host": row.address, "device": row.device}
     if row.offer is None:
         return found

@@ -1,4 +1,4 @@
-"""``onebox env``: versions, what this machine has, what its workers are held to, and what is missing."""
+"""``onebox env``: versions, devices of this machine, confinement of its workers, and missing packages or features."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _EXTRAS = {
 
 
 def show_environment(config: EnvConfig) -> None:
-    """Print what there is and what is missing."""
+    """Print the environment and the missing parts."""
     found = environment()
     if config.json:
         print(msgspec.json.encode(found).decode())
@@ -51,7 +51,7 @@ def show_environment(config: EnvConfig) -> None:
 
 
 def environment() -> dict[str, dict[str, str] | list[str]]:
-    """Return versions, devices, what workers are held to here, and what is missing, as text for a person."""
+    """Return versions, devices, the confinement of workers, and missing parts, as text."""
     held = _confinement()
     return {
         "versions": _versions(),
@@ -97,7 +97,7 @@ def _devices() -> list[str]:
 
 
 def _instructions() -> dict[str, str]:
-    """Return the instruction sets that libraries use here, in their own words, and what limits them."""
+    """Return the instruction sets that libraries use here, by the libraries' names, and their limits."""
     found = used_instruction_sets()
     limits = ", ".join(f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ)
     return {
@@ -124,7 +124,7 @@ def _missing() -> list[str]:
 
 
 def _confinement() -> dict[str, str]:
-    """Return what workers on this machine give up before they hear a client."""
+    """Return the rights that workers on this machine give up before they accept a client."""
     abi = landlock.version()
     found = {"Landlock": f"version {abi} of its interface" if abi else "none"}
     found |= confinement()
@@ -133,7 +133,7 @@ def _confinement() -> dict[str, str]:
 
 
 def _loose(held: dict[str, str]) -> list[str]:
-    """Say what would hold workers tighter."""
+    """Return advice about tighter confinement of workers."""
     off = {part: text.removeprefix("off: ") for part, text in held.items() if text.startswith("off: ")}
     loose = [f"workers, {part}: {why}" for part, why in off.items()]
     if os.geteuid() == 0:

@@ -12,7 +12,7 @@ def show_log(config: LogsConfig) -> None:
 
     Raises:
         UsageError: This client was not paired with it.
-        PoolError: It cannot be reached, or does not let this client in.
+        PoolError: It cannot be reached, or rejects this client.
     """
     line = connect_agent(config.host)
     try:

@@ -1,4 +1,4 @@
-"""``onebox fit``: whether a model fits the memory of some devices, and what would make it fit; nothing is run."""
+"""``onebox fit``: memory of a model on some devices, and changes that would make it fit; nothing is run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STANDARD_OUTPUT = Path("-")
 
 
 def show_memory_estimate(config: MemoryConfig) -> int:
-    """Ask, and show what was found.
+    """Estimate the memory, and show the result.
 
     Returns:
         0 if it fits, 1 if it does not.
@@ -69,7 +69,7 @@ def _rates(config: MemoryConfig) -> DeviceRates | None:
 
 
 def _print(found: FitReport, config: MemoryConfig, console: OutputConsole) -> None:
-    """Print the answer: yes or no, where the peak is and what lies there, the largest batch, and what would help."""
+    """Print the estimate: whether it fits, the peak and its contents, the largest batch, and possible remedies."""
     budgets: dict[int, int | None] = dict(found.budgets)
     emulated = [device.number for device in found.devices if device.emulated]
     worst = max(found.peaks.values(), key=lambda peak: peak.size_bytes / found.budgets[peak.device])
@@ -94,7 +94,7 @@ def _print(found: FitReport, config: MemoryConfig, console: OutputConsole) -> No
 
 
 def _write(path: Path, found: FitReport, console: OutputConsole) -> None:
-    """Write the plan that fits, where there is one."""
+    """Write the plan that fits, if there is one."""
     plans = [found.plan] if found.fits else [way.plan for way in found.ways if way.fits]
     if plans:
         write_plan(path, plans[0])

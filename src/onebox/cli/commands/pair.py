@@ -1,4 +1,4 @@
-"""``onebox pair``: a client and an agent are made known to each other, listed, and forgotten."""
+"""``onebox pair``: pairing of a client with an agent, and the lists of known clients and agents."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _LONGEST_LINE = 256
 
 
 def pair(config: PairConfig) -> None:
-    """Do what is asked for.
+    """Carry out the requested action.
 
     Raises:
-        UsageError: A name, code or file is wrong, or nobody of that name is known.
-        PoolError: The other side was not there, or had another code.
+        UsageError: A name, code or file is invalid, or the name is unknown.
+        PoolError: The other side did not answer, or had another code.
     """
     if config.host is not None:
         _join(config, config.host)
@@ -53,7 +53,7 @@ def pair(config: PairConfig) -> None:
 
 def _accept(config: PairConfig) -> None:
     keys = identity("agent")
-    allowed_clients()  # a damaged file is told before anybody takes the trouble
+    allowed_clients()  # report a damaged file before the user enters anything
     code = new_code()
     host = platform.node() or "this machine"
     with PairingListener(code, PairReply(host, keys.public), bind=config.bind, port=config.pairing_port) as door:
@@ -88,10 +88,10 @@ def _join(config: PairConfig, host: str) -> None:
 
 
 def _asked_code(address: str) -> PairingCode:
-    """Ask for the code, at a prompt or on standard input: on a command line others could read it.
+    """Ask for the code, at a prompt or on standard input: on a command line other users could read it.
 
     Raises:
-        UsageError: None comes, or it is none.
+        UsageError: The input is empty or not a code.
     """
     if sys.stdin.isatty():
         print(f"code that onebox pair --accept has printed on {address.rpartition(':')[0]}: ", end="", flush=True)

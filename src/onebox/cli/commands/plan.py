@@ -1,4 +1,4 @@
-"""``onebox plan``: the best plan for a model and a pool, what it will cost, and why this one."""
+"""``onebox plan``: the best plan for a model and a pool, its predicted cost, and the alternatives."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PICTURE_WIDTH = 100
 
 
 def show_plan(config: PlanConfig) -> None:
-    """Open a pool, measure, search or check, and show what was found.
+    """Open a pool, measure, search or check, and show the result.
 
     Raises:
         UsageError: An option does not fit, a file cannot be read or written, or the plan to be checked cannot be run.
@@ -72,7 +72,7 @@ def show_plan(config: PlanConfig) -> None:
 
 
 def print_plan(found: PlanForecast, pool: Pool, console: OutputConsole) -> None:
-    """Print a plan: stages, devices, schedule, what it was compared with."""
+    """Print a plan: stages, devices, schedule, alternatives."""
     names = [segment.name for segment in found.problem.segments]
     emulated = {device.number for device in pool.devices if device.emulated}
     room = {device.number: device.capacity_bytes for device in found.problem.devices}
@@ -98,7 +98,7 @@ def print_plan(found: PlanForecast, pool: Pool, console: OutputConsole) -> None:
 
 
 def staleness_line(found: PlanForecast) -> str:
-    """Say what an asynchronous plan means: how late gradients are, versions, and what is in flight."""
+    """Describe an asynchronous plan: delays of gradients, weight versions, and micro-batches in flight."""
     plan, problem = found.plan, found.problem
     edges = [(edge.source, edge.target) for edge in stage_work(problem, plan).edges]
     counts = in_flight_of(steady_window(plan.routes(problem.batch), edges, plan.in_flight), len(plan.stages))
@@ -111,7 +111,7 @@ def staleness_line(found: PlanForecast) -> str:
 
 
 def as_json(found: PlanForecast, pool: Pool, seen: MemoryReport | None = None) -> dict[str, Any]:
-    """Return a plan with everything that is known of it, as JSON values."""
+    """Return a plan with all its details as JSON values."""
     assert found.plan.predicted is not None
     return {
         **({"memory": memory_data(seen)} if seen is not None else {}),
@@ -140,11 +140,11 @@ def as_json(found: PlanForecast, pool: Pool, seen: MemoryReport | None = None) -
 
 
 def command_line(config: JobConfig, more: Mapping[str, object], *, late: bool = False) -> str:
-    """Return the command that trains what was planned: the options that are not the defaults, and some more.
+    """Return the command that trains with a plan: the options that are not defaults, and additional flags.
 
     Args:
         config: The options.
-        more: Others, by their flags.
+        more: Additional options, by their flags.
         late: Whether gradients are a step late.
     """
     words = ["onebox", "train", *(["--staleness", "1"] if late else [])]
@@ -160,7 +160,7 @@ def command_line(config: JobConfig, more: Mapping[str, object], *, late: bool = 
 
 
 def _check_targets(config: PlanConfig) -> None:
-    """Require that files can be where they are to be, before time is spent on what is to be in them."""
+    """Require that output files can be written, before time is spent on their contents."""
     for flag, path in (("--out", config.out), ("--figure", config.figure), ("--json", config.json)):
         check_target(flag, path)
     if config.figure is not None:
@@ -168,7 +168,7 @@ def _check_targets(config: PlanConfig) -> None:
 
 
 def check_target(flag: str, path: Path | None) -> None:
-    """Require that a file can be where it is to be; for ``--json`` it may be standard output.
+    """Require that an output file can be written; for ``--json`` it may be standard output.
 
     Raises:
         UsageError: It cannot.

@@ -1,4 +1,4 @@
-"""``onebox profile``: how fast the devices of a pool and the links between them are, and a model on them."""
+"""``onebox profile``: speed of a pool's devices and links, and of a model on them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WIDEST = 10_000
 
 
 def show_profile(config: ProfileConfig) -> None:
-    """Open a pool, measure it or recall what was measured, and show that.
+    """Open a pool, measure it or read the cached profile, and show it.
 
     Raises:
         UsageError: The pool has not enough memory, or the file cannot be written.
@@ -77,7 +77,7 @@ def _to_json(profile: PoolProfile, model: ModelProfile | None) -> bytes:
 
 def _print_tables(pool: Pool, profile: PoolProfile, console: OutputConsole) -> None:
     tables = profile_tables(profile)
-    # A matrix that is wider than the terminal goes on over its edge: cut cells would say nothing.
+    # A matrix that is wider than the terminal exceeds its edge rather than be cut.
     unlimited = console.options.update(max_width=_WIDEST)
     console.width = max(console.width, *(console.measure(table, options=unlimited).maximum for table in tables))
     print_devices(pool, console)
@@ -87,7 +87,7 @@ def _print_tables(pool: Pool, profile: PoolProfile, console: OutputConsole) -> N
 
 
 def _check_target(path: Path) -> None:
-    """Require that a file can be there, before minutes are spent on what is to be in it."""
+    """Require that an output file can be written, before minutes are spent on its contents."""
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise UsageError(f"--json {path}: a file in a folder that is there is needed, or - for standard output")
 

@@ -1,4 +1,4 @@
-"""``onebox run``: an ordinary script, whose ``cuda:0 …`` are the devices of a pool."""
+"""``onebox run``: an ordinary script, with the devices of a pool as ``cuda:0 …``."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ from onebox.vgpu.cuda_alias import alias_cuda
 from onebox.vgpu.runtime.context import device_count
 
 MODULE = "-m"
-"""Instead of a script: the next word is the name of a module, as for Python itself."""
+"""In place of a script: the next argument is the name of a module, as for Python itself."""
 
 
 def run_script(config: RunConfig) -> int:
     """Open a pool and run a script on its devices, as ``python`` would.
 
-    The pool is closed when the process ends, after the threads and the exit handlers that the script has left.
+    The pool is closed when the process ends, after the script's remaining threads and exit handlers.
 
     Returns:
-        The exit status, as Python has it: what the script exits with, 1 after an error that nobody caught, 130 after
-        Ctrl-C. Its traceback has been printed.
+        The exit status, as Python's: that of the script, 1 after an uncaught error, 130 after Ctrl-C. The traceback has
+            been printed.
 
     Raises:
         UsageError: There is no such script or module.
-        OneboxError: The pool cannot be opened; or something that the script started and never read has failed.
+        OneboxError: The pool cannot be opened; or an operator of the script whose result was never read has failed.
     """
     with _arguments(config.script) as run:
         open_devices(config.pool, threads=config.threads, memory=config.memory)
         alias_cuda()
         set_synchronous(config.sync)
         status = _status_of(run)
-        for number in range(device_count() if status == OK else 0):  # none in a forked process that comes here, too
+        for number in range(device_count() if status == OK else 0):  # none in a forked process that reaches this, too
             torch.cuda.synchronize(number)
         return status
 
 
 @contextlib.contextmanager
 def _arguments(words: tuple[str, ...]) -> Iterator[Callable[[], object]]:
-    """Let ``sys.argv`` and ``sys.path`` be what a script expects; yield what runs it.
+    """Set ``sys.argv`` and ``sys.path`` for a script; yield a function that runs it.
 
     Args:
         words: The script and its arguments, or ``-m``, a module and its arguments.
@@ -87,7 +87,7 @@ def _check_module(name: str) -> None:
 
 
 def _status_of(run: Callable[[], object]) -> int:
-    """Run a script and return its exit status; an error that it did not catch is printed as Python prints it."""
+    """Run a script and return its exit status; an uncaught error is printed as by Python."""
     try:
         with _own_interrupts():
             run()
@@ -105,7 +105,7 @@ def _status_of(run: Callable[[], object]) -> int:
 
 @contextlib.contextmanager
 def _own_interrupts() -> Iterator[None]:
-    """Let Ctrl-C do in a script what it does in Python."""
+    """Make Ctrl-C act in a script as in Python."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -21,15 +21,15 @@ from onebox.pool.launch.worker_user import worker_user
 from onebox.sizes import size_text
 
 _ELSEWHERE = {4: "192.0.2.1", 6: "2001:db8::1"}
-"""Addresses of documentation (RFC 5737, RFC 3849): the way to them begins where that to all others does."""
+"""Documentation addresses (RFC 5737, RFC 3849): their route begins like that to other public addresses."""
 
 
 def serve(config: ServeConfig) -> None:
-    """Offer this machine's devices until somebody ends it.
+    """Offer this machine's devices until a signal ends the agent.
 
     Raises:
-        UsageError: A device is not there, an address is none of this machine's, nobody could come, or workers would run
-            as root.
+        UsageError: A device does not exist, an address does not belong to this machine, no client could connect, or
+            workers would run as root.
     """
     account = worker_user(config.user, allow_root=config.allow_root)
     keys = identity("agent")
@@ -67,7 +67,7 @@ def serve(config: ServeConfig) -> None:
 
 
 def _names(clients: AllowedClients, journal: Journal) -> Callable[[str], str | None]:
-    """Return how a client's name is found; a file that nobody can be found in any more is told of, once."""
+    """Return a function that finds a client's name; an invalid file of clients is reported once."""
     told: str | None = None
 
     def name_of(key: str) -> str | None:
@@ -92,12 +92,12 @@ def _limits(config: ServeConfig) -> ClientLimits:
 
 @contextlib.contextmanager
 def _ended_by_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Let Ctrl-C, SIGTERM, and the end of the terminal end the agent in order, however often they come."""
+    """End the agent in order on Ctrl-C, SIGTERM, and the end of the terminal, however often they come."""
     if threading.current_thread() is not threading.main_thread():  # which has no handlers, and is ended otherwise
         yield
         return
     signals = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
         signals.append(signal.SIGHUP)
     before = [signal.signal(number, lambda *_: stop()) for number in signals]
     try:
@@ -108,10 +108,10 @@ def _ended_by_signals(stop: Callable[[], None]) -> Iterator[None]:
 
 
 def _advertised(bind: str) -> str:
-    """Return the address that others reach this machine by: where it listens, or that of its way to everywhere.
+    """Return the address at which others reach this machine: the listening one, or that of its default route.
 
     Raises:
-        UsageError: It listens everywhere, and has no way to anywhere.
+        UsageError: It listens on all addresses, and has no default route.
     """
     address = ip_address(bind)
     if not address.is_unspecified:
@@ -139,6 +139,6 @@ def _people(count: int) -> str:
 
 
 def _say(text: str) -> None:
-    """Tell a person; standard output is for the journal's lines."""
+    """Print a message to standard error; standard output is for the journal's lines."""
     with contextlib.suppress(OSError):
         print(f"onebox: {text}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""``onebox status``: what agents offer, who has it, and who waits; as a live table, a table, or JSON."""
+"""``onebox status``: agents' offers, leases and queues; as a live table, a table, or JSON."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from onebox.cli.options.agents import StatusConfig
 from onebox.report import HostState, status_lines, status_table
 
 _LOOK_S = 20.0
-"""How long a first look may take: longer than a connection and a question may."""
+"""Bound of the first query: longer than a connection and a query may take."""
 
 _PART_S = 1.0
-"""How long to wait for the connections to be closed; one that hangs is closed by the end of the process."""
+"""Bound of the wait for connections to close; a hung one is closed by the end of the process."""
 
 _DRAW_S = 0.25
 
 
 def show_status(config: StatusConfig) -> None:
-    """Print what agents offer, once or until Ctrl-C.
+    """Print agents' offers, once or until Ctrl-C.
 
     Raises:
-        UsageError: There are no agents to look at.
-        Exit: None could be reached, where it is printed once.
+        UsageError: There are no agents to query.
+        Exit: No agent could be reached, when printing once.
     """
     addresses = addresses_of(config.pool)
     console = OutputConsole()
@@ -52,7 +52,7 @@ def show_status(config: StatusConfig) -> None:
 
 
 def _first(watches: Sequence[HostWatch]) -> list[HostState]:
-    """Return what a first look at each shows."""
+    """Return the state from a first query of each agent."""
     end_s = time.monotonic() + _LOOK_S
     for watch in watches:
         watch.looked.wait(max(0.0, end_s - time.monotonic()))
@@ -74,7 +74,7 @@ def _print(states: list[HostState], console: OutputConsole, *, json: bool) -> No
 
 
 def _live(watches: Sequence[HostWatch], console: OutputConsole) -> None:
-    """Show a table until Ctrl-C, which is how it is meant to end."""
+    """Show a live table until Ctrl-C, its regular end."""
     with contextlib.suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
         while True:
             states = [watch.state for watch in watches]
@@ -87,7 +87,7 @@ def _table(states: Sequence[HostState], console: OutputConsole) -> Table:
 
 
 def _plain(state: HostState) -> dict[str, object]:
-    """Return what is known of an agent as it is written in JSON."""
+    """Return an agent's state in its JSON form."""
     found: dict[str, object] = {"address": state.address, "host": state.host, "problem": state.problem}
     if state.stock is None:
         return found | {"devices": None}

@@ -1,4 +1,4 @@
-"""``onebox train``: from options to a trained model and a folder that tells of it."""
+"""``onebox train``: from options to a trained model and the folder of the run."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _TEST_BATCH = 500
 
 
 def train(config: TrainConfig) -> None:
-    """Train as the options say, or go on with an earlier run.
+    """Train according to the options, or continue an earlier run.
 
     Raises:
         UsageError: The options do not fit the data or the devices.
         DataError: The data cannot be read.
-        CheckpointError: The run to be resumed has a checkpoint that is damaged or foreign.
-        Exit: It failed on the way, or was interrupted.
+        CheckpointError: The checkpoint of the resumed run is damaged or foreign.
+        Exit: The training failed or was interrupted.
     """
     console = OutputConsole()
     config = config.resolved()
@@ -71,7 +71,7 @@ def _check_shares(config: TrainConfig, pool: Pool) -> None:
 
 
 def _as_opened(config: TrainConfig, pool: Pool) -> TrainConfig:
-    """Return the options with the devices that ``auto`` stood for, so that a resumed run asks for the same."""
+    """Return the options with the devices that ``auto`` stood for, so that a resumed run requests the same."""
     if any(device.host != LOCAL_HOST for device in pool.devices):
         spec = os.environ.get(POOL_VARIABLE, "") if config.pool == "auto" else config.pool
         devices = str(Path(spec).expanduser().absolute()) if spec.endswith(".toml") else spec
@@ -159,7 +159,7 @@ def _note_start(loop: TrainingLoop) -> None:
 
 @contextlib.contextmanager
 def _failures(loop: TrainingLoop) -> Iterator[None]:
-    """Say of what ends the training where the run stands and how to go on."""
+    """Add the run's progress and the way to continue to errors that end the training."""
     try:
         yield
     except (UsageError, BrokenPipeError):

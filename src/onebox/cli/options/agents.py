@@ -33,27 +33,27 @@ PAIRING_PORT = 7172
 class ServeConfig:
     """Offer this machine's devices to the clients that were paired with it, until Ctrl-C.
 
-    An unprivileged worker process is started for each device, or part of one, that a client leases. What happens is
-    printed as JSON lines.
+    An unprivileged worker process is started for each device, or part of one, that a client leases. Events are printed
+    as JSON lines.
 
     Args:
-        devices: What is offered: auto (all GPUs, and the CPU), or a list such as cuda:0,cuda:1 or cuda,cpu.
-        memory: The most memory of each device that is offered, such as 20GiB; without it all.
-        cores: The most cores that are offered; without it all that this process may use.
-        bind: IP address to listen at: 0.0.0.0 for all of this machine's, 127.0.0.1 for this machine alone.
-        port: Port to listen at; 0 for any that is free.
-        worker_ports: TCP ports for workers, two for each, such as 7200-7299; without it any that are free, from 49152.
-        advertise: Address of this machine that clients and other workers are to connect to, where that is not the one
-            that it listens at: behind a NAT, or with several networks.
+        devices: The offered devices: auto (all GPUs, and the CPU), or a list such as cuda:0,cuda:1 or cuda,cpu.
+        memory: Limit of the offered memory of each device, such as 20GiB; without it all.
+        cores: Limit of the offered cores; without it all that this process may use.
+        bind: IP address to listen on: 0.0.0.0 for all of this machine's, 127.0.0.1 for this machine alone.
+        port: Port to listen on; 0 for any free one.
+        worker_ports: TCP ports for workers, two for each, such as 7200-7299; without it any free ones, from 49152.
+        advertise: Address of this machine that clients and other workers connect to, if it is not the one that it
+            listens on: behind a NAT, or with several networks.
         max_devices_per_client: The most workers that one client may have; 0 for no limit.
         max_memory_per_client: The most memory that one client may have on all devices; without it there is no limit.
         max_cores_per_client: The most cores that one client may have; 0 for no limit.
-        max_lease: Seconds after which a lease ends, in use or not; without it it does not end by that.
-        user: Whom workers run as, where root starts this: a user with nothing of its own. The keys stay root's.
+        max_lease: Seconds after which a lease ends, in use or not; without it there is no limit.
+        user: User that workers run as, if root starts this: one that owns nothing. The keys stay root's.
         allow_root: Let workers run as root, as in a container that has no other user.
-        journal: A file for the JSON lines too; onebox logs shows what is in it from earlier times.
-        metrics_port: Serve metrics for Prometheus at this port, 0 for any that is free; without it there are none.
-        metrics_address: IP address for metrics. They are not encrypted; whoever reaches it can read them.
+        journal: A file for the JSON lines, too; onebox logs also shows its earlier lines.
+        metrics_port: Serve metrics for Prometheus on this port, 0 for any free one; without it there are none.
+        metrics_address: IP address for metrics. They are not encrypted; everybody who can reach it can read them.
 
     Raises:
         UsageError: A value is out of range.
@@ -89,7 +89,7 @@ class ServeConfig:
 
     @property
     def port_range(self) -> range:
-        """``worker_ports`` as numbers; none for any."""
+        """``worker_ports`` as numbers; empty for any."""
         if self.worker_ports is None:
             return range(0)
         first, dash, last = self.worker_ports.partition("-")
@@ -114,23 +114,24 @@ class ServeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PairConfig:
-    """Make a client and an agent known to each other; only clients that were paired with an agent are let in.
+    """Pair a client with an agent; an agent accepts only clients that were paired with it.
 
-    On the agent's machine, onebox pair --accept prints a code that works once, for ten minutes. On the client's,
-    onebox pair HOST asks for it, and then each keeps the other's key. Nothing is sent that helps who has not the code.
+    On the agent's machine, onebox pair --accept prints a code that works once, for ten minutes. On the client's, onebox
+    pair HOST prompts for it, and then each stores the other's key. An eavesdropper without the code learns nothing
+    useful.
 
     Args:
-        host: The agent's address, as pools are to name it.
-        accept: Let a client be paired with the agents that this user runs on this machine.
-        list: Show whom this user's agents let in, and the agents that this user was paired with.
-        remove: Let a client in no longer: its name, or its fingerprint.
-        forget: Forget the key of the agent at this address.
-        name: How others are to see this client, with HOST; without it USER@HOST.
-        bind: IP address to listen at, with --accept.
+        host: The agent's address, as in pool specifications.
+        accept: Accept a client for the agents that this user runs on this machine.
+        list: List the clients that this user's agents accept, and the agents that this user was paired with.
+        remove: Stop accepting the client with this name or fingerprint.
+        forget: Delete the key of the agent at this address.
+        name: Name of this client for others, with HOST; without it USER@HOST.
+        bind: IP address to listen on, with --accept.
         pairing_port: Port of the pairing, on both sides.
 
     Raises:
-        UsageError: Not just one thing is asked for, or a value is out of range.
+        UsageError: Not exactly one action is given, or a value is out of range.
     """
 
     host: Annotated[Host, tyro.conf.Positional] = None
@@ -165,7 +166,7 @@ class PairConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StatusConfig:
-    """Show what agents offer, who has leased it, who waits, and how busy it is; nothing is leased.
+    """Show what agents offer, with holders, queues and load; nothing is leased.
 
     On a terminal the table stays until Ctrl-C; elsewhere it is printed once.
 
@@ -173,7 +174,7 @@ class StatusConfig:
         pool: Hosts, such as lab1,lab2:7171, or a file NAME.toml; without it all that this client was paired with.
         once: Print it once.
         json: Print a JSON list, once.
-        every: Seconds between two looks at the agents.
+        every: Seconds between two queries of the agents.
 
     Raises:
         UsageError: A value is out of range.
@@ -195,7 +196,7 @@ class LogsConfig:
 
     Args:
         host: The agent's address.
-        lines: The most lines, up to 1000.
+        lines: Number of lines, up to 1000.
 
     Raises:
         UsageError: A value is out of range.

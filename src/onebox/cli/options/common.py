@@ -1,4 +1,4 @@
-"""What the commands' options are made of: their types on the command line, and what is checked of all of them."""
+"""Common parts of the commands' options: their types on the command line, and shared checks."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
 
 class PoolOptions:
-    """What the options of all commands that open a pool have in common."""
+    """The common options of all commands that open a pool."""
 
     memory: str | None
 
     @property
     def budgets(self) -> Budgets:
-        """``memory`` in bytes, of each device."""
+        """``memory`` in bytes, for each device."""
         return parse_budgets("--memory", self.memory)
 
 
 def at_least(least: int, **values: int | None) -> None:
-    """Refuse numbers below one.
+    """Require numbers of at least a minimum.
 
     Args:
-        least: The least that is allowed.
+        least: The minimum.
         values: The options, by the names of their fields.
 
     Raises:
-        UsageError: One is below it.
+        UsageError: A number is below it.
     """
     for name, value in values.items():
         if value is not None and value < least:
@@ -57,13 +57,13 @@ def at_least(least: int, **values: int | None) -> None:
 
 
 def positive(**values: float | None) -> None:
-    """Refuse numbers that are not above 0, or not finite.
+    """Require finite numbers above 0.
 
     Args:
         values: The options, by the names of their fields.
 
     Raises:
-        UsageError: There is one.
+        UsageError: A number is not.
     """
     for name, value in values.items():
         if value is not None and not 0 < value < math.inf:
@@ -71,15 +71,15 @@ def positive(**values: float | None) -> None:
 
 
 def read_sizes(text: str, most: int, what: str) -> tuple[int, ...]:
-    """Read sizes of micro-batches.
+    """Parse sizes of micro-batches.
 
     Args:
-        text: Whole numbers between commas.
-        most: The most that is allowed.
-        what: What that is, for the message.
+        text: Whole numbers, separated by commas.
+        most: The maximum.
+        what: Description of the maximum, for the message.
 
     Raises:
-        UsageError: One is no number, or out of range.
+        UsageError: An item is not a number, or out of range.
     """
     parts = [part.strip() for part in text.split(",")]
     sizes = tuple(int(part) for part in parts if part.isdecimal())
@@ -89,15 +89,15 @@ def read_sizes(text: str, most: int, what: str) -> tuple[int, ...]:
 
 
 def check_port(name: str, port: int | None, *, least: int) -> None:
-    """Refuse what is no port.
+    """Require a valid port.
 
     Args:
         name: The option's field.
         port: The port.
-        least: 0 where any that is free may be asked for, else 1.
+        least: 0 where 0 may stand for any free port, else 1.
 
     Raises:
-        UsageError: It is none.
+        UsageError: The port is invalid.
     """
     if port is not None and not least <= port <= 65535:
         free = ", and 0 for any that is free" if least == 0 else ""
@@ -105,14 +105,14 @@ def check_port(name: str, port: int | None, *, least: int) -> None:
 
 
 def check_ip(name: str, address: str) -> None:
-    """Refuse what is no IP address.
+    """Require a valid IP address.
 
     Args:
         name: The option's field.
         address: The address.
 
     Raises:
-        UsageError: It is none.
+        UsageError: The address is invalid.
     """
     try:
         ip_address(address)

@@ -12,28 +12,27 @@ from onebox.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig(JobConfig):
-    """Say whether a model fits the memory of some devices, without running anything.
+    """Estimate whether a model fits the memory of some devices, without running anything.
 
-    No worker is started: memory follows from the model's graph, to the byte of what workers will count. It says where
-    the peak is and what lies there then, up to which batch it fits, and where it does not fit which plans do, and what
-    they cost: activations that are computed again or go to the host's memory, smaller micro-batches, an optimizer on
-    the host. Times are those that onebox plan or profile has measured before, else a guess. The exit status is 0 if it
-    fits and 1 if it does not.
+    No worker is started: memory is computed from the model's graph, to the byte of what workers will count. The output
+    shows the peak and its contents, the largest batch that fits and, if the model does not fit, plans that do, with
+    their costs: recomputed or offloaded activations, smaller micro-batches, an optimizer on the host. Times are earlier
+    measurements of onebox plan or profile, else estimates. The exit status is 0 if it fits and 1 if it does not.
 
     Args:
-        plan: A plan file that is asked about; without it every device computes the whole model for its share.
+        plan: A plan file to estimate; without it every device computes the whole model for its share of the batch.
         micro_batch: Samples that are computed at once; without it each device's share of the batch is.
-        update: Where the optimizer's state is: on the device, or in the memory of its host.
-        shard_optimizer: Whether the devices share out the optimizer's state, instead of each having all of it.
-        clip_grad_norm: As for onebox train: to clip takes memory, too.
-        gflops: Billions of floating-point operations that a device does in a second, for times that are estimated; with
+        update: Where the optimizer's state is kept: on the device, or in the memory of its host.
+        shard_optimizer: Shard the optimizer's state among the devices, instead of keeping all of it on each.
+        clip_grad_norm: As for onebox train: clipping takes memory, too.
+        gflops: Speed of a device in billions of floating-point operations per second, for estimated times; with
             --bandwidth.
-        bandwidth: Billions of bytes that it reads and writes in a second; with --gflops.
-        out: Write the plan that fits, the quickest where there are several, into this file.
-        json: Write everything as JSON into this file; - prints it instead of the tables.
+        bandwidth: Billions of bytes per second that it reads and writes; with --gflops.
+        out: Write the plan that fits, the fastest of several, into this file.
+        json: Write the estimate as JSON into this file; - prints it instead of the tables.
 
     Raises:
-        UsageError: A value is out of range, or two do not go together.
+        UsageError: A value is out of range, or two contradict each other.
     """
 
     plan: File = None

@@ -1,6 +1,6 @@
-"""The options of ``onebox train`` and ``plan``: frozen dataclasses, from which the command line is made.
+"""The options of ``onebox train`` and ``plan``: frozen dataclasses that define the command line.
 
-Nothing here imports PyTorch, so that ``onebox --help`` and a wrong flag are answered at once.
+Nothing here imports PyTorch, so that ``onebox --help`` and errors in flags are printed at once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _WEIGHT_DECAYS: dict[str, float] = {"adamw": 1e-2, "adam": 0.0, "sgd": 0.0, "muo
 
 _SGD_MOMENTUM = 0.9
 
-_SEVERAL = ("tar", "parquet")  # data of several places, between commas
+_SEVERAL = ("tar", "parquet")  # data sets of several paths, separated by commas
 _COMMA = re.compile(r",(?![^{]*\})")  # not within the braces of a pattern
 
 T = TypeVar("T")
@@ -47,33 +47,33 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class JobConfig(PoolOptions):
-    """What is trained, and on which devices: the options that planning and training share.
+    """Model, data and devices: the options that planning and training share.
 
     Args:
         data: Data set: digits (comes with scikit-learn), mnist:FOLDER (IDX files), cifar10:FOLDER (tar files), or
-            pictures that are read as they are needed: folder:PATH (a folder for each class), tar:PATTERN (WebDataset's
-            layout) or parquet:PATTERN; of these the ones to test on come after a comma.
-        image_size: Height and width that pictures of folder, tar and parquet get, resized and cut at their centre;
-            without it those of the first picture.
+            pictures that are read on demand: folder:PATH (a folder for each class), tar:PATTERN (WebDataset's layout)
+            or parquet:PATTERN; for these, a test set follows after a comma.
+        image_size: Height and width to which pictures of folder, tar and parquet are resized and cropped at their
+            centre; without it those of the first picture.
         model: The model: mlp, cnn, resnet (18 layers) or gpt (reads an image row by row).
-        batch: Samples of a step, over all devices together.
+        batch: Samples of a step, on all devices together.
         optimizer: Class of torch.optim: adamw, adam, sgd, or muon, which is Muon for matrices and AdamW for the rest.
         lr: Learning rate; without it 1e-3 for adamw, adam and muon, 5e-2 for sgd.
         weight_decay: Weight decay; without it 1e-2 for adamw and muon, none for adam and sgd.
         momentum: Momentum, for sgd; without it 0.9.
-        precision: fp32, bf16 for autocast (parameters stay fp32), or auto: bf16 for the products of stages that are
-            faster with it.
-        seed: Seed of weights, order of samples and dropout.
+        precision: fp32, bf16 for autocast (parameters stay fp32), or auto: bf16 for the matrix products of stages that
+            are faster with it.
+        seed: Seed of the weights, the order of samples and dropout.
         pool: Devices: auto, or a list such as cuda:0,cuda:1 or cpu*2; of other machines, where onebox serve runs, such
             as lab1,lab2/cuda:0; a Ray cluster, ray; or a file NAME.toml. Emulated ones: cpu@0.5 is a CPU worker at
             half of its speed, sim*4@2 are four devices that compute nothing and only sleep, for half of the time that
             a core of this machine would take.
         threads: CPU threads of each worker; without it an equal share of the cores.
-        memory: The most bytes that a device's buffers may take, such as 2GiB; each its own with 2GiB,4GiB, or for
+        memory: Limit of the memory of each device's buffers, such as 2GiB; one for each device with 2GiB,4GiB, or for
             some with 0:2GiB; without it there is no limit.
 
     Raises:
-        UsageError: A value is out of range, or two do not go together.
+        UsageError: A value is out of range, or two contradict each other.
     """
 
     data: str = "digits"
@@ -119,16 +119,16 @@ class JobConfig(PoolOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class StalenessConfig(JobConfig):
-    """A job whose gradients may be late.
+    """A job whose gradients may be stale.
 
     Args:
         staleness: 0 for exact steps; with 1 the gradients of a step are applied one step late, so that the next step
-            begins while they are still on their way, and a pipeline is never empty.
-        delay: With --staleness 1, what is done about late gradients: none, predict (computing with weights as they are
-            expected to be), extrapolate, lookahead, both, feedback, or auto, which goes by the optimizer.
+            begins while they are being exchanged, and a pipeline is never empty.
+        delay: With --staleness 1, the compensation of late gradients: none, predict (computing with predicted weights),
+            extrapolate, lookahead, both, feedback, or auto, which depends on the optimizer.
 
     Raises:
-        UsageError: A value is out of range, or two do not go together.
+        UsageError: A value is out of range, or two contradict each other.
     """
 
     staleness: int = 0
@@ -147,36 +147,36 @@ class TrainConfig(StalenessConfig):
     """Train a model on a pool of this machine's devices.
 
     Args:
-        epochs: Times through the training set.
-        plan: A plan file, as onebox plan writes it, or auto: measure, plan, and run the best plan. It says itself what
-            --micro-batch, --sync, --update and --shares are. Without it every device computes the whole model for its
-            share.
+        epochs: Passes through the training set.
+        plan: A plan file, as onebox plan writes it, or auto: measure, plan, and run the best plan. It determines
+            --micro-batch, --sync, --update and --shares. Without it every device computes the whole model for its share
+            of the batch.
         micro_batch: Samples that are computed at once; without it each device's share of the batch is.
-        clip_grad_norm: The most that the 2-norm of all gradients may be; without it they are not clipped.
-        warm_up: With --staleness 1, so many steps are exact at the beginning; without it 100 are.
-        overlap: Let a part of the averaging and of the update of each exact step come under the next one, and large
-            values leave in parts; the result is the same, but for the last bit of products that are made in parts.
+        clip_grad_norm: Limit of the 2-norm of all gradients; without it they are not clipped.
+        warm_up: With --staleness 1, number of exact steps at the beginning; without it 100.
+        overlap: Overlap a part of the averaging and of the update of each exact step with the next one, and send large
+            values in parts; the result is the same, except for the last bit of matrix products computed in parts.
         sync: Where gradients are averaged: from worker to worker, or at the client.
-        update: Where the optimizer's state is, and its step is computed: on the device, or in the memory of its host.
-        shard_optimizer: Let the replicas share out the optimizer's state, instead of each having all of it.
-        shares: Devices' parts of the batch: auto (equal where they are alike), equal, measured, or weights such as 3,1.
+        update: Where the optimizer's state is kept and its step computed: on the device, or on its host.
+        shard_optimizer: Shard the optimizer's state among the replicas, instead of keeping all of it on each.
+        shares: Devices' parts of the batch: auto (equal for equal devices), equal, measured, or weights such as 3,1.
         run: Folder of the run, new or empty; without it one under runs/.
-        resume: Folder of an earlier run to go on with, exactly where its checkpoint stands. Its settings come with it;
-            --epochs and the flags that say where and how it runs may be given anew.
-        save_every: Write a checkpoint every so many steps too, not at the end of each epoch alone.
-        every: Where output is no terminal: a line of progress every so many steps.
-        recover: Whether to go on when workers are lost: auto (where other machines have a part in it), on or off.
-        snapshot_every: Steps from one snapshot, from which a run goes on after a loss, to the next; without it as many
-            as keep their cost low.
-        adaptive: Let the plan follow what devices and links do while it runs: when one has plainly become slower or
-            faster, layers or shares move between two steps, with the same micro-batches; each time a line says what
-            was seen, done and gained.
-        read: Batches that are read at once: a number, or auto, within the cores that workers leave free.
-        process: Batches that are decoded at once; likewise.
-        on_error: What becomes of a sample that is broken: stop, or skip it.
+        resume: Folder of an earlier run to continue, exactly from its checkpoint. Its settings are restored; --epochs
+            and the flags that determine where and how it runs may be given again.
+        save_every: Also write a checkpoint every so many steps, not only at the end of each epoch.
+        every: Steps between two lines of progress, where output is not a terminal.
+        recover: Whether to continue when workers are lost: auto (if other machines take part), on or off.
+        snapshot_every: Steps between two snapshots, from which a run continues after a loss; without it chosen to keep
+            their cost low.
+        adaptive: Adapt the plan to devices and links during the run: when one has clearly become slower or faster,
+            layers or shares move between two steps, with the same micro-batches; each time a line reports the change,
+            the decision and the gain.
+        read: Number of batches that are read at once, or auto, within the cores that workers leave free.
+        process: Number of batches that are decoded at once; likewise.
+        on_error: Handling of a broken sample: stop, or skip it.
 
     Raises:
-        UsageError: A value is out of range, or two do not go together.
+        UsageError: A value is out of range, or two contradict each other.
     """
 
     epochs: int = 12
@@ -243,22 +243,22 @@ class TrainConfig(StalenessConfig):
 
     @property
     def readers(self) -> int | Literal["auto"]:
-        """``read`` as the feed takes it."""
+        """``read`` in the form of the feed."""
         return _concurrency("--read", self.read)
 
     @property
     def processors(self) -> int | Literal["auto"]:
-        """``process`` as the feed takes it."""
+        """``process`` in the form of the feed."""
         return _concurrency("--process", self.process)
 
     @property
     def recovers(self) -> bool | None:
-        """``recover`` as the trainer takes it."""
+        """``recover`` in the form of the trainer."""
         return None if self.recover == "auto" else self.recover == "on"
 
     @property
     def share_weights(self) -> Literal["auto", "equal", "measured"] | tuple[float, ...]:
-        """``shares`` as the trainer takes them."""
+        """``shares`` in the form of the trainer."""
         if self.shares in ("auto", "equal", "measured"):
             return self.shares  # type: ignore[return-value]
         try:
@@ -274,35 +274,34 @@ class TrainConfig(StalenessConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig(StalenessConfig):
-    """Find the best plan for a model and a pool, and say what it will cost.
+    """Find the best plan for a model and a pool, and predict its cost.
 
-    The model, the devices and the links are measured, which takes some seconds; nothing else should run meanwhile. What
-    was measured is kept in the user's folder for caches, and recalled the next time. The plan says which device
-    computes which part of the model, for which micro-batches, in which order. As a file it can be edited, checked with
-    --check and run with onebox train --plan.
+    The model, the devices and the links are measured, which takes some seconds; nothing else should run meanwhile.
+    Measurements are kept in the user's cache folder and reused. The plan assigns parts of the model and micro-batches
+    to devices, in an order. As a file it can be edited, checked with --check and run with onebox train --plan.
 
     Args:
-        micro_batches: Sizes of micro-batches that are allowed, such as 4,8,16; without it halves of the batch.
-        schedules: Schedules that are allowed, such as 1f1b,zb-h1; without it all: gpipe, 1f1b, interleaved, zb-h1, zbv
-            and auto, which is made for the measured times; with --staleness 1 also async-1f1b.
-        policies: What may become of activations for which a device has no room, such as keep,recompute; without it all:
-            keep, recompute, offload, swap, and cpu for parts that a CPU worker beside the device computes.
-        update: Where the optimizer's state may be: on the device, on its host, or auto for either.
-        preparing: Cores of this machine that reading and preparing batches keeps busy while devices compute, such as
-            1.5: where CPU devices and that need more cores than there are, they slow each other down.
-        budget: About how many seconds the search may take, after measuring.
-        fresh: Measure even what is known from an earlier time.
+        micro_batches: Allowed sizes of micro-batches, such as 4,8,16; without it repeated halves of the batch.
+        schedules: Allowed schedules, such as 1f1b,zb-h1; without it all: gpipe, 1f1b, interleaved, zb-h1, zbv and auto,
+            which is computed for the measured times; with --staleness 1 also async-1f1b.
+        policies: Allowed policies for activations that do not fit a device, such as keep,recompute; without it all:
+            keep, recompute, offload, swap, and cpu for parts that a CPU worker on the device's host computes.
+        update: Where the optimizer's state may be kept: on the device, on its host, or auto for either.
+        preparing: Cores of this machine that the preparation of batches keeps busy while devices compute, such as 1.5:
+            if it and CPU devices need more cores than there are, they slow each other down.
+        budget: Approximate time limit of the search in seconds, after measuring.
+        fresh: Measure again, even if there are earlier measurements.
         check: Predict the plan in this file, such as one that was edited, in place of a search.
         out: Write the plan into this file.
         figure: Draw the expected step into this file, a .png, .svg or .pdf.
-        show_memory: Say of each stage what becomes of its activations, what that saves and costs, and why; and run
-            three steps, whose memory is shown beside what was predicted. --memory without a size asks for the same.
-            With --figure there is a figure of the memory, too, named like it with -memory.
-        json: Write the plan, what is predicted and what it was compared with as JSON into this file; - prints it
-            instead of the tables.
+        show_memory: Show for each stage the activation policies, what they save and cost, and why; and run three steps,
+            whose memory is shown beside the prediction. --memory without a size does the same. With --figure a figure
+            of the memory is written, too, with -memory added to the name.
+        json: Write the plan, its prediction and its alternatives as JSON into this file; - prints it instead of the
+            tables.
 
     Raises:
-        UsageError: A value is out of range, or two do not go together.
+        UsageError: A value is out of range, or two contradict each other.
     """
 
     micro_batches: Ints = None
@@ -336,7 +335,7 @@ class PlanConfig(StalenessConfig):
 
     @property
     def policy_names(self) -> tuple[ChainPolicy, ...]:
-        """``policies`` one by one."""
+        """``policies`` as a tuple."""
         if self.policies is None:
             return ACTIVATION_POLICIES
         names = tuple(part.strip() for part in self.policies.split(","))
@@ -348,7 +347,7 @@ class PlanConfig(StalenessConfig):
 
     @property
     def updates(self) -> tuple[UpdateAt, ...]:
-        """``update`` as places that are allowed."""
+        """``update`` as the allowed places."""
         return ("device", "host") if self.update == "auto" else (self.update,)
 
     @property
@@ -358,7 +357,7 @@ class PlanConfig(StalenessConfig):
 
     @property
     def schedule_names(self) -> tuple[str, ...] | None:
-        """``schedules`` one by one."""
+        """``schedules`` as a tuple."""
         if self.schedules is None:
             return None
         names = tuple(part.strip() for part in self.schedules.split(","))

@@ -1,4 +1,4 @@
-"""The options of the commands that look at a pool, or run a script on it."""
+"""The options of the commands that inspect a pool, or run a script on it."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from onebox.cli.options.common import Bytes, File, Flag, Int, Ints, ModelName, P
 from onebox.errors import UsageError
 
 _LARGEST = 4096
-"""The largest micro-batch that a model is measured with, outside of a plan."""
+"""The largest micro-batch with which a model is measured, outside of a plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DevicesConfig(PoolOptions):
-    """Show the devices that a pool has; those of other machines with who has leased them, and without leasing them.
+    """Show the devices of a pool; those of other machines with their leases, and without leasing them.
 
     Args:
         pool: Devices: auto, or a list such as cuda:0,cuda:1 or cpu*2; of other machines, such as lab1,lab2/cuda:0; a
             Ray cluster, ray; a file NAME.toml; emulated ones: cpu@0.5, sim*4@2.
         threads: CPU threads of each worker; without it an equal share of the cores.
-        memory: The most bytes that a device's buffers may take, such as 2GiB; each its own with 2GiB,4GiB, or for
+        memory: Limit of the memory of each device's buffers, such as 2GiB; one for each device with 2GiB,4GiB, or for
             some with 0:2GiB; without it there is no limit.
         json: Print a JSON list.
 
@@ -42,23 +42,23 @@ class DevicesConfig(PoolOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig(PoolOptions):
-    """Measure how fast the devices of a pool and the links between them are, and a model's parts on them.
+    """Measure the speed of a pool's devices and links, and of a model's parts on them.
 
-    Each device runs a fixed set of kernels, all devices at once, as in training; messages of several sizes go over
-    each link. What was measured is kept in the user's folder for caches, and shown from there the next time.
+    Each device runs a fixed set of kernels, all devices at once, as in training; messages of several sizes go over each
+    link. Measurements are kept in the user's cache folder, and shown from there the next time.
 
     Args:
         model: Measure the segments of this model too, the parts that plans move: mlp, cnn, resnet or gpt.
         data: Data set that the model is for; see onebox train.
-        micro_batches: Sizes of micro-batches to measure the model with, such as 8,32; without it 16.
-        precision: Of the model: fp32, bf16 for autocast, or auto to measure its products both ways.
+        micro_batches: Sizes of micro-batches with which to measure the model, such as 8,32; without it 16.
+        precision: Precision of the model: fp32, bf16 for autocast, or auto to measure its matrix products in both.
         pool: Devices: auto, or a list such as cuda:0,cuda:1 or cpu*2; of other machines, such as lab1,lab2/cuda:0; a
             Ray cluster, ray; a file NAME.toml; emulated ones: cpu@0.5, sim*4@2.
         threads: CPU threads of each worker; without it an equal share of the cores.
-        memory: The most bytes that a device's buffers may take, such as 2GiB; each its own with 2GiB,4GiB, or for
+        memory: Limit of the memory of each device's buffers, such as 2GiB; one for each device with 2GiB,4GiB, or for
             some with 0:2GiB; without it there is no limit.
-        fresh: Measure even what is known, and keep the new figures.
-        no_cache: Measure, and keep nothing.
+        fresh: Measure again, even if there are earlier measurements, and keep the new ones.
+        no_cache: Measure without reading or writing the cache.
         json: Write the profile as JSON into this file; - prints it instead of the tables.
 
     Raises:
@@ -91,18 +91,18 @@ class ProfileConfig(PoolOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(PoolOptions):
-    """Run an ordinary PyTorch script on the devices of a pool: what it calls cuda:0, cuda:1 and so on are they.
+    """Run an ordinary PyTorch script on the devices of a pool, which it uses as cuda:0, cuda:1 and so on.
 
-    onebox run [flags] SCRIPT [ARGUMENTS], or onebox run [flags] -m MODULE [ARGUMENTS]. What follows the name is the
-    script's. This machine needs no GPU for that, and its PyTorch no CUDA.
+    onebox run [flags] SCRIPT [ARGUMENTS], or onebox run [flags] -m MODULE [ARGUMENTS]. Arguments after the name belong
+    to the script. This machine needs no GPU, and its PyTorch no CUDA.
 
     Args:
         pool: Devices: auto, or a list such as cuda:0,cuda:1 or cpu*2; of other machines, such as lab1,lab2/cuda:0; a
             Ray cluster, ray; a file NAME.toml; emulated ones: cpu@0.5.
         threads: CPU threads of each worker; without it an equal share of the cores.
-        memory: The most bytes that a device's buffers may take, such as 2GiB; each its own with 2GiB,4GiB, or for
+        memory: Limit of the memory of each device's buffers, such as 2GiB; one for each device with 2GiB,4GiB, or for
             some with 0:2GiB; without it there is no limit.
-        sync: Wait for each operator, so that an error is raised at its own line; slow, for finding it.
+        sync: Wait for each operator, so that an error is raised at its own line; slow, for debugging.
         script: The script, or -m and a module, and its arguments.
     """
 
@@ -119,7 +119,7 @@ class RunConfig(PoolOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class EnvConfig:
-    """Show versions, what this machine has, what its workers are held to, and what is missing.
+    """Show versions, the devices of this machine, the confinement of its workers, and missing packages or features.
 
     Args:
         json: Print a JSON object.

@@ -16,17 +16,17 @@ _MAY_CHANGE = (
     *("recover", "snapshot_every", "adaptive", "read", "process", "on_error"),
     *_NOT_STORED,
 )
-"""What may differ when a run is resumed: how long, where and how it runs, but not what is computed."""
+"""Options that may differ when a run is resumed: those of its length, place and display, not of its computation."""
 
 _LATER = {
     *("image_size", "adaptive", "shard_optimizer", "staleness", "delay", "warm_up", "overlap"),
     *("read", "process", "on_error"),
 }
-"""What runs of earlier versions do not say, and had as its default."""
+"""Options that runs of earlier versions lack, with their defaults at the time."""
 
 
 def to_stored(config: TrainConfig) -> dict[str, object]:
-    """Return what a run's configuration file holds."""
+    """Return the content of a run's configuration file."""
     return {name: value for name, value in dataclasses.asdict(config).items() if name not in _NOT_STORED}
 
 
@@ -59,14 +59,14 @@ def read_config(folder: Path) -> TrainConfig:
 
 
 def changed_for_resume(stored: TrainConfig, given: TrainConfig) -> TrainConfig:
-    """Return the options of a resumed run, after checking that they leave its computation as it was.
+    """Return the options of a resumed run, after checking that they do not change its computation.
 
     Args:
-        stored: What its configuration file says.
-        given: The same with the flags of this command line.
+        stored: Options from its configuration file.
+        given: The same, overridden by the flags of this command line.
 
     Raises:
-        UsageError: A flag would change what is computed.
+        UsageError: A flag would change the computation.
     """
     given = given.resolved()
     for field in dataclasses.fields(TrainConfig):

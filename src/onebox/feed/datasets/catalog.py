@@ -1,4 +1,4 @@
-"""Data sets by name, as they are given on the command line."""
+"""Data sets by their names on the command line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def open_dataset(spec: str, *, size: int | None = None) -> Data:
     """Open a data set: in memory where :func:`load_dataset` knows it, else with its pictures left in their files.
 
     Args:
-        spec: What :func:`load_dataset` takes, or pictures as :func:`onebox.feed.sources.open_source` takes them:
+        spec: A specification for :func:`load_dataset`, or one of pictures for :func:`onebox.feed.sources.open_source`:
             ``folder:PATH``, ``tar:PATTERN`` or ``parquet:PATTERN``.
         size: Height and width that pictures from files get; ``None`` for those of the first one.
 

@@ -23,8 +23,7 @@ def load_cifar10(folder: Path) -> DataSet:
         DataSet: Images ``uint8 [N, 3, H, W]``, 32 x 32 for CIFAR-10.
 
     Raises:
-        DataError: A file is missing or damaged, a sample is not what it should be, or the two parts do not belong
-            together.
+        DataError: A file is missing or damaged, a sample has a wrong form, or the two parts do not match.
     """
     train = Cifar10(folder, "train")
     splits = _load(train, folder), _load(Cifar10(folder, "test"), folder)
@@ -36,7 +35,7 @@ def load_cifar10(folder: Path) -> DataSet:
 
 
 def _load(source: Cifar10, folder: Path) -> Split:
-    """All samples, in the order of the files."""
+    """Return all samples, in the order of the files."""
     images, labels, total_bytes = list[torch.Tensor](), list[torch.Tensor](), 0
     for index in range(len(source)):
         image_CHW, label = source.decode(source.read(index), index)

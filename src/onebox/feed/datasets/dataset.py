@@ -1,4 +1,4 @@
-"""What a data set is: samples to train and to test on, and the statistics to normalise them with.
+"""The data set: samples to train and to test on, and the statistics to normalise them with.
 
 Shape letters: N samples, C channels, H and W pixels.
 """
@@ -21,7 +21,7 @@ class Data(Protocol):
 
     @property
     def name(self) -> str:
-        """For people, such as ``digits``."""
+        """Name for display, such as ``digits``."""
         ...
 
     @property
@@ -100,7 +100,7 @@ class DataSet:
     """A classification data set in memory.
 
     Args:
-        name: For people, such as ``digits``.
+        name: Name for display, such as ``digits``.
         classes: Number of classes; every label is in ``[0, classes)``.
         train: Samples to train on.
         test: Samples to test on, of the same image shape.
@@ -145,7 +145,7 @@ class DataSet:
 
 
 def channel_statistics(images_NCHW: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel, scaled to [0, 1]; a constant channel's is 1.
+    """Return mean and standard deviation of each channel, scaled to [0, 1]; a constant channel's deviation is 1.
 
     From the histogram of the 256 levels: exact counts, the same on every machine, and no float copy of the
     images.

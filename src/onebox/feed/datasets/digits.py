@@ -44,7 +44,7 @@ def load_digits() -> DataSet:
 def _file() -> Path:
     """Return the file of scikit-learn that has a line for each sample: 64 levels and the digit.
 
-    It is found without importing the package, which takes nearly as long as importing PyTorch.
+    Located without importing the package, which takes nearly as long as importing PyTorch.
     """
     package = importlib.util.find_spec("sklearn")
     assert package is not None and package.origin is not None, "scikit-learn is a dependency"
@@ -52,7 +52,7 @@ def _file() -> Path:
 
 
 def _choose(labels_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Indices of the training and of the test samples, both in the order of one fixed permutation."""
+    """Return indices of the training and of the test samples, both in the order of one fixed permutation."""
     # RandomState's stream is frozen by NumPy's compatibility policy (NEP 19), unlike default_rng's.
     order = np.random.RandomState(SPLIT_SEED).permutation(len(labels_N))
     is_test = np.zeros(len(order), dtype=bool)

@@ -1,4 +1,4 @@
-"""MNIST, and the data sets made in its image, in memory."""
+"""MNIST, and the data sets in its format, in memory."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ def load_mnist(folder: Path) -> DataSet:
     """Load MNIST from its IDX files, each gzipped (``.gz``) or not.
 
     Args:
-        folder: Holds the files, of which those to train on may be absent: see :class:`onebox.feed.sources.Mnist`.
+        folder: Holds the files, of which the training files may be absent: see :class:`onebox.feed.sources.Mnist`.
 
     Returns:
         DataSet: Images ``uint8 [N, 1, H, W]``, 28 x 28 for MNIST.
 
     Raises:
-        DataError: A file is missing or damaged, or two of them do not belong together.
+        DataError: A file is missing or damaged, or two of them do not match.
     """
     test, train = Mnist(folder, "test"), Mnist(folder, "train")
     if train.inputs.shape[1:] != test.inputs.shape[1:]:

@@ -1,4 +1,4 @@
-"""Data sets whose pictures stay in their files, and are decoded as they are needed."""
+"""Data sets whose pictures stay in their files, and are decoded on use."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from onebox.feed.source import Source
 from onebox.feed.sources.opening import open_source
 
 TEST_EVERY = 5
-"""Where there are no samples to test on, the fifth, tenth, ... to train on are."""
+"""Without samples to test on, the fifth, tenth, ... to train on are used."""
 
 LOOKED_AT = 128
-"""Pictures, evenly spaced, from which mean and standard deviation are taken: these normalise, and need not be exact."""
+"""Number of evenly spaced pictures for mean and standard deviation: these normalise, and need not be exact."""
 
 
 class Subset:
@@ -26,7 +26,7 @@ class Subset:
 
     Args:
         source: All samples.
-        indices: Those that count, by their numbers in it.
+        indices: The indices of the chosen ones.
     """
 
     def __init__(self, source: Source, indices: Sequence[int]) -> None:
@@ -45,7 +45,7 @@ class Subset:
         return self.source.decode(raw, self.indices[index])
 
     def name(self, index: int) -> str:
-        """Where a sample comes from."""
+        """Return the origin of a sample."""
         return self.source.name(self.indices[index])
 
 
@@ -53,7 +53,7 @@ class OnDiskDataSet:
     """A data set of pictures in classes, which stay in their files.
 
     Args:
-        spec: What :func:`onebox.feed.sources.open_source` takes, of pictures: a folder, tar archives, tables.
+        spec: A specification of pictures for :func:`onebox.feed.sources.open_source`: a folder, tar archives, tables.
         size: Height and width that all pictures get; ``None`` for those of the first one that is not broken.
 
     Attributes:
@@ -67,7 +67,7 @@ class OnDiskDataSet:
 
     Raises:
         UsageError: The specification is wrong.
-        DataError: Files are missing, have no classes, or are no pictures; or there are too few.
+        DataError: Files are missing, have no classes, or are not pictures; or there are too few.
     """
 
     def __init__(self, spec: str, *, size: int | None = None) -> None:
@@ -92,7 +92,7 @@ class OnDiskDataSet:
         self._spec = spec
 
     def example(self, count: int) -> tuple[Tensor, Tensor]:
-        """Images ``uint8 [B, C, H, W]`` and labels ``int64 [B]`` of the first samples that are not broken."""
+        """Return images ``uint8 [B, C, H, W]`` and labels ``int64 [B]`` of the first samples that are not broken."""
         return self._batch(range(min(count, len(self.train))), self._spec)
 
     def _batch(self, indices: Sequence[int], spec: str) -> tuple[Tensor, Tensor]:
@@ -104,7 +104,7 @@ class OnDiskDataSet:
 
 
 def _split(source: Source, spec: str) -> tuple[Subset, Subset]:
-    """Part samples into those to train on and those to test on."""
+    """Split samples into those to train on and those to test on."""
     count = len(source)
     if count < TEST_EVERY:
         raise DataError(
@@ -117,7 +117,7 @@ def _split(source: Source, spec: str) -> tuple[Subset, Subset]:
 
 
 def _first(source: Source, spec: str) -> Tensor:
-    """The first picture that is not broken."""
+    """Return the first picture that is not broken."""
     for index in range(len(source)):
         for image, _ in _attempt(source, index):
             return image
@@ -125,7 +125,7 @@ def _first(source: Source, spec: str) -> Tensor:
 
 
 def _attempt(source: Source, index: int) -> list[tuple[Tensor, Any]]:
-    """A sample, if it is not broken."""
+    """Return a sample in a list, empty if it is broken."""
     try:
         sample = source.decode(source.read(index), index)
     except (OneboxError, OSError) as error:

@@ -1,12 +1,12 @@
-"""Which stage bounds a run, what would help, and how many workers each stage should have; pure.
+"""Autotuning: the bottleneck stage, advice about it, and the number of workers of each stage. Pure.
 
-The consumer takes an item every so often, as long as it never waits: that is its cycle. A stage keeps up with ``n``
-workers if the time that an item spends in its work, divided by ``n``, is no longer than the cycle. More workers than
-that gain nothing, fewer make the consumer wait.
+The cycle is the time in which a consumer that never waits takes one item. A stage keeps up with ``n`` workers if its
+time for an item, divided by ``n``, is no longer than the cycle. More workers gain nothing, fewer make the consumer
+wait.
 
-Workers that compute need a core each. Those that wait, for a disk or a network, do not: what tells them apart is the
-processors' time that the whole stage takes. It is no use to look at that of one worker: where threads wait for the
-interpreter's lock, each computes the less the more there are, while together they always fill about one core.
+Workers that compute need a core each. Those that wait, for a disk or a network, do not; the processor time of the whole
+stage tells them apart. That of a single worker does not: where threads wait for the GIL, each computes the less the
+more there are, while together they always fill about one core.
 """
 
 from __future__ import annotations
@@ -17,44 +17,44 @@ from collections.abc import Sequence
 from onebox.feed.pipeline.counters import CONSUMER, StageCounters
 
 SPARE = 0.4
-"""A stage gives up a worker only where the others would be busy for less than this share of their time.
+"""A stage gives up a worker only if the others would be busy for less than this share of their time.
 
-One that grows does so when its workers are busy all the time. Times that are 20 % off in either direction, those of the
-stage and those of the consumer, make a ratio between 0.67 and 1.5 of the true one: between the thresholds, a factor of
-2.5, it never crosses both (1.5 / 0.67 = 2.25), so noise does not make a stage grow and shrink by turns.
+A stage grows when its workers are always busy. Errors of 20 % in the times of the stage and of the consumer give a
+ratio between 0.67 and 1.5 of the true one, a factor of 1.5 / 0.67 = 2.25. The thresholds are a factor of 2.5 apart, so
+noise does not make a stage grow and shrink by turns.
 """
 
 WAITING = 0.25
 STILL_WAITING = 0.6
-"""Cores that a stage takes, at most, to be one that waits: until there it may grow beyond the cores, and until there it
-stays one. A factor of 2.4, as above; and the second is below what threads take that wait for the interpreter's lock,
-0.67 with that noise."""
+"""Limit of the cores that a waiting stage takes: up to here it may grow beyond the number of cores, and stays a waiting
+stage. A factor of 2.4 between the limits, as above; the second is below the cores that threads waiting for the GIL
+take, 0.67 with that noise."""
 
 LOCKED = (0.6, 1.3)
-"""Cores that the workers of a stage take, all of them busy, where they wait for the interpreter's lock."""
+"""Cores that the busy workers of a stage take together where they wait for the GIL."""
 
 MOST = 16
-"""Workers of a stage, where there are not more cores than that: each may hold a batch."""
+"""Limit of a stage's workers, or the number of cores if that is greater: each worker may hold a batch."""
 
 SENSIBLE = 64
-"""Workers that the advice does not go beyond."""
+"""Limit of the workers that the advice suggests."""
 
 
 def choose_concurrency(counters: Sequence[StageCounters], wall_s: float, cores: int) -> dict[str, int]:
-    """Say how many workers each stage should have.
+    """Choose the number of workers of each stage.
 
-    Each keeps what it has unless it is too slow for the consumer, or has far too many; the slowest stage comes first
+    A stage keeps its workers unless it is too slow for the consumer, or has far too many; the slowest stage comes first
     where cores are short.
 
     Args:
-        counters: What stages did for a while, the consumer among them (see
+        counters: Counters of the stages over an interval, including the consumer (see
             :func:`onebox.feed.pipeline.counters.between`).
-        wall_s: How long that was.
-        cores: How many workers they may have together; each stage has one in any case, and the workers of one that
-            only waits count as one.
+        wall_s: Length of the interval.
+        cores: Limit of all workers together; each stage has at least one, and the workers of a waiting stage count as
+            one.
 
     Returns:
-        dict: From the name of a stage, without the consumer, to a number of workers.
+        dict: Number of workers by name of the stage, without the consumer.
     """
     stages = {each.name: each for each in counters if each.name != CONSUMER}
     consumer = next((each for each in counters if each.name == CONSUMER), None)
@@ -79,12 +79,12 @@ def choose_concurrency(counters: Sequence[StageCounters], wall_s: float, cores: 
 
 
 def bottleneck_line(counters: Sequence[StageCounters], wall_s: float, cores: int | None = None) -> str:
-    """Say in one line which stage bounds a run, and what would help.
+    """Describe in one line the bottleneck stage of a run and its remedy.
 
     Args:
-        counters: What stages did, the consumer among them.
-        wall_s: How long that was.
-        cores: Those that there are, for what computes; ``None`` where that is not known.
+        counters: Counters of the stages, including the consumer.
+        wall_s: Length of the interval.
+        cores: Available cores; ``None`` where unknown.
 
     Example:
         >>> def stage(name, items, busy_s):
@@ -126,7 +126,7 @@ def _cores(workers: dict[str, int], stages: dict[str, StageCounters], waiting: f
 
 
 def _within(workers: dict[str, int], stages: dict[str, StageCounters], cores: int) -> dict[str, int]:
-    """Take workers away where they need too many cores, from whoever computes with the most."""
+    """Reduce the workers of the largest computing stages until the cores suffice."""
     workers = dict(workers)
     while (need := _cores(workers, stages, STILL_WAITING)) > max(cores, len(workers)):
         fewer = {name: workers | {name: count - 1} for name, count in workers.items() if count > 1}
@@ -136,15 +136,15 @@ def _within(workers: dict[str, int], stages: dict[str, StageCounters], cores: in
 
 
 def _load(stage: StageCounters) -> float:
-    """Cores that the workers of a stage take while all of them are busy; 0 where that is not known."""
+    """Return the cores that a stage takes while all its workers are busy; 0 where unknown."""
     return stage.concurrency * min(1.0, stage.cpu_s / stage.busy_s) if stage.busy_s > 0.0 else 0.0
 
 
 def _item_s(stage: StageCounters) -> float:
-    """Time that an item spends in the work of a stage."""
+    """Return the time of a stage's work on an item."""
     return stage.busy_s / max(1, stage.items)
 
 
 def _busy_share(stage: StageCounters, wall_s: float) -> float:
-    """Part of their time in which the workers of a stage work."""
+    """Return the fraction of time in which a stage's workers are busy."""
     return min(1.0, stage.busy_s / max(stage.busy_s + stage.waiting_s + stage.blocked_s, wall_s))

@@ -1,7 +1,7 @@
-"""What the stages of a feed are doing: time at work, time in wait for input, time blocked by output, and bytes.
+"""Counters of a feed's stages: time busy, waiting for input, blocked by output, and bytes.
 
-The counters of a stage are sums over its workers, so that with three of them three seconds pass in one. What each
-worker does at the moment counts, too: a stage that has been blocked for a minute says so before it goes on.
+The counters of a stage are sums over its workers, so that with three of them three seconds pass in one. The present
+state of each worker is included: a stage that has been blocked for a minute shows it before it goes on.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ WorkerKind = Literal["threads", "processes"]
 Doing = Literal["busy", "waiting", "blocked"]
 
 CONSUMER = "compute"
-"""The name of the last, pseudo stage: whoever takes the results."""
+"""Name of the last, pseudo stage: the consumer of the results."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageCounters:
-    """What a stage has done so far.
+    """The counters of a stage.
 
     Args:
-        name: Of the stage; ``compute`` is the consumer, whose work is the time between asking for results.
-        by: What its workers are.
-        concurrency: How many there are.
-        items: Items that are done.
-        busy_s: Time inside of its work.
-        waiting_s: Time in wait for input.
-        blocked_s: Time in which it could have had input, but had no room for what it makes.
-        bytes: What it has made: tensors, arrays and bytes in its results.
-        cpu_s: Time of processors in its work; without that of other threads that the work itself has.
+        name: Name of the stage; ``compute`` is the consumer, busy between its requests for results.
+        by: Kind of its workers.
+        concurrency: Number of its workers.
+        items: Finished items.
+        busy_s: Time of its work.
+        waiting_s: Time of waiting for input.
+        blocked_s: Time in which input was available, but there was no room for its output.
+        bytes: Bytes of tensors, arrays and bytes in its results.
+        cpu_s: Processor time of its work, without that of threads that the work itself starts.
     """
 
     name: str
@@ -46,7 +46,7 @@ class StageCounters:
 
 
 def between(before: Sequence[StageCounters], after: Sequence[StageCounters]) -> tuple[StageCounters, ...]:
-    """Return what stages did between two looks at the same pipeline; the concurrency is the later one."""
+    """Return the differences between two snapshots of a pipeline's counters; the concurrency is the later one."""
     return tuple(
         dataclasses.replace(
             late,
@@ -63,11 +63,11 @@ def between(before: Sequence[StageCounters], after: Sequence[StageCounters]) -> 
 
 @dataclass
 class StageTally:
-    """Counts for one stage; whoever uses it holds the lock of the pipeline.
+    """Counts for one stage; the caller holds the lock of the pipeline.
 
     Args:
-        name: Of the stage.
-        by: What its workers are.
+        name: Name of the stage.
+        by: Kind of its workers.
     """
 
     name: str
@@ -79,7 +79,7 @@ class StageTally:
     _now: dict[Hashable, tuple[Doing, float]] = field(default_factory=dict)
 
     def switch(self, worker: Hashable, doing: Doing | None, now_s: float) -> None:
-        """Take note of what a worker does from now on; ``None`` if it is gone."""
+        """Set the state of a worker from now on; ``None`` if it has ended."""
         if worker in self._now:
             did, since_s = self._now.pop(worker)
             self._spent_s[did] += now_s - since_s
@@ -87,13 +87,13 @@ class StageTally:
             self._now[worker] = (doing, now_s)
 
     def finished(self, size_bytes: int, cpu_s: float = 0.0) -> None:
-        """Count an item that is done, and what it took of a processor."""
+        """Count a finished item, and its processor time."""
         self.items += 1
         self.bytes += size_bytes
         self.cpu_s += cpu_s
 
     def counters(self, concurrency: int, now_s: float) -> StageCounters:
-        """Return the sums, with what is going on at the moment."""
+        """Return the sums, including the present states."""
         spent_s = dict(self._spent_s)
         for doing, since_s in self._now.values():
             spent_s[doing] += now_s - since_s
@@ -113,8 +113,8 @@ class StageTally:
 def size_of(value: Any) -> int:
     """Return the bytes of the tensors, arrays and bytes in a value, however they are nested.
 
-    What says its own size by an attribute ``nbytes``, as tensors and arrays do, is asked; dataclasses are looked into.
-    Numbers and text count nothing.
+    The attribute ``nbytes``, as of tensors and arrays, is used where it exists; dataclasses are searched. Numbers and
+    text count as 0.
 
     Example:
         >>> size_of({"raw": [b"abc", b"de"], "label": 3})

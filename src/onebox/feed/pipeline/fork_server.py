@@ -1,21 +1,21 @@
 """Child processes that work on items, for work that holds the interpreter's lock.
 
 **Forked, twice.** A stage's work is any callable over any data set, and nothing is pickled here: a child has to be a
-copy of this process. But a copy that is made while other threads run has only the thread that made it, and locks that
-others held stay locked in it. So this process forks once for each stage, before the pipeline's own threads start: that
-child, the nursery, has one thread and runs nothing of the user's. Whenever another worker is wanted, also in the middle
-of a run, the nursery forks it, which is safe as nobody else runs there.
+copy of this process. But a copy that is made while other threads run has only the forking thread, and locks that others
+held stay locked in it. So this process forks once for each stage, before the pipeline's own threads start: that child,
+the fork server, has one thread and runs no user code. Whenever another worker is needed, also in the middle of a run,
+the fork server forks it, which is safe as it has no other threads.
 
-What remains is that threads of others may run at the one fork: the transport of the pool, PyTorch's own. Python (from
-3.12 on) warns of that; the warning is suppressed here, because of what a child keeps away from: it computes on one
-thread (OpenMP's would not be there, and it would wait for them for ever); Python makes the locks of its own logging and
-streams anew; sockets and pipes are replaced by ``/dev/null``, so that nothing can be said in the name of this process;
-objects are never collected that were there before the fork, so that none of them ends what it owns; and it leaves by
-``_exit``, which runs no handlers. CUDA cannot be used in a child; PyTorch says so.
+Other threads may still run at the first fork: those of the pool's transport and of PyTorch. Python (from 3.12 on) warns
+of that; the warning is suppressed here, because a child avoids the dangers: it computes on one thread (it would wait
+for ever for OpenMP's threads, which do not exist in it); Python makes the locks of its own logging and streams anew;
+sockets and pipes are replaced by ``/dev/null``, so that the child cannot write to this process's connections; objects
+from before the fork are never collected, so that none of them releases its resources; and it ends by ``_exit``, which
+runs no handlers. CUDA cannot be used in a child; PyTorch raises an error.
 
-**Ended, always.** The nursery ends its children and itself as soon as this process closes its end of their socket, or
-ends, however it does: the nursery watches a descriptor of this process (``pidfd_open(2)``). Children are killed by the
-kernel when the nursery ends (``PR_SET_PDEATHSIG``). Ctrl-C is this process's to handle: they ignore it.
+**Ended, always.** The fork server ends its children and itself as soon as this process closes its end of their socket,
+or ends in any way: the server monitors a pidfd of this process (``pidfd_open(2)``). Children are killed by the kernel
+when the server ends (``PR_SET_PDEATHSIG``). They ignore Ctrl-C, which this process handles.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from onebox.errors import DataError, OneboxError
 from onebox.feed.pipeline.ipc import receive, send
 
 STOP_S = 5.0
-"""How long the nursery may take to end its children, and itself."""
+"""Bound of the time in which the fork server ends its children and itself."""
 
 ANSWER_S = 60.0
-"""How long the nursery may take for a fork, or to see a child off."""
+"""Bound of the fork server's time for a fork, or for the end of a child."""
 
 _PR_SET_PDEATHSIG = 1
 _STANDARD = 2  # the last descriptor of the standard streams
 
 
 class WorkError(Exception):
-    """What an exception in a child's work was.
+    """An exception in a child's work.
 
     Args:
-        said: What it said.
+        said: Its message.
         kind: The name of its type; empty if the process itself ended.
     """
 
@@ -65,10 +65,10 @@ class WorkError(Exception):
 
 
 class StageForkServer:
-    """Forks children that do some work, whenever one is wanted.
+    """Fork server of a stage's child processes.
 
     Args:
-        work: What they do: makes a result of an item.
+        work: Their work: a function from an item to a result.
     """
 
     def __init__(self, work: Callable[[Any], Any]) -> None:
@@ -87,17 +87,17 @@ class StageForkServer:
         self._ended = os.pidfd_open(self._pid)
 
     def child(self) -> StageProcess:
-        """Fork a child; where that fails, it says so when it is first called."""
+        """Fork a child; a failure is reported by its first call."""
         return StageProcess(self)
 
     def stop(self) -> None:
-        """Begin to end the children, whatever they are doing, and the nursery. Idempotent."""
+        """Begin to end the children, busy or not, and the fork server. Idempotent."""
         self._stopped = True
         with contextlib.suppress(OSError):
-            self._control.shutdown(socket.SHUT_RDWR)  # which wakes who waits for an answer, too
+            self._control.shutdown(socket.SHUT_RDWR)  # also wakes a thread that waits for an answer
 
     def close(self) -> None:
-        """End the children, whatever they are doing, and the nursery, and wait for that. Idempotent."""
+        """End the children, busy or not, and the fork server, and wait for that. Idempotent."""
         self.stop()
         if self._closed:
             return
@@ -106,14 +106,14 @@ class StageForkServer:
         poll.register(self._ended, select.POLLIN)
         if not poll.poll(STOP_S * 1000):
             signal.pidfd_send_signal(self._ended, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):  # somebody else has waited for any child
+        with contextlib.suppress(ChildProcessError):  # other code has waited for any child
             os.waitpid(self._pid, 0)
         with self._lock:
             os.close(self._ended)
             self._control.close()
 
     def ask(self, question: bytes, link: socket.socket | None = None) -> bytes:
-        """Tell the nursery to do something, and wait for its answer.
+        """Send the fork server a request, and wait for its answer.
 
         Raises:
             WorkError: It has ended, or does not answer.
@@ -134,13 +134,13 @@ class StageForkServer:
 
 
 class StageProcess:
-    """A child that works on one item at a time, when it is called with it. It ends when it is closed.
+    """A child process that works on one item at a time, when it is called. It ends when it is closed.
 
     Args:
-        nursery: Where it comes from.
+        nursery: Its fork server.
 
     Attributes:
-        cpu_s: Time of a processor that its work took so far.
+        cpu_s: Processor time of its work so far.
     """
 
     def __init__(self, nursery: StageForkServer) -> None:
@@ -156,10 +156,10 @@ class StageProcess:
                 self._failed = error
 
     def __call__(self, item: Any) -> Any:
-        """Return what the work makes of an item.
+        """Return the work's result for an item.
 
         Raises:
-            WorkError: The work raised something, or the process has ended.
+            WorkError: The work raised an exception, or the process has ended.
             OneboxError: The work raised it, or the item cannot be sent.
         """
         if self._failed is not None:
@@ -175,12 +175,12 @@ class StageProcess:
         raise _raised(**value)
 
     def close(self) -> None:
-        """End the child, unless it is in the middle of an item: then it ends with the nursery."""
+        """End the child, unless it is busy: then it ends with the fork server."""
         self._link.close()
 
 
 def _death(status: int) -> str:
-    """Say how a process ended."""
+    """Describe the end of a process."""
     if status >= 0:
         return f"its process ended with status {status}"
     name = signal.Signals(-status).name
@@ -189,7 +189,7 @@ def _death(status: int) -> str:
 
 
 def _raised(kind: str, said: str, trace: str, path: Any, sample: Any) -> Exception:
-    """Return the exception that a child has told of."""
+    """Return the exception that a child has reported."""
     known = getattr(errors, kind, None)
     error: Exception
     if known is DataError:
@@ -206,7 +206,7 @@ def _raised(kind: str, said: str, trace: str, path: Any, sample: Any) -> Excepti
 
 
 def _fork() -> int:
-    """Fork with standard streams written out, and Ctrl-C held back until a child can ignore it."""
+    """Fork with standard streams flushed, and Ctrl-C blocked until a child can ignore it."""
     _flush()
     held = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
@@ -228,18 +228,18 @@ def _become_a_child() -> None:
         signal.set_wakeup_fd(-1)
     except BaseException:
         traceback.print_exc()
-        os._exit(1)  # nothing may run on in the parent's place
+        os._exit(1)  # the child must not return into the parent's code
 
 
 def _flush() -> None:
-    """Write out what is in the standard streams."""
+    """Flush the standard streams."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):
             stream.flush()
 
 
 def _run_fork_server(control: socket.socket, parent: int, work: Callable[[Any], Any]) -> NoReturn:
-    """Be the nursery: fork when told to, wait for children when told to, end with the parent."""
+    """Run the fork server: fork on request, wait for children on request, end with the parent."""
     status = 1
     try:
         torch.set_num_threads(1)
@@ -264,7 +264,7 @@ def _run_fork_server(control: socket.socket, parent: int, work: Callable[[Any], 
             _reap(children, number)
         status = 0
     except BrokenPipeError:
-        status = 0  # the parent is gone: its children end with this process
+        status = 0  # the parent has ended: its children end with this process
     except BaseException:
         traceback.print_exc()
     finally:
@@ -284,7 +284,7 @@ def _fork_child(control: socket.socket, link: socket.socket, work: Callable[[Any
 
 
 def _reap(children: list[int], number: int) -> int:
-    """Wait for the end of a child, which has closed its socket or was killed; return its exit status."""
+    """Wait for the end of a child that has closed its socket or was killed; return its exit status."""
     pid, children[number] = children[number], 0
     if not pid:
         return 0
@@ -298,7 +298,7 @@ def _reap(children: list[int], number: int) -> int:
 
 
 def _run_stage_process(link: socket.socket, work: Callable[[Any], Any]) -> NoReturn:
-    """Be a child: work on items until nobody sends any."""
+    """Run a child: work on items until its socket is closed."""
     status = 1
     try:
         while True:
@@ -321,7 +321,7 @@ def _run_stage_process(link: socket.socket, work: Callable[[Any], Any]) -> NoRet
 
 
 def _told(error: BaseException) -> dict[str, Any]:
-    """Return what the parent is told of an exception."""
+    """Return the report of an exception for the parent."""
     path, sample = getattr(error, "path", None), getattr(error, "sample", None)
     return {
         "kind": type(error).__name__,
@@ -333,7 +333,7 @@ def _told(error: BaseException) -> dict[str, Any]:
 
 
 def _silence(kept: int) -> None:
-    """Put ``/dev/null`` in the place of every socket and pipe that came with the fork but one."""
+    """Replace every inherited socket and pipe but one by ``/dev/null``."""
     nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for name in os.listdir("/proc/self/fd"):
         descriptor = int(name)

@@ -1,12 +1,12 @@
-"""Values between this process and its own children: a structure by msgspec, and tensors in shared memory beside it.
+"""Inter-process values: a structure encoded by msgspec, and tensors in shared memory.
 
 A value is written into anonymous memory (``memfd_create(2)``) and the memory's descriptor is sent, whatever its size:
-what is in tensors, arrays and bytes is copied once, into that memory, and large tensors and arrays of the receiver lie
-in it. It is freed when the last of them is gone. Small ones are copied out, so that whoever keeps the labels of all
-batches does not keep their images.
+the data of tensors, arrays and bytes is copied once, and large tensors and arrays of the receiver use that memory. It
+is freed with the last of them. Small ones are copied out, so that a caller who keeps the labels of all batches does not
+keep their images in memory.
 
-No code goes either way. Classes are named, and looked up among the dataclasses and named tuples of modules that are
-already imported: a child is a copy of its parent and has the same.
+No code is sent. Classes are sent by name, and looked up among the dataclasses and named tuples of imported modules,
+which are the same in a forked child.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from torch import Tensor
 from onebox.errors import UsageError
 
 SHARED_BYTES = 1 << 16
-"""From here on a tensor of the receiver lies in the shared memory."""
+"""Minimum size of a receiver's tensor that uses the shared memory."""
 
 _ALIGN = 64
-_VECTORS = 512  # of a write; the system allows 1,024
+_VECTORS = 512  # buffers of a write; the system allows 1,024
 _HEADER = struct.Struct("<QQ")  # bytes of the structure, and of everything
 _PLAIN = (type(None), bool, int, float, str)
 _ENCODER = msgspec.msgpack.Encoder()
@@ -47,8 +47,8 @@ def send(link: socket.socket, value: Any) -> None:
             dataclasses and named tuples.
 
     Raises:
-        UsageError: Something in it is of another type. Nothing was sent then.
-        OSError: Nobody is there, or there is no memory.
+        UsageError: It contains another type. Nothing was sent.
+        OSError: The other end is closed, or there is no memory.
     """
     packing = _Packing()
     text = _ENCODER.encode(packing.pack(value))
@@ -63,10 +63,10 @@ def send(link: socket.socket, value: Any) -> None:
 
 
 def receive(link: socket.socket) -> Any:
-    """Wait for a value from the other end.
+    """Receive a value from the other end.
 
     Raises:
-        EOFError: Nobody is there any more.
+        EOFError: The other end is closed.
     """
     try:
         header, descriptors, _, _ = socket.recv_fds(link, _HEADER.size, 1, socket.MSG_WAITALL)
@@ -84,11 +84,11 @@ def receive(link: socket.socket) -> Any:
 
 
 class _Packing:
-    """Makes plain lists of a value, and puts aside what is in its tensors.
+    """Converts a value to plain lists, and collects the data of its tensors.
 
     Attributes:
-        buffers: What was put aside, each padded to where the next begins.
-        size_bytes: All of it.
+        buffers: The collected data, each padded to the beginning of the next.
+        size_bytes: Total size of the buffers.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class _Packing:
         self.size_bytes = 0
 
     def pack(self, value: Any) -> Any:
-        """Return a value as None, numbers, text, and lists that begin with what they are."""
+        """Convert a value to None, numbers, text, and lists that begin with their type."""
         kind = type(value)
         if kind in _PLAIN:
             return ["int", hex(value)] if kind is int and not -(1 << 63) <= value < 1 << 64 else value
@@ -127,7 +127,7 @@ class _Packing:
         return ["tensor", str(tensor.dtype).removeprefix("torch."), list(tensor.shape), *where]
 
     def _aside(self, buffer: memoryview) -> tuple[int, int]:
-        """Put bytes aside; return where they will be, and how many they are."""
+        """Add a buffer; return its offset and size."""
         begin = self.size_bytes
         self.buffers.append(buffer)
         self.size_bytes += _aligned(buffer.nbytes)
@@ -135,12 +135,12 @@ class _Packing:
 
 
 class _Unpacking:
-    """Makes a value of what :class:`_Packing` made of one.
+    """Restores a value from the output of :class:`_Packing`.
 
     Args:
-        descriptor: The memory with the bytes; may be closed afterwards.
-        begin: Where the first of them is.
-        total: Where they end.
+        descriptor: The shared memory; may be closed afterwards.
+        begin: Offset of the first buffer.
+        total: End of the buffers.
     """
 
     def __init__(self, descriptor: int, begin: int, total: int) -> None:
@@ -150,7 +150,7 @@ class _Unpacking:
         self._map: mmap.mmap | None = None
 
     def unpack(self, packed: Any) -> Any:
-        """Return the value."""
+        """Restore the value."""
         if not isinstance(packed, list):
             return packed
         kind, *rest = packed
@@ -187,7 +187,7 @@ class _Unpacking:
         made = dict(zip(fields, map(self.unpack, values), strict=True))
         if issubclass(found, tuple):
             return found(**made)
-        value = object.__new__(found)  # as it was: not checked, nor derived, once more
+        value = object.__new__(found)  # restored as it was, without repeating its checks
         for field, each in made.items():
             object.__setattr__(value, field, each)
         return value
@@ -203,19 +203,19 @@ class _Unpacking:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _buffer(self, offset: int, size_bytes: int) -> Any:
-        """Return bytes that can be written: small ones a copy, large ones the shared memory itself."""
+        """Return writable bytes: small ones a copy, large ones the shared memory itself."""
         if size_bytes == 0:
             return None
         if size_bytes < SHARED_BYTES:
             return bytearray(self._bytes(offset, size_bytes))
         if self._map is None:
-            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE  # all pages at once: a fault for each costs more
+            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE  # map all pages at once: separate page faults cost more
             self._map = mmap.mmap(self._descriptor, self._total, flags=flags)
         return memoryview(self._map)[self._begin + offset : self._begin + offset + size_bytes]
 
 
 def _fields(kind: type) -> tuple[str, ...] | None:
-    """Return the names of what is in a dataclass or a named tuple; ``None`` for any other class."""
+    """Return the field names of a dataclass or a named tuple; ``None`` for any other class."""
     if dataclasses.is_dataclass(kind):
         return tuple(field.name for field in dataclasses.fields(kind))
     return getattr(kind, "_fields", None) if issubclass(kind, tuple) else None
@@ -230,7 +230,7 @@ def _class(module: str, name: str) -> type | None:
 
 
 def _write(descriptor: int, buffers: list[memoryview], total: int) -> None:
-    """Write buffers one after the other, each padded."""
+    """Write buffers consecutively, each padded."""
     os.ftruncate(descriptor, total)
     offset = 0
     for vectors in _groups(buffers):
@@ -244,7 +244,7 @@ def _write(descriptor: int, buffers: list[memoryview], total: int) -> None:
 
 
 def _groups(buffers: list[memoryview]) -> Iterator[list[memoryview]]:
-    """Yield the buffers and what pads them, in lists that one write takes."""
+    """Yield the buffers and their padding, in lists for one write each."""
     padded: list[memoryview] = []
     for buffer in buffers:
         padding = _aligned(buffer.nbytes) - buffer.nbytes

@@ -1,7 +1,7 @@
-"""Stages that work at the same time, one item each: read | process | upload, ahead of the consumer.
+"""Concurrent stages, one item each: read | process | upload, ahead of the consumer.
 
-One lock guards the state of all stages (:mod:`onebox.feed.pipeline.state`). Whoever waits does so on a condition of its
-own, and who changes the state wakes one of each stage that can go on by that: an item costs one hand-over a stage, and
+One lock guards the state of all stages (:mod:`onebox.feed.pipeline.state`). Every waiting thread has its own condition,
+and a change of the state wakes one worker of each stage that can go on: an item costs one hand-over a stage, and
 nothing is polled.
 """
 
@@ -29,11 +29,11 @@ __all__ = ["Pipeline", "StageSpec"]
 THREAD_NAME = "onebox-feed"
 
 STOP_S = 5.0
-"""How long the end of a pipeline waits for work that is in the middle of an item."""
+"""Bound of the wait for work in progress when a pipeline ends."""
 
 WINDOW_S = 0.2
 WINDOW_ITEMS = 8
-"""For how long, and how many items of the consumer, counters are looked at before ``auto`` decides anew."""
+"""Time, and items of the consumer, between two decisions of ``auto``."""
 
 
 class Pipeline:
@@ -44,17 +44,17 @@ class Pipeline:
     a concurrency of 1.
 
     Args:
-        items: What the first stage works on; an item is a batch, or what becomes one. Errors name it by its attribute
-            ``number``, where it has one, else by its place.
-        stages: What is done to each, in this order.
-        ahead: Most results that are ready at a time.
-        limit_bytes: Most bytes of what is ready and under way together: tensors, arrays and bytes in the results of
-            the stages. ``None`` for no limit but that on items.
-        cores: How many workers all stages whose concurrency is ``auto`` may have together; each of them has one in any
-            case. One less than this process may use where ``None``.
+        items: Input of the first stage; an item is a batch, or becomes one. Errors name it by its attribute ``number``,
+            where it has one, else by its position.
+        stages: The stages, in order.
+        ahead: The most results that are ready at a time.
+        limit_bytes: Limit of the bytes ready and in progress together: tensors, arrays and bytes in the results of the
+            stages. ``None`` for no limit except that on items.
+        cores: Limit of the workers of all ``auto`` stages together; each has at least one. By default one less than
+            this process may use.
 
     Raises:
-        UsageError: A value that is not allowed, two stages of a name, or iteration outside of the ``with`` block.
+        UsageError: An invalid value, two stages of one name, or iteration outside of the ``with`` block.
 
     Example:
         >>> with Pipeline(range(3), [StageSpec("process", lambda number: number**2, 2)]) as ready:
@@ -81,16 +81,16 @@ class Pipeline:
             raise UsageError(f"The stages are {names}; there has to be one at least, and each with a name of its own.")
         self._items = items
         self._iterator: Iterator[Any] | None = None
-        self._called: dict[int, int] = {}  # what items call themselves
+        self._called: dict[int, int] = {}  # numbers of the items
         self._specs = tuple(stages)
         self._cores = cores if cores is not None else max(1, len(os.sched_getaffinity(0)) - 1)
         limits = [spec.begin if spec.concurrency == "auto" else spec.concurrency for spec in stages]
         self._flow = PipelineState(limits, ahead=ahead, limit_bytes=limit_bytes)
-        self._lock = threading.RLock()  # a collection of garbage, at any place, may close the pipeline that it is in
+        self._lock = threading.RLock()  # garbage collection, at any place, may close the pipeline that it runs in
         self._may_work = [threading.Condition(self._lock) for _ in stages]
         self._arrived = threading.Condition(self._lock)
         self._tallies = [*(StageTally(spec.name, spec.by) for spec in stages), StageTally(CONSUMER)]
-        self._workers = [0] * len(limits)  # that are to stay
+        self._workers = [0] * len(limits)  # workers that are to stay
         self._leaving: set[int] = set()
         self._threads: list[threading.Thread] = []
         self._nurseries: dict[int, StageForkServer] = {}
@@ -126,7 +126,7 @@ class Pipeline:
         """Return the next result.
 
         Raises:
-            DataError: The work of a stage failed at this item, or takes too long; the pipeline is over by that.
+            DataError: The work of a stage failed at this item, or takes too long; this ends the pipeline.
             UsageError: The pipeline was not entered, or was closed before its end.
         """
         if not self._entered:
@@ -146,10 +146,10 @@ class Pipeline:
         try:
             raise error
         finally:
-            del error  # its traceback holds this frame: without this, a cycle that keeps the items alive
+            del error  # its traceback holds this frame: without this, a cycle keeps the items alive
 
     def counters(self) -> tuple[StageCounters, ...]:
-        """Return what each stage, and at last the consumer, has done so far."""
+        """Return the counters of each stage, and last those of the consumer."""
         with self._lock:
             now_s = time.perf_counter()
             limits = [*(self._flow.limit(index) for index in range(len(self._specs))), 1]
@@ -158,8 +158,8 @@ class Pipeline:
     def close(self) -> None:
         """End all threads and processes, and wait for them, at most 5 seconds; idempotent.
 
-        What was made ahead is dropped. A thread that hangs inside its work cannot be interrupted: then a
-        RuntimeWarning says so, and it ends as soon as the work does.
+        Results that are ready are dropped. A thread that hangs inside its work cannot be interrupted: then a
+        RuntimeWarning is issued, and it ends as soon as the work does.
         """
         with self._lock:
             self._closed = True
@@ -170,7 +170,7 @@ class Pipeline:
             nursery.stop()  # all of them at the same time
         for nursery in self._nurseries.values():
             nursery.close()
-        if threading.current_thread() in self._threads:  # which may be at it within its own work, by a collection
+        if threading.current_thread() in self._threads:  # possible within its own work, by garbage collection
             return
         end_s = time.monotonic() + STOP_S
         for thread in self._threads:
@@ -181,7 +181,7 @@ class Pipeline:
             warnings.warn(f"{said}; the thread ends when the work on it returns.", RuntimeWarning, stacklevel=2)
 
     def _wait_for_result(self) -> Any:
-        """Return the next result, or a failure in its place; with the lock."""
+        """Return the next result, or a failure in its place; with the lock held."""
         while not self._flow.is_ready:
             if self._drained or self._flow.is_over:
                 self._drained = True
@@ -190,7 +190,7 @@ class Pipeline:
             if self._closed:
                 raise UsageError("This Pipeline was closed before its end; make a new one to read on.")
             place = self._flow.place(self._flow.handed)
-            if place is None:  # what begins from now on cannot be late before the shortest of the limits
+            if place is None:  # work that begins from now on cannot be late before the shortest limit
                 left_s = min(spec.timeout_s for spec in self._specs)
             else:
                 spec, since_s = self._specs[place[0]], place[1]
@@ -205,11 +205,11 @@ class Pipeline:
         return value
 
     def _number(self, place: int) -> int:
-        """Return by which number errors name an item."""
+        """Return the number by which errors name an item."""
         return self._called.get(place, place)
 
     def _adjust(self) -> None:
-        """Let the stages whose concurrency is ``auto`` have as many workers as their counters ask for."""
+        """Set the number of workers of the ``auto`` stages from their counters."""
         autos = [index for index, spec in enumerate(self._specs) if spec.concurrency == "auto"]
         begin_s, before = self._looked
         now_s = time.perf_counter()
@@ -228,7 +228,7 @@ class Pipeline:
     # ---- the workers
 
     def _start_workers(self) -> None:
-        """Start as many workers as stages may have."""
+        """Start workers up to each stage's limit."""
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         for index, spec in enumerate(self._specs):
             with self._lock:
@@ -241,7 +241,7 @@ class Pipeline:
                 self._threads.append(thread)
 
     def _run(self, index: int) -> None:
-        """Be a worker of a stage."""
+        """Run a worker of a stage."""
         me = threading.get_ident()
         with contextlib.ExitStack() as stack:
             stack.callback(self._leave, index, me)
@@ -253,7 +253,7 @@ class Pipeline:
                 del task, value
 
     def _leave(self, index: int, me: int) -> None:
-        """Be no worker any more; the last one of the first stage closes what the items come from."""
+        """Deregister a worker; the last one of the first stage closes the items."""
         with self._lock:
             self._workers[index] -= me not in self._leaving
             self._leaving.discard(me)
@@ -267,7 +267,7 @@ class Pipeline:
 
     @contextlib.contextmanager
     def _worker(self, index: int) -> Iterator[tuple[Callable[[Any], Any], Callable[[], float]]]:
-        """Have who does the work of a stage, this thread or a process, and a clock of what it takes of a processor."""
+        """Yield the function that does a stage's work, by this thread or a process, and its processor clock."""
         if index not in self._nurseries:
             yield self._specs[index].work, time.thread_time
             return
@@ -275,12 +275,12 @@ class Pipeline:
             yield child, lambda: child.cpu_s
 
     def _take(self, index: int, me: int) -> WorkItem | None:
-        """Wait for an item, and for room for what it becomes; ``None`` if this worker is to leave."""
+        """Wait for an item, and for room for its result; ``None`` if this worker is to end."""
         with self._lock:
             while True:
                 stall_reason = self._flow.stall_reason(index)
                 if self._closed or stall_reason == "over" or self._workers[index] > self._flow.limit(index):
-                    self._workers[index] -= 1  # now, or others would leave for the same reason
+                    self._workers[index] -= 1  # now, or others would end for the same reason
                     self._leaving.add(me)
                     return None
                 now_s = time.perf_counter()
@@ -293,7 +293,7 @@ class Pipeline:
                 self._may_work[index].wait()
 
     def _make(self, index: int, task: WorkItem, work: Callable[[Any], Any]) -> tuple[Any, int]:
-        """Return what the work of a stage makes of an item, and its bytes; ``_END`` if there is none."""
+        """Return a stage's result for an item, and its bytes; ``_END`` if there is none."""
         item = task.value
         if isinstance(item, StageFailure):
             return item, 0
@@ -305,14 +305,14 @@ class Pipeline:
                     return _END, 0
             made = work(item)
             return made, size_of(made)
-        except BaseException as error:  # whatever it is, it belongs to the consumer
+        except BaseException as error:  # every error belongs to the consumer
             return stage_error(self._specs[index].name, self._number(task.number), error), 0
 
     def _pull(self, place: int) -> Any:
-        """Take an item from the iterator; nobody else does meanwhile."""
+        """Take an item from the iterator; one thread at a time."""
         if self._iterator is None:
             self._iterator = iter(self._items)
-        item = next(self._iterator)  # an error is the end of the items: nobody pulls again
+        item = next(self._iterator)  # an error ends the items: the iterator is not advanced again
         number = getattr(item, "number", None)
         with self._lock:
             if isinstance(number, int):
@@ -322,7 +322,7 @@ class Pipeline:
         return item
 
     def _put_down(self, index: int, task: WorkItem, value: Any, size_bytes: int, cpu_s: float) -> None:
-        """Hand on what has become of an item."""
+        """Record a stage's result and wake its successors."""
         with self._lock:
             if value is _END:
                 self._flow.ended(task)
@@ -333,7 +333,7 @@ class Pipeline:
             self._wake()
 
     def _wake(self) -> None:
-        """Wake who can go on, with the lock: one of each stage, which wakes another in its turn if more can."""
+        """Wake one worker of each stage that can go on, which wakes another in its turn; with the lock held."""
         for index, condition in enumerate(self._may_work):
             stall_reason = self._flow.stall_reason(index)
             if self._closed or stall_reason == "over" or self._workers[index] > self._flow.limit(index):
@@ -345,4 +345,4 @@ class Pipeline:
 
 
 _END = StageFailure(StopIteration())
-"""In the place of a result: there was no item."""
+"""Marker in place of a result: there was no item."""

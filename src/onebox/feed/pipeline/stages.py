@@ -1,4 +1,4 @@
-"""What the stages of a pipeline are to do, and what comes in the place of a result that could not be made."""
+"""Definition of a pipeline's stages, and failures in place of results."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from onebox.feed.pipeline.counters import CONSUMER, WorkerKind
 
 @dataclass(frozen=True)
 class StageSpec:
-    """What a stage does, and by how many.
+    """A stage: its work and its workers.
 
     Args:
-        name: For people: ``read``, ``process``, ``upload``.
-        work: Makes a result of an item; called by several threads, or in several processes, at once.
-        concurrency: How many items at a time; ``auto`` follows the counters.
-        by: Threads, or processes where the work holds the interpreter's lock; ``processes.py`` says what items and
-            results of these may be.
-        timeout_s: How long the work may take for an item until the pipeline ends with an error.
-        describe: Says of an item, by its number, what it is, while the work on it takes too long.
-        begin: How many items at a time ``auto`` begins with, such as those of an earlier pipeline.
+        name: Name for display: ``read``, ``process``, ``upload``.
+        work: Function from an item to a result; called concurrently by threads, or in processes.
+        concurrency: Number of concurrent items; ``auto`` follows the counters.
+        by: Threads, or processes where the work holds the GIL; ``processes.py`` documents the items and results that
+            can be sent to these.
+        timeout_s: Time limit of the work for an item, after which the pipeline ends with an error.
+        describe: Returns a description of an item, by its number, for the error of the time limit.
+        begin: Initial number of concurrent items for ``auto``, such as that of an earlier pipeline.
 
     Raises:
-        UsageError: A value that is not allowed.
+        UsageError: A value is invalid.
     """
 
     name: str
@@ -51,27 +51,27 @@ class StageSpec:
 
 @dataclass(frozen=True, eq=False)
 class StageFailure:
-    """What comes in the place of a result that could not be made."""
+    """A failure in place of a result."""
 
     error: BaseException
 
 
 def stage_error(stage: str, number: int, error: BaseException) -> StageFailure:
-    """Return what an error in the work of a stage is to the consumer: one that names stage and item."""
+    """Return the consumer's error for a failure in a stage, which names stage and item."""
     where = f"{stage} failed at item {number}"
     if not isinstance(error, Exception):
         return StageFailure(error)
     if isinstance(error, OneboxError):
         error.add_note(where)
         return StageFailure(error)
-    kind = getattr(error, "kind", type(error).__name__)  # what it was in a process of its own
+    kind = getattr(error, "kind", type(error).__name__)  # its type in a child process
     told = DataError(": ".join(part for part in (where, kind, str(error)) if part), sample=number)
     told.__cause__ = error
     return StageFailure(told)
 
 
 def timeout_error(spec: StageSpec, number: int) -> StageFailure:
-    """Return what the consumer is told of work that takes too long."""
+    """Return the consumer's error for work that exceeds its time limit."""
     said = f"{spec.name} has been inside {spec.describe(number)} for {spec.timeout_s:g} s"
     todo = "look for what it waits for, or allow more by timeout_s"
     return StageFailure(DataError(f"{said}: {todo}.", sample=number))

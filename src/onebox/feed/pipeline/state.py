@@ -1,15 +1,14 @@
-"""Where each item of a pipeline is, and what may happen next; no thread, no clock, no lock.
+"""The state of a pipeline: the place of each item, and the permitted next steps; no thread, no clock, no lock.
 
-Items go from stage to stage in their order, though several of a stage may be under way at once and end in any: one that
-is finished waits in its stage until all before it have gone on. So the item that comes next is never held up by a later
-one, whatever the bounds are.
+Items go from stage to stage in order, though several of a stage may be in progress at once and finish in any order: a
+finished one waits in its stage until all before it have gone on. So the next item is never delayed by a later one,
+whatever the bounds are.
 
-What bounds it: a stage has at most one item more than workers, finished ones included, and at most ``ahead`` results
-are ready behind the last. With ``limit_bytes``, work begins only where its result is expected to fit beside all that is
-there and under way; the expectation is the most by which results of that stage were larger than their items so far, and
-until there is one, a stage works on one item at a time. The item that the consumer gets next is always let through, as
-nothing would move otherwise: by what becomes of it the limit may be exceeded, and by no more as long as results are of
-a size.
+Bounds: a stage has at most one item more than workers, including finished ones, and at most ``ahead`` results are ready
+after the last stage. With ``limit_bytes``, work begins only if its result is expected to fit beside everything present
+and in progress; the expected growth is the largest so far in that stage, and until the first result a stage works on
+one item at a time. The consumer's next item is always admitted, since nothing would move otherwise: its result may
+exceed the limit, and nothing else as long as results have one size.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ StallReason = Literal["waiting", "blocked", "over"]
 
 @dataclass(frozen=True, eq=False)
 class WorkItem:
-    """An item that is under way in a stage.
+    """An item in progress in a stage.
 
     Args:
-        number: Of the item, from 0.
-        value: What the stage before has made of it; ``None`` in the first stage, which takes it from the items.
+        number: Number of the item, from 0.
+        value: The result of the stage before; ``None`` in the first stage, which takes it from the items.
         size_bytes: Bytes of the value.
-        promised_bytes: By how much its result is expected to be larger.
+        promised_bytes: Expected growth from the value to its result.
     """
 
     number: int
@@ -45,12 +44,12 @@ class _Stage:
     """The items of a stage.
 
     Args:
-        limit: How many may be under way.
-        under_way: By their numbers, and when their work began.
-        done: Finished ones, with their bytes, by their numbers.
-        next_out: The number of the one that is handed on next.
-        growth_bytes: The most by which a result was larger than what it was made of; ``None`` before the first.
-        promised_bytes: By how much the results of what is under way are expected to be larger.
+        limit: Limit of the items in progress.
+        under_way: Items in progress: start time by number.
+        done: Finished items with their bytes, by number.
+        next_out: Number of the next item to pass on.
+        growth_bytes: Largest growth from an item to its result; ``None`` before the first.
+        promised_bytes: Expected growth of all items in progress.
     """
 
     limit: int
@@ -62,12 +61,12 @@ class _Stage:
 
 
 class PipelineState:
-    """The items of a pipeline.
+    """The state of all items of a pipeline.
 
     Args:
-        limits: How many items may be under way in each stage, at first.
-        ahead: Most results that are ready at a time.
-        limit_bytes: Most bytes of what is ready and under way together; ``None`` for no such limit.
+        limits: Initial limit of items in progress in each stage.
+        ahead: The most results that are ready at a time.
+        limit_bytes: Limit of the bytes ready and in progress together; ``None`` for none.
     """
 
     def __init__(self, limits: list[int], *, ahead: int, limit_bytes: int | None) -> None:
@@ -75,48 +74,48 @@ class PipelineState:
         self._ahead = ahead
         self._limit_bytes = limit_bytes
         self._ready: deque[tuple[Any, int]] = deque()
-        self._taken = 0  # items that the first stage has begun with
+        self._taken = 0  # items that the first stage has begun
         self._pulling = False
         self._total: int | None = None
         self.handed = 0
-        """Results that the consumer has got: the number of the next."""
+        """Number of results that the consumer has got: the number of the next one."""
         self.used_bytes = 0
-        """Bytes of everything that is ready or in a stage, without what work makes at the moment."""
+        """Bytes of everything ready or in a stage, without the growth of work in progress."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether the consumer can have a result."""
+        """True if a result is ready for the consumer."""
         return bool(self._ready)
 
     @property
     def is_over(self) -> bool:
-        """Whether the consumer has had all results."""
+        """True if the consumer has got all results."""
         return self._total is not None and self.handed >= self._total
 
     def limit(self, stage: int) -> int:
-        """How many items may be under way in a stage."""
+        """Return the limit of items in progress in a stage."""
         return self._stages[stage].limit
 
     def set_limit(self, stage: int, limit: int) -> None:
-        """Change how many items may be under way in a stage; more than that may be for a while."""
+        """Change the limit of items in progress in a stage; it may be exceeded for a while."""
         self._stages[stage].limit = limit
 
     def place(self, number: int) -> tuple[int, float] | None:
-        """Return the stage that is at work on an item, and since when; ``None`` if none is."""
+        """Return the stage that works on an item, and its start time; ``None`` if there is none."""
         for index, stage in enumerate(self._stages):
             if number in stage.under_way:
                 return index, stage.under_way[number]
         return None
 
     def stall_reason(self, index: int) -> StallReason | None:
-        """Return why a stage cannot begin with an item now.
+        """Return the reason for which a stage cannot begin an item now.
 
         Args:
-            index: Of the stage.
+            index: Index of the stage.
 
         Returns:
-            ``waiting`` for an item, ``blocked`` as there is no room for what would become of it, ``over`` if none will
-            come any more; ``None`` if it can.
+            ``waiting`` for an item, ``blocked`` without room for the result, ``over`` if no item is left; ``None`` if
+                it can begin.
         """
         stage = self._stages[index]
         number = self._stages[index - 1].next_out if index else self._taken
@@ -128,7 +127,7 @@ class PipelineState:
         return None if has_room and self._fits(stage, number) else "blocked"
 
     def take(self, index: int, now_s: float) -> WorkItem:
-        """Begin with the next item in a stage that nothing hinders; in the first, :meth:`pulled` has to follow."""
+        """Begin the next item in a stage that can; in the first, :meth:`pulled` has to follow."""
         stage = self._stages[index]
         if index:
             before = self._stages[index - 1]
@@ -145,11 +144,11 @@ class PipelineState:
         return WorkItem(number, value, size_bytes, promised_bytes)
 
     def pulled(self) -> None:
-        """The first stage has the item that it began with: it may begin with another."""
+        """Note that the first stage has got its item: it may begin another."""
         self._pulling = False
 
     def finish(self, index: int, task: WorkItem, value: Any, size_bytes: int) -> None:
-        """Put down what a stage has made of an item; with a failure nothing comes after it."""
+        """Record a stage's result for an item; after a failure nothing follows."""
         stage = self._stages[index]
         stage.under_way.pop(task.number)
         stage.promised_bytes -= task.promised_bytes
@@ -162,13 +161,13 @@ class PipelineState:
         self._fill()
 
     def ended(self, task: WorkItem) -> None:
-        """There was no item for the first stage to begin with: that before was the last."""
+        """Record that the items are exhausted: there was none for the first stage's task."""
         self._stages[0].under_way.pop(task.number)
         self._stages[0].promised_bytes -= task.promised_bytes
         self._end(task.number)
 
     def hand_over(self) -> Any:
-        """Give the consumer the next result."""
+        """Pass the next result to the consumer."""
         value, size_bytes = self._ready.popleft()
         self.handed += 1
         self.used_bytes -= size_bytes
@@ -176,7 +175,7 @@ class PipelineState:
         return value
 
     def clear(self) -> None:
-        """Drop what is there; nothing is to be begun afterwards."""
+        """Drop all items; nothing may be begun afterwards."""
         self._ready.clear()
         for stage in self._stages:
             stage.done.clear()
@@ -185,14 +184,14 @@ class PipelineState:
         self._total = total if self._total is None else min(total, self._total)
 
     def _fill(self) -> None:
-        """Let finished items of the last stage become ready, as long as there is room."""
+        """Move finished items of the last stage to the ready results, as long as there is room."""
         last = self._stages[-1]
         while len(self._ready) < self._ahead and last.next_out in last.done:
             self._ready.append(last.done.pop(last.next_out))
             last.next_out += 1
 
     def _fits(self, stage: _Stage, number: int) -> bool:
-        """Whether there is memory for the work on an item."""
+        """Return whether there is memory for the work on an item."""
         if self._limit_bytes is None or number == self.handed:
             return True
         if stage.growth_bytes is None:

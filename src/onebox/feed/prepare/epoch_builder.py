@@ -1,4 +1,4 @@
-"""What a feed is made from: its source, its options, and the stages that they make of an epoch."""
+"""Construction of epochs: the source and options of a feed, and the stages made from them."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class EpochStages:
     """An epoch that can be run.
 
     Args:
-        items: What is read, batch by batch.
-        stages: What is done to it.
-        close: To be called when nobody reads any more.
+        items: The batches to read.
+        stages: The stages.
+        close: To be called after the last read.
     """
 
     items: Iterable[Any]
@@ -42,15 +42,15 @@ class EpochStages:
 
 @dataclass(kw_only=True)
 class EpochBuilder:
-    """The source and the options of a feed; see :class:`onebox.feed.Feed` for what they mean.
+    """The source and the options of a feed; documented in :class:`onebox.feed.Feed`.
 
     Attributes:
-        space: A number that stands for the source and what is done to its samples.
+        space: A number that identifies the source and the preparation of its samples.
         stream: The source, if it is a stream.
         batched: Whether the items of the source are batches.
 
     Raises:
-        UsageError: One of them is wrong.
+        UsageError: An option is invalid.
     """
 
     source: Source | Stream
@@ -69,13 +69,13 @@ class EpochBuilder:
     upload: Callable[[Any, Any], Any] | None
     space: int
     reached: dict[str, int] = field(default_factory=dict)
-    """How many workers stages whose number is ``auto`` had at the end of the last epoch: the next begins with them."""
+    """Workers of each ``auto`` stage at the end of the last epoch: the next begins with them."""
     stream: Stream | None = field(init=False)
     batched: bool = field(init=False)
     _randomness: RandomnessProfile | None = None
 
     def __post_init__(self) -> None:
-        self.stream = self.source if isinstance(self.source, Stream) else None  # asking a protocol takes 20 µs
+        self.stream = self.source if isinstance(self.source, Stream) else None  # checking a protocol takes 20 µs
         self.batched = self.stream is not None and self.stream.batched
         require_int("seed", self.seed)
         require_buckets(self.pad)
@@ -95,7 +95,7 @@ class EpochBuilder:
 
     @property
     def size(self) -> int:
-        """Items of the source in a batch."""
+        """Number of the source's items in a batch."""
         return self.batch_size or 1
 
     def begin(self, epoch: int, number: int, first: int) -> EpochStages:
@@ -103,11 +103,11 @@ class EpochBuilder:
 
         Args:
             epoch: Its number.
-            number: Of its first batch that is wanted.
+            number: Number of its first batch.
             first: Items of the source before it.
 
         Raises:
-            UsageError: The samples cannot be prepared by what the options say.
+            UsageError: The options do not allow the preparation of the samples.
             DataError: The first ones took too long.
         """
         return self._of_source(epoch, number, first) if self.stream is None else self._of_stream(epoch, number, first)
@@ -208,12 +208,12 @@ class EpochBuilder:
 
     @property
     def _as_read(self) -> bool:
-        """Whether nothing is done to samples but to collate them."""
+        """True if samples are only collated."""
         return self.transform is None and self.collate is None and self.pad is None
 
     @property
     def _tells_samples(self) -> bool:
-        """Whether the upload is told which samples a batch has: only where they are the same in every epoch."""
+        """True if the upload gets the samples' ids: only where they are the same in every epoch."""
         habits = self._randomness or RandomnessProfile()
         random = habits.draws or (self.transform is not None and takes_generator(self.transform))
         as_they_are = self.stream is None and self.collate is None and self.pad is None and not random
@@ -239,17 +239,17 @@ class EpochBuilder:
 def _takes(work: Callable[..., Any], name: str) -> bool:
     try:
         return name in inspect.signature(work).parameters
-    except (TypeError, ValueError):  # of some callables of C there is no signature
+    except (TypeError, ValueError):  # some C callables have no signature
         return False
 
 
 def _the_only_one(items: list[Any]) -> Any:
-    """Take the batch of a stream of batches as it is."""
+    """Return the only item of a batch of a stream of batches."""
     return tuple(items[0]) if isinstance(items[0], list) and len(items[0]) == 2 else items[0]
 
 
 def _apart(item: Any) -> Any:
-    """Return a copy of an item that is prepared once more later, since a transform may write to it; if it has any."""
+    """Return a copy of an item, as a transform may write to it before its second use; else itself."""
     try:
         return copy.deepcopy(item)
     except Exception:

@@ -1,7 +1,7 @@
 """The work of the stages `read` and `process`, on the samples of a batch: reading, decoding, transforming, collating.
 
-What is done is a pure function of the source, the seed, the epoch and the samples' numbers, whichever thread or process
-does it. A sample that cannot be had is either an error, which names it and where it failed, or is left out and noted.
+The result is a pure function of the source, the seed, the epoch and the samples' numbers, in every thread or process. A
+sample that fails either raises an error, which names it and the stage, or is left out and recorded.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ OnError = Literal["stop", "skip"]
 Where = Literal["read", "decode", "transform", "collate"]
 Transform = Callable[..., Any]
 Say = Callable[[Where], None]
-"""Told where a sample is, for what is said where it fails."""
+"""Callback for the present stage of a sample, for error messages."""
 
 _NOT_OF_DATA = (UsageError, MemoryError)
-"""Errors that no sample is to blame for."""
+"""Errors that are not caused by a sample."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class SkippedSample:
     """A sample that was left out.
 
     Args:
-        index: Of the sample in the source; of a stream, in the epoch.
-        name: What it is: its file.
-        stage: Where it failed: read, decode, transform or collate.
-        reason: Why.
+        index: Index of the sample in the source; of a stream, in the epoch.
+        name: Its name, such as its file.
+        stage: The failed stage: read, decode, transform or collate.
+        reason: The error.
     """
 
     index: int
@@ -50,14 +50,14 @@ class SkippedSample:
 
 @dataclass(frozen=True)
 class PreparedBatch:
-    """A batch that is ready, or on the way to it.
+    """A batch that is ready, or in preparation.
 
     Args:
-        number: Of the batch in its epoch, from 0.
-        end: Place in the order of the epoch after its last sample.
-        batch: What was collated, or uploaded.
+        number: Number of the batch in its epoch, from 0.
+        end: Position in the order of the epoch after its last sample.
+        batch: The collated or uploaded batch.
         skipped: The samples that were left out.
-        samples: The indices of those that are in it; of none that is left nothing is handed out.
+        samples: The indices of its samples; a batch without samples is not returned.
     """
 
     number: int
@@ -68,7 +68,7 @@ class PreparedBatch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the batch; asked for once a stage, so that the numbers of its samples are not gone through."""
+        """Bytes of the batch; counted once a stage, without the numbers of its samples."""
         return size_of(self.batch)
 
 
@@ -77,10 +77,10 @@ class RawBatch:
     """Samples that were read.
 
     Args:
-        cut: Which they are.
-        samples: They; none where they are read together with processing them.
-        skipped: Those that could not be read.
-        batch: All of them at once, from a source that has them like that.
+        cut: The batch's place in the epoch.
+        samples: The samples; empty where they are read by the stage that processes them.
+        skipped: The samples that could not be read.
+        batch: The whole batch, from a source that can read one.
     """
 
     cut: BatchSlice
@@ -96,21 +96,22 @@ class RawBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """What is done to samples.
+    """The processing of samples.
 
     Args:
-        decode: Makes the sample of what was read, given its index, too.
-        name: Says where a sample comes from.
+        decode: Decodes read data, given its index, too.
+        name: Returns the origin of a sample.
         read: Reads a sample, given its index.
-        transform: Maps a sample's input, the first of a pair, to what the model takes; a sample that is no pair whole.
-        transform_takes_generator: Whether it is given a generator of its own for each sample, by name.
+        transform: Maps a sample's input, the first of a pair, to the model's input; a sample that is not a pair as a
+            whole.
+        transform_takes_generator: Whether it gets a generator for each sample, by keyword.
         collate: Makes a batch of a list of samples; ``None`` for PyTorch's default.
-        seed: Of the feed.
+        seed: Seed of the feed.
         epoch: Number of the epoch.
-        on_error: What becomes of a sample that fails.
-        globals: Who draws from the generators of the process.
-        whole: Reads samples as the batch that collating them would make, if the source can.
-        late: Whether samples are read where they are processed, as reading draws from those generators, too.
+        on_error: Handling of a sample that fails.
+        globals: Use of the process's random generators.
+        whole: Reads samples as a collated batch, if the source can.
+        late: Whether samples are read by the stage that processes them, because reading also draws random numbers.
     """
 
     read: Callable[[int], Any]
@@ -126,7 +127,7 @@ class Preparation:
     late: bool = False
     whole: Callable[[Sequence[int]], Any] | None = None
     at: dict[int, int] = field(default_factory=dict, compare=False)
-    """The sample that each thread of this process is at."""
+    """The present sample of each thread of this process."""
 
     def read_batch(self, cut: BatchSlice) -> RawBatch:
         """Read the samples of a batch: the work of the stage `read`."""
@@ -152,8 +153,8 @@ class Preparation:
         """Read a sample, seeded for it.
 
         Args:
-            index: Of the sample.
-            say: Told where it is.
+            index: Index of the sample.
+            say: Callback for the present stage.
         """
         say("read")
         if self.globals == "untouched":
@@ -165,9 +166,9 @@ class Preparation:
         """Decode and transform a sample, seeded for it.
 
         Args:
-            raw: What was read.
-            index: Of the sample.
-            say: Told where it is.
+            raw: The read data.
+            index: Index of the sample.
+            say: Callback for the present stage.
         """
         if self.globals == "untouched":
             return self._make(raw, index, say)
@@ -196,9 +197,9 @@ class Preparation:
     def _each(
         self, todo: Iterable[tuple[int, Any]], work: Callable[[Any, int, Say], Any], skipped: list[SkippedSample]
     ) -> list[tuple[int, Any]]:
-        """Do something for each sample and return what came of it; those that fail and may be left out are noted.
+        """Apply a function to each sample and return the results; failures that may be skipped are recorded.
 
-        Little is done here for a sample, as that may take no longer than to read or decode a small one: some µs.
+        The overhead for a sample must be small, because reading or decoding a small one takes some µs.
         """
         where: list[Where] = []
         done, say, at, thread = [], where.append, self.at, threading.get_ident()
@@ -216,14 +217,14 @@ class Preparation:
         return done
 
     def _fail(self, index: int, where: Where, error: Exception, skipped: list[SkippedSample]) -> None:
-        """Note that a sample failed, or raise that."""
+        """Record the failure of a sample, or raise it."""
         failed = SkippedSample(index, self.named(index), where, _said(error))
         if self.on_error == "stop":
             raise self._error(failed, error) from error
         skipped.append(failed)
 
     def _collate(self, samples: list[tuple[int, Any]], skipped: list[SkippedSample]) -> Any:
-        """Make the batch; where that fails for samples that are unlike the others, it is one without these."""
+        """Collate the batch; where that fails for samples with other forms, without these."""
         try:
             return collate([value for _, value in samples], self.collate)
         except _NOT_OF_DATA:
@@ -245,7 +246,7 @@ class Preparation:
             return self._collate([pair for place, pair in enumerate(samples) if place not in odd], skipped)
 
     def describe(self, indices: Sequence[int]) -> str:
-        """Say which samples a batch has, and which of them this process is at."""
+        """Describe the samples of a batch, and those that this process is working on."""
         now = next((index for index in list(self.at.values()) if index in indices), None)
         if now is not None:
             return f"sample {now} ({self.named(now)})"
@@ -253,10 +254,10 @@ class Preparation:
         return f"the batch of sample {indices[0]} ({self.named(indices[0])}){more}"
 
     def named(self, index: int) -> str:
-        """Say where a sample comes from, whatever happens."""
+        """Return the origin of a sample; never raises."""
         try:
             return self.name(index)
-        except Exception as error:  # a name is for the message of another error, which must not be lost
+        except Exception as error:  # a failure here must not hide the error whose message needs the name
             return f"without a name: {_said(error)}"
 
     def _error(self, failed: SkippedSample, error: Exception) -> DataError:

@@ -1,7 +1,7 @@
-"""How samples are prepared: whether random numbers are drawn, which decides if threads or processes may do it.
+"""Randomness profile of samples: use of random generators, which decides between threads and processes.
 
-The first samples are prepared once for this, and thrown away. What draws for few samples only may go unseen; who has
-such a transform lets it take a ``generator``, or says ``process_by="processes"``.
+The first samples are prepared once for this, and discarded. A transform that draws for few samples only may go
+undetected; it should take a ``generator``, or the feed be given ``process_by="processes"``.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from onebox.feed.seeding import draws
 ProcessBy = Literal["threads", "processes", "auto"]
 
 PROBED = 3
-"""Samples that are looked at: more than one, as the first may be broken."""
+"""Number of probed samples: more than one, as the first may be broken."""
 
 
 @dataclass(frozen=True)
 class RandomnessProfile:
-    """How samples are prepared.
+    """Properties of the preparation of samples.
 
     Args:
         reading: Whether reading draws from the generators of the process.
         processing: Whether decoding or transforming does.
-        encoded: Whether all that is read is bytes, which are still to be decoded.
-        plain: Whether what is read can go to a child process.
+        encoded: Whether reading returns only bytes, which are still to be decoded.
+        plain: Whether read data can be sent to a child process.
     """
 
     reading: bool = False
@@ -44,22 +44,22 @@ class RandomnessProfile:
 
     @property
     def draws(self) -> bool:
-        """Whether anything draws."""
+        """True if anything draws random numbers."""
         return self.reading or self.processing
 
 
 def profile_randomness(
     preparation: Preparation, indices: Sequence[int], *, timeout_s: float
 ) -> RandomnessProfile | None:
-    """Find out how some samples are prepared; errors are left to when they are read again.
+    """Profile the preparation of some samples; errors are left to when they are read again.
 
     Args:
-        preparation: What is done to them.
+        preparation: The preparation.
         indices: The samples.
-        timeout_s: Seconds that it may take.
+        timeout_s: Time limit in seconds.
 
     Returns:
-        It; ``None`` where none of them could be had.
+        The profile; ``None`` where no sample could be prepared.
 
     Raises:
         DataError: It takes longer.
@@ -75,7 +75,7 @@ def profile_randomness(
                 processing = draws(lambda i=index, of=raw: preparation.process(of[0], i))  # type: ignore[misc]
                 found.append(replace(found[-1], processing=processing))
 
-    thread = threading.Thread(target=look, name="onebox-feed-probe", daemon=True)  # so that nobody waits for ever
+    thread = threading.Thread(target=look, name="onebox-feed-probe", daemon=True)  # daemon: may hang
     thread.start()
     thread.join(timeout_s)
     if thread.is_alive():
@@ -97,20 +97,20 @@ def profile_randomness(
 def choose_workers(
     preparation: Preparation, by: ProcessBy, habits: RandomnessProfile, *, may_be_late: bool
 ) -> tuple[Preparation, Literal["threads", "processes"]]:
-    """Let samples be prepared as what is done to them demands.
+    """Choose threads or processes for a preparation, from its profile.
 
     Args:
-        preparation: What is done to them.
-        by: What a user wants.
-        habits: How that is done.
-        may_be_late: Whether processes can read samples themselves. They do where reading draws, and where what is read
-            is more than bytes: then reading is most of the work.
+        preparation: The preparation.
+        by: The user's choice.
+        habits: Its profile.
+        may_be_late: Whether processes can read samples themselves. They do where reading draws, and where it returns
+            more than bytes: then reading is most of the work.
 
     Returns:
-        The preparation, and what runs it.
+        The preparation, and the kind of its workers.
 
     Raises:
-        UsageError: Processes are wanted, and this system has no way to fork them.
+        UsageError: Processes are requested, and this system cannot fork.
     """
     forks = hasattr(os, "fork")
     if by == "processes" and not forks:

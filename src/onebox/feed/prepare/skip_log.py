@@ -1,4 +1,4 @@
-"""The account of samples that were left out."""
+"""The log of samples that were left out."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from onebox.errors import DataError
 from onebox.feed.prepare.preparation import SkippedSample
 
 NAMED = 10
-"""Samples that are kept by name; of more only the number is."""
+"""Samples that are recorded by name; further ones are only counted."""
 
 SHOWN = 3
-"""Of these are in one line."""
+"""Number of names in one line."""
 
 
 @dataclass
 class SkipLog:
-    """Samples that were left out of batches which have been handed out, or of which nothing was left.
+    """Samples that were left out of returned batches, or of batches that became empty.
 
     Args:
         limit: The most that an epoch may leave out; ``None`` for no limit.
-        count: How many in all epochs.
+        count: Number in all epochs.
         first: The first ones, each once.
-        in_epoch: How many in the last epoch.
-        of_epoch: The first ones of that.
+        in_epoch: Number in the last epoch.
+        of_epoch: The first ones of the last epoch.
     """
 
     limit: int | None
@@ -37,12 +37,12 @@ class SkipLog:
         return self.count
 
     def begin(self) -> None:
-        """An epoch begins."""
+        """Begin an epoch."""
         self.in_epoch = 0
         self.of_epoch = []
 
     def add(self, skipped: Sequence[SkippedSample]) -> None:
-        """Take note of the samples of a batch.
+        """Record the samples left out of a batch.
 
         Raises:
             DataError: There are more than the limit allows.
@@ -59,13 +59,13 @@ class SkipLog:
                 raise DataError(f"{came}; the last: {one}", path=one.name, sample=one.index)
 
     def end(self, batches: int) -> None:
-        """An epoch has ended.
+        """End an epoch.
 
         Args:
-            batches: How many there were.
+            batches: Number of its batches.
 
         Raises:
-            DataError: There was none, as every sample was left out.
+            DataError: There was none, because every sample was left out.
         """
         if self.in_epoch and not batches:
             one = self.of_epoch[0]

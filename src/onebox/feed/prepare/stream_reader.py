@@ -1,4 +1,4 @@
-"""One epoch of a stream, cut into batches; what a run has had before is read over."""
+"""Reader of one epoch of a stream in batches; items before a resumed position are read and dropped."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class StreamReader:
     Args:
         stream: The stream.
         epoch: Number of the epoch.
-        seed: Of the feed.
+        seed: Seed of the feed.
         size: Items of a batch; 1 where items are batches.
-        number: Of the first batch that is wanted.
+        number: Number of the first batch.
         first: Items before it.
         drop_last: Whether to leave out a smaller last batch.
     """
@@ -37,7 +37,7 @@ class StreamReader:
         self._failed: Exception | None = None
 
     def tasks(self) -> Iterator[BatchSlice]:
-        """The batches to be read, first those that are read over; endless, as nobody knows how many will come."""
+        """Yield the batches to read, first those to drop; endless, since the length of the stream is unknown."""
         for begin in range(0, self._first, self._size):
             yield BatchSlice(-1, begin, tuple(range(begin, min(begin + self._size, self._first))))
         number, begin = self._start, self._first
@@ -46,7 +46,7 @@ class StreamReader:
             number, begin = number + 1, begin + self._size
 
     def indices(self, batch: int) -> list[int]:
-        """Return the numbers of the items of a batch; of one that is only read over, which has none, the next one's."""
+        """Return the numbers of the items of a batch; for one that is dropped, that of the next item."""
         if batch < 0:
             return [self._count]
         begin = self._first + (batch - self._start) * self._size
@@ -56,7 +56,7 @@ class StreamReader:
         """Read the items of a batch: the work of the stage `read`.
 
         Returns:
-            They; of a batch that is only read over, none; at the end of the stream ``None``.
+            The items; none for a batch that is dropped; ``None`` at the end of the stream.
         """
         values: list[Any] = []
         while len(values) < len(cut.indices) and not self._ended:
@@ -69,10 +69,10 @@ class StreamReader:
         return RawBatch(had, () if cut.number < 0 else tuple(zip(had.indices, values, strict=True)))
 
     def peek(self) -> list[Any]:
-        """Return the next item, which is read again later; nothing at the end.
+        """Return the next item, which is read again later; empty at the end.
 
         Raises:
-            OneboxError: It cannot be read; whoever reads it later is told so, too.
+            OneboxError: It cannot be read; a later read raises the same error.
         """
         try:
             self._seen = self._next()
@@ -82,7 +82,7 @@ class StreamReader:
         return self._seen
 
     def close(self) -> None:
-        """Let go of the stream; who is inside it, because it hangs, lets go of it when that ends."""
+        """Close the stream; a thread that hangs inside it closes it when it returns."""
         items, self._items, self._ended = self._items, None, True
         close = getattr(items, "close", None)
         if callable(close) and not getattr(items, "gi_running", False):

@@ -1,4 +1,4 @@
-"""What the feed can read: data files in their usual layouts, and the data sets and loaders of other libraries."""
+"""Sources of the feed: data files in their usual layouts, and the data sets and loaders of other libraries."""
 
 from onebox.feed.sources.arrays import Arrays
 from onebox.feed.sources.cifar10 import Cifar10

@@ -13,13 +13,13 @@ from onebox.feed.sources.labels import check_classes
 
 
 class Arrays:
-    """Inputs and targets that lie in memory, one a row each.
+    """Inputs and targets in memory, a sample a row.
 
     Args:
         inputs: ``[N, ...]``, a tensor or an array of NumPy's, whose memory is shared.
         targets: ``[N, ...]``; None for samples that are inputs only.
         classes: Names of the classes, where targets number them.
-        where: What it is, for people.
+        where: Its name, for messages.
 
     Attributes:
         inputs: The inputs, a tensor.
@@ -58,16 +58,16 @@ class Arrays:
         return len(self.inputs)
 
     def read(self, index: int) -> Tensor | tuple[Tensor, Tensor]:
-        """A row of the inputs, and of the targets; they share memory with the arrays."""
+        """Return a row of the inputs, and of the targets; they share memory with the arrays."""
         row = self.inputs[index]
         return row if self.targets is None else (row, self.targets[index])
 
     def decode(self, raw: Tensor | tuple[Tensor, Tensor], index: int) -> Tensor | tuple[Tensor, Tensor]:
-        """What was read."""
+        """Return the row unchanged."""
         return raw
 
     def read_batch(self, indices: Sequence[int]) -> Tensor | tuple[Tensor, Tensor]:
-        """Some rows, copied at once: what collating them one by one would give."""
+        """Return some rows, copied at once: the result of collating them one by one."""
         chosen = torch.tensor(indices)
         rows = self.inputs[chosen]
         return rows if self.targets is None else (rows, self.targets[chosen])

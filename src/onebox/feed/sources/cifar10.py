@@ -25,7 +25,7 @@ BINARY = {"train": tuple(f"data_batch_{number}.bin" for number in range(1, 6)), 
 PICKLED = ("data_batch_1", "test_batch", "cifar-10-batches-py", "cifar-10-python.tar.gz")
 PIXELS_BYTES = 3 * 32 * 32
 RECORD_BYTES = 1 + PIXELS_BYTES
-MAX_IMAGE_PIXELS = 256 * 256  # of a JPEG: 64 x the pixels of CIFAR-10's
+MAX_IMAGE_PIXELS = 256 * 256  # limit of a JPEG: 64 x the pixels of CIFAR-10's
 
 
 class Cifar10:
@@ -35,7 +35,7 @@ class Cifar10:
         folder: Holds ``cifar10-train.tar`` and ``cifar10-test.tar``, whose members are named ``class/number.jpg`` (the
             classes of the training archive, sorted by name, are numbered from 0); or the binary version,
             ``data_batch_1.bin`` to ``data_batch_5.bin`` and ``test_batch.bin``, also in its ``cifar-10-batches-bin``.
-            The Python version consists of pickles, which can run any code when they are loaded: it is not read.
+            The Python version consists of pickles, which can run any code when loaded: it is rejected.
         part: ``train`` or ``test``.
 
     Attributes:

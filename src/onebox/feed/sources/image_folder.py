@@ -21,23 +21,23 @@ LAYOUT = "allowed is folder/class/picture, the pictures of each class in a folde
 class ImageFolder:
     """Pictures in folders, one for each class, as in ImageNet: ``folder/class/picture.jpg``.
 
-    Classes are numbered by their folders' names in order, pictures are in the order of classes, then of names: the
-    same on every file system. Pictures may lie in folders inside of a class's. Hidden files, and those of other
-    endings, are passed over.
+    Classes are numbered by their folders' names in order, pictures are in the order of classes, then of names: the same
+    on every file system. Pictures may be in subfolders of a class's folder. Hidden files, and those with other
+    extensions, are ignored.
 
     Args:
         folder: Holds the classes' folders.
-        decoder: How pictures become tensors; ``ImageDecoder(size=(224, 224))`` gives all one size.
-        classes: Names of the classes in their order; by default those that are there. A test set is given those of
-            its training set: ``ImageFolder(val, classes=train.classes)``.
-        extensions: Endings of pictures' names, in small letters.
+        decoder: Decoder of pictures; ``ImageDecoder(size=(224, 224))`` gives all one size.
+        classes: Names of the classes in their order; by default the existing ones. A test set gets those of its
+            training set: ``ImageFolder(val, classes=train.classes)``.
+        extensions: Extensions of pictures' names, in lower case.
 
     Attributes:
         classes: Names of the classes.
         labels: ``int64 [N]``, the number of each sample's class.
 
     Raises:
-        UsageError: Class names that come twice.
+        UsageError: A class name occurs twice.
         DataError: The folder cannot be read, has no classes, a class has no pictures, or is not among those given.
 
     Example::
@@ -62,7 +62,7 @@ class ImageFolder:
             raise DataError(f"{self.folder} has no folders in it; {LAYOUT}.", path=self.folder)
         self.classes = check_classes(classes if classes is not None else there)
         numbers = {name: number for number, name in enumerate(self.classes)}
-        self._names: list[str] = []  # of the files, below the folder
+        self._names: list[str] = []  # names of the files, below the folder
         labels: list[int] = []
         for name in there:
             if name not in numbers:
@@ -82,7 +82,7 @@ class ImageFolder:
         """The content of a picture's file.
 
         Raises:
-            DataError: It cannot be read, is no file, or is empty.
+            DataError: It cannot be read, is not a file, or is empty.
         """
         return read_file(os.path.join(self.folder, self._names[index]), sample=index)
 
@@ -96,11 +96,11 @@ class ImageFolder:
         return self._decoder.decode(raw, where=path, path=path, sample=index), self.labels[index]
 
     def name(self, index: int) -> str:
-        """The file, such as ``train/cat/0017.jpg``."""
+        """Return the file, such as ``train/cat/0017.jpg``."""
         return os.path.join(self.folder.name, self._names[index])
 
     def _pictures(self, class_name: str) -> list[str]:
-        """The pictures of a class, sorted, below the folder."""
+        """Return the pictures of a class, sorted, below the folder."""
         others = 0
         found: list[str] = []
         for path in _files_below(self.folder, class_name):
@@ -117,7 +117,7 @@ class ImageFolder:
 
 
 def _files_below(root: Path, name: str) -> Iterator[str]:
-    """Files below a folder, also in its folders; links to folders are followed, once each."""
+    """Yield files below a folder and its subfolders; links to folders are followed, once each."""
     waiting, seen = [name], set[tuple[int, int]]()
     while waiting:
         name = waiting.pop()
@@ -137,7 +137,7 @@ def _files_below(root: Path, name: str) -> Iterator[str]:
 
 
 def _entries(folder: Path) -> Iterator[tuple[str, bool]]:
-    """Names in a folder that are not hidden, and whether each is a folder (or a link to one)."""
+    """Yield names in a folder that are not hidden, and whether each is a folder (or a link to one)."""
     try:
         with os.scandir(folder) as entries:
             for entry in entries:

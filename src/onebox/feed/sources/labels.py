@@ -8,10 +8,10 @@ from onebox.errors import UsageError
 
 
 def check_classes(classes: Sequence[str]) -> tuple[str, ...]:
-    """The names of classes as a tuple.
+    """Return the names of classes as a tuple.
 
     Raises:
-        UsageError: None, a name twice, or one string in place of several.
+        UsageError: There is no name, a name occurs twice, or one string is given in place of several.
     """
     if isinstance(classes, str) or not classes:
         raise UsageError(f"classes are {classes!r}; they have to be a sequence of names, one at least.")

@@ -1,4 +1,4 @@
-"""MNIST, and the data sets made in its image (Fashion-MNIST, KMNIST): IDX files in a folder, read into memory."""
+"""MNIST, and the data sets in its format (Fashion-MNIST, KMNIST): IDX files in a folder, read into memory."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ FILES = {"train": "train", "test": "t10k"}
 class Mnist(Arrays):
     """The training or the test samples of MNIST: images ``uint8 [1, 28, 28]``, labels ``int64 []``.
 
-    Where the folder has no training files at all, the test set stands in for both: the first four fifths (8,000 of
-    10,000) are trained on, the last fifth (2,000) is tested on.
+    Without training files in the folder, the test set is used for both: the first four fifths (8,000 of 10,000) are
+    trained on, the last fifth (2,000) is tested on.
 
     Args:
         folder: Holds ``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte``, ``t10k-images-idx3-ubyte`` and
@@ -33,7 +33,7 @@ class Mnist(Arrays):
 
     Raises:
         UsageError: Another part.
-        DataError: A file is missing or damaged, or two of them do not belong together.
+        DataError: A file is missing or damaged, or two of them do not match.
     """
 
     def __init__(self, folder: str | os.PathLike[str], part: Literal["train", "test"] = "train") -> None:
@@ -85,7 +85,7 @@ def _labels_path(folder: Path, part: str) -> Path:
 
 
 def _find(path: Path) -> Path | None:
-    """The file, or its gzipped twin, or None."""
+    """Return the file, or its gzipped form, or None."""
     zipped = path.with_name(path.name + ".gz")
     return next((candidate for candidate in (path, zipped) if candidate.exists()), None)
 

@@ -1,4 +1,4 @@
-"""Arrays in NumPy's files, a row a sample, read as they are asked for."""
+"""Arrays in NumPy's files, a sample a row, read on demand."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from onebox.feed.sources.formats.npy import Header, read_header, to_tensor
 from onebox.feed.sources.formats.records import Records
 from onebox.feed.sources.labels import check_classes
 
-MAX_UNPACKED_BYTES = 2 << 30  # of one compressed array, which has to be held in memory
-LOCAL_HEADER_BYTES = 30  # of a member of a zip file, before its name (PKWARE's APPNOTE.TXT, 4.3.7)
+MAX_UNPACKED_BYTES = 2 << 30  # limit of one compressed array, which has to be held in memory
+LOCAL_HEADER_BYTES = 30  # bytes of a zip member's header, before its name (PKWARE's APPNOTE.TXT, 4.3.7)
 
 
 class NumpyFiles:
-    """Inputs and targets in NumPy's files, one row each a sample; rows are read as they are asked for.
+    """Inputs and targets in NumPy's files, a sample a row; rows are read on demand.
 
     Args:
         inputs: A file ``x.npy``; or ``data.npz:x``, the array ``x`` in an archive. Of archives that are compressed,
@@ -38,7 +38,8 @@ class NumpyFiles:
         classes: Names of the classes, or None.
 
     Raises:
-        DataError: A file is missing, damaged, or cut off, has objects in it, or not as many rows as the other.
+        DataError: A file is missing, damaged, or truncated, contains objects, or has another number of rows than the
+            other.
 
     Example::
 
@@ -69,7 +70,7 @@ class NumpyFiles:
         """The targets of all rows, ``int64 [N]``.
 
         Raises:
-            UsageError: There are no targets, or they are no whole numbers.
+            UsageError: There are no targets, or they are not whole numbers.
             DataError: The file has become shorter.
         """
         if len(self._parts) < 2 or self._parts[1].dtype.kind not in "iu" or self._parts[1].shape[1:]:
@@ -78,7 +79,7 @@ class NumpyFiles:
         return torch.from_numpy(np.frombuffer(rows, self._parts[1].dtype).astype(np.int64))
 
     def read(self, index: int) -> tuple[bytes, ...]:
-        """A row of each array, as it is stored.
+        """Read a row of each array, as stored.
 
         Raises:
             DataError: It cannot be read.
@@ -96,7 +97,7 @@ class NumpyFiles:
 
 
 class _Rows:
-    """The rows of one array, in its file, or in memory where they were compressed."""
+    """The rows of one array, in its file, or in memory where it was compressed."""
 
     def __init__(self, place: str) -> None:
         text, _, array = place.rpartition(":") if ".npz:" in place else (place, "", "")
@@ -135,7 +136,7 @@ class _Rows:
         return to_tensor(row, self._header.dtype, self._header.shape[1:])
 
     def _of_archive(self, file: BinaryIO, array: str) -> tuple[Header, int]:
-        """The header of an array in an archive, and where its values begin in the file."""
+        """Return the header of an array in an archive, and the offset of its values in the file."""
         with zipfile.ZipFile(file) as archive:
             names = [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
             if array not in names:

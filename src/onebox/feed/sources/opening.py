@@ -1,4 +1,4 @@
-"""Sources by a short text, as on the command line: a kind, and where its files are."""
+"""Sources from a short specification, as on the command line: a kind, and the place of its files."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Pair = tuple[Source, Source | None]
 
 TRAIN = ("train", "training")
 TEST = ("val", "valid", "validation", "test", "testing")
-"""What parts to test on are called; the first that is there counts, as one called test may lack labels beside a val."""
+"""Names of test parts; the first one present counts, as a part named test may lack labels beside a val."""
 
-MAX_CLASSES = 100_000  # of those that are only numbers, which may mean something else
+MAX_CLASSES = 100_000  # limit of targets that are only numbers, which may not be classes
 COMMA = re.compile(r",(?![^{]*\})")  # not within braces
 
 
 def open_source(spec: str, *, decoder: ImageDecoder | None = None) -> Pair:
-    """Open the samples to train on, and those to test on if there are some.
+    """Open the samples to train on, and those to test on if there are any.
 
     Args:
         spec: One of
@@ -43,11 +43,11 @@ def open_source(spec: str, *, decoder: ImageDecoder | None = None) -> Pair:
               with ``x_train.npy``, ``y_train.npy``, ``x_test.npy`` and ``y_test.npy``, or an archive ``.npz`` with
               arrays of these names;
             - ``mnist:FOLDER`` or ``cifar10:FOLDER``.
-        decoder: How pictures become tensors, of ``folder``, ``tar`` and ``parquet``.
+        decoder: Decoder of pictures, for ``folder``, ``tar`` and ``parquet``.
 
     Returns:
-        Pair: What to train on, and what to test on or None; classes are numbered alike in both. Their ``classes`` are
-            names, or numbers where targets are classes without names.
+        Pair: The samples to train on, and those to test on or None; classes are numbered alike in both. Their
+            ``classes`` are names, or numbers where targets are classes without names.
 
     Raises:
         UsageError: No such kind, or too many or too few files.
@@ -65,9 +65,9 @@ Labelled = TypeVar("Labelled", Tars, Parquet, NumpyFiles)
 
 
 def _with_classes(source: Labelled) -> Labelled:
-    """The source, its classes named by their numbers where they have no names."""
+    """Return the source, with numbers as names of its classes where they have none."""
     if source.classes is None:
-        with contextlib.suppress(UsageError):  # targets that are no classes
+        with contextlib.suppress(UsageError):  # targets that are not classes
             count = int(source.labels.max()) + 1
             source.classes = tuple(map(str, range(count))) if 0 < count <= MAX_CLASSES else None
     return source
@@ -142,7 +142,7 @@ def _existing_folder(place: str, kind: str) -> Path:
 
 
 def _files(place: str, kind: str, endings: tuple[str, ...]) -> tuple[list[Path | str], list[Path | str]]:
-    """The files to train on and to test on: two patterns, or those in a folder by their names."""
+    """Return the files to train on and to test on: two patterns, or those in a folder by their names."""
     folder = Path(place).expanduser()
     if not folder.is_dir():
         patterns = COMMA.split(place)

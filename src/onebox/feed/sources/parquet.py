@@ -1,4 +1,4 @@
-"""Tables in files of Parquet and Arrow, a row a sample."""
+"""Tables in files of Parquet and Arrow, a sample a row."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from onebox.feed.sources.formats.row_groups import RowGroupCache, RowGroups
 from onebox.feed.sources.labels import check_classes
 
 CACHE_BYTES = 256 << 20
-MAX_GROUP_BYTES = 4 << 30  # of a row group, unpacked; writers make them of some megabytes
+MAX_GROUP_BYTES = 4 << 30  # limit of an unpacked row group; usual ones have some megabytes
 
 
 class Parquet:
     """Rows of tables in Parquet, Arrow or Feather files, in any order.
 
-    A row is read with its row group (Parquet) or record batch (Arrow), of which the last ones are kept. Reading in a
-    random order is only fast if these are small (some hundred rows) or all of them fit the cache.
+    A row is read with its row group (Parquet) or record batch (Arrow), the most recent of which are cached. Reading in
+    a random order is only fast if these are small (some hundred rows) or all of them fit the cache.
 
-    Pictures are columns of bytes, or as Hugging Face stores them; lists become tensors, numbers too, of the types
-    in the file; strings stay strings. Tensors of a fixed shape (Arrow's extension type) have theirs.
+    Pictures are columns of bytes, or in Hugging Face's form; lists and numbers become tensors of the types in the file;
+    strings stay strings. Tensors of a fixed shape (Arrow's extension type) have theirs.
 
     Args:
         pattern: The files, as for :class:`onebox.feed.sources.Tars`; those that end in ``.arrow``, ``.feather`` or
@@ -38,16 +38,16 @@ class Parquet:
         inputs: A column, or several, which make a tuple. By default, where there are two columns and one of them is
             called label (or target, class, ...), the other; else samples are dicts of all columns.
         targets: A column; None for samples that are inputs only.
-        decoder: How pictures become tensors.
-        images: Columns whose bytes are pictures; by default all that have bytes.
-        classes: Names of the classes; by default those that Hugging Face has noted in the file, if any.
-        cache_bytes: Most bytes of groups that are kept, unpacked; one is kept in any case.
+        decoder: Decoder of pictures.
+        images: Columns whose bytes are pictures; by default all columns of bytes.
+        classes: Names of the classes; by default those in Hugging Face's metadata in the file, if any.
+        cache_bytes: Limit of the unpacked bytes of cached groups; one is always kept.
 
     Attributes:
         classes: Names of the classes, or None.
 
     Raises:
-        UsageError: A column that is not there, or pyarrow is not installed.
+        UsageError: A column is missing, or pyarrow is not installed.
         DataError: A file is missing, damaged, or has other columns than the first.
 
     Example::
@@ -85,7 +85,7 @@ class Parquet:
         """The targets of all rows, ``int64 [N]``, -1 where there is none; only their column is read.
 
         Raises:
-            UsageError: There are no targets, or they are no whole numbers.
+            UsageError: There are no targets, or they are not whole numbers.
             DataError: A file is damaged.
         """
         import pyarrow as pa
@@ -103,7 +103,7 @@ class Parquet:
         """The values of a row by column: numbers, bytes, strings, arrays.
 
         Raises:
-            DataError: The group that it is in cannot be read.
+            DataError: Its group cannot be read.
         """
         group, row = self._groups.place(index)
         table = self._cache.get(group)
@@ -130,7 +130,7 @@ class Parquet:
 
 
 def _plain(scalar: Any) -> Any:
-    """A value of Arrow's as Python's, or as an array of the same type of numbers."""
+    """Convert an Arrow value to Python, or to an array of the same number type."""
     import pyarrow as pa
 
     kind = scalar.type
@@ -151,7 +151,7 @@ def _plain(scalar: Any) -> Any:
 
 
 def _array(values: Any) -> Any:
-    """A list of Arrow's: an array if it is of numbers, of one shape."""
+    """Convert an Arrow list: to an array if it consists of numbers and has one shape."""
     import pyarrow as pa
 
     leaf, shape = values, [len(values)]
@@ -181,7 +181,7 @@ def _is_list(kind: Any) -> bool:
 
 
 def _noted_classes(schema: Any, targets: str | None) -> list[str] | None:
-    """The names of classes that Hugging Face's library notes in the schema."""
+    """Return the class names in the metadata that Hugging Face's library writes to the schema."""
     try:
         noted = json.loads((schema.metadata or {})[b"huggingface"])
         names = noted["info"]["features"][targets]["names"]

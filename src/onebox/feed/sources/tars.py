@@ -1,4 +1,4 @@
-"""Samples in tar archives, read where they lie: WebDataset's layout, and pictures in folders by class."""
+"""Samples in tar archives, read in place: WebDataset's layout, and pictures in folders by class."""
 
 from __future__ import annotations
 
@@ -23,37 +23,37 @@ from onebox.feed.sources.formats.tar_index import members
 from onebox.feed.sources.labels import check_classes
 
 FOLDER = "folder"
-"""The field of a sample that is the class by which its folder is named."""
+"""The field of a sample whose value is the class that its folder names."""
 
 IMAGE_ENDINGS = tuple(extension[1:] for extension in EXTENSIONS)
 IMAGES = ";".join(IMAGE_ENDINGS)
 
 
 class Tars:
-    """Samples in tar archives, in any order, without unpacking: headers are gone through once, contents are not.
+    """Samples in tar archives, in any order, without unpacking: headers are read once, contents are not.
 
     In WebDataset's layout the files of a sample have the same name up to the first dot: ``0017.jpg`` and ``0017.cls``
     are the fields ``jpg`` and ``cls`` of the sample ``0017``. In the other layout, a sample is a picture in a folder
     that names its class, such as ``cat/0017.jpg``. Fields are decoded by their endings: pictures to ``uint8 [C, H,
-    W]``, ``cls`` (a whole number) and ``folder`` to ``int64 []``, ``json`` to what it says, ``txt`` to a string,
-    ``npy`` to a tensor; anything else stays bytes.
+    W]``, ``cls`` (a whole number) and ``folder`` to ``int64 []``, ``json`` to its value, ``txt`` to a string, ``npy``
+    to a tensor; other fields stay bytes.
 
     Args:
-        pattern: The archives: a path, one with ``{000..012}`` or ``*`` in it, or several. Archives that are
-            compressed are refused.
-        fields: What a sample consists of, in order: endings (without the dot), several to choose from separated by
-            ``;``, or ``folder``. A single one gives samples that are not tuples. By default the picture, and ``cls``,
-            or else the folder.
-        decoder: How pictures become tensors.
-        classes: Names of the classes in their order, or None: for ``folder``, those that are there, sorted; for
-            ``cls``, not known. A test set is given those of its training set.
+        pattern: The archives: a path, one with ``{000..012}`` or ``*`` in it, or several. Compressed archives are
+            rejected.
+        fields: Fields of a sample, in order: extensions (without the dot), alternatives separated by ``;``, or
+            ``folder``. A single one gives samples that are not tuples. By default the picture, and ``cls``, or else the
+            folder.
+        decoder: Decoder of pictures.
+        classes: Names of the classes in their order, or None: for ``folder``, the existing ones, sorted; for ``cls``,
+            unknown. A test set gets those of its training set.
 
     Attributes:
         classes: Names of the classes, or None.
 
     Raises:
-        UsageError: Fields or classes that are not allowed, or it is not clear which fields a sample has.
-        DataError: An archive is missing, compressed, cut off or damaged.
+        UsageError: Fields or classes are invalid, or the fields of a sample are ambiguous.
+        DataError: An archive is missing, compressed, truncated or damaged.
 
     Example::
 
@@ -72,8 +72,8 @@ class Tars:
         self._files = OpenFiles(expand(pattern))
         self._decoder = decoder or ImageDecoder()
         self._keys: list[str] = []
-        self._archives = array("L")  # of each sample
-        self._starts = array("Q", [0])  # of each sample, in what follows; and the end
+        self._archives = array("L")  # archive of each sample
+        self._starts = array("Q", [0])  # start of each sample in the following lists; and the end
         self._endings: list[str] = []
         self._offsets, self._sizes = array("Q"), array("Q")
         for number, path in enumerate(self._files.paths):
@@ -133,12 +133,12 @@ class Tars:
         return self._files.paths[self._archives[index]]
 
     def _add(self, number: int, path: Path) -> None:
-        """Put the samples of an archive into the index."""
+        """Add the samples of an archive to the index."""
         samples: dict[str, dict[str, tuple[int, int]]] = {}
         for member in members(path):
             folder, file = posixpath.split(member.name.removeprefix("./"))
             if file.startswith((".", "__")):
-                continue  # what systems and WebDataset note beside samples
+                continue  # metadata of operating systems and WebDataset beside samples
             stem, _, ending = file.partition(".")
             fields = samples.setdefault(posixpath.join(folder, stem), {})
             if ending.lower() in fields:
@@ -155,7 +155,7 @@ class Tars:
             self._starts.append(len(self._endings))
 
     def _choose(self, fields: Sequence[str] | None) -> Sequence[str]:
-        """The fields that are asked for, or those that the first sample tells."""
+        """Return the requested fields, or those of the first sample."""
         if fields is not None:
             if isinstance(fields, str) or not fields or not all(isinstance(field, str) and field for field in fields):
                 raise UsageError(
@@ -172,13 +172,13 @@ class Tars:
         raise UsageError(f"{came}; say fields=..., such as fields=('{endings[0]}', '{endings[-1]}').")
 
     def _folders(self) -> tuple[str, ...] | None:
-        """The names of the folders that samples lie in, if classes are by folder."""
+        """Return the names of the folders of samples, if classes are by folder."""
         if (FOLDER,) not in self._fields:
             return None
         return tuple(sorted({_folder_of(key) for key in self._keys} - {""})) or None
 
     def _there(self, index: int) -> dict[str, int]:
-        """The fields that a sample has, and their places in the index."""
+        """Return the fields of a sample, and their places in the index."""
         return {self._endings[place]: place for place in range(self._starts[index], self._starts[index + 1])}
 
     def _read_field(self, index: int, field: tuple[str, ...], there: dict[str, int]) -> tuple[str, bytes]:
@@ -239,6 +239,6 @@ class Tars:
 
 
 def _folder_of(key: str) -> str:
-    """Name of the folder that a sample lies in, or nothing."""
+    """Return the name of a sample's folder, or an empty text."""
     name = posixpath.basename(posixpath.dirname(key))
     return "" if name in (".", "..") else name

@@ -17,10 +17,10 @@ DTYPES = ("uint8", "uint16", "uint32", "int16", "int32", "int64")
 
 
 class Tokens:
-    """Samples of a language model from files of tokens: numbers of a fixed size, one after the other.
+    """Samples of a language model from files of tokens: numbers of a fixed size, consecutively.
 
-    Sample ``i`` has as inputs the ``length`` tokens from ``i * stride`` on, and as targets the tokens that follow on
-    each of them. No sample goes over the end of a file; tokens at the end that fill no sample are left out.
+    Sample ``i`` has as inputs the ``length`` tokens from ``i * stride`` on, and as targets the token after each of
+    them. No sample crosses the end of a file; tokens at the end that fill no sample are left out.
 
     Args:
         pattern: The file, or several as for :class:`onebox.feed.sources.Tars`; little-endian, without a header.
@@ -28,11 +28,11 @@ class Tokens:
         stride: Tokens from the beginning of a sample to that of the next; by default ``length``, which uses each
             token once.
         dtype: Type of a token in the file: uint8, uint16, uint32, int16, int32 or int64.
-        offset_bytes: Bytes of a header that each file begins with, which are passed over.
-        vocabulary: Number of tokens that there are; a sample with others is an error.
+        offset_bytes: Bytes of a header at the beginning of each file, which are skipped.
+        vocabulary: Number of valid tokens; a sample with others is an error.
 
     Raises:
-        UsageError: A number or a type that is not allowed.
+        UsageError: A number or a type is invalid.
         DataError: A file is missing, has part of a token, or too few tokens for a sample.
 
     Example::
@@ -83,7 +83,7 @@ class Tokens:
         return len(self._records)
 
     def read(self, index: int) -> bytes:
-        """The tokens of a sample, and the one after them, as they are stored.
+        """Read the tokens of a sample, and the one after them, as stored.
 
         Raises:
             DataError: They cannot be read, or the file has become shorter.

@@ -1,4 +1,4 @@
-"""What a pool asks of a worker's process, wherever it runs."""
+"""Interfaces of workers and of their sources, wherever workers run."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from onebox.worker import Ports
 
 
 class WorkerHandle(Protocol):
-    """A worker's process: a child of this process, or one that an agent or a cluster has started."""
+    """Handle of a worker's process: a child of this process, or one that an agent or a cluster has started."""
 
     @property
     def place(self) -> WorkerLocation:
-        """Where it is, for messages."""
+        """Its location, for messages."""
 
     @property
     def address(self) -> str:
@@ -24,7 +24,7 @@ class WorkerHandle(Protocol):
 
     @property
     def descriptor(self) -> int:
-        """A file descriptor that becomes readable when the process has ended, or nobody knows of it any more."""
+        """A file descriptor that becomes readable when the process has ended or is lost."""
 
     @property
     def pid(self) -> int:
@@ -42,57 +42,57 @@ class WorkerHandle(Protocol):
         """Return the error that tells of its end."""
 
     def close(self, *, grace_s: float) -> None:
-        """End it: wait for its own end for a while, then kill it. Idempotent."""
+        """End it: wait a while for it to end by itself, then kill it. Idempotent."""
 
 
 @runtime_checkable
 class HostedWorker(Protocol):
-    """A member on whose host somebody else can be heard."""
+    """A worker on whose host an agent can be heard."""
 
     @property
     def heard_s(self) -> float:
-        """When they were last heard, on the monotonic clock."""
+        """Time at which the agent was last heard, on the monotonic clock."""
 
 
 class WorkerSource(Protocol):
-    """Where some of a pool's workers come from: this machine, an agent, a cluster."""
+    """A source of a pool's workers: this machine, an agent, a cluster."""
 
     def start(self, first: int, client_key: str) -> Sequence[tuple[WorkerHandle, str]]:
-        """Start the workers, or ask for them to be started.
+        """Start the workers, or request their start.
 
         Args:
-            first: Number of the first in the pool; the others follow.
-            client_key: The public CURVE key that they are to let in.
+            first: Number of the first in the pool; the others follow in order.
+            client_key: The public CURVE key that they accept.
 
         Returns:
             Each worker with its own public key; its sockets may not be bound yet.
 
         Raises:
-            PoolError: They cannot be had; none is left running then.
-            UsageError: There are none such; likewise.
+            PoolError: They cannot be started; none is left running then.
+            UsageError: There are no such devices; likewise.
         """
 
     def connected(self) -> None:
-        """Take the news that all workers are connected to."""
+        """Called when all workers are connected."""
 
     def close(self) -> None:
-        """Give back what is no worker's own (connections, leases, folders), after the workers' end. Idempotent."""
+        """Release shared resources (connections, leases, folders), after the workers' end. Idempotent."""
 
 
 @runtime_checkable
 class RestartableSource(Protocol):
-    """A source that can start a worker again that was lost."""
+    """A source that can restart a lost worker."""
 
     def replace(self, number: int, client_key: str) -> tuple[WorkerHandle, str] | None:
-        """Start a worker, or ask for it to be started, in the place of one that has ended.
+        """Start a worker, or request its start, in the place of one that has ended.
 
         Args:
             number: Its number in the pool, which it keeps.
-            client_key: The public CURVE key that it is to let in.
+            client_key: The public CURVE key that it accepts.
 
         Returns:
-            The worker with its own public key, its sockets perhaps not bound yet; ``None`` where it is none of this
-            source's, or there is no way to start it again.
+            The worker with its own public key, its sockets perhaps not bound yet; ``None`` where it does not belong to
+                this source, or cannot be restarted.
 
         Raises:
             PoolError: It could not be started.
@@ -103,8 +103,8 @@ def end_all(members: Sequence[WorkerHandle], *, grace_s: float) -> None:
     """End workers.
 
     Args:
-        members: Them.
-        grace_s: How long to wait for their own end, all of them together.
+        members: The workers.
+        grace_s: How long to wait for all of them together to end by themselves.
     """
     end_s = time.monotonic() + grace_s
     for member in members:

@@ -1,4 +1,4 @@
-"""Whether a client and an agent understand each other."""
+"""Compatibility of a client's and an agent's versions."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from onebox.wire.protocol.agents import AGENT_PROTOCOL, SoftwareVersions
 from onebox.wire.protocol.requests import PROTOCOL
 
 _LONGEST = 40
-"""The most characters of a version that are shown: the other side may have said anything."""
+"""The most characters of a version that are shown: the other side may have sent any text."""
 
 
 @cache
 def own_versions() -> SoftwareVersions:
-    """Return what this side runs."""
+    """Return the versions on this side."""
     try:
         onebox = metadata.version("onebox")
-    except metadata.PackageNotFoundError:  # it runs from a folder and is not installed
+    except metadata.PackageNotFoundError:  # runs from a folder and is not installed
         onebox = "of a folder"
     return SoftwareVersions(AGENT_PROTOCOL, PROTOCOL, onebox, str(torch.__version__), platform.python_version())
 
 
 def agree(one: SoftwareVersions, other: SoftwareVersions) -> bool:
-    """Tell whether two sides can work together: the same protocols, the same torch but for what follows a ``+``."""
+    """Return whether two sides are compatible: equal protocols, and equal torch versions up to a ``+`` suffix."""
     return _binding(one) == _binding(other)
 
 
 def mismatch(client: SoftwareVersions, agent: SoftwareVersions, host: str) -> str | None:
-    """Say why a client and an agent cannot work together; ``None`` where they can.
+    """Explain why a client and an agent are incompatible; ``None`` where they are compatible.
 
     Args:
-        client: What the client runs.
-        agent: What the agent runs.
+        client: Versions of the client.
+        agent: Versions of the agent.
         host: The agent's host.
     """
     if agree(client, agent):
@@ -47,7 +47,7 @@ def mismatch(client: SoftwareVersions, agent: SoftwareVersions, host: str) -> st
 
 
 def describe(versions: SoftwareVersions) -> str:
-    """Return versions for a person."""
+    """Format versions for a message."""
     protocols = f"protocols {versions.agent_protocol} and {versions.protocol}"
     return f"onebox {versions.onebox[:_LONGEST]} ({protocols}) with torch {versions.torch[:_LONGEST]}"
 

@@ -1,4 +1,4 @@
-"""Workers of this machine, which end with this process."""
+"""Workers on this machine, which end with this process."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from onebox.wire import new_keys
 from onebox.worker import Fault, WorkerConfig
 
 LOCAL_HOST = "localhost"
-"""What this machine is called in a pool."""
+"""Name of this machine in a pool."""
 
 
 class LocalSource:
-    """Workers that this process starts, by its nursery where it can; a
+    """Workers that this process starts, by its fork server where possible; a
     :class:`~onebox.pool.backends.base.WorkerSource`.
 
-    Their sockets lie in a folder that only this user can enter, and that is gone once all are connected to: nobody else
-    is to come, and nothing is left if this process is killed.
+    Their sockets are in a folder that only this user can enter, and that is removed once all are connected: no other
+    process can connect, and nothing is left if this process is killed.
 
     Args:
-        requests: What to start.
-        quotas: The most bytes that the buffers of each may take, in the same order, 0 for no limit; none for no limit.
-        faults: For tests: what goes wrong on which worker, by its number in the pool.
+        requests: The workers to start.
+        quotas: Limits of the buffers of each in bytes, in the same order, 0 for no limit; empty for no limits.
+        faults: Injected faults for tests, by worker number in the pool.
         address: The address of this machine that peers of other hosts connect to.
     """
 
@@ -53,7 +53,7 @@ class LocalSource:
         """Start the workers; see :class:`~onebox.pool.backends.base.WorkerSource`.
 
         Raises:
-            PoolError: No folder for their sockets can be made.
+            PoolError: No folder for their sockets can be created.
         """
         self._first = first
         self._folders.append(SocketFolder())
@@ -70,13 +70,12 @@ class LocalSource:
         return started
 
     def replace(self, number: int, client_key: str) -> tuple[WorkerHandle, str] | None:
-        """Start a worker again; see :class:`~onebox.pool.backends.base.RestartableSource`. No fault is injected into
-        it.
+        """Restart a worker; see :class:`~onebox.pool.backends.base.RestartableSource`. No fault is injected into it.
 
-        Several may be started before anybody connects to the first one: each has a folder of its own.
+        Several may be started before the first one is connected: each has a folder of its own.
 
         Raises:
-            PoolError: No folder for its sockets can be made.
+            PoolError: No folder for its sockets can be created.
         """
         if not self._first <= number < self._first + len(self._requests):
             return None
@@ -106,11 +105,11 @@ class LocalSource:
         return worker, pair.public
 
     def connected(self) -> None:
-        """Remove the folders of the sockets: who is connected stays so."""
+        """Remove the folders of the sockets; existing connections stay."""
         while self._folders:
             self._folders.pop().close()
 
     def close(self) -> None:
-        """Remove what is left, and let others have the cores. Idempotent."""
+        """Remove what is left, and free the cores. Idempotent."""
         self.connected()
         self._dealer.close()

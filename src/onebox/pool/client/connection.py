@@ -1,4 +1,4 @@
-"""The line to one worker: its sockets at the client, and what comes over it."""
+"""The connection to one worker: its sockets at the client, and the messages received over them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from onebox.wire.protocol.responses import Hello, Result
 
 @dataclass(frozen=True)
 class WorkerReply:
-    """What a worker answered.
+    """A worker's reply.
 
     Args:
-        results: One for each instruction that answers.
-        frames: Elements of the tensors among them.
-        times_ns: Start and end of each instruction of a traced routine.
-        used_bytes: For each of them, the most bytes in use while it ran, and those in use after it.
+        results: Results of the instructions that have one, in order.
+        frames: Raw elements of the tensors among them.
+        times_ns: Start and end of each instruction of a traced routine, in nanoseconds.
+        used_bytes: For each of them, the peak of bytes in use while it ran, and the bytes in use after it.
     """
 
     results: tuple[Result, ...]
@@ -39,14 +39,14 @@ class WorkerConnection:
     """The sockets of one worker.
 
     Args:
-        context: For them.
-        member: The worker's process.
+        context: ZeroMQ context of the sockets.
+        member: Handle of the worker's process.
         keys: The client's keys.
         server_key: The worker's public key.
 
     Raises:
         PoolError: The worker could not be started.
-        WorkerDied: It ended instead.
+        WorkerDied: It ended during the start.
     """
 
     def __init__(
@@ -72,14 +72,14 @@ class WorkerConnection:
         self.beats.connect(ports.beats)
 
     def come(self, ready: dict[Any, int]) -> Iterator[Sequence[Any]]:
-        """Yield the messages that have come, signs of life apart.
+        """Yield the messages that have come, except heartbeats.
 
         Args:
-            ready: What a poller has found.
+            ready: Result of the poller.
 
         Raises:
-            Restarted: The worker is not the one that it was.
-            WireError: What came breaks the protocol.
+            Restarted: Another worker answers at the address.
+            WireError: A message violates the protocol.
         """
         if self._entries in ready:
             _drain(self._entries)
@@ -89,10 +89,11 @@ class WorkerConnection:
                 yield from self.link.receive()
 
     def returned(self, ready: dict[Any, int]) -> bool:
-        """Tell whether the connection for signs of life was made again. That is one, too: the worker has let it in.
+        """Return whether the heartbeat connection was made again, which counts as a heartbeat: the worker has accepted
+        it.
 
         Args:
-            ready: What a poller has found.
+            ready: Result of the poller.
         """
         if self._beat_entries in ready:
             _drain(self._beat_entries)
@@ -100,27 +101,26 @@ class WorkerConnection:
         return False
 
     def beaten(self, ready: dict[Any, int]) -> Iterator[Sequence[Any]]:
-        """Yield the signs of life that have come.
+        """Yield the heartbeats that have come.
 
         Args:
-            ready: What a poller has found.
+            ready: Result of the poller.
 
         Raises:
-            WireError: What came breaks the protocol.
+            WireError: A message violates the protocol.
         """
         if self.beats in ready:
             while self.beats.poll(0):
                 yield receive(self.beats)
 
     def interrupt(self, groups: Sequence[int]) -> None:
-        """Let the worker wait for nobody in some groups any more, whatever it is about: it hears this between its signs
-        of life."""
+        """Interrupt the worker's waits in some groups, whatever it executes: it reads this between its heartbeats."""
         envelope = Envelope(0, False, tuple(LeaveGroup(group) for group in groups))
         with contextlib.suppress(zmq.Again):
             send(self.beats, [encode(envelope)], zmq.NOBLOCK)
 
     def listen(self, poller: zmq.Poller) -> None:
-        """Let a poller watch the sockets and the process."""
+        """Register the sockets and the process with a poller."""
         for source in (*self._sockets, self.member.descriptor):
             poller.register(source, zmq.POLLIN)
 
@@ -129,7 +129,7 @@ class WorkerConnection:
         return self._entries, self._beat_entries, self.commands, self.beats
 
     def cut(self, poller: zmq.Poller) -> None:
-        """Let nobody watch any more, and close the sockets; what has not gone does not go."""
+        """Unregister and close the sockets; unsent messages are dropped."""
         for source in (*self._sockets, self.member.descriptor):
             with contextlib.suppress(KeyError):  # the descriptor of a process that has ended
                 poller.unregister(source)
@@ -139,12 +139,12 @@ class WorkerConnection:
             socket.close(0)
 
     def greet(self) -> None:
-        """Hand on the worker's first words, once both sockets have brought something."""
+        """Complete the hello future, once both sockets have received something."""
         if self.words is not None and self.beating and not self.hello.done():
             self.hello.set_result(self.words)
 
 
 def _drain(monitor: zmq.Socket[bytes]) -> None:
-    """Take all events from a socket's monitor."""
+    """Discard all events of a socket's monitor."""
     while monitor.poll(0):
         monitor.recv_multipart()

@@ -1,4 +1,4 @@
-"""What the client does for groups of workers: their rendezvous, their sums, and the news of who has left. Pure."""
+"""The client's services for groups of workers: rendezvous, sums, and notices about members that left. Pure."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from onebox.wire.protocol.responses import Contribution, Left, Lookup
 
 
 class GroupNotice(NamedTuple):
-    """Something that a worker is to be told.
+    """A message for a worker.
 
     Args:
         worker: Its number.
-        instruction: What.
-        frames: Elements of the tensors that it brings.
+        instruction: The instruction.
+        frames: Raw elements of its tensors.
     """
 
     worker: int
@@ -28,7 +28,7 @@ class GroupNotice(NamedTuple):
 
 
 class GroupServices:
-    """Serves the groups of a pool; what is to be told to whom is returned."""
+    """Serves the groups of a pool; methods return the notices to send."""
 
     def __init__(self) -> None:
         self._key_values = KeyValues()
@@ -36,12 +36,12 @@ class GroupServices:
         self._members: dict[int, tuple[int, ...]] = {}
 
     def form(self, group: int, members: Sequence[int]) -> None:
-        """Serve a group from now on, until one of its members leaves."""
+        """Start to serve a group, until one of its members leaves."""
         self._sums.form(group, members)
         self._members[group] = tuple(members)
 
     def serves(self, group: int) -> bool:
-        """Tell whether a group is served: it has been formed, and none of its members has left."""
+        """Return whether a group is served: it has been formed, and none of its members has left."""
         return group in self._members
 
     def of(self, worker: int) -> list[int]:
@@ -49,7 +49,7 @@ class GroupServices:
         return [group for group, members in self._members.items() if worker in members]
 
     def dissolve(self, group: int) -> list[GroupNotice]:
-        """Serve a group no longer; who waits for something there is to be told."""
+        """Stop serving a group; return notices for the workers that wait for it."""
         self._members.pop(group, None)
         waiting = self._key_values.forget(group) + self._sums.forget(group)
         return [GroupNotice(member, TicketCancelled(ticket)) for member, ticket in waiting]
@@ -57,15 +57,15 @@ class GroupServices:
     def take(
         self, place: WorkerLocation, saying: Left | Lookup | Contribution, frames: Sequence[Any]
     ) -> list[GroupNotice]:
-        """Take what a worker says to a group.
+        """Process a worker's message to a group.
 
         Args:
             place: The worker.
-            saying: What it says.
-            frames: Elements of the tensors that it brings.
+            saying: The message.
+            frames: Raw elements of its tensors.
 
         Raises:
-            WireError: It breaks the protocol.
+            WireError: The message violates the protocol.
         """
         if isinstance(saying, Left):
             return self.dissolve(saying.group)
@@ -77,7 +77,7 @@ class GroupServices:
         return [GroupNotice(answer.worker, Rendezvous(answer.ticket, answer.value)) for answer in answers]
 
     def _add_up(self, place: WorkerLocation, contribution: Contribution, frames: Sequence[Any]) -> list[GroupNotice]:
-        """Take a contribution to a sum; with the last, all who contributed are to have the sum."""
+        """Add a contribution to a sum; the last one returns the sum for all contributors."""
         if len(frames) != 1:
             raise WireError(f"{place} contributed {len(frames)} frames to a sum; one is needed")
         bucket = from_frame(contribution.spec, frames[0])

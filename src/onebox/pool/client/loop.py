@@ -1,7 +1,7 @@
-"""The switchboard: the one thread of a client that owns the sockets to its workers.
+"""The client loop: the one thread of a client that owns the sockets to its workers.
 
-Other threads post messages and get futures. The thread delivers answers and what is said to groups, and watches who is
-alive.
+Other threads post messages and get futures. The thread delivers replies and group messages, and monitors the workers'
+liveness.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TICK_MS = 250
 _JOIN_S = 10.0
 
 _CIPHER_THREADS = 4
-"""The most threads of ZeroMQ, one of which encrypts about 1 GB/s: enough for a network of 25 Gbit/s."""
+"""Limit of ZeroMQ's I/O threads, one of which encrypts about 1 GB/s: enough for a network of 25 Gbit/s."""
 
 
 __all__ = ["ClientLoop", "WorkerReply"]
@@ -46,10 +46,10 @@ class ClientLoop:
 
     Args:
         keys: The client's keys.
-        latency_s: Seconds that every message is held back, each way; for experiments.
-        workers: How many there will be: tensors to and from several are encrypted by several threads.
+        latency_s: Delay of every message in seconds, each way; for experiments.
+        workers: Expected number of workers: tensors to and from several are encrypted by several threads.
         patience_s: See :class:`Liveness`.
-        bandwidth_bps: Bytes per second that go to all workers at most; for experiments.
+        bandwidth_bps: Most bytes per second to all workers; for experiments.
     """
 
     def __init__(
@@ -70,9 +70,9 @@ class ClientLoop:
         self._lock = threading.Lock()
         self._numbers = 0
         self.sent_bytes: dict[int, int] = {}
-        """Bytes of tensors that have been posted to each worker so far."""
+        """Bytes of tensors posted to each worker so far."""
         self.executed: dict[int, int] = {}
-        """How much each worker has done, as it said last: what grows as long as it gets on."""
+        """Progress counter of each worker, from its last heartbeat; grows as long as the worker makes progress."""
         self._stopping = False
         self._closed = False
         self._liveness = Liveness(patience_s or {})
@@ -82,10 +82,10 @@ class ClientLoop:
         self._gone: dict[int, OneboxError] = {}
         self._thread = threading.Thread(target=self._run, name="onebox-switchboard", daemon=True)
 
-    # ---- for other threads
+    # ---- called by other threads
 
     def connect(self, member: WorkerHandle, server_key: str) -> Future[Hello]:
-        """Connect to a worker, before :meth:`start`; the future holds its first words, when all its sockets work."""
+        """Connect to a worker, before :meth:`start`; the future holds its hello message, once all its sockets work."""
         line = WorkerConnection(self._context, member, self._keys, server_key)
         self._lines[member.place.worker] = line
         return line.hello
@@ -106,13 +106,13 @@ class ClientLoop:
 
         Args:
             worker: Its number.
-            instructions: What to do, in order.
-            frames: Elements of the tensors that they bring; not to be written to until the worker has answered.
-            answer: Whether the worker is to answer; otherwise the future is done at once.
+            instructions: The instructions, in order.
+            frames: Raw elements of their tensors; must not be modified until the worker has replied.
+            answer: Whether the worker is to reply; otherwise the future is done at once.
 
         Raises:
-            OneboxError: The pool is broken or closed, there is no such worker, or the message is over the limits of
-                the channel.
+            OneboxError: The pool is broken or closed, there is no such worker, or the message exceeds the channel's
+                limits.
         """
         check_frames(frames)
         if worker in self._gone:
@@ -130,35 +130,35 @@ class ClientLoop:
         return future
 
     def form(self, group: int, members: Sequence[int]) -> None:
-        """Serve a group's rendezvous and sums from now on, until one of its members leaves."""
+        """Start to serve a group's rendezvous and sums, until one of its members leaves."""
         self._groups.form(group, members)
 
     def serves(self, group: int) -> bool:
-        """Tell whether a group is served: it has been formed, and none of its members has left."""
+        """Return whether a group is served: it has been formed, and none of its members has left."""
         return self._groups.serves(group)
 
     @property
     def lost(self) -> dict[int, OneboxError]:
-        """What befell the workers that are lost and have not been dropped."""
+        """Errors of the workers that are lost and have not been dropped."""
         return self._pending.lost
 
     @property
     def broken(self) -> OneboxError | None:
-        """Why nothing can be posted any more, or until it is mended."""
+        """The error for which nothing can be posted, until it is mended."""
         return self._pending.broken
 
-    # ---- when a pool is healed
+    # ---- called during recovery
 
     @property
     def client_key(self) -> str:
-        """The public key of this client, which its workers let in."""
+        """The public key of this client, which its workers accept."""
         return self._keys.public
 
     def drop(self, worker: int) -> list[int]:
-        """Forget a lost worker: close its sockets, and let all who wait in its groups hear that these are no more.
+        """Drop a lost worker: close its sockets, and notify all workers that wait in its groups.
 
         Returns:
-            Those groups.
+            Its groups.
 
         Raises:
             PoolError: The pool is closed.
@@ -166,17 +166,17 @@ class ClientLoop:
         return self._call_in_loop(lambda poller: self._drop(worker, poller))
 
     def replace(self, member: WorkerHandle, server_key: str) -> Future[Hello]:
-        """Connect to a worker that takes the place of one that was dropped; the future holds its first words."""
+        """Connect to the replacement of a dropped worker; the future holds its hello message."""
         line = WorkerConnection(self._context, member, self._keys, server_key)
         self._call_in_loop(lambda poller: self._take_in(line, poller))
         return line.hello
 
     def give_up(self, worker: int, error: OneboxError) -> None:
-        """Take a worker for lost."""
+        """Mark a worker as lost."""
         self._call_in_loop(lambda _: self._lost(self._lines[worker], error))
 
     def interrupt(self, worker: int, groups: Sequence[int]) -> None:
-        """Let a worker wait for nobody in some groups any more, which have lost somebody without a word."""
+        """Interrupt a worker's waits in groups that have lost a member."""
 
         def tell(_: zmq.Poller) -> None:
             if worker in self._lines:
@@ -185,14 +185,14 @@ class ClientLoop:
         self._call_in_loop(tell)
 
     def miss(self, worker: int, error: OneboxError) -> None:
-        """Note that a worker that was dropped will not be replaced."""
+        """Note that a dropped worker will not be replaced."""
         self._gone[worker] = error
 
     def mend(self) -> bool:
-        """Take posts again if no worker is lost that has not been dropped; tell whether that is so.
+        """Accept posts again if every lost worker has been dropped; return whether that is so.
 
         Raises:
-            OneboxError: The pool is closed, or something else is wrong with it than lost workers.
+            OneboxError: The pool is closed, or has another error than lost workers.
         """
         with self._lock:
             if self._stopping:
@@ -200,7 +200,7 @@ class ClientLoop:
             return self._pending.mend()
 
     def _call_in_loop(self, action: Callable[[zmq.Poller], _T]) -> _T:
-        """Let the thread do something, and wait for it."""
+        """Run a function in the thread, and wait for it."""
         with self._lock:
             if self._stopping or not self._thread.is_alive():
                 raise self._closing_error()
@@ -209,15 +209,15 @@ class ClientLoop:
         return call_result(done, _JOIN_S)
 
     def stop(self, *last: Instruction) -> None:
-        """End the thread, close the sockets, fail what is still waited for. Idempotent.
+        """End the thread, close the sockets, fail what is still pending. Idempotent.
 
         Args:
-            last: Instructions for every worker that go out before, unless the pool is broken.
+            last: Final instructions for every worker, unless the pool is broken.
         """
         with self._lock:
             if self._stopping:
                 return
-            self._stopping = True  # from here on a worker that ends is no news
+            self._stopping = True  # from here on the end of a worker is not an error
             if last and self.broken is None:
                 header = encode(Envelope(0, False, last))
                 for worker in self._lines:
@@ -226,12 +226,12 @@ class ClientLoop:
             os.eventfd_write(self._bell, 1)
         if self._thread.ident is not None:
             self._thread.join(timeout=_JOIN_S)
-        if not self._thread.is_alive():  # one that hangs uses the sockets still, and closes them when it ends
+        if not self._thread.is_alive():  # a hung thread still uses the sockets, and closes them when it ends
             self._close()
         self._pending.give_up(self._closing_error())
 
     def _closing_error(self) -> OneboxError:
-        """Return what is said of a pool that is closed: what was wrong before, if anything was."""
+        """Return the error of a closed pool: the earlier one, if there was any."""
         error = self.broken or PoolError("the pool is closed; open another with onebox.open()")
         return error.with_traceback(None)
 
@@ -242,9 +242,9 @@ class ClientLoop:
             self._closed = True
             os.close(self._bell)
         for line in self._lines.values():
-            line.commands.close(200)  # milliseconds for the last words to go
+            line.commands.close(200)  # milliseconds for the last messages to be sent
             line.beats.close(0)
-        self._context.destroy(linger=0)  # with sockets of a worker that could not be connected to
+        self._context.destroy(linger=0)  # including sockets of a worker that could not be connected
 
     # ---- the thread
 
@@ -280,7 +280,7 @@ class ClientLoop:
             raise
 
     def _look(self, now_s: float) -> None:
-        """See who is alive, not more often than anything can have changed."""
+        """Check the workers' liveness, not more often than it can have changed."""
         if now_s < self._look_s:
             return
         self._look_s = now_s + _TICK_MS / 2000
@@ -306,7 +306,7 @@ class ClientLoop:
         line.listen(poller)
 
     def _patience_ms(self) -> int:
-        """Return how long to wait for something to come: until something is due to be sent, at most a tick."""
+        """Return the poll timeout: until the next delayed message is due, at most a tick."""
         due_s = min((line.link.due_s for line in self._lines.values()), default=math.inf)
         if due_s == math.inf and self._outbox.plain:
             return _TICK_MS
@@ -318,11 +318,11 @@ class ClientLoop:
 
     def _send(self, messages: Sequence[tuple[int, list[Any]]]) -> None:
         for worker, parts in messages:
-            if worker in self._lines:  # what was for one that has been dropped is void
+            if worker in self._lines:  # messages for a dropped worker are void
                 self._lines[worker].link.send(parts)
 
     def _attend(self, line: WorkerConnection, ready: dict[Any, int], poller: zmq.Poller) -> None:
-        """Take everything that has come from one worker."""
+        """Process everything that has come from one worker."""
         try:
             if line.returned(ready):
                 self._liveness.beat(line.place.worker, time.monotonic())
@@ -346,7 +346,7 @@ class ClientLoop:
             self._take(line, parts)
 
     def _let_in(self, now_s: float) -> None:
-        """Take what has been held back long enough."""
+        """Process the messages whose delay has passed."""
         try:
             for line, parts in self._inbox.take(now_s):
                 self._take(line, parts)

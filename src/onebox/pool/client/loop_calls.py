@@ -1,4 +1,4 @@
-"""Errands: what other threads let the switchboard's thread do, because it alone may touch the sockets."""
+"""Calls that other threads run in the client loop's thread, because it alone may touch the sockets."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _T = TypeVar("_T")
 
 
 class LoopCalls:
-    """A queue of errands."""
+    """A queue of calls."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[Callable[[zmq.Poller], Any], Future[Any]]] = deque()
 
     def add(self, action: Callable[[zmq.Poller], _T]) -> Future[_T]:
-        """Add one; the future holds what it returns or raises."""
+        """Add a call; the future holds its result or error."""
         done: Future[_T] = Future()
         self._waiting.append((action, done))
         return done
 
     def run(self, poller: zmq.Poller) -> None:
-        """Do all; called by the thread whose errands they are."""
+        """Run all queued calls; called by the thread that owns the queue."""
         while self._waiting:
             action, done = self._waiting.popleft()
             try:
@@ -38,10 +38,10 @@ class LoopCalls:
 
 
 def call_result(done: Future[_T], timeout_s: float) -> _T:
-    """Wait for an errand and return what it returned.
+    """Wait for a call and return its result.
 
     Raises:
-        PoolError: It was not done in time.
+        PoolError: The call did not finish in time.
     """
     try:
         return done.result(timeout_s)

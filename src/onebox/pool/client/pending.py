@@ -1,4 +1,4 @@
-"""The answers that are waited for, and what is known to be wrong with a pool."""
+"""Replies that are waited for, and the errors of a pool."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from onebox.wire.protocol.responses import Reply
 
 
 class PendingReplies:
-    """Futures of the answers to what has been posted; all of them fail with the pool.
+    """Futures of the replies to posted messages; all of them fail with the pool.
 
-    Any thread may promise and look at what is wrong; one thread takes what comes.
+    Any thread may promise and read the errors; one thread records replies.
     """
 
     def __init__(self) -> None:
         self.futures: dict[tuple[int, int], Future[WorkerReply]] = {}
-        """By worker and number of the message."""
+        """Futures by worker and message number."""
         self.lost: dict[int, OneboxError] = {}
-        """What befell the workers that are lost and have not been dropped."""
+        """Errors of the workers that are lost and have not been dropped."""
         self.broken: OneboxError | None = None
-        """Why nothing can be posted any more, or until it is mended."""
+        """The error for which nothing can be posted, until it is mended."""
         self._lock = threading.Lock()
         self._complaints = DelayedPeerErrors()
 
@@ -33,9 +33,9 @@ class PendingReplies:
         """Return the future of a message that is about to be sent.
 
         Args:
-            worker: To whom.
-            number: Of the message.
-            answer: Whether it will be answered; otherwise the future is done.
+            worker: The receiver.
+            number: Number of the message.
+            answer: Whether a reply will come; otherwise the future is done.
 
         Raises:
             OneboxError: The pool is broken.
@@ -45,21 +45,21 @@ class PendingReplies:
             future.set_result(WorkerReply((), (), ()))
         with self._lock:
             if self.broken is not None:
-                raise self.broken.with_traceback(None)  # one error for all calls, but no traceback of them all
+                raise self.broken.with_traceback(None)  # one error for all calls, without accumulating their tracebacks
             if answer:
                 self.futures[worker, number] = future
         return future
 
     def close(self, error: OneboxError) -> None:
-        """Let nothing be promised any more; what has been promised may still come."""
+        """Refuse new promises; earlier ones may still be fulfilled."""
         with self._lock:
             self.broken = self.broken or error
 
     def mend(self) -> bool:
-        """Promise again if no worker is lost that has not been dropped; tell whether that is so.
+        """Accept promises again if every lost worker has been dropped; return whether that is so.
 
         Raises:
-            OneboxError: Something else is wrong with the pool than lost workers.
+            OneboxError: The pool has another error than lost workers.
         """
         with self._lock:
             if self.broken is not None and not isinstance(self.broken, WorkerError):
@@ -68,10 +68,10 @@ class PendingReplies:
                 self.broken = None
             return not self.lost
 
-    # ---- for the thread that takes what comes
+    # ---- called by the thread that receives replies
 
     def reply(self, place: WorkerLocation, reply: Reply, frames: Sequence[Any], now_s: float) -> None:
-        """Take a worker's answer."""
+        """Record a worker's reply."""
         with self._lock:
             future = self.futures.pop((place.worker, reply.number), None)
         if reply.failure is None:
@@ -79,7 +79,7 @@ class PendingReplies:
                 future.set_result(WorkerReply(reply.results, frames, reply.times_ns, reply.used_bytes))
             return
         error = to_error(reply.failure, place)
-        if reply.number == 0:  # about a message that it could not read, so that nobody knows whose answer is missing
+        if reply.number == 0:  # about a message that the worker could not read: which reply is missing is unknown
             self.give_up(error)
         elif not isinstance(error, PeerLost):
             self._complaints.failed(now_s)
@@ -89,13 +89,13 @@ class PendingReplies:
             self._complaints.complain(future, error, now_s)
 
     def lose(self, worker: int, error: OneboxError) -> None:
-        """Take the news that a worker is lost."""
+        """Mark a worker as lost."""
         self.lost.setdefault(worker, error)
         self._complaints.ended(error)
         self.give_up(error)
 
     def give_up(self, error: OneboxError) -> None:
-        """Fail all that is waited for, and let nothing be promised."""
+        """Fail all pending replies, and refuse new promises."""
         with self._lock:
             self.broken = self.broken or error
             futures, self.futures = list(self.futures.values()), {}
@@ -103,5 +103,5 @@ class PendingReplies:
             fail(future, error)
 
     def release(self, now_s: float) -> None:
-        """Fail what has waited long enough for news of somebody's end."""
+        """Fail the futures that were held back long enough for the cause of a peer's end."""
         self._complaints.release(now_s)

@@ -1,4 +1,4 @@
-"""What the client does for groups of workers: their key-value store, and sums of their buckets. Pure."""
+"""Rendezvous state of worker groups: their key-value stores, and sums of their buckets. Pure."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from onebox.wire.protocol.responses import Contribution, Lookup
 
 @dataclass(frozen=True)
 class LookupReply:
-    """An answer to a worker's lookup.
+    """The reply to a worker's lookup.
 
     Args:
         worker: The worker's number.
-        ticket: Its number for the question.
-        value: What it asked for.
+        ticket: The worker's number of the lookup.
+        value: The value of the key.
     """
 
     worker: int
@@ -29,13 +29,13 @@ class LookupReply:
 
 @dataclass
 class KeyValues:
-    """The key-value stores of all groups; a ``get`` is answered when its key is there."""
+    """The key-value stores of all groups; a ``get`` is answered once its key is set."""
 
     _values: dict[tuple[int, str], bytes] = field(default_factory=dict)
     _waiting: dict[tuple[int, str], list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
 
     def lookup(self, worker: int, lookup: Lookup) -> list[LookupReply]:
-        """Take a worker's operation and return the answers that it releases."""
+        """Apply a worker's operation and return the replies that it releases."""
         if not lookup.keys:
             return [LookupReply(worker, lookup.ticket, b"")]
         key = (lookup.group, lookup.keys[0])
@@ -58,7 +58,7 @@ class KeyValues:
                 return [LookupReply(worker, lookup.ticket, b"0" if gone is None else b"1")]
 
     def forget(self, group: int) -> list[tuple[int, int]]:
-        """Drop a group's keys and return the (worker, ticket) of those who wait for one."""
+        """Drop a group's keys and return the (worker, ticket) of pending lookups."""
         for key in [key for key in self._values if key[0] == group]:
             del self._values[key]
         keys = [key for key in self._waiting if key[0] == group]
@@ -78,7 +78,7 @@ def _number(text: bytes) -> int:
 
 @dataclass(frozen=True)
 class BucketSum:
-    """A bucket's sum, for the workers that contributed.
+    """The sum of a bucket, for the workers that contributed.
 
     Args:
         tickets: (worker, ticket) of each contribution.
@@ -91,26 +91,26 @@ class BucketSum:
 
 @dataclass
 class ClientSums:
-    """Sums made at the client: equal orders of all members of a group are added in the order of the members."""
+    """Sums computed at the client: equal orders of all members of a group are added in the order of the members."""
 
     _members: dict[int, Sequence[int]] = field(default_factory=dict)
     _parts: dict[tuple[int, int], dict[int, tuple[int, Tensor]]] = field(default_factory=lambda: defaultdict(dict))
 
     def form(self, group: int, members: Sequence[int]) -> None:
-        """Note who is in a group."""
+        """Set the members of a group."""
         self._members[group] = tuple(members)
 
     def forget(self, group: int) -> list[tuple[int, int]]:
-        """Drop a group and return the (worker, ticket) of those whose contributions will not be summed."""
+        """Drop a group and return the (worker, ticket) of contributions that will not be summed."""
         self._members.pop(group, None)
         keys = [key for key in self._parts if key[0] == group]
         return [(worker, ticket) for key in keys for worker, (ticket, _) in self._parts.pop(key).items()]
 
     def contribute(self, worker: int, contribution: Contribution, bucket: Tensor) -> BucketSum | None:
-        """Take a contribution; return the sum when it was the last one.
+        """Add a contribution; return the sum when it was the last one.
 
         Raises:
-            WireError: The worker has contributed before, or the others something else.
+            WireError: The worker has contributed before, or its contribution does not match the others.
         """
         members = self._members.get(contribution.group, ())
         if worker not in members:

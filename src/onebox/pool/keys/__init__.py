@@ -1,1 +1,1 @@
-"""Keys: whose they are, where they lie, and how two machines come to know each other's."""
+"""CURVE keys: the user's own, those of known peers, their files, and pairing."""

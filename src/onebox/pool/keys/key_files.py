@@ -1,6 +1,6 @@
-"""Files of keys: who could have written one, or read a secret, is checked before its content is believed.
+"""Key files: permissions of a file are checked before its content is trusted.
 
-A file is put in place whole, and those who change one take turns.
+A file is replaced atomically, and writers hold a lock.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from onebox.errors import UsageError
 from onebox.files import put_file
 
 MOST_BYTES = 1 << 20
-"""Of one file."""
+"""Size limit of one file."""
 
 _LOCK_S = 5.0
-"""Whoever changes a file has it for some milliseconds."""
+"""Bound of the wait for the lock: a writer holds it for some milliseconds."""
 
 T = TypeVar("T")
 
 
 def read(path: Path, kind: type[T], *, secret: bool = False) -> T | None:
-    """Return what a file holds, or ``None`` where there is none.
+    """Read a file; ``None`` where there is none.
 
     Raises:
-        UsageError: Others can write to it, or read it where it is secret; or it is damaged.
+        UsageError: Other users can write to it, or read a secret one; or it is damaged.
     """
     try:
         _check_folder(path.parent)
@@ -48,7 +48,7 @@ def read(path: Path, kind: type[T], *, secret: bool = False) -> T | None:
     try:
         return msgspec.json.decode(content, type=kind)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        what = "" if secret else f": {error}"  # an error may quote what it read
+        what = "" if secret else f": {error}"  # an error may quote the file's content
         raise UsageError(f"{path} is damaged{what}; delete it and pair again") from None
 
 
@@ -78,10 +78,10 @@ def _check_mode(path: Path, about: os.stat_result, *, secret: bool) -> None:
 
 @contextlib.contextmanager
 def changing(path: Path) -> Iterator[Path]:
-    """Let nobody else change the files of a folder, which is made where there is none.
+    """Lock the files of a folder against other writers; the folder is created where it is missing.
 
     Raises:
-        UsageError: It cannot be made or written to, or somebody else does not come to an end.
+        UsageError: The folder cannot be created or written to, or another writer does not release the lock.
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -109,6 +109,6 @@ def _lock(descriptor: int, folder: Path) -> None:
 
 
 def write(path: Path, value: object) -> None:
-    """Put a file in place whole or not at all, readable for this user alone."""
+    """Replace a file atomically, readable for this user alone."""
     content = msgspec.json.format(msgspec.json.encode(value)) + b"\n"
     put_file(path, content)

@@ -1,7 +1,7 @@
-"""The keys of a person: who they are towards agents and clients, and whom they know.
+"""The keyring of a user: its identities towards agents and clients, and its known peers.
 
 Four JSON files in one folder: the secret keys of the two roles, the agents that the client was paired with, and the
-clients that the agent lets in.
+clients that the agent accepts.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from onebox.wire.protocol.agents import AGENT_PORT
 Role = Literal["client", "agent"]
 
 NAME_LENGTH = 128
-"""The most characters of a client's or a host's name."""
+"""The longest name of a client or a host, in characters."""
 
 
 class KnownAgent(Struct, frozen=True, forbid_unknown_fields=True):
     """An agent that this client was paired with.
 
     Args:
-        address: Where it is, as ``HOST:PORT``.
+        address: Its address, ``HOST:PORT``.
         key: Its public CURVE key.
-        host: The name that it gave its host.
+        host: The name of its host, as it reported it.
     """
 
     address: str
@@ -44,10 +44,10 @@ class KnownAgent(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AllowedClient(Struct, frozen=True, forbid_unknown_fields=True):
-    """A client that this agent lets in.
+    """A client that this agent accepts.
 
     Args:
-        name: How others see it, such as ``ana@desk``; no two have the same.
+        name: Its unique name, such as ``ana@desk``.
         key: Its public CURVE key.
     """
 
@@ -56,39 +56,39 @@ class AllowedClient(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def config_folder() -> Path:
-    """Return where the files are: ``$ONEBOX_CONFIG``, else ``onebox`` in the user's folder for configuration.
+    """Return the configuration folder: ``$ONEBOX_CONFIG``, else ``onebox`` in the user's folder for configuration.
 
-    Which one that is follows the XDG base directory specification.
+    The user's folder is that of the XDG base directory specification.
 
     Raises:
-        UsageError: The user has no home.
+        UsageError: The user has no home folder.
     """
     own = os.environ.get("ONEBOX_CONFIG")
     if own:
         return Path(own).expanduser().absolute()
     named = Path(os.environ.get("XDG_CONFIG_HOME", ""))
     try:
-        base = named if named.is_absolute() else Path.home() / ".config"  # the specification ignores a relative one
+        base = named if named.is_absolute() else Path.home() / ".config"  # the specification ignores relative paths
     except RuntimeError:
         raise UsageError("there is no home to keep keys in; name a folder in ONEBOX_CONFIG") from None
     return base / "onebox"
 
 
 def identity(role: Role) -> KeyPair:
-    """Return this person's lasting keys in a role; they are made when they are first asked for.
+    """Return this user's lasting keys in a role; they are created on first use.
 
     Args:
         role: ``client`` towards agents, ``agent`` towards clients.
 
     Raises:
-        UsageError: The file is damaged, others can read it, or it cannot be written.
+        UsageError: The file is damaged, other users can read it, or it cannot be written.
     """
     path = config_folder() / f"{role}.key.json"
     found = read(path, KeyPair, secret=True)
     if found is None:
         keys = new_keys()
         with changing(path):
-            if read(path, KeyPair, secret=True) is None:  # nobody else was faster
+            if read(path, KeyPair, secret=True) is None:  # no other process was faster
                 write(path, keys)
         found = read(path, KeyPair, secret=True)
     if found is None or not _belong(found):
@@ -97,23 +97,23 @@ def identity(role: Role) -> KeyPair:
 
 
 def made_identity(role: Role) -> str | None:
-    """Return this person's public key in a role, ``None`` where it has not been made yet.
+    """Return this user's public key in a role; ``None`` where it has not been created yet.
 
     Raises:
-        UsageError: The file is damaged, or others can read it.
+        UsageError: The file is damaged, or other users can read it.
     """
     path = config_folder() / f"{role}.key.json"
     return None if read(path, KeyPair, secret=True) is None else identity(role).public
 
 
 def fingerprint(public: str) -> str:
-    """Return what a person compares to know a key: 160 bits of its hash, in eight groups.
+    """Return the text by which a user recognises a key: 160 bits of its hash, in eight groups.
 
     Args:
         public: A public CURVE key in Z85.
 
     Raises:
-        UsageError: It is none.
+        UsageError: It is not a key.
 
     Example:
         >>> fingerprint("rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7")
@@ -125,7 +125,7 @@ def fingerprint(public: str) -> str:
 
 
 def is_key(text: str) -> bool:
-    """Tell whether a text is a CURVE key in Z85."""
+    """Return whether a text is a CURVE key in Z85."""
     try:
         return len(_raw(text)) == 32
     except UsageError:
@@ -139,7 +139,7 @@ def known_agents() -> tuple[KnownAgent, ...]:
     """Return the agents that this client was paired with, in the order of their addresses.
 
     Raises:
-        UsageError: The file is damaged, or others can write to it.
+        UsageError: The file is damaged, or other users can write to it.
     """
     path = _agents_file()
     found = read(path, tuple[KnownAgent, ...]) or ()
@@ -148,13 +148,13 @@ def known_agents() -> tuple[KnownAgent, ...]:
 
 
 def full_address(address: str) -> str:
-    """Return an agent's address with its port, in the one way of writing it that its key is kept under.
+    """Return an agent's address with its port, in the canonical form under which its key is stored.
 
     Args:
         address: ``HOST`` or ``HOST:PORT``; an IPv6 address in brackets.
 
     Raises:
-        UsageError: It is no address.
+        UsageError: The address is invalid.
 
     Example:
         >>> full_address("Lab-1")
@@ -171,20 +171,20 @@ def known_agent(address: str) -> KnownAgent | None:
     """Return the agent at an address, if this client was paired with it.
 
     Args:
-        address: ``HOST`` or ``HOST:PORT``, with the name or number that they were paired by.
+        address: ``HOST`` or ``HOST:PORT``, with the host name or number used for the pairing.
 
     Raises:
-        UsageError: It is no address; the file is damaged, or others can write to it.
+        UsageError: The address is invalid; the file is damaged, or other users can write to it.
     """
     address = full_address(address)
     return next((agent for agent in known_agents() if agent.address == address), None)
 
 
 def remember_agent(agent: KnownAgent) -> None:
-    """Keep an agent's key; it takes the place of an earlier one at that address.
+    """Store an agent's key, in place of an earlier one at that address.
 
     Raises:
-        UsageError: The file is damaged, others can write to it, or it cannot be written.
+        UsageError: The file is damaged, other users can write to it, or it cannot be written.
     """
     agent = KnownAgent(full_address(agent.address), agent.key, agent.host)
     if not is_key(agent.key) or not is_name(agent.host):
@@ -195,10 +195,10 @@ def remember_agent(agent: KnownAgent) -> None:
 
 
 def forget_agent(address: str) -> bool:
-    """Forget the agent at an address, and tell whether it was known.
+    """Remove the agent at an address, and return whether it was known.
 
     Raises:
-        UsageError: The file is damaged, others can write to it, or it cannot be written.
+        UsageError: The file is damaged, other users can write to it, or it cannot be written.
     """
     address = full_address(address)
     if known_agent(address) is None:
@@ -208,22 +208,22 @@ def forget_agent(address: str) -> bool:
     return True
 
 
-# ---- clients that an agent lets in
+# ---- clients that an agent accepts
 
 
 def clients_file() -> Path:
-    """Return the file of the clients that this person's agents let in."""
+    """Return the file of the clients that this user's agents accept."""
     return config_folder() / "clients.json"
 
 
 class AllowedClients:
-    """The clients that an agent lets in, as its file says at the moment.
+    """The clients that an agent accepts, read again whenever their file changes.
 
     Args:
-        path: The file; without it the one in the user's folder. There need not be one yet.
+        path: The file; by default that in the user's folder. It need not exist yet.
 
     Raises:
-        UsageError: It is damaged, or others can write to it.
+        UsageError: It is damaged, or other users can write to it.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -231,12 +231,12 @@ class AllowedClients:
         self._seen = self._state()
         self._names = self._load()
         self.problem: str | None = None
-        """Why nobody is let in at the moment: what is wrong with the file."""
+        """The problem with the file for which no client is accepted at the moment."""
 
     def name(self, public_key: str) -> str | None:
-        """Return the name of the client with a key; ``None`` where it is not to be let in.
+        """Return the name of the client with a key; ``None`` where it is not accepted.
 
-        Whoever breaks the file while an agent runs locks everybody out, and nobody in.
+        A file that becomes invalid while an agent runs rejects every client.
 
         Args:
             public_key: The key, in Z85.
@@ -245,7 +245,7 @@ class AllowedClients:
         return self._names.get(public_key)
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of clients."""
         self._refresh()
         return len(self._names)
 
@@ -263,7 +263,7 @@ class AllowedClients:
         return {client.key: client.name for client in _clients(self._path)}
 
     def _state(self) -> tuple[int, ...] | None:
-        """Return what changes with the file: each writer puts a new one in place."""
+        """Return a value that changes with the file: each writer replaces it."""
         try:
             about = self._path.stat()
         except OSError:
@@ -272,26 +272,27 @@ class AllowedClients:
 
 
 def allowed_clients() -> tuple[AllowedClient, ...]:
-    """Return the clients that this person's agents let in, in the order of their names.
+    """Return the clients that this user's agents accept, in the order of their names.
 
     Raises:
-        UsageError: The file is damaged, or others can write to it.
+        UsageError: The file is damaged, or other users can write to it.
     """
     return _clients(clients_file())
 
 
 def allow_client(name: str, key: str) -> str:
-    """Let a client in from now on.
+    """Accept a client from now on.
 
     Args:
-        name: How others are to see it.
-        key: Its public CURVE key; one that is let in already gets the new name.
+        name: The name that others see.
+        key: Its public CURVE key; one that is accepted already gets the new name.
 
     Returns:
-        Its name: another than was asked for where a client with another key has that one.
+        Its name, which differs from ``name`` where a client with another key has that one.
 
     Raises:
-        UsageError: It is no key or name; the file is damaged, others can write to it, or it cannot be written.
+        UsageError: The key or name is invalid; the file is damaged, other users can write to it, or it cannot be
+            written.
     """
     if not is_key(key):
         raise UsageError(f"{key!r} is no public key: one has 40 characters of Z85")
@@ -306,13 +307,13 @@ def allow_client(name: str, key: str) -> str:
 
 
 def remove_client(name: str) -> bool:
-    """Let a client in no longer, and tell whether it was let in.
+    """Stop accepting a client, and return whether it was accepted.
 
     Args:
         name: Its name, or the fingerprint of its key.
 
     Raises:
-        UsageError: The file is damaged, others can write to it, or it cannot be written.
+        UsageError: The file is damaged, other users can write to it, or it cannot be written.
     """
     found = [client for client in allowed_clients() if name in (client.name, fingerprint(client.key))]
     if not found:
@@ -323,7 +324,8 @@ def remove_client(name: str) -> bool:
 
 
 def is_name(text: str) -> bool:
-    """Tell whether a text may be the name of a client or a host: it is printed, and must not steer a terminal."""
+    """Return whether a text may be the name of a client or a host: it is printed, so it must not contain terminal
+    escapes."""
     return 0 < len(text) <= NAME_LENGTH and text.isprintable()
 
 
@@ -351,13 +353,13 @@ def _raw(key: str) -> bytes:
     try:
         if len(key) == 40:
             return z85.decode(key.encode("ascii"))
-    except (ValueError, KeyError, struct.error):  # what is no Z85, and numbers of five digits that are too large
+    except (ValueError, KeyError, struct.error):  # invalid Z85, or groups of five digits that are too large
         pass
     raise UsageError(f"{key!r} is no public key: one has 40 characters of Z85")
 
 
 def _belong(keys: KeyPair) -> bool:
-    """Tell whether the public key is that of the secret one."""
+    """Return whether the public key belongs to the secret key."""
     if not is_key(keys.public) or not is_key(keys.secret):
         return False
     return zmq.curve_public(keys.secret.encode()).decode() == keys.public

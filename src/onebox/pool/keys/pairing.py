@@ -1,8 +1,8 @@
-"""Pairing: a client and an agent learn each other's lasting keys, with a code that a person carries between them.
+"""Pairing: a client and an agent learn each other's lasting keys, with a code that a person transfers.
 
-Both sides have the keys that the code gives them, so that each proves to the other that it has the code, and nobody in
-between can pass for either or read what they say. Over that channel they tell each other their lasting keys. A code is
-good for one pairing, for ten minutes, and for ten failed handshakes of whoever tries without it.
+Both sides derive keys from the code. So each proves to the other that it has the code, and a man in the middle can
+neither impersonate one nor read the channel, over which they exchange their lasting keys. A code is valid for one
+pairing, for ten minutes, and for ten failed handshakes.
 """
 
 from __future__ import annotations
@@ -28,25 +28,26 @@ from onebox.wire import configure
 from onebox.wire.protocol.agents import PAIRING_PORT, PairReply, PairRequest, decode_pair, decode_paired, encode_agent
 
 GOOD_FOR_S = 600.0
-"""How long a code is good for."""
+"""How long a code is valid."""
 
 ATTEMPTS = 10
-"""Failed handshakes after which a code is given up. Guessing is hopeless at any number: this is for who should know."""
+"""Failed handshakes after which a code is invalidated. Guessing is hopeless at any number: the limit makes attacks
+visible."""
 
 CONNECT_S = 10.0
-"""How long a client tries: a handshake takes milliseconds, a host that drops what it does not want answers nothing."""
+"""How long a client tries: a handshake takes milliseconds, a host that drops packets never answers."""
 
 FIND_S = 3.0
-"""How long it may take to see whether anybody waits for a pairing at all."""
+"""Bound of the check that a pairing is open at all."""
 
 _MOST_BYTES = 4096
-"""Of a message: two names and keys."""
+"""Size limit of a message: two names and keys."""
 
 _HEARD_S = 2.0
-"""How long to wait for a sign that the answer was heard: to hang up earlier could cut it off."""
+"""How long to wait for the acknowledgement of the answer: closing earlier could cut the answer off."""
 
 _AWAY_MS = 200
-"""How long that sign may take to leave; it may be lost."""
+"""How long the acknowledgement may take to leave; it may be lost."""
 
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
@@ -55,11 +56,11 @@ _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROT
 
 
 class PairingListener:
-    """The agent's side of a pairing: a socket that only the holder of the code gets to speak on. A context manager.
+    """The agent's side of a pairing: a socket that accepts only the holder of the code. A context manager.
 
     Args:
         code: The code.
-        paired: What to tell the client.
+        paired: The answer for the client.
         bind: The IP address to listen on.
         port: The port; 0 for any.
 
@@ -85,7 +86,7 @@ class PairingListener:
             self.close()
             raise UsageError(f"cannot listen on {host}:{port} for a pairing: {error.strerror}") from None
         self.port = int(self._socket.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-        """Where it listens."""
+        """Port of the listening socket."""
 
     def __enter__(self) -> Self:
         return self
@@ -98,18 +99,18 @@ class PairingListener:
     def wait(
         self, take: Callable[[PairRequest], None], *, good_for_s: float = GOOD_FOR_S, attempts: int = ATTEMPTS
     ) -> PairRequest:
-        """Wait for the client, and tell it what it came for.
+        """Wait for the client, and send it the answer.
 
         Args:
-            take: Keeps what the client says; what it raises ends the pairing, and the client is told nothing.
+            take: Stores the client's keys; an error from it ends the pairing without an answer.
             good_for_s: How long to wait.
             attempts: The most handshakes that may fail.
 
         Returns:
-            What the client said.
+            The client's name and key.
 
         Raises:
-            PoolError: Nobody came in time, too many came without the code, or whoever came speaks another language.
+            PoolError: No client came in time, too many handshakes failed, or the client uses another protocol.
         """
         end_s = time.monotonic() + good_for_s
         failed = 0
@@ -163,18 +164,18 @@ class PairingListener:
 
 
 class _OneKey:
-    """Lets in one public key; the interface that :mod:`zmq.auth` asks for."""
+    """Accepts one public key; the interface that :mod:`zmq.auth` requires."""
 
     def __init__(self, key: str) -> None:
         self._key = key.encode()
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Tell whether a client's key is the one."""
+        """Return whether a client's key is the accepted one."""
         return hmac.compare_digest(key, self._key)
 
 
 def _is_attempt(event: Any) -> bool:
-    """Tell whether a handshake failed for its keys; one that was left unfinished, as by a scan of ports, is none."""
+    """Return whether a handshake failed because of its keys; an unfinished one, as of a port scan, does not count."""
     return event["event"] in (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 
 
@@ -182,26 +183,26 @@ def _is_attempt(event: Any) -> bool:
 
 
 def pair_with(host: str, port: int, code: PairingCode, pair: PairRequest, *, within_s: float = CONNECT_S) -> PairReply:
-    """Tell an agent this client's key, and return the agent's.
+    """Send this client's key to an agent, and return the agent's.
 
     Args:
         host: The agent's host: a name or an IP address, without brackets.
         port: The port of the pairing.
-        code: What its person has typed.
-        pair: What to tell the agent.
+        code: The code that the user has typed.
+        pair: The client's name and key.
         within_s: How long to try.
 
     Raises:
-        PoolError: Nobody waits for a pairing there, the code is another one's, or the answer is none.
+        PoolError: No pairing is open there, the code is wrong, or the answer is invalid.
     """
     end_s = time.monotonic() + within_s
     addresses = _addresses(host, port)
     answer: PairReply | str = ""
     for number, address in enumerate(addresses):
         now_s = time.monotonic()
-        share_s = (end_s - now_s) / (len(addresses) - number)  # one that is mute leaves time for the others
+        share_s = (end_s - now_s) / (len(addresses) - number)  # a silent one leaves time for the others
         with _connected(address, port, code) as (channel, events):
-            with contextlib.suppress(zmq.Again):  # refused already, which the events tell
+            with contextlib.suppress(zmq.Again):  # refused already, which the events show
                 channel.send(encode_agent(pair), zmq.NOBLOCK)
             answer = _heard(channel, events, f"{host}:{port}", now_s + share_s)
         if isinstance(answer, PairReply):
@@ -210,15 +211,15 @@ def pair_with(host: str, port: int, code: PairingCode, pair: PairRequest, *, wit
 
 
 def find_listener(host: str, port: int, *, within_s: float = FIND_S) -> None:
-    """Find out whether somebody waits for a pairing, before a person types a long code.
+    """Check that a pairing is open, before the user types a long code.
 
     Args:
         host: The agent's host: a name or an IP address, without brackets.
         port: The port of the pairing.
-        within_s: How long to try; where nothing answers, only the pairing itself tells why.
+        within_s: How long to try; where nothing answers, the pairing itself reports the cause.
 
     Raises:
-        PoolError: There is no such host, or nobody waits there.
+        PoolError: There is no such host, or no pairing is open there.
     """
     addresses = _addresses(host, port)
     refused = 0
@@ -250,14 +251,14 @@ def _addresses(host: str, port: int) -> list[str]:
 
 @contextlib.contextmanager
 def _connected(address: str, port: int, code: PairingCode) -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
-    """Connect once, and close everything afterwards; yields the channel and the events of its connection."""
+    """Connect once, and close everything afterwards; yields the channel and its connection events."""
     context = zmq.Context()
     channel = context.socket(zmq.DEALER)
     events = channel.get_monitor_socket(zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED | _FAILED)
     try:
         configure(channel, code.client_keys, server_key=code.agent_keys.public, queue=4)
         channel.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES)
-        channel.setsockopt(zmq.RECONNECT_IVL, -1)  # a wrong code does not get right, and costs the other side patience
+        channel.setsockopt(zmq.RECONNECT_IVL, -1)  # a wrong code stays wrong, and uses up the agent's attempts
         channel.setsockopt(zmq.IPV6, ":" in address)
         channel.connect(f"tcp://{f'[{address}]' if ':' in address else address}:{port}")
         yield channel, events
@@ -269,10 +270,10 @@ def _connected(address: str, port: int, code: PairingCode) -> Iterator[tuple[zmq
 
 
 def _heard(channel: zmq.Socket[bytes], events: zmq.Socket[bytes], where: str, end_s: float) -> PairReply | str:
-    """Return the agent's answer, or why there is nobody to give one.
+    """Return the agent's answer, or a text about why there is none.
 
     Raises:
-        PoolError: There is somebody who does not take the code, or answers otherwise.
+        PoolError: The agent refuses the code, or its answer is invalid.
     """
     poller = zmq.Poller()
     poller.register(channel, zmq.POLLIN)
@@ -281,7 +282,7 @@ def _heard(channel: zmq.Socket[bytes], events: zmq.Socket[bytes], where: str, en
     if channel in ready:
         answer = channel.recv()
         with contextlib.suppress(zmq.Again):
-            channel.send(b"", zmq.NOBLOCK)  # a sign that it was heard
+            channel.send(b"", zmq.NOBLOCK)  # acknowledge the answer
         channel.setsockopt(zmq.LINGER, _AWAY_MS)
         return _checked(answer, where)
     if events not in ready:

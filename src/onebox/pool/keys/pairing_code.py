@@ -1,6 +1,6 @@
 """The code of a pairing: 128 random bits, from which both sides derive the same two CURVE key pairs.
 
-One pair is the agent's and one the client's: whoever does not have the code can complete the handshake as neither.
+One pair is the agent's and one the client's: without the code, neither end of the handshake can be completed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SECRET_BYTES = 16
 _CODE_BYTES = _SECRET_BYTES + 1
 _GROUP = 4
 _MISREAD = str.maketrans("018", "OIB")
-"""What is not in the alphabet, and what it was before somebody read it."""
+"""Digits outside the alphabet, and the letters that they are misreadings of."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class PairingCode:
 
     @property
     def text(self) -> str:
-        """The code for a person: seven groups of letters and digits, of which the last tell a slip of the pen."""
+        """The code as text: seven groups of letters and digits, the last of which is a checksum."""
         text = base64.b32encode(self._secret + _check(self._secret)).decode().rstrip("=")
         return "-".join(text[start : start + _GROUP] for start in range(0, len(text), _GROUP))
 
@@ -60,10 +60,10 @@ def new_code() -> PairingCode:
 
 
 def read_code(text: str) -> PairingCode:
-    """Return the code that a person has typed; case, spaces and hyphens do not matter.
+    """Parse a code that a user has typed; case, spaces and hyphens do not matter.
 
     Raises:
-        UsageError: It is none: a slip is told at once. The message does not repeat it.
+        UsageError: The code or its checksum is wrong. The message does not repeat the code.
     """
     plain = "".join(character for character in text.upper() if not character.isspace() and character != "-")
     try:

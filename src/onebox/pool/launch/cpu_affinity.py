@@ -1,8 +1,8 @@
-"""Cores of this machine for workers' threads: dealt out by whoever starts workers, to each worker its own.
+"""CPU affinity of workers on this machine: cores are allocated to workers, each core to one worker only.
 
-Several processes of a user may start workers at once: one core is one locked file, which the kernel unlocks when its
-holder ends, however that comes about. Where there are not enough cores left for all threads, or where the user has
-limited this process to some of them, workers run where the kernel lets them.
+Several processes of a user may start workers at once: a core is allocated by a lock on a file, which the kernel
+releases when its holder ends in any way. Where too few cores are left for all threads, or the user has limited this
+process to some of them, no affinity is set.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 class CoreAllocator:
-    """The cores that one owner of workers has dealt out.
+    """The cores that one process has allocated to its workers.
 
     Args:
-        folder: Where the locks are; of this user, made when first needed.
+        folder: Folder of the lock files; belongs to this user, created when first needed.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -30,13 +30,13 @@ class CoreAllocator:
         self._held: dict[int, int] = {}
 
     def deal(self, threads: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Return for each worker as many cores as it has threads, which no other worker of this user has.
+        """Allocate to each worker as many cores as it has threads; no other worker of this user gets them.
 
         Args:
-            threads: Of each worker; 0 for one that needs no core of its own.
+            threads: Threads of each worker; 0 for one that needs no core of its own.
 
         Returns:
-            The cores of each; none for any where they do not suffice for all.
+            The cores of each worker; empty for all workers where they do not suffice.
         """
         nothing: tuple[tuple[int, ...], ...] = ((),) * len(threads)
         allowed = os.sched_getaffinity(0)
@@ -55,18 +55,18 @@ class CoreAllocator:
         return tuple(tuple(sorted(next(left) for _ in range(count))) for count in threads)
 
     def give_back(self, cores: Sequence[int]) -> None:
-        """Let others have cores; of any that are not held nothing is done."""
+        """Free cores; those that are not held are ignored."""
         for core in cores:
             descriptor = self._held.pop(core, None)
             if descriptor is not None:
                 os.close(descriptor)
 
     def close(self) -> None:
-        """Let others have all of them. Idempotent."""
+        """Free all cores. Idempotent."""
         self.give_back(list(self._held))
 
     def _take(self, core: int) -> bool:
-        """Lock a core; tell whether that succeeded."""
+        """Lock a core; return whether that succeeded."""
         with contextlib.suppress(FileExistsError):
             self._folder.mkdir(mode=0o700)
         found = self._folder.lstat()
@@ -87,7 +87,7 @@ class CoreAllocator:
 
 
 def online_cores() -> set[int]:
-    """Return the cores of this machine that are switched on."""
+    """Return the cores of this machine that are online."""
     try:
         text = (_TOPOLOGY / "online").read_text()
     except OSError:
@@ -96,7 +96,7 @@ def online_cores() -> set[int]:
 
 
 def siblings_of(cores: set[int]) -> dict[int, tuple[int, ...]]:
-    """Return for each core those that share its circuits (hyperthreads), itself among them, as the kernel says."""
+    """Return each core's hyperthread siblings, including itself, as the kernel reports them."""
     found: dict[int, tuple[int, ...]] = {}
     for core in cores:
         try:
@@ -108,17 +108,17 @@ def siblings_of(cores: set[int]) -> dict[int, tuple[int, ...]]:
 
 
 def by_preference(cores: set[int], siblings: Mapping[int, Sequence[int]]) -> list[int]:
-    """Return cores in the order in which to use them: one of each group of siblings first, then their second ones.
+    """Return cores in order of preference: one of each group of siblings first, then their second ones.
 
     Args:
-        cores: They.
-        siblings: For each those that share its circuits, itself among them.
+        cores: The cores.
+        siblings: The hyperthread siblings of each, including itself.
     """
     return sorted(cores, key=lambda core: (sum(other < core and other in cores for other in siblings[core]), core))
 
 
 def numbers(text: str) -> set[int]:
-    """Return the numbers of a list as the kernel writes it, such as ``0-3,8``."""
+    """Parse a list of numbers in the kernel's format, such as ``0-3,8``."""
     found: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")

@@ -1,6 +1,6 @@
-"""A nursery as its client sees it: a process that has imported what workers need, and forks them when they are wanted.
+"""A fork server as its client sees it: a process that has imported what workers need, and forks on request.
 
-To import torch is nearly all of what it takes to start a worker. What the nursery does is in
+Importing torch is most of the time of a worker's start. The server's side is in
 :mod:`onebox.worker.process.fork_server`; it ends with its client, and a minute after its last worker.
 """
 
@@ -36,44 +36,45 @@ from onebox.worker.process.fork_messages import (
 )
 
 COMMAND = (sys.executable, "-P", "-m", "onebox.worker.process.fork_server")
-"""What is run; with -P nothing is imported from the current folder."""
+"""Command line; with -P nothing is imported from the current folder."""
 
 READY_S = 60.0
-"""How long a nursery may take until it has imported all; then workers are started without it."""
+"""Bound of a fork server's imports; after it, workers are started without one."""
 
 SPAWN_S = 20.0
-"""How long it may take to fork a worker: a hundredth of a second, and more on a loaded machine."""
+"""Bound of a fork: usually a hundredth of a second, more on a loaded machine."""
 
 _STATUS_S = 2.0
 _END_S = 2.0
 
 
 class SpawnFailed(Exception):
-    """A nursery forks no worker; why."""
+    """The fork server does not fork a worker; carries the reason."""
 
 
 class ForkServerEnded(Exception):
-    """A nursery has ended."""
+    """The fork server has ended."""
 
 
 class WorkerSpawner(Protocol):
-    """Who may have a worker at hand that need not be started from nothing."""
+    """Interface of fork servers that may provide a worker."""
 
     def spawn_worker(
         self, environment: Mapping[str, str], stderr: IO[bytes], account: WorkerUser | None
     ) -> ForkedProcess | None:
-        """Start a worker that writes its last words there; ``None`` where it has to be started otherwise."""
+        """Start a worker whose standard error goes to ``stderr``; ``None`` where it has to be started from scratch."""
 
 
 class ForkedProcess:
-    """A worker that a nursery has forked; what ``subprocess.Popen`` is for one that was started from nothing.
+    """A forked worker; the counterpart of ``subprocess.Popen`` for one started from scratch.
 
     Args:
-        pid: The process.
-        descriptor: Of that process, whichever other may get its number later; the owner of this object closes it.
-        stdin: What it reads.
-        stdout: What it says.
-        status: Where the nursery says how it ended; closed without a word where the nursery has ended before.
+        pid: The process id.
+        descriptor: A pidfd, which stays with the process even if its id is reused; the owner of this object closes it.
+        stdin: Its standard input.
+        stdout: Its standard output.
+        status: Pipe on which the fork server sends the exit status; closed without data where the server has ended
+            before.
     """
 
     def __init__(self, pid: int, descriptor: int, stdin: IO[bytes], stdout: IO[bytes], status: int) -> None:
@@ -86,10 +87,10 @@ class ForkedProcess:
         self._lock = threading.Lock()
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """Wait for the end.
+        """Wait for the process to end.
 
         Returns:
-            The exit status, below 0 the number of a signal; ``None`` where nobody is left who knows.
+            The exit status, below 0 the number of a signal; ``None`` where it is unknown because the server has ended.
 
         Raises:
             subprocess.TimeoutExpired: It takes longer.
@@ -105,17 +106,17 @@ class ForkedProcess:
             return self._found
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill it."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.descriptor, signal.SIGKILL)
 
 
 class ForkServerProcess:
-    """A nursery, with the environment and the rights that it was started with. Its methods may be called by any thread.
+    """A fork server, with the environment and the rights that it was started with. Thread-safe.
 
     Args:
-        environment: Of it and of its workers.
-        account: Whom it runs as; this process's own user where ``None``.
+        environment: Environment of the server and its workers.
+        account: User that it runs as; this process's own user where ``None``.
 
     Raises:
         OSError: It cannot be started.
@@ -150,20 +151,20 @@ class ForkServerProcess:
 
     @property
     def channel(self) -> int:
-        """A descriptor that is readable when it has something to say, or has ended."""
+        """A descriptor that is readable when it has sent a message, or has ended."""
         return self._channel.fileno()
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended."""
+        """True when it has ended."""
         return self._process.poll() is not None
 
     def wait_ready(self, timeout_s: float) -> bool:
-        """Wait until it has imported all; return whether it has in that time.
+        """Wait until its imports are done; return whether they were in that time.
 
         Raises:
             Ended: It has ended instead.
-            SpawnFailed: It said something else.
+            SpawnFailed: It sent something else.
         """
         with self._lock:
             return self._await_ready(time.monotonic() + timeout_s)
@@ -172,12 +173,12 @@ class ForkServerProcess:
         """Fork a worker.
 
         Args:
-            stderr: Where it writes its last words.
-            within_s: How long the nursery may take for it once it is ready.
+            stderr: File for the worker's standard error.
+            within_s: Bound of the fork once the server is ready.
 
         Raises:
-            Ended: The nursery has ended.
-            SpawnFailed: It does not, or takes too long.
+            Ended: The fork server has ended.
+            SpawnFailed: It does not fork, or takes too long.
         """
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
             (heard, stdin), (stdout, says), (status, tells) = (os.pipe() for _ in range(3))
@@ -193,7 +194,7 @@ class ForkServerProcess:
         return ForkedProcess(pid, descriptor, open(stdin, "wb"), open(stdout, "rb", buffering=0), status)
 
     def close(self, *, grace_s: float = _END_S) -> None:
-        """End it, and with it its workers: wait for its own end for a while, then kill it. Idempotent."""
+        """End it and its workers: wait a while for it to end by itself, then kill it. Idempotent."""
         with self._lock:
             self._channel.close()
             try:
@@ -204,13 +205,13 @@ class ForkServerProcess:
             self._words.close()
 
     def disown(self) -> None:
-        """Let go of it in a fork of its client: it is the client's."""
+        """Forget it in a fork of its client, which alone owns it."""
         self._channel.close()
         self._words.close()
-        self._process.returncode = 0  # it is no child of this process, which is not to look for it
+        self._process.returncode = 0  # not a child of this process, which must not wait for it
 
     def _ask(self, descriptors: Sequence[int], within_s: float) -> tuple[int, int]:
-        """Wish for a worker; return its process, and a descriptor of that."""
+        """Request a worker; return its process id and a pidfd."""
         self._number += 1
         birth = SpawnRequest(self._number, tuple(sorted(os.sched_getaffinity(0))))
         try:
@@ -224,7 +225,7 @@ class ForkServerProcess:
                 raise SpawnFailed(f"no worker was forked within {within_s:g} s")
             if isinstance(answer, Spawned) and answer.number == self._number and len(given) == 1:
                 return answer.process, given[0]
-            for descriptor in given:  # the answer to a question that was interrupted
+            for descriptor in given:  # the reply to a request that was interrupted
                 os.close(descriptor)
             if isinstance(answer, SpawnRefused) and answer.number == self._number:
                 raise SpawnFailed(answer.why)
@@ -238,7 +239,7 @@ class ForkServerProcess:
         return True
 
     def _hear(self, end_s: float) -> tuple[ForkServerReply | None, list[int]]:
-        """Wait for what it says, until a time; ``None`` where that passes first."""
+        """Wait for its next message; ``None`` after the deadline."""
         if not _readable(self._channel.fileno(), max(0.0, end_s - time.monotonic())):
             return None, []
         try:

@@ -1,8 +1,8 @@
-"""The nurseries of this process: one for each environment that workers of its own would inherit.
+"""The fork servers of this process: one for each environment that its workers would inherit.
 
-A fork has what its nursery has: whoever has given up rights since the nursery was started, has moved to another network
-namespace, or has set a variable that a library reads when it is loaded, gets workers of another nursery. The number of
-threads is such a variable: a thread that a library starts asks OpenMP's setting of then, whatever PyTorch is told.
+A fork inherits the state of its server. After this process drops rights, enters another network namespace, or sets a
+variable that a library reads when it is loaded, its workers come from another fork server. The number of threads is
+such a variable: threads that a library starts use OpenMP's setting of that time, whatever PyTorch is set to later.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from onebox.pool.launch.fork_server import ForkedProcess, ForkServerEnded, ForkS
 from onebox.pool.launch.worker_user import WorkerUser
 
 MOST = 4
-"""How many environments have a nursery at the same time; workers of others are started from nothing."""
+"""The most environments with a fork server at the same time; workers of others are started from scratch."""
 
 _LOG = logging.getLogger("onebox")
 
 
 class ForkServers:
-    """The nurseries of this process, which are started when the first worker of their kind is wanted."""
+    """A set of fork servers, each started when the first worker of its kind is requested."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -37,9 +37,9 @@ class ForkServers:
     def spawn_worker(
         self, environment: Mapping[str, str], stderr: IO[bytes], account: WorkerUser | None = None
     ) -> ForkedProcess | None:
-        """Start a worker, and a nursery before where there is none; see :class:`Bearer`."""
+        """Start a worker, and first a fork server if there is none; see :class:`Bearer`."""
         key = (account, inheritance(environment))
-        for _ in range(2):  # the nursery that is found may be about to end
+        for _ in range(2):  # the fork server found may be about to end
             nursery = self._nursery(key, environment, account)
             if nursery is None:
                 return None
@@ -53,18 +53,18 @@ class ForkServers:
                 break
         with self._lock:
             self._broken.add(key)
-        _LOG.warning("workers are started one by one, which takes them a second longer: their nursery: %s", why)
+        _LOG.warning("workers are started one by one, which takes them a second longer: their fork server: %s", why)
         return None
 
     def close(self) -> None:
-        """End them all, and with them their workers."""
+        """End all servers, and with them their workers."""
         with self._lock:
             found, self._found = list(self._found.values()), {}
         for nursery in found:
             nursery.close()
 
     def disown(self) -> None:
-        """Let go of them all, in a fork of the process whose they are."""
+        """Forget all servers, in a fork of the process that owns them."""
         for nursery in self._found.values():
             nursery.disown()
 
@@ -83,7 +83,7 @@ class ForkServers:
                 try:
                     self._found[key] = ForkServerProcess(environment, account)
                 except (OSError, SubprocessError):
-                    return None  # a worker's own start will fail, too, and say why
+                    return None  # a worker's own start will fail, too, and report why
             return self._found[key]
 
     def _forget(self, key: object) -> None:
@@ -94,14 +94,15 @@ class ForkServers:
 
 
 _STATUS = ("Umask", "Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp")
-"""What a process inherits of its parent's rights, as ``/proc`` names it; a filter of system calls counts as one."""
+"""The rights that a process inherits from its parent, as ``/proc`` names them; a filter of system calls counts as
+one."""
 
 
 def inheritance(environment: Mapping[str, str]) -> tuple[object, ...]:
-    """Return what a process that this thread starts would inherit, as a key; the cores that it runs on are not in it.
+    """Return a key of everything that a process started by this thread would inherit, except its CPU affinity.
 
     Args:
-        environment: The variables that it is given.
+        environment: Its environment variables.
     """
     own = Path("/proc/thread-self")
     status = [line for line in _text(own / "status").splitlines() if line.startswith(_STATUS)]
@@ -120,7 +121,7 @@ def _text(path: Path) -> str:
 
 
 class _OwnForkServers:
-    """The nurseries of whichever process this is: a fork of it gets its own."""
+    """The fork servers of the current process; a fork of it gets its own."""
 
     def __init__(self) -> None:
         self._nurseries = ForkServers()
@@ -133,21 +134,21 @@ class _OwnForkServers:
         return self._nurseries.spawn_worker(environment, stderr, account)
 
     def close(self) -> None:
-        """End them; workers that are started later get others."""
+        """End the servers; workers that are started later get new ones."""
         self._nurseries.close()
 
     def leave(self) -> None:
-        """Leave them to the process of which this is a fork."""
+        """Forget the servers of the parent process, in a fork of it."""
         self._nurseries.disown()
         self._strange.append(self._nurseries)
         self._nurseries = ForkServers()
 
 
 OWN = _OwnForkServers()
-"""Those of this process."""
+"""The fork servers of this process."""
 
 os.register_at_fork(after_in_child=OWN.leave)
-atexit.register(OWN.close)  # before any pool registers its own end, which therefore comes first
+atexit.register(OWN.close)  # before any pool registers its own end, which therefore runs first
 
 
 __all__ = ["OWN", "ForkServers", "inheritance"]

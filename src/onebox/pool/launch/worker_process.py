@@ -1,4 +1,4 @@
-"""Worker processes on this machine: started with their keys on standard input, ended by whoever started them."""
+"""Worker processes on this machine: started with their keys on standard input, ended by their launcher."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from onebox.pool.launch.worker_user import WorkerUser
 from onebox.worker import Ports, WorkerConfig
 
 START_S = 90.0
-"""How long a worker may take until it has bound its ports: importing torch is most of it."""
+"""How long a worker may take until its ports are bound, mostly for the import of torch."""
 
 _UNKNOWN = "ended with or after its nursery, the process onebox-nursery that had forked it, which would have said how"
 
@@ -48,10 +48,10 @@ _FAMILIES = (
     "PYTORCH_",
     "TORCH_",
 )
-"""The variables of a worker: those of the system, and the families of Python's and PyTorch's libraries."""
+"""Environment variables of a worker: those of the system, and the families of Python's and PyTorch's libraries."""
 
 _LONGEST = 70
-"""Bytes of a folder's path that leave room for the name of ours and of a socket in it."""
+"""Longest path of a parent folder, in bytes, that leaves room for our folder and a socket in it."""
 
 
 class SocketFolder:
@@ -60,7 +60,7 @@ class SocketFolder:
     Its path is short, because that of a socket has 107 bytes at most (``unix(7)``).
 
     Raises:
-        PoolError: No such folder can be made.
+        PoolError: No such folder can be created.
     """
 
     def __init__(self) -> None:
@@ -68,12 +68,12 @@ class SocketFolder:
         places = [place for place in candidates if len(os.fsencode(place)) <= _LONGEST]
         for place in places:
             with contextlib.suppress(OSError):
-                self.path = tempfile.mkdtemp(prefix="onebox-", dir=place)  # with mode 0700
+                self.path = tempfile.mkdtemp(prefix="onebox-", dir=place)  # created with mode 0700
                 return
         raise PoolError(f"no folder for sockets can be made in {', '.join(places)}: let one of them be writable")
 
     def close(self) -> None:
-        """Remove the folder; who is connected stays so. Idempotent."""
+        """Remove the folder; existing connections stay. Idempotent."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 
@@ -81,17 +81,17 @@ class WorkerProcess:
     """A worker process of this machine.
 
     Args:
-        place: Where the worker is, for messages.
-        config: What it is to be; the keys go through a pipe and stand in no command line, file or environment.
-        account: Whom it runs as; this process's own user where ``None``.
-        nursery: Who may fork it from a process that has imported all; without it a worker is started from nothing.
+        place: Location of the worker, for messages.
+        config: Its configuration; the keys go through a pipe and appear in no command line, file or environment.
+        account: User that it runs as; this process's own user where ``None``.
+        nursery: Fork server to use; without it the worker is started from scratch.
     """
 
     address = "127.0.0.1"
     """The address of this host that its peers connect to."""
 
     command = (sys.executable, "-P", "-m", "onebox.worker")
-    """What is run; with -P nothing is imported from the current folder."""
+    """Command line; with -P nothing is imported from the current folder."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class WorkerProcess:
         self._said = b""
 
     def _start(self, environment: dict[str, str], account: WorkerUser | None) -> subprocess.Popen[bytes]:
-        """Start the process from nothing."""
+        """Start the process from scratch."""
         return subprocess.Popen(
             list(self.command),
             stdin=subprocess.PIPE,
@@ -133,11 +133,11 @@ class WorkerProcess:
         """Wait until the worker has bound its sockets.
 
         Raises:
-            WorkerDied: It ended instead.
-            PoolError: It took too long, or said something else.
+            WorkerDied: It ended during its start.
+            PoolError: It took too long, or it sent something else.
         """
         end_s = time.monotonic() + START_S
-        poll = select.poll()  # which, unlike select, has no limit to the number of a descriptor
+        poll = select.poll()  # unlike select, without a limit on descriptor numbers
         poll.register(self.outlet, select.POLLIN)
         while poll.poll(max(0.0, end_s - time.monotonic()) * 1000):
             try:
@@ -150,19 +150,19 @@ class WorkerProcess:
 
     @property
     def outlet(self) -> int:
-        """A file descriptor that is readable when the worker has said something of its ports."""
+        """A file descriptor that is readable when the worker has reported its ports."""
         assert self._process.stdout is not None
         return self._process.stdout.fileno()
 
     def hear(self) -> Ports | None:
-        """Take what the worker has said, without a wait where :attr:`outlet` is readable.
+        """Read the worker's report of its ports; does not block where :attr:`outlet` is readable.
 
         Returns:
-            The endpoints that it has bound; ``None`` if it has not said them whole.
+            The endpoints that it has bound; ``None`` while the report is incomplete.
 
         Raises:
-            EOFError: It says nothing any more: it is about to end.
-            PoolError: It said something else.
+            EOFError: Its output is closed: it is about to end.
+            PoolError: It sent something else.
         """
         part = os.read(self.outlet, _SAID_BYTES)
         if not part:
@@ -176,7 +176,7 @@ class WorkerProcess:
             raise PoolError(f"{self.place} said {self._said[:200]!r} where its ports were expected") from None
 
     def death(self) -> WorkerDied:
-        """Return the error that tells of the end of the process."""
+        """Return the error that describes the end of the process."""
         try:
             status: int | None = self._process.wait(timeout=2)
         except subprocess.TimeoutExpired:
@@ -194,13 +194,13 @@ class WorkerProcess:
         )
 
     def last_words(self) -> str:
-        """Return the end of what the worker wrote to standard error."""
+        """Return the end of the worker's standard error."""
         size = os.fstat(self._stderr.fileno()).st_size
         text = os.pread(self._stderr.fileno(), _LAST_WORDS, max(0, size - _LAST_WORDS))
         return text.decode(errors="replace").strip()
 
     def close(self, *, grace_s: float) -> None:
-        """End the process: wait for its own end for a while, then kill it. Idempotent."""
+        """End the process: wait a while for it to end by itself, then kill it. Idempotent."""
         if self._stderr.closed:
             return
         for stream in (self._process.stdin, self._process.stdout):
@@ -217,7 +217,7 @@ class WorkerProcess:
 
 
 def how_it_ended(status: int | None) -> str:
-    """Say how a process ended, by its exit status."""
+    """Describe the end of a process by its exit status."""
     if status is None or status >= 0:
         return f"ended with exit status {status}"
     memory = " (so does the kernel when memory runs out)" if status == -signal.SIGKILL else ""
@@ -225,12 +225,12 @@ def how_it_ended(status: int | None) -> str:
 
 
 def worker_environment(threads: int, account: WorkerUser | None = None) -> dict[str, str]:
-    """Return the environment of a worker: what libraries ask for, its share of threads, an allocator that keeps what it
-    has; nothing else of ours, which may hold secrets.
+    """Return the environment of a worker: variables of libraries, its share of threads, allocator settings, and nothing
+    else of this process's, which may hold secrets.
 
-    NumPy's library starts its threads when it is loaded, which is before a worker confines itself, and that holds for
-    later threads only; no operator of a worker is NumPy's. Without the last three, glibc returns every large buffer to
-    the kernel and pays for its pages again in the next operator.
+    NumPy's BLAS gets one thread: it starts its threads when it is loaded, before the worker confines itself, and
+    confinement applies to later threads only; workers use no NumPy operators. Without the last three variables, glibc
+    returns every large buffer to the kernel and pays for its pages again in the next operator.
     """
     source = Path(__file__).resolve().parents[3]
     path = os.pathsep.join(filter(None, [str(source), os.environ.get("PYTHONPATH")]))

@@ -1,4 +1,4 @@
-"""Whom workers run as: a user with nothing of its own, where root starts them."""
+"""The user that workers run as: one without files or rights of its own, where the launching process is root."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class WorkerUser:
     """A user of this machine.
 
     Args:
-        name: Its name.
-        user: Its number.
-        group: The number of its group.
-        groups: The numbers of all groups that it is in, such as those that may use GPUs.
-        home: Its folder.
+        name: User name.
+        user: User id.
+        group: Group id.
+        groups: Ids of all its groups, such as those that may use GPUs.
+        home: Home folder.
     """
 
     name: str
@@ -35,12 +35,12 @@ class WorkerUser:
     home: str
 
     def options(self) -> dict[str, Any]:
-        """Return what lets ``subprocess.Popen`` give up all other rights before the program is run."""
+        """Return the arguments of ``subprocess.Popen`` that drop all other rights before the program runs."""
         return {"user": self.user, "group": self.group, "extra_groups": self.groups, "cwd": "/"}
 
 
 def find_user(name: str) -> WorkerUser:
-    """Return a user of this machine.
+    """Look up a user of this machine.
 
     Raises:
         UsageError: There is no such user.
@@ -56,14 +56,14 @@ def find_user(name: str) -> WorkerUser:
 
 
 def worker_user(name: str | None, *, allow_root: bool) -> WorkerUser | None:
-    """Return whom an agent's workers are to run as; ``None`` for the agent's own user.
+    """Return the user that an agent's workers are to run as; ``None`` for the agent's own user.
 
     Args:
-        name: What was asked for.
-        allow_root: Whether they may run as root.
+        name: The requested user.
+        allow_root: Whether workers may run as root.
 
     Raises:
-        UsageError: They would run as root, and may not; or they cannot run as whom was asked for.
+        UsageError: Workers would run as root, which is not allowed; or they cannot run as the requested user.
     """
     root = os.geteuid() == 0
     if name is None:
@@ -85,7 +85,7 @@ def worker_user(name: str | None, *, allow_root: bool) -> WorkerUser | None:
 
 
 def _probe(account: WorkerUser) -> None:
-    """Require that a user can run what workers are.
+    """Check that a user can start a worker's Python.
 
     Raises:
         UsageError: It cannot.

@@ -1,4 +1,4 @@
-"""How fast tensors go from this process to its workers, measured."""
+"""Measurement of the bandwidth from this process to its workers."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from onebox.wire.protocol.requests import Instruction, Put
 _ROUND_TRIPS = 3
 _FIRST_BYTES, _MOST_BYTES = 16 << 10, 4 << 20
 _LONG_S = 0.02
-"""A transfer that takes so long in addition to a round trip, or half of that, has been measured well enough."""
+"""A transfer that exceeds a round trip by this, and by half of a round trip, is long enough for a measurement."""
 
 
 def measure_client_bandwidth(pool: MeasuredPool, workers: Sequence[int]) -> dict[int, float]:
-    """Return the bytes per second that go to each of some workers while all of them are sent to.
+    """Return the bytes per second to each of some workers while all of them are sent to.
 
-    Takes some tens of milliseconds, on slow links up to a second; the workers should have nothing else to do.
+    Takes some tens of milliseconds, on slow links up to a second; the workers should be idle.
 
     Args:
         pool: The pool.
-        workers: Of it.
+        workers: Its workers to measure.
 
     Raises:
         OneboxError: A worker failed or ended.
@@ -51,7 +51,7 @@ def measure_client_bandwidth(pool: MeasuredPool, workers: Sequence[int]) -> dict
 
 
 def _timed(pool: MeasuredPool, workers: Sequence[int], size: int) -> dict[int, float]:
-    """Return the seconds until each worker has answered that it has got so many bytes."""
+    """Return the seconds until each worker has acknowledged a number of bytes."""
     ends: dict[int, float] = {}
     begin_s = time.monotonic()
     futures = []
@@ -69,7 +69,7 @@ def _note(ends: dict[int, float], worker: int, future: Future[WorkerReply]) -> N
 
 
 class ClientBandwidth:
-    """The links from this process to the workers of a pool, each measured once, when it is first asked for.
+    """The links from this process to the workers of a pool, each measured on first use.
 
     Args:
         pool: The pool.
@@ -80,7 +80,7 @@ class ClientBandwidth:
         self._bps: dict[int, float] = {}
 
     def bps(self, workers: Sequence[int]) -> dict[int, float]:
-        """Return the bytes per second that go to each of some workers; infinite where they are of this machine.
+        """Return the bytes per second to each of some workers; infinite where they are on this machine.
 
         Raises:
             OneboxError: A worker failed or ended.
@@ -92,5 +92,5 @@ class ClientBandwidth:
         except OneboxError:
             if self._pool.broken:
                 raise
-            self._bps |= dict.fromkeys(unknown, math.inf)  # one has no room for the bytes, and little to be sent
+            self._bps |= dict.fromkeys(unknown, math.inf)  # no memory for the transfer: little will be sent
         return {worker: self._bps[worker] for worker in workers}

@@ -1,4 +1,4 @@
-"""Emulated links: how slow transfers between the devices of one host are made to be. Pure."""
+"""Emulated links: artificial latency and bandwidth of transfers between the devices of one host. Pure."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from onebox.errors import UsageError
 from onebox.wire.protocol.groups import EmulatedLink
 
 EMULATED_KINDS = frozenset({"cpu", "sim"})
-"""Kinds of devices that links can be emulated between."""
+"""Kinds of devices between which links can be emulated."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """An emulated link: what is sent across it arrives later than it could.
+    """An emulated link, which delays what is sent across it.
 
-    What is sent in one direction queues up: S bytes take S / ``bandwidth_bps`` to leave, behind those that were sent
-    before, and arrive ``latency_s`` later. Other links, and the way back, are not held up.
+    Transfers in one direction queue up: S bytes take S / ``bandwidth_bps`` to leave, after those sent before, and
+    arrive ``latency_s`` later. Other links, and the opposite direction, are independent.
 
-    Sums and gathers of a group take as long as on a ring whose links are all like the slowest between two members, one
-    after the other; they and what is sent from device to device do not hold each other up.
+    Collectives of a group run one after the other and take as long as on a ring whose links all equal the slowest
+    between two members; they and point-to-point transfers do not delay each other.
 
     Args:
-        latency_s: Seconds that everything takes in addition.
-        bandwidth_bps: Bytes per second at most; infinite for no cap.
+        latency_s: Added seconds of each transfer.
+        bandwidth_bps: Most bytes per second; infinite for no limit.
 
     Raises:
         UsageError: The latency is negative or infinite, or the bandwidth not positive.
@@ -48,15 +48,15 @@ class Link:
 
 
 LinkMap = Mapping[tuple[int, int], Link]
-"""Links by the devices at their two ends, the sender first."""
+"""Links by (sender, receiver)."""
 
 
 class LinkEndpoint(Protocol):
-    """What has to be known of a device."""
+    """The properties of a device that links need."""
 
     @property
     def host(self) -> str:
-        """The host that it is in."""
+        """Name of its host."""
 
     @property
     def kind(self) -> str:
@@ -64,10 +64,10 @@ class LinkEndpoint(Protocol):
 
 
 def directed(links: LinkMap, devices: Sequence[LinkEndpoint]) -> dict[tuple[int, int], Link]:
-    """Return the link of each direction; one that is given for one direction only is for both.
+    """Return the link of each direction; one that is given for one direction only applies to both.
 
     Raises:
-        UsageError: A link has an end that is not there, or one that it cannot be emulated for.
+        UsageError: A link has an unknown end, or one for which it cannot be emulated.
     """
     for first, second in links:
         if first == second or not all(0 <= end < len(devices) for end in (first, second)):
@@ -85,7 +85,7 @@ def outgoing(links: LinkMap, workers: Sequence[int], rank: int) -> tuple[Emulate
     """Return the links from one member of a group to the others.
 
     Args:
-        links: Of each direction.
+        links: The links of each direction.
         workers: The members, in the order of their ranks.
         rank: The sender's.
     """
@@ -97,16 +97,16 @@ def outgoing(links: LinkMap, workers: Sequence[int], rank: int) -> tuple[Emulate
 
 
 def changed(links: LinkMap, way: tuple[int, int], bandwidth_bps: float | None, latency_s: float | None) -> LinkMap:
-    """Return links with one of them of other values.
+    """Return the links with new values for one of them.
 
     Args:
-        links: Of each direction.
-        way: Which: sender and receiver.
-        bandwidth_bps: Its bytes per second; ``None`` for what they were.
-        latency_s: Its latency; ``None`` for what it was.
+        links: The links of each direction.
+        way: Sender and receiver of the link.
+        bandwidth_bps: Its bytes per second; ``None`` to keep them.
+        latency_s: Its latency; ``None`` to keep it.
 
     Raises:
-        UsageError: It is not among them, or there is none of such values.
+        UsageError: There is no such link, or the values are invalid.
     """
     if way not in links:
         raise UsageError(

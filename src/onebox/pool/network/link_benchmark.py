@@ -1,4 +1,5 @@
-"""Measures links: messages go from one worker to another and a small one comes back, timed by the workers' traces."""
+"""Benchmark of links: messages go from one worker to another and a small one comes back, timed by the workers'
+traces."""
 
 from __future__ import annotations
 
@@ -21,10 +22,10 @@ LinkSpeeds = Mapping[tuple[int, int], tuple[float, float]]
 """Latency in seconds and bandwidth in bytes per second, by source and target."""
 
 _STEPS = 4
-"""Instructions of a round trip, on either side."""
+"""Instructions of a round trip on either side."""
 
 _MORE_ROUNDS = 3
-"""How often links are measured again, at most, for each of the two reasons to do so."""
+"""The most repetitions of a link's measurement, for each of the two reasons."""
 
 _TINY = TensorSpec("float32", (1,))
 
@@ -52,13 +53,13 @@ def measure_links(pool: MeasuredPool, members: Sequence[int], rooms: Sequence[in
 
 
 def settled(measures: Mapping[tuple[int, int], Callable[[], tuple[float, float]]]) -> LinkSpeeds:
-    """Measure links, and those again by which much is decided and which may have been disturbed, at other moments.
+    """Measure links, and measure again those that matter most and may have been disturbed.
 
-    Links whose way back is much faster, until none is; and the shortest ones that join all devices, by which groups are
-    told apart, until the groups stay as they are; either a few times at most.
+    Links whose opposite direction is much faster are repeated until there are none; the shortest links that join all
+    devices, which determine the groups of near devices, until the groups are stable; both a few times at most.
 
     Args:
-        measures: What measures a link, in both directions of each; the answers may only become better.
+        measures: A function for each direction of each link that measures it; its results may only improve.
     """
     links = {pair: measure() for pair, measure in measures.items()}
     for _ in range(_MORE_ROUNDS):
@@ -77,7 +78,7 @@ def settled(measures: Mapping[tuple[int, int], Callable[[], tuple[float, float]]
 def tables(
     links: LinkSpeeds, devices: Iterable[int]
 ) -> tuple[dict[int, dict[int, float]], dict[int, dict[int, float]]]:
-    """Return latencies and bandwidths by source, then target, of links between devices, which are all sources."""
+    """Return latencies and bandwidths by source, then target; every device is a source."""
     latency_s, bandwidth_bps = ({source: dict[int, float]() for source in devices} for _ in range(2))
     for (source, target), (latency, bandwidth) in links.items():
         latency_s[source][target], bandwidth_bps[source][target] = latency, bandwidth
@@ -85,15 +86,15 @@ def tables(
 
 
 def one_way_s(sent_ns: Sequence[int], answered_ns: Sequence[int], *, clock: bool, back_s: float | None) -> list[float]:
-    """Return how long messages took, from the traces of round trips.
+    """Return the one-way times of messages, from the traces of round trips.
 
     Args:
-        sent_ns: Trace of the sender: send, receive, ask, free, for each round trip.
-        answered_ns: Trace of the other: receive, call (which waits for it), send, free.
-        clock: Whether both traces are by the same clock, and tell when what was waited for was there.
-        back_s: Seconds of the way back, which are taken off where only the whole round trip is known; half of it all
-            where they are not known. Half of it is the least in any case, since what goes back is the smaller message:
-            where something held up those by which the way back is known, a message would seem to take no time.
+        sent_ns: Trace of the sender in nanoseconds: send, receive, synchronise, free, for each round trip.
+        answered_ns: Trace of the receiver: receive, call (which waits for it), send, free.
+        clock: Whether both traces use the same clock and show the time of arrival.
+        back_s: Seconds of the way back, subtracted where only the round trip is known; half of the round trip where
+            ``None``. The result is at least half of the round trip, since the message back is the smaller one: a
+            disturbed ``back_s`` would otherwise give messages that take no time.
     """
     found = []
     for start in range(0, len(sent_ns), 2 * _STEPS):
@@ -108,19 +109,20 @@ def one_way_s(sent_ns: Sequence[int], answered_ns: Sequence[int], *, clock: bool
 
 
 def have_one_clock(one: DeviceInfo, other: DeviceInfo) -> bool:
-    """Tell whether the traces of two devices go together: by one host's clock, and work is done when its time ends."""
+    """Return whether the traces of two devices are comparable: on one host's clock, and with work complete when its
+    time ends."""
     return one.host == other.host and "cuda" not in (one.kind, other.kind)
 
 
 class _Way:
-    """The way from one worker to another.
+    """One direction of a link between two workers.
 
     Args:
         pool: The pool.
         group: A group that both are in.
         source: The sender's rank and number.
         target: The receiver's rank and number.
-        room_bytes: The most that a message and its copies may take.
+        room_bytes: Limit of a message and its copies in bytes.
     """
 
     def __init__(
@@ -135,7 +137,8 @@ class _Way:
         self._clock = have_one_clock(pool.devices[self._source], pool.devices[self._target])
 
     def measure(self) -> tuple[float, float]:
-        """Return latency and bandwidth, by the fastest messages of each size so far: nothing makes one too fast."""
+        """Return latency and bandwidth, from the fastest message of each size so far: no disturbance makes one
+        faster."""
         seconds = {SMALLEST_BYTES: min(self._trips(SMALLEST_BYTES, LEAST_REPEATS, None))}
         if (more := repeats(2 * seconds[SMALLEST_BYTES])) > LEAST_REPEATS:
             seconds[SMALLEST_BYTES] = min(self._trips(SMALLEST_BYTES, more, None))
@@ -146,7 +149,7 @@ class _Way:
         return fit_link(self._fastest_s)
 
     def _trips(self, size: int, count: int, back_s: float | None) -> list[float]:
-        """Send a message of a size so many times; return the seconds of each."""
+        """Send ``count`` messages of a size; return the seconds of each."""
         spec = TensorSpec("float32", (size // SMALLEST_BYTES,))
         numbers = [self._pool.new_number() for _ in range(4)]
         try:
@@ -157,7 +160,7 @@ class _Way:
                 ]
             )
         finally:
-            with contextlib.suppress(OneboxError):  # of a pool that is broken
+            with contextlib.suppress(OneboxError):  # the pool may be broken
                 for worker in (self._source, self._target):
                     self._pool.post(worker, [Free(tuple(numbers[:2]), tuple(numbers[2:]))])
         return one_way_s(traces[1].times_ns, traces[0].times_ns, clock=self._clock, back_s=back_s)
@@ -196,7 +199,7 @@ def _run(routine: int, trip: tuple[Step, ...], count: int) -> list[Instruction]:
 
 
 def _more_s(seconds: Mapping[int, float], size: int) -> float:
-    """Return by how much longer a message of a size takes than the smallest, as far as is known."""
+    """Return how much longer a message of a size takes than the smallest, as far as known."""
     if len(seconds) < 2:
         return 0.0
     smallest, largest = min(seconds), max(seconds)

@@ -1,4 +1,4 @@
-"""Measures what a pool's devices and links can do, by stored programs and traced routines like any other work."""
+"""Measurement of a pool's devices and links, with stored programs and traced routines like any other work."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from onebox.wire.protocol.requests import Define, Routine, Run, StoredProgram
 from onebox.wire.protocol.responses import WorkerMemory
 
 _TOGETHER_S = 0.06
-"""How long each kernel runs on each device, so that slow and fast ones of a host are at work at the same time."""
+"""How long each kernel runs on each device, so that slow and fast devices of a host are busy at the same time."""
 
 _BLOCK_S = 0.001
-"""Runs of a kernel are timed in blocks of at least so long: an accelerator is done only when somebody has waited, which
-takes some 10 µs. Longer ones would be cut into by other processes more often."""
+"""Minimum length of a timed block of kernel runs: an accelerator has finished only when the host has synchronised,
+which takes some 10 µs. Longer blocks would be interrupted by other processes more often."""
 
 _LEAST_BLOCKS, _MOST_BLOCKS, _MOST_CALLS = 5, 60, 100
 _ONE = TensorSpec("float32", (1,))
 
 
 def profile_key(pool: MeasuredPool) -> str:
-    """Return the name under which the profile of such a pool is kept: a hash of all that it depends on."""
+    """Return the cache key of the profile of such a pool: a hash of everything that it depends on."""
     links = sorted((source, target, link) for (source, target), link in pool.links.items())
     here = platform.node(), len(os.sched_getaffinity(0))
-    devices = [replace(device, host_free_bytes=0) for device in pool.devices]  # which is another each time
+    devices = [replace(device, host_free_bytes=0) for device in pool.devices]  # differs at every start
     return key_of("pool", FORMAT, str(torch.__version__), here, devices, links, shares_memory())
 
 
@@ -86,7 +86,7 @@ def _rooms(pool: MeasuredPool) -> list[int]:
     """Return how many bytes may be used on each device.
 
     Raises:
-        UsageError: On one there is hardly any memory left.
+        UsageError: A device has hardly any memory left.
     """
     answers = raise_first([pool.post(worker, [Ask("memory")], answer=True) for worker in range(len(pool))])
     hosts = [device.host for device in pool.devices]
@@ -109,13 +109,13 @@ def _rooms(pool: MeasuredPool) -> list[int]:
 
 
 def measure_devices(pool: MeasuredPool, rooms: Sequence[int]) -> list[Speeds]:
-    """Return what each device reaches on the fixed kernels, all devices at work at once.
+    """Measure each device's speed on the fixed kernels, with all devices busy at once.
 
     Args:
         pool: The pool.
         rooms: Bytes that may be used on each device.
     """
-    own_bytes = _ONE.size_bytes  # of each run, beside its kernel
+    own_bytes = _ONE.size_bytes  # bytes of a run besides its kernel
     sets = [
         kernels(device.kind, room - own_bytes, bf16=device.has_bf16)
         for device, room in zip(pool.devices, rooms, strict=True)
@@ -145,7 +145,7 @@ def _time(pool: MeasuredPool, chosen: Mapping[int, BenchmarkKernel]) -> dict[int
 def _all(
     pool: MeasuredPool, runs: Iterable[_KernelRun], plans: Mapping[int, tuple[int, int]]
 ) -> dict[int, list[float]]:
-    """Let workers run blocks of calls at once; return for each the seconds of a call in each block."""
+    """Run blocks of calls on all workers at once; return each worker's seconds per call, for each block."""
     by_worker = {run.worker: run for run in runs}
     posted = [pool.post(worker, run.instructions(*plans[worker]), answer=True) for worker, run in by_worker.items()]
     answers = zip(by_worker.items(), raise_first(posted), strict=True)
@@ -153,22 +153,22 @@ def _all(
 
 
 def blocks(call_s: float) -> tuple[int, int]:
-    """Return how many blocks of how many calls to run of what takes so long.
+    """Return the number of blocks, and of calls per block, for calls of a given length.
 
     Args:
-        call_s: Seconds of a call, roughly.
+        call_s: Approximate seconds of a call.
     """
     calls = max(1, min(_MOST_CALLS, math.ceil(_BLOCK_S / call_s)))
     return max(_LEAST_BLOCKS, min(_MOST_BLOCKS, round(_TOGETHER_S / (calls * call_s)))), calls
 
 
 def block_seconds(times_ns: Sequence[int], count: int, calls: int) -> list[float]:
-    """Return the seconds of a call, as a mean over each block of a trace, which is of as many instructions as others.
+    """Return the mean seconds per call of each block in a trace whose blocks have equal numbers of instructions.
 
     Args:
-        times_ns: Start and end of each instruction.
-        count: How many blocks there are.
-        calls: Calls of each.
+        times_ns: Start and end of each instruction, in nanoseconds.
+        count: Number of blocks.
+        calls: Calls per block.
     """
     length, rest = divmod(len(times_ns), count)
     assert not rest and length > 2 * calls, f"{len(times_ns)} times for {count} blocks of {calls} calls"
@@ -194,7 +194,7 @@ class _KernelRun:
         self._output, self._scalar = pool.new_number(), pool.new_number()
 
     def prepare(self) -> None:
-        """Store the program and make its inputs."""
+        """Store the program and create its inputs."""
         maker = randoms((*self._kernel.program.inputs, _ONE))
         self._pool.post(
             self.worker,
@@ -206,7 +206,7 @@ class _KernelRun:
         )
 
     def instructions(self, count: int, calls: int) -> list[Define | Run]:
-        """Return what runs blocks of calls, each block ended by a question that is answered when all is done."""
+        """Return instructions that run blocks of calls; each block ends with a synchronisation."""
         call, answer = Call(self._program, self._inputs, (self._output,)), Ask("scalars", (self._scalar,))
         block: tuple[Step, ...] = (*(call,) * calls, answer)
         if self._kernel.away:
@@ -215,9 +215,9 @@ class _KernelRun:
         return [Define(self._routine, Routine(block * count, 0)), Run(self._routine, trace=True)]
 
     def clear(self) -> None:
-        """Leave nothing behind."""
+        """Free everything on the worker."""
         buffers = (*self._inputs, self._output, self._scalar)
-        with contextlib.suppress(OneboxError):  # of a pool that is broken
+        with contextlib.suppress(OneboxError):  # the pool may be broken
             self._pool.post(self.worker, [Free(buffers, (self._program, self._maker, self._routine))])
 
 
@@ -225,7 +225,8 @@ class _KernelRun:
 
 
 def _all_links(pool: MeasuredPool, rooms: Sequence[int]) -> LinkSpeeds:
-    """Measure the links between all devices that can send to each other: those that have values, and those without."""
+    """Measure the links between all devices that can send to each other: real devices and ``sim`` devices
+    separately."""
     found: dict[tuple[int, int], tuple[float, float]] = {}
     sleeping = [device.number for device in pool.devices if device.kind == "sim"]
     for members in (sleeping, [device.number for device in pool.devices if device.kind != "sim"]):

@@ -1,4 +1,4 @@
-"""Which ways tensors may take from worker to worker."""
+"""Transport paths of tensors from worker to worker."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ SHARED_VARIABLE = "ONEBOX_SHARED_MEMORY"
 
 
 def shares_memory() -> bool:
-    """Tell whether workers of one host may share memory: what ``ONEBOX_SHARED_MEMORY`` says, 1 where it is not set.
+    """Return whether workers of one host may share memory: the value of ``ONEBOX_SHARED_MEMORY``, 1 by default.
 
     Raises:
-        UsageError: It says something else than 0 or 1.
+        UsageError: Its value is neither 0 nor 1.
     """
     said = os.environ.get(SHARED_VARIABLE, "1")
     if said not in ("0", "1"):
@@ -26,11 +26,11 @@ def shares_memory() -> bool:
 
 
 def explain_unshared(members: Sequence[DeviceInfo], answers: Sequence[WorkerReply]) -> list[str]:
-    """Return a line for each member of a group that does not share memory with another one, though it is beside it.
+    """Return a line for each member of a group that does not share memory with another one on the same host.
 
     Args:
         members: The devices, by their ranks.
-        answers: What each said when it had joined.
+        answers: Their replies to the joining of the group.
     """
     lines = []
     for one, answer in zip(members, answers, strict=True):

@@ -1,4 +1,4 @@
-"""What happened when and where, as Chrome-trace JSON that Perfetto and chrome://tracing open.
+"""Timelines as Chrome-trace JSON, which Perfetto and chrome://tracing open.
 
 Format: "Trace Event Format", Google, 2016,
     https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
@@ -18,14 +18,14 @@ from onebox.report.run.json_files import to_json, write_atomically
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """One thing that took some time.
+    """An activity with a duration.
 
     Args:
-        name: What it was, such as ``forward``.
-        category: Its sort, such as ``compute`` or ``transfer``.
-        start_ns: When it began, in nanoseconds on the clock that all spans of a timeline share.
-        end_ns: When it ended; not before it began.
-        args: What more to show about it, as small JSON values.
+        name: Its name, such as ``forward``.
+        category: Its kind, such as ``compute`` or ``transfer``.
+        start_ns: Its beginning, in nanoseconds on the common clock of a timeline.
+        end_ns: Its end, not before the beginning.
+        args: Further details, as small JSON values.
 
     Raises:
         UsageError: It ends before it begins.
@@ -45,8 +45,8 @@ class Span:
 class Timeline:
     """Collects spans, by process and track, and writes them as one trace.
 
-    Tracks never overlap: a span that begins before an earlier one of its track has ended goes to a further
-    lane, ``<track> #2`` and so on. (Perfetto drops a complete event that overlaps another on its track.)
+    Tracks never overlap: a span that begins before an earlier one of its track has ended goes to another lane,
+    ``<track> #2`` and so on. (Perfetto drops a complete event that overlaps another on its track.)
 
     Example:
         >>> timeline = Timeline()
@@ -59,7 +59,7 @@ class Timeline:
         self._processes: dict[str, dict[str, list[Span]]] = {}
 
     def add(self, process: str, track: str, spans: Iterable[Span]) -> None:
-        """Add spans to a track; the track, and its process, come into being with the first call.
+        """Add spans to a track; the first call creates the track and its process.
 
         Args:
             process: Name of the group of tracks, such as a device.
@@ -69,13 +69,13 @@ class Timeline:
         self._processes.setdefault(process, {}).setdefault(track, []).extend(spans)
 
     def write(self, path: Path | str) -> None:
-        """Write the trace, whole or not at all; times count from the earliest span's beginning.
+        """Write the trace atomically; times count from the beginning of the earliest span.
 
         Args:
             path: The file; one that exists is replaced.
 
         Raises:
-            UsageError: A span's args hold something that JSON cannot express.
+            UsageError: A span's args contain something that JSON cannot express.
             OSError: The file cannot be written.
         """
         trace = {"displayTimeUnit": "ms", "traceEvents": self._events()}
@@ -84,7 +84,7 @@ class Timeline:
     def _events(self) -> list[dict[str, object]]:
         tracks = [track for process in self._processes.values() for track in process.values()]
         origin_ns = min((span.start_ns for track in tracks for span in track), default=0)
-        numbers = count(1)  # one for processes and tracks together, so that no track's is its process's
+        numbers = count(1)  # one sequence for processes and tracks, so that no track has its process's number
         events: list[dict[str, object]] = []
         for process, tracks_by_name in self._processes.items():
             pid = next(numbers)
@@ -99,7 +99,7 @@ class Timeline:
 
 
 def _lanes(spans: Iterable[Span]) -> list[list[Span]]:
-    """Share spans out over as few lanes as possible, none of which overlaps; there is at least one lane."""
+    """Distribute spans over the fewest lanes without overlap; there is at least one lane."""
     lanes: list[list[Span]] = [[]]
     for span in sorted(spans, key=lambda span: (span.start_ns, span.end_ns)):
         for lane in lanes:
@@ -129,10 +129,10 @@ def _complete(span: Span, origin_ns: int, pid: int, tid: int) -> dict[str, objec
 
 
 def _microseconds(time_ns: int) -> float:
-    """Turn nanoseconds into microseconds that Perfetto reads back as the same nanoseconds.
+    """Convert nanoseconds to microseconds that Perfetto reads back as the same nanoseconds.
 
-    It multiplies by 1000 and cuts off the fraction (``CoerceToTs`` in its JSON importer), which would make
-    1000 ns of 1.001 us, and an overlap of 1 ns between neighbours.
+    Perfetto multiplies by 1000 and cuts off the fraction (``CoerceToTs`` in its JSON importer), which would turn 1.001
+    us into 1000 ns, and give neighbours an overlap of 1 ns.
     """
     time_us = time_ns / 1000
     return time_us if int(time_us * 1000.0) >= time_ns else math.nextafter(time_us, math.inf)

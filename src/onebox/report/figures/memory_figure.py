@@ -1,7 +1,7 @@
-"""The memory of a step as a figure: for each device its curve over time, its budget, and where its peak is.
+"""A figure of a step's memory: for each device its curve over time, its budget, and its peak.
 
-What is predicted is an area, what was measured a line on top of it. Matplotlib is used without pyplot, so that nothing
-global changes, and is imported only when something is drawn.
+The prediction is an area, the measurement a line on top of it. Matplotlib is used without pyplot, so that nothing
+global changes, and is imported on first use.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from onebox.plan import Simulation
 from onebox.report.figures.step_figure import COLOURS, MEANINGS, canvas, check_suffix, save
 from onebox.report.tables.memory import bytes_text, measured_instructions
 
-if TYPE_CHECKING:  # the engine takes a second to be imported, which figures of simulations do not need
+if TYPE_CHECKING:  # importing the engine takes a second, and figures of simulations do not need it
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # the engine takes a second to be imported, which figures of 
 _ROW_IN = 2.1
 _FONT = 7.5
 _STRIP = 0.05
-"""Height of the strip that tells what is computed, as a part of the axes."""
+"""Height of the strip that shows the computations, as a fraction of the axes."""
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))
 
 
@@ -34,13 +34,13 @@ class Moment(NamedTuple):
     """One instruction of a device.
 
     Args:
-        start_s: When it begins, in seconds from the beginning of the step.
-        end_s: When it ends; not later than the next begins.
+        start_s: Its beginning, in seconds from the beginning of the step.
+        end_s: Its end, not later than the beginning of the next.
         kind: The kind of action that it computes; empty if it computes none.
-        predicted_peak: The most bytes that it is expected to need.
-        predicted_used: Those that are expected to be in use after it.
-        peak: The most bytes that it needed; ``None`` where it was not measured.
-        used: Those in use after it; likewise.
+        predicted_peak: Predicted peak of bytes during it.
+        predicted_used: Predicted bytes in use after it.
+        peak: Measured peak of bytes during it; ``None`` where it was not measured.
+        used: Measured bytes in use after it; likewise.
     """
 
     start_s: float
@@ -54,14 +54,14 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRow:
-    """The memory of one device over a step, ready to be drawn.
+    """The memory of one device over a step.
 
     Args:
         device: Its number.
-        start_bytes: What is in use when the step begins.
+        start_bytes: Bytes in use at the beginning of the step.
         moments: Its instructions, in order.
-        peak_name: What runs when most is in use.
-        budget_bytes: What it may use; ``None`` for no limit.
+        peak_name: The action at the peak.
+        budget_bytes: Its limit; ``None`` for none.
     """
 
     device: int
@@ -74,13 +74,13 @@ class MemoryRow:
 def predicted_rows(
     curves: Mapping[int, MemoryTimeline], simulation: Simulation, budgets: Mapping[int, int | None]
 ) -> tuple[MemoryRow, ...]:
-    """Return what devices are expected to use over the simulated step.
+    """Return the predicted memory of devices over the simulated step.
 
-    Instructions of an action share its time; the others take none, but for the optimizer, which has the rest of the
+    Instructions of an action share its time; the others take none, except the optimizer, which takes the rest of the
     step.
 
     Args:
-        curves: Of each device.
+        curves: The curve of each device.
         simulation: The step, with its details.
         budgets: The memory of each device; ``None`` for one without limit.
     """
@@ -111,16 +111,16 @@ def predicted_rows(
 def measured_rows(
     curves: Mapping[int, MemoryTimeline], events: Iterable[TraceEvent], step: int, budgets: Mapping[int, int | None]
 ) -> tuple[MemoryRow, ...]:
-    """Return what devices used over a step, beside what was expected of the same instructions.
+    """Return the measured memory of devices over a step, beside the prediction for the same instructions.
 
     Args:
-        curves: Of each device, as predicted for such a step.
+        curves: The predicted curve of each device for such a step.
         events: From :meth:`~onebox.engine.Trainer.events`.
         step: The step.
         budgets: The memory of each device; ``None`` for one without limit.
 
     Raises:
-        UsageError: There is nothing of the step, or it was of another plan or batch.
+        UsageError: There are no events of the step, or it had another plan or batch.
     """
     own = [event for event in events if event.step == step]
     seen = {device: measured_instructions(curve, own) for device, curve in sorted(curves.items())}
@@ -160,9 +160,9 @@ def draw_memory(
     """Draw the memory of devices below each other, on one scale of time.
 
     Args:
-        rows: At least one.
+        rows: The devices' memory, at least one.
         path: The file, a ``.png``, ``.svg`` or ``.pdf``; one that exists is replaced.
-        title: What stands above, such as the plan in a line.
+        title: Title above the figure, such as the plan in a line.
         emulated: Numbers of emulated devices, which are marked.
 
     Raises:
@@ -192,7 +192,7 @@ def _kind(name: str, action: object) -> str:
 
 def _draw_row(axes: Axes, row: MemoryRow, emulated: bool) -> None:
     highest = max(max(one.predicted_peak, one.peak or 0) for one in row.moments)
-    near = row.budget_bytes is not None and row.budget_bytes <= 3 * highest  # a far one would flatten the curve
+    near = row.budget_bytes is not None and row.budget_bytes <= 3 * highest  # a distant budget would flatten the curve
     top = max(highest, row.budget_bytes if near and row.budget_bytes else 0)
     unit, name = next((unit, name) for unit, name in _UNITS if top >= unit or unit == 1)
     predicted = [(one.start_s, one.end_s, one.predicted_peak, one.predicted_used) for one in row.moments]
@@ -226,7 +226,7 @@ def _draw_row(axes: Axes, row: MemoryRow, emulated: bool) -> None:
 def _corners(
     moments: Iterable[tuple[float, float, int, int]], start_bytes: int, unit: int
 ) -> tuple[list[float], list[float]]:
-    """Return times in milliseconds and memory: up to the peak of an instruction when it begins, down when it ends."""
+    """Return times in milliseconds and memory: up to an instruction's peak at its beginning, down at its end."""
     times, heights, level = [0.0], [start_bytes / unit], start_bytes
     for start, end, peak, used in moments:
         times += [start * 1e3, start * 1e3, end * 1e3, end * 1e3]
@@ -236,7 +236,7 @@ def _corners(
 
 
 def _draw_strip(axes: Axes, row: MemoryRow, height: float) -> None:
-    """Tell what is computed when, in the colours of the figure of the schedule."""
+    """Draw the strip of computations, in the colours of the figure of the schedule."""
     for one in row.moments:
         if one.kind and one.end_s > one.start_s:
             span = [(one.start_s * 1e3, (one.end_s - one.start_s) * 1e3)]

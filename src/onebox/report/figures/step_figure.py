@@ -1,7 +1,7 @@
-"""A step as a figure: what each device computes, sends and sums, when; predicted, measured, or both.
+"""A figure of a step: computation, transfers and sums of each device over time; predicted, measured, or both.
 
 One row a device, time from left to right. Matplotlib is used without pyplot, so that nothing global changes, and is
-imported only when something is drawn.
+imported on first use.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from onebox.errors import UsageError
 from onebox.plan import Simulation
 from onebox.report.tables.text import time_text
 
-if TYPE_CHECKING:  # the engine takes a second to be imported, which tables alone do not need
+if TYPE_CHECKING:  # importing the engine takes a second, and tables do not need it
     from onebox.engine import TraceEvent
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ COLOURS = {
     "transfer": "#5f6b7a",
     "sum": "#c2464a",
 }
-"""Blue and orange differ for all kinds of colour vision; green, purple and red are told apart by place, too."""
+"""Blue and orange differ for all kinds of colour vision; green, purple and red also differ in position."""
 
 MEANINGS = {
     "F": "forward",
@@ -54,17 +54,17 @@ _ROW_IN = 0.55
 _DPI = 150
 _FONT = 7.5
 _LIGHTEST = 0.5
-"""So much white is in the colours of the last stage."""
+"""Fraction of white in the colours of the last stage."""
 
 
 class Bar(NamedTuple):
-    """Something that a device does.
+    """An activity of a device.
 
     Args:
         device: The device.
         kind: ``F``, ``I``, ``W``, ``B``, ``optimizer``, ``other``, ``transfer`` or ``sum``.
-        start_s: When it begins, in seconds from the beginning of the step.
-        end_s: When it ends.
+        start_s: Its beginning, in seconds from the beginning of the step.
+        end_s: Its end.
         stage: The stage of an action.
         micro_batch: Its micro-batch.
     """
@@ -79,12 +79,12 @@ class Bar(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StepChart:
-    """A step, ready to be drawn.
+    """The chart of a step.
 
     Args:
-        title: What is seen, such as ``predicted``.
-        bars: What the devices do.
-        step_s: How long it takes.
+        title: Its title, such as ``predicted``.
+        bars: The devices' activities.
+        step_s: Duration of the step in seconds.
     """
 
     title: str
@@ -93,7 +93,7 @@ class StepChart:
 
 
 def check_suffix(path: Path | str) -> None:
-    """Require that a figure can be written into a file of this name.
+    """Require that a file name has the suffix of a supported figure format.
 
     Raises:
         UsageError: It has another suffix than ``.png``, ``.svg`` or ``.pdf``.
@@ -105,12 +105,12 @@ def check_suffix(path: Path | str) -> None:
 def draw_simulation(
     simulation: Simulation, path: Path | str, *, title: str = "", emulated: Collection[int] = ()
 ) -> None:
-    """Draw what a plan is expected to do.
+    """Draw the predicted step of a plan.
 
     Args:
         simulation: A step, with its details.
         path: The file, a ``.png``, ``.svg`` or ``.pdf``; one that exists is replaced.
-        title: What stands above, such as the plan in a line.
+        title: Title above the figure, such as the plan in a line.
         emulated: Numbers of emulated devices, which are marked.
 
     Raises:
@@ -128,25 +128,25 @@ def draw_measured(
     emulated: Collection[int] = (),
     simulation: Simulation | None = None,
 ) -> None:
-    """Draw what a step really was, below what was expected where that is given.
+    """Draw a measured step, below the predicted one where that is given.
 
     Args:
-        events: What the workers did, from :meth:`~onebox.engine.Trainer.events`.
+        events: The workers' events, from :meth:`~onebox.engine.Trainer.events`.
         path: The file, a ``.png``, ``.svg`` or ``.pdf``; one that exists is replaced.
         step: The training step.
-        title: What stands above, such as the plan in a line.
+        title: Title above the figure, such as the plan in a line.
         emulated: Numbers of emulated devices, which are marked.
-        simulation: What was expected, with its details.
+        simulation: The predicted step, with its details.
 
     Raises:
-        UsageError: The suffix is another one, there is nothing of the step, or the file cannot be written.
+        UsageError: The suffix is another one, there are no events of the step, or the file cannot be written.
     """
     expected = [predicted_chart(simulation)] if simulation is not None else []
     draw([*expected, measured_chart(events, step)], path, title=title, emulated=emulated)
 
 
 def predicted_chart(simulation: Simulation) -> StepChart:
-    """Return a simulated step, ready to be drawn.
+    """Return the chart of a simulated step.
 
     Raises:
         UsageError: The simulation was made without details.
@@ -166,12 +166,12 @@ def predicted_chart(simulation: Simulation) -> StepChart:
 
 
 def measured_chart(events: Iterable[TraceEvent], step: int) -> StepChart:
-    """Return a step that was measured, ready to be drawn; it begins with its first computation.
+    """Return the chart of a measured step, which begins with its first computation.
 
-    Of transfers, those that a device sends are shown; a receive is under way from when it is asked for.
+    Transfers are shown at their sender, since a receive begins with its request.
 
     Raises:
-        UsageError: Nothing was computed in the step, as far as the events say.
+        UsageError: The events contain no computation of the step.
     """
     own = [event for event in events if event.step == step]
     computed = [event for event in own if event.track == "compute"]
@@ -200,12 +200,12 @@ def _kind(event: TraceEvent) -> str:
 
 
 def draw(pictures: Sequence[StepChart], path: Path | str, *, title: str = "", emulated: Collection[int] = ()) -> None:
-    """Draw steps below each other, on one scale of time.
+    """Draw charts of steps below each other, on one scale of time.
 
     Args:
-        pictures: At least one.
+        pictures: The charts, at least one.
         path: The file, a ``.png``, ``.svg`` or ``.pdf``; one that exists is replaced.
-        title: What stands above.
+        title: Title above the figure.
         emulated: Numbers of emulated devices, which are marked.
 
     Raises:
@@ -225,11 +225,11 @@ def draw(pictures: Sequence[StepChart], path: Path | str, *, title: str = "", em
 
 
 def canvas(height_in: float, places: int) -> tuple[Figure, Sequence[Axes]]:
-    """Return an empty figure, and places for drawings one below the other, which share their time in milliseconds.
+    """Return an empty figure, with axes one below the other, which share their time in milliseconds.
 
     Args:
-        height_in: How high it is, in inches.
-        places: How many drawings.
+        height_in: Its height, in inches.
+        places: Number of axes.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -242,12 +242,12 @@ def canvas(height_in: float, places: int) -> tuple[Figure, Sequence[Axes]]:
 
 
 def save(figure: Figure, path: Path | str, title: str = "") -> None:
-    """Write a figure, without the date, so that the same figure is the same file.
+    """Write a figure without the date, so that equal figures are equal files.
 
     Args:
         figure: The figure.
         path: The file.
-        title: What stands above.
+        title: Title above the figure.
 
     Raises:
         UsageError: The file cannot be written.
@@ -260,7 +260,7 @@ def save(figure: Figure, path: Path | str, title: str = "") -> None:
         Path(path).suffix.lower(), {}
     )
     try:
-        with rc_context({"svg.hashsalt": "onebox"}):  # else names inside the file are drawn at random
+        with rc_context({"svg.hashsalt": "onebox"}):  # else ids inside the file are random
             figure.savefig(path, dpi=_DPI, metadata=metadata)
     except OSError as error:
         raise UsageError(f"figure {path} cannot be written: {error.strerror}") from error
@@ -302,7 +302,7 @@ def _busy(picture: StepChart) -> float:
 def _draw_block(axes: Axes, bar: Bar, row: int, stages: int, digits: int) -> None:
     colour = _shade(COLOURS[bar.kind], bar.stage, stages)
     width = (bar.end_s - bar.start_s) * 1e3
-    edge = min(0.5, 60 * width / axes.get_xlim()[1])  # where blocks are narrow, white edges would hide them
+    edge = min(0.5, 60 * width / axes.get_xlim()[1])  # white edges would hide narrow blocks
     axes.broken_barh(
         [(bar.start_s * 1e3, width)], (row - 0.32, 0.56), facecolors=colour, edgecolors="white", lw=edge, zorder=2
     )
@@ -350,7 +350,7 @@ def _draw_legend(figure: Figure, pictures: Sequence[StepChart], stages: int) -> 
 
 
 def _lanes(bars: Iterable[Bar]) -> list[list[Bar]]:
-    """Share bars out over as few lanes as possible, none of which overlaps."""
+    """Distribute bars over the fewest lanes without overlap."""
     lanes: list[list[Bar]] = []
     for bar in sorted(bars, key=lambda bar: (bar.start_s, bar.end_s)):
         for lane in lanes:
@@ -372,5 +372,5 @@ def _shade(colour: str, stage: int | None, stages: int) -> tuple[float, float, f
 
 
 def _luminance(colour: tuple[float, float, float]) -> float:
-    """Return how bright a colour is, from 0 to 1 (ITU-R BT.709 weights, without gamma)."""
+    """Return the luminance of a colour, from 0 to 1 (ITU-R BT.709 weights, without gamma)."""
     return 0.2126 * colour[0] + 0.7152 * colour[1] + 0.0722 * colour[2]

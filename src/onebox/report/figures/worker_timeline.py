@@ -1,4 +1,4 @@
-"""From what workers did to a timeline: compute, wait, transfer and other tracks for each worker. Pure."""
+"""Timelines of workers' events: compute, wait, transfer and other tracks for each worker. Pure."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from typing import TYPE_CHECKING
 
 from onebox.report.figures.chrome_trace import Span, Timeline
 
-if TYPE_CHECKING:  # the engine takes a second to be imported, which tables alone do not need
+if TYPE_CHECKING:  # importing the engine takes a second, and tables do not need it
     from onebox.engine import TraceEvent
 
 TRACKS = ("compute", "wait", "transfer", "other")
-"""In the order in which they are shown."""
+"""The tracks, in their order."""
 
 DISPATCH_NS = 5_000
-"""Shorter gaps between computations are what reading the next instruction takes, and no waits."""
+"""Shorter gaps between computations are the time to read the next instruction, and not waits."""
 
 _LATE = " of the step before"
-"""What an engine says behind the name of an action for that."""
+"""Suffix of the engine's names of late actions."""
 
 
 def timeline_of(events: Iterable[TraceEvent], names: Mapping[int, str]) -> Timeline:
-    """Return the timeline of what workers did.
+    """Return the timeline of workers' events.
 
     Args:
         events: From :meth:`~onebox.engine.Trainer.events`.
-        names: What each worker is called.
+        names: Name of each worker.
 
     Returns:
         A timeline with a process for each worker. Transfers that overlap are on several tracks.
@@ -47,13 +47,13 @@ def timeline_of(events: Iterable[TraceEvent], names: Mapping[int, str]) -> Timel
 
 
 def waits(events: Sequence[TraceEvent], step: int) -> list[Span]:
-    """Return when a worker waited in a step: while it had begun the step, or computed, and did not compute on.
+    """Return a worker's waits in a step: gaps between its first event and its last computation.
 
-    What it does beside computing, such as adding gradients up, is no wait. A wait in which something arrived is called
-    after what arrived last; one in which nothing did, but the worker sent something, after that.
+    Other work, such as adding up gradients, is not a wait. A wait is named after the last transfer that arrived in it
+    or, without one, after the last that the worker sent.
 
     Args:
-        events: What one worker did in one step.
+        events: The events of one worker in one step.
         step: The step.
     """
     busy = sorted(
@@ -76,7 +76,7 @@ def waits(events: Sequence[TraceEvent], step: int) -> list[Span]:
 
 
 def _wait(start_ns: int, end_ns: int, arrivals: Iterable[TraceEvent], step: int) -> Span:
-    """Return a wait, named after what arrived last in it, if something did."""
+    """Return a wait, named after its last arrival, if any."""
     inside = [event for event in arrivals if start_ns < event.end_ns <= end_ns]
     cause = max(inside, key=lambda event: (not event.name.startswith("send"), event.end_ns), default=None)
     args: dict[str, object] = {"step": step + 1}
@@ -90,5 +90,5 @@ def _span(event: TraceEvent) -> Span:
     args: dict[str, object] = {"step": event.begun + 1}
     if event.action is not None:
         args |= {"stage": event.action.stage, "micro_batch": event.action.micro_batch}
-    name = event.name.removesuffix(_LATE) if event.late else event.name  # the step is said
+    name = event.name.removesuffix(_LATE) if event.late else event.name  # the step is shown otherwise
     return Span(name=name, category=event.track, start_ns=event.start_ns, end_ns=event.end_ns, args=args)

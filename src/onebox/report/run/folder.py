@@ -1,4 +1,4 @@
-"""The folder that holds everything a training run leaves behind."""
+"""The folder of all files of a training run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from onebox.report.run.json_files import to_json, write_atomically
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFolder:
-    """Where one run's files lie. Make one with :meth:`create` or :meth:`resume`.
+    """The folder of a run. Make one with :meth:`create` or :meth:`resume`.
 
     Args:
         path: The folder; it exists.
@@ -29,9 +29,9 @@ class RunFolder:
         """Make the folder of a new run.
 
         Args:
-            name: What the run is called, for instance its model: letters, digits, dots, dashes, underscores.
-            path: The folder itself; by default ``<root>/<UTC timestamp>-<name>``, with ``-2``, ``-3``, ...
-                behind it where several runs start within one second.
+            name: Name of the run, for instance its model: letters, digits, dots, dashes, underscores.
+            path: The folder itself; by default ``<root>/<UTC timestamp>-<name>``, with the suffix ``-2``, ``-3``, ...
+                where several runs start within one second.
             root: Folder of all runs, used where no path is given.
 
         Returns:
@@ -63,13 +63,13 @@ class RunFolder:
 
     @classmethod
     def resume(cls, path: Path | str) -> RunFolder:
-        """Take the folder of an earlier run, to go on with it.
+        """Return the folder of an earlier run, to resume it.
 
         Args:
             path: The folder.
 
         Returns:
-            The folder, with all that lies in it.
+            The folder with its files.
 
         Raises:
             UsageError: There is no such folder.
@@ -94,7 +94,7 @@ class RunFolder:
 
     @property
     def checkpoint(self) -> Path:
-        """Folder of the checkpoint; whoever writes the checkpoint makes it."""
+        """Folder of the checkpoint; created by the writer of the checkpoint."""
         return self.path / "checkpoint"
 
     @property
@@ -104,12 +104,12 @@ class RunFolder:
 
     @property
     def plan(self) -> Path:
-        """File of the plan, of a run that was given one."""
+        """File of the plan, if the run has one."""
         return self.path / "plan.json"
 
     @property
     def schedule(self) -> Path:
-        """Figure of a step as it was measured, of a run that was given a plan."""
+        """Figure of a measured step, if the run has a plan."""
         return self.path / "schedule.png"
 
     @property
@@ -123,24 +123,24 @@ class RunFolder:
         return self.path / "summary.json"
 
     def write_config(self, config: Mapping[str, object]) -> None:
-        """Write the configuration, whole or not at all.
+        """Write the configuration atomically.
 
         Args:
-            config: What the run was started with. Numbers that are not finite become ``null``.
+            config: The options of the run. Numbers that are not finite become ``null``.
 
         Raises:
-            UsageError: It holds something that JSON cannot express.
+            UsageError: It contains something that JSON cannot express.
         """
         _write(self.config, config)
 
     def write_summary(self, summary: Mapping[str, object]) -> None:
-        """Write the result, whole or not at all.
+        """Write the result atomically.
 
         Args:
-            summary: What came out of the run. Numbers that are not finite become ``null``.
+            summary: The results of the run. Numbers that are not finite become ``null``.
 
         Raises:
-            UsageError: It holds something that JSON cannot express.
+            UsageError: It contains something that JSON cannot express.
         """
         _write(self.summary, summary)
 

@@ -1,4 +1,4 @@
-"""JSON and files, as every part of a run's record writes them."""
+"""JSON encoding and atomic writes for all files of a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def to_json(value: object) -> bytes:
         UTF-8 bytes without a newline.
 
     Raises:
-        UsageError: The value holds something that JSON cannot express.
+        UsageError: The value contains something that JSON cannot express.
 
     Example:
         >>> to_json({"loss": float("nan"), "step": 3})
@@ -39,14 +39,14 @@ def to_json(value: object) -> bytes:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Put a file in place whole or not at all: temporary file, flush to disk, rename.
+    """Write a file atomically: temporary file, flush to disk, rename.
 
     Args:
         path: The file; one that exists is replaced.
         content: All of its bytes.
 
     Raises:
-        OSError: The file cannot be written; what was there before is untouched.
+        OSError: The file cannot be written; an earlier one is unchanged.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

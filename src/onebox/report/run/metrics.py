@@ -14,20 +14,19 @@ from onebox.errors import UsageError
 from onebox.report.run.json_files import to_json, write_atomically
 
 _WAITING_BYTES = 16 << 20
-"""So much is kept of what cannot be written; later lines are lost."""
+"""Limit of buffered lines that cannot be written; later lines are lost."""
 
 
 class MetricsLog:
     """Appends one JSON object per line to a file, each line at once.
 
-    What cannot be written, as on a full disk, is kept, up to a bound, and goes before the next line.
+    Lines that cannot be written, as on a full disk, are buffered, up to a limit, and written before the next line.
 
-    JSON has no NaN and no infinity: a number that is not finite is written as ``null``, so that a loss that
-    diverges is on record and the file stays readable. What a crash left of an unfinished last line is dropped
-    when the file is opened.
+    JSON has no NaN and no infinity: a number that is not finite is written as ``null``, so that a diverging loss is
+    recorded and the file stays readable. An incomplete last line, as after a crash, is dropped when the file is opened.
 
     Args:
-        path: The file; its folder exists. What is in it stays.
+        path: The file; its folder exists. Existing lines stay.
 
     Raises:
         OSError: The file cannot be opened.
@@ -46,7 +45,7 @@ class MetricsLog:
         """Append one line.
 
         Args:
-            record: Names to values.
+            record: Values by name.
 
         Raises:
             UsageError: A value cannot be expressed in JSON; nothing is written.
@@ -64,7 +63,7 @@ class MetricsLog:
             del self._waiting[:written]
 
     def close(self) -> None:
-        """Write what waits, if that can be, and close the file; a second call does nothing."""
+        """Write buffered lines, if possible, and close the file. Idempotent."""
         if not self._file.closed:
             with self._file, contextlib.suppress(OSError):
                 self._write()
@@ -84,14 +83,14 @@ def _drop_unfinished_line(path: Path) -> None:
 
 
 def rewind_metrics(path: Path | str, *, step: int) -> None:
-    """Drop the records of the steps after one: a run that is resumed there writes them again.
+    """Drop the records of the steps after a given one, which a resumed run writes again.
 
     Args:
         path: The file; nothing happens where there is none.
         step: The last step that stays. A record without a ``step`` stays too.
 
     Raises:
-        UsageError: A line is no JSON object.
+        UsageError: A line is not a JSON object.
         OSError: The file cannot be read or written.
     """
     path = Path(path)

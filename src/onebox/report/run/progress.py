@@ -1,4 +1,4 @@
-"""How far a training run has come: a bar on a terminal, plain lines elsewhere."""
+"""Progress of a training run: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from rich.progress import Progress as RichProgress
 
 from onebox.report.tables.text import loss_text, rate_text
 
-_WINDOW_STEPS = 50  # steps that the rate is taken over: steady enough to read, soon right after a change
+_WINDOW_STEPS = 50  # steps of the rate's average: steady enough to read, soon right after a change
 _REFRESH_S = 0.1  # rich's own default
 
 
 class Progress:
     """Shows the progress of a training run; a context manager.
 
-    On a terminal a bar with epoch, step, loss, samples per second and the time that is left; elsewhere the
-    same as one plain line every so many steps, and at the last. It starts no thread. Characters that the
-    stream's encoding lacks come out as ``?``; once the stream is closed nothing is written any more. A broken
-    pipe is the caller's business: plain lines raise BrokenPipeError.
+    On a terminal a bar with epoch, step, loss, samples per second and the remaining time; elsewhere the same as one
+    plain line every ``every`` steps, and at the last. It starts no thread. Characters that the stream's encoding lacks
+    become ``?``; after the stream is closed nothing is written. Plain lines raise BrokenPipeError for a broken pipe,
+    which the caller handles.
 
     Args:
         total_steps: Steps of the whole run, over all epochs.
         epochs: Epochs of the whole run.
-        every: On a stream that is no terminal, write a line every so many steps.
-        console: Where to write; standard output by default. For another stream, ``Console(file=stream)``.
-        start_step: Steps that a resumed run has behind it already.
-        clock: Seconds that only go forward; for tests.
+        every: Steps between two lines, on a stream that is not a terminal.
+        console: Destination; standard output by default. For another stream, ``Console(file=stream)``.
+        start_step: Steps that a resumed run has already done.
+        clock: A monotonic clock in seconds; for tests.
 
     Example:
         >>> with Progress(total_steps=40, epochs=1) as progress:  # doctest: +SKIP
@@ -83,7 +83,7 @@ class Progress:
         self.close()
 
     def epoch(self, number: int) -> None:
-        """Say that an epoch begins; the rate is taken anew, so that what lay between epochs does not count.
+        """Begin an epoch; the rate is reset, so that the time between epochs does not count.
 
         Args:
             number: Number of the epoch, from 1.
@@ -92,12 +92,12 @@ class Progress:
         self._pace.restart(self._clock())
 
     def step(self, step: int, *, loss: float | None = None, samples: int = 0) -> None:
-        """Say that a step is done.
+        """Record a finished step.
 
         Args:
             step: Number of the step in the whole run, from 1.
             loss: Its loss; None keeps showing the last one.
-            samples: Samples that were trained on since the last call.
+            samples: Training samples since the last call.
         """
         self._step = step
         self._loss = self._loss if loss is None else loss
@@ -109,15 +109,15 @@ class Progress:
             self._print(self._text())
 
     def note(self, text: str) -> None:
-        """Print a line of its own, above the bar where there is one.
+        """Print a separate line, above the bar where there is one.
 
         Args:
-            text: The line; it is printed as it is, square brackets too.
+            text: The line, printed literally, including square brackets.
         """
         self._print(text)
 
     def close(self) -> None:
-        """Show the last state and leave the terminal as it was; a second call does nothing."""
+        """Show the last state and restore the terminal. Idempotent."""
         bar, self._bar = self._bar, None
         if bar is not None:
             with self._unless_closed():
@@ -140,7 +140,7 @@ class Progress:
             if self._bar is not None:
                 self._console.print(text, markup=False, highlight=False, soft_wrap=True)
             elif not self._console.quiet:
-                # Not by console.print: that turns a broken pipe into SystemExit.
+                # Not by console.print, which turns a broken pipe into SystemExit.
                 self._console.file.write(text + "\n")
                 self._console.file.flush()
 
@@ -171,7 +171,7 @@ class _Mark(NamedTuple):
 
 
 class _Pace:
-    """Steps and samples per second over the last steps; 0 as long as they are not known."""
+    """Steps and samples per second over the last steps; 0 while unknown."""
 
     def __init__(self, step: int, time_s: float) -> None:
         self.steps_per_s = 0.0

@@ -1,4 +1,4 @@
-"""What agents offer, as tables; what other machines say is shown without what steers a terminal."""
+"""Offers of agents as tables; terminal escapes in text from other machines are made visible."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _NAMED = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostState:
-    """What is known of an agent at the moment.
+    """The present state of an agent, as far as known.
 
     Args:
         address: Its address, as this client knows it.
-        host: What it calls its host; empty where it has not said so.
-        stock: What it offers; None where that is not known.
-        problem: Why not, for a person.
+        host: Its name of its host; empty where unknown.
+        stock: Its offers; None where unknown.
+        problem: The reason for which they are unknown.
     """
 
     address: str
@@ -38,8 +38,8 @@ class OfferRow:
     Args:
         number: Its number in the pool.
         address: Address of its agent.
-        device: What would be leased: ``cuda:K``, ``cuda`` for any, or ``cpu``.
-        offer: What the agent says of it; None where any of several would do.
+        device: The device to lease: ``cuda:K``, ``cuda`` for any, or ``cpu``.
+        offer: The agent's offer of it; None where it is any of several.
     """
 
     number: int
@@ -49,11 +49,11 @@ class OfferRow:
 
 
 def status_table(hosts: Sequence[HostState], *, narrow: bool = False) -> Table:
-    """Make the table of what agents offer, one row a device; what else there is to say is in :func:`status_lines`.
+    """Make the table of agents' offers, one row a device; :func:`status_lines` returns further information.
 
     Args:
         hosts: The agents, in the order of the table.
-        narrow: Leave out what can be done without.
+        narrow: Whether to leave out less important columns.
 
     Returns:
         A table with the columns host, device, free memory, held by and load, and unless narrow name and waiting.
@@ -75,7 +75,7 @@ def status_table(hosts: Sequence[HostState], *, narrow: bool = False) -> Table:
 
 
 def status_lines(hosts: Sequence[HostState]) -> list[str]:
-    """Say below the table what is wrong with which agent, who waits, and how much there is in all.
+    """Return lines below the table: problems of agents, waiting clients, and totals.
 
     Args:
         hosts: The agents, in the order of the table.
@@ -104,7 +104,7 @@ def offer_table(rows: Iterable[OfferRow], *, narrow: bool = False) -> Table:
 
     Args:
         rows: The devices, in the order of their numbers.
-        narrow: Leave out what can be done without.
+        narrow: Whether to leave out less important columns.
 
     Returns:
         A table with the columns device, host, kind, free memory, held by and load, and unless narrow name.
@@ -142,7 +142,7 @@ def _cells(offer: Offer, *, narrow: bool) -> tuple[str, str, Text, str]:
 
 
 def _add(table: Table, *cells: str | Text, narrow: bool) -> None:
-    """Add a row; of a narrow table without the name, which is before the last four, and without who waits."""
+    """Add a row; a narrow table lacks the name, which is before the last four, and the waiting clients."""
     kept = list(cells)
     if narrow:
         name = len(table.columns) - 3
@@ -159,7 +159,7 @@ def _of(free_bytes: int, size_bytes: int) -> str:
 
 
 def _short_of(free_bytes: int, size_bytes: int) -> str:
-    """Say the same in the unit of the whole."""
+    """Format the number in the unit of the whole."""
     if size_bytes < 2**30:
         return f"{free_bytes / 2**20:.0f}/{size_bytes / 2**20:.0f} MiB"
     return f"{free_bytes / 2**30:.1f}/{size_bytes / 2**30:.1f} GiB"
@@ -170,7 +170,7 @@ def _count(number: int, what: str) -> str:
 
 
 def printable(text: str) -> str:
-    r"""Return a text that others wrote with what could steer a terminal written out.
+    r"""Return a text from others with terminal control characters escaped.
 
     Example:
         >>> printable("a\x1b[2Jb")
@@ -180,12 +180,12 @@ def printable(text: str) -> str:
 
 
 def load_text(load: float) -> str:
-    """Format a load: a share of the time, or ``-`` where it is not known."""
+    """Format a load: a fraction of time, or ``-`` where unknown."""
     return f"{100 * load:.0f} %" if 0 <= load < 100 else "-"
 
 
 def span_text(seconds: float) -> str:
-    """Format how long something has lasted, in the largest unit that it fills.
+    """Format a duration in the largest unit that it fills.
 
     Example:
         >>> [span_text(seconds) for seconds in (5, 125, 7300, 200_000)]
@@ -202,7 +202,7 @@ def _machine(address: str) -> str:
 
 
 def _plain(text: str) -> Text:
-    """Return a cell: a plain string's square brackets would be read as markup."""
+    """Return a cell: rich would read a plain string's square brackets as markup."""
     return Text(printable(text))
 
 
@@ -211,7 +211,7 @@ def _named(offer: Offer) -> str:
 
 
 def _held(holders: Sequence[Holder], *, narrow: bool) -> Text:
-    """Say who has leased a device; workers of one client are counted, not listed."""
+    """List the holders of a device; workers of one client are counted."""
     by_client: dict[str, list[Holder]] = {}
     for each in holders:
         by_client.setdefault(printable(each.client), []).append(each)

@@ -1,4 +1,4 @@
-"""What a plan predicted beside what was measured, in time and memory. Pure."""
+"""Comparison of a plan's predictions with measurements, in time and memory. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from onebox.plan import Action, Kind, MicroBatch, Plan
 
-if TYPE_CHECKING:  # the engine takes a second to be imported, which tables alone do not need
+if TYPE_CHECKING:  # importing the engine takes a second, and tables do not need it
     from onebox.engine import TraceEvent
 
 _KINDS: tuple[Kind, ...] = ("F", "I", "W", "B")
@@ -18,11 +18,11 @@ _KINDS: tuple[Kind, ...] = ("F", "I", "W", "B")
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedMeasured:
-    """A prediction and a measurement of the same.
+    """A predicted and a measured value of the same quantity.
 
     Args:
-        predicted: What was expected; ``None`` where nothing was.
-        measured: What came; ``None`` where it was not measured.
+        predicted: The prediction; ``None`` where there is none.
+        measured: The measurement; ``None`` where there is none.
     """
 
     predicted: float | None = None
@@ -30,7 +30,7 @@ class PredictedMeasured:
 
     @property
     def error(self) -> float | None:
-        """By what part of the measurement the prediction is too high (above 0) or too low; ``None`` if one lacks."""
+        """Relative error of the prediction, above 0 where it is too high; ``None`` if a value is missing."""
         if self.predicted is None or not self.measured:
             return None
         return self.predicted / self.measured - 1
@@ -42,14 +42,14 @@ class PredictedMeasured:
 
 @dataclass(frozen=True, kw_only=True)
 class StageComparison:
-    """A replica of a stage.
+    """Comparison of a replica of a stage.
 
     Args:
         stage: The stage.
         devices: The replica's devices; several split its layers.
-        samples: Samples of the micro-batch that the times are for.
-        seconds: For each kind of action that it does, the seconds of one. ``B`` is ``I`` and ``W`` at once; so is the
-            ``W`` of a stage that has no ``I``, because no gradient leaves it.
+        samples: Samples of the micro-batch to which the times apply.
+        seconds: Seconds of an action, for each kind. ``B`` is ``I`` and ``W`` at once; so is the ``W`` of a stage
+            without ``I``, because no gradient leaves it.
     """
 
     stage: int
@@ -60,12 +60,12 @@ class StageComparison:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceComparison:
-    """A device.
+    """Comparison of a device.
 
     Args:
         device: Its number in the pool.
-        peak_bytes: Most memory at one time.
-        exact_bytes: The same from the lifetimes of the buffers of the programs that it ran, where they are known.
+        peak_bytes: Peak of its memory.
+        exact_bytes: The same from the buffer lifetimes of its programs, where known.
     """
 
     device: int
@@ -75,13 +75,13 @@ class DeviceComparison:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanComparison:
-    """A run against its plan. Measured times are medians.
+    """Comparison of a run with its plan. Measured times are medians.
 
     Args:
-        batch: Samples of the steps that count.
-        steps: How many of them were measured.
+        batch: Samples of the compared steps.
+        steps: Number of measured steps.
         step_s: Seconds from the first computation of a step to the end of its last, on any device.
-        bubble: Part of the devices' time in a step in which they compute nothing.
+        bubble: Fraction of the devices' time in a step in which they are idle.
         stages: Each replica of each stage.
         devices: Each device of the plan.
     """
@@ -128,15 +128,15 @@ def compare(
     """Compare a run with its plan.
 
     Args:
-        plan: The plan; where it predicts nothing, or for another batch, only measurements come out.
-        events: What the workers did, from :meth:`~onebox.engine.Trainer.events`.
+        plan: The plan; without a prediction for this batch, only measurements are returned.
+        events: The workers' events, from :meth:`~onebox.engine.Trainer.events`.
         memory: Peak bytes of each device that was measured.
-        batch: Samples of the steps that count.
-        steps: Which steps had such a batch; ``None`` for all.
+        batch: Samples of the compared steps.
+        steps: The steps with such a batch; ``None`` for all.
         exact: Peak bytes that follow from buffer lifetimes, from :meth:`~onebox.engine.Trainer.predicted_memory`.
 
     Returns:
-        The comparison; what could not be measured is ``None``.
+        The comparison; missing measurements are ``None``.
     """
     by_step: dict[int, list[TraceEvent]] = {}
     for event in events:
@@ -171,11 +171,11 @@ def compare(
 
 
 def typical_step(events: Iterable[TraceEvent], steps: Collection[int] | None = None) -> int | None:
-    """Return the step whose time is the median; of an even number of steps, the quicker one of the two in the middle.
+    """Return the step of median duration; of an even number of steps, the shorter one of the two in the middle.
 
     Args:
-        events: What the workers did.
-        steps: Which steps count; ``None`` for all.
+        events: The workers' events.
+        steps: The steps to consider; ``None`` for all.
     """
     spans: dict[int, tuple[int, int]] = {}
     for event in events:
@@ -187,7 +187,7 @@ def typical_step(events: Iterable[TraceEvent], steps: Collection[int] | None = N
 
 
 def _seconds(steps: Iterable[Sequence[TraceEvent]]) -> dict[tuple[int, Action], float]:
-    """Return how long each device took for each action: the median over the steps of the sum over its parts."""
+    """Return each device's time for each action: the median over the steps of the sum over its parts."""
     found: dict[tuple[int, Action], list[float]] = {}
     for events in steps:
         sums: dict[tuple[int, Action], int] = {}
@@ -213,7 +213,7 @@ def _stages(plan: Plan, batch: int, seconds: Mapping[tuple[int, Action], float])
             expected = _expected(plan, batch, stage, place, samples, parts)
             measured = {kind: _measured(seconds, kind, stage, devices, largest) for kind in _KINDS}
             if measured["I"] is None and measured["B"] is None:
-                measured["B"] = measured["W"]  # no gradient leaves the stage, so that the weight gradient is all
+                measured["B"] = measured["W"]  # no gradient leaves the stage: the weight gradient is all
             split = measured["I"] is not None
             kinds: tuple[Kind, ...] = ("F", "I", "W") if split else ("F", "B")
             rows.append(
@@ -232,7 +232,8 @@ def _stages(plan: Plan, batch: int, seconds: Mapping[tuple[int, Action], float])
 def _expected(
     plan: Plan, batch: int, stage: int, place: int, samples: int, parts: Sequence[MicroBatch]
 ) -> Callable[[Kind], float | None]:
-    """Return what tells the seconds that a replica was expected to take for micro-batches of some samples."""
+    """Return a function from the kind of action to the predicted seconds of a replica's micro-batches of some
+    samples."""
     predicted = plan.predicted
     if predicted is None or predicted.batch != batch:
         return lambda kind: None
@@ -249,7 +250,7 @@ def _measured(
     devices: Sequence[int],
     parts: Sequence[MicroBatch],
 ) -> float | None:
-    """Return the median over the micro-batches of what the slowest device of a replica took."""
+    """Return the median over the micro-batches of the time of a replica's slowest device."""
     return _median(
         max(seconds[device, action] for device in devices if (device, action) in seconds)
         for action in (Action(kind, stage, part.index) for part in parts)

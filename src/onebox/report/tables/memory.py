@@ -15,7 +15,7 @@ from onebox.report.tables.comparison import PredictedMeasured
 from onebox.report.tables.plan import segments_text
 from onebox.report.tables.text import time_text
 
-if TYPE_CHECKING:  # the engine takes a second to be imported, which tables alone do not need
+if TYPE_CHECKING:  # importing the engine takes a second, and tables do not need it
     from onebox.engine import TraceEvent
     from onebox.engine.memory.timeline import MemoryPeak, MemoryTimeline
 
@@ -28,9 +28,9 @@ class MemoryComparison:
 
     Args:
         device: Its number in the pool.
-        peak_bytes: The most at any time.
-        difference_bytes: By how much the two differ at most during or after an instruction; 0 where they never do.
-        where: At which instruction that is; empty where they never differ.
+        peak_bytes: Its peak.
+        difference_bytes: Largest difference of the two during or after an instruction; 0 where they are always equal.
+        where: The instruction of that difference; empty where they are always equal.
     """
 
     device: int
@@ -51,9 +51,9 @@ class MemoryComparison:
 def compare_memory(
     curves: Mapping[int, MemoryTimeline], events: Iterable[TraceEvent], step: int
 ) -> tuple[MemoryComparison, ...]:
-    """Compare what each device was expected to use over a step with what it used, instruction by instruction.
+    """Compare each device's predicted and measured memory over a step, instruction by instruction.
 
-    The first step of a run has less: an optimizer makes its state when it steps for the first time.
+    The first step of a run uses less: an optimizer creates its state in its first step.
 
     Args:
         curves: From :meth:`~onebox.engine.Trainer.predicted_curves`.
@@ -61,7 +61,7 @@ def compare_memory(
         step: The step.
 
     Returns:
-        A comparison for each device that was measured with that plan, in the order of their numbers.
+        A comparison for each device measured with that plan, in the order of their numbers.
     """
     own = [event for event in events if event.step == step]
     pairs = [(curve, measured_instructions(curve, own)) for _, curve in sorted(curves.items())]
@@ -69,21 +69,21 @@ def compare_memory(
 
 
 def measured_instructions(curve: MemoryTimeline, events: Iterable[TraceEvent]) -> list[TraceEvent]:
-    """Return what a device did in a step, one event for each instruction of its curve.
+    """Return a device's events in a step, one for each instruction of its curve.
 
     Args:
         curve: The device's curve.
-        events: The events of the step; a step that was done again after a loss has them several times.
+        events: The events of the step; several times where it was repeated after a loss.
 
     Returns:
-        The newest events; none where the step was of another plan or batch, so that it had other instructions.
+        The newest events; empty where the step had another plan or batch, and so other instructions.
     """
     found = [event for event in events if event.worker == curve.device][-len(curve.uses) :]
     return found if [event.name for event in found] == [use.name for use in curve.uses] else []
 
 
 def _compared(curve: MemoryTimeline, events: Sequence[TraceEvent]) -> MemoryComparison:
-    """Compare the instructions of one device in turn."""
+    """Compare the instructions of one device one by one."""
     found = [
         (max(abs(use.peak_bytes - event.peak_bytes), abs(use.used_bytes - event.used_bytes)), use.name)
         for use, event in zip(curve.uses, events, strict=True)
@@ -100,12 +100,12 @@ def _compared(curve: MemoryTimeline, events: Sequence[TraceEvent]) -> MemoryComp
 
 
 def sparkline(values: Sequence[int], most: int, width: int) -> str:
-    """Draw values as a line of bars: the highest of those that fall into a column, of nine heights.
+    """Draw values as a line of bars of nine heights: each column shows its highest value.
 
     Args:
-        values: At least one; from 0.
-        most: What is a full bar.
-        width: The most columns.
+        values: The values, at least one, from 0.
+        most: The value of a full bar.
+        width: The maximum number of columns.
 
     Example:
         >>> sparkline([0, 1, 2, 3, 4], 4, 5)
@@ -121,9 +121,9 @@ def curve_lines(curves: Mapping[int, MemoryTimeline], budgets: Mapping[int, int 
     """Return a line for each device: its memory over the step, against its budget or, without one, its peak.
 
     Args:
-        curves: Of each device.
+        curves: The curve of each device.
         budgets: The memory of each device; ``None`` for one without limit.
-        width: The most columns that a curve takes.
+        width: The maximum number of columns of a curve.
     """
     digits = max((len(str(device)) for device in curves), default=1)
     lines = []
@@ -142,14 +142,14 @@ def peak_table(
     emulated: Collection[int] = (),
     allocated: Mapping[int, int] | None = None,
 ) -> Table:
-    """Return the table of each device's peak: predicted, measured where it was run, and what it may use.
+    """Return the table of each device's peak: predicted, measured where it was run, and its limit.
 
     Args:
-        curves: Of each device, as predicted.
+        curves: The predicted curve of each device.
         budgets: The memory of each device; ``None`` for one without limit.
-        compared: What was measured.
+        compared: The measurements.
         emulated: Numbers of the emulated devices.
-        allocated: The most that a GPU's allocator has given out in a step.
+        allocated: Peak of each GPU's allocator in a step.
     """
     allocated = allocated or {}
     table = Table(
@@ -178,7 +178,7 @@ def peak_table(
 def activation_policy_table(
     reasons: Sequence[PolicyReason], plan: Plan, names: Sequence[str], emulated: Collection[int] = ()
 ) -> Table:
-    """Return the table of what becomes of the activations of each stage.
+    """Return the table of each stage's activation policies.
 
     Args:
         reasons: From :func:`~onebox.plan.explain_policies`, one for each stage.
@@ -205,11 +205,11 @@ def activation_policy_table(
 
 
 def residents_table(peak: MemoryPeak, most: int = 12) -> Table:
-    """Return the table of what lies in a device's memory at its peak: sums by sort, and the largest of each.
+    """Return the table of a device's memory contents at its peak: sums by kind, and the largest of each.
 
     Args:
         peak: The peak.
-        most: Rows of single tensors, the largest first.
+        most: Maximum number of rows of single tensors, the largest first.
     """
     table = Table("what", "which", title_justify="left")
     table.add_column("memory", justify="right")
@@ -227,7 +227,7 @@ def residents_table(peak: MemoryPeak, most: int = 12) -> Table:
 
 
 def bytes_text(size_bytes: int) -> str:
-    """Say a number of bytes with three digits, in the unit that suits it; whole bytes below one KiB."""
+    """Format a number of bytes with three digits, in a suitable unit; whole bytes below one KiB."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if size_bytes >= unit:
             value = size_bytes / unit

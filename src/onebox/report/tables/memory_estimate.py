@@ -1,4 +1,4 @@
-"""Whether a model fits, as lines and a table. Pure."""
+"""A memory estimate as lines and a table. Pure."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from onebox.plan import as_data
 from onebox.report.tables.memory import bytes_text
 from onebox.report.tables.text import time_text
 
-if TYPE_CHECKING:  # the engine takes a second to be imported, which tables alone do not need
+if TYPE_CHECKING:  # importing the engine takes a second, and tables do not need it
     from onebox.engine.planning.memory_fit import FitAlternative, FitReport
 
 _MOST_RESIDENTS = 40
 
 
 def verdict_line(found: FitReport) -> str:
-    """Say whether the plan fits, and what lacks."""
+    """Describe whether the plan fits, and the missing memory."""
     over = {n: peak.size_bytes - found.budgets[n] for n, peak in found.peaks.items()}
     lacking = [f"device {n} lacks {bytes_text(size)}" for n, size in sorted(over.items()) if size > 0]
     return f"it does not fit: {', '.join(lacking)}" if lacking else "it fits"
 
 
 def largest_line(found: FitReport) -> str:
-    """Say up to which batch the plan fits; only what was verified is said."""
+    """Describe the largest batch with which the plan fits, as far as verified."""
     seen = found.largest
     if not seen.fits:
         least = "not even one sample does" if seen.fails == 1 else f"{seen.fails:,} does not, nor did any smaller one"
@@ -42,8 +42,8 @@ def ways_table(ways: Sequence[FitAlternative], step_s: float) -> Table:
     """Return the table of plans for the same batch on the same devices.
 
     Args:
-        ways: The plans, those that fit first.
-        step_s: Seconds of a step of the plan that does not fit, to which theirs are compared.
+        ways: The plans, fitting ones first.
+        step_s: Seconds of a step of the plan that does not fit, for comparison.
     """
     table = Table("way", "plan")
     for heading in ("memory", "step", ""):
@@ -58,7 +58,7 @@ def ways_table(ways: Sequence[FitAlternative], step_s: float) -> Table:
 
 
 def estimate_data(found: FitReport) -> dict[str, Any]:
-    """Return everything that is known as JSON values."""
+    """Return the whole estimate as JSON values."""
     return {
         "fits": found.fits,
         "batch": found.batch,

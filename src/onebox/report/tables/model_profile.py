@@ -43,7 +43,7 @@ def _table(profile: ModelProfile, kind: str, times: SegmentTimes) -> Table:
 
 
 def _formats(times: SegmentTimes) -> str:
-    """Say in a line for each way to compute segments what it gains, where several were measured."""
+    """Describe the gain of each memory format of segments, where several were measured."""
     plain = next((seconds for way, seconds in times.ways if way == AS_CAPTURED), ())
     said = ""
     for way, seconds in times.ways:

@@ -1,4 +1,4 @@
-"""A plan as tables: its stages, its devices, what it was compared with, and how right it was."""
+"""A plan as tables: its stages, its devices, the alternatives, and the accuracy of its predictions."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from onebox.report.tables.text import rate_text, time_text
 from onebox.sizes import size_text
 
 _LONG_RUN = 4
-"""So many consecutive stages on the same devices are told as one."""
+"""So many consecutive stages on the same devices are shown as one."""
 
 _NAMES: dict[Kind, str] = {"F": "forward", "I": "input gradient", "W": "weight gradient", "B": "backward"}
 
 
 def summary_line(plan: Plan) -> str:
-    """Say in one line what a step is expected to take.
+    """Describe the predicted step in one line.
 
     Args:
         plan: A plan with its prediction.
@@ -64,7 +64,7 @@ def stage_table(plan: Plan, names: Sequence[str], emulated: Collection[int] = ()
 def plan_device_table(
     plan: Plan, simulation: Simulation, capacity_bytes: Mapping[int, int | None], emulated: Collection[int] = ()
 ) -> Table:
-    """Return the table of a plan's devices: memory against what they have, and how busy they are.
+    """Return the table of a plan's devices: memory against their capacity, and utilisation.
 
     Args:
         plan: A plan with its prediction.
@@ -115,12 +115,12 @@ def candidate_table(candidates: Sequence[PlanCandidate]) -> Table:
 
 
 def rejection_reason(candidate: PlanCandidate) -> str:
-    """Return why a candidate may not be chosen; empty if it may."""
+    """Return the reason for which a candidate may not be chosen; empty if it may."""
     return "; ".join(part for part in (candidate.refused, *map(str, candidate.shortfalls)) if part)
 
 
 def comparison_tables(found: PlanComparison) -> list[Table]:
-    """Return the tables of what was predicted and what was measured: stages, the whole step, memory.
+    """Return the tables of predictions and measurements: stages, the whole step, memory.
 
     Args:
         found: The comparison.
@@ -149,7 +149,7 @@ def comparison_tables(found: PlanComparison) -> list[Table]:
 
 
 def segments_text(stage: Stage, names: Sequence[str]) -> str:
-    """Say which segments a stage has: first and last of each run, and how many."""
+    """Describe the segments of a stage: first and last of each run, and their number."""
     own = list(stage.segments or names)
     place = {name: index for index, name in enumerate(names)}
     known = sorted((name for name in own if name in place), key=place.__getitem__)
@@ -161,7 +161,7 @@ def segments_text(stage: Stage, names: Sequence[str]) -> str:
 
 
 def devices_text(stage: Stage, emulated: Collection[int] = ()) -> str:
-    """Say where a stage is: replicas with their shares; ``+`` joins devices that split its layers."""
+    """Describe the devices of a stage: replicas with their shares; ``+`` joins devices that split its layers."""
     total = sum(stage.shares)
     replicas = ["+".join(_marked(device, emulated) for device in replica) for replica in stage.replicas]
     if len(replicas) == 1:
@@ -192,7 +192,7 @@ def _cells(pair: PredictedMeasured, text: Callable[[float], str]) -> list[str]:
 
 
 def _milliseconds(pair: PredictedMeasured) -> str:
-    """Return prediction, measurement and error in columns."""
+    """Format prediction, measurement and error in columns."""
     predicted, measured, error = _cells(pair, lambda seconds: f"{seconds * 1e3:.3g}")
     return f"{predicted:>6} {measured:>6} {error if pair.error is not None else '':>7}"
 

@@ -1,4 +1,4 @@
-"""The profile of a pool as tables: speeds of devices, links between them, and which are near to each other."""
+"""The profile of a pool as tables: speeds of devices, links between them, and groups of near devices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FIGURES = (
     ("operator_s", "operator\nµs", 1e6),
     ("call_s", "call\nµs", 1e6),
 )
-"""Of :class:`~onebox.cost.Speeds`: field, heading, and factor from its unit to that of the heading."""
+"""Columns of :class:`~onebox.cost.Speeds`: field, heading, and factor from its unit to that of the heading."""
 
 
 def profile_tables(profile: PoolProfile) -> list[Text | Table]:
@@ -30,7 +30,7 @@ def profile_tables(profile: PoolProfile) -> list[Text | Table]:
         profile: The profile.
 
     Returns:
-        Each table behind its title; a title is not cut to the width of a small table.
+        Each table after its title, so that a title is not cut to the width of a small table.
     """
     shown: list[Text | Table] = [
         Text("\nspeed on the fixed kernels, all devices at work at once"),
@@ -49,7 +49,7 @@ def profile_tables(profile: PoolProfile) -> list[Text | Table]:
 
 
 def speed_table(devices: Sequence[DeviceProfile]) -> Table:
-    """Return the table of what devices reached on the fixed kernels; a dash where one has no kernels.
+    """Return the table of the devices' speeds on the fixed kernels; a dash where one has no kernels.
 
     Args:
         devices: The devices, in the order of the table.
@@ -64,10 +64,10 @@ def speed_table(devices: Sequence[DeviceProfile]) -> Table:
 
 
 def group_table(profile: PoolProfile) -> Table:
-    """Return the table of devices that are nearer to each other than to others, and of the hosts that they are in.
+    """Return the table of the groups of near devices, and of their hosts.
 
     Args:
-        profile: The profile; level 1 are the smallest groups, level 2 what these are in.
+        profile: The profile; level 1 are the smallest groups, level 2 the groups of these.
     """
     table = Table("level", "devices", "hosts")
     for level, groups in enumerate(profile.groups, 1):
@@ -93,7 +93,7 @@ def _caption(emulated: bool) -> str | None:
 
 
 def _number(value: float | None, factor: float) -> str:
-    """Format with three significant digits and no exponent."""
+    """Format a number with three significant digits and no exponent."""
     if value is None:
         return "-"
     if value >= CEILING_BPS:

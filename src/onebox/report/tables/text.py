@@ -14,16 +14,16 @@ from onebox.sizes import size_text
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceRow:
-    """One device of the pool, as :func:`device_table` shows it.
+    """A row of :func:`device_table`.
 
     Args:
         device: Its name in the pool, such as ``vgpu:0``.
         kind: ``cpu``, ``cuda`` or ``sim``.
         name: Model name of the hardware, and its host where it is not this one.
-        threads: CPU threads of its worker; None where that says nothing.
-        memory_bytes: Memory that the worker may use; None where it is not limited or not known.
-        emulated: Whether times on it are made, by slowing it down or by sleeping instead of computing.
-        speed: At which speed it is emulated; 1 for full speed.
+        threads: CPU threads of its worker; None where not meaningful.
+        memory_bytes: Memory that the worker may use; None where unlimited or unknown.
+        emulated: Whether times on it are emulated, by slowing it down or by sleeping instead of computing.
+        speed: Its emulated speed; 1 for full speed.
     """
 
     device: str
@@ -55,7 +55,7 @@ def device_table(rows: Iterable[DeviceRow]) -> Table:
     for row in rows:
         threads = "-" if row.threads is None else str(row.threads)
         memory = "-" if row.memory_bytes is None else size_text(row.memory_bytes)
-        # Text, because a plain string's square brackets would be read as markup.
+        # Text, because rich reads a plain string's square brackets as markup.
         kind = f"{row.kind}, emulated, speed {row.speed:g}" if row.emulated else row.kind
         table.add_row(*(Text(cell) for cell in (row.device, kind, row.name, threads, memory)))
     return table
@@ -70,14 +70,14 @@ def epoch_line(
     test_accuracy: float | None = None,
     samples_per_s: float | None = None,
 ) -> str:
-    """Say in one line how an epoch went.
+    """Describe the results of an epoch in one line.
 
     Args:
         epoch: Its number, from 1.
-        epochs: How many there are.
+        epochs: Number of epochs.
         loss: Mean training loss.
-        test_loss: Mean loss on the test set; None leaves it out, as with all below.
-        test_accuracy: Share of the test set that was classified right, 0 to 1.
+        test_loss: Mean loss on the test set; None leaves it out, as for all below.
+        test_accuracy: Accuracy on the test set, 0 to 1.
         samples_per_s: Training samples per second.
 
     Returns:
@@ -98,7 +98,7 @@ def epoch_line(
 
 
 def loss_text(value: float) -> str:
-    """Format a loss: four decimals, or an exponent where four decimals would say too little or too much."""
+    """Format a loss: four decimals, or an exponent where four decimals do not suit."""
     if value == 0 or 1e-3 <= abs(value) < 1e5 or not math.isfinite(value):
         return f"{value:.4f}"
     return f"{value:.3e}"

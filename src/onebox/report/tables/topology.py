@@ -1,4 +1,4 @@
-"""Which devices are near to each other, in a line beside a plan, with what goes between those that are not."""
+"""A pool's topology beside a plan: groups of near devices, and the traffic between them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from onebox.sizes import size_text
 
 
 def topology_line(problem: Problem, plan: Plan) -> str:
-    """Say which devices the links show to be near to each other; nothing where all are.
+    """Describe the groups of near devices; empty where all devices are near.
 
     Args:
-        problem: What the plan is for.
+        problem: The plan's problem.
         plan: The plan.
     """
     groups = near(problem)[0]
@@ -25,10 +25,10 @@ def topology_line(problem: Problem, plan: Plan) -> str:
 
 
 def cross_group_bytes(problem: Problem, plan: Plan) -> int:
-    """Return the bytes of values and their gradients that go between groups of near devices in a step.
+    """Return the bytes of activations and their gradients sent between groups of near devices in a step.
 
     Args:
-        problem: What the plan is for.
+        problem: The plan's problem.
         plan: The plan.
     """
     home = {device: turn for turn, group in enumerate(near(problem)[0]) for device in group}

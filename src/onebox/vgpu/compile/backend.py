@@ -1,9 +1,10 @@
 """``torch.compile(model, backend="onebox")``: forward and backward are stored on the workers and called by number.
 
 Dynamo traces the script's function, AOTAutograd makes functional graphs of forward and backward, :mod:`sections` cuts
-them into programs, and what is here runs them: a call of a program is one instruction in the stream of its device, in
-order with the operators that the script issues itself. Its results are ordinary virtual tensors. Random operators draw
-from the device's generator, as those of the script do, so that a compiled model draws what the model itself would.
+them into programs, and this module runs them: a call of a program is one instruction in the command queue of its
+device, in order with the operators that the script issues itself. Its results are ordinary virtual tensors. Random
+operators draw from the device's generator, as those of the script do, so that a compiled model draws the same numbers
+as the model itself.
 """
 
 from __future__ import annotations
@@ -34,19 +35,19 @@ from onebox.wire.protocol.requests import Define, StoredProgram
 aten = torch.ops.aten
 
 Registers = list[Any]
-"""The values of a graph while it runs, by number."""
+"""The values of a graph during a run, by number."""
 
 
 def onebox(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Compile a graph of Dynamo: what ``torch.compile`` finds as the backend ``onebox``.
+    """Compile a graph of Dynamo; registered with ``torch.compile`` as the backend ``onebox``.
 
     Args:
         module: The graph.
         inputs: Examples of its inputs.
 
     Returns:
-        A function of the inputs. Where nothing is on a virtual device that is the graph itself; likewise, with a
-        warning, where an input is a size that the script has marked as dynamic.
+        A function of the inputs: the graph itself where nothing is on a virtual device or, with a warning, where an
+            input is a size that the script has marked as dynamic.
     """
     if not is_virtual(module, inputs):
         return module.forward
@@ -64,7 +65,7 @@ def onebox(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
 
 
 def is_virtual(module: fx.GraphModule, inputs: Sequence[Any]) -> bool:
-    """Tell whether a graph of Dynamo has tensors on virtual devices, given examples of its inputs."""
+    """Return whether a graph of Dynamo has tensors on virtual devices, given examples of its inputs."""
     values = [*inputs, *(node.meta.get("example_value") for node in module.graph.nodes)]
     return any(isinstance(value, Tensor) and value.device.type == "vgpu" for value in values)
 
@@ -76,13 +77,13 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[An
 
 
 class _Step(Protocol):
-    """Something that reads registers and fills others."""
+    """A step that reads registers and fills others."""
 
     reads: tuple[int, ...]
     dies: tuple[int, ...]
 
     def run(self, registers: Registers) -> None:
-        """Do it."""
+        """Run the step."""
 
 
 class CompiledGraph:
@@ -93,7 +94,7 @@ class CompiledGraph:
     """
 
     def __init__(self, module: fx.GraphModule) -> None:
-        self._boxed_call = True  # for AOTAutograd: inputs come in a list that is emptied, so that they can end early
+        self._boxed_call = True  # for AOTAutograd: inputs come in a list that is emptied, so that they end early
         graph = module.graph
         for node in graph.find_nodes(op="get_attr"):
             node.meta.setdefault("val", getattr(module, node.target))
@@ -118,7 +119,7 @@ class CompiledGraph:
             step.run(registers)
         return tuple(registers[place] for place in self._results)
 
-    # ---- putting together
+    # ---- construction
 
     def _place(self, key: object) -> int:
         return self._places.setdefault(key, len(self._places))
@@ -136,7 +137,7 @@ class CompiledGraph:
         return _Issue(_function(node.target), args, kwargs, reads, self._place(node))
 
     def _result(self, result: Any, copied: set[fx.Node]) -> int:
-        """Return the place of a result, which is a tensor of its own for each node; or of a constant, such as none."""
+        """Return the register of a result: a tensor of its own for each node, or a constant such as None."""
         if not isinstance(result, fx.Node):
             return self._last(lambda: result, ())
         place = self._places[canonical(result)]
@@ -145,13 +146,13 @@ class CompiledGraph:
         return self._places[result] if result in self._places else self._last(aten.detach.default, (place,), result)
 
     def _last(self, function: Any, reads: tuple[int, ...], node: fx.Node | None = None) -> int:
-        """Return the place of what a function makes of values at the end; the node's, where there is one."""
+        """Append a function of registers, and return its result's register, the node's if there is one."""
         target = self._place(node or object())
         self._steps.append(_Issue(function, tuple(map(_Place, reads)), {}, reads, target))
         return target
 
     def _let_die(self) -> None:
-        """Note for each step which registers nobody reads after it."""
+        """Set for each step the registers that no later step reads."""
         read = set(self._results)
         for step in reversed(self._steps):
             step.dies = tuple(dict.fromkeys(place for place in step.reads if place not in read))
@@ -160,20 +161,20 @@ class CompiledGraph:
 
 
 def _function(target: Any) -> Any:
-    """Return what the client calls for an operator; one that takes graphs, such as ``cond``, runs them by values."""
+    """Return the client's implementation of an operator; one that takes graphs, such as ``cond``, evaluates them."""
     if not isinstance(target, torch._ops.HigherOrderOperator):
         return target
     kernel = target.py_kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd, target)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():  # in its first call, AOTAutograd looks on by way of one
+        with _disable_current_modes():  # in its first call, AOTAutograd observes through a mode
             return kernel(*args, **kwargs)
 
     return run
 
 
 class _Place(int):
-    """The number of a register, as an argument."""
+    """A register number as an argument."""
 
 
 class _Issue:
@@ -188,7 +189,7 @@ class _Issue:
         self.dies: tuple[int, ...] = ()
 
     def run(self, registers: Registers) -> None:
-        """Issue it."""
+        """Run it."""
         made = self._function(*_filled(self._args, registers), **_filled(self._kwargs, registers))
         for place in self.dies:
             registers[place] = None
@@ -196,7 +197,7 @@ class _Issue:
 
 
 def _filled(value: Any, registers: Registers) -> Any:
-    """Return arguments with the values of their registers."""
+    """Replace register numbers in arguments by their values."""
     if isinstance(value, _Place):
         return registers[value]
     if isinstance(value, dict):
@@ -225,13 +226,13 @@ class _Call:
         self.dies: tuple[int, ...] = ()
 
     def run(self, registers: Registers) -> None:
-        """Call it."""
+        """Run it."""
         given = [registers[place] for place in self.reads]
         for place in self.dies:
             registers[place] = None
         stream = next((v._handle.stream for v in given if type(v) is VirtualTensor), None) or queue_of(self._device)
         handles = [self._on_device(value, stream) for value in given]
-        given.clear()  # a tensor that has gone by now ends with the call
+        given.clear()  # a tensor without other references is freed by the call
         number = self._numbers.get(stream) or self._define(stream)
         first = stream.call(number, handles, len(self._outputs))
         for at, (place, look) in enumerate(self._outputs, first):

@@ -1,8 +1,8 @@
-"""``torch.compile`` as scripts call it: with its default backend, and before anybody has thought of Dynamo.
+"""``torch.compile`` with its default backend, and lazy registration with Dynamo.
 
-Dynamo takes a second to load, so it is taught of virtual tensors when it is first asked for. Its default backend,
-Inductor, makes kernels for the machine that it runs on; a graph on virtual devices goes to the backend ``onebox``
-instead, whatever mode or options are asked for.
+Dynamo takes a second to load, so virtual tensors are registered with it on first use. Its default backend, Inductor,
+makes kernels for the machine that it runs on; a graph on virtual devices goes to the backend ``onebox`` instead,
+whatever mode or options are given.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import fx
 
 
 def register() -> None:
-    """Let ``torch.compile`` find what compiles for virtual devices."""
+    """Make ``torch.compile`` use the virtual devices' backend."""
     plain: Any = torch.compile
 
     @functools.wraps(plain)
     def compile_taught(*args: Any, **kwargs: Any) -> Any:
-        from onebox.vgpu.compile import backend  # noqa: F401  # teaches Dynamo
+        from onebox.vgpu.compile import backend  # noqa: F401  # registers with Dynamo
 
         return plain(*args, **kwargs)
 

@@ -1,14 +1,14 @@
-"""What Dynamo, the tracer of ``torch.compile``, must know of virtual tensors; the one place that touches its internals.
+"""Registration of virtual tensors with Dynamo, the tracer of ``torch.compile``; the one place that touches its
+internals.
 
-Dynamo traces tensors of plain classes, and subclasses that take themselves apart (``__tensor_flatten__``). A virtual
-tensor has no parts: like a tensor of any device it is an element type, a shape and strides on a device, and that is how
-it is to be traced. So Dynamo's builder of variables is told to take it for a plain tensor; its guards, which compare
-types, and all that comes behind (fake tensors on ``vgpu:i``, AOTAutograd) need nothing else.
+Dynamo traces plain tensors, and subclasses that can be flattened (``__tensor_flatten__``). A virtual tensor has no
+parts: it is traced like a tensor of any device, by element type, shape, strides and device. So Dynamo's variable
+builder is patched to treat it as a plain tensor; its guards, which compare types, and all later stages (fake tensors on
+``vgpu:i``, AOTAutograd) need no change.
 
-What this relies on in torch 2.11 to 2.13: ``VariableBuilder._wrap``, ``VariableBuilder.wrap_tensor`` and
+Internals used, in torch 2.11 to 2.13: ``VariableBuilder._wrap``, ``VariableBuilder.wrap_tensor`` and
 ``infer_subclass_type`` of ``torch._dynamo.variables.builder``, ``set_eval_frame``, ``trace_rules.add``, and
-``FakeTensorMode.avoid_device_init``;
-tests/process/vgpu/test_compile.py fails without them.
+``FakeTensorMode.avoid_device_init``; tests/process/vgpu/test_compile.py fails without them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _done: list[bool] = []
 
 
 def teach_dynamo() -> None:
-    """Let Dynamo trace virtual tensors. Idempotent."""
+    """Make Dynamo trace virtual tensors. Idempotent."""
     with _lock:
         if _done:
             return
@@ -57,11 +57,11 @@ def _take_for_plain() -> None:
 
     def wrapped(self: Any, value: Any) -> Any:
         virtual = type(value) is VirtualTensor
-        # a size, maybe, in a function that other backends pass on
+        # an integer may be a size in a function that other backends forward
         number = type(value) is int and context.device_count() > 0
         if not (virtual or number or _is_ours(self.tx.output.compiler_fn)):
             return wrap(self, value)
-        # Programs have fixed shapes: each shape that comes is a graph of its own, none has symbols.
+        # Programs have fixed shapes: each shape gets its own graph, without symbols.
         with config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True):
             return self.wrap_tensor(value) if virtual else wrap(self, value)
 
@@ -74,7 +74,7 @@ def _take_for_plain() -> None:
 
 
 def _name_devices() -> None:
-    """Let compiled functions see devices as their script calls them, which may be ``cuda``."""
+    """Make compiled functions see devices by the script's name for them, which may be ``cuda``."""
     build, variable = VariableTracker.build, TensorVariable
     device = _with_script_devices(variable.method_attr_device, build, lambda place: place)
     is_cuda = _with_script_devices(variable.method_attr_is_cuda, build, lambda place: place.type == "cuda")
@@ -83,12 +83,12 @@ def _name_devices() -> None:
 
 
 def _with_script_devices(attribute: Callable[..., Any], build: Callable[..., Any], value: Any) -> Callable[..., Any]:
-    """Return how Dynamo answers what a tensor's ``device`` or ``is_cuda`` is.
+    """Return Dynamo's implementation of a tensor's ``device`` or ``is_cuda``.
 
     Args:
         attribute: Dynamo's own method for it.
-        build: Makes a variable of Dynamo from a value.
-        value: From a device to the answer.
+        build: Creates a Dynamo variable from a value.
+        value: Maps a device to the attribute's value.
     """
 
     @functools.wraps(attribute)
@@ -101,12 +101,12 @@ def _with_script_devices(attribute: Callable[..., Any], build: Callable[..., Any
 
 
 def _as_it_is(tensor: VirtualTensor, expected_metadata: Any, expected_type: Any = None) -> VirtualTensor:
-    """Return a gradient that backward is given, which AOTAutograd expects to be a plain tensor, as it was traced."""
+    """Return a gradient as it was traced, where AOTAutograd expects a plain tensor."""
     return tensor
 
 
 def _leave_operators_alone() -> None:
-    """Keep Dynamo from tracing what runs below an operator: that is no part of the script."""
+    """Keep Dynamo from tracing below an operator, which is not part of the script."""
     for name in ("onebox.vgpu", "onebox.pool", "onebox.wire"):
         trace_rules.add(name)
     dispatcher = VirtualTensor.dispatcher
@@ -123,7 +123,7 @@ def _leave_operators_alone() -> None:
 
 
 def _let_convolutions_lie() -> None:
-    """Let traced convolutions lie as those of CPUs and GPUs do; PyTorch knows no format for a device like ours."""
+    """Give traced convolutions the memory format of CPUs and GPUs; PyTorch has none for PrivateUse1 devices."""
     plain: Any = torch._C._conv_determine_backend_memory_format
 
     def determine(rows: Tensor, weight: Tensor, backend: Any) -> torch.memory_format:

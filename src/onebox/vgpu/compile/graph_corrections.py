@@ -1,7 +1,6 @@
-"""Where a trace differs from what a worker computes, and what a program must say itself: graphs are put right here.
+"""Corrections of traced graphs where a trace differs from the worker's computation.
 
-A trace takes ``vgpu`` for a device like a GPU; a worker's own device may be a CPU, and its PyTorch has defaults of its
-own.
+A trace treats ``vgpu`` like a GPU; a worker's own device may be a CPU, and its PyTorch has its own defaults.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ aten = torch.ops.aten
 
 
 def choose_kernels(module: fx.GraphModule) -> None:
-    """Let attention in a graph of Dynamo be what it is where operators run one by one: the worker's fused kernel.
+    """Make attention in a graph of Dynamo call the worker's fused kernel, as in eager mode.
 
     Args:
         module: The graph, each node with its value's description under ``example_value``.
@@ -44,7 +43,7 @@ def choose_kernels(module: fx.GraphModule) -> None:
 
 
 def _stand_in(node: fx.Node) -> Any:
-    """Return a tensor without values that looks like that of a node, or a node's number."""
+    """Return a tensor without values that has a node's layout, or a node's number."""
     value = node.meta["example_value"]
     if not isinstance(value, Tensor):
         return value
@@ -54,7 +53,7 @@ def _stand_in(node: fx.Node) -> Any:
 
 
 def partition(module: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Part a joint graph into forward and backward, values that backward needs being kept; nothing is computed twice.
+    """Partition a joint graph into forward and backward, which saves the values it needs; nothing is recomputed.
 
     Args:
         module: The joint graph of AOTAutograd.
@@ -66,7 +65,7 @@ def partition(module: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.G
 
 
 def correct(graph: fx.Graph) -> None:
-    """Let a graph say what workers will compute. Idempotent.
+    """Make a graph describe the worker's computation. Idempotent.
 
     Args:
         graph: A functional ATen graph, each node with its value's description under ``val``.
@@ -94,7 +93,7 @@ def _leave_out_statistics(node: fx.Node) -> None:
 
 
 def _put(node: fx.Node, index: int, value: Tensor) -> None:
-    """Correct what one of several results looks like."""
+    """Correct the description of one of several results."""
     values = list(node.meta["val"])
     values[index] = value
     node.meta["val"] = tuple(values)
@@ -104,7 +103,7 @@ def _put(node: fx.Node, index: int, value: Tensor) -> None:
 
 
 def _name_type(node: fx.Node) -> None:
-    """Let an operator that makes a tensor from none name the element type, because a worker has its own default."""
+    """Add the element type to an operator that makes a tensor from none, because a worker has its own default."""
     value = node.meta.get("val")
     names = {argument.name for argument in node.target._schema.arguments}  # type: ignore[union-attr]
     if isinstance(value, Tensor) and "dtype" in names and node.kwargs.get("dtype") is None:

@@ -1,7 +1,7 @@
-"""Sections: a functional ATen graph, cut into what a worker runs as one program and what runs operator by operator.
+"""Sections: a functional ATen graph, cut into programs for workers and operators that run one by one.
 
-Most graphs are one section. One that touches two devices has a section for each, with the copies between them as single
-operators; so has one with an operator that programs do not know. Pure: a graph in, a list of steps out.
+Most graphs are one section. A graph on two devices has a section for each, with the copies between them as single
+operators; an operator that programs do not support also separates sections. Pure: a graph in, a list of steps out.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _BY_STRIDES = {aten.as_strided.default, aten.as_strided_copy.default, aten.as_st
 """Operators that read memory by strides, which inside a program are the worker's own: the client issues them."""
 
 _TYPES = {DTYPES[name] for name in PROGRAM_TYPES}
-"""The element types that programs compute with; what has others is issued by the client."""
+"""The element types of programs; operators on others are issued by the client."""
 
 _EITHER_WAY = {"aten.view.default": "aten.reshape.default", "aten._unsafe_view.default": "aten.reshape.default"}
-"""Operators that insist on strides, and what does the same with any."""
+"""Operators that require certain strides, and equivalents that accept any."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +40,9 @@ class Section:
 
     Args:
         device: The device.
-        program: What its worker runs.
+        program: Its program for the worker.
         inputs: The nodes whose values it reads.
-        outputs: The nodes whose values it makes and others read.
+        outputs: The nodes whose values it computes and others read.
     """
 
     device: torch.device
@@ -64,14 +64,14 @@ class Single:
 
 @dataclass
 class _Open:
-    """A section that is being put together."""
+    """A section under construction."""
 
     device: torch.device
     nodes: list[fx.Node] = field(default_factory=list)
 
 
 def sections(graph: fx.Graph) -> list[Section | Single]:
-    """Cut a graph into steps, in the order in which they are to be done.
+    """Cut a graph into steps, in their order of execution.
 
     Args:
         graph: A functional ATen graph, each node with its value's description under ``val``.
@@ -90,7 +90,7 @@ def sections(graph: fx.Graph) -> list[Section | Single]:
             continue
         device = _place(node)
         section = current.get(device) if device is not None else None
-        for source in arguments_of(node):  # what comes from elsewhere must be there before
+        for source in arguments_of(node):  # values from elsewhere must exist before
             maker = made_in.get(canonical(source))
             if maker is not None and maker is not section and current.get(maker.device) is maker:
                 del current[maker.device]
@@ -106,12 +106,12 @@ def sections(graph: fx.Graph) -> list[Section | Single]:
 
 
 def output_nodes(graph: fx.Graph) -> tuple[Any, ...]:
-    """Return what a graph gives out: nodes, and constants such as ``None``."""
+    """Return the outputs of a graph: nodes, and constants such as ``None``."""
     return tuple(next(node for node in reversed(graph.nodes) if node.op == "output").args[0])
 
 
 def storage_of(node: fx.Node) -> fx.Node:
-    """Return the node that made the memory in which a worker has the value of a node."""
+    """Return the node that allocates the worker's memory of a node's value."""
     node = canonical(node)
     while node.op == "call_function" and is_view(node):
         node = canonical(arguments_of(node)[0])
@@ -119,16 +119,16 @@ def storage_of(node: fx.Node) -> fx.Node:
 
 
 def storage_in_graph(node: fx.Node) -> fx.Node:
-    """Return the node that makes the memory of a node's value by the graph itself, in which a clone is one."""
+    """Return the node that allocates the memory of a node's value by the graph itself, in which a clone allocates."""
     while node.op == "call_function" and (node.target in _SAME_STORAGE or is_view(node)):
         node = node.all_input_nodes[0]
     return node
 
 
 def copies_needed(results: Sequence[Any]) -> set[fx.Node]:
-    """Return which results must be copied, because a worker hands on memory where the graph says that it is new.
+    """Return the results to copy, because a worker returns existing memory where the graph promises new memory.
 
-    A program hands on what it is to clone, since nothing on it writes; what leaves the graph may be written to.
+    A program omits clones, since it never writes in place; but an output of the graph may be written to.
     """
     sharing: dict[fx.Node, set[fx.Node]] = {}
     nodes = [node for node in results if isinstance(node, fx.Node)]
@@ -143,7 +143,7 @@ def copies_needed(results: Sequence[Any]) -> set[fx.Node]:
     return found
 
 
-# ---- where a node runs
+# ---- placement of nodes
 
 
 def _place(node: fx.Node) -> torch.device | None:
@@ -174,12 +174,12 @@ def _values(node: fx.Node) -> list[Any]:
 
 
 def _is_of_programs(value: Any) -> bool:
-    """Tell whether a value is a tensor of a type that programs compute with; of several results one may be missing."""
+    """Return whether a value is a tensor of a type that programs support; of several results one may be missing."""
     return value is None or (isinstance(value, Tensor) and value.dtype in _TYPES)
 
 
 def _is_at_hand(value: Tensor, device: torch.device, reader: fx.Node) -> bool:
-    """Tell whether a node may read a value on a device: one of it, or a single number of the host."""
+    """Return whether a node may read a value on a device: a tensor there, or a single number of the host."""
     if value.device == device:
         return True
     return value.device.type == "cpu" and not value.dim() and reader.target is not aten._to_copy.default
@@ -192,18 +192,18 @@ def _device_of(value: Any) -> torch.device | None:
 
 
 def _travels(value: Any) -> bool:
-    """Tell whether an argument can be part of a program."""
+    """Return whether an argument can be part of a program."""
     if isinstance(value, list | tuple):
         return all(item is None or isinstance(item, fx.Node | bool | int | float) for item in value)
     kinds = fx.Node | bool | int | float | str | torch.dtype | torch.device | torch.memory_format
     return value is None or value is torch.strided or isinstance(value, kinds)
 
 
-# ---- what sections read and make
+# ---- inputs and outputs of sections
 
 
 def _live(graph: fx.Graph, results: Sequence[Any]) -> set[fx.Node]:
-    """Return the nodes whose values are needed, as workers know them, and those that pick from several results."""
+    """Return the nodes whose values are needed, with views resolved, and those that select from several results."""
     live: set[fx.Node] = set()
     stack = [canonical(node) for node in results if isinstance(node, fx.Node)]
     while stack:
@@ -215,7 +215,7 @@ def _live(graph: fx.Graph, results: Sequence[Any]) -> set[fx.Node]:
 
 
 def _closed(steps: Iterable[_Open | Single], results: Sequence[Any]) -> list[Section | Single]:
-    """Turn what was put together into programs."""
+    """Turn sections under construction into programs."""
     listed = list(steps)
     wanted = {canonical(node) for node in results if isinstance(node, fx.Node)}
     closed: list[Section | Single] = []
@@ -235,7 +235,7 @@ def _closed(steps: Iterable[_Open | Single], results: Sequence[Any]) -> list[Sec
 
 
 def _lowered(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> Program:
-    """Return nodes as a program that draws the device's next random numbers, and lays values out as the device does."""
+    """Lower nodes to a program that draws the device's next random numbers and lays out values as the device does."""
     program = lower(nodes, inputs, outputs, {})
     operators = tuple(replace(each, name=_EITHER_WAY.get(each.name, each.name)) for each in program.operators)
     return replace(program, operators=operators)

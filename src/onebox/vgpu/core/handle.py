@@ -1,4 +1,4 @@
-"""The owner of a buffer on a worker, and of the storage that stands for the buffer in this process."""
+"""The handle of a buffer on a worker, with the storage that represents the buffer in this process."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _lock = threading.Lock()
 
 
 class Handle:
-    """The number of a buffer on a worker; when it goes, so does the buffer.
+    """The number of a buffer on a worker; the buffer is freed with it.
 
     Args:
-        stream: The stream of the device.
+        stream: Command queue of the device.
         number: The buffer.
     """
 
     __slots__ = ("_storage", "number", "stream")
 
-    _storage: VirtualStorage  # once it has been asked for
+    _storage: VirtualStorage  # set on first use
 
     @shielded
     def __init__(self, stream: CommandQueue, number: int) -> None:
@@ -30,7 +30,7 @@ class Handle:
 
     @shielded
     def __del__(self) -> None:
-        self.stream.dead.append(self.number)  # by whichever thread collects it; the next record takes note
+        self.stream.dead.append(self.number)  # by any thread that collects it; the next record processes it
 
     def storage(self, size_bytes: int) -> VirtualStorage:
         """Return the storage of the buffer: the same one until the buffer has another size.

@@ -1,7 +1,7 @@
-"""What a client knows of a tensor that lives on a worker: element type, shape and where the elements lie.
+"""Layout of a tensor that lives on a worker: element type, shape and position of the elements.
 
-Instances are interned: two tensors that are laid out alike share one, so that comparing and hashing are by identity,
-which is what makes the key of an operator cheap.
+Instances are interned: tensors of equal layout share one, so that comparison and hashing are by identity, which makes
+the key of an operator cheap.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from onebox.wire import DTYPES, Strided, dtype_name
 
 
 class Metadata:
-    """The layout of a dense tensor; made by :func:`metadata` and its like only.
+    """The layout of a dense tensor; made only by :func:`metadata` and related functions.
 
     Args:
         dtype: Element type.
         shape: Sizes, outermost first.
         strides: Elements from one index to the next, for each dimension.
-        offset: Elements from the start of the storage to the first.
+        offset: Elements from the start of the storage to the first one.
         storage_bytes: Bytes of the storage.
-        conjugate: Whether the elements are the conjugates of what is stored, as in PyTorch's lazy ``conj``.
-        negative: Whether they are the negatives of it, likewise.
+        conjugate: Whether the elements are the conjugates of the stored ones, as in PyTorch's lazy ``conj``.
+        negative: Whether they are the negatives of the stored ones, likewise.
     """
 
     __slots__ = (
@@ -65,10 +65,10 @@ class Metadata:
         return prod(self.shape) * self.dtype.itemsize
 
     def strided(self) -> Strided:
-        """Return it as it travels.
+        """Return it in the form of the wire.
 
         Raises:
-            WireError: Tensors of its type do not travel.
+            WireError: Tensors of its type cannot be sent.
         """
         return Strided(
             dtype_name(self.dtype),
@@ -81,7 +81,7 @@ class Metadata:
         )
 
     def on_meta(self) -> Tensor:
-        """Return a new tensor of the ``meta`` device that is laid out so."""
+        """Return a new tensor of the ``meta`` device with this layout."""
         if self.offset == 0 and self.contiguous and self.plain:
             made = torch.empty(self.shape, dtype=self.dtype, device="meta")
             if made.untyped_storage().nbytes() == self.storage_bytes:
@@ -93,7 +93,7 @@ class Metadata:
         return made
 
     def mark(self, tensor: Tensor) -> None:
-        """Let PyTorch take what a tensor stores for the conjugates or negatives of its elements, as is said here."""
+        """Set the conjugate and negative bits of a tensor."""
         torch._C._set_conj(tensor, self.conjugate)
         torch._C._set_neg(tensor, self.negative)
 
@@ -111,7 +111,7 @@ def metadata(
     conjugate: bool = False,
     negative: bool = False,
 ) -> Metadata:
-    """Return the one instance for a layout; the arguments are those of :class:`Metadata`."""
+    """Return the interned instance of a layout; the arguments are those of :class:`Metadata`."""
     key = (dtype, shape, strides, offset, storage_bytes, conjugate, negative)
     with _lock:
         found = _known.get(key)
@@ -140,7 +140,7 @@ def metadata_of(tensor: Tensor) -> Metadata:
 
 
 def from_wire(strided: Strided) -> Metadata:
-    """Return the layout that a worker told."""
+    """Return the layout of a worker's message."""
     return metadata(
         DTYPES[strided.dtype],
         strided.shape,

@@ -1,7 +1,7 @@
-"""Storages of virtual tensors, as far as scripts ask for them: which tensors share one, and how large it is.
+"""Storages of virtual tensors, as far as scripts use them: identity and size.
 
-Libraries tell tied weights by the addresses of their elements. Nobody can read at such an address, no more than at that
-of a GPU, so any number will do that is a buffer's own.
+Libraries recognise tied weights by the addresses of their elements. Such an address cannot be read, as that of a GPU,
+so any number that is unique to a buffer serves.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 _FIRST = 1 << 44
 _ALIGNED = 1 << 8
-"""Addresses are multiples of this, as those of a GPU's allocator are."""
+"""Alignment of addresses, that of a GPU's allocator."""
 
 _free = [_FIRST]
 _lock = threading.Lock()
@@ -26,12 +26,12 @@ class VirtualStorage(torch.UntypedStorage):
     _place: torch.device
 
     def data_ptr(self) -> int:
-        """Return a number that no other storage has; 0 for an empty one."""
+        """Return an address that no other storage has; 0 for an empty one."""
         return self._address if self.nbytes() else 0
 
     @property
     def device(self) -> Any:  # type: ignore[override]  # read-only in PyTorch, too
-        """Where the elements are."""
+        """The device of the elements."""
         return self._place
 
 

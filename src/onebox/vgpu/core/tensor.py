@@ -16,19 +16,19 @@ from onebox.vgpu.signals import shielded
 
 
 class VirtualTensor(Tensor):
-    """A tensor whose elements are in a buffer of a worker; here is only what it looks like.
+    """A tensor whose elements are in a buffer of a worker; the client holds only its layout.
 
-    Autograd, views and version counters are PyTorch's own: its operators arrive below them.
+    Autograd, views and version counters are PyTorch's own: operators arrive here below them.
     """
 
-    _handle: Handle  # no slots: torch.utils.swap_tensors, by which modules move, wants the same on both sides
+    _handle: Handle  # no slots: torch.utils.swap_tensors, which moves modules, requires equal slots on both sides
     _metadata: Metadata
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     dispatcher: Any = None
-    """Set by the dispatch module, which knows this class."""
+    """Set by the dispatch module, which depends on this class."""
     reducer: Any = None
-    """Set by the serialization module, likewise: how a tensor is saved."""
+    """Set by the serialization module, which depends on this class: the pickle reduction of a tensor."""
 
     def __new__(cls, data: Tensor, requires_grad: bool = True) -> Any:
         """Return a parameter: those on a device are of this type, and libraries call ``type(parameter)(...)``."""
@@ -37,19 +37,20 @@ class VirtualTensor(Tensor):
     @classmethod
     @shielded
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Hand an operator on."""
+        """Pass an operator to the dispatcher."""
         return cls.dispatcher(func, args, kwargs)
 
-    # what PyTorch's own classes refuse for subclasses, or do by way of storages
+    # methods that PyTorch rejects for subclasses, or implements by storages
 
     def untyped_storage(self) -> VirtualStorage:
-        """Return what stands for the storage: the same one for all tensors of a buffer and for the views of them."""
-        base: Any = self._base  # whose view it is, as far as autograd knows
+        """Return an object that represents the storage, without elements: the same one for all tensors of a buffer and
+        for their views."""
+        base: Any = self._base  # the tensor that it is a view of, as far as autograd knows
         handle: Handle = (self if base is None else base)._handle
         return handle.storage(self._metadata.storage_bytes)
 
     def data_ptr(self) -> int:
-        """Return an address: nobody can read there, but no other tensor is there."""
+        """Return an address: it cannot be read, but is unique among tensors."""
         address = self.untyped_storage().data_ptr()
         return address + self._metadata.offset * self.dtype.itemsize if address else 0
 
@@ -100,7 +101,7 @@ class VirtualTensor(Tensor):
             )
         made = self.detach().clone().requires_grad_(self.requires_grad)
         memo[id(self)] = made
-        if getattr(self, "_is_param", False):  # nothing else of a parameter is copied, as in PyTorch: no gradient
+        if getattr(self, "_is_param", False):  # of a parameter only this is copied, as in PyTorch: no gradient
             made._is_param = True
             return made
         own = {key: value for key, value in self.__dict__.items() if key not in ("_handle", "_metadata")}
@@ -114,7 +115,7 @@ class VirtualTensor(Tensor):
 
     @property
     def data(self) -> Any:
-        """The tensor without its history, and setting it."""
+        """The tensor without its autograd history, and its setter."""
         return _data.__get__(self)
 
     @data.setter
@@ -151,7 +152,7 @@ def wrap(handle: Handle, metadata: Metadata) -> VirtualTensor:
 
 
 share: Any = torch._functionalize_unsafe_set
-"""Let the first tensor be a view of the memory of the second, as far as PyTorch asks (``is_alias_of``)."""
+"""Make the first tensor a view of the memory of the second for ``is_alias_of``."""
 
 
 def wrap_view(base: Tensor, handle: Handle, metadata: Metadata) -> VirtualTensor:
@@ -167,6 +168,6 @@ def wrap_view(base: Tensor, handle: Handle, metadata: Metadata) -> VirtualTensor
 
 
 def relay(tensor: VirtualTensor, metadata: Metadata) -> None:
-    """Let a tensor look different from now on, as after ``resize_`` or ``t_``."""
+    """Set the layout of a tensor, as after ``resize_`` or ``t_``."""
     _data.__set__(tensor, wrap(tensor._handle, metadata))
     tensor._metadata = metadata

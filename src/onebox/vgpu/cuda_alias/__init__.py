@@ -1,4 +1,4 @@
-"""``cuda`` for scripts that say cuda."""
+"""The alias ``cuda`` of virtual devices, for scripts written for CUDA."""
 
 from __future__ import annotations
 

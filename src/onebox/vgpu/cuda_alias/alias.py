@@ -1,8 +1,8 @@
-"""``cuda`` for scripts that say cuda: what they say means the virtual devices, on a PyTorch with or without CUDA.
+"""The alias ``cuda``: scripts written for CUDA use virtual devices, on a PyTorch with or without CUDA.
 
-PyTorch refuses to name another device ``cuda``, so nothing below Python changes: tensors are on ``vgpu``, and the few
-places where a script names a device, or asks for one, are translated, in both directions. An operator on tensors passes
-none of them.
+PyTorch does not let another device be named ``cuda``, so nothing below Python changes: tensors are on ``vgpu``, and the
+few places where a script names or queries a device are translated, in both directions. Operators on tensors are
+unaffected.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _active: list[CudaAlias] = []
 
 
 class CudaAlias:
-    """That ``cuda`` means the virtual devices, until it is closed; works as a context, too."""
+    """The active alias, until it is closed; also a context manager."""
 
     def __init__(self) -> None:
         self._patches = Patches()
 
     def close(self) -> None:
-        """Let ``cuda`` mean again what it meant before. Idempotent."""
+        """Restore the original meaning of ``cuda``. Idempotent."""
         with _lock:
             if self in _active:
                 _active.remove(self)
@@ -57,15 +57,15 @@ class CudaAlias:
 
 
 def alias_cuda() -> CudaAlias:
-    """Let ``cuda`` mean the virtual devices, for all of this process.
+    """Make ``cuda`` mean the virtual devices, in the whole process.
 
     From now on ``torch.device("cuda:1")``, ``.cuda()``, ``device="cuda"``, ``torch.cuda`` and ``map_location="cuda"``
-    are about ``vgpu:0 …``, and their tensors say ``cuda:0 …`` of themselves. What has no counterpart there, such as
-    CUDA graphs, raises an error that names it. Functions that other modules took from ``torch`` before, by
-    ``from torch import zeros``, stay as they are: call this first.
+    mean ``vgpu:0 …``, whose tensors report ``cuda:0 …`` as their device. Features without a counterpart, such as CUDA
+    graphs, raise an error that names them. Functions that other modules have imported before, as by ``from torch import
+    zeros``, are not translated: call this first.
 
     Returns:
-        What can be closed to undo it; the same one where ``cuda`` has that meaning already.
+        An object whose ``close`` undoes it; the same one where the alias is active already.
 
     Example:
         >>> import onebox, torch
@@ -77,7 +77,9 @@ def alias_cuda() -> CudaAlias:
     with _lock:
         if not _active:
             install()
-            current_device.register(context.current_device)  # which lasts, so it must not come above what is undone
+            current_device.register(
+                context.current_device
+            )  # permanent, so it must not be applied on top of temporary patches
             made = CudaAlias()
             try:
                 _translate(made._patches)
@@ -105,7 +107,7 @@ def _translate(patches: Patches) -> None:
 
 
 def _translate_accelerators(patches: Patches) -> None:
-    """Let the accelerator of this process be called ``cuda``; PyTorch asks in two ways which one it is."""
+    """Make the accelerator of this process ``cuda``; PyTorch queries it in two ways."""
     core: Any = torch._C
     for name in ("_accelerator_getAccelerator", "_get_accelerator"):
         patches.set(core, name, accelerator(getattr(core, name)))
@@ -116,7 +118,7 @@ def _translate_accelerators(patches: Patches) -> None:
 
 
 def _translate_flags(patches: Patches) -> None:
-    """Let the switches of CUDA's libraries be there; they switch nothing on a worker."""
+    """Provide the flags of CUDA's libraries, which have no effect on a worker."""
     patches.set(torch.backends.cuda, "is_built", torch.cuda.is_available)
     for name in ("is_acceptable", "is_available"):  # a worker's PyTorch decides for itself
         patches.set(torch.backends.cudnn, name, functools.partial(_answer, value=False))
@@ -124,7 +126,7 @@ def _translate_flags(patches: Patches) -> None:
 
 
 def _of_this_process(begin: Callable[..., None]) -> Callable[..., None]:
-    """Return how a profiler begins that is asked for the times of a GPU: without them."""
+    """Wrap the start of a profiler that records GPU times, to start without them."""
 
     @functools.wraps(begin)
     def init(

@@ -1,4 +1,4 @@
-"""Automatic mixed precision: what is switched for ``cuda`` is switched for the virtual devices."""
+"""Automatic mixed precision: switches for ``cuda`` apply to the virtual devices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onebox.vgpu.cuda_alias.device_names import to_vgpu_type
 from onebox.vgpu.cuda_alias.patches import Patches
 
 _BY_TYPE = ("get_autocast_dtype", "is_autocast_enabled", "set_autocast_dtype", "set_autocast_enabled")
-"""Functions whose first argument is the type of a device; without one they mean CUDA."""
+"""Functions whose first argument is a device type, by default CUDA."""
 
 
 def _typed(function: Callable[..., Any], fewest: int) -> Callable[..., Any]:
@@ -26,7 +26,7 @@ def _typed(function: Callable[..., Any], fewest: int) -> Callable[..., Any]:
 
 
 def translate_amp(patches: Patches) -> None:
-    """Let autocast, and all that asks about it, take ``cuda``."""
+    """Make autocast, and the queries of its state, accept ``cuda``."""
     for name in _BY_TYPE:
         translated = _typed(getattr(torch, name), 2 if name.startswith("set") else 1)
         patches.set(torch, name, translated)

@@ -10,7 +10,7 @@ from onebox.vgpu.integration.generators import VirtualGenerator
 
 
 def translate_generators(patches: Patches) -> None:
-    """Let generators of virtual devices be made for ``cuda``, and say that they are there."""
+    """Make generators of virtual devices for ``cuda``, and report that as their device."""
     kind: Any = type(VirtualGenerator)
     make, place = kind.__call__, VirtualGenerator.device
 

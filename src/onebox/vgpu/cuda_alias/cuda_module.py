@@ -1,8 +1,8 @@
-"""``torch.cuda`` on virtual devices: what each of its names stands for.
+"""``torch.cuda`` on virtual devices: the implementation of each of its names.
 
-Three groups, which together are all there is: what is mapped, what PyTorch's own code does well once that is mapped
-(:data:`KEPT`), and the rest, which is refused by name. A name that a new PyTorch brings is refused until it has a place
-here. Names with an underscore are PyTorch's own business, except those that its code or scripts ask for.
+Every name is in one of three groups: those mapped here, those whose code in PyTorch works once the first are mapped
+(:data:`KEPT`), and the rest, which raise an error. New names of a later PyTorch raise an error until they are added
+here. Names with an underscore are left alone, except those that PyTorch's code or scripts use.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ KEPT = {
     "device",
     "device_of",
 }
-"""Functions and classes that mean the same: PyTorch's own, which ask what is mapped."""
+"""Functions and classes kept from PyTorch, because they only use mapped names."""
 
 KEPT_MODULES = {"torch.cuda.amp", "torch.cuda.comm", "torch.cuda.sparse"}
-"""Likewise, all that is in them."""
+"""Likewise, submodules kept as a whole."""
 
 NAMED_TOO = {
     "_compile_kernel",
@@ -47,7 +47,7 @@ NAMED_TOO = {
     "_sleep",
     "_snapshot",
 }
-"""Functions with an underscore that scripts call all the same."""
+"""Functions with an underscore that scripts nevertheless call."""
 
 _OF_DEVICES = (
     "current_device",
@@ -62,7 +62,7 @@ _OF_DEVICES = (
     "seed_all",
     "set_rng_state_all",
 )
-"""Functions that are those of ``torch.vgpu``."""
+"""Functions taken from ``torch.vgpu``."""
 
 _OF_ONE = (
     "get_device_capability",
@@ -80,7 +80,7 @@ _OF_ONE = (
     "set_device",
     "synchronize",
 )
-"""Likewise, with a device for their argument."""
+"""Likewise, with a device argument."""
 
 _OWN: dict[str, Any] = {
     "Event": streams.Event,
@@ -128,11 +128,11 @@ OF_SUBMODULES: dict[str, Any] = {
     "torch.cuda.nvtx.range_start": functions.depth,
     "torch.cuda.tunable.is_enabled": functions.no,
 }
-"""What stands for names of submodules alone."""
+"""Replacements of names in submodules only."""
 
 
 def mapped() -> dict[str, Any]:
-    """Return what stands for names of ``torch.cuda``."""
+    """Return the replacements of names of ``torch.cuda``."""
     found: dict[str, Any] = {name: getattr(device_module, name) for name in _OF_DEVICES}
     found |= {name: _of_one(getattr(device_module, name)) for name in _OF_ONE}
     reset = found["reset_peak_memory_stats"]
@@ -147,7 +147,7 @@ def _of_one(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def translate_surface(patches: Patches) -> None:
-    """Let ``torch.cuda`` be the module of the virtual devices, and its submodules with it."""
+    """Replace ``torch.cuda`` and its submodules by those of the virtual devices."""
     stands = {name: _disguised(value, getattr(torch.cuda, name, None)) for name, value in mapped().items()}
     originals = {name: getattr(torch.cuda, name, None) for name in stands}
     same = {id(original): stands[name] for name, original in originals.items() if callable(original)}
@@ -161,7 +161,8 @@ def translate_surface(patches: Patches) -> None:
 
 
 def _translate_submodule(patches: Patches, inner: types.ModuleType, same: dict[int, Any]) -> None:
-    """Let a submodule have what ``torch.cuda`` has under the same names; refuse the rest that is its own."""
+    """Give a submodule the replacements that ``torch.cuda`` has under the same names; the rest of its own raises
+    errors."""
     for name, value in list(vars(inner).items()):
         full = f"{inner.__name__}.{name}"
         if full in OF_SUBMODULES:
@@ -173,13 +174,13 @@ def _translate_submodule(patches: Patches, inner: types.ModuleType, same: dict[i
 
 
 def submodules() -> list[types.ModuleType]:
-    """Return the submodules of ``torch.cuda`` that scripts may import; importing them does nothing else."""
+    """Return the submodules of ``torch.cuda`` that scripts may import, whose import has no effects."""
     names = [found.name for found in pkgutil.iter_modules(torch.cuda.__path__)]
     return [importlib.import_module(f"torch.cuda.{name}") for name in names if not name.startswith("_")]
 
 
 def _public(owner: types.ModuleType) -> list[str]:
-    """Return the functions and classes that a module of ``torch.cuda`` offers, its own and those of its submodules."""
+    """Return the public functions and classes of a module of ``torch.cuda`` and its submodules."""
     return [
         name
         for name, value in vars(owner).items()
@@ -194,7 +195,7 @@ def _home(value: Any) -> Any:
 
 
 def _disguised(stand: Any, original: Any) -> Any:
-    """Return a function under the name, signature and documentation of the one that it stands for."""
+    """Return a function with the name, signature and documentation of the one that it replaces."""
     if not inspect.isfunction(stand) or not callable(original):
         return stand
 

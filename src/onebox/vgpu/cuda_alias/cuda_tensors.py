@@ -1,4 +1,4 @@
-"""What tensors look like to a script that says ``cuda``: where they are, of which type, and how they get there."""
+"""Tensors for scripts written for CUDA: their device, their type, and their movement."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ _DTYPES = {
     "Long": torch.int64,
     "Short": torch.int16,
 }
-"""Element types by the words that old scripts use, as in ``torch.cuda.FloatTensor``."""
+"""Element types by their names in old scripts, as in ``torch.cuda.FloatTensor``."""
 
 
 class TensorType(type):
-    """The type of ``torch.cuda.FloatTensor`` and its like: calls make tensors, ``isinstance`` asks what one holds."""
+    """The type of ``torch.cuda.FloatTensor`` and the like: calls make tensors, ``isinstance`` checks their element
+    type."""
 
     dtype: torch.dtype
 
@@ -56,14 +57,14 @@ _WORDS = {dtype: f"torch.cuda.{word}Tensor" for word, dtype in _DTYPES.items()}
 
 
 def tensor_type(kind: Any) -> TensorType | None:
-    """Return the type of CUDA tensors that a class or a name such as ``"torch.cuda.FloatTensor"`` means."""
+    """Return the type of CUDA tensors for a class or a name such as ``"torch.cuda.FloatTensor"``."""
     if isinstance(kind, TensorType):
         return kind
     return TENSOR_TYPES.get(kind.removeprefix("torch.cuda.")) if str(kind).startswith("torch.cuda.") else None
 
 
 def _look(patches: Patches) -> None:
-    """Let virtual tensors say where they are in the script's words."""
+    """Make virtual tensors report their device as ``cuda``."""
     place: Any = torch._C.TensorBase.device
 
     def device(self: Tensor) -> torch.device:
@@ -79,7 +80,7 @@ def _look(patches: Patches) -> None:
 
 
 def _move(patches: Patches) -> None:
-    """Let tensors go to a device by the methods that name CUDA."""
+    """Make the methods that name CUDA move tensors to a virtual device."""
     to, kind_of = torch.Tensor.to, torch.Tensor.type
 
     @functools.wraps(torch.Tensor.cuda)
@@ -107,7 +108,7 @@ def _move(patches: Patches) -> None:
 
 
 def _default_type(patches: Patches) -> None:
-    """Let ``torch.set_default_tensor_type`` take types of CUDA tensors."""
+    """Make ``torch.set_default_tensor_type`` accept types of CUDA tensors."""
     original = torch.set_default_tensor_type
 
     @functools.wraps(original)
@@ -124,7 +125,7 @@ def _default_type(patches: Patches) -> None:
 
 
 def translate_tensors(patches: Patches) -> None:
-    """Let tensors be what such a script takes them for."""
+    """Make tensors appear as CUDA tensors."""
     _look(patches)
     _move(patches)
     _default_type(patches)

@@ -1,8 +1,8 @@
-"""Where devices go into PyTorch: the functions and methods of which some argument may say ``cuda``.
+"""Device arguments: the functions and methods of PyTorch that accept ``cuda`` as a device.
 
-They are a table: an owner, the names of its functions, and how their arguments are translated. Operators that take no
-device are not in it and cost nothing. Which factories take a device is read from PyTorch's own schemas, so that a new
-one is not forgotten.
+They are a table: an owner, the names of its functions, and the translation of their arguments. Operators without a
+device argument are not in it and cost nothing. The factories are read from PyTorch's own schemas, so that new ones are
+included.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from onebox.vgpu.cuda_alias.patches import Patches
 Function = Callable[..., Any]
 
 _COMPARED = frozenset({"eq", "ne"})
-"""Operators whose schemas have a device although Python's functions of that name take none: scripts compare devices."""
+"""Operators whose schemas have a device although their Python functions take none: scripts compare devices."""
 
 
 def named(function: Function) -> Function:
-    """Return a function that translates the keyword ``device``, and answers a wish for pinned memory with none."""
+    """Wrap a function to translate the keyword ``device`` and drop requests for pinned memory."""
 
     @functools.wraps(function)
     def translated(*args: Any, **kwargs: Any) -> Any:
@@ -35,14 +35,14 @@ def named(function: Function) -> Function:
             if place.__class__ in DEVICE_TYPES:
                 kwargs["device"] = to_vgpu(place)
             if kwargs.get("pin_memory"):
-                kwargs["pin_memory"] = False  # what goes to a worker is copied in any case
+                kwargs["pin_memory"] = False  # tensors for a worker are copied in any case
         return function(*args, **kwargs)
 
     return translated
 
 
 def anywhere(function: Function) -> Function:
-    """Return a function that translates its keyword ``device`` and each positional argument that is a device."""
+    """Wrap a function to translate its keyword ``device`` and each positional argument that is a device."""
 
     @functools.wraps(function)
     def translated(*args: Any, **kwargs: Any) -> Any:
@@ -71,7 +71,7 @@ def methods() -> list[str]:
 
 
 def table() -> Iterator[tuple[Any, list[str], Callable[[Function], Function]]]:
-    """Yield owners, names of their functions, and how the arguments are translated."""
+    """Yield owners, names of their functions, and the translation of their arguments."""
     yield torch, factories(), named
     yield torch.fft, ["fftfreq", "rfftfreq"], named
     yield torch.nested, ["as_nested_tensor", "nested_tensor"], named
@@ -80,8 +80,8 @@ def table() -> Iterator[tuple[Any, list[str], Callable[[Function], Function]]]:
 
 
 def translate_entries(patches: Patches) -> None:
-    """Let all of them take ``cuda``."""
-    constructors = _device._device_constructors()  # kept by PyTorch from now on: what modes see are the originals
+    """Make all of them accept ``cuda``."""
+    constructors = _device._device_constructors()  # cached by PyTorch from now on: modes see the originals
     patches.set(_device.DeviceContext, "__torch_function__", _in_context(constructors))
     known = _builtins._get_builtin_table()
     for owner, names, how in table():
@@ -89,12 +89,13 @@ def translate_entries(patches: Patches) -> None:
             original = getattr(owner, name)
             translated = how(original)
             patches.set(owner, name, translated)
-            if id(original) in known:  # torch.jit.script knows functions by their identity
+            if id(original) in known:  # torch.jit.script looks functions up by identity
                 patches.put(known, id(translated), known[id(original)])
 
 
 def _in_context(constructors: set[Function]) -> Function:
-    """Return what ``with torch.device(...)`` and ``torch.set_default_device`` do to each function."""
+    """Return the translation that ``with torch.device(...)`` and ``torch.set_default_device`` apply to each
+    function."""
 
     def give_device(self: Any, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,4 +1,4 @@
-"""Which virtual device ``cuda`` means, and back: names of devices on their way into PyTorch and out of it."""
+"""Device names: translation between ``cuda`` of scripts and ``vgpu`` of PyTorch."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ _MEANT = "cuda"
 _GIVEN = "vgpu"
 
 DEVICE_TYPES = (str, torch.device)
-"""What a device is given as that may need translation; a plain number means an accelerator already."""
+"""Types of device arguments that may need translation; a plain number means an accelerator already."""
 
 
 def to_vgpu(place: Any) -> Any:
-    """Return what a script's device is for PyTorch: ``vgpu:1`` for ``cuda:1``, the current device for ``cuda``.
+    """Translate a script's device for PyTorch: ``vgpu:1`` for ``cuda:1``, the current device for ``cuda``.
 
     Args:
-        place: A device, or the name of one. All else is returned as it came, so that PyTorch says itself what is wrong
-            with it.
+        place: A device, or the name of one. All else is returned unchanged, so that PyTorch itself raises the error.
     """
     kind = place.__class__
     if kind is str:
@@ -35,29 +34,29 @@ def to_vgpu(place: Any) -> Any:
 
 
 to_vgpu._dynamo_marked_constant = True  # type: ignore[attr-defined]
-# What torch.compiler.assume_constant_result sets, which would import the compiler: no compiled function looks inside.
+# The attribute that torch.compiler.assume_constant_result sets; importing the compiler would be slow.
 
 
 def to_cuda(device: torch.device) -> torch.device:
-    """Return what a device of PyTorch is called in a script: ``cuda:1`` for ``vgpu:1``."""
+    """Translate a device of PyTorch for a script: ``cuda:1`` for ``vgpu:1``."""
     if device.type != _GIVEN:
         return device
     return torch.device(_MEANT) if device.index is None else torch.device(_MEANT, device.index)
 
 
 def to_vgpu_type(kind: Any) -> Any:
-    """Return the type of device that is meant by a script's; for what takes types such as ``"cuda"`` alone."""
+    """Translate a script's device type, for functions that take types such as ``"cuda"`` alone."""
     return _GIVEN if kind == _MEANT else kind
 
 
 def number_of(place: Any) -> int:
-    """Return the number of the device that a function of ``torch.cuda`` is given.
+    """Return the number of the device argument of a function of ``torch.cuda``.
 
     Args:
         place: ``None`` for the current device, a number, a device or the name of one.
 
     Raises:
-        ValueError: It is none of ``cuda``.
+        ValueError: It is not a ``cuda`` device.
     """
     if isinstance(place, int) and not isinstance(place, bool):
         return current_device() if place < 0 else place

@@ -1,6 +1,7 @@
-"""Tracing: fake tensors are where PyTorch says, compiled functions see devices as the script calls them.
+"""Tracing under the alias: fake tensors stay on ``vgpu``, compiled functions see the script's device names.
 
-A fake tensor that said ``cuda`` would end a process whose PyTorch has no CUDA: autograd asks C++ for that device.
+A fake tensor that reported ``cuda`` would abort a process whose PyTorch has no CUDA: autograd looks that device up in
+C++.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ _OF_CUDA_GRAPHS: dict[str, Any] = {
     "_cuda_CUDAAllocator_AllocatorState": type("AllocatorState", (), {}),
     "_set_cached_tensors_enabled": lambda enabled: None,
 }
-"""What ``torch._dynamo.reset`` imports where ``torch.cuda`` is available, and a PyTorch without CUDA has not. It only
-forgets CUDA graphs with them, of which there are none."""
+"""Modules that ``torch._dynamo.reset`` imports where ``torch.cuda`` is available, and that a PyTorch without CUDA
+lacks. They are only used to reset CUDA graphs, of which there are none."""
 
 
 def translate_traced(patches: Patches) -> None:
-    """Let fake tensors of virtual ones be on ``vgpu``."""
+    """Make fake tensors of virtual ones be on ``vgpu``."""
     patches.set(FakeTensor, "__new__", staticmethod(anywhere(FakeTensor.__new__)))
     for name, stand_in in _OF_CUDA_GRAPHS.items():
         if not hasattr(torch._C, name):
@@ -32,7 +33,7 @@ def translate_traced(patches: Patches) -> None:
 
 
 def _forget_functions() -> None:
-    """Let Dynamo, where it is loaded, find out anew which functions are PyTorch's: it knows them by identity."""
+    """Make Dynamo, where it is loaded, identify PyTorch's functions again: it compares them by identity."""
     rules: Any = sys.modules.get("torch._dynamo.trace_rules")
     if rules is not None:
         rules.get_torch_obj_rule_map.cache_clear()

@@ -1,4 +1,4 @@
-"""What the functions of ``torch.cuda`` do on virtual devices, where that is more than ``torch.vgpu`` does."""
+"""Functions of ``torch.cuda`` on virtual devices that differ from those of ``torch.vgpu``."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ _BFLOAT16 = _TENSOR_FLOAT32 = 8
 
 
 def no(*args: Any) -> bool:
-    """Say no."""
+    """Return False."""
     return False
 
 
 def yes(*args: Any) -> bool:
-    """Say yes."""
+    """Return True."""
     return True
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:
-    """Do nothing: there is nothing to do on a virtual device."""
+    """Do nothing: virtual devices need no such call."""
 
 
 def call(callable: Callable[[], Any], **kwargs: Any) -> None:
-    """Do something that PyTorch would do once CUDA is initialized: it is."""
+    """Call a function that PyTorch would call once CUDA is initialized, which it is."""
     callable()
 
 
@@ -47,45 +47,45 @@ _counted: list[int] = [0]
 
 
 def device_count() -> int:
-    """Return how many devices there are; in a forked process, how many its parent had."""
+    """Return the number of devices; in a forked process, that of its parent."""
     if not device_module._is_in_bad_fork():
         _counted[0] = context.device_count()
     return _counted[0]
 
 
 def is_available() -> bool:
-    """Tell whether there is a device."""
+    """Return whether there is a device."""
     return device_count() > 0
 
 
 def can_device_access_peer(device: Any, peer_device: Any) -> bool:
-    """Tell whether tensors go from one device to another without passing the client: always, but to itself."""
+    """Return whether tensors go from one device to another without passing the client: always, except to itself."""
     here, there = number_of(device), number_of(peer_device)
     return here != there and device_module.can_device_access_peer(here, there)
 
 
 def is_bf16_supported(including_emulation: bool = True) -> bool:
-    """Tell whether bfloat16 works: on every worker, if slowly on some."""
+    """Return whether bfloat16 works: on every worker, though slowly on some."""
     return including_emulation or device_module.get_device_capability()[0] >= _BFLOAT16
 
 
 def is_tf32_supported() -> bool:
-    """Tell whether the current device has TensorFloat-32."""
+    """Return whether the current device has TensorFloat-32."""
     return device_module.get_device_capability()[0] >= _TENSOR_FLOAT32
 
 
 def get_arch_list() -> list[str]:
-    """Return the architectures that the client's PyTorch has code for: none, workers have their own."""
+    """Return the client's CUDA architectures: none, workers have their own."""
     return []
 
 
 def get_gencode_flags() -> str:
-    """Return the flags that the client's PyTorch is compiled with: none, workers have their own."""
+    """Return the client's compilation flags for CUDA: none, workers have their own."""
     return ""
 
 
 def set_sync_debug_mode(debug_mode: int | str) -> None:
-    """Take ``"default"`` and refuse all else: waits are not reported."""
+    """Accept ``"default"`` and reject all else: waits are not reported."""
     if debug_mode not in (0, "default"):
         raise_unsupported("torch.cuda.set_sync_debug_mode")
 
@@ -112,7 +112,7 @@ class DefaultGenerator(VirtualGenerator):
     """The generator that a device draws from where none is given."""
 
     def manual_seed(self, seed: int) -> Any:
-        """Start anew from a seed."""
+        """Seed the generator."""
         with device_module.device(self.stream.worker):
             device_module.manual_seed(seed)
         return self
@@ -129,7 +129,7 @@ class DefaultGenerator(VirtualGenerator):
         sources[self._sign] = self.number
 
     def __del__(self) -> None:
-        """Let the one on the worker be."""
+        """Do not free the worker's generator, which is permanent."""
         sources.pop(self._sign, None)
 
 
@@ -160,11 +160,11 @@ class DefaultGenerators(Sequence[Any]):
         return map(default_generator, range(len(self)))
 
 
-# ---- accelerators, which is what PyTorch calls CUDA devices and their like
+# ---- accelerators, PyTorch's general term for CUDA devices and the like
 
 
 def accelerator(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what tells which accelerator there is, in the script's words."""
+    """Wrap a function that returns the accelerator, to return the script's name of it."""
 
     def translated(*args: Any) -> Any:
         found = function(*args)
@@ -174,7 +174,7 @@ def accelerator(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def accelerator_index(function: Callable[..., int]) -> Callable[..., int]:
-    """Return what tells the number of an accelerator's device, which PyTorch itself calls ``vgpu``."""
+    """Wrap a function that returns the index of an accelerator's device, which PyTorch itself calls ``vgpu``."""
 
     def translated(device: Any, optional: bool = False) -> int:
         is_place = isinstance(device, str | torch.device)
@@ -183,7 +183,7 @@ def accelerator_index(function: Callable[..., int]) -> Callable[..., int]:
     return translated
 
 
-# ---- annotations for a profiler of the machine, which this is not
+# ---- annotations for a profiler, which have no effect here
 
 
 class Range:
@@ -203,5 +203,5 @@ class Range:
 
 
 def depth(*args: Any, **kwargs: Any) -> int:
-    """Return how deep ranges are nested: nobody counts."""
+    """Return the depth of nested ranges, which is not tracked."""
     return 0

@@ -1,4 +1,4 @@
-"""Figures of a device's memory, as ``torch.cuda`` gives them."""
+"""Memory statistics of a device, in the formats of ``torch.cuda``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from onebox.vgpu.integration import device_module
 
 
 def memory_stats_as_nested_dict(device: Any = None) -> dict[str, Any]:
-    """Return the figures of :func:`torch.cuda.memory_stats`, one dictionary in another for each dot."""
+    """Return the statistics of :func:`torch.cuda.memory_stats`, one dictionary in another for each dot."""
     nested: dict[str, Any] = {}
     for name, value in device_module.memory_stats(number_of(device)).items():
         *path, last = name.split(".")
@@ -22,7 +22,7 @@ def memory_stats_as_nested_dict(device: Any = None) -> dict[str, Any]:
 
 
 def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
-    """Return the figures of a device's memory as a table for a person."""
+    """Return a device's memory statistics as a table of text."""
     number = number_of(device)
     figures = device_module.memory_stats(number)
     free, total = device_module.mem_get_info(number)
@@ -38,13 +38,13 @@ def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
 
 
 def get_per_process_memory_fraction(device: Any = None) -> float:
-    """Return 1: no share of the device's memory is kept from this process."""
+    """Return 1: this process may use all of the device's memory."""
     number_of(device)
     return 1.0
 
 
 def set_per_process_memory_fraction(fraction: float, device: Any = None) -> None:
-    """Take 1 and refuse all else: a worker's memory is limited when the pool is opened."""
+    """Accept 1 and reject all else: a worker's memory is limited when the pool is opened."""
     number_of(device)
     if fraction != 1:
         raise_unsupported("torch.cuda.set_per_process_memory_fraction")

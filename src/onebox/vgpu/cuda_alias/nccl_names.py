@@ -1,4 +1,4 @@
-"""``torch.multiprocessing.spawn`` and NCCL: ranks that are processes elsewhere are threads of the client here."""
+"""``torch.multiprocessing.spawn`` and NCCL: ranks are threads of the client instead of processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MEANT = "nccl"
 
 
 def translate_distributed(patches: Patches) -> None:
-    """Let a script start its ranks, and let their collectives be called what the script calls them."""
+    """Make a script's ranks start as threads, and accept its names of backends."""
     spawning = sys.modules["torch.multiprocessing.spawn"]
     for owner in (torch.multiprocessing, spawning):
         patches.set(owner, "spawn", ranks.spawn)

@@ -1,4 +1,4 @@
-"""Replacing attributes of PyTorch, and putting them back."""
+"""Patches: replaced attributes of PyTorch that can be restored."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ _ABSENT: Any = object()
 
 
 class Patches:
-    """Attributes that have been replaced, with what they were."""
+    """Replaced attributes, with their original values."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], object]] = []
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """Replace an attribute of a module or a class, or give it one.
+        """Replace or add an attribute of a module or a class.
 
         Args:
             owner: The module or class; only its own attributes count, not those that it inherits.
             name: The attribute.
-            value: What it is from now on.
+            value: Its new value.
         """
         before = vars(owner).get(name, _ABSENT)
         self._undo.append(lambda: delattr(owner, name) if before is _ABSENT else setattr(owner, name, before))
@@ -33,15 +33,15 @@ class Patches:
         mapping[key] = value
 
     def undoing(self, action: Callable[[], object]) -> None:
-        """Do something when everything is put back."""
+        """Register an action for :meth:`undo`."""
         self._undo.append(action)
 
     def call(self, action: Callable[[], object]) -> None:
-        """Do something now, and again when everything is put back; such as clearing what PyTorch remembers."""
+        """Run an action now and again in :meth:`undo`, such as clearing a cache of PyTorch."""
         self._undo.append(action)
         action()
 
     def undo(self) -> None:
-        """Put everything back, the last first."""
+        """Restore everything, in reverse order."""
         while self._undo:
             self._undo.pop()()

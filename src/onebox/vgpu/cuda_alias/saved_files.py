@@ -16,16 +16,16 @@ _PRIORITY = serialization.PRIORITY - 1
 
 
 def _no_mark(storage: Any) -> None:
-    """Leave it to the virtual devices to say where a storage is from."""
+    """Return no location tag: that of virtual devices applies."""
 
 
 def _restore(storage: Any, location: str) -> Any:
-    """Put a storage of a file onto the virtual device that its location means."""
+    """Move a file's storage to the virtual device of its location tag."""
     return serialization._restore(storage, f"vgpu:{number_of(location)}") if location.startswith("cuda") else None
 
 
 def translate_saved(patches: Patches) -> None:
-    """Let what is loaded onto ``cuda`` be loaded onto the virtual devices."""
+    """Make loads onto ``cuda`` go to the virtual devices."""
     entry = (_PRIORITY, _no_mark, _restore)
     registry: list[Any] = torch.serialization._package_registry
     torch.serialization.register_package(*entry)

@@ -1,4 +1,4 @@
-"""``torch.cuda.Stream`` and ``torch.cuda.Event``: a device does one thing after the other, so the order is right."""
+"""``torch.cuda.Stream`` and ``torch.cuda.Event``: a device executes sequentially, so every order holds."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from onebox.vgpu.integration import device_module
 
 
 class _Either(type):
-    """Lets ``torch.Stream`` and ``torch.Event`` make what a device needs, and ``isinstance`` see all of them.
+    """Metaclass that makes ``torch.Stream`` and ``torch.Event`` return the device's class, and ``isinstance`` accept
+    all of them.
 
     Args:
         plain: PyTorch's own class.
         virtual: The class for virtual devices.
-        make: What makes one of those.
+        make: Function that creates one of those.
     """
 
     plain: Any
@@ -37,11 +38,11 @@ class _Either(type):
 
 
 class Stream(device_module.Stream):
-    """A stream of a device; all streams of a device are one.
+    """A stream of a device; all streams of a device are the same.
 
     Args:
         device: The device; the current one when ``None``.
-        priority: Taken for compatibility.
+        priority: Ignored, for compatibility.
     """
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
@@ -55,7 +56,7 @@ class Stream(device_module.Stream):
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
-        """Return the least and the greatest priority: there is one."""
+        """Return the least and the greatest priority, which are equal."""
         return 0, 0
 
     def record_event(self, event: Any = None) -> Any:
@@ -67,13 +68,13 @@ class Stream(device_module.Stream):
 
 
 class Event(device_module.Event):
-    """A mark in the work of a device.
+    """A mark in the sequence of a device's operators.
 
     Args:
-        enable_timing: Whether ``elapsed_time`` is wanted: recording then waits for the device.
-        blocking: Taken for compatibility.
-        interprocess: Not possible.
-        external: Not possible.
+        enable_timing: Whether to support ``elapsed_time``: recording then waits for the device.
+        blocking: Ignored, for compatibility.
+        interprocess: Not supported.
+        external: Not supported.
     """
 
     def __init__(
@@ -84,12 +85,12 @@ class Event(device_module.Event):
         super().__init__(enable_timing, blocking, interprocess)
 
     def ipc_handle(self) -> Any:
-        """Refuse: events stay in their process."""
+        """Raise an error: events cannot be shared between processes."""
         raise_unsupported("torch.cuda.Event.ipc_handle")
 
     @classmethod
     def from_ipc_handle(cls, device: Any, handle: Any) -> Any:
-        """Refuse: events stay in their process."""
+        """Raise an error: events cannot be shared between processes."""
         raise_unsupported("torch.cuda.Event.from_ipc_handle")
 
 
@@ -112,13 +113,13 @@ class StreamContext:
 
 
 def _event(device: Any = None, *, enable_timing: bool = False, blocking: bool = False, **options: bool) -> Event:
-    """Return what ``torch.Event`` makes, which unlike ``torch.cuda.Event`` takes a device."""
+    """Return an event for ``torch.Event``, which unlike ``torch.cuda.Event`` takes a device."""
     number_of(device)
     return Event(enable_timing, blocking, **options)
 
 
 def translate_streams(patches: Patches) -> None:
-    """Let ``torch.Stream`` and ``torch.Event`` take ``cuda``."""
+    """Make ``torch.Stream`` and ``torch.Event`` accept ``cuda``."""
     for name, virtual, make in (("Stream", Stream, Stream), ("Event", Event, _event)):
         plain = getattr(torch, name)
         members = {"plain": plain, "virtual": virtual, "make": staticmethod(make), "__doc__": plain.__doc__}

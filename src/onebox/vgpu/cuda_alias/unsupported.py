@@ -1,4 +1,4 @@
-"""What has no counterpart on virtual devices: each name raises an error that says so, and what to do instead."""
+"""Features of CUDA that virtual devices do not support: each name raises an error with an alternative."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ ADVICE = {
     "use_mem_pool": _MEMORY,
     "utilization": _WATCHED,
 }
-"""What to do instead, by the last or the last but one part of a name; for all others :data:`_ELSEWHERE`."""
+"""Alternatives, by the last or the last but one part of a name; for all others :data:`_ELSEWHERE`."""
 
 
 def raise_unsupported(name: str) -> NoReturn:
-    """Say that something is not there.
+    """Raise the error for an unsupported feature.
 
     Args:
         name: Its full name, such as ``torch.cuda.CUDAGraph``.
@@ -57,7 +57,7 @@ def raise_unsupported(name: str) -> NoReturn:
 
 
 def unsupported_stub(name: str, original: Any) -> Any:
-    """Return what takes the place of a function or class: using it is refused, asking ``isinstance`` is not."""
+    """Return the replacement of a function or class: calling it raises, ``isinstance`` with it works."""
     short = name.rpartition(".")[2]
 
     def refusing(*args: Any, **kwargs: Any) -> NoReturn:

@@ -25,11 +25,11 @@ aten = torch.ops.aten
 
 
 def upload(tensor: Tensor, stream: CommandQueue) -> VirtualTensor:
-    """Return a copy of a tensor of the host on a device; nothing waits for its arrival.
+    """Return a copy of a host tensor on a device, without waiting for its arrival.
 
     Args:
-        tensor: Any strided tensor of the host.
-        stream: The stream of the device.
+        tensor: Any strided host tensor.
+        stream: Command queue of the device.
     """
     order = dense_order(tuple(tensor.shape), tensor.stride())
     straight = tensor if order is None else tensor.permute(order)
@@ -43,7 +43,7 @@ def upload(tensor: Tensor, stream: CommandQueue) -> VirtualTensor:
 
 
 def _put(tensor: Tensor, stream: CommandQueue, number: int) -> None:
-    """Fill a buffer with the elements of a tensor of the host, which may change as soon as this returns."""
+    """Fill a buffer with the elements of a host tensor, which may change as soon as this returns."""
     private = torch.empty(tensor.shape, dtype=tensor.dtype)
     private.copy_(tensor.detach())
     spec = TensorSpec(dtype_name(tensor.dtype), tuple(tensor.shape))
@@ -51,7 +51,7 @@ def _put(tensor: Tensor, stream: CommandQueue, number: int) -> None:
 
 
 def download(tensor: VirtualTensor) -> Tensor:
-    """Return a copy of a virtual tensor on the host, laid out like it; waits for the elements.
+    """Return a copy of a virtual tensor on the host, with the same layout; waits for the elements.
 
     Raises:
         OneboxError: The tensor is void because an operator before this one failed, or the worker is gone.
@@ -71,19 +71,20 @@ def download(tensor: VirtualTensor) -> Tensor:
 
 
 def transfer(tensor: VirtualTensor, stream: CommandQueue) -> VirtualTensor:
-    """Return a copy of a virtual tensor on another device, laid out like it; the elements do not pass the client."""
+    """Return a copy of a virtual tensor on another device, with the same layout; the elements do not pass the
+    client."""
     return transfer_all([tensor], [stream])[0][0]
 
 
 def transfer_all(tensors: Sequence[VirtualTensor], streams: Sequence[CommandQueue]) -> list[list[VirtualTensor]]:
-    """Return copies of tensors of one device on others, laid out like them; one message lets them leave.
+    """Return copies of tensors of one device on others, with the same layouts; sent by a single message.
 
     Args:
         tensors: The tensors, all of one device.
-        streams: The streams of the other devices.
+        streams: Command queues of the other devices.
 
     Returns:
-        For each stream the copies there, in the order of the tensors.
+        For each queue the copies there, in the order of the tensors.
     """
     if not tensors or not streams:
         return [[] for _ in streams]
@@ -98,7 +99,7 @@ def transfer_all(tensors: Sequence[VirtualTensor], streams: Sequence[CommandQueu
 
 
 def _straight(tensor: VirtualTensor) -> tuple[VirtualTensor, tuple[int, ...]]:
-    """Return a tensor as a contiguous one with its dimensions in another order, and that order."""
+    """Return a tensor as a contiguous one with permuted dimensions, and the permutation."""
     layout = tensor._metadata
     order = dense_order(layout.shape, layout.strides) if layout.plain else None
     if order is None:
@@ -110,7 +111,7 @@ def _straight(tensor: VirtualTensor) -> tuple[VirtualTensor, tuple[int, ...]]:
 
 
 def _laid_out(handle: Handle, straight: VirtualTensor, order: tuple[int, ...]) -> VirtualTensor:
-    """Return the tensor of a buffer that holds what a straight one did, with its dimensions in order again."""
+    """Return the tensor of a buffer that holds the contiguous form, with its dimensions in their original order."""
     made = wrap(handle, dense(straight._metadata.dtype, straight._metadata.shape))
     if list(order) == sorted(order):
         return made
@@ -121,7 +122,7 @@ def _laid_out(handle: Handle, straight: VirtualTensor, order: tuple[int, ...]) -
 def _moved(
     tensors: Sequence[VirtualTensor], source: CommandQueue, targets: Sequence[CommandQueue]
 ) -> list[list[Handle]]:
-    """Let contiguous tensors go from their worker to others."""
+    """Send contiguous tensors from their worker to others."""
     box = context_of(source)
     group = box.group()
     specs = [TensorSpec(dtype_name(tensor._metadata.dtype), tensor._metadata.shape) for tensor in tensors]
@@ -143,7 +144,7 @@ def _inverse(order: tuple[int, ...]) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)
 
 
-# ---- operators that copy
+# ---- copy operators
 
 
 @special(aten._to_copy.default)
@@ -189,7 +190,7 @@ def _copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def run_plainly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator that is special otherwise, on one device."""
+    """Run a special operator in its ordinary form, on one device."""
     return launch(args[0]._handle.stream, func, *args, **kwargs)
 
 
@@ -225,11 +226,11 @@ def _is_pinned(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @special(aten.record_stream.default)
 def _record_stream(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return None  # a buffer ends in the order of its device's one stream
+    return None  # a buffer is freed in the order of its device's one queue
 
 
 def _relooked(func: Any) -> None:
-    """Let an operator that changes how a tensor looks do so to a buffer of its own: ``detach`` shares buffers."""
+    """Make an operator that changes a tensor's layout do so on a buffer of its own: ``detach`` shares buffers."""
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor = args[0]

@@ -1,7 +1,7 @@
-"""The dispatcher: every operator on a virtual tensor arrives here, below autograd.
+"""The dispatcher, which receives every operator on a virtual tensor, below autograd.
 
-The way that nearly all take is :func:`dispatch` itself: a key is made of the operator, the layouts of its tensors and
-its other arguments; the recipe for it is known; the call is recorded; new tensors stand for what it will return.
+Nearly all operators take the fast path in :func:`dispatch`: a key is made of the operator, the layouts of its tensors
+and its other arguments; its cached op is found; the call is recorded; new tensors represent its results.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ aten = torch.ops.aten
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """Run an operator of which some argument is a virtual tensor.
+    """Run an operator that has a virtual tensor among its arguments.
 
     Args:
         func: The overload.
-        args: Its arguments.
-        kwargs: Likewise.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
 
     Raises:
         RuntimeError: What PyTorch raises for such arguments.
@@ -58,14 +58,14 @@ def run(
     tensors: list[VirtualTensor],
     floats: list[float],
 ) -> Any:
-    """Run an operator on the device of a stream.
+    """Run an operator on the device of a command queue.
 
     Args:
-        stream: The stream.
+        stream: The command queue.
         func: The overload.
-        args: Its arguments.
-        kwargs: Likewise.
-        key: What :func:`_scan` made of them.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        key: The key that :func:`_scan` made of them.
         tensors: The tensors among them.
         floats: The floating-point numbers among them.
     """
@@ -74,7 +74,7 @@ def run(
         handle = tensor._handle
         if handle.stream is not stream:
             for each in tensors:
-                context_of(each._handle.stream)  # which says so where its pool is closed
+                context_of(each._handle.stream)  # raises an error if its pool is closed
             raise mixed_devices(tensors)
         numbers.append(handle.number)
     if floats and func in SHAPED_BY_FLOATS:
@@ -97,7 +97,7 @@ def run(
         stream.remember(tuple(key), found)
     try:
         first = stream.record(found, numbers, floats)
-    except OperatorError as error:  # a stream that waits for every operator
+    except OperatorError as error:  # from a synchronous queue
         raise_plain(error, str(func))
     only = found.only
     if only is not None:
@@ -108,7 +108,7 @@ def run(
 
 
 def _is_composite(func: Any) -> bool:
-    """Tell whether an operator is made of others on every device, as PyTorch's composites and custom ones are."""
+    """Return whether an operator is composed of others on every device, as PyTorch's composites and custom ones are."""
     return _composite_key(func) is not None
 
 
@@ -121,14 +121,14 @@ def _composite_key(func: Any) -> str | None:
 
 
 def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Take an operator apart, now and whenever it comes again."""
+    """Decompose an operator, now and in later calls."""
     key = getattr(torch._C.DispatchKey, _composite_key(func) or "")
     specials[func] = lambda args, kwargs: func._op_dk(key, *args, **kwargs)
     return specials[func](args, kwargs)
 
 
 def _returned(stream: CommandQueue, found: CachedOp, tensors: list[VirtualTensor], first: int) -> Any:
-    """Return what an operator returns that does more than make one tensor."""
+    """Return the results of an operator that returns more than one new tensor."""
     for position, metadata in found.changes:
         if tensors[position]._metadata is not metadata:
             relay(tensors[position], metadata)
@@ -146,7 +146,7 @@ def _returned(stream: CommandQueue, found: CachedOp, tensors: list[VirtualTensor
 
 
 def _scan(args: Any, key: list[Any], tensors: list[VirtualTensor], floats: list[float]) -> bool:
-    """Add to the key of an operator; tell whether all its tensors are virtual."""
+    """Add arguments to the key of an operator; return whether all its tensors are virtual."""
     for value in args:
         kind = value.__class__
         if kind is VirtualTensor:
@@ -181,7 +181,7 @@ def _scan_named(kwargs: dict[str, Any], key: list[Any], tensors: list[VirtualTen
 
 
 def launch(stream: CommandQueue, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run an operator on a given device, whether or not it has tensors among its arguments."""
+    """Run an operator on a given device, with or without tensor arguments."""
     key: list[Any] = [func.name()]
     tensors: list[VirtualTensor] = []
     floats: list[float] = []
@@ -190,7 +190,7 @@ def launch(stream: CommandQueue, func: Any, *args: Any, **kwargs: Any) -> Any:
     return run(stream, func, args, kwargs, key, tensors, floats)
 
 
-# ---- other devices among the arguments
+# ---- arguments on other devices
 
 
 def _is_here(device: torch.device, stream: CommandQueue) -> bool:
@@ -198,7 +198,7 @@ def _is_here(device: torch.device, stream: CommandQueue) -> bool:
 
 
 def _elsewhere(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator that makes a tensor like another one on another device: of that one only the looks matter."""
+    """Run an operator that makes a tensor like another one on another device: only the layout of that one matters."""
 
     def looks(value: Any) -> Any:
         return value._metadata.on_meta() if isinstance(value, VirtualTensor) else value

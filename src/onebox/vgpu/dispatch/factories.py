@@ -35,7 +35,7 @@ def factories() -> list[OpOverload]:
 
 
 def register() -> None:
-    """Let PyTorch find them."""
+    """Register the factories."""
     library = torch.library.Library("aten", "IMPL")
     for function in factories():
         library.impl(function, _maker(_INSTEAD.get(function, function)), "PrivateUse1")
@@ -60,19 +60,19 @@ def _maker(function: OpOverload) -> Callable[..., Any]:
 
 
 _INSTEAD = {torch.ops.aten._efficientzerotensor.default: torch.ops.aten.zeros.default}
-"""Operators that give a device a kind of tensor that none can hold here, and those that give it an ordinary one."""
+"""Factories of tensor kinds that virtual devices do not support, and those of ordinary tensors in their place."""
 
 
 def _copied(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """Copy from or to a device where PyTorch passes a tensor's own class by, as ``torch.tensor`` does."""
+    """Copy from or to a device where PyTorch bypasses the tensor's class, as ``torch.tensor`` does."""
     return dispatch(torch.ops.aten.copy_.default, (target, source, non_blocking), None)
 
 
 def _number(tensor: torch.Tensor) -> Any:
-    """Read a tensor's one number where PyTorch passes its own class by, as ``torch.tensor`` of a list of them does."""
+    """Read a tensor's one number where PyTorch bypasses its class, as ``torch.tensor`` of a list of them does."""
     return dispatch(torch.ops.aten._local_scalar_dense.default, (tensor,), None)
 
 
 def _not_pinned(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
-    """Answer a request for pinned memory: what goes to a worker is copied in any case, so a copy is as good."""
+    """Return an ordinary copy for a request of pinned memory, as tensors for a worker are copied in any case."""
     return tensor.clone()

@@ -25,12 +25,12 @@ HOST_ARGUMENTS = frozenset[Any](
         aten._unsafe_index_put.default,
     }
 )
-"""Operators that take tensors of the host beside those of a device, whatever their size: PyTorch's indexing does."""
+"""Operators that accept host tensors of any size beside those of a device, as PyTorch's indexing does."""
 
 
 @for_mixed_calls
 def _run_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator of which some argument is a tensor of the host; a single number is allowed, as on any device."""
+    """Run an operator that has a host tensor among its arguments; a single number is allowed, as on any device."""
     seen = _tensors((args, kwargs))
     for value in seen:
         if type(value) in foreign:
@@ -60,7 +60,7 @@ def _run_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _written(func: Any, value: Tensor, args: tuple[Any, ...]) -> bool:
-    """Tell whether an operator would write to a tensor of the host."""
+    """Return whether an operator would write to a host tensor."""
     for argument, given in zip(func._schema.arguments, args, strict=False):
         if given is value and argument.alias_info is not None and argument.alias_info.is_write:
             return True

@@ -1,8 +1,8 @@
-"""From an operator and its arguments to a recipe: what a worker is to run, and what its results will look like.
+"""The cache of operators: the kernel for a worker, and the layouts of the results.
 
-What an operator returns is found once for each (operator, layouts of its tensors, other arguments), by running it on
-the ``meta`` device. Floating-point numbers are not part of that key, because they differ from step to step and no shape
-depends on them; where one does, the operator is named in :data:`SHAPED_BY_FLOATS`.
+Result layouts are inferred once for each (operator, layouts of its tensors, other arguments), by running it on the
+``meta`` device. Floating-point numbers are not part of that key, because they differ from step to step and no shape
+depends on them, except for the operators in :data:`SHAPED_BY_FLOATS`.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ aten = torch.ops.aten
 SHAPED_BY_FLOATS = frozenset(
     getattr(packet, name) for packet in (aten.arange, aten.range) for name in packet.overloads()
 )
-"""Operators of which a floating-point number says how much they return."""
+"""Operators whose result sizes depend on a floating-point number."""
 
 sources: dict[int, int] = {}
-"""The numbers of the devices' generators by the seed of the host's generator that stands for each: PyTorch hands on a
-generator as another object, but of the same seed."""
+"""The devices' generators by the seed of the host generator that represents each: PyTorch passes a generator on as
+another object, but with the same seed."""
 
 
 class UnknownResult(Exception):
-    """What an operator will return is not known here: the worker must say."""
+    """The result layout cannot be inferred here: the worker must determine it."""
 
 
 class CachedOp(RecordedOp):
-    """How to run an operator whose arguments are of a certain kind.
+    """An inferred operator for one kind of arguments.
 
     Args:
-        kernel: For the worker.
-        returns: For each tensor that it returns, those of lists one by one: what a new one looks like, which input an
-            old one is, or ``None`` for an undefined one.
-        changes: Inputs that look different afterwards.
-        rebuild: From the list of the returned tensors to what the operator returns; ``None`` where that is the first.
-        shared: For each tensor that it returns, the input whose memory a new one is a view of; -1 for none.
+        kernel: The kernel for the worker.
+        returns: For each returned tensor, with lists flattened: the layout of a new one, the input number of an
+            existing one, or ``None`` for an undefined one.
+        changes: Inputs whose layout changes.
+        rebuild: Maps the list of returned tensors to the operator's result; ``None`` where that is the first.
+        shared: For each returned tensor, the input that a new one is a view of; -1 for none.
     """
 
     __slots__ = ("changes", "floats", "only", "rebuild", "returns", "shared", "viewed")
@@ -79,23 +79,23 @@ class CachedOp(RecordedOp):
         self.floats = kernel.floats
         first = returns[0] if len(returns) == 1 and rebuild is None and not changes else None
         self.only = first if isinstance(first, Metadata) else None
-        """What it returns where that is one new tensor and nothing else happens, as for nearly all operators."""
+        """The layout where the result is one new tensor and no input changes, as for nearly all operators."""
         self.shared = shared or (-1,) * len(returns)
         self.viewed = self.shared[0] if returns else -1
-        """The input that ``only`` is a view of; -1 for none."""
+        """The input that the new tensor is a view of; -1 for none."""
 
 
 def infer_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CachedOp:
-    """Find out what an operator will do.
+    """Infer the effects of an operator.
 
     Args:
         func: The overload.
-        args: Its arguments; tensors are virtual ones.
-        kwargs: Likewise.
+        args: Its positional arguments; tensors are virtual ones.
+        kwargs: Its keyword arguments.
 
     Raises:
-        Unknown: The worker must be asked, also for the error, if it is one.
-        WireError: An argument is of a kind that does not travel.
+        Unknown: The worker must run it first, also to raise its error if there is one.
+        WireError: An argument is of a kind that cannot be sent.
     """
     kernel = describe(func, args, kwargs)
     if is_learned(func, args) or depends_on_values(func, args) or only_checks(func):
@@ -121,10 +121,10 @@ def infer_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cached
 
 
 def changed(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return an argument with something else for it, or, in a list, for each of its items.
+    """Return an argument with a replacement for it or, in a list, for each of its items.
 
-    Here once for all, because a function within a function that calls itself is a cycle: tensors that it knows stay
-    until the garbage collector comes.
+    A module-level function, because a recursive closure is a reference cycle: tensors that it references would stay
+    until the garbage collector runs.
     """
     if isinstance(value, list | tuple):
         return type(value)(changed(item, change) for item in value)
@@ -134,11 +134,11 @@ def changed(value: Any, change: Callable[[Any], Any]) -> Any:
 def _compared(
     func: Any, kernel: KernelSpec, order: list[VirtualTensor], twins: dict[int, Tensor], result: Any
 ) -> CachedOp:
-    """Return the recipe, from what an operator did on ``meta``."""
+    """Return the cached op, from the results of an operator on ``meta``."""
     flat, rebuild = flatten(func, result)
     writes = written_inputs(kernel)
     positions: dict[int, int] = {}
-    for number, tensor in enumerate(order):  # the same tensor may come twice: the one that is written to is returned
+    for number, tensor in enumerate(order):  # the same tensor may occur twice: the one written to is returned
         if number in writes or id(twins[id(tensor)]) not in positions:
             positions[id(twins[id(tensor)])] = number
     storages = {twins[id(tensor)].untyped_storage()._cdata: number for number, tensor in enumerate(order)}
@@ -164,13 +164,13 @@ def _compared(
 
 
 def learn_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> CachedOp | None:
-    """Return the recipe for calls like one that a worker has been asked for; ``None`` where that cannot be known.
+    """Return the cached op for calls like one that a worker has run; ``None`` where the result does not determine it.
 
     Args:
         func: The overload.
-        args: Its arguments.
-        kwargs: Likewise.
-        result: What it returned.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        result: Its result.
     """
     flat, rebuild = flatten(func, result)
     if not is_learned(func, args) or not all(item is None or isinstance(item, VirtualTensor) for item in flat):
@@ -183,7 +183,7 @@ def learn_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
 
 
 def flatten(func: Any, result: Any) -> tuple[list[Any], Callable[[list[Any]], Any] | None]:
-    """Return the values that an operator returned one by one, and how to put them together again."""
+    """Flatten an operator's result; also return the function that rebuilds it."""
     if not func._schema.returns:
         return [], _nothing
     if not isinstance(result, list | tuple):
@@ -205,7 +205,7 @@ def _nothing(values: list[Any]) -> None:
     return None
 
 
-# ---- the part that travels
+# ---- the kernel
 
 
 def _source(generator: Any) -> int:
@@ -216,10 +216,10 @@ def _source(generator: Any) -> int:
 
 
 def describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> KernelSpec:
-    """Return the kernel of an operator, with slots for its tensors and holes for its floating-point numbers.
+    """Return the kernel of an operator, with placeholders for its tensors and floating-point numbers.
 
     Raises:
-        WireError: An argument does not travel, or workers do not run the operator.
+        WireError: An argument cannot be sent, or workers do not run the operator.
     """
     if str(func) not in pinned_names(EAGER):
         if "sparse" in func.name():

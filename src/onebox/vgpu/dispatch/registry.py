@@ -1,4 +1,4 @@
-"""The operators that do not run on one device, or not as they are, and what happens instead.
+"""The operators that do not run on one device, or not unchanged, and the functions that run instead.
 
 Modules of operators add themselves here when they are imported.
 """
@@ -12,16 +12,16 @@ Special = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 MixedCall = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 specials: dict[Any, Special] = {}
-"""Operators that do not run on one device, or not as they are: copies, reads and the like."""
+"""Operators that do not run on one device, or not unchanged: copies, reads and the like."""
 
 foreign: dict[type, MixedCall] = {}
-"""Other classes of tensors of the devices, and what does operators on them."""
+"""Other classes of tensors on the devices, and the functions that run operators on them."""
 
 _mixed: list[MixedCall] = []
 
 
 def special(*functions: Any) -> Callable[[Special], Special]:
-    """Let a function be what happens for operators."""
+    """Decorator that makes a function the implementation of operators."""
 
     def register(handler: Special) -> Special:
         for function in functions:
@@ -32,7 +32,7 @@ def special(*functions: Any) -> Callable[[Special], Special]:
 
 
 def for_mixed_calls(handler: MixedCall) -> MixedCall:
-    """Let a function run the operators of which some tensor is not a virtual one."""
+    """Decorator that makes a function run the operators of which some tensor is not a virtual one."""
     _mixed[:] = [handler]
     return handler
 

@@ -1,4 +1,4 @@
-"""Operators of which the worker is asked what they return: the first time that their arguments look so, or always."""
+"""Shape rules: operators whose result layouts come from the worker, for the first call of a kind or for every call."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ LEARNED = frozenset(
     )
     for name in packet.overloads()
 )
-"""Operators whose results have other shapes on ``meta`` than on a device: the worker says which, the first time."""
+"""Operators whose results have other shapes on ``meta`` than on a device: learned from the worker's first result."""
 
 CONVOLUTIONS = frozenset({aten.convolution.default, aten.convolution_backward.default})
-"""Operators whose results lie as a device likes best where their tensors are not simply contiguous."""
+"""Operators whose result layouts are the device's choice where their tensors are not simply contiguous."""
 
 HALVES = (torch.float16, torch.bfloat16)
-"""Of these, statistics of layer norm have another type on ``meta`` than on some devices."""
+"""Types for which statistics of layer norm have another type on ``meta`` than on some devices."""
 
 _BY_VALUES = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
 def is_learned(func: Any, args: tuple[Any, ...]) -> bool:
-    """Tell whether the worker is asked the first time what an operator returns.
+    """Return whether an operator's result layout is learned from the worker's first result.
 
     Args:
         func: The overload.
@@ -55,7 +55,7 @@ def is_learned(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def depends_on_values(func: Any, args: tuple[Any, ...]) -> bool:
-    """Tell whether values of tensors say how much an operator returns; of indexing only masks do.
+    """Return whether the size of an operator's result depends on tensor values; for indexing only with masks.
 
     Args:
         func: The overload.
@@ -67,5 +67,5 @@ def depends_on_values(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def only_checks(func: Any) -> bool:
-    """Tell whether an operator returns nothing and writes nothing: it can only fail, and nobody would ever ask."""
+    """Return whether an operator returns nothing and writes nothing: it can only fail, so its error needs a wait."""
     return not func._schema.returns and not func._schema.is_mutable

@@ -1,4 +1,5 @@
-"""Operators of which only the worker knows what they return: each costs a round trip, and fails where it stands."""
+"""Synchronous operators, whose results only the worker can determine: each costs a round trip, and raises at its own
+line."""
 
 from __future__ import annotations
 
@@ -21,14 +22,14 @@ _KINDS: dict[str, type[Exception]] = {
     "NotImplementedError": NotImplementedError,
     torch.linalg.LinAlgError.__name__: torch.linalg.LinAlgError,
 }
-"""What PyTorch raises for a wrong argument, by the name that a worker tells; all else is a ``RuntimeError``."""
+"""PyTorch's exception types for wrong arguments, by the name that a worker sends; others become a ``RuntimeError``."""
 
 
 LATE = (
-    "The operator that failed was issued before this line. To be told at its own line, wait for every operator: "
+    "The operator that failed was issued before this line. For an error at its own line, wait for every operator: "
     "onebox run --sync, or onebox.vgpu.set_synchronous(True)."
 )
-"""A note on errors that are told late."""
+"""Note on errors that are raised later than their operator."""
 
 
 def run_synchronously(
@@ -39,18 +40,18 @@ def run_synchronously(
     tensors: list[VirtualTensor],
     floats: list[float],
 ) -> Any:
-    """Run an operator, wait for it, and return what it returned.
+    """Run an operator synchronously and return its result.
 
     Args:
-        stream: The stream of its device.
+        stream: Command queue of its device.
         func: The overload.
-        args: Its arguments.
-        kwargs: Likewise.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
         tensors: The tensors among them.
         floats: The floating-point numbers among them.
 
     Raises:
-        RuntimeError: It failed, with what PyTorch says on the worker; also the other types that PyTorch raises.
+        RuntimeError: It failed, with the worker's PyTorch message; also the other types that PyTorch raises.
         OneboxError: The worker is gone, or an argument is void.
     """
     try:
@@ -71,13 +72,13 @@ def run_synchronously(
 def _result(
     stream: CommandQueue, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Any], first: int
 ) -> Any:
-    """Put together what an operator returns, by its schema."""
+    """Assemble an operator's return value by its schema."""
     returns = func._schema.returns
     values: list[Any] = []
     position = 0
     written = _written(func, args, kwargs)
     listed = [number for number, value in enumerate(returns) if str(value.type) not in _SINGLE]
-    spare = len(results) - len(returns) + len(listed)  # of which at most one list takes what the others leave
+    spare = len(results) - len(returns) + len(listed)  # at most one list takes what the others leave
     for number, value in enumerate(returns):
         count = spare if number in listed else 1
         items = [
@@ -118,17 +119,17 @@ def raise_plain(error: OperatorError, func: str) -> NoReturn:
     """Raise the error that PyTorch would have raised for an operator that failed on a worker.
 
     Args:
-        error: What the worker told.
+        error: The worker's error.
         func: The operator that was issued, or none.
     """
     if isinstance(error, DeviceMemoryError):
         raise torch.OutOfMemoryError(str(error)) from error
-    if error.operator not in (func, "perform"):  # an argument is void: another operator is to blame
+    if error.operator not in (func, "perform"):  # an argument is void: another operator failed
         if LATE not in getattr(error, "__notes__", ()):
             error.add_note(LATE)
         try:
             raise error
         finally:
-            del error  # which would know this frame, and this frame it
+            del error  # it would reference this frame, and this frame it
     kind = _KINDS.get(error.cause, RuntimeError)
     raise kind(error.said or str(error)) from error

@@ -1,4 +1,4 @@
-"""Several virtual devices at once: ``nn.DataParallel``, and ``torch.distributed`` with threads for ranks."""
+"""Parallelism over several virtual devices: ``nn.DataParallel``, and ``torch.distributed`` with threads as ranks."""
 
 from __future__ import annotations
 

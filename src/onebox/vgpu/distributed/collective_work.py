@@ -1,6 +1,7 @@
-"""The handle of a collective of a process group: what it gives is written to its tensors when somebody waits.
+"""The handle of a collective: its results are written to its tensors on the first wait.
 
-Writing is an operator of the device, which then waits for the other ranks; until then it can go on with what is behind.
+The write is an operator of the device, which then waits for the other ranks; until then the device can execute later
+operators.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ PendingWrite = tuple[Tensor, Callable[[], Tensor]]
 class CollectiveWork(_Work):
     """A collective that has been issued.
 
-    Issued by a node of a backward pass it ends with the pass at the latest: PyTorch's reducer of gradients then waits
-    for the future, without asking this object.
+    Issued in a backward pass, it ends with the pass at the latest: PyTorch's gradient reducer then waits for the
+    future, without calling this object.
 
     Args:
-        pairs: Which tensors get what; called when it is time, as a device waits with the first operator on a result.
-        tensors: What the future gives.
+        pairs: Returns pairs of tensor and result; called late, because a device waits at the first operator on a
+            result.
+        tensors: Value of the future.
     """
 
     def __init__(self, pairs: Sequence[PendingWrite], tensors: list[Tensor]) -> None:
@@ -45,7 +47,7 @@ class CollectiveWork(_Work):
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
 
     def finish(self) -> None:
-        """Write the results to their tensors, and end the future. Idempotent."""
+        """Write the results to their tensors, and complete the future. Idempotent."""
         pairs, self._pairs = self._pairs, ()
         with torch.no_grad():
             for tensor, result in pairs:
@@ -56,22 +58,22 @@ class CollectiveWork(_Work):
             self._future.end(self._tensors)
 
     def wait(self, timeout: timedelta = _FOREVER) -> bool:
-        """Let what comes on the device be after the collective; for a tensor of the host, wait for it."""
+        """Order later operators of the device after the collective; for a host tensor, wait for it."""
         self.finish()
         return True
 
     def synchronize(self) -> None:
-        """Do as :meth:`wait`."""
+        """Do the same as :meth:`wait`."""
         self.finish()
 
     def is_completed(self) -> bool:
-        """Tell whether the results are in their tensors."""
+        """Return whether the results are in their tensors."""
         return not self._pairs
 
     is_success = is_completed
 
     def exception(self) -> None:
-        """Return nothing: whoever reads a result is told what went wrong."""
+        """Return None: errors are raised by reads of a result."""
 
     def result(self) -> list[Tensor]:
         """Return the tensors."""
@@ -88,20 +90,20 @@ class CollectiveWork(_Work):
 
     def __del__(self) -> None:
         if self._pairs and self._future is None:
-            with contextlib.suppress(OneboxError):  # whoever uses the device next is told
+            with contextlib.suppress(OneboxError):  # the next use of the device raises the error
                 self.finish()
 
 
 def _in_node() -> bool:
-    """Tell whether a backward pass is running a node, so that what it calls in the end is still to come."""
+    """Return whether a backward pass is running a node, so that its final callbacks are still to come."""
     return _core._current_graph_task_id() != -1 and _core._current_autograd_node() is not None
 
 
 class Future(_Future):
-    """A future of a collective, which ends as soon as anybody in Python asks.
+    """A future of a collective, which completes as soon as Python code queries it.
 
     Args:
-        finish: Called to let it end.
+        finish: Called to complete it.
     """
 
     def __init__(self, finish: Callable[[], None]) -> None:
@@ -116,7 +118,7 @@ class Future(_Future):
             self.set_result(tensors)
 
     def done(self) -> bool:
-        """Tell that it is done."""
+        """Return True, after completing the collective."""
         self._finish()
         return super().done()
 
@@ -131,7 +133,7 @@ class Future(_Future):
         return super().value()
 
     def then(self, callback: Any) -> Any:
-        """Return a future of what a function makes of this one."""
+        """Return a future of a function's result for this one."""
         self._finish()
         return super().then(callback)
 

@@ -1,8 +1,7 @@
-"""A communicator: one rank's device in a group of workers, and what it exchanges with the others there.
+"""A communicator: one rank's device in a group of workers, and its exchanges with the other ranks.
 
-Everything is recorded and sent without waiting. A device does one thing after the other, and waits for the other ranks
-with the first operator on a result: so nothing is recorded on one here. What goes from worker to worker does not pass
-the client.
+Everything is recorded and sent without waiting. A device executes sequentially, and waits for the other ranks at the
+first operator on a result: so none is recorded here. Transfers from worker to worker do not pass the client.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ aten = torch.ops.aten
 
 
 class Communicator:
-    """One rank's place in a group of workers.
+    """One rank's membership of a group of workers.
 
     Args:
-        stream: The rank's device.
+        stream: Command queue of the rank's device.
         group: The number of the group, whose ranks are those of the workers.
         rank: This rank.
-        size: How many there are.
+        size: Number of ranks.
     """
 
     def __init__(self, stream: CommandQueue, group: int, rank: int, size: int) -> None:
@@ -46,10 +45,10 @@ class Communicator:
         self.size = size
 
     def total(self, tensor: VirtualTensor) -> VirtualTensor:
-        """Return the sum of each rank's tensor, in the order of the ranks; the tensor stays as it is.
+        """Return the sum of each rank's tensor, in the order of the ranks; the tensor is not modified.
 
         Args:
-            tensor: Of the same shape and type on all ranks.
+            tensor: A tensor of the same shape and type on all ranks.
         """
         alias = launch(self.stream, aten.alias.default, tensor)  # a buffer of its own, which the sum then replaces
         self.stream.flush([Reduce((alias._handle.number,), self.group)])
@@ -59,7 +58,7 @@ class Communicator:
         """Return the elements of each rank's tensor in one flat tensor, in the order of the ranks.
 
         Args:
-            tensor: Of the same type on all ranks; shapes may differ.
+            tensor: A tensor of the same type on all ranks; shapes may differ.
             numel: Elements of all of them.
         """
         flat = self._flat(tensor)
@@ -69,24 +68,24 @@ class Communicator:
         return wrap(handle, dense(tensor.dtype, (numel,)))
 
     def send(self, tensors: Sequence[VirtualTensor], peers: Sequence[int], channel: int) -> None:
-        """Send tensors to ranks, each to its own.
+        """Send each of some ranks its tensor.
 
         Args:
             tensors: The tensors.
             peers: The ranks.
-            channel: What is sent to a rank on a channel arrives in order.
+            channel: Channel of the transfer; those to a rank on one channel arrive in order.
         """
         flats = [self._flat(tensor) for tensor in tensors]
         pairs = zip(flats, peers, strict=True)
         self.stream.flush([Send(flat._handle.number, self.group, peer, channel) for flat, peer in pairs])
 
     def receive(self, like: Tensor, peer: int, channel: int) -> VirtualTensor:
-        """Return the elements of a tensor that a rank sends, flat.
+        """Return the elements of a tensor that a rank sends, flattened.
 
         Args:
             like: A tensor of its type and size.
             peer: The rank.
-            channel: On which it is sent.
+            channel: Channel of the transfer.
         """
         handle = Handle(self.stream, self.stream.new_number())
         spec = TensorSpec(dtype_name(like.dtype), (like.numel(),))
@@ -94,9 +93,9 @@ class Communicator:
         return wrap(handle, dense(like.dtype, (like.numel(),)))
 
     def leave(self) -> None:
-        """Leave the group; ranks that wait there for this one are told that it will not come."""
+        """Leave the group; ranks that wait there for this one get an error."""
         _release(self.stream)
-        with contextlib.suppress(OneboxError):  # of a pool that is gone there is nothing to leave
+        with contextlib.suppress(OneboxError):  # nothing to leave in a closed pool
             self.stream.flush([LeaveGroup(self.group)])
 
     def _flat(self, tensor: VirtualTensor) -> Any:
@@ -105,11 +104,12 @@ class Communicator:
 
 _lock = threading.Lock()
 _claims: weakref.WeakKeyDictionary[CommandQueue, tuple[int, int]] = weakref.WeakKeyDictionary()
-"""The devices that ranks use, by the thread that is the rank and the number of communicators."""
+"""The devices that ranks use, with the rank's thread and the number of communicators."""
 
 
 def _claim(stream: CommandQueue) -> None:
-    """Note that a device is this rank's: what two ranks ask of one could each wait for what is behind the other."""
+    """Reserve a device for this rank: two ranks' requests on one device could each wait for what is behind the
+    other."""
     own = threading.get_ident()
     with _lock:
         thread, count = _claims.get(stream, (own, 0))
@@ -130,10 +130,10 @@ def form(store: Any, name: str, stream: CommandQueue, rank: int, size: int) -> C
 
     Args:
         store: A key-value store that the ranks share.
-        name: Of the group, unique in the store.
-        stream: This rank's device.
+        name: Name of the group, unique in the store.
+        stream: Command queue of this rank's device.
         rank: This rank.
-        size: How many there are.
+        size: Number of ranks.
 
     Raises:
         UsageError: The device is another rank's.

@@ -1,6 +1,6 @@
-"""What ``nn.DataParallel`` needs of PyTorch's C++ code for GPUs, for virtual devices: scatter, gather and broadcast.
+"""Primitives of ``nn.DataParallel`` for virtual devices: scatter, gather and broadcast, in C++ in PyTorch.
 
-A PyTorch without CUDA has none of these functions; in one with CUDA its own keep serving CUDA tensors. The names and
+A PyTorch without CUDA lacks these functions; in one with CUDA its own remain in use for CUDA tensors. The names and
 arguments are those of ``torch/csrc/cuda/python_comm.cpp``.
 """
 
@@ -29,14 +29,14 @@ def _place(number: int) -> torch.device:
 def scatter(
     tensor: Tensor, devices: Sequence[int], chunk_sizes: Sequence[int] | None, dim: int, streams: Any = None
 ) -> list[Tensor]:
-    """Return a tensor's chunks along a dimension, each on a device; a chunk that is there already is a view.
+    """Return a tensor's chunks along a dimension, each on a device; a chunk that is already there is a view.
 
     Args:
-        tensor: On any virtual device or the host.
+        tensor: A tensor on any virtual device or the host.
         devices: The devices' numbers.
         chunk_sizes: The chunks' sizes; as equal as possible when ``None``, which may be fewer than there are devices.
         dim: The dimension.
-        streams: Taken for compatibility; all of a device are one.
+        streams: Ignored, for compatibility.
 
     Raises:
         RuntimeError: The sizes do not fit.
@@ -53,7 +53,7 @@ def scatter(
 
 
 def scatter_out(tensor: Tensor, out_tensors: Sequence[Tensor], dim: int, streams: Any = None) -> list[Tensor]:
-    """Copy a tensor's chunks along a dimension into tensors that are there, and return these.
+    """Copy a tensor's chunks along a dimension into existing tensors, and return these.
 
     Raises:
         RuntimeError: The sizes do not fit.
@@ -78,12 +78,12 @@ def scatter_out(tensor: Tensor, out_tensors: Sequence[Tensor], dim: int, streams
 
 
 def gather(tensors: Sequence[Tensor], dim: int, destination_index: int | None) -> Tensor:
-    """Return tensors of several devices together along a dimension.
+    """Concatenate tensors of several devices along a dimension.
 
     Args:
-        tensors: Each on a virtual device.
+        tensors: Tensors on virtual devices.
         dim: The dimension.
-        destination_index: Number of the device that gets them; -1 for the host, ``None`` for the current device.
+        destination_index: Number of the result's device; -1 for the host, ``None`` for the current device.
 
     Raises:
         RuntimeError: The shapes differ in another dimension.
@@ -97,7 +97,7 @@ def gather(tensors: Sequence[Tensor], dim: int, destination_index: int | None) -
 
 
 def gather_out(tensors: Sequence[Tensor], out_tensor: Tensor, dim: int) -> Tensor:
-    """Copy tensors of several devices into one that is there, along a dimension, and return it.
+    """Concatenate tensors of several devices along a dimension into an existing tensor, and return it.
 
     Raises:
         RuntimeError: The shapes do not fit.
@@ -140,7 +140,7 @@ def _check_shapes(tensors: Sequence[Tensor], dim: int) -> None:
 
 
 def _send_recorded(tensors: Sequence[Tensor]) -> None:
-    """Let all devices begin, before the first of them is waited for."""
+    """Flush the queues of all devices, before the first of them is waited for."""
     for tensor in tensors:
         if isinstance(tensor, VirtualTensor):
             tensor._handle.stream.flush()
@@ -150,7 +150,7 @@ def broadcast(tensor: Tensor, devices: Sequence[int]) -> list[Tensor]:
     """Return a copy of a tensor on each device; the tensor itself on its own.
 
     Raises:
-        RuntimeError: A number is that of no device.
+        RuntimeError: A device does not exist.
     """
     for number in devices:
         if number < 0:
@@ -162,7 +162,7 @@ def broadcast_out(tensor: Tensor, out_tensors: Sequence[Tensor]) -> list[Tensor]
     """Copy a tensor into others, and return these.
 
     Raises:
-        RuntimeError: A shape is another one.
+        RuntimeError: A shape differs.
     """
     for number, out in enumerate(out_tensors):
         if out.shape != tensor.shape:
@@ -175,12 +175,12 @@ def broadcast_out(tensor: Tensor, out_tensors: Sequence[Tensor]) -> list[Tensor]
 
 
 def broadcast_coalesced(tensors: Sequence[Tensor], devices: Sequence[int], buffer_size: int = 0) -> list[list[Tensor]]:
-    """Return, for each device, copies of tensors; on the first, where they are, themselves.
+    """Return, for each device, copies of tensors; on the first, where they are, the tensors themselves.
 
     Args:
-        tensors: All on the first device.
+        tensors: Tensors, all on the first device.
         devices: The devices' numbers.
-        buffer_size: Taken for compatibility: all copies of a device leave in one message, without being packed.
+        buffer_size: Ignored, for compatibility: all copies to a device are one message, without packing.
 
     Raises:
         RuntimeError: A tensor is elsewhere.
@@ -191,7 +191,7 @@ def broadcast_coalesced(tensors: Sequence[Tensor], devices: Sequence[int], buffe
 
 
 def _copies(tensors: Sequence[Tensor], devices: Sequence[int]) -> list[list[Tensor]]:
-    """Return tensors on each device; those of one device travel together."""
+    """Return tensors on each device; those of one device are sent together."""
     if not all(isinstance(tensor, VirtualTensor) for tensor in tensors):
         return [[tensor.to(_place(number)) for tensor in tensors] for number in devices]
     virtual = [tensor for tensor in tensors if isinstance(tensor, VirtualTensor)]
@@ -202,7 +202,7 @@ def _copies(tensors: Sequence[Tensor], devices: Sequence[int]) -> list[list[Tens
     return [list(there.get(number, virtual)) for number in devices]
 
 
-# ---- making it PyTorch's
+# ---- registration with PyTorch
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -217,7 +217,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def _either(own: Callable[..., Any], original: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return a function that serves virtual devices, and CUDA devices as before."""
+    """Return a function for virtual devices that falls back to the original for CUDA devices."""
 
     def call(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         first = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
@@ -229,7 +229,7 @@ def _either(own: Callable[..., Any], original: Callable[..., Any] | None) -> Cal
 
 
 def _is_real(tensor: Any, args: tuple[Any, ...]) -> bool:
-    """Tell whether a call is about CUDA devices: its tensors are, or nothing is virtual and no pool is open."""
+    """Return whether a call is about CUDA devices: its tensors are there, or none is virtual and no pool is open."""
     outs = [out for out in (args[0] if args and isinstance(args[0], list | tuple) else args[:1]) if _is_tensor(out)]
     seen = [tensor, *outs] if _is_tensor(tensor) else outs
     if any(isinstance(each, VirtualTensor) for each in seen):
@@ -242,21 +242,21 @@ def _is_tensor(value: Any) -> bool:
 
 
 def register() -> None:
-    """Let PyTorch's data parallelism work on virtual devices."""
+    """Make PyTorch's data parallelism work on virtual devices."""
     for name, function in _FUNCTIONS.items():
         setattr(torch._C, name, _either(function, getattr(torch._C, name, None)))
     nccl.is_available = _without_virtual(nccl.is_available)
     functions: Any = sys.modules["torch.nn.parallel._functions"]
     functions._get_stream = _copying_stream(functions._get_stream)
     own: Any = sys.modules["torch.nn.parallel.parallel_apply"]
-    own._get_device_index = torch._utils._get_device_index  # its own takes devices of CUDA only
+    own._get_device_index = torch._utils._get_device_index  # PyTorch's own accepts CUDA devices only
     apply = _with_autocast(own.parallel_apply)
     for name in ("torch.nn.parallel", "torch.nn.parallel.parallel_apply", "torch.nn.parallel.data_parallel"):
         vars(sys.modules[name])["parallel_apply"] = apply
 
 
 def _with_autocast(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Let replicas run in the precision of whoever calls them: PyTorch's own function hands on that of CUDA."""
+    """Make replicas inherit the caller's autocast: PyTorch's own function passes on that of CUDA."""
 
     @functools.wraps(original)
     def parallel_apply(modules: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
@@ -269,7 +269,7 @@ def _with_autocast(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_virtual(original: Callable[..., bool]) -> Callable[..., bool]:
-    """Let NCCL be asked for CUDA tensors only."""
+    """Restrict the check for NCCL to CUDA tensors."""
 
     def is_available(tensors: Any) -> bool:
         if any(isinstance(tensor, VirtualTensor) for tensor in tensors):
@@ -280,7 +280,7 @@ def _without_virtual(original: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _copying_stream(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what gives the stream on which tensors are copied to a device: for a virtual one its only one."""
+    """Wrap the function that returns a device's copy stream: for a virtual device its only one."""
 
     def get_stream(device: torch.device) -> Any:
         return device_module.Stream(device) if device.type == "vgpu" else original(device)

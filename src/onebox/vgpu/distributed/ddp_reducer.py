@@ -1,7 +1,7 @@
-"""What the C++ part of DistributedDataParallel, its reducer of gradients, takes for granted of a GPU.
+"""Support for DistributedDataParallel, whose gradient reducer in C++ assumes GPUs.
 
-It marks the parameters that were used in pinned memory, which a device made in Python cannot offer, and it keeps the
-handle of a collective without the Python object that the handle needs.
+The reducer marks used parameters in pinned memory, which a device made in Python cannot offer, and it keeps the handle
+of a collective without the Python object that the handle needs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _works: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 class Unpinned(TorchDispatchMode):
-    """Lets pinned memory be ordinary memory, which nobody can tell from it."""
+    """Replaces pinned memory by ordinary memory, which behaves the same."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.is_pinned.default:
@@ -35,7 +35,7 @@ class Unpinned(TorchDispatchMode):
 
 
 def register() -> None:
-    """Let DistributedDataParallel work on virtual devices."""
+    """Make DistributedDataParallel work on virtual devices."""
     kind: Any = DistributedDataParallel
     for name in ("__init__", "_set_static_graph"):
         setattr(kind, name, _noting(getattr(kind, name)))
@@ -46,7 +46,7 @@ def register() -> None:
 
 
 def _noting(original: Callable[..., None]) -> Callable[..., None]:
-    """Take note of a model whose reducer looks for parameters that are not used."""
+    """Record a model whose reducer searches for unused parameters."""
 
     @functools.wraps(original)
     def call(model: Any, *args: Any, **kwargs: Any) -> None:
@@ -59,7 +59,7 @@ def _noting(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _unpinned(engine: Callable[..., Any]) -> Callable[..., Any]:
-    """Let backward passes of a thread with such a model take ordinary memory for pinned memory."""
+    """Make backward passes of a thread with such a model use ordinary memory for pinned memory."""
 
     @functools.wraps(engine)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -72,7 +72,7 @@ def _unpinned(engine: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keeping(original: Callable[..., None]) -> Callable[..., None]:
-    """Keep the object of a handle as long as the reducer may use it."""
+    """Keep the object of a handle alive as long as the reducer may use it."""
 
     @functools.wraps(original)
     def call(reducer: Any, work: Any, *args: Any) -> None:

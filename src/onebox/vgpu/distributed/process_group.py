@@ -1,7 +1,7 @@
 """A process group of ``torch.distributed`` whose ranks are threads of one client, with a virtual device each.
 
-Its collectives are those of the workers. As with NCCL, nothing waits for them: a device does one thing after the other,
-and ``wait`` lets what comes after it be after the collective.
+Its collectives are those of the workers. As with NCCL, the client does not wait for them: a device executes
+sequentially, and ``wait`` orders later operators after the collective.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ NAME = "onebox"
 """The backend, for ``torch.distributed.init_process_group``."""
 
 Ops: Any = dist.ReduceOp.RedOpType
-_Base: Any = dist.ProcessGroup  # its types are those of one version
+_Base: Any = dist.ProcessGroup  # its types differ between versions
 
 _COLLECTIVE = 1
-"""The channel of what collectives send; what is sent with tag t is on channel 2 t."""
+"""The channel of collectives; a message with tag t uses channel 2 t."""
 
 _FOLDS: dict[Any, Callable[[Tensor], Tensor]] = {
     Ops.SUM: lambda parts: parts.sum(0, dtype=parts.dtype),
@@ -41,14 +41,14 @@ _FOLDS: dict[Any, Callable[[Tensor], Tensor]] = {
     Ops.BOR: lambda parts: functools.reduce(torch.bitwise_or, parts.unbind()),
     Ops.BXOR: lambda parts: functools.reduce(torch.bitwise_xor, parts.unbind()),
 }
-"""How the ranks' tensors, along a new first dimension, are made one."""
+"""Reductions of the ranks' tensors along a new first dimension."""
 
 
 def _kind(op: Any) -> Any:
-    """Return which reduction is meant.
+    """Return the reduction of an option.
 
     Raises:
-        UsageError: It is not one that is known here.
+        UsageError: It is not supported.
     """
     for known in (Ops.AVG, *_FOLDS):
         if op == known:
@@ -57,7 +57,7 @@ def _kind(op: Any) -> Any:
 
 
 def _fold(parts: Tensor, op: Any) -> Tensor:
-    """Return the tensors of all ranks, which are along the first dimension, made one."""
+    """Reduce the tensors of all ranks along the first dimension."""
     return _averaged(_FOLDS[Ops.SUM](parts), len(parts)) if op == Ops.AVG else _FOLDS[op](parts)
 
 
@@ -71,7 +71,7 @@ def _averaged(total: Tensor, size: int) -> Tensor:
 
 
 def _issuing(call: Callable[..., list[PendingWrite]]) -> Callable[..., CollectiveWork]:
-    """Let a method that returns which tensors are to get what return the work instead."""
+    """Decorator for methods that return pairs of target and source, to return the work instead."""
 
     @functools.wraps(call)
     def issue(self: VirtualProcessGroup, *args: Any, **kwargs: Any) -> CollectiveWork:
@@ -89,13 +89,13 @@ def _same(tensor: Tensor) -> PendingWrite:
 class VirtualProcessGroup(_Base):
     """A process group over virtual devices; each rank belongs to a thread.
 
-    Which device a rank has is known with its first collective, as with NCCL: that of the tensor, or the thread's
-    current one where the tensor is of the host.
+    A rank's device is determined by its first collective, as with NCCL: that of the tensor, or the thread's current one
+    for a host tensor.
 
     Args:
         store: A key-value store that the ranks share.
         rank: This rank.
-        size: How many there are.
+        size: Number of ranks.
     """
 
     supports_splitting = supports_coalescing = supports_time_estimate = False
@@ -109,7 +109,7 @@ class VirtualProcessGroup(_Base):
         self._communicators: dict[CommandQueue, Communicator] = {}
 
     def getBackendName(self) -> str:
-        """Return the name of the backend; PyTorch's C++ code asks for it."""
+        """Return the name of the backend; called by PyTorch's C++ code."""
         return NAME
 
     name = getBackendName
@@ -118,7 +118,7 @@ class VirtualProcessGroup(_Base):
         return self
 
     def shutdown(self) -> None:
-        """Leave the groups of workers; a rank that waits there for this one is told."""
+        """Leave the groups of workers; a rank that waits there for this one gets an error."""
         for communicator in self._communicators.values():
             communicator.leave()
         self._communicators.clear()
@@ -138,7 +138,7 @@ class VirtualProcessGroup(_Base):
         return found
 
     def _there(self, tensor: Tensor) -> VirtualTensor:
-        """Return a tensor, or the copy of one of the host on the rank's device."""
+        """Return a tensor, or the copy of a host tensor on the rank's device."""
         return tensor if isinstance(tensor, VirtualTensor) else upload(tensor, self._at(tensor).stream)
 
     # ---- reductions
@@ -170,7 +170,7 @@ class VirtualProcessGroup(_Base):
 
     @_issuing
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Any:
-        """Reduce as many tensors as there are ranks; each rank gets one."""
+        """Reduce one tensor for each rank; each rank gets one result."""
         op = Ops.SUM if opts is None else opts.reduceOp
         return [self._scattered(output, parts, op) for output, parts in zip(outputs, inputs, strict=True)]
 
@@ -183,18 +183,18 @@ class VirtualProcessGroup(_Base):
 
     @_issuing
     def reduce_scatter_tensor_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Any:
-        """Reduce tensors; of each the ranks get equal parts."""
+        """Reduce tensors and give each rank an equal part of each."""
         pairs = zip(outputs, inputs, strict=True)
         return [self._scattered(out, given.reshape(self._size, *out.shape), opts.reduceOp) for out, given in pairs]
 
     def _reduce_scatter_base(self, output: Tensor, given: Tensor, opts: Any) -> CollectiveWork:
         return self.reduce_scatter_tensor_coalesced([output], [given], opts)
 
-    # ---- the same for all ranks
+    # ---- equal results on all ranks
 
     @_issuing
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Any:
-        """Let all ranks have the tensors of one."""
+        """Copy one rank's tensors to all ranks."""
         if opts.rootRank != self._rank:
             return [self._received(tensor, opts.rootRank) for tensor in tensors]
         peers = [peer for peer in range(self._size) if peer != self._rank]
@@ -204,7 +204,7 @@ class VirtualProcessGroup(_Base):
 
     @_issuing
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Any:
-        """Let all ranks have the tensors of all; their shapes may differ."""
+        """Gather the tensors of all ranks on every rank; their shapes may differ."""
         pairs = []
         for parts, given in zip(outputs, inputs, strict=True):
             ends = list(itertools.accumulate(part.numel() for part in parts))
@@ -215,12 +215,12 @@ class VirtualProcessGroup(_Base):
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
     ) -> CollectiveWork:
-        """Do the same with the lists transposed: for each rank its tensors."""
+        """Gather likewise, with the lists transposed: for each rank its tensors."""
         return self.allgather(list(zip(*outputs, strict=True)), inputs)
 
     @_issuing
     def allgather_into_tensor_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Any:
-        """Let all ranks have the tensors of all, in one."""
+        """Gather the tensors of all ranks on every rank, concatenated."""
         pairs = []
         for output, given in zip(outputs, inputs, strict=True):
             flat = self._at(given).joined(self._there(given), output.numel())
@@ -239,18 +239,18 @@ class VirtualProcessGroup(_Base):
         return tensor, lambda: flat
 
     def _sent(self, tensors: Sequence[Tensor], peers: Sequence[int], channel: int = _COLLECTIVE) -> None:
-        """Send ranks their tensors, those that are not empty."""
+        """Send ranks their tensors, except empty ones."""
         pairs = [(self._there(given), peer) for given, peer in zip(tensors, peers, strict=True) if given.numel()]
         if pairs:
             there, known = zip(*pairs, strict=True)
             self._at(there[0]).send(there, known, channel)
 
     def _exchanged(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor] | Tensor) -> list[PendingWrite]:
-        """Send each rank its tensor, and return what each has for this one.
+        """Send each rank its tensor, and return the tensors that each has sent to this one.
 
         Args:
-            outputs: Tensors of the types and sizes of what comes.
-            inputs: What goes.
+            outputs: Tensors of the types and sizes of those received.
+            inputs: The tensors to send.
         """
         peers = [peer for peer in range(self._size) if peer != self._rank]
         self._sent([inputs[peer] for peer in peers], peers)
@@ -262,19 +262,19 @@ class VirtualProcessGroup(_Base):
 
     @_issuing
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Any:
-        """Let each rank have a tensor of each."""
+        """Exchange one tensor between every two ranks."""
         return self._exchanged(outputs, inputs)
 
     def alltoall_base(
         self, output: Tensor, given: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
     ) -> CollectiveWork:
-        """Let each rank have a part, along the first dimension, of the tensor of each."""
+        """Exchange parts of each rank's tensor, along the first dimension, between every two ranks."""
         outputs = output.split(list(output_sizes) or output.size(0) // self._size)
         return self.alltoall(outputs, given.split(list(input_sizes) or given.size(0) // self._size))
 
     @_issuing
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> Any:
-        """Let one rank have the tensors of all."""
+        """Gather the tensors of all ranks on one rank."""
         (given,) = inputs
         if opts.rootRank != self._rank:
             self._sent([given], [opts.rootRank])
@@ -287,7 +287,7 @@ class VirtualProcessGroup(_Base):
 
     @_issuing
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> Any:
-        """Let each rank have one of the tensors of one rank."""
+        """Give each rank one of one rank's tensors."""
         (output,) = outputs
         if opts.rootRank != self._rank:
             return [self._received(output, opts.rootRank)]
@@ -309,7 +309,7 @@ class VirtualProcessGroup(_Base):
         return [self._received(tensor, peer, 2 * tag) for tensor in tensors]
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> CollectiveWork:
-        """Refuse: who sends must be known.
+        """Raise an error: the sender must be given.
 
         Raises:
             NotImplementedError: Always.
@@ -318,11 +318,11 @@ class VirtualProcessGroup(_Base):
 
     @_issuing
     def barrier(self, opts: Any = None) -> Any:
-        """Let the thread wait until all ranks have come here and their devices have done all before."""
+        """Wait until all ranks have reached the barrier and their devices have finished all earlier operators."""
         here = torch.zeros(1)
         return [self._reduced(here, Ops.SUM)]
 
-    # names of torch 2.13 for what torch 2.11 calls otherwise
+    # names in torch 2.13 of methods that torch 2.11 names otherwise
     all_gather_single = _allgather_base
     all_gather_single_coalesced = allgather_into_tensor_coalesced
     reduce_scatter_single = _reduce_scatter_base
@@ -331,16 +331,16 @@ class VirtualProcessGroup(_Base):
 
 
 def create(options: Any, _: Any = None) -> VirtualProcessGroup:
-    """Return this rank's process group; ``torch.distributed`` calls it for the backend's name.
+    """Return this rank's process group; called by ``torch.distributed`` for the backend's name.
 
     Args:
-        options: ``torch.distributed``'s own: store, rank and size.
+        options: Options of ``torch.distributed``: store, rank and size.
     """
     return VirtualProcessGroup(options.store, options.group_rank, options.group_size)
 
 
 def register() -> None:
-    """Let ``torch.distributed`` know the backend."""
+    """Register the backend with ``torch.distributed``."""
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=["vgpu", "cpu"])
 
 

@@ -1,7 +1,7 @@
 """Ranks: the processes of a distributed script, as threads of one client that has all devices.
 
-``torch.distributed`` keeps a process's groups in one object, ``distributed_c10d._world``, which it lets others replace.
-Here each rank has a world of its own; all other threads share the one that was there.
+``torch.distributed`` keeps a process's groups in one object, ``distributed_c10d._world``, which may be replaced. Here
+each rank has a world of its own; all other threads share the original one.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from onebox.vgpu.distributed.thread_store import ThreadStore
 from onebox.vgpu.runtime import context
 
 _GRACE_S = 30.0
-"""How long ranks may take to end after another one has failed; they are daemons, and left alone then."""
+"""How long ranks may take to end after another one has failed; after that these daemon threads are left alone."""
 
 _TICK_S = 0.05
-"""How often to look whether a rank has failed, while waiting for another one to end."""
+"""Interval of checks for failed ranks during a wait for another one."""
 
 _NAMES = (
     "default_pg",
@@ -47,16 +47,16 @@ _NAMES = (
     "pg_coalesce_state",
     "comms",
 )
-"""What a world holds, in torch 2.11 to 2.13."""
+"""Attributes of a world, in torch 2.11 to 2.13."""
 
 
 class Rank:
-    """What belongs to one rank.
+    """State of one rank.
 
     Args:
-        number: Of the rank.
-        keys: The store that all ranks of the job share.
-        size: How many ranks there are.
+        number: Number of the rank.
+        keys: Store that all ranks of the job share.
+        size: Number of ranks.
     """
 
     def __init__(self, number: int, keys: ThreadStore, size: int) -> None:
@@ -64,7 +64,7 @@ class Rank:
         self.keys = keys
         self.size = size
         self.jobs = itertools.count()
-        """Default process groups that the rank has made, one after the other."""
+        """Counter of the default process groups that the rank has made."""
         self.world = SimpleNamespace(
             default_pg=None,
             pg_map={},
@@ -83,12 +83,12 @@ _here = threading.local()
 
 
 def current() -> Rank | None:
-    """Return the rank that this thread is, if it is one."""
+    """Return this thread's rank; ``None`` for other threads."""
     return getattr(_here, "rank", None)
 
 
 def _of_rank(name: str) -> property:
-    """Return a property that is the rank's own, or for other threads that of the world that was there before."""
+    """Return a property with a value for each rank; other threads use that of the original world."""
 
     def world(worlds: Any) -> Any:
         rank = current()
@@ -98,10 +98,10 @@ def _of_rank(name: str) -> property:
 
 
 class Worlds(distributed_c10d._World):
-    """The world of whichever rank asks.
+    """A world whose state is that of the calling rank.
 
     Args:
-        outside: The world of all threads that are no ranks.
+        outside: The world of all other threads.
     """
 
     def __init__(self, outside: Any) -> None:
@@ -111,12 +111,12 @@ class Worlds(distributed_c10d._World):
 
 
 class Ranks:
-    """Ranks that run; made by :func:`spawn` with ``join=False``.
+    """Running ranks; made by :func:`spawn` with ``join=False``.
 
     Args:
-        function: Called in each thread with the rank's number, and what follows.
-        args: What follows.
-        size: How many ranks.
+        function: Called in each thread with the rank's number and ``args``.
+        args: Its further arguments.
+        size: Number of ranks.
     """
 
     def __init__(self, function: Callable[..., Any], args: Sequence[Any], size: int) -> None:
@@ -132,14 +132,14 @@ class Ranks:
             thread.start()
 
     def pids(self) -> list[int]:
-        """Return the numbers that the operating system gives the threads."""
+        """Return the operating system's ids of the threads."""
         return [thread.native_id or 0 for thread in self._threads]
 
     def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
         """Wait for the ranks.
 
         Args:
-            timeout: Seconds to wait at most; without, until all have ended or one has failed.
+            timeout: Bound of the wait in seconds; without one, until all have ended or one has failed.
             grace_period: Seconds that the others may take to end when one has failed.
 
         Returns:
@@ -161,7 +161,7 @@ class Ranks:
         end_s = time.monotonic() + (_GRACE_S if grace_period is None else grace_period)
         for thread in self._threads:
             thread.join(max(0.0, end_s - time.monotonic()))
-        found = list(self._errors.items())  # a rank that waited in vain for another one is not to blame
+        found = list(self._errors.items())  # a rank that waited in vain for another one is not the cause
         number, error = next((pair for pair in found if not isinstance(pair[1], PeerLost)), found[0])
         told = "".join(traceback.format_exception(error))
         raise ProcessRaisedException(
@@ -187,14 +187,14 @@ class Ranks:
 
 
 def _own(value: Any) -> Any:
-    """Return a rank's own copy of an argument, as a process has; what is shared among processes stays so."""
+    """Return a rank's own copy of an argument, as a process has; objects shared among processes stay shared."""
     tensors = list(value.parameters()) if isinstance(value, torch.nn.Module) else [value]
     hosts = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu"]
     if any(tensor.is_shared() for tensor in hosts):
         return value
     try:
         return copy.deepcopy(value)
-    except (TypeError, NotImplementedError, RuntimeError):  # there are queues, locks or the like in it
+    except (TypeError, NotImplementedError, RuntimeError):  # it contains queues, locks or the like
         pass
     if isinstance(value, SimpleNamespace | argparse.Namespace):
         return type(value)(**{name: _own(inner) for name, inner in vars(value).items()})
@@ -213,24 +213,24 @@ def spawn(
 ) -> Ranks | None:
     """Run the ranks of a distributed script; ``torch.multiprocessing.spawn`` with threads for processes.
 
-    A script's ranks are processes because each GPU wants one. Here one client has all devices, and a rank is a thread
-    with a default process group, a current device (first ``vgpu:<rank>``) and copies of the arguments of its own. In
-    it, ``torch.distributed.init_process_group`` needs no address, and "nccl" means the collectives of the workers.
-    What is the process's is shared: modules' globals, ``os.environ``, and the random numbers of the host.
+    A script's ranks usually are processes, one for each GPU. Here one client has all devices, and a rank is a thread
+    with its own default process group, current device (initially ``vgpu:<rank>``) and copies of the arguments. In it,
+    ``torch.distributed.init_process_group`` needs no address, and "nccl" means the collectives of the workers.
+    Process-wide state is shared: modules' globals, ``os.environ``, and the random numbers of the host.
 
     Args:
         fn: Called with the rank's number and ``args``.
         args: Its further arguments.
-        nprocs: How many ranks.
+        nprocs: Number of ranks.
         join: Whether to wait for them.
-        daemon: Taken for compatibility.
-        start_method: Taken for compatibility.
+        daemon: Ignored, for compatibility.
+        start_method: Ignored, for compatibility.
 
     Returns:
         Nothing, or without ``join`` the ranks.
 
     Raises:
-        ProcessRaisedException: A rank has failed; the others are told.
+        ProcessRaisedException: A rank has failed; the others get an error.
         UsageError: There are fewer devices than ranks.
 
     Example:
@@ -246,7 +246,7 @@ def spawn(
     if nprocs < 1:
         raise UsageError(f"nprocs={nprocs}: at least one rank is needed")
     install_worlds()
-    context.current_context().group()  # formed now, while nobody waits for another rank
+    context.current_context().group()  # formed now, while no rank waits for another one
     ranks = Ranks(fn, args, nprocs)
     if not join:
         return ranks
@@ -254,11 +254,11 @@ def spawn(
     return None
 
 
-# ---- making it torch.distributed's
+# ---- registration with torch.distributed
 
 
 def install_worlds() -> None:
-    """Let each rank have a world of its own. Idempotent."""
+    """Give each rank a world of its own. Idempotent."""
     if not isinstance(distributed_c10d._world, Worlds):
         distributed_c10d._world = Worlds(distributed_c10d._world)
         core: Any = torch._C._distributed_c10d
@@ -266,7 +266,7 @@ def install_worlds() -> None:
 
 
 def register() -> None:
-    """Let ``torch.distributed.init_process_group`` know ranks that are threads."""
+    """Make ``torch.distributed.init_process_group`` support ranks that are threads."""
     begin = _beginning(distributed_c10d.init_process_group)
     distributed_c10d.init_process_group = begin
     dist.init_process_group = begin
@@ -297,11 +297,11 @@ def _beginning(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             original(_backend(backend), None, timeout, world_size, rank, store, **rest)
         finally:
-            sys.excepthook = hook  # PyTorch's names the rank of the process
+            sys.excepthook = hook  # PyTorch's hook prints the rank of the process
 
     return init_process_group
 
 
 def _backend(name: Any) -> str:
-    """Return the backend that is meant: collectives of GPUs are those of the workers."""
+    """Return the backend for a name: GPU backends become that of the workers."""
     return process_group.NAME if name is None or "nccl" in str(name) else name

@@ -1,7 +1,7 @@
-"""What ``nn.SyncBatchNorm`` is made of: operators that PyTorch has for GPUs only, made of others for other devices.
+"""Operators of ``nn.SyncBatchNorm``, which PyTorch has for GPUs only, composed of others for other devices.
 
-The formulas are those of batch normalisation (Ioffe and Szegedy, 2015, section 3), with the sums taken apart into those
-over each rank's batch.
+The formulas are those of batch normalisation (Ioffe and Szegedy, 2015, section 3), with sums split by the ranks'
+batches.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ aten: Any = torch.ops.aten
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Return a tensor in the type that its statistics have."""
+    """Cast a tensor to the type of its statistics."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def _over_batch(x: Tensor) -> list[int]:
-    """Return the dimensions that are not channels."""
+    """Return the dimensions other than the channels."""
     return [dim for dim in range(x.dim()) if dim != 1]
 
 
 def _along(values: Tensor, x: Tensor) -> Tensor:
-    """Return one value for each channel, shaped so that it goes with a batch."""
+    """Reshape one value per channel to broadcast over a batch."""
     return values.view(1, -1, *[1] * (x.dim() - 2))
 
 
@@ -49,7 +49,7 @@ def _gathered(
     eps: float,
     counts: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return the statistics over all ranks from those of each, and let the running ones follow."""
+    """Return the statistics over all ranks from those of each, and update the running ones."""
     share = (counts / counts.sum()).to(means.dtype).unsqueeze(1)
     mean = (share * means).sum(0)
     variance = (share * (invstds.pow(-2) - eps + (means - mean).square())).sum(0)
@@ -64,7 +64,7 @@ def _gathered(
 def _normalised(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor, eps: float
 ) -> Tensor:
-    """Return a batch normalised, scaled and shifted."""
+    """Normalise, scale and shift a batch."""
     made = (_wide(x) - _along(mean, x)) * _along(invstd, x)
     if weight is not None:
         made = made * _along(weight, x)
@@ -76,7 +76,7 @@ def _normalised(
 def _backward_sums(
     grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, *_: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the sums over this rank's batch of which gradients are made, and those of the weight and the bias."""
+    """Return this rank's sums for the gradient of the batch, and the gradients of weight and bias."""
     total = _wide(grad).sum(_over_batch(x))
     along_x = (_wide(grad) * (_wide(x) - _along(mean, x))).sum(_over_batch(x))
     like = mean if weight is None else weight
@@ -102,7 +102,7 @@ def _backward(
 
 
 def _unless_cuda(operator: Any, instead: Callable[..., Any]) -> None:
-    """Let an operator be itself on GPUs, and a function on other devices."""
+    """Run an operator itself on GPUs, and a function on other devices."""
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         stream = args[0]._handle.stream

@@ -1,4 +1,4 @@
-"""A key-value store of one process, for ``torch.distributed`` among threads: no socket, and it can be given up."""
+"""A key-value store inside one process, for ``torch.distributed`` among threads: no socket, and it can be aborted."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch.distributed as dist
 from onebox.errors import PeerLost
 
 _TIMEOUT_S = 1800.0
-"""How long to wait for a key where nobody says; PyTorch's own value."""
+"""Default bound of a wait for a key; PyTorch's own value."""
 
 
 class ThreadStore(dist.Store):
-    """Keys with values; whoever asks for one that is not there waits for it."""
+    """Keys with values; reads of a missing key wait for it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,10 +27,10 @@ class ThreadStore(dist.Store):
         self._over = ""
 
     def give_up(self, why: str) -> None:
-        """Let all who wait for a key, or will, be told why it does not come.
+        """Fail all current and later waits for a key.
 
         Args:
-            why: What has happened.
+            why: The reason.
         """
         with self._changed:
             self._over = why
@@ -67,7 +67,7 @@ class ThreadStore(dist.Store):
         return self._update(change)
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        """Set a key if it has a value, or is not there and no value is expected; return its value."""
+        """Set a key if it has the expected value, or is missing and no value is expected; return its value."""
 
         def change() -> bytes:
             if self._values.get(key, b"") == _bytes(expected):
@@ -77,16 +77,16 @@ class ThreadStore(dist.Store):
         return self._update(change)
 
     def check(self, keys: list[str]) -> bool:
-        """Tell whether all keys are there."""
+        """Return whether all keys exist."""
         with self._changed:
             return all(key in self._values for key in keys)
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key and tell whether it was there."""
+        """Delete a key and return whether it existed."""
         return self._update(lambda: self._values.pop(key, None) is not None)
 
     def num_keys(self) -> int:
-        """Return how many keys there are."""
+        """Return the number of keys."""
         return len(self._values)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -98,10 +98,10 @@ class ThreadStore(dist.Store):
         self._timeout_s = timeout.total_seconds()
 
     def has_extended_api(self) -> bool:
-        """Tell that values can be appended to, and set and read several at once."""
+        """Return True: append, multi-set and multi-get are supported."""
         return True
 
-    # PyTorch's C++ code asks for some of them by its own names
+    # PyTorch's C++ code calls some of them by its own names
     deleteKey = delete_key
     getNumKeys = num_keys
     hasExtendedApi = has_extended_api
@@ -113,11 +113,11 @@ class ThreadStore(dist.Store):
             return made
 
     def _awaited(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
-        """Return the values of keys when all are there.
+        """Return the values of keys, waiting until all exist.
 
         Raises:
-            PeerLost: Somebody has given up.
-            dist.DistStoreError: They have not come in time.
+            PeerLost: The store was aborted.
+            dist.DistStoreError: They were not set in time.
         """
         end_s = time.monotonic() + timeout_s
         with self._changed:

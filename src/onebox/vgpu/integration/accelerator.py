@@ -1,6 +1,6 @@
-"""``torch.accelerator`` for virtual devices: what it asks of PyTorch's core, answered by ``torch.vgpu``.
+"""``torch.accelerator`` for virtual devices: its functions in PyTorch's core, implemented by ``torch.vgpu``.
 
-The core answers for one device and one stream, because a device guard written in Python cannot say more.
+The core itself knows one device and one stream, because a device guard written in Python supports no more.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from onebox.vgpu.runtime import context
 
 
 def _stats(device: int) -> dict[str, Any]:
-    """Return the figures of a device's memory in the nested form of the core."""
+    """Return a device's memory statistics in the nested form of the core."""
     nested: dict[str, Any] = {}
     for name, value in device_module.memory_stats(device).items():
         *outer, last = name.split(".")
@@ -42,10 +42,10 @@ ANSWERS = {
     "resetAccumulatedStats": device_module.reset_accumulated_memory_stats,
     "getMemoryInfo": device_module.mem_get_info,
 }
-"""The functions of the core, without their common prefix, and who answers."""
+"""The functions of the core, without their common prefix, and their implementations."""
 
 
 def register() -> None:
-    """Let ``torch.accelerator`` see all virtual devices."""
+    """Make ``torch.accelerator`` support all virtual devices."""
     for name, answer in ANSWERS.items():
         setattr(torch._C, f"_accelerator_{name}", answer)

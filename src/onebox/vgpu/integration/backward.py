@@ -1,9 +1,9 @@
-"""Backward passes over virtual tensors: in the thread that asks for them, and with the errors that they raise.
+"""Backward passes over virtual tensors: in the calling thread, and with the errors that they raise.
 
-Autograd holds a guard of the device while it runs a node, and PyTorch's guard for devices in Python asks Python what
-device it is for, also while the error of a node is on its way through C++. A call into Python with an error set fails,
-in a place where C++ may not fail: the process would abort. So the guard here takes the error over when it is asked, and
-what started the backward pass raises it in the end. (True of torch 2.11 to 2.13; tests/process/vgpu/test_backward.py.)
+Autograd holds a device guard while it runs a node, and PyTorch's guard for devices in Python queries its device type
+from Python, also while an error of a node propagates through C++. A call into Python with an error set fails where C++
+must not throw: the process would abort. So the guard here stores the pending error when it is queried, and the caller
+of the backward pass raises it. (True of torch 2.11 to 2.13; tests/process/vgpu/test_backward.py.)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from onebox.vgpu import signals
 _KIND = torch._C._autograd.DeviceType.PrivateUse1
 
 _probe = ctypes.pythonapi.Py_IsInitialized
-"""Any function of Python's own that needs no argument: after each of them, ``ctypes`` raises the error that is set."""
+"""Any function of Python's C API without arguments: after the call, ``ctypes`` raises the pending error."""
 
 
 class _Taken(threading.local):
@@ -32,7 +32,7 @@ _taken = _Taken()
 
 
 class _Answer:
-    """``type_`` of the guard: looked up first, then called; it takes over the error that is on its way."""
+    """``type_`` of the guard: looked up first, then called; it stores the pending error."""
 
     @signals.shielded
     def __get__(self, guard: Any, kind: type) -> Callable[[], Any]:
@@ -51,15 +51,15 @@ def _answer() -> Any:
 
 
 class VirtualDeviceGuard(torch._C._acc.DeviceGuard):
-    """The guard of the device; there is nothing to guard, as operators name their device themselves."""
+    """The device guard; it guards nothing, because operators name their device themselves."""
 
     type_ = _Answer()
 
 
 def register() -> None:
-    """Let backward passes run in the thread that asks for them.
+    """Make backward passes run in the calling thread.
 
-    Autograd has a thread for each device, and the device guard counts one device, so that a backward pass on ``vgpu:1``
+    Autograd starts a thread for each device, and the device guard reports one device, so a backward pass on ``vgpu:1``
     would fail an assertion.
     """
     engine = torch.autograd.graph._engine_run_backward
@@ -70,7 +70,7 @@ def register() -> None:
         try:
             with torch.autograd.set_multithreading_enabled(False):
                 return engine(*args, **kwargs)
-        except SystemError:  # the engine failed with no error set: it was taken over
+        except SystemError:  # the engine failed with no error set: the guard has stored it
             if _taken.error is None:
                 raise
             error = _taken.error

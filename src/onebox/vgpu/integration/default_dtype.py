@@ -1,4 +1,4 @@
-"""The default element type: what operators on integers return depends on it, so workers have that of the client."""
+"""The default element type: results of operators on integers depend on it, so workers use that of the client."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from onebox.vgpu.runtime import context
 
 
 def register() -> None:
-    """Let workers follow ``torch.set_default_dtype``, and ``torch.set_default_tensor_type``, which sets it, too."""
+    """Make workers follow ``torch.set_default_dtype``, and ``torch.set_default_tensor_type``, which also sets it."""
     core: Any = torch._C
     for name in ("_set_default_dtype", "_set_default_tensor_type"):
         setattr(core, name, _followed(getattr(core, name)))
@@ -26,7 +26,7 @@ def _followed(plain: Callable[[Any], None]) -> Callable[[Any], None]:
         plain(kind)
         if context.device_count():
             for stream in context.current_context().streams:
-                with contextlib.suppress(OneboxError):  # whoever uses the device next is told
+                with contextlib.suppress(OneboxError):  # the next use of the device raises the error
                     stream.follow(torch.get_default_dtype())
 
     return change

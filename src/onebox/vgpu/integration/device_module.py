@@ -24,17 +24,17 @@ from onebox.wire.protocol.responses import WorkerMemory
 
 
 def is_available() -> bool:
-    """Tell whether there is a virtual device."""
+    """Return whether there is a virtual device."""
     return device_count() > 0
 
 
 def is_initialized() -> bool:
-    """Tell whether a pool is open."""
+    """Return whether a pool is open."""
     return device_count() > 0
 
 
 def init() -> None:
-    """Do nothing: opening a pool is all that is needed."""
+    """Do nothing: opening a pool is the initialization."""
 
 
 def _lazy_init() -> None:
@@ -42,7 +42,7 @@ def _lazy_init() -> None:
 
 
 def _is_in_bad_fork() -> bool:
-    """Tell whether this is a child process whose parent has virtual devices."""
+    """Return whether this is a forked process whose parent has virtual devices."""
     try:
         current_context()
     except PoolError as error:
@@ -78,7 +78,7 @@ class device(contextlib.ContextDecorator):
 
 
 class device_of(device):
-    """A context in which the device of a tensor is the current one; no change for a tensor of the host."""
+    """A context in which the device of a tensor is the current one; no change for a host tensor."""
 
     def __init__(self, obj: Tensor) -> None:
         handle = getattr(obj, "_handle", None)
@@ -86,7 +86,7 @@ class device_of(device):
 
 
 def exchange_device(number: int) -> int:
-    """Set the current device and return the one before."""
+    """Set the current device and return the previous one."""
     before = current_device()
     if number >= 0:
         context.set_current_device(number)
@@ -98,14 +98,14 @@ _exchange_device = _maybe_exchange_device = maybe_exchange_device = exchange_dev
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceProperties:
-    """What a device is.
+    """Properties of a device.
 
     Args:
-        name: Product name, and where it is.
-        total_memory: Bytes.
+        name: Product name and host.
+        total_memory: Memory in bytes.
         multi_processor_count: Streaming multiprocessors of a GPU, threads of a CPU.
-        major: Of the compute capability; 0 of what is no GPU.
-        minor: Of the compute capability.
+        major: Major compute capability; 0 without a GPU.
+        minor: Minor compute capability.
     """
 
     name: str
@@ -116,7 +116,7 @@ class DeviceProperties:
 
 
 def get_device_properties(device: Device = None) -> DeviceProperties:
-    """Return what a device is."""
+    """Return the properties of a device."""
     stream = place(device)
     info = stream.pool.devices[stream.worker]
     return DeviceProperties(
@@ -129,18 +129,18 @@ def get_device_properties(device: Device = None) -> DeviceProperties:
 
 
 def get_device_name(device: Device = None) -> str:
-    """Return the product name of a device, and where it is."""
+    """Return the product name and the host of a device."""
     return get_device_properties(device).name
 
 
 def get_device_capability(device: Device = None) -> tuple[int, int]:
-    """Return the compute capability of a device: (0, 0) of what is no GPU."""
+    """Return the compute capability of a device: (0, 0) without a GPU."""
     properties = get_device_properties(device)
     return properties.major, properties.minor
 
 
 def can_device_access_peer(device: Device, peer_device: Device) -> bool:
-    """Tell whether tensors go from one device to another without passing the client: always, within a pool."""
+    """Return whether tensors go from one device to another without passing the client: always, within a pool."""
     return place(device).pool is place(peer_device).pool
 
 
@@ -148,7 +148,7 @@ def can_device_access_peer(device: Device, peer_device: Device) -> bool:
 
 
 def synchronize(device: Device = None) -> None:
-    """Wait until a device has done all that it was asked to.
+    """Wait until a device has executed everything issued to it.
 
     Raises:
         OneboxError: Its worker is gone.
@@ -187,12 +187,12 @@ def _memory(device: Device) -> WorkerMemory:
 
 
 def memory_allocated(device: Device = None) -> int:
-    """Return the bytes that buffers take on a device."""
+    """Return the bytes of buffers on a device."""
     return _memory(device).used_bytes
 
 
 def max_memory_allocated(device: Device = None) -> int:
-    """Return the most bytes that buffers have taken on a device."""
+    """Return the peak of bytes of buffers on a device."""
     return _memory(device).peak_bytes
 
 
@@ -201,23 +201,23 @@ max_memory_reserved = max_memory_cached = max_memory_allocated
 
 
 def reset_peak_memory_stats(device: Device = None) -> None:
-    """Let the most bytes that buffers have taken be those that they take now."""
+    """Reset the peak of a device's buffers to their present bytes."""
     place(device).flush([Ask("peak")], wait=True)
 
 
 def reset_accumulated_memory_stats(device: Device = None) -> None:
-    """Do nothing: no figure of a virtual device's memory is a sum over time."""
+    """Do nothing: none of a virtual device's memory statistics is a sum over time."""
     place(device)
 
 
 def mem_get_info(device: Device = None) -> tuple[int, int]:
-    """Return the bytes that are free on a device, and those that it has."""
+    """Return the free and the total bytes of a device."""
     total = get_device_properties(device).total_memory
     return max(0, total - memory_allocated(device)), total
 
 
 def memory_stats(device: Device = None) -> dict[str, int]:
-    """Return the figures of a device's memory, by the names that ``torch.cuda`` gives them."""
+    """Return a device's memory statistics, by their names in ``torch.cuda``."""
     memory = _memory(device)
     return {
         f"{what}_bytes.all.{which}": value
@@ -227,7 +227,7 @@ def memory_stats(device: Device = None) -> dict[str, int]:
 
 
 def empty_cache() -> None:
-    """Send what is recorded, so that buffers whose tensors have gone end now."""
+    """Flush the queues, so that unreferenced buffers are freed now."""
     for stream in current_context().streams:
         stream.flush()
 
@@ -247,12 +247,12 @@ def manual_seed_all(seed: int) -> None:
 
 
 def seed() -> None:
-    """Seed the random numbers of the current device with something that nobody can foresee."""
+    """Seed the random numbers of the current device with a random seed."""
     manual_seed(int.from_bytes(os.urandom(8), "little") >> 1)
 
 
 def seed_all() -> None:
-    """Seed the random numbers of all devices with something that nobody can foresee."""
+    """Seed the random numbers of all devices with a random seed."""
     manual_seed_all(int.from_bytes(os.urandom(8), "little") >> 1)
 
 
@@ -283,7 +283,7 @@ def set_rng_state_all(new_states: list[Tensor]) -> None:
 
 
 SUPPORTED = tuple(DTYPES.values())
-"""The element types that a device's tensors may have."""
+"""The element types of a device's tensors."""
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
@@ -292,15 +292,15 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
 
 
 class _Module(ModuleType):
-    """A module of which some names depend on whether a pool is open."""
+    """A module some of whose names depend on whether a pool is open."""
 
     @property
-    def _initialized(self) -> bool:  # which torch.utils.checkpoint asks before it keeps random states
+    def _initialized(self) -> bool:  # read by torch.utils.checkpoint before it keeps random states
         return is_initialized()
 
 
 def as_module() -> ModuleType:
-    """Return what becomes ``torch.vgpu``."""
+    """Return the module that becomes ``torch.vgpu``."""
     made = _Module("torch.vgpu", __doc__)
     for name, value in globals().items():
         own = getattr(value, "__module__", None) in (__name__, context.__name__, events.__name__)

@@ -1,4 +1,4 @@
-"""Streams and events in the sense of ``torch.cuda``: a device does one thing after the other, so the order is right."""
+"""Streams and events in the sense of ``torch.cuda``: a device executes sequentially, so every order holds."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _kind: Any = torch._C._autograd.DeviceType.PrivateUse1
 
 
 class Stream(_plain):
-    """A stream in the sense of ``torch.cuda.Stream``; all of a device are one, so that the order is always right.
+    """A stream in the sense of ``torch.cuda.Stream``; all streams of a device are the same, so every order holds.
 
     Args:
         device: The device.
-        priority: Taken for compatibility.
+        priority: Ignored, for compatibility.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make what PyTorch's own functions take for a stream."""
+        """Return an object that PyTorch's own functions accept as a stream."""
         return super().__new__(cls, stream_id=0, device_index=0, device_type=int(_kind))
 
     def __init__(self, device: Device = None, priority: int = 0, **_: Any) -> None:
@@ -41,25 +41,26 @@ class Stream(_plain):
         return self._stream.worker
 
     def synchronize(self) -> None:
-        """Wait until the device has done all that it was asked to."""
+        """Wait until the device has executed everything issued to it."""
         self._stream.synchronize()
 
     def query(self) -> bool:
-        """Tell whether the device has done all that it was asked to."""
+        """Return whether the device has executed everything issued to it."""
         return self._stream.idle()
 
     def wait_stream(self, stream: torch.Stream) -> None:
-        """Let what comes on this stream wait for what was issued on another; copies between devices do in any case."""
+        """Make later operators on this stream wait for those issued on another; copies between devices do so in any
+        case."""
         if isinstance(stream, Stream) and stream._stream is not self._stream:
             stream._stream.synchronize()
 
     def wait_event(self, event: Event) -> None:
-        """Let what comes on this stream wait for an event."""
+        """Make later operators on this stream wait for an event."""
         if event._stream is not None and event._stream is not self._stream:
             event.synchronize()
 
     def record_event(self, event: Event | None = None) -> Event:
-        """Record an event, a new one where none is given."""
+        """Record an event, a new one if none is given."""
         event = event or Event()
         event.record(self)
         return event
@@ -78,12 +79,12 @@ class Stream(_plain):
 
 
 class Event:
-    """A mark in the work of a device, as ``torch.cuda.Event``; times are those of the client, when it waited.
+    """A mark in the sequence of a device's operators, as ``torch.cuda.Event``; times are those of the client's waits.
 
     Args:
-        enable_timing: Whether ``elapsed_time`` is wanted: recording then waits for the device.
-        blocking: Taken for compatibility.
-        interprocess: Not possible.
+        enable_timing: Whether to support ``elapsed_time``: recording then waits for the device.
+        blocking: Ignored, for compatibility.
+        interprocess: Not supported.
     """
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
@@ -95,7 +96,7 @@ class Event:
         self._time_s = 0.0
 
     def record(self, stream: Stream | None = None) -> None:
-        """Mark what has been issued so far."""
+        """Mark the operators issued so far."""
         self._stream = place(None) if stream is None else stream._stream
         if self.enable_timing:
             self._stream.synchronize()
@@ -103,16 +104,16 @@ class Event:
         self._mark = self._stream.mark()
 
     def query(self) -> bool:
-        """Tell whether the device has come to the mark."""
+        """Return whether the device has reached the mark."""
         return self._stream is None or self._stream.sent.reached(self._mark)
 
     def synchronize(self) -> None:
-        """Wait until the device has come to the mark."""
+        """Wait until the device has reached the mark."""
         if self._stream is not None and not self._stream.sent.reached(self._mark):
             self._stream.synchronize()
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Let what comes on a stream wait for the mark."""
+        """Make later operators on a stream wait for the mark."""
         (stream or Stream()).wait_event(self)
 
     def elapsed_time(self, end_event: Event) -> float:

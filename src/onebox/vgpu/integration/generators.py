@@ -1,4 +1,4 @@
-"""Random numbers: each device draws from a generator of its own, which lives on its worker."""
+"""Random number generators: each device has its own, which lives on its worker."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _plain: Any = torch._C.Generator
 
 
 class _Either(type(_plain)):  # type: ignore[misc]
-    """Lets ``VirtualGenerator(device)`` make what the device needs, and ``isinstance`` see all of them."""
+    """Metaclass that makes ``VirtualGenerator(device)`` return the device's class, and ``isinstance`` accept all of
+    them."""
 
     def __call__(cls, device: Any = "cpu") -> Any:
         place = torch.device(device)
@@ -38,16 +39,16 @@ class _Either(type(_plain)):  # type: ignore[misc]
 
 
 class VirtualGenerator(_plain, metaclass=_Either):
-    """A random number generator; of a virtual device if that is asked for.
+    """A random number generator, of a virtual device if requested.
 
     Args:
-        device: Where it draws.
+        device: Its device.
     """
 
     def _begin(self, stream: CommandQueue) -> None:
         self.stream = stream
         self.number = stream.pool.new_number()
-        self._sign = secrets.randbits(63)  # by which recipes know this generator again
+        self._sign = secrets.randbits(63)  # identifies this generator in cached ops
         super().manual_seed(self._sign)
         sources[self._sign] = self.number
         self._seed = FIRST_SEED
@@ -62,17 +63,17 @@ class VirtualGenerator(_plain, metaclass=_Either):
 
     @property
     def device(self) -> torch.device:
-        """Where it draws."""
+        """Its device."""
         return self.stream.device
 
     def manual_seed(self, seed: int) -> Any:
-        """Start anew from a seed."""
+        """Set the seed."""
         self._seed = _checked(seed)
         self.stream.flush([SetGenerator(self.number, self._seed)])
         return self
 
     def seed(self) -> int:
-        """Start anew from a seed that nobody can foresee, and return it."""
+        """Set a random seed, and return it."""
         self.manual_seed(_plain().seed())
         return self._seed
 
@@ -85,7 +86,7 @@ class VirtualGenerator(_plain, metaclass=_Either):
         return read_state(self.stream, self.number)
 
     def set_state(self, state: Tensor) -> Any:
-        """Go on from a state."""
+        """Set the state."""
         write_state(self.stream, self.number, state)
         return self
 
@@ -110,10 +111,10 @@ def _checked(seed: int) -> int:
 
 
 def read_state(stream: CommandQueue, number: int) -> Tensor:
-    """Return the state of a generator of a device, as bytes on that device, so that nothing waits for it.
+    """Return the state of a device's generator, as bytes on that device, so that nothing waits for it.
 
     Args:
-        stream: The stream of the device.
+        stream: Command queue of the device.
         number: The generator; 0 is the device's own.
     """
     buffer = stream.new_number()
@@ -125,13 +126,13 @@ def write_state(stream: CommandQueue, number: int, state: Tensor) -> None:
     """Set the state of a generator of a device.
 
     Args:
-        stream: The stream of the device.
+        stream: Command queue of the device.
         number: The generator; 0 is the device's own.
         state: The state, on any device.
     """
     if not isinstance(state, VirtualTensor):
         here = upload(state, stream)
-    else:  # not by PyTorch's own ways: this may be called where its dispatcher must pass classes of tensors by
+    else:  # not by an operator: this may be called where PyTorch's dispatcher must ignore tensor subclasses
         here = state if state._handle.stream is stream else transfer(state, stream)
     stream.flush([SetGenerator(number, None, here._handle.number)])
 

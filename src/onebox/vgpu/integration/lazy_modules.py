@@ -1,7 +1,7 @@
 """Lazy modules (``nn.LazyLinear`` and its like) on a virtual device.
 
-A parameter that has no shape yet cannot be a virtual tensor. It stays on the host, remembers where its module was moved
-to, and becomes a tensor there when it gets its shape.
+A parameter that has no shape yet cannot be a virtual tensor. It stays on the host, stores the device to which its
+module was moved, and becomes a tensor there when it gets its shape.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _Shapeless: Any = nn.parameter.UninitializedTensorMixin  # type: ignore[attr-def
 _Mixin: Any = LazyModuleMixin
 
 _PLACE = "_onebox_place"
-"""The attribute in which a parameter without a shape keeps the device of its module."""
+"""The attribute of a parameter without a shape that holds the device of its module."""
 
 
 def register() -> None:
-    """Let lazy modules be moved, and get their parameters where they are."""
+    """Make lazy modules movable, with parameters created on their device."""
     _Mixin._apply = _apply
     _Shapeless.materialize = _materializer(_Shapeless.materialize)
 
 
 def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-    """Move or convert a module; what has no shape yet is left out, and takes note."""
+    """Move or convert a module; parameters without a shape only record it."""
     shelved = [
         (held, name, tensor)
         for held in (self._parameters, self._buffers)
@@ -49,7 +49,7 @@ def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> A
 
 
 def _note(tensor: Any, fn: Callable[[Tensor], Tensor]) -> None:
-    """Let a tensor without a shape take note of where a function moves tensors to, and what type it gives them."""
+    """Record the device and type to which a function converts tensors, on a tensor without a shape."""
     place = tensor.__dict__.get(_PLACE, tensor.data.device)
     with torch.no_grad():
         like = fn(torch.empty(0, dtype=tensor.data.dtype, device=place))

@@ -1,9 +1,9 @@
 """Modules: moved to and from a device by swapping their parameters, and loaded by copying into them.
 
-``module.to`` cannot set the data of a tensor of another device, and new parameters would part tied ones, and be none
-of an optimizer's; so PyTorch is told to swap tensors where a virtual device has a part, and nowhere else. It would then
-swap in ``load_state_dict``, too, where others than the module may hold the parameters: DistributedDataParallel does,
-and swapping is refused. Of a scripted module others always hold them: it gets new parameters.
+``module.to`` cannot set the data of a tensor of another device, and new parameters would separate tied ones and be
+unknown to an optimizer; so PyTorch is set to swap tensors where a virtual device is involved, and only there. It would
+then swap in ``load_state_dict``, too, which fails where other objects than the module reference the parameters, as
+DistributedDataParallel does. The parameters of a scripted module always have such references: it gets new parameters.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def register() -> None:
-    """Let modules be moved and loaded so."""
+    """Patch the movement and loading of modules."""
     future: Any = torch.__future__
     told = future.get_swap_module_params_on_conversion
 
@@ -49,7 +49,7 @@ def register() -> None:
         if not _moves(self, fn):
             with _set("moving", False):
                 return apply(self, fn, *args, **kwargs)
-        scripted = isinstance(self, torch.jit.ScriptModule)  # of whose parameters others hold references
+        scripted = isinstance(self, torch.jit.ScriptModule)  # whose parameters have other references
         with _set("moving", not scripted), _hooks_kept(self):
             _let_go(self)
             return apply(self, fn, *args, **kwargs)
@@ -73,20 +73,20 @@ def _is_virtual(tensor: Tensor | None) -> bool:
 
 
 def _moves(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> bool:
-    """Tell whether a conversion brings parameters of a module's own to a virtual device, or from one."""
+    """Return whether a conversion moves a module's own parameters to or from a virtual device."""
     own = [parameter for parameter in module._parameters.values() if parameter is not None]
     if not own or any(map(_is_virtual, own)):
         return bool(own)
     try:
         with torch.no_grad():
             return _is_virtual(fn(torch.empty(0, dtype=own[0].dtype)))
-    except Exception:  # the conversion itself says so
+    except Exception:  # the conversion itself raises the error
         return False
 
 
 @contextmanager
 def _hooks_kept(module: nn.Module) -> Iterator[None]:
-    """Let parameters have the hooks that they had: those are of the tensors that are swapped."""
+    """Keep the hooks of parameters, which belong to the tensors that are swapped."""
     own = {key: parameter for key, parameter in module._parameters.items() if parameter is not None}
     before = [(key, name, getattr(tensor, name, None)) for key, tensor in own.items() for name in _HOOKS]
     yield
@@ -96,7 +96,8 @@ def _hooks_kept(module: nn.Module) -> Iterator[None]:
 
 
 def _let_go(module: nn.Module) -> None:
-    """Detach what a module has computed from its parameters, as a weight norm by a hook does: its graph holds them."""
+    """Detach values that a module has computed from its parameters, such as a weight norm by a hook: their graph
+    references them."""
     own = vars(module)
     own.update({name: value.detach() for name, value in own.items() if isinstance(value, Tensor) and value.grad_fn})
 

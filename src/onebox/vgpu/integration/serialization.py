@@ -1,7 +1,7 @@
-"""Saving and loading: files look like those of any device, so that a machine without onebox can read them, too.
+"""Saving and loading: files have the ordinary format, so that a machine without onebox can read them, too.
 
-A tensor is saved as one of the host whose storage is marked with the device that it was on. When such a storage is
-loaded, or ``map_location`` names a virtual device, the mark is put on it again, and what is built from it goes there.
+A tensor is saved as a host tensor whose storage is tagged with its device. When such a storage is loaded, or
+``map_location`` names a virtual device, it is tagged again, and tensors built from it go there.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from onebox.vgpu.core.tensor import VirtualTensor
 from onebox.vgpu.runtime import context
 
 PRIORITY = 5
-"""Before those of PyTorch's own devices, of which one takes care of any PrivateUse1 device with real storages."""
+"""Before those of PyTorch's own devices, one of which handles any PrivateUse1 device with real storages."""
 
 _marks: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 _saved: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 _loading = threading.local()
-"""While a thread loads a file of the older format: the tensors it has made, and their elements on the host to be."""
+"""Set while a thread loads a file of the older format: the tensors it has made, and their future elements on the
+host."""
 
 _rebuild_tensor: Any = torch._utils._rebuild_tensor
 
 
 def _reduce(tensor: Any, protocol: Any) -> Any:
-    """Return how to save a virtual tensor; see ``object.__reduce_ex__``."""
+    """Return the pickle reduction of a virtual tensor; see ``object.__reduce_ex__``."""
     host = _on_host(tensor)
     hooks: Any = collections.OrderedDict()
     arguments = (host._typed_storage(), 0, tuple(host.shape), host.stride(), tensor.requires_grad, hooks)
@@ -43,9 +44,9 @@ def _reduce(tensor: Any, protocol: Any) -> Any:
 
 
 def _on_host(tensor: Any) -> Tensor:
-    """Return a copy on the host whose storage is marked; the same storage for tensors of one buffer, tied weights.
+    """Return a copy on the host whose storage is tagged; the same storage for tensors of one buffer, tied weights.
 
-    It is found again while who saves still holds it, and the device has not been asked for anything since.
+    It is reused while the saving code still holds it, and the device has executed nothing since.
     """
     stream = tensor._handle.stream
     key = (id(stream), tensor._handle.number, stream.records, tensor._metadata)
@@ -64,7 +65,7 @@ def _on_host(tensor: Any) -> Tensor:
 
 
 class _Saved:
-    """Something that is saved as a call."""
+    """A value that is saved as a call."""
 
     def __init__(self, call: Any) -> None:
         self._call = call
@@ -109,7 +110,7 @@ def _rebuilt(storage: Any, storage_offset: int, size: Any, stride: Any) -> Tenso
 
 
 def _filled_afterwards(load: Any) -> Any:
-    """Let what loads files of the older format fill the tensors at its end: they come first there, elements later."""
+    """Make the loader of the older format fill the tensors at its end, because elements come after tensors there."""
 
     @functools.wraps(load)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -128,7 +129,7 @@ def _filled_afterwards(load: Any) -> Any:
 
 
 def register() -> None:
-    """Let ``torch.save`` and ``torch.load`` know virtual tensors."""
+    """Register virtual tensors with ``torch.save`` and ``torch.load``."""
     torch.serialization.register_package(PRIORITY, _tag, _restore)
     torch._utils._rebuild_tensor = _rebuilt
     serialization: Any = torch.serialization
@@ -138,7 +139,7 @@ def register() -> None:
 
 
 def _not_sent(tensor: VirtualTensor) -> Any:
-    """Refuse to send a tensor to another process, where it would arrive as one of the host."""
+    """Refuse to send a tensor to another process, where it would arrive as a host tensor."""
     raise NotImplementedError(
         f"a tensor of {tensor.device} cannot be sent to another process: the devices are this one's alone; "
         "send tensor.cpu()"

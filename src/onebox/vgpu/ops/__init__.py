@@ -1,4 +1,4 @@
-"""Operators that need more than to be recorded: made from nothing, from others, or asked of the worker."""
+"""Operators that need more than recording: factories, compositions, and queries to the worker."""
 
 from __future__ import annotations
 

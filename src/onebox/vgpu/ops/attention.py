@@ -1,7 +1,7 @@
-"""``scaled_dot_product_attention`` by the kernel that the worker's own PyTorch would take.
+"""``scaled_dot_product_attention`` by the kernel that the worker's own PyTorch selects.
 
-PyTorch knows fused kernels for its own devices only, and gives all others plain operators. Here the worker is asked,
-once for each kind of arguments, and its kernel is called, whose gradient PyTorch knows on any device.
+PyTorch selects fused kernels for its own devices only, and plain operators for all others. Here the worker selects,
+once for each kind of arguments, and the client calls that kernel, whose gradient PyTorch supports on any device.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _libraries: list[torch.library.Library] = []
 
 
 def register() -> None:
-    """Let PyTorch find it, above autograd, which would take the operator apart."""
+    """Register it above autograd, which would decompose the operator."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("scaled_dot_product_attention", attend, "AutogradPrivateUse1")
     _libraries.append(library)
@@ -44,7 +44,7 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return what ``torch.nn.functional.scaled_dot_product_attention`` does, whose arguments these are."""
+    """Return the result of ``torch.nn.functional.scaled_dot_product_attention``, with its arguments."""
     given = (query, key, value, attn_mask, dropout_p, is_causal)
     choice = choose(given, {"scale": scale, "enable_gqa": enable_gqa})
     return attend_by(choice, *given, scale=scale, enable_gqa=enable_gqa)
@@ -81,12 +81,12 @@ def attend_by(
 
 @special(aten.scaled_dot_product_attention.default)
 def _whole(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Attention where autograd is off, and operators come whole."""
+    """Compute attention where autograd is off, and operators arrive whole."""
     return attend(*args, **kwargs)
 
 
 def choose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return the number of the kernel for such arguments; the worker is asked the first time."""
+    """Return the number of the kernel for such arguments, which the worker selects on the first call."""
     tensors = [value for value in args if isinstance(value, Tensor)]
     virtual = [tensor for tensor in tensors if isinstance(tensor, VirtualTensor)]
     if len(virtual) != len(tensors) or any(mask.requires_grad for mask in virtual[3:]):
@@ -107,8 +107,8 @@ def choose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 
 def _usable(choice: int, stream: CommandQueue, tensors: list[VirtualTensor]) -> int:
-    """Return the kernel that is called for a choice; on a GPU it is one fused kernel for all of them."""
+    """Return the kernel to call for a selection; on a GPU the same fused kernel for both."""
     if stream.pool.devices[stream.worker].kind != "cuda":
         return choice if choice == FLASH else MATH
-    even = all(tensor.shape[-1] % 8 == 0 for tensor in tensors)  # what that kernel asks for
+    even = all(tensor.shape[-1] % 8 == 0 for tensor in tensors)  # a requirement of that kernel
     return EFFICIENT if choice != MATH and even and len(tensors) == 3 else MATH

@@ -1,4 +1,4 @@
-"""Autocast on virtual devices: which operators run in lower precision, which in float32.
+"""Autocast on virtual devices: lists of operators for lower precision and for float32.
 
 The lists are those that PyTorch documents for GPUs ("Autocast Op Reference", pytorch.org/docs/stable/amp.html).
 """
@@ -17,7 +17,7 @@ LOWER = (
     "conv_transpose2d.input", "conv_transpose3d.input", "gru_cell", "linear", "lstm_cell", "mm", "mv", "prelu",
     "rnn_tanh_cell", "rnn_relu_cell", "scaled_dot_product_attention", "linalg_vecdot",
 )  # fmt: skip
-"""Run in the type that autocast was asked for."""
+"""Run in the type of autocast."""
 
 FLOAT32 = (
     "acos", "asin", "binary_cross_entropy_with_logits", "cosh", "cosine_embedding_loss", "cdist",
@@ -38,7 +38,7 @@ WIDEST = (
 """Run in the widest type of their arguments."""
 
 BANNED = ("binary_cross_entropy",)
-"""Whose values do not fit into half precision."""
+"""Functions whose values do not fit into half precision."""
 
 _LOW = (torch.float16, torch.bfloat16)
 _KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
@@ -46,7 +46,7 @@ _libraries: list[torch.library.Library] = []
 
 
 def register() -> None:
-    """Let autocast know the virtual devices."""
+    """Register autocast for the virtual devices."""
     library = torch.library.Library("aten", "IMPL")
     for names, choose in ((LOWER, _asked), (FLOAT32, _float32), (WIDEST, _widest), (BANNED, _banned)):
         for name in names:

@@ -17,7 +17,7 @@ aten = torch.ops.aten
 def _histc(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     tensor = args[0]
     stream = tensor._handle.stream
-    floating = tensor.is_floating_point() or tensor.dtype == torch.bool  # which no device takes
+    floating = tensor.is_floating_point() or tensor.dtype == torch.bool  # no device accepts bool
     if floating or stream.pool.devices[stream.worker].kind == "cuda":
         made: Tensor = launch(stream, aten.histc.default, *args, **kwargs)
         return made
@@ -29,9 +29,9 @@ def _of_integers(tensor: Tensor, bins: int = 100, min: float = 0, max: float = 0
 
     Args:
         tensor: Integers of any shape.
-        bins: How many bins.
-        min: Where the first begins; together with ``max`` at the same place for the smallest and largest element.
-        max: Where the last ends; what lies there is counted in it.
+        bins: Number of bins.
+        min: Lower end of the first bin; if equal to ``max``, the range of the elements is used.
+        max: Upper end of the last bin, inclusive.
     """
     if bins <= 0:
         raise RuntimeError("bins must be > 0")

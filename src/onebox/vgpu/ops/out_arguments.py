@@ -1,6 +1,6 @@
-"""Operators with ``out=`` whose results PyTorch forgets where a tensor has a class of its own.
+"""Operators with ``out=`` whose results PyTorch does not write for tensor subclasses.
 
-``torch.linalg.matrix_rank`` takes another way for such tensors, on which ``out`` is not written. Here it is.
+``torch.linalg.matrix_rank`` has another code path for such tensors, which ignores ``out``. It is written here.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _FORGETFUL: dict[OpOverload, OpOverload] = {
     _rank.atol_rtol_float_out: _rank.atol_rtol_float,
     _rank.atol_rtol_tensor_out: _rank.atol_rtol_tensor,
 }
-"""Overloads with ``out``, and for each the one that returns a new tensor."""
+"""Overloads with ``out``, each with the one that returns a new tensor."""
 
 _libraries: list[torch.library.Library] = []
 
 
 def register() -> None:
-    """Let PyTorch find them, above autograd, which would take the operators apart."""
+    """Register them above autograd, which would decompose the operators."""
     library = torch.library.Library("aten", "IMPL")
     for function, plain in _FORGETFUL.items():
         library.impl(function, _into(plain), "AutogradPrivateUse1")
@@ -37,7 +37,7 @@ def register() -> None:
 
 
 def _whole(function: Callable[..., Tensor]) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
-    """Return what runs it where autograd is off, and operators come whole."""
+    """Return the implementation where autograd is off, and operators arrive whole."""
     return lambda args, kwargs: function(*args, **kwargs)
 
 

@@ -1,7 +1,7 @@
-"""Padded batches in ``nn.TransformerEncoder``, which in eval mode makes nested tensors of them.
+"""Padded batches in ``nn.TransformerEncoder``, which in eval mode converts them to nested tensors.
 
-No worker holds nested tensors, and none is needed: what goes through the layers is the padded batch with its mask, and
-what comes out has zeros where the padding is, as PyTorch's has.
+Workers do not support nested tensors: the padded batch passes through the layers with its mask, and the output has
+zeros in the padding, as in PyTorch.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ aten = torch.ops.aten
 
 @special(aten._nested_tensor_from_mask_left_aligned.default)
 def _is_left_aligned(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell whether in each row of a mask all elements come before all padding; waits for the mask's values."""
+    """Return whether all elements precede all padding in each row of a mask; waits for the mask's values."""
     _, mask = args
     return bool((mask[:, 1:] <= mask[:, :-1]).all())
 
 
 @special(aten._nested_tensor_from_mask.default)
 def _with_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return a padded batch that knows its padding, in the place of a nested tensor."""
+    """Return a padded batch with its mask attached, in place of a nested tensor."""
     rows, mask = args[:2]
     return _knowing(rows.clone(), mask.logical_not())
 
 
 @special(aten._transformer_encoder_layer_fwd.default)
 def _through_layer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Run a layer; a batch that knows its padding is masked by it."""
+    """Run a layer; a batch with an attached mask is masked by it."""
     rows = args[0]
     stream = rows._handle.stream
     padding = getattr(rows, "_padding", None)
     if padding is None:
         plain: Tensor = launch(stream, aten._transformer_encoder_layer_fwd.default, *args, **kwargs)
         return plain
-    by_key = 1  # the kind of mask that PyTorch calls src_key_padding_mask
+    by_key = 1  # the kind of mask that PyTorch names src_key_padding_mask
     return _knowing(launch(stream, aten._transformer_encoder_layer_fwd.default, *args[:18], padding, by_key), padding)
 
 

@@ -1,8 +1,8 @@
-"""The cells of LSTMs and GRUs, which PyTorch takes for one fused operator on devices like a GPU.
+"""The cells of LSTMs and GRUs, which PyTorch runs as one fused operator on devices like a GPU.
 
-Workers on a GPU have it; for all others it is taken apart here, below autograd. Formulas: the documentation of
-``torch.nn.LSTM`` and ``torch.nn.GRU``; the order of the gates is that of their weights. What forward leaves for
-backward (``workspace``) is laid out as in PyTorch's kernels for GPUs.
+Workers on a GPU have it; for all others it is decomposed here, below autograd. Formulas: the documentation of
+``torch.nn.LSTM`` and ``torch.nn.GRU``; the order of the gates is that of their weights. The values that forward saves
+for backward (``workspace``) have the layout of PyTorch's kernels for GPUs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 def _taken_apart(func: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Let a function stand for an operator on workers that have no GPU."""
+    """Decorator that makes a function replace an operator on workers without a GPU."""
 
     def register(cell: Callable[..., Any]) -> Callable[..., Any]:
         def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -60,7 +60,7 @@ def _lstm(
 def _lstm_backward(
     grad_hy: Tensor | None, grad_cy: Tensor | None, cx: Tensor, cy: Tensor, workspace: Tensor, has_bias: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of the gates before their activation, of the cell state before, and of a bias."""
+    """Return the gradients of the gates before activation, of the previous cell state, and of a bias."""
     if grad_hy is None and grad_cy is None:
         return None, None, None
     ingate, forget, cell, outgate = workspace.chunk(4, 1)
@@ -91,7 +91,8 @@ def _gru(
     input_bias: Tensor | None = None,
     hidden_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the hidden state, and side by side: reset, update and new gate, hidden state before, its share of new."""
+    """Return the hidden state, and side by side: reset, update and new gate, previous hidden state, its share of
+    new."""
     reset_in, update_in, new_in = _biased(input_gates, input_bias).chunk(3, 1)
     reset_hidden, update_hidden, new_hidden = _biased(hidden_gates, hidden_bias).chunk(3, 1)
     reset = (reset_in + reset_hidden).sigmoid_()
@@ -104,7 +105,7 @@ def _gru(
 def _gru_backward(
     grad_hy: Tensor, workspace: Tensor, has_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of both kinds of gates before their activation, of the hidden state, and of both biases."""
+    """Return the gradients of both kinds of gates before activation, of the hidden state, and of both biases."""
     reset, update, new, hx, new_hidden = workspace.chunk(5, 1)
     grad_update = aten.sigmoid_backward(grad_hy * (hx - new), update)
     grad_new = aten.tanh_backward(grad_hy * (1 - update), new)

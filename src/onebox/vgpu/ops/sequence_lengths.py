@@ -1,7 +1,7 @@
-"""Operators that are given the lengths of sequences, which stay on the host: PyTorch wants them there, GPU or not.
+"""Operators that take the lengths of sequences, which stay on the host: PyTorch requires them there, even for a GPU.
 
-Packed sequences (``torch.nn.utils.rnn``) put the steps of all sequences one behind the other, sorted by time. Which
-element goes where depends on the lengths alone, so that the client finds out, and the worker gathers.
+Packed sequences (``torch.nn.utils.rnn``) concatenate the steps of all sequences, sorted by time. The order depends on
+the lengths alone, so the client computes it, and the worker gathers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 @special(aten._pack_padded_sequence.default)
 def _pack(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return the elements of padded sequences, packed, and how many there are at each time; the latter on the host."""
+    """Pack padded sequences; return the elements, and the number at each time, on the host."""
     padded, lengths, batch_first = args
     if isinstance(lengths, VirtualTensor):
         raise RuntimeError(
@@ -37,7 +37,7 @@ def _pack(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor
 def _with_lengths_there(
     log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, *more: Any, **named: Any
 ) -> Any:
-    """Run a CTC loss whose lengths may be on the host: of a class of tensors like ours, PyTorch wants them together."""
+    """Run a CTC loss whose lengths may be on the host: for a tensor subclass, PyTorch requires them on one device."""
     device = log_probs.device
     together = (log_probs, targets.to(device), input_lengths.to(device), target_lengths.to(device))
     return aten.ctc_loss.Tensor.decompose(*together, *more, **named)
@@ -49,7 +49,7 @@ def _ctc_loss(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def register() -> None:
-    """Let operators that are made of others find their lengths on the device."""
+    """Make composite operators find their lengths on the device."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("ctc_loss.Tensor", _with_lengths_there, "AutogradPrivateUse1")
     _libraries.append(library)

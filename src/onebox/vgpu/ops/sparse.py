@@ -1,7 +1,8 @@
-"""Sparse tensors in coordinate format, as embeddings give them for gradients, on a virtual device.
+"""Sparse tensors in coordinate format on a virtual device, as gradients of embeddings.
 
-A worker holds dense tensors only. A sparse one is a pair of them here, indices and values, and what sparse gradients
-meet on their way through autograd and optimizers is done with dense operators. Anything else asks for ``to_dense()``.
+A worker holds dense tensors only. A sparse one is a pair of them here, indices and values, and the operators that
+autograd and optimizers apply to sparse gradients are composed of dense ones. Others raise an error that suggests
+``to_dense()``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class VirtualSparse(Tensor):
 
     Attributes:
         pair: Indices [sparse dimensions, entries] and values [entries, *dense dimensions].
-        coalesced: Whether the indices are known to be sorted, each one once.
+        coalesced: Whether the indices are known to be sorted and unique.
     """
 
     pair: tuple[Tensor, Tensor]
@@ -42,7 +43,7 @@ class VirtualSparse(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Do an operator with dense ones."""
+        """Run an operator by dense ones."""
         return _handle(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
@@ -50,7 +51,7 @@ class VirtualSparse(Tensor):
         return "tensor" + text[len(type(self).__name__) :]
 
     def new(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a sparse tensor of the same device: PyTorch's old way to make one, which its optimizers take."""
+        """Return a sparse tensor of the same device: PyTorch's legacy constructor, which its optimizers use."""
         indices, values, size = args
         return torch.sparse_coo_tensor(indices, values, size, check_invariants=False)
 
@@ -75,7 +76,7 @@ def _handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _each(func: Any, tensors: list[Tensor], *others: Any, **kwargs: Any) -> Any:
-    """Do an operator on lists as one on tensors, for each of them."""
+    """Run an operator on lists as one on tensors, for each element."""
     method = getattr(Tensor, func._schema.name.removeprefix("aten::_foreach_"))
     made = []
     for number, tensor in enumerate(tensors):
@@ -88,7 +89,7 @@ foreign[VirtualSparse] = _handle
 
 
 def _does(*functions: Any) -> Callable[[Handler], Handler]:
-    """Let a function be what happens for operators of which some argument is sparse."""
+    """Decorator that makes a function the implementation of operators with a sparse argument."""
 
     def register(handler: Handler) -> Handler:
         for function in functions:
@@ -99,30 +100,30 @@ def _does(*functions: Any) -> Callable[[Handler], Handler]:
 
 
 def register() -> None:
-    """Let PyTorch make empty ones, as it does to copy from the host."""
+    """Register the construction of empty ones, which PyTorch uses to copy from the host."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("empty.memory_format", _empty, "SparsePrivateUse1")
     _libraries.append(library)
 
 
-# ---- made
+# ---- construction
 
 
 @special(aten._sparse_coo_tensor_with_dims_and_tensors.default)
 def _from_pair(args: tuple[Any, ...], kwargs: dict[str, Any]) -> VirtualSparse:
-    """Make one of its indices and values."""
+    """Construct one from its indices and values."""
     _, _, size, indices, values = args
     return _sparse(indices, values, size, bool(kwargs.get("is_coalesced")))
 
 
 @special(aten._embedding_bag_backward.default)
 def _of_bags(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Make the gradient of the weight of an ``EmbeddingBag``, sparse if that is wanted."""
+    """Return the gradient of the weight of an ``EmbeddingBag``, sparse if requested."""
     grad, indices, offsets, bags, sizes, _maxima, count, by_frequency, mode, sparse, weights, *padding = args
     if not sparse:
         made: Tensor = launch(queue_of(grad.device), aten._embedding_bag_backward.default, *args, **kwargs)
         return made
-    if not bags.numel():  # as PyTorch makes it: the bag of each index
+    if not bags.numel():  # as PyTorch computes it: the bag of each index
         starts = torch.zeros(len(indices) + 1, dtype=indices.dtype, device=indices.device)
         bags = starts.index_add_(0, offsets, torch.ones_like(offsets))[:-1].cumsum(0) - 1
     return aten._embedding_bag_sparse_backward.default(
@@ -138,7 +139,7 @@ def _empty(size: Any, dtype: Any = None, device: Any = None, **_: Any) -> Virtua
 
 @special(aten._to_sparse.sparse_dim, aten._to_sparse.default)
 def _from_dense(args: tuple[Any, ...], kwargs: dict[str, Any]) -> VirtualSparse:
-    """Make one of a dense tensor: of what is not zero, the client has to know how much it is."""
+    """Construct one from a dense tensor; waits for the number of non-zero elements."""
     dense = args[0]
     if kwargs.get("layout") not in (None, torch.sparse_coo) or kwargs.get("blocksize") is not None:
         raise NotImplementedError("on virtual devices, sparse tensors are in coordinate format (torch.sparse_coo) only")
@@ -158,7 +159,7 @@ def _again(tensor: VirtualSparse, coalesced: bool | None = None) -> VirtualSpars
     return _sparse(*tensor.pair, tensor.shape, tensor.coalesced)
 
 
-# ---- what it is
+# ---- properties
 
 
 @_does(aten._indices.default, aten.indices.default)
@@ -177,12 +178,12 @@ _does(aten.sparse_dim.default, aten._dimI.default)(lambda tensor: tensor.pair[0]
 _does(aten.dense_dim.default, aten._dimV.default)(lambda tensor: tensor.dim() - tensor.pair[0].shape[0])
 
 
-# ---- as a whole
+# ---- whole-tensor operators
 
 
 @_does(aten._coalesce.default)
 def _coalesce(tensor: VirtualSparse) -> VirtualSparse:
-    """Sort the indices and add up the values of each; the client has to know how many are left."""
+    """Sort the indices and add up the values of each; waits for the number of unique ones."""
     indices, values = tensor.pair
     sizes = tensor.shape[: len(indices)]
     steps = [math.prod(sizes[number + 1 :]) for number in range(len(sizes))]
@@ -215,7 +216,7 @@ def _moved(tensor: VirtualSparse, *, dtype: Any = None, device: Any = None, **_:
 
 @_does(aten.copy_.default)
 def _copy(tensor: Any, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """Take the elements of another sparse tensor, from wherever it is."""
+    """Copy the elements of another sparse tensor, from any device."""
     if not isinstance(tensor, VirtualSparse):
         return tensor.copy_(_moved(source, device=tensor.device))
     if source.layout != torch.sparse_coo:

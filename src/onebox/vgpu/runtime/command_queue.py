@@ -1,8 +1,8 @@
-"""A stream: what one virtual device has been asked to do and has not been sent yet.
+"""The command queue of one virtual device: operators that are recorded and not yet sent.
 
-Operators are recorded and sent in batches, without waiting: after :data:`CALLS` of them, when somebody asks for a
-value, after an optimizer's step, and when nothing has come for :data:`IDLE_S`. A batch that has come before is a block
-on the worker and is called by number.
+Operators are recorded and sent in batches, without waiting: after :data:`CALLS` of them, when a value is read, after an
+optimizer's step, and when nothing has come for :data:`IDLE_S`. A repeated batch is a block on the worker and is called
+by number.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from onebox.wire.protocol.requests import Define, Instruction
 from onebox.wire.protocol.responses import OperatorResult, Tensors
 
 CALLS = 64
-"""Calls of a batch: few enough that a worker starts early, many enough that a message costs little."""
+"""Calls of a batch: few enough that a worker starts early, many enough that a message is cheap."""
 
 SOON = 8
-"""Calls of the first batch after the client has waited: the worker has nothing else to do; each next batch has twice as
-many. In this way boundaries depend on the script alone, and batches repeat."""
+"""Calls of the first batch after a wait, when the worker is idle; each next batch has twice as many. So boundaries
+depend on the script alone, and batches repeat."""
 
 BYTES = 256 << 10
-"""Bytes of new tensors after which a batch is sent, so that they are on their way while the client goes on."""
+"""Bytes of new tensors after which a batch is sent, so that they are transferred while the client goes on."""
 
 IDLE_S = 0.001
-"""How long a record may wait for the next."""
+"""How long a record may wait for the next one."""
 
 CACHED_OPS = 1 << 16
-"""The most kinds of calls that are remembered."""
+"""The most cached ops."""
 
 FIRST_SEED = 67280421310721
-"""The seed of random numbers before anybody sets one; PyTorch's own value."""
+"""The default seed; PyTorch's own value."""
 
 FIRST = 1 << 30
 """The first number of a buffer; those of :meth:`onebox.pool.Pool.new_number` are lower."""
 
 RETURNS = 1 << 20
-"""Numbers that are set aside for the returns of one operator."""
+"""Numbers that are reserved for the returns of one operator."""
 
 _probe = [object()]
 _ALONE = sys.getrefcount(_probe[0])
-"""What is counted for an object that only a list holds."""
+"""Reference count of an object that only a list holds."""
 
 
 class Buffer(Protocol):
@@ -62,10 +62,10 @@ class Buffer(Protocol):
 
 
 class RecordedOp:
-    """A kind of call that a queue records: its kernel, and what the queue must know of the kernel.
+    """A kind of call that a queue records: its kernel, and the counts that the queue needs.
 
     Args:
-        kernel: For the worker.
+        kernel: The kernel for the worker.
         keeps: How many outputs of a call stay on the worker.
     """
 
@@ -85,7 +85,7 @@ class CommandQueue:
     Args:
         pool: The pool.
         worker: The number of the device in it.
-        ring: Called when a batch begins, so that an idle one is sent.
+        ring: Called when a batch begins, so that it is flushed when idle.
     """
 
     def __init__(self, pool: Pool, worker: int, ring: Any) -> None:
@@ -94,7 +94,7 @@ class CommandQueue:
         self.device = torch.device("vgpu", worker)
         self.recipes: dict[Any, Any] = {}
         self.dead: deque[int] = deque()
-        self.ended: deque[int] = deque()  # generators whose objects have gone
+        self.ended: deque[int] = deque()  # generators whose objects were collected
         self.sent = RequestChannel(pool, worker)
         self.lock = self.sent.lock
         self.records = 0
@@ -103,18 +103,18 @@ class CommandQueue:
         self._ring = ring
         self._next = FIRST
         self._size = CALLS
-        self._first: list[tuple[Instruction, Sequence[Any]]] = []  # what must be there before the calls, with frames
+        self._first: list[tuple[Instruction, Sequence[Any]]] = []  # instructions that precede the calls, with frames
         self._frame_bytes = 0
         self._calls: list[Record] = []
-        self._rooms: set[int] = set()  # kernels that only make room
-        self._room = 0  # the buffer that the last operator of all made room for, or none
+        self._rooms: set[int] = set()  # kernels that only allocate
+        self._room = 0  # the buffer that the very last operator allocated, or none
         self._batches = Batcher(pool.new_number)
 
     # ---- recording
 
     @shielded
     def record(self, recipe: RecordedOp, inputs: list[int], floats: list[float]) -> int:
-        """Take a call and return the number of the first of its outputs."""
+        """Record a call and return the number of its first output."""
         with self.lock:
             calls = self._calls
             if not calls:
@@ -134,7 +134,7 @@ class CommandQueue:
         return first
 
     def _bury(self) -> None:
-        """Let the buffers end whose tensors have gone, ahead of all else where no call is recorded."""
+        """Free the buffers whose tensors were collected, before all else where no call is recorded."""
         if not self._calls:
             self._first.append((Free(tuple(self.dead.popleft() for _ in range(len(self.dead)))), ()))
         while self.dead:
@@ -155,13 +155,13 @@ class CommandQueue:
 
     @shielded
     def call(self, program: int, handles: Sequence[Buffer], outputs: int) -> int:
-        """Run a stored program behind what is recorded, and return the number of the first of its outputs.
+        """Run a stored program after the recorded calls, and return the number of its first output.
 
         Args:
             program: Its number.
-            handles: The buffers that it reads. One that nobody but this list holds ends with the call, so that the
-                worker can use its memory as soon as it has been read for the last time.
-            outputs: How many it makes.
+            handles: The buffers that it reads. One that only this list references is freed by the call, so that the
+                worker can reuse its memory after its last read.
+            outputs: Number of its outputs.
         """
         with self.lock:
             first = self._next
@@ -179,7 +179,7 @@ class CommandQueue:
 
     @shielded
     def new_number(self) -> int:
-        """Return the number of a buffer that something else than a call fills."""
+        """Return the number of a buffer that is not filled by a call."""
         with self.lock:
             number = self._next
             self._next += 1
@@ -187,9 +187,9 @@ class CommandQueue:
 
     @shielded
     def before(self, instruction: Instruction, frames: Sequence[Any] = ()) -> None:
-        """Let an instruction go ahead of the calls that are recorded; it fills buffers that none of them knows.
+        """Send an instruction before the recorded calls; it fills buffers that none of them uses.
 
-        What has gone by now ends before it, where that is possible or worth a message, so that it leaves room.
+        Unreferenced buffers are freed before it, where that is possible or worth a message, to make room.
         """
         with self.lock:
             if self.dead and self._calls and sum(len(frame) for frame in frames) > BYTES:
@@ -205,10 +205,10 @@ class CommandQueue:
             self.flush()
 
     def fresh(self, number: int) -> bool:
-        """Tell whether a buffer is mere room that nothing has used, and may be filled from the client.
+        """Return whether a buffer is merely allocated, unused so far, and may be filled by the client.
 
-        The call that made the room is taken back where it has not been sent; where the idle thread was faster, what
-        fills the buffer takes the room's place.
+        The allocating call is removed where it has not been sent; where the idle thread has sent it, the upload
+        replaces the allocation.
         """
         with self.lock:
             if self._room != number:
@@ -224,16 +224,16 @@ class CommandQueue:
     def flush(
         self, last: Sequence[Instruction] = (), frames: Sequence[Any] = (), *, wait: bool = False, pace: bool = True
     ) -> WorkerReply | None:
-        """Send what is recorded.
+        """Send the recorded calls.
 
         Args:
-            last: Instructions that come after it.
-            frames: Tensors that they bring.
-            wait: Whether to wait for the worker to have done it all, and return its answer.
-            pace: Whether to wait where the worker is too far behind; not for who holds a lock.
+            last: Instructions to send after them.
+            frames: Raw elements of their tensors.
+            wait: Whether to wait until the worker has executed everything, and return its reply.
+            pace: Whether to wait where the worker is too far behind; not allowed while holding a lock.
 
         Raises:
-            OneboxError: The worker or the pool is gone; with ``wait``, what the instructions failed of.
+            OneboxError: The worker or the pool is gone; with ``wait``, the instructions failed.
         """
         if wait:
             return self.sent.answer(self._post(last, frames, kept=False))
@@ -243,14 +243,14 @@ class CommandQueue:
         return None
 
     def _post(self, last: Sequence[Instruction], frames: Sequence[Any], *, kept: bool) -> Future[WorkerReply] | None:
-        """Send what is recorded and, behind it, some instructions; return what the worker will answer.
+        """Send the recorded calls and, after them, some instructions; return the future of the reply.
 
-        A question goes in a message of its own: what fails of the rest is not its answer.
+        A query is a message of its own, so that failures of the other calls are not its reply.
 
         Args:
             last: The instructions.
-            frames: Tensors that they bring.
-            kept: Whether it counts among those that the client is ahead by; then it is not sent if there is nothing.
+            frames: Raw elements of their tensors.
+            kept: Whether it counts as in flight; then an empty message is not sent.
         """
         with self.lock:
             if self.dead:
@@ -265,7 +265,7 @@ class CommandQueue:
     def _hand_over(
         self, last: Sequence[Instruction], frames: Sequence[Any], kept: bool, sent: list[Future[WorkerReply]]
     ) -> None:
-        """Send; called with the lock. What the worker will answer is added to ``sent``."""
+        """Send; called with the lock held. The futures of the replies are added to ``sent``."""
         recorded: list[Instruction] = [instruction for instruction, _ in self._first]
         carried = [frame for _, brought in self._first for frame in brought]
         if self._calls:
@@ -283,14 +283,14 @@ class CommandQueue:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the state of a random number generator of this device, as PyTorch gives it."""
+        """Bytes of the state of a random number generator of this device, in PyTorch's format."""
         return 16 if self.pool.devices[self.worker].kind == "cuda" else torch.Generator().get_state().numel()
 
-    # ---- waiting
+    # ---- waits
 
     @shielded
     def perform(self, kernel: KernelSpec, inputs: list[int], floats: list[float]) -> tuple[OperatorResult, int]:
-        """Run an operator and wait for what it returned; also return the number of the first return.
+        """Run an operator and wait for its result; also return the number of the first return.
 
         Raises:
             OneboxError: It failed.
@@ -306,7 +306,7 @@ class CommandQueue:
 
     @shielded
     def read(self, number: int) -> tuple[TensorSpec, Any]:
-        """Return what a buffer holds, as a frame.
+        """Return a buffer's content as a frame.
 
         Raises:
             OneboxError: It is void, or the worker is gone.
@@ -318,33 +318,33 @@ class CommandQueue:
 
     @shielded
     def synchronize(self) -> None:
-        """Wait until the worker has done all that was recorded.
+        """Wait until the worker has executed everything recorded.
 
         Raises:
-            OneboxError: It is gone; or something has failed since the last wait, which nobody has asked for yet.
+            OneboxError: It is gone; or an operator has failed since the last wait and was not reported.
         """
         self.flush(wait=True)
         self.sent.raise_failed()
 
     def idle(self) -> bool:
-        """Tell whether the worker has done all that was recorded; sends what has not been sent."""
+        """Return whether the worker has executed everything recorded; sends what has not been sent."""
         self.flush()
         return self.sent.reached(self.mark())
 
     def mark(self) -> int:
-        """Send what is recorded and return the number of the last message, for :meth:`RequestChannel.reached`."""
+        """Send the recorded calls and return the number of the last message, for :meth:`RequestChannel.reached`."""
         self.flush()
         return self.sent.messages
 
     def remember(self, key: Any, recipe: RecordedOp) -> None:
-        """Keep a recipe for the next call of its kind; with too many of them, forget all."""
+        """Cache an op for later calls of its kind; when full, clear the cache."""
         with self.lock:
             if len(self.recipes) >= CACHED_OPS:
                 self._forget()
             self.recipes[key] = recipe
 
     def _forget(self) -> None:
-        """Forget all recipes, here and on the worker."""
+        """Clear the cached ops, here and on the worker."""
         numbers = tuple(known.number for known in self.recipes.values() if known.number)
         self.flush([Free((), numbers)])
         for known in self.recipes.values():
@@ -353,7 +353,7 @@ class CommandQueue:
 
     @shielded
     def follow(self, dtype: torch.dtype) -> None:
-        """Let the worker have a default element type, on which what operators return depends."""
+        """Set the worker's default element type, on which results of operators depend."""
         with self.lock:
             self._forget()
             self.flush([DefaultType(dtype_name(dtype))])  # type: ignore[arg-type]

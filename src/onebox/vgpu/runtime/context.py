@@ -1,4 +1,4 @@
-"""The box: the pool whose devices are ``vgpu:0 … vgpu:N-1``, with a stream for each."""
+"""The device context: a pool whose devices are ``vgpu:0 … vgpu:N-1``, with a command queue for each."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from onebox.vgpu.runtime import current_device as unnumbered
 from onebox.vgpu.runtime.command_queue import IDLE_S, CommandQueue
 
 Device = torch.device | str | int | None
-"""A device, in any way that PyTorch takes."""
+"""A device in any form that PyTorch accepts."""
 
 
 class IdleFlusher:
-    """The thread that sends what a stream has recorded when nothing more comes."""
+    """The thread that flushes a command queue when no further operator comes."""
 
     def __init__(self) -> None:
         self._rung: deque[CommandQueue] = deque()
         self._bell = threading.Event()
         self._pause = (
             threading.Event()
-        )  # never set: a wait on it is a sleep that the end of the process does not hold up
+        )  # never set: waiting on it is a sleep that does not delay the end of the process
         self._thread: threading.Thread | None = None
         self._over = False
         self._lock = threading.Lock()
 
     def ring(self, stream: CommandQueue) -> None:
-        """Note that a stream has begun a batch."""
+        """Note that a command queue has begun a batch."""
         self._rung.append(stream)
         if not self._bell.is_set():
             self._bell.set()
@@ -48,7 +48,7 @@ class IdleFlusher:
                 self._thread.start()
 
     def end(self) -> None:
-        """End the thread: a daemon that the interpreter stops amid its own end can take the process down."""
+        """End the thread: a daemon that the interpreter stops during its own shutdown can crash the process."""
         self._over = True
         self._bell.set()
         if self._thread is not None:
@@ -67,8 +67,8 @@ class IdleFlusher:
                     if stream.records != records:
                         self._rung.append(stream)
                         continue
-                    with contextlib.suppress(OneboxError):  # whoever uses the device next is told
-                        stream.flush(pace=False)  # one that is far ahead must not hold up the others
+                    with contextlib.suppress(OneboxError):  # the next use of the device raises the error
+                        stream.flush(pace=False)  # a queue that is far ahead must not delay the others
 
     def _taken(self) -> list[CommandQueue]:
         taken = []
@@ -81,7 +81,7 @@ class DeviceContext:
     """The virtual devices of one pool.
 
     Args:
-        pool: The pool; whoever opened it closes it.
+        pool: The pool; the caller closes it.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -97,10 +97,10 @@ class DeviceContext:
                 stream.follow(torch.get_default_dtype())
 
     def group(self) -> int:
-        """Return the group of all devices, in which tensors go from worker to worker; formed when first needed.
+        """Return the group of all devices, in which tensors go from worker to worker; formed on first use.
 
-        A worker that cannot send what it should, because an operator has failed, leaves the group, so that nobody waits
-        there for it. Then it is formed anew.
+        A worker that cannot send a tensor, because an operator has failed, leaves the group, so that no other waits for
+        it. The group is then formed anew.
 
         Raises:
             OneboxError: It could not be formed.
@@ -118,7 +118,7 @@ class DeviceContext:
 
 
 def _after_fork() -> None:
-    """Make the locks of a forked process free; another thread of its parent may have held them."""
+    """Replace the locks of a forked process; another thread of its parent may have held them."""
     for box in _open_contexts.values():
         box.transfers = threading.RLock()
         for stream in box.streams:
@@ -135,9 +135,9 @@ _local = threading.local()
 
 
 def attach(pool: Pool) -> DeviceContext:
-    """Let the devices of a pool be ``vgpu:0 …`` from now on, until it is closed or another one is attached.
+    """Make the devices of a pool ``vgpu:0 …`` from now on, until it is closed or another one is attached.
 
-    One that was attached before keeps its tensors.
+    Tensors of a pool that was attached before stay valid.
     """
     made = _open_contexts.get(id(pool))
     if made is None:
@@ -149,7 +149,7 @@ def attach(pool: Pool) -> DeviceContext:
 
 
 def current_context() -> DeviceContext:
-    """Return the box of the pool that was opened last and is still open.
+    """Return the context of the pool that was opened last and is still open.
 
     Raises:
         PoolError: There is none, or this is a forked process.
@@ -165,7 +165,7 @@ def current_context() -> DeviceContext:
 
 
 def device_count() -> int:
-    """Return how many virtual devices there are."""
+    """Return the number of virtual devices."""
     try:
         return len(current_context().streams)
     except PoolError:
@@ -190,20 +190,21 @@ def set_current_device(number: int) -> None:
 
 
 def keep_to_device(number: int) -> None:
-    """Let this thread be like a process that has one device: it is the current one, and the one that it seeds."""
+    """Restrict this thread to one device, like a process that has only one: it is the current one, and the only one
+    seeded."""
     set_current_device(number)
     _local.alone = True
 
 
 def seeded_queues() -> tuple[CommandQueue, ...]:
-    """Return the streams of the devices that this thread seeds when it seeds all."""
+    """Return the command queues of the devices that this thread seeds when it seeds all."""
     if getattr(_local, "alone", False):
         return (queue_of(torch.device("vgpu")),)
     return current_context().streams
 
 
 called = "vgpu"
-"""What scripts call the devices; ``cuda`` while that is what they say."""
+"""The device type in scripts: ``cuda`` while that name is an alias."""
 
 
 def displayed(device: torch.device) -> torch.device:
@@ -212,11 +213,11 @@ def displayed(device: torch.device) -> torch.device:
 
 
 def queue_of(device: torch.device) -> CommandQueue:
-    """Return the stream of a device; of the current one where it has no number.
+    """Return the command queue of a device; of the current one where it has no number.
 
     Raises:
         UsageError: There is no such device.
-        PoolError: There are none.
+        PoolError: No pool is open.
     """
     streams = current_context().streams
     number = current_device() if device.index is None else device.index
@@ -227,7 +228,7 @@ def queue_of(device: torch.device) -> CommandQueue:
 
 
 def place(device: Device) -> CommandQueue:
-    """Return the stream of a device, given in any way that PyTorch takes."""
+    """Return the command queue of a device, given in any form that PyTorch accepts."""
     if device is None:
         return queue_of(torch.device("vgpu"))
     if isinstance(device, int):
@@ -239,7 +240,7 @@ def place(device: Device) -> CommandQueue:
 
 
 def context_of(stream: CommandQueue) -> DeviceContext:
-    """Return the box that a stream is of.
+    """Return the context of a command queue.
 
     Raises:
         PoolError: Its pool is closed.

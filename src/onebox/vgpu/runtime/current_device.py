@@ -1,7 +1,7 @@
-"""``vgpu`` without a number: the thread's current device.
+"""The current device for ``vgpu`` without a number.
 
-Most of PyTorch asks Python which device that is. Some functions ask the C++ guard of the device, and that of a device
-made in Python knows number 0 only; these are told the number here. It is done when a thread first chooses another one.
+Most of PyTorch gets the current device from Python. Some functions use the C++ guard, which for a device made in Python
+always returns 0; their arguments get the number here. They are patched when a thread first chooses another device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _done: list[bool] = []
 
 
 def numbered(place: Any, current: Callable[[], int]) -> Any:
-    """Return a device with its number, where it is ``vgpu`` without one; all else as it came.
+    """Add the number to a device that is ``vgpu`` without one; other values are unchanged.
 
     Args:
         place: A device, the name of one, or anything.
@@ -33,7 +33,7 @@ def numbered(place: Any, current: Callable[[], int]) -> Any:
 
 
 def register(current: Callable[[], int]) -> None:
-    """Let PyTorch's functions that take a device know the current one. Idempotent.
+    """Make PyTorch's functions that take a device use the current one. Idempotent.
 
     Args:
         current: Returns the number of the thread's current device.
@@ -42,7 +42,7 @@ def register(current: Callable[[], int]) -> None:
         if _done:
             return
         _done.append(True)
-        _device_constructors()  # remembers the functions that a default device is given to, before they are others
+        _device_constructors()  # caches the functions that a default device applies to, before they are patched
         owner: Any
         for owner, names in ((torch.Tensor, ("to", "new_tensor")), (torch, ("tensor", "as_tensor", "asarray"))):
             for name in names:

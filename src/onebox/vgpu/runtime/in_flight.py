@@ -1,4 +1,4 @@
-"""What a client has sent and a worker has not done yet: how far ahead the client is, and what failed unread."""
+"""Messages in flight to a worker: a limit on their number and size, and failures not yet reported."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from onebox.pool import WorkerReply
 from onebox.pool.errors import CAUSE_S
 
 MESSAGES = 256
-"""Messages that the client may be ahead of a worker, so that what is queued stays bounded: enough for a channel with a
-round trip of 60 ms to a device that does 1,000 steps a second, of four messages each."""
+"""Limit of messages in flight to a worker, so that queues stay bounded: enough for a channel with a round trip of 60 ms
+to a device that does 1,000 steps a second, of four messages each."""
 
 BYTES = 256 << 20
-"""Bytes of uploads that may be on their way."""
+"""Limit of bytes of uploads in flight."""
 
 _LOOK_S = 0.002
-"""How often to look for what failed on another device."""
+"""Interval of checks for failures on other devices."""
 
 
 class InFlight:
-    """The messages on their way to one worker, which answers in order; for one thread at a time."""
+    """The messages in flight to one worker, which answers in order; for one thread at a time."""
 
     def __init__(self) -> None:
         self._messages: deque[tuple[Future[WorkerReply], int]] = deque()
@@ -33,29 +33,29 @@ class InFlight:
         self._failed: BaseException | None = None
 
     def __len__(self) -> int:
-        """How many have not been answered."""
+        """Return the number of messages that have not been answered."""
         self._look()
         return len(self._messages)
 
     def add(self, message: Future[WorkerReply], size_bytes: int) -> None:
-        """Take note of a message and of the bytes that it brings."""
+        """Add a message with the size of its tensors."""
         self._messages.append((message, size_bytes))
         self._size_bytes += size_bytes
 
     def too_far(self) -> Future[WorkerReply] | None:
-        """Return the oldest message where there is too much on its way, so that it is waited for."""
+        """Return the oldest message if the limits are exceeded, so that it is waited for."""
         self._look()
         if len(self._messages) > MESSAGES or self._size_bytes > BYTES:
             return self._messages[0][0]
         return None
 
     def failed(self) -> BaseException | None:
-        """Return what the first message failed of that nobody has been told of."""
+        """Return the error of the first failed message that has not been reported."""
         self._look()
         return self._failed
 
     def told(self) -> None:
-        """Take note that somebody has been told of what has failed so far."""
+        """Mark all failures so far as reported."""
         self._look()
         self._failed = None
 
@@ -67,12 +67,12 @@ class InFlight:
 
 
 def first_failure(others: Sequence[tuple[AbstractContextManager[Any], InFlight]]) -> OperatorError | None:
-    """Return what failed on another device, where one says only that something does not come from there.
+    """Return the failure on another device, where this device's error is only that data from there is missing.
 
-    The other one may say so a moment later, up to :data:`~onebox.pool.errors.CAUSE_S`.
+    The other device may report it later, up to :data:`~onebox.pool.errors.CAUSE_S`.
 
     Args:
-        others: The messages on their way to the other devices, each with its lock.
+        others: The messages in flight to the other devices, each with its lock.
     """
     end_s, busy = time.monotonic() + CAUSE_S, True
     while busy and time.monotonic() < end_s:

@@ -1,4 +1,4 @@
-"""What one virtual device's worker has been sent: messages go out here, and their answers are waited for."""
+"""The request channel of one device: messages to its worker, and waits for the replies."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from onebox.vgpu.signals import deliver_signals, interruptible, shielded
 from onebox.wire.protocol.requests import Instruction
 
 SLICE_S = 0.05
-"""A wait for a worker looks for signals at least this often."""
+"""A wait for a worker checks for signals at least this often."""
 
 
 @interruptible
 def _wait(future: Future[WorkerReply]) -> None:
-    """Wait until a worker has answered; handlers of signals run here."""
+    """Wait until a worker has replied; signal handlers run here."""
     while not _settled(future):
         deliver_signals()
 
 
 @shielded
 def _settled(future: Future[WorkerReply]) -> bool:
-    # an exception in the middle of threading.Condition.wait, where no handler may raise, hides behind one of its own
+    # an exception in the middle of threading.Condition.wait would be hidden by one of its own
     try:
         future.exception(SLICE_S)
     except TimeoutError:
@@ -35,17 +35,17 @@ def _settled(future: Future[WorkerReply]) -> bool:
 
 
 class RequestChannel:
-    """The messages to one worker: how many, how far the client is ahead by them, and what failed of them.
+    """The messages to one worker, with their number, those in flight, and their failures.
 
     Args:
         pool: The pool.
         worker: The number of the device in it.
 
     Attributes:
-        lock: Held by whoever sends.
-        waits: How often the client has waited for an answer.
-        messages: How many have been sent.
-        others: Those of all devices of the pool; set by whoever makes the devices.
+        lock: Held while sending.
+        waits: Number of waits for a reply so far.
+        messages: Number of messages sent so far.
+        others: The channels of all devices of the pool; set by the creator of the devices.
     """
 
     def __init__(self, pool: Pool, worker: int) -> None:
@@ -58,12 +58,12 @@ class RequestChannel:
         self._ahead = InFlight()
 
     def message(self, instructions: Sequence[Instruction], frames: Sequence[Any], *, kept: bool) -> Future[WorkerReply]:
-        """Send a message, with the lock; return what the worker will answer.
+        """Send a message, with the lock held; return the future of its reply.
 
         Args:
-            instructions: What to do.
-            frames: Tensors that they bring.
-            kept: Whether it counts among those that the client is ahead by.
+            instructions: The instructions.
+            frames: Raw elements of their tensors.
+            kept: Whether it counts as in flight.
         """
         future = self._pool.post(self._worker, instructions, frames, answer=True)
         self.messages += 1
@@ -72,13 +72,13 @@ class RequestChannel:
         return future
 
     def answer(self, future: Future[WorkerReply] | None) -> WorkerReply:
-        """Wait for an answer.
+        """Wait for a reply.
 
-        An error knows the frames that it has passed, so none of them may know the error, or the future that holds it:
-        the tensors of all frames above would stay until the garbage collector comes.
+        An error references the frames that it has passed, so none of them may reference the error, or the future that
+        holds it: the tensors of all frames above would stay until the garbage collector runs.
 
         Raises:
-            OneboxError: What the instructions failed of; or the worker or the pool is gone.
+            OneboxError: The instructions failed; or the worker or the pool is gone.
         """
         assert future is not None
         self.waits += 1
@@ -89,7 +89,7 @@ class RequestChannel:
             missed = isinstance(error, PeerLost)
             told = first_failure([(each.lock, each._ahead) for each in self.others]) if missed else None
             with self.lock:
-                self._ahead.told()  # what failed before this, it is the cause of, or hidden by this
+                self._ahead.told()  # this failure is the cause of earlier ones, or hidden by them
             if told is not None:
                 raise told.with_traceback(None) from None
             raise
@@ -97,10 +97,10 @@ class RequestChannel:
             future = told = None
 
     def pace(self) -> None:
-        """Wait where the worker is too far behind; what failed there is told to who asks for its results.
+        """Wait where the worker is too far behind; failures there are raised by reads of its results.
 
-        The worker may itself be waiting for another one, whose thread may need this one's lock: nothing is locked here
-        during the wait.
+        The worker may itself be waiting for another one, whose thread may need this one's lock: no lock is held during
+        the wait.
         """
         while True:
             with self.lock:
@@ -110,10 +110,10 @@ class RequestChannel:
             _wait(oldest)
 
     def raise_failed(self) -> None:
-        """Raise what has failed since the last wait, which nobody has been told of yet.
+        """Raise the first failure since the last wait that has not been reported.
 
         Raises:
-            OneboxError: It has.
+            OneboxError: There is one.
         """
         with self.lock:
             failed = self._ahead.failed()
@@ -125,6 +125,6 @@ class RequestChannel:
             del failed
 
     def reached(self, mark: int) -> bool:
-        """Tell whether the worker has done all up to a message."""
+        """Return whether the worker has executed everything up to a message."""
         with self.lock:
             return self.messages - len(self._ahead) >= mark

@@ -1,8 +1,8 @@
-"""How recorded calls are coded for the wire, and which sequences of calls have been seen before.
+"""Encoding of recorded calls for the wire, and the cache of repeated traces.
 
 Pure: numbers in, numbers out. A record is ``(kernel, inputs, first, keeps, floats)``: the kernel's number, the buffers
-that it reads, the first of the consecutive numbers of what it keeps and how many they are, and its floating-point
-numbers; or ``(FREE, number, 0, 0, ())``. All of it is in one record, so that Ctrl-C cannot come in between.
+that it reads, the first of its outputs' consecutive numbers and their count, and its floating-point numbers; or
+``(FREE, number, 0, 0, ())``. A call is one record, so that Ctrl-C cannot leave half of it.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from onebox.wire.protocol.requests import Define, Instruction
 Record = tuple[int, Any, int, int, Sequence[float]]
 
 SHORTEST = 4
-"""Calls of the shortest sequence that is worth a block of its own."""
+"""Minimum number of calls for which a sequence becomes a block."""
 
 BLOCKS = 4096
-"""The most sequences that are remembered; the one that has not been used for longest goes first."""
+"""The most cached sequences; the least recently used one is evicted first."""
 
 
 class EncodedTrace(NamedTuple):
-    """A sequence of calls, independent of what its buffers are called.
+    """A sequence of calls, independent of its buffers' numbers.
 
     Args:
-        code: The calls: inputs of the sequence as ``-1 - i``, what its calls keep as ``0, 1 ...``, in order.
-        inputs: The buffers that are there before.
-        outputs: For each output that is there afterwards, its position among all, and its number.
-        strays: Buffers that end in the sequence without being used in it.
+        code: The calls: inputs of the sequence as ``-1 - i``, outputs of its calls as ``0, 1 ...``, in order.
+        inputs: The buffers that exist before it.
+        outputs: For each output that outlives it, its position among all, and its number.
+        strays: Buffers that are freed in the sequence without being used in it.
     """
 
     code: tuple[int, ...]
@@ -42,7 +42,7 @@ class EncodedTrace(NamedTuple):
 
 
 def encode_trace(records: Sequence[Record]) -> EncodedTrace:
-    """Return the code of a sequence of calls."""
+    """Encode a sequence of calls."""
     slots: dict[int, int] = {}
     code: list[int] = []
     inputs: list[int] = []
@@ -80,9 +80,9 @@ def block_of(coding: EncodedTrace, keeps: dict[int, int], reads: dict[int, int],
 
     Args:
         coding: The sequence.
-        keeps: From a kernel's number to how many outputs it keeps.
-        reads: From a kernel's number to how many inputs it has.
-        floats: How many floating-point numbers all calls bring.
+        keeps: Number of outputs of each kernel.
+        reads: Number of inputs of each kernel.
+        floats: Number of floating-point arguments of all calls.
     """
     count = len(coding.inputs)
     calls: list[int] = []
@@ -98,7 +98,7 @@ def block_of(coding: EncodedTrace, keeps: dict[int, int], reads: dict[int, int],
 
 
 def plain(records: Sequence[Record]) -> tuple[int, ...]:
-    """Return the calls with the numbers of their buffers, for ``Operate``."""
+    """Encode calls with the numbers of their buffers, for ``Operate``."""
     code: list[int] = []
     for kernel, reads, first, count, _ in records:
         code.append(kernel)
@@ -111,10 +111,10 @@ def plain(records: Sequence[Record]) -> tuple[int, ...]:
 
 
 class TraceCache:
-    """Which sequences have been seen, and the numbers of those that are blocks.
+    """The cache of traces: sequences that have occurred, and the numbers of those that are blocks.
 
     Args:
-        size: The most that are remembered.
+        size: The most sequences.
     """
 
     def __init__(self, size: int = BLOCKS) -> None:
@@ -122,7 +122,7 @@ class TraceCache:
         self._entries: OrderedDict[tuple[Any, ...], int] = OrderedDict()
 
     def look(self, key: tuple[Any, ...]) -> int | None:
-        """Note that a sequence has come; return its block's number, 0 where it has come before without being one."""
+        """Record a sequence; return its block's number, 0 where it has occurred before without becoming one."""
         found = self._entries.get(key)
         if found is None:
             self._entries[key] = 0
@@ -131,11 +131,11 @@ class TraceCache:
         return found
 
     def define(self, key: tuple[Any, ...], number: int) -> None:
-        """Note that a sequence is a block from now on."""
+        """Record that a sequence is now a block."""
         self._entries[key] = number
 
     def shed(self) -> list[int]:
-        """Forget what is too much, and return the blocks among it."""
+        """Evict sequences beyond the limit, and return the blocks among them."""
         gone = []
         while len(self._entries) > self._size:
             _, number = self._entries.popitem(last=False)
@@ -145,10 +145,10 @@ class TraceCache:
 
 
 class Batcher:
-    """Makes instructions of recorded calls: single calls, or a block where such a sequence has come before.
+    """Turns recorded calls into instructions: single calls, or a block where the sequence has occurred before.
 
     Args:
-        new_number: Returns a number that no definition has.
+        new_number: Returns an unused number for a definition.
     """
 
     def __init__(self, new_number: Callable[[], int]) -> None:
@@ -158,7 +158,7 @@ class Batcher:
         self._keeps_of: dict[int, int] = {}
 
     def define(self, number: int, reads: int, keeps: int) -> None:
-        """Take note of a kernel: how many inputs it has, and how many outputs a call keeps."""
+        """Record the number of a kernel's inputs, and of the outputs that a call keeps."""
         self._reads_of[number], self._keeps_of[number] = reads, keeps
 
     def instructions(self, calls: Sequence[Record]) -> list[Instruction]:

@@ -1,4 +1,4 @@
-"""Samples out of tables: which columns are inputs and targets, and what their values are as tensors."""
+"""Columns of tables as samples: the choice of inputs and targets, and the conversion of values to tensors."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from onebox.feed.decode import ImageDecoder
 from onebox.feed.sources.formats.files import read_file
 
 TARGETS = ("label", "labels", "target", "targets", "fine_label", "class")
-"""Names by which a column of targets is known when none is named, the first that is there."""
+"""Default names of the column of targets, the first one present."""
 
 
 class Columns:
-    """The columns that samples consist of.
+    """The columns of a sample.
 
     Args:
         there: Names of all columns of the table.
-        where: The table, for people.
+        where: Name of the table, for messages.
         inputs: A column, or several, which make a tuple. By default: where there are two columns and one of them has
             a usual name of targets, the other.
         targets: A column; None for samples that are inputs only.
-        decoder: How pictures become tensors.
-        images: Columns whose bytes are pictures; by default all that have bytes.
+        decoder: Decoder of pictures.
+        images: Columns whose bytes are pictures; by default all columns of bytes.
         beside: Whether a picture that has a path in place of bytes is read from there; not where the table is a file
             from elsewhere.
 
@@ -37,7 +37,7 @@ class Columns:
         targets: The column of targets, or None.
 
     Raises:
-        UsageError: A column that is not there, or targets without inputs.
+        UsageError: A column is missing, or targets are given without inputs.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class Columns:
                 raise UsageError(f"{where} has no column {name!r}; there are {', '.join(there)}.")
 
     def sample(self, values: Mapping[str, Any], index: int, *, where: str, path: object = None) -> Any:
-        """A sample of the values in the columns of a row.
+        """Return the sample of a row.
 
         Args:
-            values: By column.
+            values: Values by column.
             index: Number of the row, for errors.
-            where: The row, for people.
+            where: Name of the row, for messages.
             path: The file, for errors.
 
         Returns:
@@ -120,7 +120,7 @@ def _to_tensor(value: Any) -> Any:
         return torch.from_numpy(pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1).copy())
     if isinstance(value, bool | int | float):
         return torch.tensor(value)
-    array = np.array(value)  # a copy: what is read may be shared, or not be writable
+    array = np.array(value)  # a copy: read data may be shared, or read-only
     if array.dtype.kind in "US":
         return value
     if array.dtype.kind not in "biufc":

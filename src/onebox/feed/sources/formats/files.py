@@ -1,4 +1,4 @@
-"""Files that many threads and processes read at once: patterns of names, whole files, and parts of open ones."""
+"""Files that many threads and processes read at once: name patterns, whole files, and parts of open ones."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 
 from onebox.errors import DataError, UsageError
 
-MAX_NAMES = 100_000  # of one pattern: more shards than any known data set has
-MAX_FILE_BYTES = 1 << 28  # of one sample: a thousand times a usual picture
+MAX_NAMES = 100_000  # limit of one pattern: more shards than any known data set has
+MAX_FILE_BYTES = 1 << 28  # limit of one sample: a thousand times a usual picture
 MAX_OPEN = 128  # files kept open by one source, of the 1,024 that a process usually may
 BRACES = re.compile(r"\{([^{}]*)\}")
 SPAN = re.compile(r"(\d{1,12})\.\.(\d{1,12})")
@@ -22,19 +22,19 @@ Paths = str | os.PathLike[str] | Sequence["str | os.PathLike[str]"]
 
 
 def expand(pattern: Paths) -> list[Path]:
-    """The files that a pattern stands for.
+    """Return the files that match a pattern.
 
     Args:
-        pattern: A path, in which ``{000..012}`` stands for the numbers from 000 to 012 (with as many digits),
-            ``{a,b}`` for a and b, and ``*``, ``?`` and ``[...]`` for what is there; a leading ``~`` is the home folder.
-            Or a sequence of such.
+        pattern: A path, in which ``{000..012}`` stands for the numbers from 000 to 012 (with as many digits), ``{a,b}``
+            for a and b, and ``*``, ``?`` and ``[...]`` for existing names; a leading ``~`` is the home folder. Or a
+            sequence of such.
 
     Returns:
-        list: Paths, in the order of the numbers; what ``*`` finds is sorted by name.
+        list: Paths, in the order of the numbers; matches of ``*`` are sorted by name.
 
     Raises:
         UsageError: More than 100,000 names.
-        DataError: A file is missing, or nothing fits.
+        DataError: A file is missing, or nothing matches.
 
     Example:
         >>> [path.name for path in expand(__file__.replace("files.py", "{files,npy}.py"))]
@@ -65,7 +65,7 @@ def _existing(name: str, pattern: str) -> list[Path]:
 
 
 def _names(pattern: str) -> list[str]:
-    """The names that braces stand for, by the first pair of them first."""
+    """Expand braces, the first pair varying slowest."""
     braces = BRACES.search(pattern)
     if braces is None:
         return [pattern]
@@ -91,15 +91,15 @@ def _choices(text: str, pattern: str) -> Iterable[str]:
 
 
 def read_file(path: str | os.PathLike[str], *, sample: object = None, max_bytes: int = MAX_FILE_BYTES) -> bytes:
-    """Read a whole regular file; the interpreter's lock is free meanwhile.
+    """Read a whole regular file; the GIL is released meanwhile.
 
     Args:
         path: The file.
         sample: Number of the sample, for the error.
-        max_bytes: A larger file is refused before it is read.
+        max_bytes: A larger file is rejected before it is read.
 
     Raises:
-        DataError: It cannot be read, is no regular file, or is empty or too large.
+        DataError: It cannot be read, is not a regular file, or is empty or too large.
     """
     try:
         fd = open_regular(path, sample=sample)
@@ -116,11 +116,12 @@ def read_file(path: str | os.PathLike[str], *, sample: object = None, max_bytes:
 
 
 def read_part(fd: int, size_bytes: int, offset: int) -> bytes:
-    """Up to so many bytes of an open file, fewer only at its end; no place in the file is shared or moved."""
+    """Read up to a number of bytes of an open file at an offset, fewer only at its end; the file position is not
+    used."""
     part = os.pread(fd, size_bytes, offset)
     if len(part) == size_bytes or not part:
         return part
-    parts = [part]  # a signal, or a file system that gives less at a time
+    parts = [part]  # a signal interrupted it, or the file system returns less at a time
     while part and (missing := size_bytes - sum(map(len, parts))):
         part = os.pread(fd, missing, offset + size_bytes - missing)
         parts.append(part)
@@ -134,7 +135,7 @@ def open_regular(path: str | os.PathLike[str], *, sample: object = None) -> int:
         int: The descriptor, which is the caller's to close.
 
     Raises:
-        DataError: It is a folder, a pipe or a device, which would be waited for without end.
+        DataError: It is a folder, a pipe or a device, on which a read might block for ever.
         OSError: It cannot be opened.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -145,7 +146,7 @@ def open_regular(path: str | os.PathLike[str], *, sample: object = None) -> int:
 
 
 def unreadable(path: object, error: OSError, sample: object = None) -> DataError:
-    """The error for a file that the system does not let us read."""
+    """Return the error for a file that the system does not let us read."""
     todo = "see that it exists and that you may read it"
     if isinstance(error, FileNotFoundError):
         todo = "put it there, or correct the name"
@@ -163,7 +164,7 @@ class OpenFiles:
         paths: The files.
 
     Raises:
-        DataError: One of those that stay open cannot be opened.
+        DataError: A file that would stay open cannot be opened.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -181,7 +182,7 @@ class OpenFiles:
         return os.stat(self.paths[number]).st_size
 
     def read(self, number: int, size_bytes: int, offset: int) -> bytes:
-        """Read so many bytes from an offset on; fewer where the file ends before.
+        """Read a number of bytes from an offset on; fewer where the file ends before.
 
         Raises:
             OSError: It cannot be read.
@@ -195,7 +196,7 @@ class OpenFiles:
             os.close(fd)
 
     def close(self) -> None:
-        """Close what is open; later reads open a file each. May be called again."""
+        """Close the open files; later reads open a file each. Idempotent."""
         self._end()
 
 

@@ -57,7 +57,7 @@ def _read_array(stream: BinaryIO, path: Path, dims: int) -> Tensor:
     if not 0 < size_bytes <= MAX_VALUES_BYTES:
         limit = f"allowed are 1 to {MAX_VALUES_BYTES} bytes of values"
         raise _damaged(path, f"its header says {list(shape)}, {size_bytes} bytes; {limit}")
-    # One byte more than there should be: shows what is too much, and takes gzip to its checksum.
+    # One byte more than expected: detects excess data, and makes gzip verify its checksum.
     values = stream.read(size_bytes + 1)
     if len(values) != size_bytes:
         came = "more" if len(values) > size_bytes else f"only {len(values)}"

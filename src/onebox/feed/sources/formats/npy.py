@@ -1,6 +1,6 @@
-"""NumPy's file format (.npy), read strictly: its header is held against the size of the file, objects are refused.
+"""NumPy's file format (.npy), read strictly: its header is checked against the size of the file, objects are rejected.
 
-The format is NEP 1's, "A Simple File Format for NumPy Arrays". Nothing that a file says is ever unpickled.
+The format is NEP 1's, "A Simple File Format for NumPy Arrays". Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import torch
 from torch import Tensor
 
 MAGIC = b"\x93NUMPY"
-MAX_HEADER_BYTES = 10_000  # NumPy's own limit for files that are not trusted
+MAX_HEADER_BYTES = 10_000  # NumPy's own limit for untrusted files
 KINDS = "?bhilqBHILQefdFD"
-"""NumPy's type codes that PyTorch has a type for, in the byte order of the machine or the other."""
+"""NumPy's type codes with a PyTorch type, in either byte order."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says of its array.
+    """The header of an array file.
 
     Args:
         dtype: Type of the values, as stored.
         shape: Sizes of the dimensions.
-        offset: Where the values begin, in bytes from the start.
+        offset: Offset of the values, in bytes from the start.
     """
 
     dtype: np.dtype
@@ -45,7 +45,7 @@ def read_header(file: BinaryIO) -> Header:
     """Read the header of an array.
 
     Raises:
-        ValueError: It is no such file, or its array has a type or an order that is not allowed.
+        ValueError: It is not such a file, or its array has an unsupported type or order.
     """
     start = file.read(len(MAGIC) + 4)
     if len(start) < len(MAGIC) + 4 or not start.startswith(MAGIC):
@@ -74,10 +74,10 @@ def read_header(file: BinaryIO) -> Header:
 
 
 def parse_npy(content: bytes) -> Tensor:
-    """The array of a whole file as a tensor of the same type and shape.
+    """Return the array of a whole file as a tensor of the same type and shape.
 
     Raises:
-        ValueError: It is no such file, or not exactly one array.
+        ValueError: It is not such a file, or not exactly one array.
     """
     header = read_header(io.BytesIO(content))
     came = len(content) - header.offset
@@ -88,6 +88,6 @@ def parse_npy(content: bytes) -> Tensor:
 
 
 def to_tensor(values: bytes, dtype: np.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Values as they are stored as a tensor that shares no memory with them."""
+    """Convert stored values to a tensor that shares no memory with them."""
     array = np.frombuffer(values, dtype).reshape(shape)
     return torch.from_numpy(array.astype(dtype.newbyteorder("="), copy=True))

@@ -1,7 +1,7 @@
 """Files of records that all have the same size, read in any order without a memory map.
 
-A read by place (`pread`) costs as little as a page fault of a map, but it lets other threads of Python work while it
-waits, and a file that has become shorter meanwhile is an error and not the end of the process.
+A positioned read (`pread`) costs as little as a page fault of a map, but it releases the GIL while it waits, and a file
+that has become shorter meanwhile is an error, not a crash of the process.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from onebox.feed.sources.formats.files import OpenFiles, unreadable
 
 
 class Records:
-    """Records in files, one file's after the other's.
+    """Fixed-size records in consecutive files.
 
     Args:
         paths: The files.
         counts: Number of records of each.
         record_bytes: Bytes of a record.
-        offset: Where the first record of each file begins, in bytes.
-        step_bytes: From the beginning of a record to that of the next; by default ``record_bytes``.
+        offset: Offset of the first record of each file, in bytes.
+        step_bytes: Distance between the beginnings of records; by default ``record_bytes``.
 
     Raises:
         DataError: A file cannot be read.
@@ -48,7 +48,7 @@ class Records:
         return self._ends[-1]
 
     def place(self, index: int) -> tuple[Path, int]:
-        """The file of a record, and the record's number in it."""
+        """Return the file of a record, and the record's number in it."""
         number, inside = self._find(index)
         return self._files.paths[number], inside
 

@@ -1,4 +1,4 @@
-"""Row groups of Parquet files and record batches of Arrow files: what is in which, and those that are kept."""
+"""Row groups of Parquet files and record batches of Arrow files: their index, and a cache of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from onebox.errors import DataError, UsageError
 from onebox.feed.sources.formats.files import open_regular, unreadable
 
 ARROW_ENDINGS = (".arrow", ".feather", ".ipc")
-ARROW_MAGIC = b"ARROW1"  # of a file of Arrow's, which a stream lacks
+ARROW_MAGIC = b"ARROW1"  # first bytes of an Arrow file, absent in an Arrow stream
 
 
 def require_pyarrow(what: str) -> Any:
@@ -31,11 +31,11 @@ def require_pyarrow(what: str) -> Any:
 
 
 class RowGroups:
-    """The groups of rows of several files, in order.
+    """The row groups of several files, in order.
 
     Args:
         paths: The files.
-        max_bytes: A group with more, unpacked, is refused.
+        max_bytes: Limit of a group's unpacked bytes.
 
     Attributes:
         paths: The files.
@@ -51,7 +51,7 @@ class RowGroups:
         self.paths = tuple(paths)
         self.schema: Any = None
         self._names: list[str] | None = None
-        self._checked: set[tuple[int, tuple[str, ...]]] = set()  # groups that were found to be sound
+        self._checked: set[tuple[int, tuple[str, ...]]] = set()  # groups that were validated
         self._files: list[_Parquet | _Arrow] = []
         self._of: list[tuple[int, int]] = []  # file, and number in it, of each group
         self._ends: list[int] = []  # rows up to the end of each group
@@ -78,18 +78,18 @@ class RowGroups:
         self._names = names
 
     def place(self, index: int) -> tuple[int, int]:
-        """The group of a row, and the row's number in it."""
+        """Return the group of a row, and the row's number in it."""
         if not 0 <= index < self._ends[-1]:
             raise IndexError(f"row {index} of {self._ends[-1]}")
         group = bisect.bisect_right(self._ends, index)
         return group, index - (self._ends[group - 1] if group else 0)
 
     def path(self, group: int) -> Path:
-        """The file of a group."""
+        """Return the file of a group."""
         return self.paths[self._of[group][0]]
 
     def row_of_file(self, index: int) -> tuple[Path, int]:
-        """The file of a row, and the row's number in that."""
+        """Return the file of a row, and the row's number in that."""
         number = self._of[self.place(index)[0]][0]
         return self.paths[number], index - self._first_rows[number]
 
@@ -109,7 +109,7 @@ class RowGroups:
         try:
             table = self._files[number].load(inside, wanted)
             if (group, tuple(wanted or ())) not in self._checked:
-                table.validate(full=True)  # Arrow believes lengths in a file, and would end the process by wrong ones
+                table.validate(full=True)  # Arrow trusts lengths in a file, and would crash the process by wrong ones
                 self._checked.add((group, tuple(wanted or ())))
             return table
         except (self._arrow.ArrowException, OSError, ValueError) as error:
@@ -117,7 +117,7 @@ class RowGroups:
             raise DataError(f"{said}. Fetch it again.", path=path) from error
 
     def _open(self, path: Path) -> list[tuple[int, int]]:
-        """Rows and bytes of each group of a file."""
+        """Return rows and bytes of each group of a file."""
         try:
             os.close(open_regular(path))
             kind = _Arrow if path.suffix.lower() in ARROW_ENDINGS else _Parquet
@@ -126,7 +126,7 @@ class RowGroups:
             if twice:
                 raise ValueError(f"it has several columns called {twice[0]!r}")
         except (self._arrow.ArrowException, ValueError, OSError) as error:
-            if isinstance(error, OSError) and error.errno:  # Arrow's own, of damaged files, has none
+            if isinstance(error, OSError) and error.errno:  # Arrow's own errors, about damaged files, have none
                 raise unreadable(path, error) from error
             what = "Arrow" if path.suffix.lower() in ARROW_ENDINGS else "Parquet"
             said = f"{path} is no {what} file that can be read ({error})"
@@ -142,7 +142,7 @@ class RowGroups:
 
 
 class _Parquet:
-    """A Parquet file; it is opened anew for each group, as a reader is not for several threads."""
+    """A Parquet file; it is opened anew for each group, as a reader is not thread-safe."""
 
     def __init__(self, path: Path) -> None:
         from pyarrow import parquet
@@ -164,7 +164,7 @@ class _Parquet:
 
 
 class _Arrow:
-    """A file or a stream of Arrow's, mapped into memory."""
+    """An Arrow file or stream, mapped into memory."""
 
     def __init__(self, path: Path) -> None:
         import pyarrow as pa
@@ -192,7 +192,7 @@ class _Arrow:
         return self._reader([self.schema.get_field_index(name) for name in wanted]).get_batch(group)
 
     def _reader(self, columns: list[int] | None) -> Any:
-        """A reader of a file, for one thread, of some columns or all."""
+        """Return a reader of a file, for one thread, of some columns or all."""
         import pyarrow as pa
 
         options = pa.ipc.IpcReadOptions(use_threads=False, included_fields=columns)
@@ -200,11 +200,11 @@ class _Arrow:
 
 
 class RowGroupCache:
-    """The groups that were used last, up to a number of bytes; each is loaded by one thread only.
+    """The most recently used groups, up to a number of bytes; each is loaded by one thread only.
 
     Args:
         load: Loads a group.
-        max_bytes: Most bytes that are kept; the last group is kept in any case.
+        max_bytes: Limit of the cached bytes; the last group is always kept.
     """
 
     def __init__(self, load: Callable[[int], Any], max_bytes: int) -> None:
@@ -213,8 +213,8 @@ class RowGroupCache:
         self._begin()
 
     def get(self, group: int) -> Any:
-        """A group, loaded or kept."""
-        if self._process != os.getpid():  # forked: a lock may be held by a thread that is not here
+        """Return a group, loaded or cached."""
+        if self._process != os.getpid():  # forked: a lock may be held by a thread that does not exist here
             self._begin()
         with self._lock:
             kept = self._kept.get(group)

@@ -1,9 +1,9 @@
-"""What lies where in a tar archive, found by going from header to header: contents are not read.
+"""Index of a tar archive, read from its headers: contents are not read.
 
 Strict where Python's ``tarfile`` is lenient: a damaged header or a missing end is an error and not the end of the
-archive, sizes are held against the size of the file before anything of that size is read, and only files and folders
-may be inside. Formats are those of POSIX.1-2017 (``pax``, "pax Interchange Format" and "ustar Interchange Format") and
-of GNU tar (its manual, "Basic Tar Format": long names, sizes in base 256).
+archive, sizes are checked against the size of the file before anything of that size is read, and only files and folders
+are allowed. Formats are those of POSIX.1-2017 (``pax``, "pax Interchange Format" and "ustar Interchange Format") and of
+GNU tar (its manual, "Basic Tar Format": long names, sizes in base 256).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from onebox.errors import DataError
 from onebox.feed.sources.formats.files import open_regular, read_part, unreadable
 
 BLOCK_BYTES = 512
-MAX_EXTENSION_BYTES = 1 << 20  # of a long name or of pax records, which have some hundred
+MAX_EXTENSION_BYTES = 1 << 20  # limit of a long name or of pax records, which have some hundred
 NEAR_BYTES = 1 << 14  # headers nearer to each other than this are read together
 WINDOW_BYTES = 1 << 18
 COMPRESSED = {
@@ -27,11 +27,11 @@ COMPRESSED = {
     b"\x28\xb5\x2f\xfd": "zstd -dk",
     b"\x04\x22\x4d\x18": "lz4 -dk",
 }
-"""First bytes of compressed files, and what unpacks them."""
+"""First bytes of compressed files, and the programs that unpack them."""
 
 
 class TarMember(NamedTuple):
-    """A file in an archive: its name, where its content begins, in bytes from the start, and how long that is."""
+    """A file in an archive: its name, the offset of its content in bytes, and the content's size."""
 
     name: str
     offset: int
@@ -39,14 +39,14 @@ class TarMember(NamedTuple):
 
 
 def members(path: Path) -> Iterator[TarMember]:
-    """The files in an archive, in its order; folders are passed over.
+    """Yield the files in an archive, in its order; folders are ignored.
 
     Args:
-        path: The archive, not compressed.
+        path: The archive, uncompressed.
 
     Raises:
-        DataError: It cannot be read, is compressed or no archive, is damaged or cut off, or has a link or a device in
-            it.
+        DataError: It cannot be read, is compressed or not an archive, is damaged or truncated, or contains a link or a
+            device.
     """
     try:
         fd = open_regular(path)
@@ -84,7 +84,7 @@ class _Scan:
             place = yield from self._member(header, place + BLOCK_BYTES, told)
 
     def _member(self, header: bytes, place: int, told: dict[str, str]) -> Generator[TarMember, None, int]:
-        """Give the member of a header, if it is a file, and return where the next header is."""
+        """Yield the member of a header, if it is a file, and return the offset of the next header."""
         kind = header[156:157]
         if kind in b"xgLK":
             size_bytes = self._number(header, header[:100])
@@ -106,7 +106,7 @@ class _Scan:
         return self._end(place, size_bytes)
 
     def _extension(self, kind: bytes, place: int, size_bytes: int) -> dict[str, str]:
-        """What an extended header tells of the next member: its ``path`` and its ``size``."""
+        """Return the next member's ``path`` and ``size`` from an extended header."""
         if size_bytes > MAX_EXTENSION_BYTES:
             raise self._damaged(f"the extended header at byte {place} has {size_bytes} bytes")
         content = read_part(self._fd, size_bytes, place)
@@ -125,7 +125,7 @@ class _Scan:
         return told
 
     def _records(self, content: bytes, place: int) -> dict[str, str]:
-        """The records of a pax header, each ``LENGTH KEY=VALUE`` and a line's end."""
+        """Parse the records of a pax header, each ``LENGTH KEY=VALUE`` and a newline."""
         records: dict[str, str] = {}
         while content.strip(b"\0"):
             length, _, _ = content[:20].partition(b" ")
@@ -147,7 +147,7 @@ class _Scan:
         return int(text or b"0", 8)
 
     def _end(self, place: int, size_bytes: int) -> int:
-        """Where the next header is; what follows on content is filled up to a whole block."""
+        """Return the offset of the next header: content is padded to a whole block."""
         self._step = size_bytes
         return place + -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
@@ -167,7 +167,7 @@ class _Scan:
 
 
 def _is_header(block: bytes) -> bool:
-    """Whether the checksum of a header is right: the sum of its bytes, its own field counted as spaces."""
+    """Return whether the checksum of a header is right: the sum of its bytes, its own field counted as spaces."""
     text = block[148:156].split(b"\0", 1)[0].strip()
     try:
         return int(text, 8) == sum(block) - sum(block[148:156]) + 8 * 0x20

@@ -1,4 +1,4 @@
-"""How sources speak of what they read, and of what went wrong there."""
+"""Names of data for messages, and errors that name the sample."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from onebox.errors import DataError, OneboxError
 
 
 def kind_of(what: Any) -> str:
-    """Name of a function or class, or of an object's class, for people."""
+    """Return the name of a function or class, or of an object's class, for messages."""
     if isinstance(what, functools.partial):
         return kind_of(what.func)
     return getattr(what, "__qualname__", type(what).__qualname__)
 
 
 def origin(dataset: Any, index: int) -> str | None:
-    """The file of a sample of a data set, where that tells: by the lists that torchvision's data sets have.
+    """Return the file of a sample of a data set, from the lists of torchvision's data sets; ``None`` without such a
+    list.
 
     Args:
-        dataset: The data set; subsets and concatenations of PyTorch are looked through.
+        dataset: The data set; PyTorch's subsets and concatenations are unwrapped.
         index: Number of the sample.
     """
     inner, indices = getattr(dataset, "dataset", None), getattr(dataset, "indices", None)
@@ -42,16 +43,16 @@ def origin(dataset: Any, index: int) -> str | None:
 
 @contextmanager
 def with_sample_context(where: str, index: int, doing: str = "read", path: object = None) -> Iterator[None]:
-    """Let an error of a user's own code name the sample that it came with.
+    """Add the sample to errors of a user's code.
 
     Args:
-        where: What is read, for people.
+        where: Name of the data, for messages.
         index: Number of the sample.
-        doing: What is done to it, as a participle.
+        doing: The operation, as a participle.
         path: The file, where it is known.
 
     Raises:
-        DataError: In place of any exception that is not onebox's own; that is its cause.
+        DataError: In place of any exception that is not onebox's own, which is its cause.
     """
     try:
         yield
@@ -63,14 +64,14 @@ def with_sample_context(where: str, index: int, doing: str = "read", path: objec
 
 
 def iterate_with_context(items: Iterable[Any], name: Callable[[int], str]) -> Iterator[Any]:
-    """Iterate over a user's items, and let an error in there say which one it came with.
+    """Iterate over a user's items, and add the item to errors.
 
     Args:
-        items: They; where they come from is closed, if it has ``close``, when this ends or is closed.
-        name: Says what the item with a number is.
+        items: The items; their iterator is closed, if it has ``close``, when this ends or is closed.
+        name: Returns the name of the item with a number.
 
     Raises:
-        DataError: In place of any exception that is not onebox's own; that is its cause.
+        DataError: In place of any exception that is not onebox's own, which is its cause.
     """
     index = 0
     with with_sample_context(name(index), index):
@@ -81,7 +82,7 @@ def iterate_with_context(items: Iterable[Any], name: Callable[[int], str]) -> It
                 item = next(iterator)
             except StopIteration:
                 return
-            except Exception:  # who makes a name for each item, makes most for nothing
+            except Exception:  # names are made only for errors, not for every item
                 with with_sample_context(name(index), index):
                     raise
             yield item

@@ -1,4 +1,4 @@
-"""Data sets of Hugging Face's library `datasets`, which is never imported here: who has such an object has it."""
+"""Data sets of Hugging Face's library `datasets`, which is never imported here."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from onebox.feed.sources.libraries.error_context import iterate_with_context, wi
 from onebox.feed.sources.libraries.iterables import tell_epoch
 
 FORMATS = (None, "torch", "numpy", "custom")
-"""Formats of a data set that are understood: plain, tensors, arrays, and what a transform of the user's makes."""
+"""Supported formats of a data set: plain, tensors, arrays, and a user's transform."""
 
 
 class HuggingFace:
-    """A ``datasets.Dataset``, a row a sample.
+    """A ``datasets.Dataset``, a sample a row.
 
-    Of one without a format, pictures are read as bytes and decoded here, by any number of threads. One with the format
-    of torch or NumPy, or with a transform, gives what it gives.
+    Without a format, pictures are read as bytes and decoded here, by any number of threads. With the format of torch or
+    NumPy, or with a transform, values are used unchanged.
 
     Args:
         dataset: The data set.
         inputs: A column, or several, which make a tuple. By default, where there are two columns and one of them is
             called label (or target, class, ...), the other; else samples are dicts of all columns.
         targets: A column; None for samples that are inputs only.
-        decoder: How pictures become tensors.
+        decoder: Decoder of pictures.
 
     Attributes:
         classes: Names of the classes, where the targets are labels of classes; or None.
 
     Raises:
-        UsageError: A column that is not there, or another format.
+        UsageError: A column is missing, or the format is unsupported.
         DataError: The data set is empty.
     """
 
@@ -73,7 +73,7 @@ class HuggingFace:
         """The targets of all rows, ``int64 [N]``; only their column is read.
 
         Raises:
-            UsageError: There are no targets, or they are no whole numbers.
+            UsageError: There are no targets, or they are not whole numbers.
         """
         name = self._columns.targets
         values = np.array([]) if name is None else np.array(self._dataset.with_format(None)[name][:])
@@ -82,10 +82,10 @@ class HuggingFace:
         return torch.from_numpy(values.astype(np.int64))
 
     def read(self, index: int) -> dict[str, Any]:
-        """A row, as the data set gives it.
+        """Read a row in the data set's form.
 
         Raises:
-            DataError: The data set raised something; that is the cause.
+            DataError: The data set raised an exception, which is the cause.
         """
         with with_sample_context(self.name(index), index):
             return self._dataset[index]
@@ -104,7 +104,7 @@ class HuggingFace:
 
 
 class HuggingFaceStream:
-    """A ``datasets.IterableDataset``, a row a sample, read by one reader; it is told each epoch.
+    """A ``datasets.IterableDataset``, a sample a row, read by one reader; it gets each epoch's number.
 
     Args:
         dataset: The data set.
@@ -116,7 +116,7 @@ class HuggingFaceStream:
         batched: False; a row is a sample.
 
     Raises:
-        UsageError: A column that is not there.
+        UsageError: A column is missing.
     """
 
     batched = False
@@ -151,7 +151,7 @@ class HuggingFaceStream:
 
 
 def _undecoded(dataset: Any) -> Any:
-    """The data set with its pictures as bytes."""
+    """Return the data set with its pictures as bytes."""
     for name, feature in (dataset.features or {}).items():
         if _is_picture(feature) and feature.decode:
             dataset = dataset.cast_column(name, type(feature)(mode=feature.mode, decode=False))
@@ -159,7 +159,7 @@ def _undecoded(dataset: Any) -> Any:
 
 
 def _pictures(dataset: Any) -> list[str]:
-    """Columns that are pictures; others may be bytes, too."""
+    """Return the columns that are pictures; others may be bytes, too."""
     return [name for name, feature in (dataset.features or {}).items() if _is_picture(feature)]
 
 

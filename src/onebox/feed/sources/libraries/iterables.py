@@ -1,4 +1,4 @@
-"""Iterables of batches (or of samples) as streams: those that begin anew, those that cannot, and what makes them."""
+"""Streams over iterables of batches (or of samples): repeatable ones, one-shot ones, and callables that make them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from onebox.feed.sources.libraries.error_context import iterate_with_context, ki
 
 
 class IterableStream:
-    """An iterable that begins anew each time it is asked for an iterator, such as a list of batches.
+    """An iterable that begins anew for each iterator, such as a list of batches.
 
     Args:
-        items: The iterable; a ``set_epoch`` of its own is told each epoch.
-        batched: Whether whole batches come.
+        items: The iterable; its ``set_epoch``, if any, is called each epoch.
+        batched: Whether its items are batches.
     """
 
     def __init__(self, items: Iterable[Any], *, batched: bool = True) -> None:
@@ -23,7 +23,7 @@ class IterableStream:
         self._items = items
 
     def __len__(self) -> int:
-        """Number of items, where the iterable says it; else a TypeError."""
+        """Return the number of items, where the iterable has a length; else raise a TypeError."""
         return length_of(self._items)
 
     def begin(self, epoch: int, seed: int) -> Iterator[Any]:
@@ -41,7 +41,7 @@ class OneShotStream:
 
     Args:
         items: The iterator.
-        batched: Whether whole batches come.
+        batched: Whether its items are batches.
     """
 
     def __init__(self, items: Iterator[Any], *, batched: bool = True) -> None:
@@ -53,7 +53,7 @@ class OneShotStream:
         """Begin the only epoch.
 
         Raises:
-            UsageError: It is not the first, or has begun before.
+            UsageError: It is not the first epoch, or has begun before.
         """
         if epoch or self._begun:
             came = f"epoch {epoch} is asked of {kind_of(self._items)}, which can be gone through only once"
@@ -68,14 +68,14 @@ class OneShotStream:
 
 
 class MadeStream:
-    """A callable that makes an iterable each epoch, such as a generator's function.
+    """A callable that makes an iterable each epoch, such as a generator function.
 
     Args:
         make: Called each epoch, with ``epoch=`` and ``seed=`` where it has parameters of these names.
-        batched: Whether whole batches come.
+        batched: Whether its items are batches.
 
     Raises:
-        UsageError: It has to be given other arguments.
+        UsageError: It requires other arguments.
     """
 
     def __init__(self, make: Callable[..., Iterable[Any]], *, batched: bool = True) -> None:
@@ -84,10 +84,10 @@ class MadeStream:
         self._known = _known_parameters(make)
 
     def begin(self, epoch: int, seed: int) -> Iterator[Any]:
-        """Begin an epoch, in the order of what is made.
+        """Begin an epoch, in the order of the iterable.
 
         Raises:
-            UsageError: What was made cannot be iterated over.
+            UsageError: The result is not iterable.
         """
         values = {"epoch": epoch, "seed": seed}
         made = self._make(**{name: values[name] for name in self._known})
@@ -101,14 +101,14 @@ class MadeStream:
 
 
 def tell_epoch(what: Any, epoch: int) -> None:
-    """Call ``set_epoch``, by which samplers and data sets are told of the epoch, where an object has it."""
+    """Call an object's ``set_epoch``, which samplers and data sets may have."""
     tell = getattr(what, "set_epoch", None)
     if callable(tell):
         tell(epoch)
 
 
 def length_of(what: Any) -> int:
-    """The length of an object, which is a TypeError also where asking for it fails in another way.
+    """Return the length of an object; any failure becomes a TypeError.
 
     Raises:
         TypeError: It has none.
@@ -122,7 +122,7 @@ def length_of(what: Any) -> int:
 def _known_parameters(make: Callable[..., Any]) -> tuple[str, ...]:
     try:
         parameters = inspect.signature(make).parameters.values()
-    except (TypeError, ValueError):  # built in: it has no signature to ask for
+    except (TypeError, ValueError):  # some built-in callables have no signature
         return ()
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     free = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

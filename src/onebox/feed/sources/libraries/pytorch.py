@@ -1,4 +1,4 @@
-"""PyTorch's own ways to read data: data sets, iterable data sets, loaders, and the nodes of ``torchdata``."""
+"""Adapters for PyTorch's data sets, iterable data sets, loaders, and the nodes of ``torchdata``."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from onebox.feed.sources.libraries.iterables import length_of, tell_epoch
 class DatasetSource:
     """A data set of numbered samples: ``read`` is ``dataset[index]``, and nothing is left to decode.
 
-    It is asked by several threads at once, as PyTorch's loader asks it by several processes: one that shares the
-    place in a file between calls has to open a file for each.
+    It is called by several threads at once, as PyTorch's loader calls it in several processes: a data set that seeks in
+    a shared file has to open one for each thread.
 
     Args:
         dataset: Has ``__getitem__`` and ``__len__``; such as a ``torch.utils.data.Dataset``.
@@ -41,19 +41,19 @@ class DatasetSource:
         return self._count
 
     def read(self, index: int) -> Any:
-        """The sample, as the data set gives it.
+        """Read the sample from the data set.
 
         Raises:
-            DataError: The data set raised something; that is the cause.
+            DataError: The data set raised an exception, which is the cause.
         """
         try:
             return self.dataset[index]
-        except Exception:  # who makes a name for each sample, makes most for nothing
+        except Exception:  # names are made only for errors, not for every sample
             with with_sample_context(self.name(index), index, path=self._origin(index)):
                 raise
 
     def decode(self, raw: Any, index: int) -> Any:
-        """What was read."""
+        """Return the sample unchanged."""
         return raw
 
     def name(self, index: int) -> str:
@@ -64,16 +64,16 @@ class DatasetSource:
     def _origin(self, index: int) -> str | None:
         try:
             return origin(self.dataset, index)
-        except (TypeError, LookupError, AttributeError, ValueError):  # it has such lists, and means something else
+        except (TypeError, LookupError, AttributeError, ValueError):  # it has such attributes with another meaning
             return None
 
 
 class IterableDatasetStream:
-    """An iterable data set, read by one reader: nothing is left out and nothing comes twice.
+    """An iterable data set, read by one reader: no item is left out or repeated.
 
     Args:
-        dataset: The data set; a ``set_epoch`` of its own is told each epoch.
-        batched: Whether whole batches come.
+        dataset: The data set; its ``set_epoch``, if any, is called each epoch.
+        batched: Whether its items are batches.
     """
 
     def __init__(self, dataset: IterableDataset[Any], *, batched: bool = False) -> None:
@@ -81,7 +81,7 @@ class IterableDatasetStream:
         self.dataset = dataset
 
     def __len__(self) -> int:
-        """Number of items, where the data set says it; else a TypeError."""
+        """Return the number of items, where the data set has a length; else raise a TypeError."""
         return length_of(self.dataset)
 
     def begin(self, epoch: int, seed: int) -> Iterator[Any]:
@@ -95,12 +95,12 @@ class IterableDatasetStream:
 
 
 class LoaderStream:
-    """A loader as it is: its sampler, its collating, its workers.
+    """A loader, unchanged: its sampler, its collation, its workers.
 
-    The order of a shuffling loader follows from the seed and the epoch alone: while an epoch lasts, the generators of
-    the loader and of its samplers are others, seeded by both and by what a generator of the user's was seeded with.
-    A sampler that has ``set_epoch`` is told. What draws from the global generators is not repeatable: a sampler that
-    does, and random transforms where the loader has no workers.
+    The order of a shuffling loader follows from the seed and the epoch alone: during an epoch, the generators of the
+    loader and of its samplers are replaced by others, seeded by both and by the seed of the user's generator. A
+    sampler's ``set_epoch`` is called. Samplers that draw from the global generators are not repeatable, nor are random
+    transforms where the loader has no workers.
 
     Args:
         loader: The loader.
@@ -111,7 +111,7 @@ class LoaderStream:
         self.batched = loader.batch_sampler is not None or loader.batch_size is not None
 
     def __len__(self) -> int:
-        """What comes in an epoch, as the loader says; one over a data set without a length raises a TypeError."""
+        """Return the number of items in an epoch, from the loader; raise a TypeError without a length."""
         return length_of(self.loader)
 
     def begin(self, epoch: int, seed: int) -> Iterator[Any]:
@@ -132,11 +132,11 @@ class LoaderStream:
 class NodeStream:
     """A graph of ``torchdata.nodes``, reset at the beginning of each epoch; its threads end with the epoch.
 
-    Samplers in it are told of the epoch and seeded as those of :class:`LoaderStream` are.
+    Its samplers get the epoch and seeds like those of :class:`LoaderStream`.
 
     Args:
         root: The root, or a ``torchdata.nodes.Loader`` around it, whose own state is not used.
-        batched: Whether whole batches come.
+        batched: Whether its items are batches.
     """
 
     def __init__(self, root: Any, *, batched: bool = True) -> None:
@@ -164,7 +164,7 @@ class NodeStream:
 
 
 def _nodes(root: Any) -> list[Any]:
-    """The nodes of a graph, the root first: those that a node has as attributes, or in a mapping of them."""
+    """Return the nodes of a graph, the root first: those that a node has as attributes, or in a mapping of them."""
     base = next(kind for kind in type(root).__mro__ if kind.__name__ == "BaseNode")
     found: list[Any] = []
     waiting = [root]
@@ -179,9 +179,9 @@ def _nodes(root: Any) -> list[Any]:
 
 
 def _to_epoch(node: Any, first: int, epoch: int) -> None:
-    """Let a node's next reset begin an epoch as if those before it had been gone through.
+    """Set a node so that its next reset begins an epoch as if the earlier ones had been consumed.
 
-    Nodes that count epochs go on to the next one when they are reset after they have ``_started``.
+    Nodes that count epochs advance when they are reset after they have ``_started``.
     """
     if not hasattr(node, "_started"):
         return
@@ -195,14 +195,14 @@ def _to_epoch(node: Any, first: int, epoch: int) -> None:
 
 
 def _end_threads(node: Any) -> None:
-    """End the threads, or processes, of a node that reads ahead; without this they wait for garbage collection."""
+    """End the threads, or processes, of a node that reads ahead, which would otherwise wait for garbage collection."""
     end = getattr(getattr(node, "_it", None), "_shutdown", None)
     if callable(end):
         end()
 
 
 def _with_inner(samplers: list[Any]) -> list[Any]:
-    """Samplers, and those that they wrap, each once."""
+    """Return samplers, and those that they wrap, each once."""
     found: list[Any] = []
     waiting = list(samplers)
     while waiting:
@@ -215,7 +215,7 @@ def _with_inner(samplers: list[Any]) -> list[Any]:
 
 @contextmanager
 def _seeded(holders: list[Any], seed: int, epoch: int) -> Iterator[None]:
-    """Give what has a generator another one, a function of numbers only, for as long as the block lasts."""
+    """Replace generators by ones seeded from numbers only, inside the ``with`` block."""
     kept = [(holder, holder.generator) for holder in holders if hasattr(holder, "generator")]
     try:
         for holder, own in kept:

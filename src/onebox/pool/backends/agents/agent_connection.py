@@ -1,4 +1,4 @@
-"""A line to an agent: leases are asked for and renewed, and news of their workers are told to the pool."""
+"""The connection to an agent: requests and renews leases, and passes events of their workers to the pool."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ from onebox.wire.protocol.agents import (
 __all__ = ["AgentConnection", "Busy", "RemoteWorker"]
 
 CONNECT_S = 5.0
-"""How long an agent may take to answer the first words."""
+"""How long an agent may take to answer the handshake."""
 
 ANSWER_S = 10.0
-"""How long it may take to answer a question."""
+"""How long an agent may take to answer a request."""
 
 START_S = 120.0
-"""How long it may take to start workers: longer than it waits for them itself."""
+"""How long an agent may take to start workers: longer than it waits for them itself."""
 
 _RELEASE_S = 5.0
 _JOIN_S = 5.0
@@ -67,16 +67,16 @@ AgentMessages = queue.SimpleQueue[AgentResponse | OneboxError]
 
 
 class Busy(PoolError):
-    """Others have the devices that were asked for, and it was not to wait."""
+    """The requested devices are leased to others, and the request was not to wait."""
 
 
 @dataclass
 class _Asked:
-    """A request that has not been answered in full.
+    """A request that has not been answered completely.
 
     Args:
-        request: It.
-        cut_s: Of a lease, how long the way to its workers may be cut.
+        request: The request.
+        cut_s: For a lease, how long the network to its workers may be interrupted.
     """
 
     request: Request
@@ -86,13 +86,13 @@ class _Asked:
 
 
 class AgentConnection:
-    """A connection to an agent, with a thread that owns the socket and gives signs of life.
+    """A connection to an agent, with a thread that owns the socket and sends heartbeats.
 
     Args:
-        address: Where the agent is: ``HOST`` or ``HOST:PORT``.
+        address: The agent's address: ``HOST`` or ``HOST:PORT``.
         key: Its public key.
-        mine: The keys that this client was paired with.
-        client: How others are to see it: ``user@host``.
+        mine: The key pair that this client was paired with.
+        client: Name that other clients see: ``user@host``.
 
     Raises:
         PoolError: There is no agent, it refuses this client, or it is of another version.
@@ -113,7 +113,7 @@ class AgentConnection:
         self._numbers = 0
         self._open, self._stopping = False, False
         self._thread = threading.Thread(target=self._run, name=f"onebox-agent-{address}", daemon=True)
-        asked = self._ask(self._introduction)  # before a refusal can come, which is for those that wait for something
+        asked = self._ask(self._introduction)  # before a refusal can come, which goes to pending requests
         self._thread.start()
         try:
             self.introduced: Introduced = self._answer(asked, Introduced, CONNECT_S)
@@ -125,7 +125,7 @@ class AgentConnection:
             self.close()
             raise
 
-    # ---- for other threads
+    # ---- called by other threads
 
     def lease(
         self,
@@ -138,20 +138,20 @@ class AgentConnection:
         on_queued: Callable[[Queued], None] | None = None,
         speed: float = 1.0,
     ) -> list[RemoteWorker]:
-        """Lease devices, all or none, and let a worker be started on each.
+        """Lease devices, all or none, with a worker started on each.
 
         Args:
             wants: The devices.
-            client_key: The public CURVE key that the workers are to let in.
+            client_key: The public CURVE key that the workers accept.
             grace_s: How long this process may be silent before the lease ends.
-            cut_s: How long the way to the agent may be cut before the workers are given up.
-            wait: Whether to queue where others have them; else that is refused.
-            on_queued: Called when this request gets a place in the queue, or another one.
+            cut_s: How long the network to the agent may be interrupted before the workers are given up.
+            wait: Whether to queue for devices that others hold, rather than fail.
+            on_queued: Called when the request's position in the queue is set or changes.
             speed: For tests: fraction of their full speed that CPU workers work at.
 
         Raises:
-            UsageError: Nothing like it is offered, or it is over this client's limits.
-            PoolError: Others have them and it was not to wait; or a worker did not start, or the agent is gone.
+            UsageError: No such devices are offered, or the request exceeds this client's limits.
+            PoolError: Others hold the devices and ``wait`` is false; a worker did not start, or the agent is gone.
         """
         asked = self._ask(lambda number: Lease(number, tuple(wants), client_key, grace_s, wait, speed), cut_s)
         try:
@@ -167,16 +167,16 @@ class AgentConnection:
         return asked.members
 
     def release(self, lease: int) -> None:
-        """Give a lease back; its workers end, if they have not. Nothing is raised where the agent is gone."""
+        """Give a lease back; its workers end, if they have not. No error where the agent is gone."""
         with self._lock:
             self._held.let_go(lease)
             patience_s = 0.0 if self._contact.gone else _RELEASE_S
-        with contextlib.suppress(PoolError):  # there is no such lease any more, or nobody to tell: it ends by itself
+        with contextlib.suppress(PoolError):  # the lease is unknown, or the agent gone: it ends by itself
             self._answer(self._ask(lambda number: Release(number, lease)), Done, patience_s)
 
     def end(self, member: RemoteWorker) -> bool:
-        """Let one worker be ended, if it has not, and tell whether its lease goes on; nothing is raised where the agent
-        is gone."""
+        """End one worker, unless it has ended, and return whether its lease goes on. No error where the agent is
+        gone."""
         with self._lock:
             worker = self._held.position(member)
         if worker is None:
@@ -186,7 +186,7 @@ class AgentConnection:
         return True
 
     def inspect(self) -> Stock:
-        """Return what the agent offers, who has it, and who waits.
+        """Return the agent's offers, leases and queue.
 
         Raises:
             PoolError: The agent is gone.
@@ -216,10 +216,10 @@ class AgentConnection:
 
     @property
     def gone(self) -> bool:
-        """Whether the agent is taken for gone, and has not been heard since."""
+        """True while the agent counts as lost."""
         return self._contact.gone or self._stopping
 
-    # ---- asking
+    # ---- requests
 
     def _introduction(self, number: int) -> Introduce:
         return Introduce(number, own_versions(), self._client)
@@ -246,14 +246,14 @@ class AgentConnection:
                 self._asked.pop(asked.request.number, None)
 
     def _next(self, asked: _Asked, timeout_s: float | None) -> AgentResponse:
-        """Wait for something that is said to a request; without a bound only as long as the agent gives signs of life.
+        """Wait for the next message about a request; without a bound only as long as the agent answers heartbeats.
 
         Raises:
-            OneboxError: It was refused, or will not come.
+            OneboxError: The request was refused, or can no longer be answered.
         """
         end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         found: AgentResponse | OneboxError | None = None
-        while found is None:  # in slices, so that Ctrl-C ends the wait whenever it comes
+        while found is None:  # in slices, so that Ctrl-C always ends the wait
             if (left_s := end_s - time.monotonic()) <= 0:
                 raise self._socket.absent(timeout_s or 0.0)
             with contextlib.suppress(queue.Empty):
@@ -271,7 +271,7 @@ class AgentConnection:
         return found
 
     def _give_up(self, asked: _Asked) -> None:
-        """Leave the queue, or give back what has been leased meanwhile."""
+        """Leave the queue, or give back a lease that was granted meanwhile."""
         with self._lock:
             number = asked.request.number
             waiting = self._asked.pop(number, None) is not None
@@ -283,7 +283,7 @@ class AgentConnection:
             self.release(lease)
 
     def _leave(self, number: int) -> None:
-        """Leave the queue with a request; called with the lock held."""
+        """Withdraw a request from the queue; called with the lock held."""
         self._numbers += 1
         self._post(Release(self._numbers, request=number))
 
@@ -323,7 +323,7 @@ class AgentConnection:
         self._flush()
 
     def _watch(self) -> None:
-        """See what has become of the connection; after a cut say again what has not been answered."""
+        """Handle the events of the connection; after a reconnection, send again the unanswered requests."""
         cuts = self._socket.cuts
         refusal = self._socket.watch()
         if refusal is not None:
@@ -371,14 +371,14 @@ class AgentConnection:
                     asked.answers.put(saying)
 
     def _lease(self, asked: _Asked, request: Lease, leased: Leased) -> None:
-        """Note a lease at once: what the agent says next may be of it."""
+        """Register a lease at once: the agent's next message may be about it."""
         asked.members += [
             RemoteWorker(self.address, self.introduced.address, leased.lease, started) for started in leased.workers
         ]
         self._held.hold(leased.lease, asked.members, asked.cut_s)
 
     def _lose(self, error: PoolError) -> None:
-        """Tell everybody that the agent is gone."""
+        """Fail all requests and workers: the agent is gone."""
         with self._lock:
             self._held.lose(str(error))
             asked, self._asked = list(self._asked.values()), {}

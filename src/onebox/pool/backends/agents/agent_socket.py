@@ -1,4 +1,4 @@
-"""A client's socket to an agent, and what ZeroMQ tells of why nothing comes of it."""
+"""A client's socket to an agent, with errors derived from ZeroMQ's connection events."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from onebox.wire import KeyPair, configure
 from onebox.wire.protocol.agents import TOKEN_BYTES
 
 _CONNECT_MS, _RETRY_MS = 500, 100
-"""How long one attempt to connect may take, and the time between two: after a cut the line is soon there again."""
+"""Bound of one attempt to connect, and the time between two: short, so that the connection is soon back after an
+interruption."""
 
 _BEAT_MS, _SILENT_MS = 500, 1500
-"""How often ZeroMQ looks whether the connection carries anything, and after which silence it connects anew. TCP by
-itself would send again after ever longer pauses."""
+"""Interval of ZeroMQ's own heartbeats, and the silence after which it reconnects. TCP alone would retransmit after ever
+longer pauses."""
 
 _NOBODY = "nobody listens there: run 'onebox serve' on that host, or mend the address"
 _HINTS = {
@@ -31,16 +32,17 @@ _HINTS = {
 _NOTHING = "the host may be down, or a firewall between"
 
 _SURE = 3
-"""Handshakes in a row that end without a word before anything else: not an agent that is just being ended."""
+"""Handshakes in a row that end without a word before the first success: fewer may come from an agent that is shutting
+down."""
 
 
 class AgentSocket:
-    """A socket that connects to an agent, again and again; used by one thread.
+    """A socket that connects to an agent and reconnects by itself; used by one thread.
 
     Args:
         address: ``HOST`` or ``HOST:PORT``.
         key: The agent's public key.
-        mine: The client's keys.
+        mine: The client's key pair.
 
     Raises:
         UsageError: The host has no address.
@@ -68,16 +70,17 @@ class AgentSocket:
 
     @property
     def cuts(self) -> int:
-        """How often the connection was cut and has come back."""
+        """How often the connection was interrupted and came back."""
         return max(0, self._let_in - 1)
 
     def send(self, frame: bytes) -> None:
-        """Send a message; it is lost where a queue of a thousand is full."""
+        """Send a message; it is dropped where a queue of a thousand messages is full."""
         with contextlib.suppress(zmq.Again):
             self.socket.send_multipart([self._token, frame], zmq.NOBLOCK)
 
     def receive(self) -> bytes | None:
-        """Return a message, if one has come; one of several frames is none of an agent's."""
+        """Return the next message, ``None`` where there is none; messages of several frames are not an agent's and are
+        dropped."""
         try:
             frames = self.socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
@@ -85,7 +88,7 @@ class AgentSocket:
         return frames[0] if len(frames) == 1 else b""
 
     def watch(self) -> PoolError | None:
-        """Take what ZeroMQ tells of the connection; return the error where this client is not let in."""
+        """Process ZeroMQ's connection events; return the error where this client is refused."""
         refusal = None
         while self.monitor.poll(0):
             event = int(recv_monitor_message(self.monitor)["event"])
@@ -99,7 +102,7 @@ class AgentSocket:
             if self._mute >= _SURE and not self._let_in:
                 refusal = self._another_key()
             self._reached |= event == zmq.EVENT_CONNECTED
-            if event == zmq.EVENT_CONNECT_RETRIED:  # it follows a connection that broke, too
+            if event == zmq.EVENT_CONNECT_RETRIED:  # also follows an established connection that broke
                 self._hint, self._reached = self._hint if self._reached else _NOBODY, False
             self._hint = _HINTS.get(event, self._hint)
         return refusal
@@ -108,17 +111,17 @@ class AgentSocket:
         return PoolError(
             f"WHAT LISTENS AT {self._address} HAS NOT THE KEY THAT THIS CLIENT WAS PAIRED WITH\n"
             f"  paired with:  {fingerprint(self._key)}\n"
-            "  Its keys were made anew, or somebody else listens there, who was told nothing. Ask who runs it, and "
+            "  Its keys were made anew, or another program listens there; nothing was sent to it. Ask its owner, and "
             "compare: 'onebox pair --list' there shows its fingerprint.\n"
             f"  If it has new keys, pair again: 'onebox pair --accept' there, 'onebox pair {self._address}' here."
         )
 
     def absent(self, waited_s: float) -> PoolError:
-        """Return the error that says that no answer has come."""
+        """Return the error for an agent that has not answered."""
         return PoolError(f"no answer from an agent at {self._address} within {waited_s:.0f} s: {self._hint}")
 
     def close(self) -> None:
-        """Close the socket, once what was said last has gone."""
+        """Close the socket after the last messages have been sent."""
         self.socket.disable_monitor()
         self.monitor.close(0)
         self.socket.close(500)
@@ -129,17 +132,17 @@ def split(address: str) -> tuple[str, int]:
     """Return host and port of an agent's address; the host of IPv6 keeps its brackets.
 
     Raises:
-        UsageError: It is no address.
+        UsageError: The address is invalid.
     """
     host, _, port = full_address(address).rpartition(":")
     return host, int(port)
 
 
 def resolve(address: str) -> tuple[Any, ...]:
-    """Return the socket address of an agent's address: of IPv4 where its host has such, because agents listen at one.
+    """Return the socket address of an agent, IPv4 where its host has one, because agents listen on one address.
 
     Raises:
-        UsageError: Its host has none.
+        UsageError: The host has no address.
     """
     host, port = split(address)
     try:
@@ -150,10 +153,10 @@ def resolve(address: str) -> tuple[Any, ...]:
 
 
 def own_address(address: str) -> str:
-    """Return the address of this host by which it reaches an agent.
+    """Return the address of this host from which it reaches an agent.
 
     Raises:
-        UsageError: The agent's host has no address, or there is no way to it.
+        UsageError: The agent's host has no address, or there is no route to it.
     """
     family, kind, protocol, _, where = resolve(address)
     with sockets.socket(family, kind, protocol) as probe:

@@ -1,4 +1,4 @@
-"""Workers that agents start on their hosts: one lease for each host, all leases of a pool or none."""
+"""Workers that agents start on their hosts: one lease a host, and all leases of a pool or none."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _NAMED = 8
 """The most agents that a message lists."""
 
 Connect = Callable[[str], AgentConnection]
-"""Connects to the agent at an address."""
+"""Function that connects to the agent at an address."""
 
 
 def client_name() -> str:
-    """Return how others see this client: ``user@host``."""
+    """Return the name of this client for others: ``user@host``."""
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # a user without a name, in a container
+    except (KeyError, OSError):  # a user without a name, as in a container
         user = str(os.getuid())
     return f"{user}@{platform.node() or 'unknown'}"
 
@@ -48,7 +48,7 @@ def connect_agent(address: str) -> AgentConnection:
         address: ``HOST`` or ``HOST:PORT``.
 
     Raises:
-        UsageError: It was not paired with it, or the host has no address.
+        UsageError: This client was not paired with it, or the host has no address.
         PoolError: There is no agent, it refuses this client, or it is of another version.
     """
     agent = paired_agent(address)
@@ -78,10 +78,10 @@ class AgentSource:
     """The workers of one host; a :class:`~onebox.pool.backends.base.WorkerSource`.
 
     Args:
-        part: What is asked for.
-        grace_s: How long this process may be silent before its leases end, and the way to it be cut before its workers
-            are given up; where ``None``, :data:`GRACE_S` and :data:`CUT_S`.
-        connect: Connects to the agent.
+        part: The requested devices.
+        grace_s: How long this process may be silent before its leases end, and the network be interrupted before the
+            workers are given up; :data:`GRACE_S` and :data:`CUT_S` where ``None``.
+        connect: Function that connects to the agent.
     """
 
     def __init__(self, part: AgentPart, *, grace_s: float | None = None, connect: Connect = connect_agent) -> None:
@@ -98,22 +98,22 @@ class AgentSource:
 
     @property
     def rank(self) -> str:
-        """What all clients order agents by: who waits for several takes them in this order, so that no two wait for
-        each other."""
+        """Global order of agents: every client that waits for several leases them in this order, so that no two clients
+        deadlock."""
         assert self._line is not None
         return self._line.key
 
     @property
     def patience_s(self) -> float:
-        """For how long its workers may give no sign of life: a little longer than the agent may."""
+        """How long its workers may send no heartbeat: a little longer than the agent may."""
         return max(SILENCE_S, self._cut_s + SILENCE_S - CUT_S)
 
     def connect(self) -> None:
-        """Connect to the agent, and find out what to lease.
+        """Connect to the agent, and resolve the specification to its devices.
 
         Raises:
-            UsageError: This client is not paired with it, or it offers nothing like what is asked for.
-            PoolError: It cannot be reached, or does not want this client.
+            UsageError: This client is not paired with it, or it offers no such devices.
+            PoolError: It cannot be reached, or refuses this client.
         """
         line = self._connect(self.address)
         with self._lock:
@@ -124,15 +124,15 @@ class AgentSource:
         self._wants = wants(self._part, line.inspect().offers)
 
     def acquire(self, client_key: str, *, wait: bool) -> None:
-        """Lease what is asked for.
+        """Lease the requested devices.
 
         Args:
-            client_key: The public CURVE key that the workers are to let in.
-            wait: Whether to queue where others have it.
+            client_key: The public CURVE key that the workers accept.
+            wait: Whether to queue for devices that others hold.
 
         Raises:
-            Busy: Others have it, and it is not to wait.
-            UsageError: Nothing like it is offered, or it is over this client's limits.
+            Busy: Others hold them, and ``wait`` is false.
+            UsageError: No such devices are offered, or the request exceeds this client's limits.
             PoolError: A worker did not start, or the agent is gone.
         """
         assert self._line is not None
@@ -141,7 +141,7 @@ class AgentSource:
         )
 
     def give_up(self) -> None:
-        """Give back what was leased, to ask for it again later."""
+        """Give the lease back, to request it again later."""
         assert self._line is not None
         members, self._members = self._members, []
         for member in members:
@@ -150,23 +150,22 @@ class AgentSource:
             self._line.release(lease)
 
     def start(self, first: int, client_key: str) -> Sequence[tuple[WorkerHandle, str]]:
-        """Return the workers; :func:`acquire_all` has let them be started."""
+        """Return the workers, which :func:`acquire_all` has had started."""
         for number, member in enumerate(self._members, first):
             member.number(number)
         return [(member, member.key) for member in self._members]
 
     def replace(self, number: int, client_key: str) -> tuple[WorkerHandle, str] | None:
-        """Let a worker be started in the place of one that has ended; see
-        :class:`~onebox.pool.backends.base.RestartableSource`.
+        """Start a worker in the place of one that has ended; see :class:`~onebox.pool.backends.base.RestartableSource`.
 
         Raises:
-            PoolError: It could not be started, or others have its device by now.
+            PoolError: It could not be started, or its device is now leased to others.
         """
         for index, (member, want) in enumerate(zip(self._members, self._wants, strict=True)):
             if member.place.worker == number:
                 if self._line is None or self._line.gone:
                     return None
-                lasts = self._line.end(member)  # one that hangs has its device still
+                lasts = self._line.end(member)  # a hung worker still holds its device
                 if lasts and not any(other.lease == member.lease for other in self._members if other is not member):
                     self._line.release(member.lease)
                 (made,) = self._line.lease([want], client_key, grace_s=self._grace_s, cut_s=self._cut_s, wait=False)
@@ -176,10 +175,10 @@ class AgentSource:
         return None
 
     def connected(self) -> None:
-        """Go on: the leases are needed as long as the pool is."""
+        """Do nothing: the leases are needed as long as the pool."""
 
     def close(self) -> None:
-        """Give the leases back and part with the agent. Idempotent."""
+        """Give the leases back and close the connection. Idempotent."""
         with self._lock:
             self._closed = True
             line = self._line
@@ -200,17 +199,18 @@ class AgentSource:
 def acquire_all(sources: Sequence[AgentSource], client_key: str, *, wait: bool = True) -> None:
     """Connect to agents and lease from all of them, or from none.
 
-    All are asked at once. If one has not what is asked for, all is given back, and they are asked one after the other,
-    in an order that is the same for all clients, each to wait.
+    All are asked at once. If one is busy, all leases are given back and then requested one after the other, each with a
+    wait, in an order that is the same for all clients.
 
     Args:
-        sources: The agents; closed by whoever made them.
-        client_key: The public CURVE key that the workers are to let in.
-        wait: Whether to queue where others have what is asked for.
+        sources: The agents; closed by the caller.
+        client_key: The public CURVE key that the workers accept.
+        wait: Whether to queue for devices that others hold.
 
     Raises:
-        UsageError: It is not offered, or this client is not paired with an agent.
-        PoolError: An agent cannot be reached, or a worker did not start; or others have it, and it was not to wait.
+        UsageError: The devices are not offered, or this client is not paired with an agent.
+        PoolError: An agent cannot be reached, or a worker did not start; or others hold the devices and ``wait`` is
+            false.
     """
     with _together(sources) as together:
         together(lambda source: source.connect())
@@ -227,7 +227,7 @@ def acquire_all(sources: Sequence[AgentSource], client_key: str, *, wait: bool =
 
 @contextlib.contextmanager
 def _together(sources: Sequence[AgentSource]) -> Iterator[Callable[[Callable[[AgentSource], None]], None]]:
-    """Give a function that does something with all sources at once; when it is left by an error, they are closed."""
+    """Yield a function that applies an action to all sources at once; an error closes them."""
     with ThreadPoolExecutor(max(1, len(sources)), thread_name_prefix="onebox-agents") as threads:
 
         def do(action: Callable[[AgentSource], None]) -> None:
@@ -236,7 +236,7 @@ def _together(sources: Sequence[AgentSource]) -> Iterator[Callable[[Callable[[Ag
             first = next((future for future in futures if future.done() and future.exception()), None)
             if first is not None and not isinstance(first.exception(), Busy):
                 first.result()
-            for future in futures:  # of those that are busy it is known only when all have answered
+            for future in futures:  # which agents are busy is known only when all have answered
                 future.exception()
             for future in sorted(futures, key=lambda future: isinstance(future.exception(), Busy)):
                 future.result()
@@ -244,6 +244,6 @@ def _together(sources: Sequence[AgentSource]) -> Iterator[Callable[[Callable[[Ag
         try:
             yield do
         except BaseException:
-            for source in sources:  # which ends what the threads wait for
+            for source in sources:  # which ends the threads' waits
                 source.close()
             raise

@@ -1,4 +1,4 @@
-"""What a client holds of one agent: leases, their workers, and news of them. Pure but for the workers that are told."""
+"""Leases that a client holds of one agent, and their workers. Pure, except that it notifies the workers."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from onebox.pool.backends.agents.keep_alive import KeepAlive
 from onebox.pool.backends.agents.remote_worker import RemoteWorker
 
 LOST_S = 20.0
-"""How long leases are kept whose workers were given up while their agent could not be reached."""
+"""How long a lease is kept whose workers were given up while their agent could not be reached."""
 
 
 class HeldLeases:
-    """The leases of one line to an agent, with the workers of each; used under the line's lock.
+    """The leases of one agent connection with the workers of each; used under the connection's lock.
 
     Args:
-        contact: Told of the leases.
+        contact: Keep-alive state, which gets each lease.
     """
 
     def __init__(self, contact: KeepAlive) -> None:
@@ -23,61 +23,62 @@ class HeldLeases:
         self._members: dict[int, list[RemoteWorker]] = {}
 
     def hold(self, lease: int, members: list[RemoteWorker], cut_s: float) -> None:
-        """Note a lease.
+        """Add a lease.
 
         Args:
             lease: Its number.
             members: Its workers.
-            cut_s: For how long the way to them may be cut.
+            cut_s: How long the network to them may be interrupted.
         """
         self._members[lease] = members
         self._contact.hold(lease, cut_s)
 
     def let_go(self, lease: int) -> None:
-        """Forget a lease."""
+        """Remove a lease."""
         self._contact.let_go(lease)
         self._members.pop(lease, None)
 
     def position(self, member: RemoteWorker) -> int | None:
-        """Return a worker's position in its lease; ``None`` where the lease is not held any more."""
+        """Return a worker's position in its lease; ``None`` where the lease is no longer held."""
         members = self._members.get(member.lease, [])
         return members.index(member) if member in members else None
 
     def heard(self, now_s: float) -> None:
-        """Note that the agent can be heard."""
+        """Note that the agent can be reached."""
         self._contact.heard(now_s)
         for members in self._members.values():
             for member in members:
                 member.heard_s = now_s
 
     def renewed(self, known: Sequence[int]) -> None:
-        """Take the news of which leases the agent knows."""
+        """Drop the leases that the agent no longer knows."""
         for lease in self._contact.unknown(known):
             self.end(lease, "the agent does not know of it any more: it has been started anew")
 
     def worker_ended(self, lease: int, worker: int, exit_status: int | None, last_words: str) -> None:
-        """Take the news that a worker ended by itself."""
+        """Mark a worker as ended by itself."""
         members = self._members.get(lease, [])
         if 0 <= worker < len(members):
             members[worker].ended(exit_status, last_words)
 
     def end(self, lease: int, why: str) -> None:
-        """Take the news that a lease has ended."""
+        """Mark a lease as ended, with all its workers."""
         members = self._members.get(lease, [])
         self.let_go(lease)
         for member in members:
             member.lost(f"was ended with its lease: {why}")
 
     def lose(self, why: str) -> None:
-        """Take the news that the agent is gone; its leases stay, should it be back."""
+        """Mark all workers as lost because the agent is; the leases stay in case it comes back."""
         for members in self._members.values():
             for member in members:
                 member.lost(f"cannot be reached: {why}")
 
     def forsaken(self, now_s: float) -> list[int]:
-        """Forget the leases all of whose workers were given up a while ago, should the agent be back, and return them.
+        """Remove the leases all of whose workers were given up a while ago, should the agent be back, and return them.
 
-        Nobody uses them. A while, because a pool that heals ends each of them when it starts another one in its place.
+        They are no longer used. The delay exists because recovery of a pool ends each of these workers itself when it
+        starts a replacement.
         """
         if self._contact.gone:
             return []

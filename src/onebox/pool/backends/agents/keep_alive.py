@@ -1,4 +1,5 @@
-"""When a client gives an agent a sign of life, and when it takes the agent for gone. Pure: the time is an argument."""
+"""Keep-alive of a client's connection to an agent: when to send a heartbeat, when the agent counts as lost. Pure: the
+time is an argument."""
 
 from __future__ import annotations
 
@@ -7,22 +8,22 @@ from collections.abc import Sequence
 from onebox.wire.protocol.agents import RENEW_S
 
 CUT_S = 3.0
-"""How long the way to an agent may be cut unless a longer time was asked for: it is noticed within five seconds that an
-agent, or its host, has failed. The agent itself waits longer for a client, see ``GRACE_S``."""
+"""Default bound of a network interruption: the failure of an agent or its host is noticed within five seconds. The
+agent itself waits longer for a client, see ``GRACE_S``."""
 
 BACK_S = 0.75
-"""How much longer than a cut its silence lasts: the last word before it may be half a second old, and then a connection
-is to be made anew."""
+"""Allowance on top of an interruption: the last heartbeat before it may be half a second old, and the connection has to
+be made anew."""
 
 _ASLEEP_S = 2 * RENEW_S
-"""A thread that is woken several times a second and was not for so long did not run: it was stopped, or swapped out."""
+"""The client thread wakes several times a second; after a gap of this length it was stopped or swapped out."""
 
 
 class KeepAlive:
-    """What a client knows of its contact with one agent.
+    """Liveness of one agent, as seen by a client.
 
-    The agent answers every sign of life, so one that says nothing for as long as the way to it may be cut is gone, or
-    cannot be reached.
+    The agent answers every heartbeat. One that is silent for longer than an interruption may last is gone, or cannot be
+    reached.
 
     Args:
         now_s: The time.
@@ -32,60 +33,60 @@ class KeepAlive:
         self._woke_s = self._heard_s = self._renewed_s = now_s
         self._cuts: dict[int, float] = {}
         self.gone = False
-        """Whether it is taken for gone, and has not been heard since."""
+        """True while the agent counts as lost."""
 
     @property
     def bound_s(self) -> float:
-        """For how long the agent may be silent."""
+        """The longest permitted silence of the agent."""
         return max(CUT_S, min(self._cuts.values(), default=CUT_S)) + BACK_S
 
     @property
     def leases(self) -> tuple[int, ...]:
-        """What is held."""
+        """Numbers of the leases that are held."""
         return tuple(self._cuts)
 
     def wake(self, now_s: float) -> None:
-        """Note that this side runs; while it did not, it could not hear anything either."""
+        """Note that this client runs; after a pause of its own, the agent's silence is counted from now."""
         asleep_s = now_s - self._woke_s
         if asleep_s > _ASLEEP_S:
             self._heard_s += asleep_s
         self._woke_s = now_s
 
     def heard(self, now_s: float) -> None:
-        """Note that the agent has said something."""
+        """Note that a message of the agent has come."""
         self._heard_s = now_s
         self.gone = False
 
     def hold(self, lease: int, cut_s: float) -> None:
-        """Note a lease.
+        """Add a lease.
 
         Args:
             lease: Its number.
-            cut_s: For how long the way to its workers may be cut.
+            cut_s: How long the network to its workers may be interrupted.
         """
         self._cuts[lease] = cut_s
 
     def let_go(self, lease: int) -> None:
-        """Forget a lease."""
+        """Remove a lease."""
         self._cuts.pop(lease, None)
 
     def unknown(self, renewed: Sequence[int]) -> list[int]:
-        """Return the leases that the agent does not know any more.
+        """Return the held leases that the agent no longer knows.
 
         Args:
-            renewed: Those that it does.
+            renewed: The leases that it knows.
         """
         return [lease for lease in self._cuts if lease not in renewed]
 
     def renew(self, now_s: float) -> bool:
-        """Tell whether to give a sign of life now, and note that it is given."""
+        """Return whether a heartbeat is due now, and note that it is sent."""
         if now_s - self._renewed_s < RENEW_S:
             return False
         self._renewed_s = now_s
         return True
 
     def lost(self, now_s: float) -> float | None:
-        """Return for how many seconds the agent has been silent, once: when it is to be taken for gone."""
+        """Return the seconds of silence when the agent begins to count as lost, once; else ``None``."""
         silent_s = now_s - self._heard_s
         if self.gone or silent_s < self.bound_s:
             return None
@@ -93,5 +94,5 @@ class KeepAlive:
         return silent_s
 
     def patience_s(self, now_s: float) -> float:
-        """Return how long to sleep until the next sign of life."""
+        """Return the seconds until the next heartbeat."""
         return max(0.0, self._renewed_s + RENEW_S - now_s)

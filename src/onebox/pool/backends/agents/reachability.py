@@ -1,4 +1,4 @@
-"""Whether anybody listens at an agent's address: TCP says so at once, where ZeroMQ would try in silence."""
+"""A TCP probe of an agent's address: reports at once that nothing listens, where ZeroMQ would retry in silence."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from onebox.errors import PoolError
 from onebox.pool.backends.agents.agent_socket import resolve
 
 WITHIN_S = 5.0
-"""How long a host may take to answer; one that is down, or behind a firewall, says nothing."""
+"""How long a host may take to accept; one that is down, or behind a firewall, never answers."""
 
 _REFUSED_S = 1.0
-"""How long it is tried again where nobody listens: an agent may be about to."""
+"""How long a refused connection is tried again: the agent may be starting."""
 
 _PAUSE_S = 0.1
 
 
 def reach(address: str) -> None:
-    """Find out that somebody listens at an agent's address.
+    """Check that an agent's address accepts TCP connections.
 
     Args:
         address: ``HOST`` or ``HOST:PORT``.
 
     Raises:
         UsageError: Its host has no address.
-        PoolError: Nobody listens there, or the host does not answer.
+        PoolError: Nothing listens there, or the host does not answer.
     """
     family, *_, where = resolve(address)
     began_s = time.monotonic()

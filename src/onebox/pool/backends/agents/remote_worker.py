@@ -1,4 +1,4 @@
-"""A worker that an agent has started on its host, as a pool sees it."""
+"""The pool's handle of a worker that an agent started on its host."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class RemoteWorker:
     """A worker of a lease; a :class:`~onebox.pool.backends.base.WorkerHandle`.
 
     Args:
-        host: What its host is called there.
+        host: Name of its host in the pool.
         address: The address of that host that peers connect to.
         lease: Number of the lease.
-        started: What the agent says of it.
+        started: The agent's report of its start.
 
     Raises:
-        PoolError: Its endpoints are not at that address; an agent sends its clients nowhere else.
+        PoolError: Its endpoints are not at that address.
     """
 
     def __init__(self, host: str, address: str, lease: int, started: Started) -> None:
@@ -38,9 +38,9 @@ class RemoteWorker:
         self.key = started.key
         self.pid = started.process
         self.heard_s = time.monotonic()
-        """When its agent was last heard; see :class:`~onebox.pool.backends.base.HostedWorker`."""
+        """Time at which its agent was last heard; see :class:`~onebox.pool.backends.base.HostedWorker`."""
         self.lost_s: float | None = None
-        """When it was given up."""
+        """Time at which it was given up."""
         self._ports = Ports(started.commands, started.beats)
         self._lock = threading.Lock()
         self._exit_status: int | None = None
@@ -50,11 +50,11 @@ class RemoteWorker:
         self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def number(self, worker: int) -> None:
-        """Give it its number in the pool."""
+        """Set its number in the pool."""
         self.place = replace(self.place, worker=worker)
 
     def ports(self) -> Ports:
-        """Return its endpoints: it had bound its sockets when the agent told of it.
+        """Return its endpoints, which it had bound before the agent reported its start.
 
         Raises:
             WorkerDied: It has ended since.
@@ -64,17 +64,17 @@ class RemoteWorker:
         return self._ports
 
     def ended(self, exit_status: int | None, last_words: str) -> None:
-        """Take the news that its process ended by itself."""
+        """Mark its process as ended by itself."""
         said = f"; its last words:\n{last_words}" if last_words else "; it said nothing"
         self._tell(f", process {self.pid}, {how_it_ended(exit_status)}{said}", exit_status, last_words)
 
     def lost(self, why: str) -> None:
-        """Take the news that it has been ended, or that nobody knows of it any more."""
+        """Mark it as ended by others, or no longer known to the agent."""
         self.lost_s = self.lost_s or time.monotonic()
         self._tell(f" {why}", None, "")
 
     def death(self) -> WorkerDied:
-        """Return the error that tells of its end."""
+        """Return the error that describes its end."""
         return WorkerDied(
             f"{self.place}{self._end or ' is gone'}\n  {AFTERWARDS}",
             exit_status=self._exit_status,
@@ -85,7 +85,7 @@ class RemoteWorker:
         )
 
     def close(self, *, grace_s: float) -> None:
-        """Let go of it; its process ends with its lease. Idempotent."""
+        """Release it; its process ends with its lease. Idempotent."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -93,7 +93,7 @@ class RemoteWorker:
 
     def _tell(self, end: str, exit_status: int | None, last_words: str) -> None:
         with self._lock:
-            if self._end:  # the first news is the cause
+            if self._end:  # the first cause reported is kept
                 return
             self._end, self._exit_status, self._last_words = end, exit_status, last_words
             if not self._closed:

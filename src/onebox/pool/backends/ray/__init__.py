@@ -1,1 +1,1 @@
-"""Devices of a Ray cluster: Ray starts and watches the workers."""
+"""Devices of a Ray cluster: Ray starts and monitors the workers."""

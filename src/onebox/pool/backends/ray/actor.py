@@ -1,7 +1,7 @@
-"""What runs on a node of a Ray cluster beside each worker: it starts the worker as its child, and watches it.
+"""The Ray actor beside each worker on its node: starts the worker as a child process and monitors it.
 
-Only numbers and JSON text go in and come out. The worker's key pair is made here, and its public half goes out; the
-worker's sockets are on the node's own address, and let in the client alone.
+Its methods take and return only numbers and JSON text. The worker's key pair is made here, and only the public key
+leaves; the worker's sockets are bound to the node's own address and accept the client alone.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from onebox.wire.protocol.agents import SoftwareVersions
 from onebox.worker import WorkerConfig
 
 _DRIVER_S = 10.0
-"""How long the driver may take to say how much memory a GPU has."""
+"""Bound of the GPU driver's answer about memory."""
 
 
 class NodeReport(Struct, frozen=True, forbid_unknown_fields=True):
-    """A node, what is installed there, and the memory of the GPU that Ray has given to the actor.
+    """A node, its installed versions, and the memory of the GPU that Ray has assigned to the actor.
 
     Args:
         host: Its host's name.
         address: Its address.
         node: Ray's number for it.
         versions: What is installed.
-        gpu_bytes: 0 where it has no GPU, or nothing tells.
+        gpu_bytes: Memory of the GPU; 0 where there is none, or it is unknown.
     """
 
     host: str
@@ -49,8 +49,8 @@ class LaunchRequest(Struct, frozen=True, forbid_unknown_fields=True):
 
     Args:
         worker: Its number in the pool.
-        host: What its node is called there.
-        device: ``cpu``, or ``cuda:0`` for the one GPU that Ray lets this process see.
+        host: Name of its node in the pool.
+        device: ``cpu``, or ``cuda:0`` for the one GPU that Ray makes visible to this process.
         threads: Threads of its operators.
         client: The public key of its client.
         quota_bytes: The most bytes of its buffers; 0 for no limit.
@@ -65,7 +65,7 @@ class LaunchRequest(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Launched(Struct, frozen=True, forbid_unknown_fields=True):
-    """A worker that was started: the number of the start, its process and its public key."""
+    """A started worker: the number of the start, its process id and its public key."""
 
     launch: int
     process: int
@@ -73,7 +73,7 @@ class Launched(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WorkerExit(Struct, frozen=True, forbid_unknown_fields=True, tag="ended"):
-    """How a worker ended; or, for a start, what went wrong instead (without a status)."""
+    """The end of a worker; or, without a status, the error of a start."""
 
     message: str
     exit_status: int | None = None
@@ -88,14 +88,14 @@ class BoundPorts(Struct, frozen=True, forbid_unknown_fields=True, tag="bound"):
 
 
 class WorkerActor:
-    """The actor: owner of one worker's process. Its methods may run at the same time, but for :meth:`launch`."""
+    """The actor: owner of one worker's process. Its methods may run concurrently, except :meth:`launch`."""
 
     def __init__(self) -> None:
         self._process: WorkerProcess | None = None
         self._launch = 0
 
     def find(self) -> str:
-        """Return a :class:`NodeReport`."""
+        """Return a :class:`NodeReport` as JSON."""
         import ray
 
         node = ray.get_runtime_context().get_node_id()
@@ -104,8 +104,7 @@ class WorkerActor:
         )
 
     def launch(self, order_json: str) -> str:
-        """Start a worker by an :class:`LaunchRequest`, instead of the one before if there was one; return
-        :class:`Launched`."""
+        """Start a worker by an :class:`LaunchRequest`, in place of an earlier one; return :class:`Launched`."""
         import ray
 
         order = msgspec.json.decode(order_json, type=LaunchRequest)
@@ -139,7 +138,7 @@ class WorkerActor:
         return _text(BoundPorts(ports.commands, ports.beats))
 
     def watch(self, launch: int, patience_s: float) -> str:
-        """Wait for a worker's end for a while; return :class:`WorkerExit`, or nothing when it runs."""
+        """Wait for a worker's end for a while; return :class:`WorkerExit`, or an empty text while it runs."""
         process = self._of(launch)
         if process is None:
             return _text(_UNKNOWN)
@@ -165,9 +164,9 @@ _UNKNOWN = WorkerExit("its actor was started again, and its worker ended with th
 
 
 def _gpu_bytes() -> int:
-    """Return the memory of the one GPU that Ray lets this process see; 0 where there is none, or nothing tells.
+    """Return the memory of the one GPU that Ray makes visible to this process; 0 where there is none, or it is unknown.
 
-    The driver's own program is asked: CUDA itself would take some of that memory for this process.
+    By the driver's own program: CUDA itself would take some of that memory for this process.
     """
     which = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0]
     if not which:

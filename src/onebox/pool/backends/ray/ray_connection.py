@@ -1,4 +1,4 @@
-"""The connection of this process with a Ray cluster, which all its pools share; the client imports Ray here only."""
+"""The connection of this process to a Ray cluster, shared by all its pools. The client imports Ray here only."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ REACH_S = 5.0
 _LINE = 500
 
 _ATTEMPTS = 3
-"""How often a client from outside asks for its server: Ray's proxy gives up one that takes more than 30 s to start, as
-on a busy head; by then its libraries are in memory, and the next is there sooner."""
+"""Attempts of an outside client to get a server: Ray's proxy gives up on one that takes more than 30 s to start, as on
+a busy head; the next starts faster because the libraries are then in memory."""
 
 _LATE = ("Proxy failed to Connect to backend", "Starting Ray client server failed")
-"""What Ray's proxy says then, or of one that has not come up at all."""
+"""Messages of Ray's proxy in that case, or about a server that did not come up at all."""
 
 _log = logging.getLogger("onebox.pool")
 
@@ -50,7 +50,7 @@ def import_ray() -> Any:
 
 
 def connect(address: tuple[str, int] | None) -> Any:
-    """Connect to a cluster, or use the connection that this process has; every call wants a :func:`disconnect`.
+    """Connect to a cluster, or reuse the connection of this process; every call needs one :func:`disconnect`.
 
     Args:
         address: Host and port of its head; ``None`` for the cluster that this machine is a node of, or that
@@ -63,7 +63,7 @@ def connect(address: tuple[str, int] | None) -> Any:
         UsageError: Ray is not installed, or this process is connected to another cluster.
         PoolError: The cluster cannot be reached.
     """
-    global _pools, _mine  # noqa: PLW0603 (Ray's connection is one of the process, too)
+    global _pools, _mine  # noqa: PLW0603 (Ray's connection is process-wide, too)
     ray = import_ray()
     wanted = "auto" if address is None else f"ray://{_joined(*address)}"
     with _lock:
@@ -82,7 +82,7 @@ def connect(address: tuple[str, int] | None) -> Any:
 
 
 def disconnect() -> None:
-    """Take back one :func:`connect`; with the last, the connection ends if it was made there."""
+    """Undo one :func:`connect`; the last call closes the connection if it was made there."""
     global _pools, _mine  # noqa: PLW0603
     with _lock:
         _pools -= 1
@@ -96,12 +96,12 @@ def _joined(host: str, port: int) -> str:
 
 
 def _reach(address: tuple[str, int] | None) -> None:
-    """Find out quickly whether anybody listens: Ray itself tries for minutes."""
+    """Check quickly that something listens: Ray itself tries for minutes."""
     hint = "let this machine reach its port for clients (10001 unless --ray-client-server-port says otherwise)"
     if address is None:
         named = os.environ.get("RAY_ADDRESS", "")
         host, _, port = named.removeprefix("ray://").partition("/")[0].rpartition(":")
-        if not host or not port.isdecimal():  # Ray finds its own processes on this machine, or says that there are none
+        if not host or not port.isdecimal():  # Ray finds its own processes here, or reports that there are none
             return
         address, hint = (host.strip("[]"), int(port)), f"name another one in RAY_ADDRESS, which is {named}"
     try:
@@ -114,15 +114,15 @@ def _reach(address: tuple[str, int] | None) -> None:
 
 
 def _initialize(ray: Any, address: str) -> None:
-    quiet = {"log_to_driver": False} if address == "auto" else {}  # a client would be told that it is handed on
+    quiet = {"log_to_driver": False} if address == "auto" else {}  # a client would get a warning
     with _own_signals():
         for left in reversed(range(_ATTEMPTS)):
             try:
                 ray.init(address=address, configure_logging=False, **quiet)
                 return
-            except Exception as error:  # of many types, builtin ones among them
+            except Exception as error:  # of many types, including builtin ones
                 with contextlib.suppress(Exception):
-                    ray.shutdown()  # else the next attempt of this process goes the same way, whatever the address
+                    ray.shutdown()  # else the next attempt of this process goes to the same address
                 late = any(words in str(error) for words in _LATE)
                 if not late or not left:
                     where = "this machine" if address == "auto" else address
@@ -133,7 +133,7 @@ def _initialize(ray: Any, address: str) -> None:
 
 
 def _hint(late: bool) -> str:
-    """Say what to do about a cluster that cannot be reached."""
+    """Return advice about a cluster that cannot be reached."""
     if late:
         return (
             "its head starts a server for each client from outside, and did not in time: start the head with "
@@ -148,7 +148,7 @@ def _hint(late: bool) -> str:
 
 @contextlib.contextmanager
 def _own_signals() -> Iterator[None]:
-    """Leave SIGTERM to whoever has it: Ray takes it for itself."""
+    """Restore the SIGTERM handler, which Ray replaces."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -173,10 +173,10 @@ def nodes(ray: Any) -> list[RayNode]:
 
 
 def _labelled(node: dict[str, Any]) -> int:
-    """Return the memory of a node's GPUs that its label tells, or 0.
+    """Return the GPU memory that a node's label states, or 0.
 
     Raises:
-        UsageError: The label is no size.
+        UsageError: The label is not a size.
     """
     text = (node.get("Labels") or {}).get(GPU_MEMORY)
     where = f"the label {GPU_MEMORY} of the Ray node {node['NodeManagerAddress']}"
@@ -184,7 +184,7 @@ def _labelled(node: dict[str, Any]) -> int:
 
 
 def error_summary(error: BaseException) -> str:
-    """Say in a line what an error of Ray's is about: its first line and, of a traceback, the last."""
+    """Summarise an error of Ray in a line: its first line and, of a traceback, the last."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     ends = dict.fromkeys(line[:_LINE] for line in (lines[:1] + lines[-1:] if "Traceback" in str(error) else lines[:1]))
     return f"{type(error).__name__}: {' … '.join(ends)}"

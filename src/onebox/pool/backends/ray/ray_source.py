@@ -1,7 +1,7 @@
-"""Devices of a Ray cluster: Ray finds room, starts and watches; what workers are told and compute goes past it.
+"""Devices of a Ray cluster: Ray allocates, starts and monitors; instructions and tensors bypass it.
 
-For each device there is an actor in one placement group, and the worker is the actor's child. The instructions go
-over onebox's own channel, from this process to each node's address; tensors go from worker to worker.
+Each device has an actor in one placement group, and the worker is the actor's child process. The instructions go over
+onebox's own channel, from this process to each node's address; tensors go from worker to worker.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from onebox.pool.errors import WorkerLocation
 from onebox.pool.launch.worker_process import START_S
 
 RESTARTS = -1
-"""Ray starts an actor again as often as it fails, on another node where its own is gone. It then has no worker, and
-waits, with its share of the placement group, until it is told to start one."""
+"""Ray restarts a failed actor without limit, on another node where its own is gone. A restarted actor has no worker: it
+waits, with its share of the placement group, for a launch request."""
 
 ROOM_S = 30.0
-"""How long the cluster may take to find room on another node for the actor of one that it knows to be dead."""
+"""How long the cluster may take to find room on another node for the actor of a node that it knows to be dead."""
 
 _AGAIN_S = 0.25
 
 _LOOK_S = 5.0
-"""How often it is looked whether an actor that does not answer has room at all."""
+"""Interval of the checks whether an actor that does not answer has been scheduled at all."""
 
 _CALLS = 4
-"""How many methods of an actor may run at the same time: a start, a question after the worker, and room."""
+"""Concurrent methods of an actor: a start, a poll of the worker, and two in reserve."""
 
 
 class RaySource:
@@ -77,7 +77,7 @@ class RaySource:
         """Start the workers; see :class:`~onebox.pool.backends.base.WorkerSource`.
 
         Raises:
-            PoolError: The cluster cannot be reached, has no room in time, or lacks onebox or has another version.
+            PoolError: The cluster cannot be reached, has no room in time, lacks onebox or runs another version of it.
             UsageError: Ray is not installed here, or the cluster has no such devices.
         """
         self._first = first
@@ -90,11 +90,11 @@ class RaySource:
             raise
 
     def replace(self, number: int, client_key: str) -> tuple[WorkerHandle, str] | None:
-        """Start a worker in the place of one that has ended, where Ray has put its actor by now.
+        """Start a worker in the place of one that has ended, on the node to which Ray has moved its actor.
 
         Raises:
-            PoolError: There is no room for its actor within ``ROOM_S``, or it is not there again in time: its node is
-                out of reach.
+            PoolError: There is no room for its actor within ``ROOM_S``, or the actor is not restarted in time because
+                its node is out of reach.
         """
         if self._ray is None or not self._first <= number < self._first + len(self._actors):
             return None
@@ -102,10 +102,10 @@ class RaySource:
         return one
 
     def connected(self) -> None:
-        """Nothing is to be done."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """End the actors, give back what was reserved, and the connection with the cluster. Idempotent."""
+        """End the actors, free the reservation and disconnect from the cluster. Idempotent."""
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
@@ -115,10 +115,10 @@ class RaySource:
         self._give_back(ray)
         ray_connection.disconnect()
 
-    # ---- room
+    # ---- placement
 
     def _settle(self) -> None:
-        """Find room, with an actor for each worker; GPUs that turn out to be too small are given back for others."""
+        """Reserve room, with an actor for each worker; GPUs that turn out to be too small are exchanged for others."""
         while True:
             self._reserve()
             self._actors = [self._new_actor(number) for number in range(len(self._bundles))]
@@ -128,7 +128,7 @@ class RaySource:
             small = {node.node: node.gpu_bytes for number, node in self._nodes.items() if self._too_small(number)}
             if not small:
                 return
-            self._small |= small  # one node more each time, so that this ends
+            self._small |= small  # at least one node more each time, so that this ends
             self._give_back(self._ray)
 
     def _too_small(self, number: int) -> bool:
@@ -136,7 +136,7 @@ class RaySource:
         return gpu and 0 < self._nodes[number].gpu_bytes < self._request.memory_bytes
 
     def _give_back(self, ray: Any) -> None:
-        """End the actors, and free what was reserved."""
+        """End the actors, and free the reservation."""
         for actor in self._actors:
             with contextlib.suppress(Exception):  # the cluster may be gone
                 ray.kill(actor, no_restart=True)
@@ -147,7 +147,7 @@ class RaySource:
             self._group = None
 
     def _reserve(self) -> None:
-        """Make the placement group, and wait until the cluster has room for it."""
+        """Create the placement group, and wait until the cluster has room for it."""
         found = [
             dataclasses.replace(node, gpu_bytes=self._small.get(node.id, node.gpu_bytes))
             for node in ray_connection.nodes(self._ray)
@@ -205,7 +205,7 @@ class RaySource:
         return list(zip(members, (one.key for one in launched.values()), strict=True))
 
     def _find(self, which: Sequence[int], end_s: float) -> None:
-        """Ask actors where they are."""
+        """Query the actors' nodes."""
         for number, text in self._gather(which, lambda number: self._actors[number].find.remote(), end_s).items():
             self._nodes[number] = msgspec.json.decode(text, type=NodeReport)
             self._check(number)
@@ -221,15 +221,15 @@ class RaySource:
         return msgspec.json.encode(order).decode()
 
     def _gather(self, which: Sequence[int], ask: Callable[[int], Any], end_s: float) -> dict[int, str]:
-        """Ask actors, all at once, and return what they answered."""
+        """Call all actors at once, and return their answers."""
         asked = {number: ask(number) for number in which}
         return {number: self._answer(number, asked[number], ask, end_s) for number in which}
 
     def _answer(self, number: int, asked: Any, ask: Callable[[int], Any], end_s: float) -> str:
-        """Return what an actor answered; ask again while Ray is starting it again.
+        """Return an actor's answer; call again while Ray restarts it.
 
         Raises:
-            PoolError: It did not answer in time, or could not.
+            PoolError: It did not, or could not, answer in time.
         """
         named = f"the actor of worker {self._first + number}"
         while True:
@@ -256,10 +256,10 @@ class RaySource:
                 asked = ask(number)
 
     def _require_room(self, named: str, limit_s: float) -> None:
-        """Wait until the cluster has room for each actor; it has at once while it knows of no dead node among theirs.
+        """Wait until the cluster has room for each actor; no wait while none of their nodes is known to be dead.
 
         Raises:
-            PoolError: It has none in time, or is out of reach.
+            PoolError: There is no room in time, or the cluster is out of reach.
         """
         try:
             if self._group.wait(limit_s):
@@ -272,7 +272,7 @@ class RaySource:
         raise PoolError(f"the Ray cluster found no room for {named} within {limit_s:.0f} s; it has: {has}")
 
     def _check(self, number: int) -> None:
-        """Refuse a node with other versions, or one whose PyTorch cannot use the GPU that Ray gave."""
+        """Reject a node with other versions, or one whose PyTorch cannot use the GPU that Ray assigned."""
         node = self._nodes[number]
         if self._bundles[number].kind == "cuda" and node.versions.torch.endswith("+cpu"):
             raise PoolError(

@@ -1,4 +1,5 @@
-"""What a pool on a Ray cluster is asked for, and what that is in Ray's terms. Pure: the nodes are an argument."""
+"""The specification of a pool on a Ray cluster, and its translation to Ray's resources. Pure: the nodes are an
+argument."""
 
 from __future__ import annotations
 
@@ -12,19 +13,19 @@ from onebox.errors import UsageError
 from onebox.sizes import parse_size
 
 RAY_PORT = 10001
-"""Where the head of a Ray cluster listens for clients from outside, unless it is told otherwise."""
+"""Default port of a Ray cluster's head for clients from outside."""
 
 WAIT_S = 60.0
-"""How long to wait for the cluster to have room, unless the specification says otherwise."""
+"""Default wait for the cluster to have room."""
 
 _A_LITTLE = 0.001
-"""The share of a resource that stands for a property of its node (its GPUs' type, its address), as Ray has it."""
+"""The share of a resource that marks a property of its node (GPU type, address), as Ray does it."""
 
 GPU_MEMORY = "onebox-gpu-memory"
 """A label that nodes may be started with, such as ``80GiB``: the memory of each of their GPUs."""
 
 _NODE = "ray.io/node-id"
-"""Ray's own label of a node."""
+"""Ray's own node label."""
 
 _GRAMMAR = (
     "'ray' or 'ray://HOST:PORT', then, each behind a slash: devices ('cuda', 'cuda*4', 'cpu*2', 'cuda*4+cpu*2'), "
@@ -39,17 +40,16 @@ _TYPE = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 @dataclass(frozen=True, kw_only=True)
 class RayRequest:
-    """What a pool is asked for.
+    """A parsed request for devices of a Ray cluster.
 
     Args:
-        spec: As it was written, for messages.
+        spec: The specification as written, for messages.
         address: Host and port of the cluster's head; ``None`` for the cluster that this machine is a node of.
         devices: Kinds and numbers of devices; ``None`` for all of the kind. With none at all, all GPUs of the cluster
             or, where it has none, a CPU worker on every node.
         strategy: Whether the devices are to be spread over the nodes, or packed onto few.
-        gpu_type: Product name of the GPUs as Ray calls it, such as ``A100``.
-        memory_bytes: Memory that each device is to have at least, which is also the most that its buffers may take;
-            0 for no limit.
+        gpu_type: Ray's name of the GPUs' product, such as ``A100``.
+        memory_bytes: Least memory of each device, and limit of its buffers; 0 for no limit.
         threads: Threads of each worker.
         wait_s: How long to wait for room.
     """
@@ -66,22 +66,22 @@ class RayRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class RayNode:
-    """A node of the cluster, with what it has in all, taken or not."""
+    """A node of the cluster, with its total resources, used or not."""
 
     id: str
     host: str
     address: str
     resources: Mapping[str, float]
     gpu_bytes: int = 0
-    """Memory of each of its GPUs; 0 where nothing tells."""
+    """Memory of each of its GPUs; 0 where unknown."""
 
     @property
     def cores(self) -> int:
-        """Whole cores."""
+        """Number of whole cores."""
         return int(self.resources.get("CPU", 0))
 
     def gpus(self, request: RayRequest) -> int:
-        """Return how many GPUs it has of the type and the memory that are asked for, as far as is known."""
+        """Return the number of its GPUs of the requested type and memory, as far as known."""
         right = request.gpu_type is None or f"accelerator_type:{request.gpu_type}" in self.resources
         small = 0 < self.gpu_bytes < request.memory_bytes
         return int(self.resources.get("GPU", 0)) if right and not small else 0
@@ -89,7 +89,7 @@ class RayNode:
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """One worker to start, and what is reserved for it, by Ray's names."""
+    """One worker to start, and the resources reserved for it, by Ray's names."""
 
     kind: Literal["cuda", "cpu"]
     threads: int
@@ -97,7 +97,7 @@ class Bundle:
 
 
 def is_ray(spec: str) -> bool:
-    """Tell whether a specification is of a pool on a Ray cluster."""
+    """Return whether a specification is of a pool on a Ray cluster."""
     return spec == "ray" or spec.startswith(("ray/", "ray:"))
 
 
@@ -110,7 +110,7 @@ def parse_ray(spec: str, *, threads: int | None = None, memory_bytes: int | None
         memory_bytes: The most bytes of each worker's buffers, likewise.
 
     Raises:
-        UsageError: It is not understood, or says something twice.
+        UsageError: It is invalid, or sets an option twice.
     """
     rest, address = spec.removeprefix("ray"), None
     if rest.startswith("://"):
@@ -177,14 +177,14 @@ def _number(name: str, text: str, spec: str, least: int, most: int) -> int:
     return int(text)
 
 
-# ---- what to ask Ray for
+# ---- the request to Ray
 
 
 def bundles(request: RayRequest, nodes: Sequence[RayNode]) -> list[Bundle]:
     """Return the workers to start, in the pool's order.
 
     Args:
-        request: What is asked for.
+        request: The request.
         nodes: The cluster's living nodes.
 
     Raises:
@@ -214,13 +214,13 @@ def _bundle(request: RayRequest, kind: Literal["cuda", "cpu"], threads: int) -> 
         resources["GPU"] = 1
         if request.gpu_type:
             resources[f"accelerator_type:{request.gpu_type}"] = _A_LITTLE
-    elif request.memory_bytes:  # of the host, which Ray counts; that of GPUs it does not
+    elif request.memory_bytes:  # memory of the host, which Ray counts; that of GPUs it does not
         resources["memory"] = request.memory_bytes
     return Bundle(kind=kind, threads=threads, resources=resources)
 
 
 def selectors(wanted: Sequence[Bundle], request: RayRequest, nodes: Sequence[RayNode]) -> list[dict[str, str]] | None:
-    """Return which nodes each bundle may be on, by Ray's labels: not those whose GPUs are known to be too small.
+    """Return the nodes that each bundle may be on, by Ray's labels: not those whose GPUs are known to be too small.
 
     Returns:
         A selector for each bundle; None where all may be anywhere.
@@ -256,7 +256,7 @@ def _threads(request: RayRequest, kind: str, wanted: int, nodes: Sequence[RayNod
 
 
 def fair_threads(cores: Sequence[int], workers: int) -> int:
-    """Return the most threads that each worker can have so that all find room on nodes with so many cores.
+    """Return the most threads per worker with which all fit on nodes with so many cores.
 
     At least 1, even where there is no room.
     """
@@ -264,17 +264,17 @@ def fair_threads(cores: Sequence[int], workers: int) -> int:
     return next(fitting, 1)
 
 
-# ---- for a person
+# ---- text for people
 
 
 def describe_bundles(wanted: Sequence[Bundle]) -> str:
-    """Say what is asked for, such as ``4 x (1 CPU, 1 GPU)``."""
+    """Describe a request, such as ``4 x (1 CPU, 1 GPU)``."""
     counts = Counter(_resources(bundle.resources) for bundle in wanted)
     return " and ".join(f"{count} x ({text})" for text, count in counts.items())
 
 
 def describe_nodes(nodes: Sequence[RayNode]) -> str:
-    """Say what a cluster has."""
+    """Describe the nodes of a cluster."""
     each = "; ".join(f"{node.host} ({node.address}): {_resources(node.resources)}{_of_gpus(node)}" for node in nodes)
     return f"{len(nodes)} node{'s' * (len(nodes) != 1)}{', ' + each if nodes else ''}"
 
@@ -284,12 +284,12 @@ def _of_gpus(node: RayNode) -> str:
 
 
 def describe_free(resources: Mapping[str, float]) -> str:
-    """Say what nobody has taken."""
+    """Describe the free resources."""
     return _resources(resources) or "nothing"
 
 
 def _resources(resources: Mapping[str, float]) -> str:
-    """Say what resources are, but for those that everybody has or nobody knows."""
+    """Describe resources, without those that every node has or that are Ray's internals."""
     texts = []
     for name, amount in sorted(resources.items()):
         if name.startswith("accelerator_type:"):
@@ -304,7 +304,7 @@ def _resources(resources: Mapping[str, float]) -> str:
 
 
 def host_names(nodes: Sequence[tuple[str, str]]) -> list[str]:
-    """Return a name for each worker's host, by which two are the same only if their nodes are.
+    """Return a name for each worker's host; two are equal only if their nodes are the same.
 
     Args:
         nodes: Host name and address of each worker's node.

@@ -1,4 +1,4 @@
-"""Workers on a Ray cluster as the client sees them, and the thread that asks after them."""
+"""The client's handles of workers on a Ray cluster, and the thread that polls their actors."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from onebox.pool.liveness import Liveness
 from onebox.worker import Ports
 
 ASK_S = 0.5
-"""How long an actor waits for news of its worker before it answers that there is none."""
+"""How long an actor waits for an event of its worker before it answers that there is none."""
 
 _TICK_S = 0.25
 _LATE_S = 10.0
-"""How much longer than the worker's own bound the answer about its start may take."""
+"""Allowance beyond the worker's own bound for the answer about its start."""
 
 _answers = msgspec.json.Decoder(BoundPorts | WorkerExit)
 _ends = msgspec.json.Decoder(WorkerExit)
@@ -34,10 +34,10 @@ class RayWorker:
 
     Args:
         ray: The package.
-        actor: Handle of its actor, which stays when the worker has ended.
-        place: Where it is.
+        actor: Handle of its actor, which outlives the worker.
+        place: Its location.
         node: Its node.
-        launched: What the actor said of its start.
+        launched: The actor's report of its start.
     """
 
     def __init__(self, ray: Any, actor: Any, place: WorkerLocation, node: NodeReport, launched: Launched) -> None:
@@ -59,7 +59,7 @@ class RayWorker:
         """Wait until the worker has bound its sockets.
 
         Raises:
-            WorkerDied: It ended instead, or its node did.
+            WorkerDied: It, or its node, ended instead.
             PoolError: It took too long.
         """
         try:
@@ -73,11 +73,11 @@ class RayWorker:
         raise self._as_error(answer)
 
     def death(self) -> WorkerDied:
-        """Return the error that tells of the end of the worker."""
+        """Return the error that describes the worker's end."""
         return self._error or self._gone("nothing is known of how")
 
     def close(self, *, grace_s: float) -> None:
-        """End the worker: wait for its own end for a while, then let its actor kill it. Idempotent."""
+        """End the worker: wait a while for it to end by itself, then have its actor kill it. Idempotent."""
         with self._lock:
             if self.closed:
                 return
@@ -88,14 +88,14 @@ class RayWorker:
         with contextlib.suppress(Exception):  # of many types; it may be gone, and the cluster, too
             self._actor.end.remote(self._launch)
 
-    # ---- for the watch
+    # ---- called by the monitor
 
     def ask(self) -> Any:
-        """Ask the actor after its worker; return Ray's reference to the answer."""
+        """Poll the actor for its worker; return Ray's reference to the answer."""
         return self._actor.watch.remote(self._launch, ASK_S)
 
     def heard(self, reference: Any) -> bool | None:
-        """Take an answer that has come.
+        """Process an answer of the actor.
 
         Returns:
             Whether the worker runs; ``None`` where the actor is out of reach, perhaps for a moment only.
@@ -112,7 +112,7 @@ class RayWorker:
         return not answer
 
     def lost(self, error: WorkerDied | None, why: str = "") -> None:
-        """Take the news of the worker's end."""
+        """Mark the worker as ended."""
         with self._lock:
             if not self._ended.is_set():
                 self._error = error or self._gone(why)
@@ -141,7 +141,7 @@ class RayWorker:
 
 
 class ActorMonitor:
-    """The thread that asks the actors after their workers, all the time, and notices who does not answer."""
+    """The thread that continuously polls the actors for their workers, and notices those that do not answer."""
 
     def __init__(self, ray: Any) -> None:
         self._ray = ray
@@ -155,7 +155,7 @@ class ActorMonitor:
         self._thread = threading.Thread(target=self._run, name="onebox-ray", daemon=True)
 
     def add(self, members: list[RayWorker]) -> None:
-        """Watch some more workers; with the first the thread starts."""
+        """Monitor some more workers; the first call starts the thread."""
         with self._lock:
             self._new += members
         if self._thread.ident is None:
@@ -190,7 +190,7 @@ class ActorMonitor:
             self._doubtful.discard(member)
             if runs:
                 self._ask(member)
-            elif runs is None:  # and that was no sign of life
+            elif runs is None:  # no heartbeat
                 self._doubtful.add(member)
                 self._asked[member.ask()] = member
                 self._stopping.wait(_TICK_S)
