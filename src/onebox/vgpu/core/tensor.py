@@ -99,11 +99,12 @@ class VirtualTensor(Tensor):
             raise RuntimeError(
                 "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at present"
             )
-        made = self.detach().clone().requires_grad_(self.requires_grad)
-        memo[id(self)] = made
+        copied = self.detach().clone()
         if getattr(self, "_is_param", False):  # of a parameter only this is copied, as in PyTorch: no gradient
-            made._is_param = True
-            return made
+            memo[id(self)] = parameter = torch.nn.Parameter(copied, self.requires_grad)
+            return parameter
+        made = copied.requires_grad_(self.requires_grad)
+        memo[id(self)] = made
         own = {key: value for key, value in self.__dict__.items() if key not in ("_handle", "_metadata")}
         made.__dict__.update(copy.deepcopy(own, memo))
         if self.grad is not None:
@@ -126,8 +127,12 @@ class VirtualTensor(Tensor):
                 "move the module that holds it with .to(), or make a new tensor"
             )
         _data.__set__(self, new)
-        self._handle = new._handle
-        self._metadata = new._metadata
+        self._bind(new._handle, new._metadata)
+
+    def _bind(self, handle: Handle, metadata: Metadata) -> None:
+        """Set the buffer and the layout."""
+        self._handle = handle
+        self._metadata = metadata
 
 
 _data: Any = torch._C.TensorBase.data
@@ -144,8 +149,7 @@ def wrap(handle: Handle, metadata: Metadata) -> VirtualTensor:
         dtype=metadata.dtype,
         device=handle.stream.device,
     )
-    made._handle = handle
-    made._metadata = metadata
+    made._bind(handle, metadata)
     if not metadata.plain:
         metadata.mark(made)
     return made
@@ -170,4 +174,9 @@ def wrap_view(base: Tensor, handle: Handle, metadata: Metadata) -> VirtualTensor
 def relay(tensor: VirtualTensor, metadata: Metadata) -> None:
     """Set the layout of a tensor, as after ``resize_`` or ``t_``."""
     _data.__set__(tensor, wrap(tensor._handle, metadata))
-    tensor._metadata = metadata
+    tensor._bind(tensor._handle, metadata)
+
+
+def rebind(tensor: VirtualTensor, other: VirtualTensor) -> None:
+    """Let a tensor have the buffer of another one from now on, with its own layout."""
+    tensor._bind(other._handle, tensor._metadata)

@@ -83,8 +83,8 @@ _OF_ONE = (
 """Likewise, with a device argument."""
 
 _OWN: dict[str, Any] = {
-    "Event": streams.Event,
-    "Stream": streams.Stream,
+    "Event": streams.CudaEvent,
+    "Stream": streams.CudaStream,
     "StreamContext": streams.StreamContext,
     "_exchange_device": device_module.exchange_device,
     "_get_generator": functions.default_generator,

@@ -11,7 +11,7 @@ from torch import Tensor
 from onebox.errors import OperatorError
 from onebox.vgpu.core.handle import Handle
 from onebox.vgpu.core.metadata import dense, dense_order
-from onebox.vgpu.core.tensor import VirtualTensor, relay, wrap, wrap_view
+from onebox.vgpu.core.tensor import VirtualTensor, rebind, wrap, wrap_view
 from onebox.vgpu.dispatch.dispatch import dispatch, launch
 from onebox.vgpu.dispatch.registry import special
 from onebox.vgpu.dispatch.synchronous import raise_plain
@@ -236,7 +236,7 @@ def _relooked(func: Any) -> None:
         tensor = args[0]
         if isinstance(tensor, VirtualTensor):
             own = run_plainly(aten.alias.default, (tensor,), {})
-            tensor._handle = own._handle
+            rebind(tensor, own)
         return run_plainly(func, args, kwargs)
 
     special(func)(run)
@@ -248,4 +248,4 @@ for _name in ("t_", "transpose_", "squeeze_", "unsqueeze_", "as_strided_", "swap
         if torch.Tag.inplace_view in getattr(_packet, _overload).tags:
             _relooked(getattr(_packet, _overload))
 
-__all__ = ["download", "relay", "transfer", "transfer_all", "upload"]
+__all__ = ["download", "run_plainly", "transfer", "transfer_all", "upload"]
