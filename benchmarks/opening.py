@@ -25,7 +25,7 @@ from common import finish, show, spread
 
 from onebox.pool import open_pool
 from onebox.pool.backends import local
-from onebox.pool.launch.fork_servers import OWN, ForkServers
+from onebox.pool.launch.fork_server import OWN, ForkServers
 
 SIDES = ("from nothing", "first, by a nursery", "by a nursery")
 

@@ -24,10 +24,9 @@ from onebox.errors import WorkerDied
 from onebox.pool import open_pool
 from onebox.pool.backends import local as local_module
 from onebox.pool.errors import WorkerLocation
+from onebox.pool.launch import fork_server as fork_server_module
 from onebox.pool.launch import fork_server as nursery_module
-from onebox.pool.launch import fork_servers as nurseries_module
-from onebox.pool.launch.fork_server import ForkedProcess, ForkServerEnded, ForkServerProcess
-from onebox.pool.launch.fork_servers import ForkServers, inheritance
+from onebox.pool.launch.fork_server import ForkedProcess, ForkServerEnded, ForkServerProcess, ForkServers, inheritance
 from onebox.pool.launch.worker_process import WorkerProcess, worker_environment
 from onebox.pool.launch.worker_user import WorkerUser, worker_user
 from onebox.wire import new_keys
@@ -268,7 +267,7 @@ def inheritance_with(mask: int, environment: dict[str, str]) -> tuple[object, ..
 def test_more_environments_than_are_kept_get_processes_of_their_own(
     monkeypatch: pytest.MonkeyPatch, words: IO[bytes]
 ) -> None:
-    monkeypatch.setattr(nurseries_module, "MOST", 0)
+    monkeypatch.setattr(fork_server_module, "MOST", 0)
     assert ForkServers().spawn_worker(worker_environment(1), words) is None
 
 

@@ -9,7 +9,7 @@ from onebox.pool.backends.base import WorkerHandle, end_all
 from onebox.pool.discovery import DeviceRequest
 from onebox.pool.errors import WorkerLocation
 from onebox.pool.launch.cpu_affinity import CoreAllocator
-from onebox.pool.launch.fork_servers import OWN
+from onebox.pool.launch.fork_server import OWN
 from onebox.pool.launch.worker_process import SocketFolder, WorkerProcess
 from onebox.wire import new_keys
 from onebox.worker import Fault, WorkerConfig

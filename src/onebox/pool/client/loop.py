@@ -10,8 +10,10 @@ import math
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, TypeVar
 
 import zmq
@@ -21,7 +23,6 @@ from onebox.pool.backends.base import HostedWorker, WorkerHandle
 from onebox.pool.client.connection import WorkerConnection, WorkerReply
 from onebox.pool.client.delay_queue import DelayQueue
 from onebox.pool.client.group_services import GroupNotice, GroupServices
-from onebox.pool.client.loop_calls import LoopCalls, call_result
 from onebox.pool.client.pending import PendingReplies
 from onebox.pool.errors import AFTERWARDS, fail
 from onebox.pool.liveness import Liveness
@@ -36,9 +37,6 @@ _JOIN_S = 10.0
 
 _CIPHER_THREADS = 4
 """Limit of ZeroMQ's I/O threads, one of which encrypts about 1 GB/s: enough for a network of 25 Gbit/s."""
-
-
-__all__ = ["ClientLoop", "WorkerReply"]
 
 
 class ClientLoop:
@@ -398,3 +396,40 @@ class ClientLoop:
         self._liveness.forget(line.place.worker)
         fail(line.hello, error)
         self._pending.lose(line.place.worker, error)
+
+
+class LoopCalls:
+    """A queue of calls that other threads run in the loop's thread, because it alone may touch the sockets."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[Callable[[zmq.Poller], Any], Future[Any]]] = deque()
+
+    def add(self, action: Callable[[zmq.Poller], _T]) -> Future[_T]:
+        """Add a call; the future holds its result or error."""
+        done: Future[_T] = Future()
+        self._waiting.append((action, done))
+        return done
+
+    def run(self, poller: zmq.Poller) -> None:
+        """Run all queued calls; called by the thread that owns the queue."""
+        while self._waiting:
+            action, done = self._waiting.popleft()
+            try:
+                done.set_result(action(poller))
+            except Exception as error:
+                done.set_exception(error)
+
+
+def call_result(done: Future[_T], timeout_s: float) -> _T:
+    """Wait for a call and return its result.
+
+    Raises:
+        PoolError: The call did not finish in time.
+    """
+    try:
+        return done.result(timeout_s)
+    except FutureTimeout:
+        raise PoolError(f"the client's own thread did not answer within {timeout_s:.0f} s") from None
+
+
+__all__ = ["ClientLoop", "WorkerReply"]
