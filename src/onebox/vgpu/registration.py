@@ -114,8 +114,8 @@ def _let_graphs_record() -> None:
 def _after_step(*_: Any) -> None:
     """Flush a step's operators: equal boundaries in each step give equal batches."""
     if context.device_count():
-        for stream in context.current_context().streams:
-            stream.flush()
+        for queue in context.current_context().queues:
+            queue.flush()
 
 
 __all__ = ["copies", "histogram", "host_arguments", "install", "padded_batches", "recurrent_cells", "sync_batchnorm"]

@@ -15,22 +15,22 @@ class Handle:
     """The number of a buffer on a worker; the buffer is freed with it.
 
     Args:
-        stream: Command queue of the device.
+        queue: Command queue of the device.
         number: The buffer.
     """
 
-    __slots__ = ("_storage", "number", "stream")
+    __slots__ = ("_storage", "number", "queue")
 
     _storage: VirtualStorage  # set on first use
 
     @shielded
-    def __init__(self, stream: CommandQueue, number: int) -> None:
-        self.stream = stream
+    def __init__(self, queue: CommandQueue, number: int) -> None:
+        self.queue = queue
         self.number = number
 
     @shielded
     def __del__(self) -> None:
-        self.stream.dead.append(self.number)  # by any thread that collects it; the next record processes it
+        self.queue.dead.append(self.number)  # by any thread that collects it; the next record processes it
 
     def storage(self, size_bytes: int) -> VirtualStorage:
         """Return the storage of the buffer: the same one until the buffer has another size.
@@ -41,5 +41,5 @@ class Handle:
         with _lock:
             known = getattr(self, "_storage", None)
             if known is None or known.nbytes() != size_bytes:
-                known = self._storage = new_storage(size_bytes, self.stream.device)
+                known = self._storage = new_storage(size_bytes, self.queue.device)
         return known

@@ -147,7 +147,7 @@ def wrap(handle: Handle, metadata: Metadata) -> VirtualTensor:
         metadata.strides,
         metadata.offset,
         dtype=metadata.dtype,
-        device=handle.stream.device,
+        device=handle.queue.device,
     )
     made._bind(handle, metadata)
     if not metadata.plain:

@@ -113,17 +113,17 @@ class DefaultGenerator(VirtualGenerator):
 
     def manual_seed(self, seed: int) -> Any:
         """Seed the generator."""
-        with device_module.device(self.stream.worker):
+        with device_module.device(self.queue.worker):
             device_module.manual_seed(seed)
         return self
 
     def initial_seed(self) -> int:
         """Return the seed."""
-        with device_module.device(self.stream.worker):
+        with device_module.device(self.queue.worker):
             return device_module.initial_seed()
 
-    def _begin(self, stream: CommandQueue) -> None:
-        self.stream, self.number = stream, 0
+    def _begin(self, queue: CommandQueue) -> None:
+        self.queue, self.number = queue, 0
         self._sign = secrets.randbits(63)
         torch._C.Generator.manual_seed(self, self._sign)
         sources[self._sign] = self.number

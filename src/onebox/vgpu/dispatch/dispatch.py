@@ -43,14 +43,14 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) ->
     floats: list[float] = []
     if not _scan(args, key, tensors, floats) or (kwargs and not _scan_named(kwargs, key, tensors, floats)):
         return run_mixed(func, args, kwargs or {})
-    stream = tensors[0]._handle.stream
-    if kwargs and kwargs.get("device") not in (None, stream.device) and not _is_here(kwargs["device"], stream):
+    queue = tensors[0]._handle.queue
+    if kwargs and kwargs.get("device") not in (None, queue.device) and not _is_here(kwargs["device"], queue):
         return _decompose(func, args, kwargs) if _is_composite(func) else _elsewhere(func, args, kwargs)
-    return run(stream, func, args, kwargs, key, tensors, floats)
+    return run(queue, func, args, kwargs, key, tensors, floats)
 
 
 def run(
-    stream: CommandQueue,
+    queue: CommandQueue,
     func: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None,
@@ -61,7 +61,7 @@ def run(
     """Run an operator on the device of a command queue.
 
     Args:
-        stream: The command queue.
+        queue: The command queue.
         func: The overload.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
@@ -72,39 +72,39 @@ def run(
     numbers = []
     for tensor in tensors:
         handle = tensor._handle
-        if handle.stream is not stream:
+        if handle.queue is not queue:
             for each in tensors:
-                context_of(each._handle.stream)  # raises an error if its pool is closed
+                context_of(each._handle.queue)  # raises an error if its pool is closed
             raise mixed_devices(tensors)
         numbers.append(handle.number)
     if floats and func in SHAPED_BY_FLOATS:
         key += map(repr, floats)
         floats = []
-    found = stream.recipes.get(tuple(key))
+    found = queue.cached_ops.get(tuple(key))
     if found is None:
         if _is_composite(func):
             return _decompose(func, args, kwargs or {})
         try:
             found = infer_op(func, args, kwargs or {})
         except UnknownResult:
-            result = run_synchronously(stream, func, args, kwargs or {}, tensors, floats)
+            result = run_synchronously(queue, func, args, kwargs or {}, tensors, floats)
             found = learn_op(func, args, kwargs or {}, result)
             if found is not None:
-                stream.remember(tuple(key), found)
+                queue.remember(tuple(key), found)
             return result
         except WireError as error:
             raise NotImplementedError(str(error)) from None
-        stream.remember(tuple(key), found)
+        queue.remember(tuple(key), found)
     try:
-        first = stream.record(found, numbers, floats)
+        first = queue.record(found, numbers, floats)
     except OperatorError as error:  # from a synchronous queue
         raise_plain(error, str(func))
     only = found.only
     if only is not None:
         if found.viewed >= 0:
-            return wrap_view(tensors[found.viewed], Handle(stream, first), only)
-        return wrap(Handle(stream, first), only)
-    return _returned(stream, found, tensors, first)
+            return wrap_view(tensors[found.viewed], Handle(queue, first), only)
+        return wrap(Handle(queue, first), only)
+    return _returned(queue, found, tensors, first)
 
 
 def _is_composite(func: Any) -> bool:
@@ -127,7 +127,7 @@ def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return specials[func](args, kwargs)
 
 
-def _returned(stream: CommandQueue, found: CachedOp, tensors: list[VirtualTensor], first: int) -> Any:
+def _returned(queue: CommandQueue, found: CachedOp, tensors: list[VirtualTensor], first: int) -> Any:
     """Return the results of an operator that returns more than one new tensor."""
     for position, metadata in found.changes:
         if tensors[position]._metadata is not metadata:
@@ -139,7 +139,7 @@ def _returned(stream: CommandQueue, found: CachedOp, tensors: list[VirtualTensor
         elif isinstance(item, int):
             values.append(tensors[item])
         else:
-            handle = Handle(stream, first)
+            handle = Handle(queue, first)
             values.append(wrap(handle, item) if source < 0 else wrap_view(tensors[source], handle, item))
             first += 1
     return values[0] if found.rebuild is None else found.rebuild(values)
@@ -180,21 +180,21 @@ def _scan_named(kwargs: dict[str, Any], key: list[Any], tensors: list[VirtualTen
     return True
 
 
-def launch(stream: CommandQueue, func: Any, *args: Any, **kwargs: Any) -> Any:
+def launch(queue: CommandQueue, func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an operator on a given device, with or without tensor arguments."""
     key: list[Any] = [func.name()]
     tensors: list[VirtualTensor] = []
     floats: list[float] = []
     if not (_scan(args, key, tensors, floats) and _scan_named(kwargs, key, tensors, floats)):
-        raise RuntimeError(f"{func} for {stream.device} with tensors of other devices")
-    return run(stream, func, args, kwargs, key, tensors, floats)
+        raise RuntimeError(f"{func} for {queue.device} with tensors of other devices")
+    return run(queue, func, args, kwargs, key, tensors, floats)
 
 
 # ---- arguments on other devices
 
 
-def _is_here(device: torch.device, stream: CommandQueue) -> bool:
-    return device.type == "vgpu" and queue_of(device) is stream
+def _is_here(device: torch.device, queue: CommandQueue) -> bool:
+    return device.type == "vgpu" and queue_of(device) is queue
 
 
 def _elsewhere(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

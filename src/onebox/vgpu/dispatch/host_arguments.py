@@ -38,7 +38,7 @@ def _run_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     virtual = [value for value in seen if isinstance(value, VirtualTensor)]
     if not virtual:
         raise RuntimeError(f"{func} with no virtual tensor")
-    stream = virtual[0]._handle.stream
+    queue = virtual[0]._handle.queue
 
     def moved(value: Any) -> Any:
         if isinstance(value, Tensor) and not isinstance(value, VirtualTensor):
@@ -53,7 +53,7 @@ def _run_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 or _written(func, value, args)
             ):
                 raise mixed_devices(seen)
-            return upload(value, stream)
+            return upload(value, queue)
         return value
 
     return dispatch(func, changed(args, moved), {key: changed(value, moved) for key, value in kwargs.items()})

@@ -105,8 +105,8 @@ def _unless_cuda(operator: Any, instead: Callable[..., Any]) -> None:
     """Run an operator itself on GPUs, and a function on other devices."""
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        stream = args[0]._handle.stream
-        if stream.pool.devices[stream.worker].kind == "cuda":
+        queue = args[0]._handle.queue
+        if queue.pool.devices[queue.worker].kind == "cuda":
             return run_plainly(operator, args, kwargs)
         return instead(*args, **kwargs)
 

@@ -83,7 +83,7 @@ class device_of(device):
 
     def __init__(self, obj: Tensor) -> None:
         handle = getattr(obj, "_handle", None)
-        super().__init__(None if handle is None else handle.stream.worker)
+        super().__init__(None if handle is None else handle.queue.worker)
 
 
 def exchange_device(number: int) -> int:
@@ -118,8 +118,8 @@ class DeviceProperties:
 
 def get_device_properties(device: Device = None) -> DeviceProperties:
     """Return the properties of a device."""
-    stream = place(device)
-    info = stream.pool.devices[stream.worker]
+    queue = place(device)
+    info = queue.pool.devices[queue.worker]
     return DeviceProperties(
         name=f"{info.name} ({info.device} on {info.host})",
         total_memory=info.memory_bytes,
@@ -229,8 +229,8 @@ def memory_stats(device: Device = None) -> dict[str, int]:
 
 def empty_cache() -> None:
     """Flush the queues, so that unreferenced buffers are freed now."""
-    for stream in current_context().streams:
-        stream.flush()
+    for queue in current_context().queues:
+        queue.flush()
 
 
 # ---- random numbers

@@ -105,11 +105,11 @@ class VirtualEvent:
 
     def query(self) -> bool:
         """Return whether the device has reached the mark."""
-        return self._queue is None or self._queue.sent.reached(self._mark)
+        return self._queue is None or self._queue.channel.reached(self._mark)
 
     def synchronize(self) -> None:
         """Wait until the device has reached the mark."""
-        if self._queue is not None and not self._queue.sent.reached(self._mark):
+        if self._queue is not None and not self._queue.channel.reached(self._mark):
             self._queue.synchronize()
 
     def wait(self, stream: VirtualStream | None = None) -> None:

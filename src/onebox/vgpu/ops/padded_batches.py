@@ -39,13 +39,13 @@ def _with_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 def _through_layer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Run a layer; a batch with an attached mask is masked by it."""
     rows = args[0]
-    stream = rows._handle.stream
+    queue = rows._handle.queue
     padding = _paddings.get(rows)
     if padding is None:
-        plain: Tensor = launch(stream, aten._transformer_encoder_layer_fwd.default, *args, **kwargs)
+        plain: Tensor = launch(queue, aten._transformer_encoder_layer_fwd.default, *args, **kwargs)
         return plain
     by_key = 1  # the kind of mask that PyTorch names src_key_padding_mask
-    return _knowing(launch(stream, aten._transformer_encoder_layer_fwd.default, *args[:18], padding, by_key), padding)
+    return _knowing(launch(queue, aten._transformer_encoder_layer_fwd.default, *args[:18], padding, by_key), padding)
 
 
 @special(aten.to_padded_tensor.default)

@@ -146,7 +146,7 @@ def test_what_workers_do_not_run_is_refused_by_name() -> None:
 
 def test_a_recipe_holds_no_tensor() -> None:
     x = virtual(3)
-    dead = x._handle.stream.dead
+    dead = x._handle.queue.dead
     kept = infer_op(aten.cat.default, ([x, x],), {})
     assert not dead
     del x
