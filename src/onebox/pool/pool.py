@@ -324,14 +324,14 @@ class Pool:
         Raises:
             OneboxError: The pool is closed, has another error than lost workers, or loses workers repeatedly.
         """
-        healing = recover_workers(
+        report = recover_workers(
             self._client_loop, self._members, self._replace, present=self.present, patience_s=patience_s
         )
         for source in self._sources:
             source.connected()
-        self.gone |= set(healing.gone)
-        self.devices = tuple(healing.devices.get(device.number, device) for device in self.devices)
-        return healing
+        self.gone |= set(report.gone)
+        self.devices = tuple(report.devices.get(device.number, device) for device in self.devices)
+        return report
 
     def _replace(self, worker: int) -> tuple[WorkerHandle, str] | None:
         """Restart a worker by its source, where that is possible."""

@@ -100,7 +100,7 @@ class LocalSource:
             cores=self._cores[number - self._first],
         )
         place = WorkerLocation(worker=number, host=LOCAL_HOST, device=request.device)
-        worker = WorkerProcess(place, config, nursery=OWN)
+        worker = WorkerProcess(place, config, spawner=OWN)
         worker.address = self._address
         return worker, pair.public
 

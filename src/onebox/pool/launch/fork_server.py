@@ -291,14 +291,14 @@ class ForkServers:
     def spawn_worker(
         self, environment: Mapping[str, str], stderr: IO[bytes], account: WorkerUser | None = None
     ) -> ForkedProcess | None:
-        """Start a worker, and first a fork server if there is none; see :class:`Bearer`."""
+        """Start a worker, and first a fork server if there is none; see :class:`WorkerSpawner`."""
         key = (account, inheritance(environment))
         for _ in range(2):  # the fork server found may be about to end
-            nursery = self._nursery(key, environment, account)
-            if nursery is None:
+            server = self._server(key, environment, account)
+            if server is None:
                 return None
             try:
-                return nursery.spawn_worker(stderr)
+                return server.spawn_worker(stderr)
             except ForkServerEnded as error:
                 why = f"{error}"
                 self._forget(key)
@@ -314,20 +314,20 @@ class ForkServers:
         """End all servers, and with them their workers."""
         with self._lock:
             found, self._found = list(self._found.values()), {}
-        for nursery in found:
-            nursery.close()
+        for server in found:
+            server.close()
 
     def disown(self) -> None:
         """Forget all servers, in a fork of the process that owns them."""
-        for nursery in self._found.values():
-            nursery.disown()
+        for server in self._found.values():
+            server.disown()
 
-    def _nursery(
+    def _server(
         self, key: object, environment: Mapping[str, str], account: WorkerUser | None
     ) -> ForkServerProcess | None:
         with self._lock:
-            for each, nursery in list(self._found.items()):
-                if nursery.ended:
+            for each, server in list(self._found.items()):
+                if server.ended:
                     self._found.pop(each).close()
             if key in self._broken:
                 return None
@@ -342,9 +342,9 @@ class ForkServers:
 
     def _forget(self, key: object) -> None:
         with self._lock:
-            nursery = self._found.pop(key, None)
-        if nursery is not None:
-            nursery.close()
+            server = self._found.pop(key, None)
+        if server is not None:
+            server.close()
 
 
 _STATUS = ("Umask", "Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp")
@@ -384,7 +384,7 @@ class _OwnForkServers:
     def spawn_worker(
         self, environment: Mapping[str, str], stderr: IO[bytes], account: WorkerUser | None = None
     ) -> ForkedProcess | None:
-        """Start a worker; see :class:`Bearer`."""
+        """Start a worker; see :class:`WorkerSpawner`."""
         return self._nurseries.spawn_worker(environment, stderr, account)
 
     def close(self) -> None:
