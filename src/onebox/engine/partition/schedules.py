@@ -27,6 +27,7 @@ _STEPS = 4
 """Number of consecutive windows that are checked: one fill, one drain, and two that follow a steady one."""
 
 _BOTH: tuple[Kind, ...] = ("F", "B")
+_HALVES: tuple[Kind, ...] = ("I", "W")
 
 
 def make_schedule(plan: Plan, micro_batches: Sequence[MicroBatch], routes: Routes, model: ModelPrograms) -> Schedule:
@@ -36,6 +37,7 @@ def make_schedule(plan: Plan, micro_batches: Sequence[MicroBatch], routes: Route
     ``auto``, from the times that the plan predicts. If stages have activation policies, which indicate a lack of
     memory, or all stages are on the same devices, so that no order is faster, the schedule is ``1f1b``, with few
     micro-batches in flight.
+    In each of these, stages with split layers have their backward in halves, as in ``zb-h1``.
 
     Args:
         plan: The plan.
@@ -51,20 +53,38 @@ def make_schedule(plan: Plan, micro_batches: Sequence[MicroBatch], routes: Route
     edges = stage_edges(model)
     if plan.schedule == ASYNC:  # for steps that do not overlap
         return block_schedule("1f1b", routes, edges=edges)
+    if plan.schedule in ("auto", "table"):
+        return _in_halves(_free_schedule(plan, micro_batches, routes, edges), plan)
+    return block_schedule(plan.schedule, routes, edges=edges)
+
+
+def _free_schedule(
+    plan: Plan, micro_batches: Sequence[MicroBatch], routes: Routes, edges: Sequence[tuple[int, int]]
+) -> Schedule:
+    """Return the schedule of a plan with an explicit table or with ``auto``."""
     if plan.schedule == "table":
         table = Schedule.parse(plan.table)
         count = 1 + max((action.micro_batch for row in table.rows.values() for action in row), default=-1)
         if count == len(micro_batches):
             validate(table, routes, edges)
             return table
-    if plan.schedule in ("auto", "table"):
-        thrifty = any(stage.policy != "keep" for stage in plan.stages) or len(set(routes)) == 1
-        if plan.predicted is None or thrifty:
-            return block_schedule("1f1b", routes, edges=edges)
-        full = plan.micro_batch or micro_batches[0].size
-        sizes = [part.size / full for part in micro_batches]
-        return auto_schedule(routes, _expected_work(plan, edges), sizes)
-    return block_schedule(plan.schedule, routes, edges=edges)
+    thrifty = any(stage.policy != "keep" for stage in plan.stages) or len(set(routes)) == 1
+    if plan.predicted is None or thrifty:
+        return block_schedule("1f1b", routes, edges=edges)
+    full = plan.micro_batch or micro_batches[0].size
+    sizes = [part.size / full for part in micro_batches]
+    return auto_schedule(routes, _expected_work(plan, edges), sizes)
+
+
+def _in_halves(schedule: Schedule, plan: Plan) -> Schedule:
+    """Return a schedule with the backward of split stages in halves: there are no split programs for a whole one."""
+    split = {number for number, stage in enumerate(plan.stages) if stage.ranks > 1}
+    rows: dict[int, tuple[Action, ...]] = {}
+    for device, row in schedule.rows.items():
+        parts = (_HALVES if action.kind == "B" and action.stage in split else (action.kind,) for action in row)
+        pairs = zip(row, parts, strict=True)
+        rows[device] = tuple(action._replace(kind=kind) for action, kinds in pairs for kind in kinds)
+    return Schedule(rows=rows)
 
 
 def plain_schedule(routes: Routes, model: ModelPrograms) -> Schedule:
