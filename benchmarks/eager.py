@@ -26,6 +26,7 @@ from torch import Tensor
 
 import onebox
 from onebox.vgpu.core import tensor
+from onebox.vgpu.core.handle import Handle
 from onebox.vgpu.dispatch import dispatch
 from onebox.vgpu.runtime.context import current_context
 
@@ -124,7 +125,7 @@ def milliseconds(side: Peer, steps: int, every: int) -> float:
 def client(pool: str) -> dict[str, Any]:
     """Measure what the client does for an operator when shapes repeat."""
     with onebox.open(pool, threads=1):
-        stream = current_context().streams[0]
+        stream = current_context().queues[0]
         weights = torch.randn(16, 16, device="vgpu:0", requires_grad=True)
         plain = weights.detach().clone()
         forward, training = Loop(plain), Loop(weights)
@@ -183,7 +184,7 @@ def per_operator(run: Callable[[], object], repeats: int = 60) -> tuple[list[flo
 
     The worker catches up between the figures.
     """
-    stream = current_context().streams[0]
+    stream = current_context().queues[0]
     for _ in range(3):
         run()
     wall, processor = [], []
@@ -203,14 +204,14 @@ def breakdown(stream: Any, x: Tensor) -> dict[str, list[float]]:
     """Take an addition of two small tensors apart: each part by itself, in microseconds."""
     add = torch.ops.aten.add.Tensor
     made = x + x
-    known = [found for key, found in stream.recipes.items() if key[0] == add.name()]
+    known = [found for key, found in stream.cached_ops.items() if key[0] == add.name()]
     recipe = next(found for found in known if found.only is made._metadata)
     number = x._handle.number
 
     def key() -> object:
         parts: list[Any] = [add.name()]
         dispatch._scan((x, x), parts, [], [])
-        return stream.recipes.get(tuple(parts))
+        return stream.cached_ops.get(tuple(parts))
 
     def recorded() -> None:
         stream.record(recipe, [number, number], [])
@@ -224,7 +225,7 @@ def breakdown(stream: Any, x: Tensor) -> dict[str, list[float]]:
         "PyTorch, until it is ours": reached,
         "key and recipe": repeated(key),
         "record, and sending a batch": repeated(recorded, stream),
-        "the tensor that is returned": repeated(lambda: tensor.wrap(tensor.Handle(stream, 0), made._metadata)),
+        "the tensor that is returned": repeated(lambda: tensor.wrap(Handle(stream, 0), made._metadata)),
         "all of it": repeated(lambda: x + x, stream),
     }
 

@@ -149,7 +149,7 @@ def measure_waits(pool: str, latency_s: float) -> dict[str, Waits]:
 
 
 def _measure(step: Step, data: Data) -> Waits:
-    streams = current_context().streams
+    streams = current_context().queues
     waits, _ = _counts()
     step(*data[0])
     first = _counts()[0] - waits
@@ -175,5 +175,5 @@ def _measure(step: Step, data: Data) -> Waits:
 
 def _counts() -> tuple[int, int]:
     """Return how often the client has waited for a device so far, and how many messages it has sent."""
-    streams = current_context().streams
-    return sum(stream.sent.waits for stream in streams), sum(stream.sent.messages for stream in streams)
+    streams = current_context().queues
+    return sum(stream.channel.waits for stream in streams), sum(stream.channel.messages for stream in streams)

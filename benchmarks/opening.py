@@ -1,8 +1,8 @@
 """How long does it take to open a pool of this machine, and how much of the processors?
 
-To import torch is nearly all of what a worker's start takes. A nursery does it once and forks the workers; here that is
-compared with workers that are started from nothing, in turn, in one process. The first pool of a process is the one
-that starts the nursery; those after it find it there.
+To import torch is nearly all of what a worker's start takes. A fork server does it once and forks the workers; here
+that is compared with workers that are started from nothing, in turn, in one process. The first pool of a process is
+the one that starts the fork server; those after it find it there.
 
 The second table is what a worker's first optimizer takes, to be made and to step once: by the class of ``torch.optim``,
 which imports PyTorch's compiler, and by what a worker makes of it, which does not; each in a process of its own, in
@@ -25,9 +25,9 @@ from common import finish, show, spread
 
 from onebox.pool import open_pool
 from onebox.pool.backends import local
-from onebox.pool.launch.fork_servers import OWN, ForkServers
+from onebox.pool.launch.fork_server import OWN, ForkServers
 
-SIDES = ("from nothing", "first, by a nursery", "by a nursery")
+SIDES = ("from nothing", "first, by a fork server", "by a fork server")
 
 OPTIMIZERS = {"torch.optim": "torch.optim.AdamW", "a worker's": 'without_compiler("AdamW")'}
 """What makes an optimizer, by whose it is."""

@@ -24,10 +24,9 @@ from onebox.errors import WorkerDied
 from onebox.pool import open_pool
 from onebox.pool.backends import local as local_module
 from onebox.pool.errors import WorkerLocation
+from onebox.pool.launch import fork_server as fork_server_module
 from onebox.pool.launch import fork_server as nursery_module
-from onebox.pool.launch import fork_servers as nurseries_module
-from onebox.pool.launch.fork_server import ForkedProcess, ForkServerEnded, ForkServerProcess
-from onebox.pool.launch.fork_servers import ForkServers, inheritance
+from onebox.pool.launch.fork_server import ForkedProcess, ForkServerEnded, ForkServerProcess, ForkServers, inheritance
 from onebox.pool.launch.worker_process import WorkerProcess, worker_environment
 from onebox.pool.launch.worker_user import WorkerUser, worker_user
 from onebox.wire import new_keys
@@ -46,8 +45,8 @@ def own() -> Iterator[ForkServers]:
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[ForkServerProcess]:
-    """A nursery whose workers are made one by one here."""
+def fork_server() -> Iterator[ForkServerProcess]:
+    """A fork server whose workers are made one by one here."""
     made = ForkServerProcess(worker_environment(1))
     assert made.wait_ready(WAIT_S)
     yield made
@@ -128,11 +127,11 @@ def links(process: int) -> list[str]:
 
 
 @pytest.mark.long
-def test_it_may_run_where_this_thread_may_when_it_is_born(nursery: ForkServerProcess, words: IO[bytes]) -> None:
+def test_it_may_run_where_this_thread_may_when_it_is_born(fork_server: ForkServerProcess, words: IO[bytes]) -> None:
     before = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {min(before)})
-        forked = nursery.spawn_worker(words)
+        forked = fork_server.spawn_worker(words)
     finally:
         os.sched_setaffinity(0, before)
     assert happens(lambda: os.sched_getaffinity(forked.pid) == {min(before)}, WAIT_S)
@@ -157,12 +156,12 @@ def test_those_of_another_user_have_nothing_of_root(own: ForkServers) -> None:
             assert int(status["CapEff"], 16) == 0
 
 
-# ---- what a nursery is
+# ---- what a fork server is
 
 
-def test_it_has_one_thread_and_has_asked_no_driver_for_anything(nursery: ForkServerProcess) -> None:
-    assert len(os.listdir(f"/proc/{nursery.pid}/task")) == 1
-    assert not [link for link in links(nursery.pid) if link.startswith("/dev/") and link != os.devnull]
+def test_it_has_one_thread_and_has_asked_no_driver_for_anything(fork_server: ForkServerProcess) -> None:
+    assert len(os.listdir(f"/proc/{fork_server.pid}/task")) == 1
+    assert not [link for link in links(fork_server.pid) if link.startswith("/dev/") and link != os.devnull]
     look = (
         "import onebox.worker.process.fork_server, torch\n"
         "print(torch.cuda.is_initialized(), torch.get_num_interop_threads() > 0)"
@@ -200,19 +199,19 @@ def test_a_nursery_that_cannot_import_says_why(
 
 
 def test_what_was_born_to_a_question_that_was_interrupted_ends_and_the_next_is_answered(
-    nursery: ForkServerProcess, words: IO[bytes], monkeypatch: pytest.MonkeyPatch
+    fork_server: ForkServerProcess, words: IO[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hear = nursery._hear
+    hear = fork_server._hear
 
     def interrupted(end_s: float) -> Any:
-        monkeypatch.setattr(nursery, "_hear", hear)
+        monkeypatch.setattr(fork_server, "_hear", hear)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(nursery, "_hear", interrupted)
+    monkeypatch.setattr(fork_server, "_hear", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        nursery.spawn_worker(words)
-    forked = nursery.spawn_worker(words)
-    assert happens(lambda: psutil.Process(nursery.pid).children() == [psutil.Process(forked.pid)], WAIT_S)
+        fork_server.spawn_worker(words)
+    forked = fork_server.spawn_worker(words)
+    assert happens(lambda: psutil.Process(fork_server.pid).children() == [psutil.Process(forked.pid)], WAIT_S)
     assert end(forked) == 1
     words.seek(0)
     assert words.read().count(b"no configuration on standard input") == 2
@@ -274,7 +273,7 @@ def inheritance_with(mask: int, environment: dict[str, str]) -> tuple[object, ..
 def test_more_environments_than_are_kept_get_processes_of_their_own(
     monkeypatch: pytest.MonkeyPatch, words: IO[bytes]
 ) -> None:
-    monkeypatch.setattr(nurseries_module, "MOST", 0)
+    monkeypatch.setattr(fork_server_module, "MOST", 0)
     assert ForkServers().spawn_worker(worker_environment(1), words) is None
 
 
@@ -284,12 +283,12 @@ def test_a_nursery_that_has_ended_is_replaced(words: IO[bytes]) -> None:
     first = made.spawn_worker(worker_environment(1), words)
     assert first is not None
     assert end(first) == 1
-    (nursery,) = made._found.values()
-    os.kill(nursery.pid, signal.SIGKILL)
+    (fork_server,) = made._found.values()
+    os.kill(fork_server.pid, signal.SIGKILL)
     second = made.spawn_worker(worker_environment(1), words)
     assert second is not None
     (other,) = made._found.values()
-    assert other is not nursery and end(second) == 1
+    assert other is not fork_server and end(second) == 1
     made.close()
     assert not runs(other.pid)
     with pytest.raises(ForkServerEnded):
@@ -300,13 +299,13 @@ def test_a_nursery_that_has_ended_is_replaced(words: IO[bytes]) -> None:
 def test_workers_end_with_their_nursery_and_what_is_known_is_said() -> None:
     made = ForkServers()
     with worker(made) as started:
-        (nursery,) = made._found.values()
+        (fork_server,) = made._found.values()
         os.kill(started.pid, signal.SIGSTOP)
-        os.kill(nursery.pid, signal.SIGKILL)
+        os.kill(fork_server.pid, signal.SIGKILL)
         assert gone([started.pid], WAIT_S), "also one that was stopped"
         death = started.death()
         assert isinstance(death, WorkerDied) and death.exit_status is None
-        assert "ended with or after its nursery" in str(death)
+        assert "ended with or after its fork server" in str(death)
     made.close()
 
 
@@ -315,8 +314,8 @@ def test_a_stopped_nursery_of_a_killed_process_ends_and_so_do_its_workers(tmp_pa
     body = """
 import psutil
 with open_pool("cpu*1", threads=1) as pool:
-    (nursery,) = psutil.Process().children()
-    print("workers", *pool.process_ids, nursery.pid, flush=True)
+    (fork_server,) = psutil.Process().children()
+    print("workers", *pool.process_ids, fork_server.pid, flush=True)
     time.sleep(60)
 """
     with Script(tmp_path, body) as script:

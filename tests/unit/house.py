@@ -58,12 +58,12 @@ class ThreadWorker:
     Args:
         place: Where the worker is.
         config: What it is to be.
-        nursery: Who would fork its process.
+        spawner: The fork server that would start its process.
     """
 
     address = "127.0.0.1"
 
-    def __init__(self, place: WorkerLocation, config: WorkerConfig, *, nursery: object) -> None:
+    def __init__(self, place: WorkerLocation, config: WorkerConfig, *, spawner: object) -> None:
         self.place = place
         self.pid = os.getpid()
         self.error: BaseException | None = None

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from onebox.pool.client.rendezvous import KeyValues
+from onebox.pool.client.group_services import KeyValues
 from onebox.wire.protocol.groups import EmulatedLink, FormGroup, Reduced, Rendezvous
 from onebox.wire.protocol.responses import Contribution, Left, Lookup
 from onebox.worker.comm.api import RankLost

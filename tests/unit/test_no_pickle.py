@@ -44,7 +44,7 @@ METHODS = {
 
 REPLACED = {
     "vgpu/distributed/ranks.py": {"torch.multiprocessing.spawn", "torch.multiprocessing.spawn.ProcessRaisedException"},
-    "vgpu/cuda_alias/nccl_names.py": {"torch.multiprocessing"},
+    "vgpu/cuda_alias/subsystems.py": {"torch.multiprocessing"},
     "vgpu/integration/serialization.py": {"multiprocessing.reduction", "multiprocessing.reduction.ForkingPickler"},
 }
 """Names that scripts use and that are given something else to do here: ranks are threads, and nothing is pickled."""

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence, Set
 from functools import partial
 
 from onebox.agent.admission import explain_invalid
-from onebox.agent.fault_isolation import SessionFaultIsolator
 from onebox.agent.leases import Client, Decision, Dequeue, End, Grant, Leases, Refuse, Wait
 from onebox.agent.log_rate_limit import LogValue, Reporter
+from onebox.agent.sessions import SessionFaultIsolator
 from onebox.agent.workers import LeaseClosed, LeasedWorkerExited, LeaseEvent, LeaseNotStarted, LeaseReady, Workers
 from onebox.wire.protocol.agents import (
     AgentResponse,

@@ -17,7 +17,7 @@ from onebox.pool.launch.fork_server import ForkedProcess, ForkServerEnded, ForkS
 from onebox.pool.launch.worker_process import worker_environment
 from onebox.pool.launch.worker_user import WorkerUser
 
-_BIRTH_S = 2.0
+_SPAWN_S = 2.0
 """How long the agent, which has a single thread, waits for a fork; then workers are started from scratch."""
 
 
@@ -31,38 +31,38 @@ class LeaseForkServer:
     """
 
     def __init__(self, shares: Sequence[Share], account: WorkerUser | None) -> None:
-        self._nursery: ForkServerProcess | None = None
+        self._server: ForkServerProcess | None = None
         self._ready = False
         self._environment: dict[str, str] = {}
         threads, count = next(iter(Counter(share.threads for share in shares).most_common(1)), (1, 0))
         if count > 1:
             self._environment = worker_environment(threads, account)
             try:
-                self._nursery = ForkServerProcess(self._environment, account)
+                self._server = ForkServerProcess(self._environment, account)
             except (OSError, SubprocessError):
-                self._nursery = None  # the start of a worker will raise an error with the cause
+                self._server = None  # the start of a worker will raise an error with the cause
 
     def descriptors(self) -> list[int]:
         """Return the descriptors that are readable when :meth:`attend` has work."""
-        return [] if self._nursery is None or self._ready else [self._nursery.channel]
+        return [] if self._server is None or self._ready else [self._server.channel]
 
     def attend(self) -> bool:
         """Read the server's message without blocking; return whether workers can be started, by it or from scratch."""
-        if self._nursery is not None and not self._ready:
+        if self._server is not None and not self._ready:
             try:
-                self._ready = self._nursery.wait_ready(0.0)
+                self._ready = self._server.wait_ready(0.0)
             except (ForkServerEnded, SpawnFailed):
                 self.close()
-        return self._ready or self._nursery is None
+        return self._ready or self._server is None
 
     def spawn_worker(
         self, environment: Mapping[str, str], stderr: IO[bytes], account: WorkerUser | None
     ) -> ForkedProcess | None:
         """Start a worker; see :class:`~onebox.pool.launch.fork_server.WorkerSpawner`."""
-        if self._nursery is None or environment != self._environment:
+        if self._server is None or environment != self._environment:
             return None
         try:
-            return self._nursery.spawn_worker(stderr, within_s=_BIRTH_S)
+            return self._server.spawn_worker(stderr, within_s=_SPAWN_S)
         except SpawnFailed:
             return None
         except ForkServerEnded:
@@ -71,6 +71,6 @@ class LeaseForkServer:
 
     def close(self) -> None:
         """Kill it, and with it its workers. Idempotent."""
-        if self._nursery is not None:
-            self._nursery.close(grace_s=0.0)
-            self._nursery = None
+        if self._server is not None:
+            self._server.close(grace_s=0.0)
+            self._server = None

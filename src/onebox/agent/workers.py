@@ -90,7 +90,7 @@ LeaseEvent = LeaseReady | LeaseNotStarted | LeasedWorkerExited | LeaseClosed
 class _Crew:
     lease: int
     until_s: float
-    nursery: LeaseForkServer
+    fork_server: LeaseForkServer
     client_key: str = ""
     speed: float = 1.0
     to_start: deque[Share] = field(default_factory=deque)
@@ -139,21 +139,21 @@ class Workers:
             The reason for an immediate failure; None if there was none.
         """
         cores = self._dealer.deal([share.threads if share.device == "cpu" else 0 for share in shares])
-        nursery = LeaseForkServer(shares, self._account)
-        crew = _Crew(lease, now_s + START_S, nursery, client_key, speed, deque(shares), cores=cores)
+        fork_server = LeaseForkServer(shares, self._account)
+        crew = _Crew(lease, now_s + START_S, fork_server, client_key, speed, deque(shares), cores=cores)
         self._crews[lease] = crew
         return self._start_some(crew)
 
     @property
     def pressed(self) -> bool:
         """True when :meth:`attend` has more to do at once."""
-        return any(crew.to_start and not crew.nursery.descriptors() for crew in self._crews.values())
+        return any(crew.to_start and not crew.fork_server.descriptors() for crew in self._crews.values())
 
     def descriptors(self) -> Iterator[int]:
         """Yield the file descriptors that are readable when :meth:`attend` has work."""
         for crew in self._crews.values():
             if crew.to_start:
-                yield from crew.nursery.descriptors()
+                yield from crew.fork_server.descriptors()
             for worker in crew.workers:
                 if not worker.ended:
                     yield worker.descriptor
@@ -200,7 +200,7 @@ class Workers:
                 self._kill(crew)
             if crew.ending and all(worker.ended for worker in crew.workers):
                 self._dealer.give_back([core for own in crew.cores for core in own])
-                crew.nursery.close()
+                crew.fork_server.close()
                 del self._crews[crew.lease]
                 news.append(LeaseClosed(crew.lease))
         return news
@@ -213,7 +213,7 @@ class Workers:
         for crew in crews:
             for worker in crew.workers:
                 worker.close(grace_s=CLOSE_S)
-            crew.nursery.close()
+            crew.fork_server.close()
         self._dealer.close()
 
     def _start_some(self, crew: _Crew) -> str | None:
@@ -224,7 +224,7 @@ class Workers:
         Returns:
             The reason for a failure; None if there was none.
         """
-        if crew.to_start and not crew.nursery.attend():
+        if crew.to_start and not crew.fork_server.attend():
             return None
         for _ in range(min(len(crew.to_start), STARTS)):
             share = crew.to_start.popleft()
@@ -245,7 +245,7 @@ class Workers:
             )
             place = WorkerLocation(worker=len(crew.workers), host=self._host, device=share.device)
             try:
-                crew.workers.append(LeasedWorker(place, config, self._account, crew.nursery))
+                crew.workers.append(LeasedWorker(place, config, self._account, crew.fork_server))
             except (OSError, SubprocessError) as error:  # the latter for errors between fork and exec
                 crew.to_start.clear()
                 crew.failed = True

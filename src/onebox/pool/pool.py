@@ -17,7 +17,8 @@ from onebox.cost import PoolProfile, load, store
 from onebox.errors import OneboxError, PoolError, UsageError
 from onebox.pool.backends.base import RestartableSource, WorkerHandle, WorkerSource, end_all
 from onebox.pool.backends.local import LOCAL_HOST
-from onebox.pool.client.loop import ClientLoop, WorkerReply
+from onebox.pool.client.connection import WorkerReply
+from onebox.pool.client.loop import ClientLoop
 from onebox.pool.core_usage import HostCores, host_cores
 from onebox.pool.devices import DeviceInfo
 from onebox.pool.discovery import cores
@@ -31,8 +32,6 @@ from onebox.wire.protocol.groups import FormGroup, LeaveGroup, Retime
 from onebox.wire.protocol.requests import Instruction, Shutdown
 
 _LOG = logging.getLogger("onebox")
-
-__all__ = ["GROUP_S", "DeviceInfo", "Pool"]
 
 GROUP_S = 1800.0
 """Bound of every wait inside a group of workers: a slow peer may take long; a dead or hung one is detected
@@ -325,14 +324,14 @@ class Pool:
         Raises:
             OneboxError: The pool is closed, has another error than lost workers, or loses workers repeatedly.
         """
-        healing = recover_workers(
+        report = recover_workers(
             self._client_loop, self._members, self._replace, present=self.present, patience_s=patience_s
         )
         for source in self._sources:
             source.connected()
-        self.gone |= set(healing.gone)
-        self.devices = tuple(healing.devices.get(device.number, device) for device in self.devices)
-        return healing
+        self.gone |= set(report.gone)
+        self.devices = tuple(report.devices.get(device.number, device) for device in self.devices)
+        return report
 
     def _replace(self, worker: int) -> tuple[WorkerHandle, str] | None:
         """Restart a worker by its source, where that is possible."""

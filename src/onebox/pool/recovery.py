@@ -46,11 +46,11 @@ class RecoveryReport:
     devices: Mapping[int, DeviceInfo]
 
 
-class _Healer:
+class _Recovery:
     """State of one recovery.
 
     Args:
-        switchboard: The pool's client loop.
+        client_loop: The pool's client loop.
         members: The workers' handles, by number; replaced in place.
         replace: Function that restarts a worker; returns ``None`` where that is impossible.
     """
@@ -155,7 +155,7 @@ def recover_workers(
     """Recover a pool; see :meth:`Pool.recover_workers`.
 
     Args:
-        switchboard: The pool's client loop.
+        client_loop: The pool's client loop.
         members: The workers' handles, by number; replaced in place.
         replace: Function that restarts a worker; returns ``None`` where that is impossible.
         present: The workers that were not given up before.
@@ -164,24 +164,24 @@ def recover_workers(
     Raises:
         OneboxError: The pool is closed or broken in another way, or workers are lost repeatedly.
     """
-    healer = _Healer(client_loop, members, replace)
+    recovery = _Recovery(client_loop, members, replace)
     last: OneboxError | None = None
     for _ in range(_ROUNDS):
-        healer.drop()
+        recovery.drop()
         if not client_loop.mend():
             continue
-        healer.start()
+        recovery.start()
         try:
-            if healer.missing or not client_loop.mend():
+            if recovery.missing or not client_loop.mend():
                 continue
-            healer.settle([worker for worker in present if worker not in healer.gone], patience_s)
+            recovery.settle([worker for worker in present if worker not in recovery.gone], patience_s)
         except OneboxError as error:
             last = error
             continue
         return RecoveryReport(
-            lost=healer.lost,
-            replaced=tuple(sorted(healer.devices)),
-            gone=tuple(sorted(healer.gone)),
-            devices=healer.devices,
+            lost=recovery.lost,
+            replaced=tuple(sorted(recovery.devices)),
+            gone=tuple(sorted(recovery.gone)),
+            devices=recovery.devices,
         )
     raise PoolError(f"workers were lost {_ROUNDS} times during the pool's recovery; the last loss: {last}") from last

@@ -41,8 +41,8 @@ open_devices = _with_devices(open_pool)
 
 def set_synchronous(on: bool) -> None:
     """Set whether every operator is waited for, so that an error is raised at its own line; for debugging."""
-    for stream in current_context().streams:
-        stream.synchronous = on
+    for queue in current_context().queues:
+        queue.synchronous = on
 
 
 __all__ = [

@@ -20,7 +20,7 @@ from onebox.errors import PoolError
 from onebox.vgpu import signals
 from onebox.vgpu.compile import default_backend
 from onebox.vgpu.core.tensor import VirtualTensor
-from onebox.vgpu.dispatch import copies, factories
+from onebox.vgpu.dispatch import copies, factories, host_arguments
 from onebox.vgpu.distributed import data_parallel, ddp_reducer, process_group, ranks, sync_batchnorm
 from onebox.vgpu.integration import (
     accelerator,
@@ -114,8 +114,8 @@ def _let_graphs_record() -> None:
 def _after_step(*_: Any) -> None:
     """Flush a step's operators: equal boundaries in each step give equal batches."""
     if context.device_count():
-        for stream in context.current_context().streams:
-            stream.flush()
+        for queue in context.current_context().queues:
+            queue.flush()
 
 
-__all__ = ["copies", "histogram", "install", "padded_batches", "recurrent_cells", "sync_batchnorm"]
+__all__ = ["copies", "histogram", "host_arguments", "install", "padded_batches", "recurrent_cells", "sync_batchnorm"]

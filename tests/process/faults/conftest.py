@@ -15,7 +15,7 @@ import pytest
 
 import onebox
 from onebox.pool import open_pool
-from onebox.pool.launch.fork_servers import OWN
+from onebox.pool.launch.fork_server import OWN
 from tests import warm as programs
 from tests.leaks import descriptors
 from tests.process.faults.training import batch, parts

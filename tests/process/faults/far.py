@@ -32,20 +32,20 @@ class Far:
     configs: list[WorkerConfig] = field(default_factory=list)
 
     def start(
-        self, place: WorkerLocation, config: WorkerConfig, *, nursery: WorkerSpawner | None = None
+        self, place: WorkerLocation, config: WorkerConfig, *, spawner: WorkerSpawner | None = None
     ) -> WorkerProcess:
         """Start a worker that listens on TCP ports; stands in for the class of worker processes."""
         self.configs.append(msgspec.structs.replace(config, address="127.0.0.1"))
-        return FarWorker(place, self.configs[-1], self.network, nursery)
+        return FarWorker(place, self.configs[-1], self.network, spawner)
 
 
 class FarWorker(WorkerProcess):
     """A worker process that is connected to through a network."""
 
     def __init__(
-        self, place: WorkerLocation, config: WorkerConfig, network: Network, nursery: WorkerSpawner | None
+        self, place: WorkerLocation, config: WorkerConfig, network: Network, spawner: WorkerSpawner | None
     ) -> None:
-        super().__init__(place, config, nursery=nursery)
+        super().__init__(place, config, spawner=spawner)
         self._network = network
 
     def ports(self) -> Ports:

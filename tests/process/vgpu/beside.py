@@ -86,7 +86,7 @@ def _on_host(value: Any) -> Any:
 
 def waits() -> int:
     """Return how often the client has waited for a worker."""
-    return sum(stream.sent.waits for stream in current_context().streams)
+    return sum(stream.channel.waits for stream in current_context().queues)
 
 
 def listed(cases: list[Case]) -> Callable[[Case], Case]:

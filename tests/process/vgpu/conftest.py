@@ -21,7 +21,7 @@ def pool(request: pytest.FixtureRequest, pools: Shelf) -> Iterator[onebox.Pool]:
     box = attach(opened)
     yield opened
     gc.collect()
-    for stream in box.streams:
+    for stream in box.queues:
         stream.flush()
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from onebox.vgpu.dispatch import dispatch
+from onebox.vgpu.dispatch import registry
 
 pytestmark = pytest.mark.usefixtures("pool")
 
@@ -97,6 +97,6 @@ def test_an_error_of_the_user_is_raised_and_the_next_pass_works(way: Callable[[T
 def test_an_operator_that_is_refused_in_a_backward_pass_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.ones(3, 3, device="vgpu:0", requires_grad=True)
     y = x.tanh()
-    monkeypatch.setitem(dispatch.specials, torch.ops.aten.tanh_backward.default, _fail)
+    monkeypatch.setitem(registry.specials, torch.ops.aten.tanh_backward.default, _fail)
     with pytest.raises(Mine, match="on purpose"):
         y.sum().backward()

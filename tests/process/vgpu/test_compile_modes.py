@@ -222,12 +222,12 @@ def test_the_layers_of_a_step_are_two_calls(programs: list[Any]) -> None:
     _, here = pair(lambda: nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(40))))
     step = compiled(here)
     x = torch.randn(2, 8, device=HERE)
-    stream = tree_leaves(x)[0]._handle.stream
+    stream = tree_leaves(x)[0]._handle.queue
     counts = []
     for _ in range(3):
         here.zero_grad()
         step(x).sum().backward()
-        counts.append((stream.records, stream.sent.waits, len(programs)))
+        counts.append((stream.records, stream.channel.waits, len(programs)))
     records, waits, calls = (now - then for now, then in zip(counts[2], counts[1], strict=True))
     assert (waits, calls) == (0, 2)
     assert records < 8, "what is left is the sum and its gradient"

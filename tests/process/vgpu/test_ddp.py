@@ -249,14 +249,14 @@ def test_a_step_waits_for_nothing() -> None:
     def run(rank: int) -> list[int]:
         model = DistributedDataParallel(Net().to(f"vgpu:{rank}"), device_ids=[rank])
         optimizer = sgd(model)
-        stream = current_context().streams[rank]
+        stream = current_context().queues[rank]
         waited = []
         for step in range(6):
             x, y = share(rank, step)
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
-            waited.append(stream.sent.waits)
+            waited.append(stream.channel.waits)
         return waited
 
     for waited in together(run):

@@ -35,7 +35,7 @@ def first_device() -> Iterator[None]:
 
 
 def waits() -> int:
-    return sum(stream.sent.waits for stream in current_context().streams)
+    return sum(stream.channel.waits for stream in current_context().queues)
 
 
 # ---- factories, copies, reads

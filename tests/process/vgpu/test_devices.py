@@ -48,7 +48,7 @@ def traffic(pool: onebox.Pool, monkeypatch: pytest.MonkeyPatch) -> Traffic:
 
 
 def waits() -> int:
-    return sum(stream.sent.waits for stream in current_context().streams)
+    return sum(stream.channel.waits for stream in current_context().queues)
 
 
 # ---- copies
@@ -124,7 +124,7 @@ def test_copies_into_parts_and_other_types() -> None:
 def test_copies_do_not_pass_the_client(traffic: Traffic) -> None:
     x = torch.randint(9, (64, 64)).double()
     there = x.to("vgpu:0")
-    current_context().streams[0].flush()
+    current_context().queues[0].flush()
     current_context().group()  # is formed once
     waits0 = waits()
     assert traffic.sent_bytes == x.nbytes
@@ -239,13 +239,13 @@ def test_a_model_over_devices_trains_as_on_one(places: tuple[str, ...], traffic:
     spread.places = places
     spread.place()
     expected = trained(plain, 5)
-    for stream in current_context().streams:
+    for stream in current_context().queues:
         stream.flush()
     uploads, waited = traffic.sent_bytes, []
     losses = trained(spread, 5, lambda: waited.append(waits()))
     if "cpu" not in places:
         assert waited[-1] == waited[1], "a step that reads no value waits for none, once its operators are known"
-        for stream in current_context().streams:
+        for stream in current_context().queues:
             stream.flush()
         inputs = sum(each.nbytes for step in range(5) for each in sample(step))
         assert (traffic.sent_bytes - uploads, traffic.came_bytes) == (inputs, 0), "nothing passes the client but inputs"

@@ -193,8 +193,8 @@ def test_nothing_waits_for_a_collective() -> None:
     def run(rank: int) -> list[Any]:
         x = of_rank(rank)
         dist.all_reduce(x)  # forms the group
-        stream = current_context().streams[rank]
-        before = stream.sent.waits
+        stream = current_context().queues[rank]
+        before = stream.channel.waits
         for _ in range(5):
             dist.all_reduce(x)
             dist.broadcast(x, 0)
@@ -203,7 +203,7 @@ def test_nothing_waits_for_a_collective() -> None:
         assert not work.is_completed()
         future = work.get_future().then(lambda done: done.value()[0] + 1)
         assert work.is_completed()
-        waits = stream.sent.waits - before
+        waits = stream.channel.waits - before
         return [waits, x.tolist(), future.wait().tolist()]
 
     results = together(run)

@@ -92,7 +92,7 @@ def test_ctrl_c_at_any_line() -> None:
     x = start.to("vgpu:0")
     for _ in range(4):
         work(x, [])  # by now there are blocks
-    stream = current_context().streams[0]
+    stream = current_context().queues[0]
     interrupted = 0
     for line in range(1, lines(), 7):
         made: list[Tensor] = []

@@ -63,13 +63,13 @@ def test_the_rank_of_a_matrix_is_written_to_out() -> None:
 
 def test_what_only_the_worker_knows_is_asked_once() -> None:
     module, image = nn.BatchNorm2d(7).eval().to("vgpu:0"), torch.randn(2, 7, 5, 5, device="vgpu:0")
-    (stream,) = current_context().streams
+    (stream,) = current_context().queues
     waits = []
     with torch.no_grad():
         for _ in range(3):
-            before = stream.sent.waits
+            before = stream.channel.waits
             module(image)
-            waits.append(stream.sent.waits - before)
+            waits.append(stream.channel.waits - before)
     assert waits == [1, 0, 0]
 
 

@@ -25,10 +25,10 @@ def pool() -> Iterator[onebox.Pool]:
 
 def waits(run: Step) -> int:
     """Return how often a function waits for the devices."""
-    streams = current_context().streams
-    before = sum(stream.sent.waits for stream in streams)
+    streams = current_context().queues
+    before = sum(stream.channel.waits for stream in streams)
     run()
-    return sum(stream.sent.waits for stream in streams) - before
+    return sum(stream.channel.waits for stream in streams) - before
 
 
 class Training:

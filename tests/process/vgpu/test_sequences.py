@@ -134,5 +134,5 @@ def test_sequences_that_repeat_and_change(program: list[Part], left_out: list[in
 def test_blocks_are_what_is_tested() -> None:
     program: list[Part] = [(kind, 0, 1, 2, 0.5) for kind in KINDS | UPDATES]
     run("vgpu:0", program, [-1] * 4, [])
-    blocks = current_context().streams[0]._batches.book._entries.values()
+    blocks = current_context().queues[0]._batches.cache._entries.values()
     assert sum(number > 0 for number in blocks) > len(KINDS) // CALLS

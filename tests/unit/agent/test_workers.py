@@ -33,9 +33,9 @@ class Fake:
     """Whether it says something, but not all."""
 
     def __init__(
-        self, place: WorkerLocation, config: WorkerConfig, account: WorkerUser | None, nursery: FakeNursery
+        self, place: WorkerLocation, config: WorkerConfig, account: WorkerUser | None, fork_server: FakeForkServer
     ) -> None:
-        assert nursery.ready, "nobody waits for it"
+        assert fork_server.ready, "nobody waits for it"
         if len(self.made) >= self.most:
             raise OSError(11, "Resource temporarily unavailable")
         self.place, self.config = place, config
@@ -64,11 +64,11 @@ class Fake:
         self.ended = True
 
 
-class FakeNursery:
-    """Stands in for the nursery of a lease."""
+class FakeForkServer:
+    """Stands in for the fork server of a lease."""
 
     ready = True
-    made: list[FakeNursery]
+    made: list[FakeForkServer]
 
     def __init__(self, shares: Sequence[Share], account: WorkerUser | None) -> None:
         self.descriptor = os.eventfd(0)
@@ -90,12 +90,12 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Fake]]:
     monkeypatch.setattr(Fake, "made", [], raising=False)
     monkeypatch.setattr(Fake, "most", 3)
     monkeypatch.setattr(module, "LeasedWorker", Fake)
-    monkeypatch.setattr(FakeNursery, "made", [], raising=False)
-    monkeypatch.setattr(FakeNursery, "ready", True)
-    monkeypatch.setattr(module, "LeaseForkServer", FakeNursery)
+    monkeypatch.setattr(FakeForkServer, "made", [], raising=False)
+    monkeypatch.setattr(FakeForkServer, "ready", True)
+    monkeypatch.setattr(module, "LeaseForkServer", FakeForkServer)
     yield Fake.made
-    for nursery in FakeNursery.made:
-        os.close(nursery.descriptor)
+    for fork_server in FakeForkServer.made:
+        os.close(fork_server.descriptor)
     for fake in Fake.made:
         os.close(fake.descriptor)
         os.close(fake.outlet)
@@ -212,30 +212,30 @@ def test_a_lease_that_ends_while_its_workers_are_started_starts_no_more(fakes: l
 
 
 def test_workers_wait_for_their_nursery_which_ends_after_them(fakes: list[Fake]) -> None:
-    FakeNursery.ready = False
+    FakeForkServer.ready = False
     workers = started(2)
-    (nursery,) = FakeNursery.made
+    (fork_server,) = FakeForkServer.made
     assert not fakes and not workers.pressed
-    assert list(workers.descriptors()) == [nursery.descriptor]
+    assert list(workers.descriptors()) == [fork_server.descriptor]
     assert workers.attend(set(), 1.0) == []
-    FakeNursery.ready = True
+    FakeForkServer.ready = True
     assert workers.pressed
-    assert workers.attend({nursery.descriptor}, 2.0) == []
-    assert len(fakes) == 2 and nursery.descriptor not in workers.descriptors()
+    assert workers.attend({fork_server.descriptor}, 2.0) == []
+    assert len(fakes) == 2 and fork_server.descriptor not in workers.descriptors()
     workers.end(1, 0.0, 3.0)
-    assert not nursery.closed
+    assert not fork_server.closed
     assert workers.attend({fake.descriptor for fake in fakes}, 3.0) == [LeaseClosed(1)]
-    assert nursery.closed
+    assert fork_server.closed
 
 
 def test_a_lease_whose_nursery_is_never_ready_fails_in_time(fakes: list[Fake]) -> None:
-    FakeNursery.ready = False
+    FakeForkServer.ready = False
     workers = started(2)
     assert workers.attend(set(), START_S - 1) == []
     (news,) = workers.attend(set(), START_S + 1)
     assert isinstance(news, LeaseNotStarted) and "within 90 s" in news.why
     assert not list(workers.descriptors()), "that it is ready later is no news"
-    FakeNursery.ready = True
+    FakeForkServer.ready = True
     assert workers.attend(set(), START_S + 2) == [] and not fakes
     workers.end(1, 0.0, START_S + 3)
     assert workers.attend(set(), START_S + 3) == [LeaseClosed(1)]
@@ -244,6 +244,6 @@ def test_a_lease_whose_nursery_is_never_ready_fails_in_time(fakes: list[Fake]) -
 def test_closing_ends_all(fakes: list[Fake]) -> None:
     workers = started(2)
     workers.close()
-    assert all(nursery.closed for nursery in FakeNursery.made)
+    assert all(fork_server.closed for fork_server in FakeForkServer.made)
     workers.close()
     assert all(fake.ended and fake.killed == 1 for fake in fakes)

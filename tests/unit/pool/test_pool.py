@@ -259,7 +259,7 @@ def test_sockets_that_a_thread_still_uses_are_left_to_it(pool: Pool, monkeypatch
         goes_on.set()
     board._thread.join(SOON_S)
     assert board._context.closed
-    assert all(line.commands.closed and line.beats.closed for line in board._lines.values())
+    assert all(line.commands.closed and line.beats.closed for line in board._connections.values())
 
 
 # ---- groups

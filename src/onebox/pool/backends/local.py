@@ -9,7 +9,7 @@ from onebox.pool.backends.base import WorkerHandle, end_all
 from onebox.pool.discovery import DeviceRequest
 from onebox.pool.errors import WorkerLocation
 from onebox.pool.launch.cpu_affinity import CoreAllocator
-from onebox.pool.launch.fork_servers import OWN
+from onebox.pool.launch.fork_server import OWN
 from onebox.pool.launch.worker_process import SocketFolder, WorkerProcess
 from onebox.wire import new_keys
 from onebox.worker import Fault, WorkerConfig
@@ -100,7 +100,7 @@ class LocalSource:
             cores=self._cores[number - self._first],
         )
         place = WorkerLocation(worker=number, host=LOCAL_HOST, device=request.device)
-        worker = WorkerProcess(place, config, nursery=OWN)
+        worker = WorkerProcess(place, config, spawner=OWN)
         worker.address = self._address
         return worker, pair.public
 

@@ -100,7 +100,7 @@ class WorkerConnection:
             return self.hello.done()
         return False
 
-    def beaten(self, ready: dict[Any, int]) -> Iterator[Sequence[Any]]:
+    def heartbeats(self, ready: dict[Any, int]) -> Iterator[Sequence[Any]]:
         """Yield the heartbeats that have come.
 
         Args:

@@ -1,16 +1,138 @@
-"""The client's services for groups of workers: rendezvous, sums, and notices about members that left. Pure."""
+"""The client's services for groups of workers: their key-value stores, sums of their buckets, and notices about members
+that left. Pure.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from onebox.errors import WireError
-from onebox.pool.client.rendezvous import ClientSums, KeyValues
 from onebox.pool.errors import WorkerLocation
 from onebox.wire import from_frame, to_frame
 from onebox.wire.protocol.groups import Reduced, Rendezvous, TicketCancelled
 from onebox.wire.protocol.responses import Contribution, Left, Lookup
+
+
+@dataclass(frozen=True)
+class LookupReply:
+    """The reply to a worker's lookup.
+
+    Args:
+        worker: The worker's number.
+        ticket: The worker's number of the lookup.
+        value: The value of the key.
+    """
+
+    worker: int
+    ticket: int
+    value: bytes
+
+
+@dataclass
+class KeyValues:
+    """The key-value stores of all groups; a ``get`` is answered once its key is set."""
+
+    _values: dict[tuple[int, str], bytes] = field(default_factory=dict)
+    _waiting: dict[tuple[int, str], list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
+
+    def lookup(self, worker: int, lookup: Lookup) -> list[LookupReply]:
+        """Apply a worker's operation and return the replies that it releases."""
+        if not lookup.keys:
+            return [LookupReply(worker, lookup.ticket, b"")]
+        key = (lookup.group, lookup.keys[0])
+        match lookup.action:
+            case "set":
+                return self._set(key, lookup.value)
+            case "get":
+                if key in self._values:
+                    return [LookupReply(worker, lookup.ticket, self._values[key])]
+                self._waiting[key].append((worker, lookup.ticket))
+                return []
+            case "add":
+                total = str(_number(self._values.get(key, b"0")) + _number(lookup.value)).encode()
+                return [*self._set(key, total), LookupReply(worker, lookup.ticket, total)]
+            case "check":
+                there = all((lookup.group, name) in self._values for name in lookup.keys)
+                return [LookupReply(worker, lookup.ticket, b"1" if there else b"0")]
+            case "delete":
+                gone = self._values.pop(key, None)
+                return [LookupReply(worker, lookup.ticket, b"0" if gone is None else b"1")]
+
+    def forget(self, group: int) -> list[tuple[int, int]]:
+        """Drop a group's keys and return the (worker, ticket) of pending lookups."""
+        for key in [key for key in self._values if key[0] == group]:
+            del self._values[key]
+        keys = [key for key in self._waiting if key[0] == group]
+        return [waiter for key in keys for waiter in self._waiting.pop(key)]
+
+    def _set(self, key: tuple[int, str], value: bytes) -> list[LookupReply]:
+        self._values[key] = value
+        return [LookupReply(worker, ticket, value) for worker, ticket in self._waiting.pop(key, [])]
+
+
+def _number(text: bytes) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise WireError(f"a counter of a group is {text!r}, which is no number") from None
+
+
+@dataclass(frozen=True)
+class BucketSum:
+    """The sum of a bucket, for the workers that contributed.
+
+    Args:
+        tickets: (worker, ticket) of each contribution.
+        total: The sum.
+    """
+
+    tickets: tuple[tuple[int, int], ...]
+    total: Tensor
+
+
+@dataclass
+class ClientSums:
+    """Sums computed at the client: equal orders of all members of a group are added in the order of the members."""
+
+    _members: dict[int, Sequence[int]] = field(default_factory=dict)
+    _parts: dict[tuple[int, int], dict[int, tuple[int, Tensor]]] = field(default_factory=lambda: defaultdict(dict))
+
+    def form(self, group: int, members: Sequence[int]) -> None:
+        """Set the members of a group."""
+        self._members[group] = tuple(members)
+
+    def forget(self, group: int) -> list[tuple[int, int]]:
+        """Drop a group and return the (worker, ticket) of contributions that will not be summed."""
+        self._members.pop(group, None)
+        keys = [key for key in self._parts if key[0] == group]
+        return [(worker, ticket) for key in keys for worker, (ticket, _) in self._parts.pop(key).items()]
+
+    def contribute(self, worker: int, contribution: Contribution, bucket: Tensor) -> BucketSum | None:
+        """Add a contribution; return the sum when it was the last one.
+
+        Raises:
+            WireError: The worker has contributed before, or its contribution does not match the others.
+        """
+        members = self._members.get(contribution.group, ())
+        if worker not in members:
+            return None
+        parts = self._parts[contribution.group, contribution.order]
+        alike = all((part.dtype, part.shape) == (bucket.dtype, bucket.shape) for _, part in parts.values())
+        if worker in parts or not alike:
+            raise WireError(f"worker {worker} contributed {contribution.spec} twice, or to a sum of something else")
+        parts[worker] = (contribution.ticket, bucket)
+        if len(parts) < len(members):
+            return None
+        del self._parts[contribution.group, contribution.order]
+        total = parts[members[0]][1].clone()
+        for member in members[1:]:
+            total += parts[member][1]
+        return BucketSum(tuple((member, parts[member][0]) for member in members), total)
 
 
 class GroupNotice(NamedTuple):

@@ -10,8 +10,10 @@ import math
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, TypeVar
 
 import zmq
@@ -21,7 +23,6 @@ from onebox.pool.backends.base import HostedWorker, WorkerHandle
 from onebox.pool.client.connection import WorkerConnection, WorkerReply
 from onebox.pool.client.delay_queue import DelayQueue
 from onebox.pool.client.group_services import GroupNotice, GroupServices
-from onebox.pool.client.loop_calls import LoopCalls, call_result
 from onebox.pool.client.pending import PendingReplies
 from onebox.pool.errors import AFTERWARDS, fail
 from onebox.pool.liveness import Liveness
@@ -36,9 +37,6 @@ _JOIN_S = 10.0
 
 _CIPHER_THREADS = 4
 """Limit of ZeroMQ's I/O threads, one of which encrypts about 1 GB/s: enough for a network of 25 Gbit/s."""
-
-
-__all__ = ["ClientLoop", "WorkerReply"]
 
 
 class ClientLoop:
@@ -62,7 +60,7 @@ class ClientLoop:
     ) -> None:
         self._keys = keys
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=max(1, min(workers, _CIPHER_THREADS)))
-        self._lines: dict[int, WorkerConnection] = {}
+        self._connections: dict[int, WorkerConnection] = {}
         self._outbox: DelayQueue[tuple[int, list[Any]]] = DelayQueue(latency_s, bandwidth_bps)
         self._inbox: DelayQueue[tuple[WorkerConnection, Sequence[Any]]] = DelayQueue(latency_s)
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -80,15 +78,15 @@ class ClientLoop:
         self._groups = GroupServices()
         self._loop_calls = LoopCalls()
         self._gone: dict[int, OneboxError] = {}
-        self._thread = threading.Thread(target=self._run, name="onebox-switchboard", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="onebox-client-loop", daemon=True)
 
     # ---- called by other threads
 
     def connect(self, member: WorkerHandle, server_key: str) -> Future[Hello]:
         """Connect to a worker, before :meth:`start`; the future holds its hello message, once all its sockets work."""
-        line = WorkerConnection(self._context, member, self._keys, server_key)
-        self._lines[member.place.worker] = line
-        return line.hello
+        connection = WorkerConnection(self._context, member, self._keys, server_key)
+        self._connections[member.place.worker] = connection
+        return connection.hello
 
     def start(self) -> None:
         """Start the thread."""
@@ -117,8 +115,8 @@ class ClientLoop:
         check_frames(frames)
         if worker in self._gone:
             raise PoolError(f"worker {worker} has gone and could not be replaced: {self._gone[worker]}")
-        if worker not in self._lines:
-            raise UsageError(f"there is no worker {worker}; this pool has 0 to {len(self._lines) - 1}")
+        if worker not in self._connections:
+            raise UsageError(f"there is no worker {worker}; this pool has 0 to {len(self._connections) - 1}")
         with self._lock:
             self._numbers += 1
             header = encode(Envelope(self._numbers, answer, tuple(instructions)))
@@ -167,20 +165,20 @@ class ClientLoop:
 
     def replace(self, member: WorkerHandle, server_key: str) -> Future[Hello]:
         """Connect to the replacement of a dropped worker; the future holds its hello message."""
-        line = WorkerConnection(self._context, member, self._keys, server_key)
-        self._call_in_loop(lambda poller: self._take_in(line, poller))
-        return line.hello
+        connection = WorkerConnection(self._context, member, self._keys, server_key)
+        self._call_in_loop(lambda poller: self._take_in(connection, poller))
+        return connection.hello
 
     def give_up(self, worker: int, error: OneboxError) -> None:
         """Mark a worker as lost."""
-        self._call_in_loop(lambda _: self._lost(self._lines[worker], error))
+        self._call_in_loop(lambda _: self._lost(self._connections[worker], error))
 
     def interrupt(self, worker: int, groups: Sequence[int]) -> None:
         """Interrupt a worker's waits in groups that have lost a member."""
 
         def tell(_: zmq.Poller) -> None:
-            if worker in self._lines:
-                self._lines[worker].interrupt(groups)
+            if worker in self._connections:
+                self._connections[worker].interrupt(groups)
 
         self._call_in_loop(tell)
 
@@ -220,7 +218,7 @@ class ClientLoop:
             self._stopping = True  # from here on the end of a worker is not an error
             if last and self.broken is None:
                 header = encode(Envelope(0, False, last))
-                for worker in self._lines:
+                for worker in self._connections:
                     self._outbox.put((worker, [header]), 0.0)
             self._pending.close(self._closing_error())
             os.eventfd_write(self._bell, 1)
@@ -241,9 +239,9 @@ class ClientLoop:
                 return
             self._closed = True
             os.close(self._bell)
-        for line in self._lines.values():
-            line.commands.close(200)  # milliseconds for the last messages to be sent
-            line.beats.close(0)
+        for connection in self._connections.values():
+            connection.commands.close(200)  # milliseconds for the last messages to be sent
+            connection.beats.close(0)
         self._context.destroy(linger=0)  # including sockets of a worker that could not be connected
 
     # ---- the thread
@@ -259,20 +257,20 @@ class ClientLoop:
         try:
             poller = zmq.Poller()
             poller.register(self._bell, zmq.POLLIN)
-            for line in self._lines.values():
-                line.listen(poller)
+            for connection in self._connections.values():
+                connection.listen(poller)
             while not self._stopping:
                 ready = dict(poller.poll(self._patience_ms()))
                 if self._bell in ready:
                     os.eventfd_read(self._bell)
                 self._loop_calls.run(poller)
                 self._send(self._outbox.take(time.monotonic()))
-                for line in list(self._lines.values()):
-                    self._attend(line, ready, poller)
+                for connection in list(self._connections.values()):
+                    self._attend(connection, ready, poller)
                 now_s = time.monotonic()
                 self._let_in(now_s)
-                for line in list(self._lines.values()):
-                    line.link.flush(now_s)
+                for connection in list(self._connections.values()):
+                    connection.link.flush(now_s)
                 self._look(now_s)
             self._send(self._outbox.take_all())
         except BaseException as error:
@@ -285,15 +283,15 @@ class ClientLoop:
             return
         self._look_s = now_s + _TICK_MS / 2000
         self._pending.release(now_s)
-        for worker, line in self._lines.items():
-            if isinstance(line.member, HostedWorker):
-                self._liveness.overhear(worker, line.member.heard_s)
+        for worker, connection in self._connections.items():
+            if isinstance(connection.member, HostedWorker):
+                self._liveness.overhear(worker, connection.member.heard_s)
         for worker, why in self._liveness.hung(now_s).items():
-            self._lost(self._lines[worker], self._hung(worker, why))
+            self._lost(self._connections[worker], self._hung(worker, why))
 
     def _drop(self, worker: int, poller: zmq.Poller) -> list[int]:
-        line = self._lines.pop(worker)
-        line.cut(poller)
+        connection = self._connections.pop(worker)
+        connection.cut(poller)
         self._liveness.forget(worker)
         groups = self._groups.of(worker)
         for group in groups:
@@ -301,13 +299,13 @@ class ClientLoop:
         self.lost.pop(worker, None)
         return groups
 
-    def _take_in(self, line: WorkerConnection, poller: zmq.Poller) -> None:
-        self._lines[line.place.worker] = line
-        line.listen(poller)
+    def _take_in(self, connection: WorkerConnection, poller: zmq.Poller) -> None:
+        self._connections[connection.place.worker] = connection
+        connection.listen(poller)
 
     def _patience_ms(self) -> int:
         """Return the poll timeout: until the next delayed message is due, at most a tick."""
-        due_s = min((line.link.due_s for line in self._lines.values()), default=math.inf)
+        due_s = min((connection.link.due_s for connection in self._connections.values()), default=math.inf)
         if due_s == math.inf and self._outbox.plain:
             return _TICK_MS
         now_s = time.monotonic()
@@ -318,60 +316,60 @@ class ClientLoop:
 
     def _send(self, messages: Sequence[tuple[int, list[Any]]]) -> None:
         for worker, parts in messages:
-            if worker in self._lines:  # messages for a dropped worker are void
-                self._lines[worker].link.send(parts)
+            if worker in self._connections:  # messages for a dropped worker are void
+                self._connections[worker].link.send(parts)
 
-    def _attend(self, line: WorkerConnection, ready: dict[Any, int], poller: zmq.Poller) -> None:
+    def _attend(self, connection: WorkerConnection, ready: dict[Any, int], poller: zmq.Poller) -> None:
         """Process everything that has come from one worker."""
         try:
-            if line.returned(ready):
-                self._liveness.beat(line.place.worker, time.monotonic())
-            for parts in line.beaten(ready):
-                self._take(line, parts)
-            for parts in line.come(ready):
-                self._come(line, parts)
+            if connection.returned(ready):
+                self._liveness.beat(connection.place.worker, time.monotonic())
+            for parts in connection.heartbeats(ready):
+                self._take(connection, parts)
+            for parts in connection.come(ready):
+                self._come(connection, parts)
         except Restarted as error:
-            self._lost(line, WorkerDied(f"{line.place}: {error}\n  {AFTERWARDS}", **vars(line.place)))
+            self._lost(connection, WorkerDied(f"{connection.place}: {error}\n  {AFTERWARDS}", **vars(connection.place)))
         except WireError as error:
             self._pending.give_up(error)
-        if line.member.descriptor in ready:
-            poller.unregister(line.member.descriptor)
+        if connection.member.descriptor in ready:
+            poller.unregister(connection.member.descriptor)
             if not self._stopping:
-                self._lost(line, line.member.death())
+                self._lost(connection, connection.member.death())
 
-    def _come(self, line: WorkerConnection, parts: Sequence[Any]) -> None:
+    def _come(self, connection: WorkerConnection, parts: Sequence[Any]) -> None:
         if self._inbox.latency_s:
-            self._inbox.put((line, parts), time.monotonic())
+            self._inbox.put((connection, parts), time.monotonic())
         else:
-            self._take(line, parts)
+            self._take(connection, parts)
 
     def _let_in(self, now_s: float) -> None:
         """Process the messages whose delay has passed."""
         try:
-            for line, parts in self._inbox.take(now_s):
-                self._take(line, parts)
+            for connection, parts in self._inbox.take(now_s):
+                self._take(connection, parts)
         except WireError as error:
             self._pending.give_up(error)
 
-    def _take(self, line: WorkerConnection, parts: Sequence[Any]) -> None:
+    def _take(self, connection: WorkerConnection, parts: Sequence[Any]) -> None:
         saying: WorkerMessage
         saying, frames = decode_worker_message(parts)
-        worker = line.place.worker
+        worker = connection.place.worker
         match saying:
             case Reply():
-                self._pending.reply(line.place, saying, frames, time.monotonic())
+                self._pending.reply(connection.place, saying, frames, time.monotonic())
             case Heartbeat():
-                line.beating = True
-                line.greet()
-                if line.hello.done():
+                connection.beating = True
+                connection.greet()
+                if connection.hello.done():
                     self._liveness.beat(worker, time.monotonic(), saying.stalled_s, saying.doing)
                     self.executed[worker] = saying.executed
             case Left() | Lookup() | Contribution():
-                self._tell(self._groups.take(line.place, saying, frames))
+                self._tell(self._groups.take(connection.place, saying, frames))
             case Hello():
                 self._liveness.beat(worker, time.monotonic())
-                line.words = saying
-                line.greet()
+                connection.words = saying
+                connection.greet()
 
     def _tell(self, notices: Sequence[GroupNotice]) -> None:
         messages = [
@@ -386,7 +384,7 @@ class ClientLoop:
     # ---- when things go wrong
 
     def _hung(self, worker: int, why: str) -> WorkerHung:
-        place = self._lines[worker].place
+        place = self._connections[worker].place
         return WorkerHung(
             f"{place} {why}; it is taken for hung\n  {AFTERWARDS}",
             worker=place.worker,
@@ -394,7 +392,44 @@ class ClientLoop:
             device=place.device,
         )
 
-    def _lost(self, line: WorkerConnection, error: OneboxError) -> None:
-        self._liveness.forget(line.place.worker)
-        fail(line.hello, error)
-        self._pending.lose(line.place.worker, error)
+    def _lost(self, connection: WorkerConnection, error: OneboxError) -> None:
+        self._liveness.forget(connection.place.worker)
+        fail(connection.hello, error)
+        self._pending.lose(connection.place.worker, error)
+
+
+class LoopCalls:
+    """A queue of calls that other threads run in the loop's thread, because it alone may touch the sockets."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[Callable[[zmq.Poller], Any], Future[Any]]] = deque()
+
+    def add(self, action: Callable[[zmq.Poller], _T]) -> Future[_T]:
+        """Add a call; the future holds its result or error."""
+        done: Future[_T] = Future()
+        self._waiting.append((action, done))
+        return done
+
+    def run(self, poller: zmq.Poller) -> None:
+        """Run all queued calls; called by the thread that owns the queue."""
+        while self._waiting:
+            action, done = self._waiting.popleft()
+            try:
+                done.set_result(action(poller))
+            except Exception as error:
+                done.set_exception(error)
+
+
+def call_result(done: Future[_T], timeout_s: float) -> _T:
+    """Wait for a call and return its result.
+
+    Raises:
+        PoolError: The call did not finish in time.
+    """
+    try:
+        return done.result(timeout_s)
+    except FutureTimeout:
+        raise PoolError(f"the client's own thread did not answer within {timeout_s:.0f} s") from None
+
+
+__all__ = ["ClientLoop", "WorkerReply"]

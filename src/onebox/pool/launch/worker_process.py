@@ -25,7 +25,7 @@ from onebox.worker import Ports, WorkerConfig
 START_S = 90.0
 """How long a worker may take until its ports are bound, mostly for the import of torch."""
 
-_UNKNOWN = "ended with or after its nursery, the process onebox-nursery that had forked it, which would have said how"
+_UNKNOWN = "ended with or after its fork server, the process onebox-fork-srv, which would have said how"
 
 _LAST_WORDS = 4000
 _SAID_BYTES = 4096
@@ -84,7 +84,7 @@ class WorkerProcess:
         place: Location of the worker, for messages.
         config: Its configuration; the keys go through a pipe and appear in no command line, file or environment.
         account: User that it runs as; this process's own user where ``None``.
-        nursery: Fork server to use; without it the worker is started from scratch.
+        spawner: Fork server to use; without it the worker is started from scratch.
     """
 
     address = "127.0.0.1"
@@ -98,12 +98,12 @@ class WorkerProcess:
         place: WorkerLocation,
         config: WorkerConfig,
         account: WorkerUser | None = None,
-        nursery: WorkerSpawner | None = None,
+        spawner: WorkerSpawner | None = None,
     ) -> None:
         self.place = place
         self._stderr: IO[bytes] = tempfile.TemporaryFile(prefix="onebox-")  # noqa: SIM115 (closed by close)
         environment = worker_environment(config.threads, account)
-        forked = None if nursery is None else nursery.spawn_worker(environment, self._stderr, account)
+        forked = None if spawner is None else spawner.spawn_worker(environment, self._stderr, account)
         self._process: subprocess.Popen[bytes] | ForkedProcess = forked or self._start(environment, account)
         self.descriptor = forked.descriptor if forked else os.pidfd_open(self._process.pid)
         assert self._process.stdin is not None

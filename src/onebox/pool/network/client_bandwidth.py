@@ -8,17 +8,14 @@ import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
 
 from onebox.errors import OneboxError
 from onebox.pool.client.connection import WorkerReply
 from onebox.pool.errors import raise_first
+from onebox.pool.network.measured_pool import MeasuredPool
 from onebox.wire import TensorSpec
 from onebox.wire.protocol.instructions import Ask, Free
 from onebox.wire.protocol.requests import Instruction, Put
-
-if TYPE_CHECKING:
-    from onebox.pool.pool import Pool
 
 _ROUND_TRIPS = 3
 _FIRST_BYTES, _MOST_BYTES = 16 << 10, 4 << 20
@@ -26,7 +23,7 @@ _LONG_S = 0.02
 """A transfer that exceeds a round trip by this, and by half of a round trip, is long enough for a measurement."""
 
 
-def measure_client_bandwidth(pool: Pool, workers: Sequence[int]) -> dict[int, float]:
+def measure_client_bandwidth(pool: MeasuredPool, workers: Sequence[int]) -> dict[int, float]:
     """Return the bytes per second to each of some workers while all of them are sent to.
 
     Takes some tens of milliseconds, on slow links up to a second; the workers should be idle.
@@ -53,7 +50,7 @@ def measure_client_bandwidth(pool: Pool, workers: Sequence[int]) -> dict[int, fl
     return found
 
 
-def _timed(pool: Pool, workers: Sequence[int], size: int) -> dict[int, float]:
+def _timed(pool: MeasuredPool, workers: Sequence[int], size: int) -> dict[int, float]:
     """Return the seconds until each worker has acknowledged a number of bytes."""
     ends: dict[int, float] = {}
     begin_s = time.monotonic()
@@ -78,7 +75,7 @@ class ClientBandwidth:
         pool: The pool.
     """
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: MeasuredPool) -> None:
         self._pool = pool
         self._bps: dict[int, float] = {}
 

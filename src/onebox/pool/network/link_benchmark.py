@@ -6,19 +6,17 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from onebox.cost import near_groups, shortest_tree
 from onebox.cost.benchmark_kernels import filled, first_element
 from onebox.cost.links import LARGEST_BYTES, LEAST_REPEATS, SMALLEST_BYTES, fit_link, is_doubtful, next_size, repeats
 from onebox.errors import OneboxError
+from onebox.pool.devices import DeviceInfo
 from onebox.pool.errors import raise_first
+from onebox.pool.network.measured_pool import MeasuredPool
 from onebox.wire import TensorSpec
 from onebox.wire.protocol.instructions import Ask, Call, Free, Receive, Send, Step
 from onebox.wire.protocol.requests import Define, Instruction, Routine, Run, StoredProgram
-
-if TYPE_CHECKING:
-    from onebox.pool.pool import DeviceInfo, Pool
 
 LinkSpeeds = Mapping[tuple[int, int], tuple[float, float]]
 """Latency in seconds and bandwidth in bytes per second, by source and target."""
@@ -32,7 +30,7 @@ _MORE_ROUNDS = 3
 _TINY = TensorSpec("float32", (1,))
 
 
-def measure_links(pool: Pool, members: Sequence[int], rooms: Sequence[int]) -> LinkSpeeds:
+def measure_links(pool: MeasuredPool, members: Sequence[int], rooms: Sequence[int]) -> LinkSpeeds:
     """Measure the links between some devices in both directions, one at a time.
 
     Args:
@@ -128,7 +126,7 @@ class _Way:
     """
 
     def __init__(
-        self, pool: Pool, group: int, source: tuple[int, int], target: tuple[int, int], room_bytes: int
+        self, pool: MeasuredPool, group: int, source: tuple[int, int], target: tuple[int, int], room_bytes: int
     ) -> None:
         self._pool = pool
         self._group = group

@@ -10,7 +10,6 @@ import platform
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,15 +21,13 @@ from onebox.pool.devices import DeviceInfo
 from onebox.pool.errors import raise_first
 from onebox.pool.network.emulated import LinkMap
 from onebox.pool.network.link_benchmark import LinkSpeeds, measure_links, tables
+from onebox.pool.network.measured_pool import MeasuredPool
 from onebox.pool.network.transport_paths import shares_memory
 from onebox.sizes import size_text
 from onebox.wire import TensorSpec
 from onebox.wire.protocol.instructions import Ask, Call, Evict, Free, Offload, Prefetch, Step
 from onebox.wire.protocol.requests import Define, Routine, Run, StoredProgram
 from onebox.wire.protocol.responses import WorkerMemory
-
-if TYPE_CHECKING:
-    from onebox.pool.pool import Pool
 
 _TOGETHER_S = 0.06
 """How long each kernel runs on each device, so that slow and fast devices of a host are busy at the same time."""
@@ -44,7 +41,7 @@ _ONE = TensorSpec("float32", (1,))
 
 
 def profile_key(devices: Sequence[DeviceInfo], links: LinkMap) -> str:
-    """Return the name under which the profile of such a pool is kept: a hash of all that it depends on.
+    """Return the cache key of the profile of such a pool: a hash of everything that it depends on.
 
     Args:
         devices: Its devices.
@@ -52,11 +49,11 @@ def profile_key(devices: Sequence[DeviceInfo], links: LinkMap) -> str:
     """
     emulated = sorted((source, target, link) for (source, target), link in links.items())
     here = platform.node(), len(os.sched_getaffinity(0))
-    alike = [replace(device, host_free_bytes=0) for device in devices]  # which is another each time
+    alike = [replace(device, host_free_bytes=0) for device in devices]  # differs at every start
     return key_of("pool", FORMAT, str(torch.__version__), here, alike, emulated, shares_memory())
 
 
-def measure_pool(pool: Pool) -> PoolProfile:
+def measure_pool(pool: MeasuredPool) -> PoolProfile:
     """Measure all devices, at the same time, and all links, one after the other.
 
     Raises:
@@ -92,7 +89,7 @@ def measure_pool(pool: Pool) -> PoolProfile:
     )
 
 
-def _rooms(pool: Pool) -> list[int]:
+def _rooms(pool: MeasuredPool) -> list[int]:
     """Return how many bytes may be used on each device.
 
     Raises:
@@ -118,7 +115,7 @@ def _rooms(pool: Pool) -> list[int]:
 # ---- devices
 
 
-def measure_devices(pool: Pool, rooms: Sequence[int]) -> list[Speeds]:
+def measure_devices(pool: MeasuredPool, rooms: Sequence[int]) -> list[Speeds]:
     """Measure each device's speed on the fixed kernels, with all devices busy at once.
 
     Args:
@@ -138,7 +135,7 @@ def measure_devices(pool: Pool, rooms: Sequence[int]) -> list[Speeds]:
     return [Speeds(**found) for found in figures]
 
 
-def _time(pool: Pool, chosen: Mapping[int, BenchmarkKernel]) -> dict[int, float]:
+def _time(pool: MeasuredPool, chosen: Mapping[int, BenchmarkKernel]) -> dict[int, float]:
     """Return the median seconds of a run of a kernel on each of some workers."""
     runs = {worker: _KernelRun(pool, worker, kernel) for worker, kernel in chosen.items()}
     try:
@@ -152,7 +149,9 @@ def _time(pool: Pool, chosen: Mapping[int, BenchmarkKernel]) -> dict[int, float]
             run.clear()
 
 
-def _all(pool: Pool, runs: Iterable[_KernelRun], plans: Mapping[int, tuple[int, int]]) -> dict[int, list[float]]:
+def _all(
+    pool: MeasuredPool, runs: Iterable[_KernelRun], plans: Mapping[int, tuple[int, int]]
+) -> dict[int, list[float]]:
     """Run blocks of calls on all workers at once; return each worker's seconds per call, for each block."""
     by_worker = {run.worker: run for run in runs}
     posted = [pool.post(worker, run.instructions(*plans[worker]), answer=True) for worker, run in by_worker.items()]
@@ -193,7 +192,7 @@ class _KernelRun:
         kernel: The kernel.
     """
 
-    def __init__(self, pool: Pool, worker: int, kernel: BenchmarkKernel) -> None:
+    def __init__(self, pool: MeasuredPool, worker: int, kernel: BenchmarkKernel) -> None:
         self.worker = worker
         self._pool = pool
         self._kernel = kernel
@@ -232,7 +231,7 @@ class _KernelRun:
 # ---- links
 
 
-def _all_links(pool: Pool, rooms: Sequence[int]) -> LinkSpeeds:
+def _all_links(pool: MeasuredPool, rooms: Sequence[int]) -> LinkSpeeds:
     """Measure the links between all devices that can send to each other: real devices and ``sim`` devices
     separately."""
     found: dict[tuple[int, int], tuple[float, float]] = {}

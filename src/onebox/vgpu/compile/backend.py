@@ -24,8 +24,9 @@ from onebox.graph.lower.lowering import canonical
 from onebox.vgpu.compile.dynamo import BACKEND, teach_dynamo
 from onebox.vgpu.compile.graph_corrections import choose_kernels, correct, partition
 from onebox.vgpu.compile.sections import Section, copies_needed, output_nodes, sections, storage_of
+from onebox.vgpu.core.handle import Handle
 from onebox.vgpu.core.metadata import metadata_of
-from onebox.vgpu.core.tensor import Handle, VirtualTensor, wrap
+from onebox.vgpu.core.tensor import VirtualTensor, wrap
 from onebox.vgpu.dispatch.copies import upload
 from onebox.vgpu.runtime.command_queue import CommandQueue
 from onebox.vgpu.runtime.context import queue_of
@@ -229,35 +230,35 @@ class _Call:
         given = [registers[place] for place in self.reads]
         for place in self.dies:
             registers[place] = None
-        stream = next((v._handle.stream for v in given if type(v) is VirtualTensor), None) or queue_of(self._device)
-        handles = [self._on_device(value, stream) for value in given]
+        queue = next((v._handle.queue for v in given if type(v) is VirtualTensor), None) or queue_of(self._device)
+        handles = [self._on_device(value, queue) for value in given]
         given.clear()  # a tensor without other references is freed by the call
-        number = self._numbers.get(stream) or self._define(stream)
-        first = stream.call(number, handles, len(self._outputs))
+        number = self._numbers.get(queue) or self._define(queue)
+        first = queue.call(number, handles, len(self._outputs))
         for at, (place, look) in enumerate(self._outputs, first):
-            registers[place] = wrap(Handle(stream, at), look)
+            registers[place] = wrap(Handle(queue, at), look)
 
-    def _on_device(self, value: Any, stream: CommandQueue) -> Handle:
+    def _on_device(self, value: Any, queue: CommandQueue) -> Handle:
         if type(value) is not VirtualTensor:
-            return upload(value, stream)._handle
-        if value._handle.stream is not stream:
+            return upload(value, queue)._handle
+        if value._handle.queue is not queue:
             raise PoolError(
                 f"a tensor of {value.device} is of another pool than the others; move the whole model to the devices "
                 "of the pool that is open"
             )
         return value._handle
 
-    def _define(self, stream: CommandQueue) -> int:
-        with stream.lock:
-            if stream not in self._numbers:
-                number = stream.pool.new_number()
-                stream.before(Define(number, self._stored))
-                self._numbers[stream] = number
-            return self._numbers[stream]
+    def _define(self, queue: CommandQueue) -> int:
+        with queue.lock:
+            if queue not in self._numbers:
+                number = queue.pool.new_number()
+                queue.before(Define(number, self._stored))
+                self._numbers[queue] = number
+            return self._numbers[queue]
 
     def __del__(self) -> None:
-        for stream, number in self._numbers.items():
-            stream.ended.append(number)
+        for queue, number in self._numbers.items():
+            queue.ended.append(number)
 
 
 teach_dynamo()

@@ -13,7 +13,9 @@ Internals used, in torch 2.11 to 2.13: ``VariableBuilder._wrap``, ``VariableBuil
 
 from __future__ import annotations
 
+import functools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,8 +29,7 @@ from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from onebox.vgpu.core.tensor import VirtualTensor
-from onebox.vgpu.cuda_alias.fake_tensors import with_script_devices
-from onebox.vgpu.runtime.context import device_count
+from onebox.vgpu.runtime import context
 
 BACKEND = "onebox"
 """The name of the backend: ``torch.compile(model, backend="onebox")``."""
@@ -56,7 +57,8 @@ def _take_for_plain() -> None:
 
     def wrapped(self: Any, value: Any) -> Any:
         virtual = type(value) is VirtualTensor
-        number = type(value) is int and device_count() > 0  # perhaps a size in a function that other backends forward
+        # an integer may be a size in a function that other backends forward
+        number = type(value) is int and context.device_count() > 0
         if not (virtual or number or _is_ours(self.tx.output.compiler_fn)):
             return wrap(self, value)
         # Programs have fixed shapes: each shape gets its own graph, without symbols.
@@ -74,10 +76,28 @@ def _take_for_plain() -> None:
 def _name_devices() -> None:
     """Make compiled functions see devices by the script's name for them, which may be ``cuda``."""
     build, variable = VariableTracker.build, TensorVariable
-    device = with_script_devices(variable.method_attr_device, build, lambda place: place)
-    is_cuda = with_script_devices(variable.method_attr_is_cuda, build, lambda place: place.type == "cuda")
+    device = _with_script_devices(variable.method_attr_device, build, lambda place: place)
+    is_cuda = _with_script_devices(variable.method_attr_is_cuda, build, lambda place: place.type == "cuda")
     variable.method_attr_device = device  # type: ignore[method-assign]
     variable.method_attr_is_cuda = is_cuda  # type: ignore[method-assign]
+
+
+def _with_script_devices(attribute: Callable[..., Any], build: Callable[..., Any], value: Any) -> Callable[..., Any]:
+    """Return Dynamo's implementation of a tensor's ``device`` or ``is_cuda``.
+
+    Args:
+        attribute: Dynamo's own method for it.
+        build: Creates a Dynamo variable from a value.
+        value: Maps a device to the attribute's value.
+    """
+
+    @functools.wraps(attribute)
+    def answer(self: Any, tx: Any) -> Any:
+        if context.called != "vgpu" and self.device is not None and self.device.type == "vgpu":
+            return build(tx, value(context.displayed(self.device)))
+        return attribute(self, tx)
+
+    return answer
 
 
 def _as_it_is(tensor: VirtualTensor, expected_metadata: Any, expected_type: Any = None) -> VirtualTensor:

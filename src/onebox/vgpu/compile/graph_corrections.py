@@ -82,8 +82,8 @@ def correct(graph: fx.Graph) -> None:
 def _kind(device: torch.device) -> str:
     if device.type != "vgpu":
         return device.type
-    stream = queue_of(device)
-    return stream.pool.devices[stream.worker].kind
+    queue = queue_of(device)
+    return queue.pool.devices[queue.worker].kind
 
 
 def _leave_out_statistics(node: fx.Node) -> None:

@@ -7,12 +7,9 @@ so any number that is unique to a buffer serves.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from onebox.vgpu.core.tensor import Handle, VirtualTensor
 
 _FIRST = 1 << 44
 _ALIGNED = 1 << 8
@@ -38,24 +35,15 @@ class VirtualStorage(torch.UntypedStorage):
         return self._place
 
 
-def storage_of(tensor: VirtualTensor) -> VirtualStorage:
-    """Return the storage of a virtual tensor: the same one for all tensors of a buffer and for their views.
+def new_storage(size_bytes: int, place: torch.device) -> VirtualStorage:
+    """Return a storage with an address of its own.
 
     Args:
-        tensor: The tensor; its elements are not read.
+        size_bytes: Its size.
+        place: Where its elements are.
     """
-    base: Any = tensor._base  # the tensor that it is a view of, as far as autograd knows
-    handle: Handle = (tensor if base is None else base)._handle
-    size_bytes = tensor._metadata.storage_bytes
-    with _lock:
-        known = getattr(handle, "storage", None)
-        if known is None or known.nbytes() != size_bytes:
-            known = handle.storage = _made(size_bytes, handle.stream.device)
-    return known
-
-
-def _made(size_bytes: int, place: torch.device) -> VirtualStorage:
     made = VirtualStorage(size_bytes, device="meta")
-    made._address, made._place = _free[0], place
-    _free[0] += (size_bytes // _ALIGNED + 1) * _ALIGNED
+    with _lock:
+        made._address, made._place = _free[0], place
+        _free[0] += (size_bytes // _ALIGNED + 1) * _ALIGNED
     return made

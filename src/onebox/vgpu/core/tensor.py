@@ -4,39 +4,15 @@ from __future__ import annotations
 
 import copy
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from onebox.vgpu.core.handle import Handle
 from onebox.vgpu.core.metadata import Metadata
-from onebox.vgpu.core.storage import VirtualStorage, storage_of
+from onebox.vgpu.core.storage import VirtualStorage
 from onebox.vgpu.signals import shielded
-
-if TYPE_CHECKING:
-    from onebox.vgpu.runtime.command_queue import CommandQueue
-
-
-class Handle:
-    """The number of a buffer on a worker; the buffer is freed with it.
-
-    Args:
-        stream: Command queue of the device.
-        number: The buffer.
-    """
-
-    __slots__ = ("number", "storage", "stream")
-
-    storage: VirtualStorage  # set on first use
-
-    @shielded
-    def __init__(self, stream: CommandQueue, number: int) -> None:
-        self.stream = stream
-        self.number = number
-
-    @shielded
-    def __del__(self) -> None:
-        self.stream.dead.append(self.number)  # by any thread that collects it; the next record processes it
 
 
 class VirtualTensor(Tensor):
@@ -51,6 +27,8 @@ class VirtualTensor(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     dispatcher: Any = None
     """Set by the dispatch module, which depends on this class."""
+    reducer: Any = None
+    """Set by the serialization module, which depends on this class: the pickle reduction of a tensor."""
 
     def __new__(cls, data: Tensor, requires_grad: bool = True) -> Any:
         """Return a parameter: those on a device are of this type, and libraries call ``type(parameter)(...)``."""
@@ -65,12 +43,15 @@ class VirtualTensor(Tensor):
     # methods that PyTorch rejects for subclasses, or implements by storages
 
     def untyped_storage(self) -> VirtualStorage:
-        """Return an object that represents the storage: its identity and size, no elements."""
-        return storage_of(self)
+        """Return an object that represents the storage, without elements: the same one for all tensors of a buffer and
+        for their views."""
+        base: Any = self._base  # the tensor that it is a view of, as far as autograd knows
+        handle: Handle = (self if base is None else base)._handle
+        return handle.storage(self._metadata.storage_bytes)
 
     def data_ptr(self) -> int:
         """Return an address: it cannot be read, but is unique among tensors."""
-        address = storage_of(self).data_ptr()
+        address = self.untyped_storage().data_ptr()
         return address + self._metadata.offset * self.dtype.itemsize if address else 0
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -118,11 +99,12 @@ class VirtualTensor(Tensor):
             raise RuntimeError(
                 "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at present"
             )
-        made = self.detach().clone().requires_grad_(self.requires_grad)
-        memo[id(self)] = made
+        copied = self.detach().clone()
         if getattr(self, "_is_param", False):  # of a parameter only this is copied, as in PyTorch: no gradient
-            made._is_param = True
-            return made
+            memo[id(self)] = parameter = torch.nn.Parameter(copied, self.requires_grad)
+            return parameter
+        made = copied.requires_grad_(self.requires_grad)
+        memo[id(self)] = made
         own = {key: value for key, value in self.__dict__.items() if key not in ("_handle", "_metadata")}
         made.__dict__.update(copy.deepcopy(own, memo))
         if self.grad is not None:
@@ -130,9 +112,7 @@ class VirtualTensor(Tensor):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        from onebox.vgpu.integration.serialization import reduce
-
-        return reduce(self, protocol)
+        return type(self).reducer(self, protocol)
 
     @property
     def data(self) -> Any:
@@ -147,8 +127,12 @@ class VirtualTensor(Tensor):
                 "move the module that holds it with .to(), or make a new tensor"
             )
         _data.__set__(self, new)
-        self._handle = new._handle
-        self._metadata = new._metadata
+        self._bind(new._handle, new._metadata)
+
+    def _bind(self, handle: Handle, metadata: Metadata) -> None:
+        """Set the buffer and the layout."""
+        self._handle = handle
+        self._metadata = metadata
 
 
 _data: Any = torch._C.TensorBase.data
@@ -163,10 +147,9 @@ def wrap(handle: Handle, metadata: Metadata) -> VirtualTensor:
         metadata.strides,
         metadata.offset,
         dtype=metadata.dtype,
-        device=handle.stream.device,
+        device=handle.queue.device,
     )
-    made._handle = handle
-    made._metadata = metadata
+    made._bind(handle, metadata)
     if not metadata.plain:
         metadata.mark(made)
     return made
@@ -191,4 +174,9 @@ def wrap_view(base: Tensor, handle: Handle, metadata: Metadata) -> VirtualTensor
 def relay(tensor: VirtualTensor, metadata: Metadata) -> None:
     """Set the layout of a tensor, as after ``resize_`` or ``t_``."""
     _data.__set__(tensor, wrap(tensor._handle, metadata))
-    tensor._metadata = metadata
+    tensor._bind(tensor._handle, metadata)
+
+
+def rebind(tensor: VirtualTensor, other: VirtualTensor) -> None:
+    """Let a tensor have the buffer of another one from now on, with its own layout."""
+    tensor._bind(other._handle, tensor._metadata)

@@ -18,17 +18,19 @@ import torch.backends.cuda
 import torch.backends.cudnn
 from torch.autograd import profiler
 
-from onebox.vgpu.cuda_alias.amp import translate_amp
-from onebox.vgpu.cuda_alias.cuda_generators import translate_generators
 from onebox.vgpu.cuda_alias.cuda_module import translate_surface
 from onebox.vgpu.cuda_alias.cuda_tensors import translate_tensors
 from onebox.vgpu.cuda_alias.device_arguments import translate_entries
 from onebox.vgpu.cuda_alias.fake_tensors import translate_traced
 from onebox.vgpu.cuda_alias.functions import accelerator, accelerator_index
-from onebox.vgpu.cuda_alias.nccl_names import translate_distributed
 from onebox.vgpu.cuda_alias.patches import Patches
-from onebox.vgpu.cuda_alias.saved_files import translate_saved
 from onebox.vgpu.cuda_alias.streams import translate_streams
+from onebox.vgpu.cuda_alias.subsystems import (
+    translate_amp,
+    translate_distributed,
+    translate_generators,
+    translate_saved,
+)
 from onebox.vgpu.registration import install
 from onebox.vgpu.runtime import context, current_device
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from onebox.vgpu.cuda_alias import functions, memory_stats, streams
+from onebox.vgpu.cuda_alias import functions, streams
 from onebox.vgpu.cuda_alias.cuda_tensors import TENSOR_TYPES
 from onebox.vgpu.cuda_alias.device_names import number_of
 from onebox.vgpu.cuda_alias.patches import Patches
@@ -83,8 +83,8 @@ _OF_ONE = (
 """Likewise, with a device argument."""
 
 _OWN: dict[str, Any] = {
-    "Event": streams.Event,
-    "Stream": streams.Stream,
+    "Event": streams.CudaEvent,
+    "Stream": streams.CudaStream,
     "StreamContext": streams.StreamContext,
     "_exchange_device": device_module.exchange_device,
     "_get_generator": functions.default_generator,
@@ -100,7 +100,7 @@ _OWN: dict[str, Any] = {
     "device_count": functions.device_count,
     "get_arch_list": functions.get_arch_list,
     "get_gencode_flags": functions.get_gencode_flags,
-    "get_per_process_memory_fraction": memory_stats.get_per_process_memory_fraction,
+    "get_per_process_memory_fraction": functions.get_per_process_memory_fraction,
     "get_rng_state": functions.get_rng_state,
     "get_sync_debug_mode": functions.get_sync_debug_mode,
     "ipc_collect": functions.nothing,
@@ -108,10 +108,10 @@ _OWN: dict[str, Any] = {
     "is_bf16_supported": functions.is_bf16_supported,
     "is_current_stream_capturing": functions.no,
     "is_tf32_supported": functions.is_tf32_supported,
-    "memory_stats_as_nested_dict": memory_stats.memory_stats_as_nested_dict,
-    "memory_summary": memory_stats.memory_summary,
+    "memory_stats_as_nested_dict": functions.memory_stats_as_nested_dict,
+    "memory_summary": functions.memory_summary,
     "reset_accumulated_memory_stats": functions.nothing,
-    "set_per_process_memory_fraction": memory_stats.set_per_process_memory_fraction,
+    "set_per_process_memory_fraction": functions.set_per_process_memory_fraction,
     "set_rng_state": functions.set_rng_state,
     "set_stream": streams.set_stream,
     "set_sync_debug_mode": functions.set_sync_debug_mode,

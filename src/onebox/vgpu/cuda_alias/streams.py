@@ -10,6 +10,7 @@ from onebox.vgpu.cuda_alias.device_names import number_of, to_cuda, to_vgpu
 from onebox.vgpu.cuda_alias.patches import Patches
 from onebox.vgpu.cuda_alias.unsupported import raise_unsupported
 from onebox.vgpu.integration import device_module
+from onebox.vgpu.integration.events import VirtualEvent, VirtualStream
 
 
 class _Either(type):
@@ -37,7 +38,7 @@ class _Either(type):
         return isinstance(instance, cls.plain | cls.virtual)
 
 
-class Stream(device_module.Stream):
+class CudaStream(VirtualStream):
     """A stream of a device; all streams of a device are the same.
 
     Args:
@@ -52,7 +53,7 @@ class Stream(device_module.Stream):
     @property
     def device(self) -> torch.device:
         """The device."""
-        return to_cuda(self._stream.device)
+        return to_cuda(self._queue.device)
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
@@ -61,13 +62,13 @@ class Stream(device_module.Stream):
 
     def record_event(self, event: Any = None) -> Any:
         """Record an event, a new one where none is given, and return it."""
-        return super().record_event(Event() if event is None else event)
+        return super().record_event(CudaEvent() if event is None else event)
 
     def __repr__(self) -> str:
         return f"<torch.cuda.Stream device={self.device} cuda_stream=0x0>"
 
 
-class Event(device_module.Event):
+class CudaEvent(VirtualEvent):
     """A mark in the sequence of a device's operators.
 
     Args:
@@ -101,7 +102,7 @@ class StreamContext:
         stream: The stream; ``None`` for no change.
     """
 
-    def __init__(self, stream: Stream | None) -> None:
+    def __init__(self, stream: CudaStream | None) -> None:
         self.stream = stream
         self._device = device_module.device(None if stream is None else stream.device_index)
 
@@ -112,26 +113,26 @@ class StreamContext:
         self._device.__exit__(*exit_info)
 
 
-def _event(device: Any = None, *, enable_timing: bool = False, blocking: bool = False, **options: bool) -> Event:
+def _event(device: Any = None, *, enable_timing: bool = False, blocking: bool = False, **options: bool) -> CudaEvent:
     """Return an event for ``torch.Event``, which unlike ``torch.cuda.Event`` takes a device."""
     number_of(device)
-    return Event(enable_timing, blocking, **options)
+    return CudaEvent(enable_timing, blocking, **options)
 
 
 def translate_streams(patches: Patches) -> None:
     """Make ``torch.Stream`` and ``torch.Event`` accept ``cuda``."""
-    for name, virtual, make in (("Stream", Stream, Stream), ("Event", Event, _event)):
+    for name, virtual, make in (("Stream", CudaStream, CudaStream), ("Event", CudaEvent, _event)):
         plain = getattr(torch, name)
         members = {"plain": plain, "virtual": virtual, "make": staticmethod(make), "__doc__": plain.__doc__}
         patches.set(torch, name, _Either(name, (), {**members, "__module__": "torch"}))
 
 
-def current_stream(device: Any = None) -> Stream:
+def current_stream(device: Any = None) -> CudaStream:
     """Return the stream of a device."""
-    return Stream(device)
+    return CudaStream(device)
 
 
-def set_stream(stream: Stream | None) -> None:
+def set_stream(stream: CudaStream | None) -> None:
     """Make the device of a stream the current one."""
     if stream is not None:
         device_module.set_device(stream.device_index)

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from onebox.errors import OperatorError
+from onebox.vgpu.core.handle import Handle
 from onebox.vgpu.core.metadata import dense, dense_order
-from onebox.vgpu.core.tensor import Handle, VirtualTensor, relay, wrap, wrap_view
-from onebox.vgpu.dispatch.dispatch import dispatch, special
+from onebox.vgpu.core.tensor import VirtualTensor, rebind, wrap, wrap_view
+from onebox.vgpu.dispatch.dispatch import dispatch, launch
+from onebox.vgpu.dispatch.registry import special
 from onebox.vgpu.dispatch.synchronous import raise_plain
 from onebox.vgpu.runtime.command_queue import CommandQueue
 from onebox.vgpu.runtime.context import context_of, queue_of
@@ -22,30 +24,30 @@ from onebox.wire.protocol.requests import Instruction, Put
 aten = torch.ops.aten
 
 
-def upload(tensor: Tensor, stream: CommandQueue) -> VirtualTensor:
+def upload(tensor: Tensor, queue: CommandQueue) -> VirtualTensor:
     """Return a copy of a host tensor on a device, without waiting for its arrival.
 
     Args:
         tensor: Any strided host tensor.
-        stream: Command queue of the device.
+        queue: Command queue of the device.
     """
     order = dense_order(tuple(tensor.shape), tensor.stride())
     straight = tensor if order is None else tensor.permute(order)
-    number = stream.new_number()
-    _put(straight, stream, number)
-    made = wrap(Handle(stream, number), dense(tensor.dtype, tuple(straight.shape)))
+    number = queue.new_number()
+    _put(straight, queue, number)
+    made = wrap(Handle(queue, number), dense(tensor.dtype, tuple(straight.shape)))
     if order is None or list(order) == sorted(order):
         return made
     back: VirtualTensor = dispatch(aten.permute.default, (made, _inverse(order)), None)
     return back
 
 
-def _put(tensor: Tensor, stream: CommandQueue, number: int) -> None:
+def _put(tensor: Tensor, queue: CommandQueue, number: int) -> None:
     """Fill a buffer with the elements of a host tensor, which may change as soon as this returns."""
     private = torch.empty(tensor.shape, dtype=tensor.dtype)
     private.copy_(tensor.detach())
     spec = TensorSpec(dtype_name(tensor.dtype), tuple(tensor.shape))
-    stream.before(Put((number,), (spec,)), [to_frame(private)])
+    queue.before(Put((number,), (spec,)), [to_frame(private)])
 
 
 def download(tensor: VirtualTensor) -> Tensor:
@@ -58,7 +60,7 @@ def download(tensor: VirtualTensor) -> Tensor:
         tensor = dispatch(aten.clone.default, (tensor,), None)
     handle = tensor._handle
     try:
-        spec, frame = handle.stream.read(handle.number)
+        spec, frame = handle.queue.read(handle.number)
     except OperatorError as error:
         raise_plain(error, "")
     flat = from_frame(spec, frame)
@@ -68,31 +70,31 @@ def download(tensor: VirtualTensor) -> Tensor:
     return torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype).copy_(flat)
 
 
-def transfer(tensor: VirtualTensor, stream: CommandQueue) -> VirtualTensor:
+def transfer(tensor: VirtualTensor, queue: CommandQueue) -> VirtualTensor:
     """Return a copy of a virtual tensor on another device, with the same layout; the elements do not pass the
     client."""
-    return transfer_all([tensor], [stream])[0][0]
+    return transfer_all([tensor], [queue])[0][0]
 
 
-def transfer_all(tensors: Sequence[VirtualTensor], streams: Sequence[CommandQueue]) -> list[list[VirtualTensor]]:
+def transfer_all(tensors: Sequence[VirtualTensor], queues: Sequence[CommandQueue]) -> list[list[VirtualTensor]]:
     """Return copies of tensors of one device on others, with the same layouts; sent by a single message.
 
     Args:
         tensors: The tensors, all of one device.
-        streams: Command queues of the other devices.
+        queues: Command queues of the other devices.
 
     Returns:
         For each queue the copies there, in the order of the tensors.
     """
-    if not tensors or not streams:
-        return [[] for _ in streams]
-    source = tensors[0]._handle.stream
+    if not tensors or not queues:
+        return [[] for _ in queues]
+    source = tensors[0]._handle.queue
     pairs = [_straight(tensor) for tensor in tensors]
     straights = [straight for straight, _ in pairs]
-    if any(stream.pool is not source.pool for stream in streams):
-        moved = [[upload(download(straight), stream)._handle for straight in straights] for stream in streams]
+    if any(queue.pool is not source.pool for queue in queues):
+        moved = [[upload(download(straight), queue)._handle for straight in straights] for queue in queues]
     else:
-        moved = _moved(straights, source, streams)
+        moved = _moved(straights, source, queues)
     return [[_laid_out(handle, *pair) for handle, pair in zip(handles, pairs, strict=True)] for handles in moved]
 
 
@@ -121,12 +123,12 @@ def _moved(
     tensors: Sequence[VirtualTensor], source: CommandQueue, targets: Sequence[CommandQueue]
 ) -> list[list[Handle]]:
     """Send contiguous tensors from their worker to others."""
-    box = context_of(source)
-    group = box.group()
+    devices = context_of(source)
+    group = devices.group()
     specs = [TensorSpec(dtype_name(tensor._metadata.dtype), tensor._metadata.shape) for tensor in tensors]
     sends: list[Instruction] = []
     handles = []
-    with box.transfers:  # sends and receives of two devices must be in the same order
+    with devices.transfers:  # sends and receives of two devices must be in the same order
         for target in targets:
             numbers = [target.new_number() for _ in tensors]
             for number, spec in zip(numbers, specs, strict=True):
@@ -134,7 +136,7 @@ def _moved(
             sends += [Send(tensor._handle.number, group, target.worker) for tensor in tensors]
             handles.append([Handle(target, number) for number in numbers])
         source.flush(sends, pace=False)
-    source.sent.pace()
+    source.channel.pace()
     return handles
 
 
@@ -150,12 +152,12 @@ def _to_copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     (tensor,) = args
     options = {key: value for key, value in kwargs.items() if key not in ("device", "non_blocking", "pin_memory")}
     device = kwargs.get("device")
-    here = tensor._handle.stream
+    here = tensor._handle.queue
     if device is None or (device.type == "vgpu" and queue_of(device) is here):
-        return _ordinary(aten._to_copy.default, (tensor,), options)
+        return run_plainly(aten._to_copy.default, (tensor,), options)
     dtype = options.pop("dtype", None)
     if dtype is not None and dtype != tensor.dtype:
-        tensor = _ordinary(aten._to_copy.default, (tensor,), {"dtype": dtype})
+        tensor = run_plainly(aten._to_copy.default, (tensor,), {"dtype": dtype})
     memory_format = options.get("memory_format")
     if device.type == "vgpu":
         moved: Tensor = transfer(tensor, queue_of(device))
@@ -174,7 +176,7 @@ def _copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, source = args[:2]
     if not isinstance(target, VirtualTensor):
         return target.copy_(download(source))
-    here = target._handle.stream
+    here = target._handle.queue
     if not isinstance(source, VirtualTensor):
         layout = target._metadata
         same = source.dtype == layout.dtype and tuple(source.shape) == layout.shape
@@ -182,16 +184,14 @@ def _copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             _put(source, here, target._handle.number)
             return target
         source = upload(source.expand(()) if source.dim() == 0 else source, here)
-    elif source._handle.stream is not here:
+    elif source._handle.queue is not here:
         source = transfer(source, here)
-    return _ordinary(aten.copy_.default, (target, source), {})
+    return run_plainly(aten.copy_.default, (target, source), {})
 
 
-def _ordinary(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_plainly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a special operator in its ordinary form, on one device."""
-    from onebox.vgpu.dispatch.dispatch import launch
-
-    return launch(args[0]._handle.stream, func, *args, **kwargs)
+    return launch(args[0]._handle.queue, func, *args, **kwargs)
 
 
 # ---- operators that need no worker, or only its values
@@ -235,9 +235,9 @@ def _relooked(func: Any) -> None:
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor = args[0]
         if isinstance(tensor, VirtualTensor):
-            own = _ordinary(aten.alias.default, (tensor,), {})
-            tensor._handle = own._handle
-        return _ordinary(func, args, kwargs)
+            own = run_plainly(aten.alias.default, (tensor,), {})
+            rebind(tensor, own)
+        return run_plainly(func, args, kwargs)
 
     special(func)(run)
 
@@ -248,4 +248,4 @@ for _name in ("t_", "transpose_", "squeeze_", "unsqueeze_", "as_strided_", "swap
         if torch.Tag.inplace_view in getattr(_packet, _overload).tags:
             _relooked(getattr(_packet, _overload))
 
-__all__ = ["download", "relay", "transfer", "transfer_all", "upload"]
+__all__ = ["download", "run_plainly", "transfer", "transfer_all", "upload"]

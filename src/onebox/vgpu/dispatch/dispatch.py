@@ -6,40 +6,21 @@ and its other arguments; its cached op is found; the call is recorded; new tenso
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from onebox.errors import OperatorError, WireError
-from onebox.vgpu.core.tensor import Handle, VirtualTensor, relay, wrap, wrap_view
-from onebox.vgpu.dispatch.op_cache import SHAPED_BY_FLOATS, CachedOp, UnknownResult, changed, infer_op, learn_op
+from onebox.vgpu.core.handle import Handle
+from onebox.vgpu.core.tensor import VirtualTensor, relay, wrap, wrap_view
+from onebox.vgpu.dispatch.op_cache import SHAPED_BY_FLOATS, CachedOp, UnknownResult, infer_op, learn_op
+from onebox.vgpu.dispatch.registry import run_mixed, specials
 from onebox.vgpu.dispatch.synchronous import raise_plain, run_synchronously
 from onebox.vgpu.runtime.command_queue import CommandQueue
 from onebox.vgpu.runtime.context import context_of, queue_of
 
 aten = torch.ops.aten
-
-Special = Callable[[tuple[Any, ...], dict[str, Any]], Any]
-
-specials: dict[Any, Special] = {}
-"""Operators that do not run on one device, or not unchanged: copies, reads and the like."""
-
-
-foreign: dict[type, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
-"""Other classes of tensors on the devices, and the functions that run operators on them."""
-
-
-def special(*functions: Any) -> Callable[[Special], Special]:
-    """Decorator that makes a function the implementation of operators."""
-
-    def register(handler: Special) -> Special:
-        for function in functions:
-            specials[function] = handler
-        return handler
-
-    return register
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
@@ -61,15 +42,15 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) ->
     tensors: list[VirtualTensor] = []
     floats: list[float] = []
     if not _scan(args, key, tensors, floats) or (kwargs and not _scan_named(kwargs, key, tensors, floats)):
-        return _with_foreign(func, args, kwargs or {})
-    stream = tensors[0]._handle.stream
-    if kwargs and kwargs.get("device") not in (None, stream.device) and not _is_here(kwargs["device"], stream):
+        return run_mixed(func, args, kwargs or {})
+    queue = tensors[0]._handle.queue
+    if kwargs and kwargs.get("device") not in (None, queue.device) and not _is_here(kwargs["device"], queue):
         return _decompose(func, args, kwargs) if _is_composite(func) else _elsewhere(func, args, kwargs)
-    return run(stream, func, args, kwargs, key, tensors, floats)
+    return run(queue, func, args, kwargs, key, tensors, floats)
 
 
 def run(
-    stream: CommandQueue,
+    queue: CommandQueue,
     func: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None,
@@ -80,7 +61,7 @@ def run(
     """Run an operator on the device of a command queue.
 
     Args:
-        stream: The command queue.
+        queue: The command queue.
         func: The overload.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
@@ -91,39 +72,39 @@ def run(
     numbers = []
     for tensor in tensors:
         handle = tensor._handle
-        if handle.stream is not stream:
+        if handle.queue is not queue:
             for each in tensors:
-                context_of(each._handle.stream)  # raises an error if its pool is closed
-            raise _mixed(tensors)
+                context_of(each._handle.queue)  # raises an error if its pool is closed
+            raise mixed_devices(tensors)
         numbers.append(handle.number)
     if floats and func in SHAPED_BY_FLOATS:
         key += map(repr, floats)
         floats = []
-    found = stream.recipes.get(tuple(key))
+    found = queue.cached_ops.get(tuple(key))
     if found is None:
         if _is_composite(func):
             return _decompose(func, args, kwargs or {})
         try:
             found = infer_op(func, args, kwargs or {})
         except UnknownResult:
-            result = run_synchronously(stream, func, args, kwargs or {}, tensors, floats)
+            result = run_synchronously(queue, func, args, kwargs or {}, tensors, floats)
             found = learn_op(func, args, kwargs or {}, result)
             if found is not None:
-                stream.remember(tuple(key), found)
+                queue.remember(tuple(key), found)
             return result
         except WireError as error:
             raise NotImplementedError(str(error)) from None
-        stream.remember(tuple(key), found)
+        queue.remember(tuple(key), found)
     try:
-        first = stream.record(found, numbers, floats)
+        first = queue.record(found, numbers, floats)
     except OperatorError as error:  # from a synchronous queue
         raise_plain(error, str(func))
     only = found.only
     if only is not None:
         if found.viewed >= 0:
-            return wrap_view(tensors[found.viewed], Handle(stream, first), only)
-        return wrap(Handle(stream, first), only)
-    return _returned(stream, found, tensors, first)
+            return wrap_view(tensors[found.viewed], Handle(queue, first), only)
+        return wrap(Handle(queue, first), only)
+    return _returned(queue, found, tensors, first)
 
 
 def _is_composite(func: Any) -> bool:
@@ -146,7 +127,7 @@ def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return specials[func](args, kwargs)
 
 
-def _returned(stream: CommandQueue, found: CachedOp, tensors: list[VirtualTensor], first: int) -> Any:
+def _returned(queue: CommandQueue, found: CachedOp, tensors: list[VirtualTensor], first: int) -> Any:
     """Return the results of an operator that returns more than one new tensor."""
     for position, metadata in found.changes:
         if tensors[position]._metadata is not metadata:
@@ -158,7 +139,7 @@ def _returned(stream: CommandQueue, found: CachedOp, tensors: list[VirtualTensor
         elif isinstance(item, int):
             values.append(tensors[item])
         else:
-            handle = Handle(stream, first)
+            handle = Handle(queue, first)
             values.append(wrap(handle, item) if source < 0 else wrap_view(tensors[source], handle, item))
             first += 1
     return values[0] if found.rebuild is None else found.rebuild(values)
@@ -199,21 +180,21 @@ def _scan_named(kwargs: dict[str, Any], key: list[Any], tensors: list[VirtualTen
     return True
 
 
-def launch(stream: CommandQueue, func: Any, *args: Any, **kwargs: Any) -> Any:
+def launch(queue: CommandQueue, func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an operator on a given device, with or without tensor arguments."""
     key: list[Any] = [func.name()]
     tensors: list[VirtualTensor] = []
     floats: list[float] = []
     if not (_scan(args, key, tensors, floats) and _scan_named(kwargs, key, tensors, floats)):
-        raise RuntimeError(f"{func} for {stream.device} with tensors of other devices")
-    return run(stream, func, args, kwargs, key, tensors, floats)
+        raise RuntimeError(f"{func} for {queue.device} with tensors of other devices")
+    return run(queue, func, args, kwargs, key, tensors, floats)
 
 
 # ---- arguments on other devices
 
 
-def _is_here(device: torch.device, stream: CommandQueue) -> bool:
-    return device.type == "vgpu" and queue_of(device) is stream
+def _is_here(device: torch.device, queue: CommandQueue) -> bool:
+    return device.type == "vgpu" and queue_of(device) is queue
 
 
 def _elsewhere(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -225,70 +206,7 @@ def _elsewhere(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*map(looks, args), **{key: looks(value) for key, value in kwargs.items()})
 
 
-HOST_ARGUMENTS = frozenset[Any](
-    {
-        aten.index.Tensor,
-        aten.index_put.default,
-        aten.index_put_.default,
-        aten._index_put_impl_.default,
-        aten._unsafe_index.Tensor,
-        aten._unsafe_index_put.default,
-    }
-)
-"""Operators that accept host tensors of any size beside those of a device, as PyTorch's indexing does."""
-
-
-def _with_foreign(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator that has a host tensor among its arguments; a single number is allowed, as on any device."""
-    from onebox.vgpu.dispatch.copies import upload
-
-    seen = _tensors((args, kwargs))
-    for value in seen:
-        if type(value) in foreign:
-            return foreign[type(value)](func, args, kwargs)
-    virtual = [value for value in seen if isinstance(value, VirtualTensor)]
-    if not virtual:
-        raise RuntimeError(f"{func} with no virtual tensor")
-    stream = virtual[0]._handle.stream
-
-    def moved(value: Any) -> Any:
-        if isinstance(value, Tensor) and not isinstance(value, VirtualTensor):
-            if value.layout != torch.strided:
-                raise NotImplementedError(
-                    f"{func} with a tensor of layout {value.layout} is not supported: virtual devices hold dense "
-                    "(strided) tensors only; convert it with .to_dense()"
-                )
-            if (
-                value.device.type != "cpu"
-                or (value.dim() and func not in HOST_ARGUMENTS)
-                or _written(func, value, args)
-            ):
-                raise _mixed(seen)
-            return upload(value, stream)
-        return value
-
-    return dispatch(func, changed(args, moved), {key: changed(value, moved) for key, value in kwargs.items()})
-
-
-def _written(func: Any, value: Tensor, args: tuple[Any, ...]) -> bool:
-    """Return whether an operator would write to a host tensor."""
-    for argument, given in zip(func._schema.arguments, args, strict=False):
-        if given is value and argument.alias_info is not None and argument.alias_info.is_write:
-            return True
-    return any(argument.is_out for argument in func._schema.arguments)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        return [tensor for item in value.values() for tensor in _tensors(item)]
-    if isinstance(value, list | tuple):
-        return [tensor for item in value for tensor in _tensors(item)]
-    return []
-
-
-def _mixed(tensors: list[Any]) -> RuntimeError:
+def mixed_devices(tensors: list[Any]) -> RuntimeError:
     """Return the error that PyTorch raises when an operator's tensors are on several devices."""
     places = list(dict.fromkeys(str(tensor.device) for tensor in tensors))
     return RuntimeError(

@@ -51,10 +51,10 @@ def _maker(function: OpOverload) -> Callable[..., Any]:
     def make(*args: Any, **kwargs: Any) -> Any:
         device = kwargs.pop("device", None) or torch.device("vgpu")
         kwargs.pop("pin_memory", None)
-        stream = queue_of(device)
+        queue = queue_of(device)
         if typed and kwargs.get("dtype") is None and torch.get_default_dtype() is not torch.float32:
             kwargs["dtype"] = function(*args, **{**kwargs, "device": "meta"}).dtype  # the worker has its own default
-        return launch(stream, function, *args, **kwargs, device=stream.device)
+        return launch(queue, function, *args, **kwargs, device=queue.device)
 
     return make
 

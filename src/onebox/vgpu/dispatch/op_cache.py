@@ -17,6 +17,7 @@ from onebox.errors import WireError
 from onebox.vgpu.core.metadata import Metadata, metadata_of
 from onebox.vgpu.core.tensor import VirtualTensor
 from onebox.vgpu.dispatch.shape_rules import depends_on_values, is_learned, only_checks
+from onebox.vgpu.runtime.command_queue import RecordedOp
 from onebox.wire import (
     Complex,
     DType,
@@ -49,7 +50,7 @@ class UnknownResult(Exception):
     """The result layout cannot be inferred here: the worker must determine it."""
 
 
-class CachedOp:
+class CachedOp(RecordedOp):
     """An inferred operator for one kind of arguments.
 
     Args:
@@ -61,9 +62,7 @@ class CachedOp:
         shared: For each returned tensor, the input that a new one is a view of; -1 for none.
     """
 
-    __slots__ = (
-        "changes", "floats", "inputs", "keeps", "kernel", "number", "only", "rebuild", "returns", "shared", "viewed",
-    )  # fmt: skip
+    __slots__ = ("changes", "floats", "only", "rebuild", "returns", "shared", "viewed")
 
     def __init__(
         self,
@@ -73,14 +72,11 @@ class CachedOp:
         rebuild: Callable[[list[Any]], Any] | None,
         shared: tuple[int, ...] = (),
     ) -> None:
-        self.kernel = kernel
+        super().__init__(kernel, sum(isinstance(item, Metadata) for item in returns))
         self.returns = returns
         self.changes = changes
         self.rebuild = rebuild
-        self.number = 0
-        self.inputs = kernel.inputs
         self.floats = kernel.floats
-        self.keeps = sum(isinstance(item, Metadata) for item in returns)
         first = returns[0] if len(returns) == 1 and rebuild is None and not changes else None
         self.only = first if isinstance(first, Metadata) else None
         """The layout where the result is one new tensor and no input changes, as for nearly all operators."""

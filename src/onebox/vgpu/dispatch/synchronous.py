@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 
 from onebox.errors import DeviceMemoryError, OperatorError, WireError
+from onebox.vgpu.core.handle import Handle
 from onebox.vgpu.core.metadata import from_wire
 from onebox.vgpu.core.tensor import VirtualTensor, relay, wrap
 from onebox.vgpu.dispatch.op_cache import describe
@@ -32,7 +33,7 @@ LATE = (
 
 
 def run_synchronously(
-    stream: CommandQueue,
+    queue: CommandQueue,
     func: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -42,7 +43,7 @@ def run_synchronously(
     """Run an operator synchronously and return its result.
 
     Args:
-        stream: Command queue of its device.
+        queue: Command queue of its device.
         func: The overload.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
@@ -58,18 +59,18 @@ def run_synchronously(
     except WireError as error:
         raise NotImplementedError(str(error)) from None
     try:
-        made, first = stream.perform(kernel, [tensor._handle.number for tensor in tensors], floats)
+        made, first = queue.perform(kernel, [tensor._handle.number for tensor in tensors], floats)
     except OperatorError as error:
         raise_plain(error, str(func))
     for tensor, now in zip(tensors, made.inputs, strict=True):
         layout = from_wire(now)
         if layout is not tensor._metadata:
             relay(tensor, layout)
-    return _result(stream, func, args, kwargs, list(made.results), first)
+    return _result(queue, func, args, kwargs, list(made.results), first)
 
 
 def _result(
-    stream: CommandQueue, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Any], first: int
+    queue: CommandQueue, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Any], first: int
 ) -> Any:
     """Assemble an operator's return value by its schema."""
     returns = func._schema.returns
@@ -81,7 +82,7 @@ def _result(
     for number, value in enumerate(returns):
         count = spare if number in listed else 1
         items = [
-            _value(stream, item, first + position + k) for k, item in enumerate(results[position : position + count])
+            _value(queue, item, first + position + k) for k, item in enumerate(results[position : position + count])
         ]
         position += count
         target = written.get(next(iter(value.alias_info.before_set), "")) if value.alias_info is not None else None
@@ -97,9 +98,9 @@ def _result(
 _SINGLE = {"Tensor", "Optional[Tensor]", "number", "int", "float", "bool"}
 
 
-def _value(stream: CommandQueue, item: Any, number: int) -> Any:
+def _value(queue: CommandQueue, item: Any, number: int) -> Any:
     if isinstance(item, Strided):
-        return wrap(stream.handle(number), from_wire(item))
+        return wrap(Handle(queue, number), from_wire(item))
     return complex(item.real, item.imag) if isinstance(item, Complex) else item
 
 

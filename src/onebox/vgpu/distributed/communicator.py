@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from onebox.errors import OneboxError, UsageError
+from onebox.vgpu.core.handle import Handle
 from onebox.vgpu.core.metadata import dense
-from onebox.vgpu.core.tensor import Handle, VirtualTensor, wrap
+from onebox.vgpu.core.tensor import VirtualTensor, wrap
 from onebox.vgpu.dispatch.dispatch import launch
 from onebox.vgpu.runtime.command_queue import CommandQueue
 from onebox.wire import TensorSpec, dtype_name
@@ -31,14 +32,14 @@ class Communicator:
     """One rank's membership of a group of workers.
 
     Args:
-        stream: Command queue of the rank's device.
+        queue: Command queue of the rank's device.
         group: The number of the group, whose ranks are those of the workers.
         rank: This rank.
         size: Number of ranks.
     """
 
-    def __init__(self, stream: CommandQueue, group: int, rank: int, size: int) -> None:
-        self.stream = stream
+    def __init__(self, queue: CommandQueue, group: int, rank: int, size: int) -> None:
+        self.queue = queue
         self.group = group
         self.rank = rank
         self.size = size
@@ -49,8 +50,8 @@ class Communicator:
         Args:
             tensor: A tensor of the same shape and type on all ranks.
         """
-        alias = launch(self.stream, aten.alias.default, tensor)  # a buffer of its own, which the sum then replaces
-        self.stream.flush([Reduce((alias._handle.number,), self.group)])
+        alias = launch(self.queue, aten.alias.default, tensor)  # a buffer of its own, which the sum then replaces
+        self.queue.flush([Reduce((alias._handle.number,), self.group)])
         return wrap(alias._handle, dense(tensor.dtype, tuple(tensor.shape)))
 
     def joined(self, tensor: VirtualTensor, numel: int) -> VirtualTensor:
@@ -61,9 +62,9 @@ class Communicator:
             numel: Elements of all of them.
         """
         flat = self._flat(tensor)
-        handle = Handle(self.stream, self.stream.new_number())
+        handle = Handle(self.queue, self.queue.new_number())
         spec = TensorSpec(dtype_name(tensor.dtype), (numel,))
-        self.stream.flush([Gather(flat._handle.number, handle.number, spec, self.group)])
+        self.queue.flush([Gather(flat._handle.number, handle.number, spec, self.group)])
         return wrap(handle, dense(tensor.dtype, (numel,)))
 
     def send(self, tensors: Sequence[VirtualTensor], peers: Sequence[int], channel: int) -> None:
@@ -76,7 +77,7 @@ class Communicator:
         """
         flats = [self._flat(tensor) for tensor in tensors]
         pairs = zip(flats, peers, strict=True)
-        self.stream.flush([Send(flat._handle.number, self.group, peer, channel) for flat, peer in pairs])
+        self.queue.flush([Send(flat._handle.number, self.group, peer, channel) for flat, peer in pairs])
 
     def receive(self, like: Tensor, peer: int, channel: int) -> VirtualTensor:
         """Return the elements of a tensor that a rank sends, flattened.
@@ -86,16 +87,16 @@ class Communicator:
             peer: The rank.
             channel: Channel of the transfer.
         """
-        handle = Handle(self.stream, self.stream.new_number())
+        handle = Handle(self.queue, self.queue.new_number())
         spec = TensorSpec(dtype_name(like.dtype), (like.numel(),))
-        self.stream.before(Receive(handle.number, spec, self.group, peer, channel))
+        self.queue.before(Receive(handle.number, spec, self.group, peer, channel))
         return wrap(handle, dense(like.dtype, (like.numel(),)))
 
     def leave(self) -> None:
         """Leave the group; ranks that wait there for this one get an error."""
-        _release(self.stream)
+        _release(self.queue)
         with contextlib.suppress(OneboxError):  # nothing to leave in a closed pool
-            self.stream.flush([LeaveGroup(self.group)])
+            self.queue.flush([LeaveGroup(self.group)])
 
     def _flat(self, tensor: VirtualTensor) -> Any:
         return tensor.detach().reshape(-1)
@@ -106,31 +107,31 @@ _claims: weakref.WeakKeyDictionary[CommandQueue, tuple[int, int]] = weakref.Weak
 """The devices that ranks use, with the rank's thread and the number of communicators."""
 
 
-def _claim(stream: CommandQueue) -> None:
+def _claim(queue: CommandQueue) -> None:
     """Reserve a device for this rank: two ranks' requests on one device could each wait for what is behind the
     other."""
     own = threading.get_ident()
     with _lock:
-        thread, count = _claims.get(stream, (own, 0))
+        thread, count = _claims.get(queue, (own, 0))
         if thread != own:
-            raise UsageError(f"{stream.device} is another rank's already: let each rank have devices of its own")
-        _claims[stream] = own, count + 1
+            raise UsageError(f"{queue.device} is another rank's already: let each rank have devices of its own")
+        _claims[queue] = own, count + 1
 
 
-def _release(stream: CommandQueue) -> None:
+def _release(queue: CommandQueue) -> None:
     with _lock:
-        thread, count = _claims.pop(stream, (0, 0))
+        thread, count = _claims.pop(queue, (0, 0))
         if count > 1:
-            _claims[stream] = thread, count - 1
+            _claims[queue] = thread, count - 1
 
 
-def form(store: Any, name: str, stream: CommandQueue, rank: int, size: int) -> Communicator:
+def form(store: Any, name: str, queue: CommandQueue, rank: int, size: int) -> Communicator:
     """Form the group of the workers whose devices the ranks of a process group use; all ranks call it.
 
     Args:
         store: A key-value store that the ranks share.
         name: Name of the group, unique in the store.
-        stream: Command queue of this rank's device.
+        queue: Command queue of this rank's device.
         rank: This rank.
         size: Number of ranks.
 
@@ -138,13 +139,13 @@ def form(store: Any, name: str, stream: CommandQueue, rank: int, size: int) -> C
         UsageError: The device is another rank's.
         OneboxError: The group could not be formed.
     """
-    _claim(stream)
+    _claim(queue)
     try:
-        store.set(f"{name}/{rank}", str(stream.worker))
+        store.set(f"{name}/{rank}", str(queue.worker))
         workers = [int(store.get(f"{name}/{other}")) for other in range(size)]
         if rank == 0:
-            store.set(name, str(stream.pool.form_group(workers, "workers")))
-        return Communicator(stream, int(store.get(name)), rank, size)
+            store.set(name, str(queue.pool.form_group(workers, "workers")))
+        return Communicator(queue, int(store.get(name)), rank, size)
     except BaseException:
-        _release(stream)
+        _release(queue)
         raise

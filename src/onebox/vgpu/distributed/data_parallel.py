@@ -143,7 +143,7 @@ def _send_recorded(tensors: Sequence[Tensor]) -> None:
     """Flush the queues of all devices, before the first of them is waited for."""
     for tensor in tensors:
         if isinstance(tensor, VirtualTensor):
-            tensor._handle.stream.flush()
+            tensor._handle.queue.flush()
 
 
 def broadcast(tensor: Tensor, devices: Sequence[int]) -> list[Tensor]:

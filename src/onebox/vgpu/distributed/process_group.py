@@ -129,17 +129,17 @@ class VirtualProcessGroup(_Base):
 
     def _at(self, tensor: Tensor) -> Communicator:
         """Return the communicator of a tensor's device; formed with the first tensor there."""
-        stream = tensor._handle.stream if isinstance(tensor, VirtualTensor) else context.queue_of(torch.device("vgpu"))
-        found = self._communicators.get(stream)
+        queue = tensor._handle.queue if isinstance(tensor, VirtualTensor) else context.queue_of(torch.device("vgpu"))
+        found = self._communicators.get(queue)
         if found is None:
             self._formed += 1
-            found = form(self._store, f"devices{self._formed}", stream, self._rank, self._size)
-            self._communicators[stream] = found
+            found = form(self._store, f"devices{self._formed}", queue, self._rank, self._size)
+            self._communicators[queue] = found
         return found
 
     def _there(self, tensor: Tensor) -> VirtualTensor:
         """Return a tensor, or the copy of a host tensor on the rank's device."""
-        return tensor if isinstance(tensor, VirtualTensor) else upload(tensor, self._at(tensor).stream)
+        return tensor if isinstance(tensor, VirtualTensor) else upload(tensor, self._at(tensor).queue)
 
     # ---- reductions
 

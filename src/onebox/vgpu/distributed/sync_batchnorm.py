@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onebox.vgpu.dispatch.copies import _ordinary
-from onebox.vgpu.dispatch.dispatch import special
+from onebox.vgpu.dispatch.copies import run_plainly
+from onebox.vgpu.dispatch.registry import special
 
 aten: Any = torch.ops.aten
 
@@ -105,9 +105,9 @@ def _unless_cuda(operator: Any, instead: Callable[..., Any]) -> None:
     """Run an operator itself on GPUs, and a function on other devices."""
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        stream = args[0]._handle.stream
-        if stream.pool.devices[stream.worker].kind == "cuda":
-            return _ordinary(operator, args, kwargs)
+        queue = args[0]._handle.queue
+        if queue.pool.devices[queue.worker].kind == "cuda":
+            return run_plainly(operator, args, kwargs)
         return instead(*args, **kwargs)
 
     special(operator)(run)

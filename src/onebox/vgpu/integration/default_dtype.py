@@ -25,8 +25,8 @@ def _followed(plain: Callable[[Any], None]) -> Callable[[Any], None]:
     def change(kind: Any) -> None:
         plain(kind)
         if context.device_count():
-            for stream in context.current_context().streams:
+            for queue in context.current_context().queues:
                 with contextlib.suppress(OneboxError):  # the next use of the device raises the error
-                    stream.follow(torch.get_default_dtype())
+                    queue.follow(torch.get_default_dtype())
 
     return change

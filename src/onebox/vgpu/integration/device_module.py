@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from onebox.errors import PoolError
-from onebox.vgpu.integration import events, generators
-from onebox.vgpu.integration.events import Event, Stream
+from onebox.vgpu.integration import generators
+from onebox.vgpu.integration.events import VirtualEvent as Event
+from onebox.vgpu.integration.events import VirtualStream as Stream
 from onebox.vgpu.runtime import context
 from onebox.vgpu.runtime.context import Device, current_context, current_device, device_count, place
 from onebox.wire import DTYPES
@@ -82,7 +83,7 @@ class device_of(device):
 
     def __init__(self, obj: Tensor) -> None:
         handle = getattr(obj, "_handle", None)
-        super().__init__(None if handle is None else handle.stream.worker)
+        super().__init__(None if handle is None else handle.queue.worker)
 
 
 def exchange_device(number: int) -> int:
@@ -117,8 +118,8 @@ class DeviceProperties:
 
 def get_device_properties(device: Device = None) -> DeviceProperties:
     """Return the properties of a device."""
-    stream = place(device)
-    info = stream.pool.devices[stream.worker]
+    queue = place(device)
+    info = queue.pool.devices[queue.worker]
     return DeviceProperties(
         name=f"{info.name} ({info.device} on {info.host})",
         total_memory=info.memory_bytes,
@@ -228,8 +229,8 @@ def memory_stats(device: Device = None) -> dict[str, int]:
 
 def empty_cache() -> None:
     """Flush the queues, so that unreferenced buffers are freed now."""
-    for stream in current_context().streams:
-        stream.flush()
+    for queue in current_context().queues:
+        queue.flush()
 
 
 # ---- random numbers
@@ -299,16 +300,25 @@ class _Module(ModuleType):
         return is_initialized()
 
 
+PUBLIC = (
+    "DeviceProperties", "Event", "Stream", "_exchange_device", "_is_in_bad_fork", "_lazy_init",
+    "_maybe_exchange_device", "can_device_access_peer", "current_device", "current_stream", "default_stream",
+    "device", "device_count", "device_of", "empty_cache", "exchange_device", "get_amp_supported_dtype",
+    "get_device_capability", "get_device_name", "get_device_properties", "get_rng_state", "get_rng_state_all", "init",
+    "initial_seed", "is_available", "is_initialized", "manual_seed", "manual_seed_all", "max_memory_allocated",
+    "max_memory_cached", "max_memory_reserved", "maybe_exchange_device", "mem_get_info", "memory_allocated",
+    "memory_cached", "memory_reserved", "memory_stats", "reset_accumulated_memory_stats", "reset_peak_memory_stats",
+    "seed", "seed_all", "set_device", "set_rng_state", "set_rng_state_all", "set_stream", "stream", "synchronize",
+)  # fmt: skip
+"""The names of ``torch.vgpu``; those with an underscore are for PyTorch itself."""
+
+
 def as_module() -> ModuleType:
     """Return the module that becomes ``torch.vgpu``."""
     made = _Module("torch.vgpu", __doc__)
-    for name, value in globals().items():
-        own = getattr(value, "__module__", None) in (__name__, context.__name__, events.__name__)
-        if own and name not in ("as_module", "Device", "_memory", "place"):
-            setattr(made, name, value)
-    for name in ("current_device", "device_count", "memory_reserved", "default_stream"):
+    for name in PUBLIC:
         setattr(made, name, globals()[name])
     return made
 
 
-__all__ = ["Event", "Stream", "as_module"]
+__all__ = ["PUBLIC", "Event", "Stream", "as_module"]

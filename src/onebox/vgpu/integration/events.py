@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from onebox.vgpu.runtime.command_queue import CommandQueue as DeviceStream
+from onebox.vgpu.runtime.command_queue import CommandQueue
 from onebox.vgpu.runtime.context import Device, place
 
 _plain: Any = torch.Stream
 _kind: Any = torch._C._autograd.DeviceType.PrivateUse1
 
 
-class Stream(_plain):
+class VirtualStream(_plain):
     """A stream in the sense of ``torch.cuda.Stream``; all streams of a device are the same, so every order holds.
 
     Args:
@@ -27,58 +27,58 @@ class Stream(_plain):
         return super().__new__(cls, stream_id=0, device_index=0, device_type=int(_kind))
 
     def __init__(self, device: Device = None, priority: int = 0, **_: Any) -> None:
-        self._stream = place(device)
+        self._queue = place(device)
         self.priority = priority
 
     @property
     def device(self) -> torch.device:
         """The device."""
-        return self._stream.device
+        return self._queue.device
 
     @property
     def device_index(self) -> int:
         """The device's number."""
-        return self._stream.worker
+        return self._queue.worker
 
     def synchronize(self) -> None:
         """Wait until the device has executed everything issued to it."""
-        self._stream.synchronize()
+        self._queue.synchronize()
 
     def query(self) -> bool:
         """Return whether the device has executed everything issued to it."""
-        return self._stream.idle()
+        return self._queue.idle()
 
     def wait_stream(self, stream: torch.Stream) -> None:
         """Make later operators on this stream wait for those issued on another; copies between devices do so in any
         case."""
-        if isinstance(stream, Stream) and stream._stream is not self._stream:
-            stream._stream.synchronize()
+        if isinstance(stream, VirtualStream) and stream._queue is not self._queue:
+            stream._queue.synchronize()
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: VirtualEvent) -> None:
         """Make later operators on this stream wait for an event."""
-        if event._stream is not None and event._stream is not self._stream:
+        if event._queue is not None and event._queue is not self._queue:
             event.synchronize()
 
-    def record_event(self, event: Event | None = None) -> Event:
+    def record_event(self, event: VirtualEvent | None = None) -> VirtualEvent:
         """Record an event, a new one if none is given."""
-        event = event or Event()
+        event = event or VirtualEvent()
         event.record(self)
         return event
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> VirtualStream:
         return self
 
     def __exit__(self, *exit_info: object) -> None:
         pass
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stream) and other._stream is self._stream
+        return isinstance(other, VirtualStream) and other._queue is self._queue
 
     def __hash__(self) -> int:
-        return hash(id(self._stream))
+        return hash(id(self._queue))
 
 
-class Event:
+class VirtualEvent:
     """A mark in the sequence of a device's operators, as ``torch.cuda.Event``; times are those of the client's waits.
 
     Args:
@@ -91,33 +91,33 @@ class Event:
         if interprocess:
             raise NotImplementedError("events of virtual devices cannot be shared with other processes")
         self.enable_timing = enable_timing
-        self._stream: DeviceStream | None = None
+        self._queue: CommandQueue | None = None
         self._mark = 0
         self._time_s = 0.0
 
-    def record(self, stream: Stream | None = None) -> None:
+    def record(self, stream: VirtualStream | None = None) -> None:
         """Mark the operators issued so far."""
-        self._stream = place(None) if stream is None else stream._stream
+        self._queue = place(None) if stream is None else stream._queue
         if self.enable_timing:
-            self._stream.synchronize()
+            self._queue.synchronize()
             self._time_s = time.perf_counter()
-        self._mark = self._stream.mark()
+        self._mark = self._queue.mark()
 
     def query(self) -> bool:
         """Return whether the device has reached the mark."""
-        return self._stream is None or self._stream.sent.reached(self._mark)
+        return self._queue is None or self._queue.channel.reached(self._mark)
 
     def synchronize(self) -> None:
         """Wait until the device has reached the mark."""
-        if self._stream is not None and not self._stream.sent.reached(self._mark):
-            self._stream.synchronize()
+        if self._queue is not None and not self._queue.channel.reached(self._mark):
+            self._queue.synchronize()
 
-    def wait(self, stream: Stream | None = None) -> None:
+    def wait(self, stream: VirtualStream | None = None) -> None:
         """Make later operators on a stream wait for the mark."""
-        (stream or Stream()).wait_event(self)
+        (stream or VirtualStream()).wait_event(self)
 
-    def elapsed_time(self, end_event: Event) -> float:
+    def elapsed_time(self, end_event: VirtualEvent) -> float:
         """Return the milliseconds between two events that were made with ``enable_timing``."""
-        if not (self.enable_timing and end_event.enable_timing and self._stream and end_event._stream):
+        if not (self.enable_timing and end_event.enable_timing and self._queue and end_event._queue):
             raise RuntimeError("Both events must be created with argument 'enable_timing=True' and be recorded.")
         return (end_event._time_s - self._time_s) * 1000

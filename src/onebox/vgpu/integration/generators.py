@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onebox.vgpu.core.handle import Handle
 from onebox.vgpu.core.metadata import dense
-from onebox.vgpu.core.tensor import Handle, VirtualTensor, wrap
+from onebox.vgpu.core.tensor import VirtualTensor, wrap
 from onebox.vgpu.dispatch.copies import transfer, upload
 from onebox.vgpu.dispatch.op_cache import sources
 from onebox.vgpu.runtime.command_queue import FIRST_SEED, CommandQueue
@@ -44,31 +45,31 @@ class VirtualGenerator(_plain, metaclass=_Either):
         device: Its device.
     """
 
-    def _begin(self, stream: CommandQueue) -> None:
-        self.stream = stream
-        self.number = stream.pool.new_number()
+    def _begin(self, queue: CommandQueue) -> None:
+        self.queue = queue
+        self.number = queue.pool.new_number()
         self._sign = secrets.randbits(63)  # identifies this generator in cached ops
         super().manual_seed(self._sign)
         sources[self._sign] = self.number
         self._seed = FIRST_SEED
-        stream.before(Define(self.number, GeneratorSpec(self._seed)))
-        stream.flush()
+        queue.before(Define(self.number, GeneratorSpec(self._seed)))
+        queue.flush()
 
     def __del__(self) -> None:
-        stream = getattr(self, "stream", None)
-        if stream is not None:
-            stream.ended.append(self.number)
+        queue = getattr(self, "queue", None)
+        if queue is not None:
+            queue.ended.append(self.number)
             sources.pop(self._sign, None)
 
     @property
     def device(self) -> torch.device:
         """Its device."""
-        return self.stream.device
+        return self.queue.device
 
     def manual_seed(self, seed: int) -> Any:
         """Set the seed."""
         self._seed = _checked(seed)
-        self.stream.flush([SetGenerator(self.number, self._seed)])
+        self.queue.flush([SetGenerator(self.number, self._seed)])
         return self
 
     def seed(self) -> int:
@@ -82,11 +83,11 @@ class VirtualGenerator(_plain, metaclass=_Either):
 
     def get_state(self) -> Tensor:
         """Return the state, as bytes."""
-        return read_state(self.stream, self.number)
+        return read_state(self.queue, self.number)
 
     def set_state(self, state: Tensor) -> Any:
         """Set the state."""
-        write_state(self.stream, self.number, state)
+        write_state(self.queue, self.number, state)
         return self
 
     def clone_state(self) -> Any:
@@ -109,43 +110,43 @@ def _checked(seed: int) -> int:
     return number % (1 << 64)
 
 
-def read_state(stream: CommandQueue, number: int) -> Tensor:
+def read_state(queue: CommandQueue, number: int) -> Tensor:
     """Return the state of a device's generator, as bytes on that device, so that nothing waits for it.
 
     Args:
-        stream: Command queue of the device.
+        queue: Command queue of the device.
         number: The generator; 0 is the device's own.
     """
-    buffer = stream.new_number()
-    stream.flush([KeepGenerator(number, buffer)])
-    return wrap(Handle(stream, buffer), dense(torch.uint8, (stream.state_bytes,)))
+    buffer = queue.new_number()
+    queue.flush([KeepGenerator(number, buffer)])
+    return wrap(Handle(queue, buffer), dense(torch.uint8, (queue.state_bytes,)))
 
 
-def write_state(stream: CommandQueue, number: int, state: Tensor) -> None:
+def write_state(queue: CommandQueue, number: int, state: Tensor) -> None:
     """Set the state of a generator of a device.
 
     Args:
-        stream: Command queue of the device.
+        queue: Command queue of the device.
         number: The generator; 0 is the device's own.
         state: The state, on any device.
     """
     if not isinstance(state, VirtualTensor):
-        here = upload(state, stream)
+        here = upload(state, queue)
     else:  # not by an operator: this may be called where PyTorch's dispatcher must ignore tensor subclasses
-        here = state if state._handle.stream is stream else transfer(state, stream)
-    stream.flush([SetGenerator(number, None, here._handle.number)])
+        here = state if state._handle.queue is queue else transfer(state, queue)
+    queue.flush([SetGenerator(number, None, here._handle.number)])
 
 
-def seed_device(stream: CommandQueue, seed: int) -> None:
+def seed_device(queue: CommandQueue, seed: int) -> None:
     """Seed the generator of a device."""
-    stream.seed = _checked(seed)
-    stream.flush([SetGenerator(0, stream.seed)])
+    queue.seed = _checked(seed)
+    queue.flush([SetGenerator(0, queue.seed)])
 
 
 def seed_all(seed: int) -> None:
     """Seed the generators of all devices, or, in the thread of a rank, that of its own."""
-    for stream in seeded_queues():
-        seed_device(stream, seed)
+    for queue in seeded_queues():
+        seed_device(queue, seed)
 
 
 __all__ = ["VirtualGenerator", "read_state", "seed_all", "seed_device", "write_state"]

@@ -32,7 +32,7 @@ host."""
 _rebuild_tensor: Any = torch._utils._rebuild_tensor
 
 
-def reduce(tensor: Any, protocol: Any) -> Any:
+def _reduce(tensor: Any, protocol: Any) -> Any:
     """Return the pickle reduction of a virtual tensor; see ``object.__reduce_ex__``."""
     host = _on_host(tensor)
     hooks: Any = collections.OrderedDict()
@@ -48,8 +48,8 @@ def _on_host(tensor: Any) -> Tensor:
 
     It is reused while the saving code still holds it, and the device has executed nothing since.
     """
-    stream = tensor._handle.stream
-    key = (id(stream), tensor._handle.number, stream.records, tensor._metadata)
+    queue = tensor._handle.queue
+    key = (id(queue), tensor._handle.number, queue.records, tensor._metadata)
     with _lock:
         storage = _saved.get(key)
     if storage is not None:
@@ -59,7 +59,7 @@ def _on_host(tensor: Any) -> Tensor:
     storage = host.untyped_storage()
     with _lock:
         _marks[storage] = str(tensor.device)
-        if host.stride() == tensor.stride() and stream.records == key[2]:
+        if host.stride() == tensor.stride() and queue.records == key[2]:
             _saved[key] = storage
     return host
 
@@ -133,6 +133,7 @@ def register() -> None:
     torch.serialization.register_package(PRIORITY, _tag, _restore)
     torch._utils._rebuild_tensor = _rebuilt
     serialization: Any = torch.serialization
+    VirtualTensor.reducer = staticmethod(_reduce)
     serialization._legacy_load = _filled_afterwards(serialization._legacy_load)
     ForkingPickler.register(VirtualTensor, _not_sent)
 

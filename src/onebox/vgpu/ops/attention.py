@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from onebox.vgpu.core.tensor import VirtualTensor
-from onebox.vgpu.dispatch.dispatch import special
+from onebox.vgpu.dispatch.registry import special
 from onebox.vgpu.dispatch.synchronous import run_synchronously
 from onebox.vgpu.runtime.command_queue import CommandQueue
 
@@ -91,24 +91,24 @@ def choose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     virtual = [tensor for tensor in tensors if isinstance(tensor, VirtualTensor)]
     if len(virtual) != len(tensors) or any(mask.requires_grad for mask in virtual[3:]):
         return MATH
-    stream = virtual[0]._handle.stream
-    if any(tensor._handle.stream is not stream for tensor in virtual):
+    queue = virtual[0]._handle.queue
+    if any(tensor._handle.queue is not queue for tensor in virtual):
         return MATH
-    known = _choices.setdefault(stream, {})
+    known = _choices.setdefault(queue, {})
     key = tuple(value._metadata if isinstance(value, VirtualTensor) else value for value in (*args, *kwargs.values()))
     if key not in known:
         floats = [value for value in (*args, *kwargs.values()) if isinstance(value, float)]
-        choice = run_synchronously(stream, aten._fused_sdp_choice.default, args, kwargs, virtual, floats)
-        known[key] = _usable(choice, stream, virtual)
+        choice = run_synchronously(queue, aten._fused_sdp_choice.default, args, kwargs, virtual, floats)
+        known[key] = _usable(choice, queue, virtual)
     choice = known[key]
     if choice == FLASH and not torch.backends.cuda.flash_sdp_enabled():
         return MATH
     return MATH if choice == EFFICIENT and not torch.backends.cuda.mem_efficient_sdp_enabled() else choice
 
 
-def _usable(choice: int, stream: CommandQueue, tensors: list[VirtualTensor]) -> int:
+def _usable(choice: int, queue: CommandQueue, tensors: list[VirtualTensor]) -> int:
     """Return the kernel to call for a selection; on a GPU the same fused kernel for both."""
-    if stream.pool.devices[stream.worker].kind != "cuda":
+    if queue.pool.devices[queue.worker].kind != "cuda":
         return choice if choice == FLASH else MATH
     even = all(tensor.shape[-1] % 8 == 0 for tensor in tensors)  # a requirement of that kernel
     return EFFICIENT if choice != MATH and even and len(tensors) == 3 else MATH

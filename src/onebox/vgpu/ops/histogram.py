@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onebox.vgpu.dispatch.dispatch import launch, special
+from onebox.vgpu.dispatch.dispatch import launch
+from onebox.vgpu.dispatch.registry import special
 
 aten = torch.ops.aten
 
@@ -15,10 +16,10 @@ aten = torch.ops.aten
 @special(aten.histc.default)
 def _histc(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     tensor = args[0]
-    stream = tensor._handle.stream
+    queue = tensor._handle.queue
     floating = tensor.is_floating_point() or tensor.dtype == torch.bool  # no device accepts bool
-    if floating or stream.pool.devices[stream.worker].kind == "cuda":
-        made: Tensor = launch(stream, aten.histc.default, *args, **kwargs)
+    if floating or queue.pool.devices[queue.worker].kind == "cuda":
+        made: Tensor = launch(queue, aten.histc.default, *args, **kwargs)
         return made
     return _of_integers(*args, **kwargs)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from onebox.vgpu.dispatch.dispatch import special
+from onebox.vgpu.dispatch.registry import special
 
 _rank = torch.ops.aten.linalg_matrix_rank
 

@@ -10,10 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from onebox.vgpu.dispatch.dispatch import launch, special
+from onebox.vgpu.dispatch.dispatch import launch
+from onebox.vgpu.dispatch.registry import special
 
 aten = torch.ops.aten
+
+_paddings: Any = WeakTensorKeyDictionary()
+"""The masks of padded batches: true where a batch has padding."""
 
 
 @special(aten._nested_tensor_from_mask_left_aligned.default)
@@ -34,20 +39,20 @@ def _with_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 def _through_layer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Run a layer; a batch with an attached mask is masked by it."""
     rows = args[0]
-    stream = rows._handle.stream
-    padding = getattr(rows, "_padding", None)
+    queue = rows._handle.queue
+    padding = _paddings.get(rows)
     if padding is None:
-        plain: Tensor = launch(stream, aten._transformer_encoder_layer_fwd.default, *args, **kwargs)
+        plain: Tensor = launch(queue, aten._transformer_encoder_layer_fwd.default, *args, **kwargs)
         return plain
     by_key = 1  # the kind of mask that PyTorch names src_key_padding_mask
-    return _knowing(launch(stream, aten._transformer_encoder_layer_fwd.default, *args[:18], padding, by_key), padding)
+    return _knowing(launch(queue, aten._transformer_encoder_layer_fwd.default, *args[:18], padding, by_key), padding)
 
 
 @special(aten.to_padded_tensor.default)
 def _padded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Return a batch with its padding filled."""
     rows, value = args[:2]
-    padding = getattr(rows, "_padding", None)
+    padding = _paddings.get(rows)
     if padding is None:
         raise NotImplementedError(
             "virtual devices have no nested tensors, which nn.TransformerEncoder makes of padded batches in eval mode "
@@ -57,10 +62,10 @@ def _padded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return made
 
 
-def _knowing(rows: Any, padding: Tensor) -> Tensor:
-    made: Tensor = rows
-    made._padding = padding  # type: ignore[attr-defined]
-    return made
+def _knowing(rows: Tensor, padding: Tensor) -> Tensor:
+    """Attach a mask to a batch."""
+    _paddings[rows] = padding
+    return rows
 
 
 __all__: list[str] = []

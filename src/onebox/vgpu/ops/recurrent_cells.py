@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from onebox.vgpu.core.tensor import VirtualTensor
-from onebox.vgpu.dispatch.dispatch import launch, special
+from onebox.vgpu.dispatch.dispatch import launch
+from onebox.vgpu.dispatch.registry import special
 
 aten = torch.ops.aten
 
@@ -25,9 +26,9 @@ def _taken_apart(func: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]
     def register(cell: Callable[..., Any]) -> Callable[..., Any]:
         def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             given = (*args, *kwargs.values())
-            stream = next(value._handle.stream for value in given if isinstance(value, VirtualTensor))
-            if stream.pool.devices[stream.worker].kind == "cuda":
-                return launch(stream, func, *args, **kwargs)
+            queue = next(value._handle.queue for value in given if isinstance(value, VirtualTensor))
+            if queue.pool.devices[queue.worker].kind == "cuda":
+                return launch(queue, func, *args, **kwargs)
             return cell(*args, **kwargs)
 
         special(func)(run)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from onebox.vgpu.core.tensor import VirtualTensor
 from onebox.vgpu.dispatch.copies import upload
-from onebox.vgpu.dispatch.dispatch import special
+from onebox.vgpu.dispatch.registry import special
 
 aten = torch.ops.aten
 
@@ -30,7 +30,7 @@ def _pack(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor
     first, second = padded.shape[:2]
     numbers = torch.arange(first * second).view(first, second, 1)
     order, batch_sizes = aten._pack_padded_sequence.default(numbers, lengths, batch_first)
-    places = upload(order.view(-1), padded._handle.stream)
+    places = upload(order.view(-1), padded._handle.queue)
     return padded.reshape(first * second, *padded.shape[2:]).index_select(0, places), batch_sizes
 
 

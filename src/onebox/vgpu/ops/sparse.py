@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onebox.vgpu.dispatch.dispatch import foreign, launch, special
+from onebox.vgpu.dispatch.dispatch import launch
+from onebox.vgpu.dispatch.registry import foreign, special
 from onebox.vgpu.runtime.context import queue_of
 
 aten = torch.ops.aten

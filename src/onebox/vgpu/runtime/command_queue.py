@@ -11,14 +11,11 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from onebox.pool import Pool
-from onebox.pool.client.loop import WorkerReply
-from onebox.vgpu.core.tensor import Handle
-from onebox.vgpu.dispatch.op_cache import CachedOp
+from onebox.pool import Pool, WorkerReply
 from onebox.vgpu.runtime.request_channel import RequestChannel
 from onebox.vgpu.runtime.trace_cache import Batcher, Record
 from onebox.vgpu.signals import shielded
@@ -58,6 +55,30 @@ _ALONE = sys.getrefcount(_probe[0])
 """Reference count of an object that only a list holds."""
 
 
+class Buffer(Protocol):
+    """The owner of a buffer on a worker."""
+
+    number: int
+
+
+class RecordedOp:
+    """A kind of call that a queue records: its kernel, and the counts that the queue needs.
+
+    Args:
+        kernel: The kernel for the worker.
+        keeps: How many outputs of a call stay on the worker.
+    """
+
+    __slots__ = ("inputs", "keeps", "kernel", "number")
+
+    def __init__(self, kernel: KernelSpec, keeps: int) -> None:
+        self.kernel = kernel
+        self.inputs = kernel.inputs
+        self.keeps = keeps
+        self.number = 0
+        """The kernel's number on the worker, set by the queue; 0 while the worker does not have the kernel."""
+
+
 class CommandQueue:
     """The operators of one device, in the order in which the script issued them.
 
@@ -71,11 +92,11 @@ class CommandQueue:
         self.pool = pool
         self.worker = worker
         self.device = torch.device("vgpu", worker)
-        self.recipes: dict[Any, CachedOp] = {}
+        self.cached_ops: dict[Any, Any] = {}
         self.dead: deque[int] = deque()
         self.ended: deque[int] = deque()  # generators whose objects were collected
-        self.sent = RequestChannel(pool, worker)
-        self.lock = self.sent.lock
+        self.channel = RequestChannel(pool, worker)
+        self.lock = self.channel.lock
         self.records = 0
         self.synchronous = False
         self.seed = FIRST_SEED
@@ -92,7 +113,7 @@ class CommandQueue:
     # ---- recording
 
     @shielded
-    def record(self, recipe: CachedOp, inputs: list[int], floats: list[float]) -> int:
+    def record(self, op: RecordedOp, inputs: list[int], floats: list[float]) -> int:
         """Record a call and return the number of its first output."""
         with self.lock:
             calls = self._calls
@@ -100,12 +121,12 @@ class CommandQueue:
                 self._ring(self)
             if self.dead:
                 self._bury()
-            if not recipe.number:
-                self._define(recipe)
+            if not op.number:
+                self._define(op)
             first = self._next
-            self._next = first + recipe.keeps
-            calls.append((recipe.number, inputs, first, recipe.keeps, floats))
-            self._room = first if recipe.number in self._rooms else 0
+            self._next = first + op.keeps
+            calls.append((op.number, inputs, first, op.keeps, floats))
+            self._room = first if op.number in self._rooms else 0
             self.records += 1
             full = len(calls) >= self._size or self.synchronous
         if full:
@@ -123,17 +144,17 @@ class CommandQueue:
                 return
             self._calls.append((FREE, number, 0, 0, ()))
 
-    def _define(self, recipe: CachedOp) -> None:
+    def _define(self, op: RecordedOp) -> None:
         """Send a kernel before its first call."""
         number = self.pool.new_number()
-        self._first.append((Define(number, recipe.kernel), ()))
-        self._batches.define(number, recipe.inputs, recipe.keeps)
-        recipe.number = number
-        if recipe.kernel.name.startswith("aten.empty"):
+        self._first.append((Define(number, op.kernel), ()))
+        self._batches.define(number, op.inputs, op.keeps)
+        op.number = number
+        if op.kernel.name.startswith("aten.empty"):
             self._rooms.add(number)
 
     @shielded
-    def call(self, program: int, handles: list[Handle], outputs: int) -> int:
+    def call(self, program: int, handles: Sequence[Buffer], outputs: int) -> int:
         """Run a stored program after the recorded calls, and return the number of its first output.
 
         Args:
@@ -151,9 +172,9 @@ class CommandQueue:
             numbers = tuple(handle.number for handle in handles)
             asked = [self._post([Call(program, numbers, made, takes)], (), kept=not self.synchronous)]
         if self.synchronous:
-            self.sent.answer(asked.pop())
+            self.channel.answer(asked.pop())
         else:
-            self.sent.pace()
+            self.channel.pace()
         return first
 
     @shielded
@@ -215,10 +236,10 @@ class CommandQueue:
             OneboxError: The worker or the pool is gone; with ``wait``, the instructions failed.
         """
         if wait:
-            return self.sent.answer(self._post(last, frames, kept=False))
+            return self.channel.answer(self._post(last, frames, kept=False))
         self._post(last, frames, kept=True)
         if pace:
-            self.sent.pace()
+            self.channel.pace()
         return None
 
     def _post(self, last: Sequence[Instruction], frames: Sequence[Any], *, kept: bool) -> Future[WorkerReply] | None:
@@ -253,12 +274,12 @@ class CommandQueue:
         self._first, self._frame_bytes, self._calls = [], 0, []
         if kept or not last:
             if not kept or recorded or last:
-                sent.append(self.sent.message([*recorded, *last], [*carried, *frames], kept=kept))
+                sent.append(self.channel.message([*recorded, *last], [*carried, *frames], kept=kept))
             return
         if recorded:
-            sent.append(self.sent.message(recorded, carried, kept=True))
+            sent.append(self.channel.message(recorded, carried, kept=True))
         self._size = min(SOON, CALLS)
-        sent.append(self.sent.message(last, frames, kept=False))
+        sent.append(self.channel.message(last, frames, kept=False))
 
     @property
     def state_bytes(self) -> int:
@@ -279,7 +300,7 @@ class CommandQueue:
             self._next += RETURNS
             self._room = 0
             asked = [self._post([Perform(kernel, tuple(inputs), tuple(floats), first)], (), kept=False)]
-        answer = self.sent.answer(asked.pop())
+        answer = self.channel.answer(asked.pop())
         (made,) = (result for result in answer.results if isinstance(result, OperatorResult))
         return made, first
 
@@ -303,32 +324,32 @@ class CommandQueue:
             OneboxError: It is gone; or an operator has failed since the last wait and was not reported.
         """
         self.flush(wait=True)
-        self.sent.raise_failed()
+        self.channel.raise_failed()
 
     def idle(self) -> bool:
         """Return whether the worker has executed everything recorded; sends what has not been sent."""
         self.flush()
-        return self.sent.reached(self.mark())
+        return self.channel.reached(self.mark())
 
     def mark(self) -> int:
         """Send the recorded calls and return the number of the last message, for :meth:`RequestChannel.reached`."""
         self.flush()
-        return self.sent.messages
+        return self.channel.messages
 
-    def remember(self, key: Any, recipe: CachedOp) -> None:
+    def remember(self, key: Any, op: RecordedOp) -> None:
         """Cache an op for later calls of its kind; when full, clear the cache."""
         with self.lock:
-            if len(self.recipes) >= CACHED_OPS:
+            if len(self.cached_ops) >= CACHED_OPS:
                 self._forget()
-            self.recipes[key] = recipe
+            self.cached_ops[key] = op
 
     def _forget(self) -> None:
         """Clear the cached ops, here and on the worker."""
-        numbers = tuple(known.number for known in self.recipes.values() if known.number)
+        numbers = tuple(known.number for known in self.cached_ops.values() if known.number)
         self.flush([Free((), numbers)])
-        for known in self.recipes.values():
+        for known in self.cached_ops.values():
             known.number = 0
-        self.recipes.clear()
+        self.cached_ops.clear()
 
     @shielded
     def follow(self, dtype: torch.dtype) -> None:
@@ -336,8 +357,3 @@ class CommandQueue:
         with self.lock:
             self._forget()
             self.flush([DefaultType(dtype_name(dtype))])  # type: ignore[arg-type]
-
-    @shielded
-    def handle(self, number: int) -> Handle:
-        """Return the owner of a buffer."""
-        return Handle(self, number)

@@ -33,9 +33,9 @@ class IdleFlusher:
         self._over = False
         self._lock = threading.Lock()
 
-    def ring(self, stream: CommandQueue) -> None:
+    def ring(self, queue: CommandQueue) -> None:
         """Note that a command queue has begun a batch."""
-        self._rung.append(stream)
+        self._rung.append(queue)
         if not self._bell.is_set():
             self._bell.set()
             if self._thread is None:
@@ -61,14 +61,14 @@ class IdleFlusher:
             if self._over:
                 return
             while self._rung:
-                seen = {stream: stream.records for stream in self._taken()}
+                seen = {queue: queue.records for queue in self._taken()}
                 self._pause.wait(IDLE_S)
-                for stream, records in seen.items():
-                    if stream.records != records:
-                        self._rung.append(stream)
+                for queue, records in seen.items():
+                    if queue.records != records:
+                        self._rung.append(queue)
                         continue
                     with contextlib.suppress(OneboxError):  # the next use of the device raises the error
-                        stream.flush(pace=False)  # a queue that is far ahead must not delay the others
+                        queue.flush(pace=False)  # a queue that is far ahead must not delay the others
 
     def _taken(self) -> list[CommandQueue]:
         taken = []
@@ -88,13 +88,13 @@ class DeviceContext:
         self.pool = pool
         self.owner = os.getpid()
         self.transfers = threading.RLock()
-        self.streams = tuple(CommandQueue(pool, worker, idle.ring) for worker in range(len(pool)))
-        for stream in self.streams:
-            stream.sent.others = [each.sent for each in self.streams]
+        self.queues = tuple(CommandQueue(pool, worker, idle.ring) for worker in range(len(pool)))
+        for queue in self.queues:
+            queue.channel.others = [each.channel for each in self.queues]
         self._group = 0
         if torch.get_default_dtype() is not torch.float32:
-            for stream in self.streams:
-                stream.follow(torch.get_default_dtype())
+            for queue in self.queues:
+                queue.follow(torch.get_default_dtype())
 
     def group(self) -> int:
         """Return the group of all devices, in which tensors go from worker to worker; formed on first use.
@@ -112,17 +112,17 @@ class DeviceContext:
                 self._group = 0
             if not self._group:
                 self._group = self.pool.form_group(everybody, "workers")
-                for stream in self.streams:
-                    stream.sent.waits += 1
+                for queue in self.queues:
+                    queue.channel.waits += 1
             return self._group
 
 
 def _after_fork() -> None:
     """Replace the locks of a forked process; another thread of its parent may have held them."""
-    for box in _open_contexts.values():
-        box.transfers = threading.RLock()
-        for stream in box.streams:
-            stream.lock = stream.sent.lock = threading.RLock()
+    for each in _open_contexts.values():
+        each.transfers = threading.RLock()
+        for queue in each.queues:
+            queue.lock = queue.channel.lock = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -167,7 +167,7 @@ def current_context() -> DeviceContext:
 def device_count() -> int:
     """Return the number of virtual devices."""
     try:
-        return len(current_context().streams)
+        return len(current_context().queues)
     except PoolError:
         return 0
 
@@ -200,11 +200,16 @@ def seeded_queues() -> tuple[CommandQueue, ...]:
     """Return the command queues of the devices that this thread seeds when it seeds all."""
     if getattr(_local, "alone", False):
         return (queue_of(torch.device("vgpu")),)
-    return current_context().streams
+    return current_context().queues
 
 
 called = "vgpu"
 """The device type in scripts: ``cuda`` while that name is an alias."""
+
+
+def displayed(device: torch.device) -> torch.device:
+    """Return what scripts call a virtual device."""
+    return torch.device(called) if device.index is None else torch.device(called, device.index)
 
 
 def queue_of(device: torch.device) -> CommandQueue:
@@ -214,12 +219,12 @@ def queue_of(device: torch.device) -> CommandQueue:
         UsageError: There is no such device.
         PoolError: No pool is open.
     """
-    streams = current_context().streams
+    queues = current_context().queues
     number = current_device() if device.index is None else device.index
-    if not 0 <= number < len(streams):
-        there = f"{called}:0 to {called}:{len(streams) - 1}"
+    if not 0 <= number < len(queues):
+        there = f"{called}:0 to {called}:{len(queues) - 1}"
         raise UsageError(f"there is no device {called}:{number}; the pool has {there}")
-    return streams[number]
+    return queues[number]
 
 
 def place(device: Device) -> CommandQueue:
@@ -234,13 +239,13 @@ def place(device: Device) -> CommandQueue:
     return queue_of(place)
 
 
-def context_of(stream: CommandQueue) -> DeviceContext:
+def context_of(queue: CommandQueue) -> DeviceContext:
     """Return the context of a command queue.
 
     Raises:
         PoolError: Its pool is closed.
     """
-    found = _open_contexts.get(id(stream.pool))
+    found = _open_contexts.get(id(queue.pool))
     if found is None:
         raise PoolError("the pool is closed; open another with onebox.open()")
     return found

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from onebox.errors import OperatorError
-from onebox.pool.client.loop import WorkerReply
+from onebox.pool import WorkerReply
 from onebox.pool.errors import CAUSE_S
 
 MESSAGES = 256
@@ -54,7 +54,7 @@ class InFlight:
         self._look()
         return self._failed
 
-    def told(self) -> None:
+    def mark_reported(self) -> None:
         """Mark all failures so far as reported."""
         self._look()
         self._failed = None
@@ -77,12 +77,12 @@ def first_failure(others: Sequence[tuple[AbstractContextManager[Any], InFlight]]
     end_s, busy = time.monotonic() + CAUSE_S, True
     while busy and time.monotonic() < end_s:
         busy = False
-        for lock, ahead in others:
+        for lock, in_flight in others:
             with lock:
-                busy = busy or len(ahead) > 0
-                found = ahead.failed()
+                busy = busy or len(in_flight) > 0
+                found = in_flight.failed()
                 if isinstance(found, OperatorError):
-                    ahead.told()
+                    in_flight.mark_reported()
                     return found
         time.sleep(_LOOK_S if busy else 0)
     return None

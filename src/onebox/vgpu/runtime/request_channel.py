@@ -8,8 +8,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from onebox.errors import OneboxError, PeerLost
-from onebox.pool import Pool
-from onebox.pool.client.loop import WorkerReply
+from onebox.pool import Pool, WorkerReply
 from onebox.vgpu.runtime.in_flight import InFlight, first_failure
 from onebox.vgpu.signals import deliver_signals, interruptible, shielded
 from onebox.wire.protocol.requests import Instruction
@@ -56,7 +55,7 @@ class RequestChannel:
         self.others: Sequence[RequestChannel] = ()
         self._pool = pool
         self._worker = worker
-        self._ahead = InFlight()
+        self._in_flight = InFlight()
 
     def message(self, instructions: Sequence[Instruction], frames: Sequence[Any], *, kept: bool) -> Future[WorkerReply]:
         """Send a message, with the lock held; return the future of its reply.
@@ -69,7 +68,7 @@ class RequestChannel:
         future = self._pool.post(self._worker, instructions, frames, answer=True)
         self.messages += 1
         if kept:
-            self._ahead.add(future, sum(len(frame) for frame in frames))
+            self._in_flight.add(future, sum(len(frame) for frame in frames))
         return future
 
     def answer(self, future: Future[WorkerReply] | None) -> WorkerReply:
@@ -88,14 +87,14 @@ class RequestChannel:
             return future.result()
         except OneboxError as error:
             missed = isinstance(error, PeerLost)
-            told = first_failure([(each.lock, each._ahead) for each in self.others]) if missed else None
+            cause = first_failure([(each.lock, each._in_flight) for each in self.others]) if missed else None
             with self.lock:
-                self._ahead.told()  # this failure is the cause of earlier ones, or hidden by them
-            if told is not None:
-                raise told.with_traceback(None) from None
+                self._in_flight.mark_reported()  # this failure is the cause of earlier ones, or hidden by them
+            if cause is not None:
+                raise cause.with_traceback(None) from None
             raise
         finally:
-            future = told = None
+            future = cause = None
 
     def pace(self) -> None:
         """Wait where the worker is too far behind; failures there are raised by reads of its results.
@@ -105,7 +104,7 @@ class RequestChannel:
         """
         while True:
             with self.lock:
-                oldest = self._ahead.too_far()
+                oldest = self._in_flight.too_far()
             if oldest is None:
                 return
             _wait(oldest)
@@ -117,8 +116,8 @@ class RequestChannel:
             OneboxError: There is one.
         """
         with self.lock:
-            failed = self._ahead.failed()
-            self._ahead.told()
+            failed = self._in_flight.failed()
+            self._in_flight.mark_reported()
         try:
             if failed is not None:
                 raise failed
@@ -128,4 +127,4 @@ class RequestChannel:
     def reached(self, mark: int) -> bool:
         """Return whether the worker has executed everything up to a message."""
         with self.lock:
-            return self.messages - len(self._ahead) >= mark
+            return self.messages - len(self._in_flight) >= mark

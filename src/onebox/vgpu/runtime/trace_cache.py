@@ -152,7 +152,7 @@ class Batcher:
     """
 
     def __init__(self, new_number: Callable[[], int]) -> None:
-        self.book = TraceCache()
+        self.cache = TraceCache()
         self._new_number = new_number
         self._reads_of: dict[int, int] = {}
         self._keeps_of: dict[int, int] = {}
@@ -168,14 +168,14 @@ class Batcher:
             return [Operate(plain(calls), floats)]
         coding = encode_trace(calls)
         key = (coding.code, tuple(slot for slot, _ in coding.outputs))
-        block = self.book.look(key)
+        block = self.cache.look(key)
         if block is None:
-            gone = self.book.shed()
+            gone = self.cache.shed()
             return [Operate(plain(calls), floats), *([Free((), tuple(gone))] if gone else [])]
         made: list[Instruction] = [Free(coding.strays)] if coding.strays else []
         if not block:
             block = self._new_number()
-            self.book.define(key, block)
+            self.cache.define(key, block)
             made.append(Define(block, block_of(coding, self._keeps_of, self._reads_of, len(floats))))
         made.append(Replay(block, coding.inputs, tuple(number for _, number in coding.outputs), floats))
         return made

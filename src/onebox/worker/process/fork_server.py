@@ -179,7 +179,7 @@ def main() -> None:
     channel = socket.socket(fileno=os.dup(0))
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
-    name_process("onebox-nursery")
+    name_process("onebox-fork-srv")
     with contextlib.suppress(OSError):  # the worker reports unsupported confinement itself
         prepare()
     gc.freeze()

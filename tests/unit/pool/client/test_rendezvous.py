@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from onebox.errors import WireError
-from onebox.pool.client.rendezvous import ClientSums, KeyValues, LookupReply
+from onebox.pool.client.group_services import ClientSums, KeyValues, LookupReply
 from onebox.wire import TensorSpec
 from onebox.wire.protocol.responses import Contribution, Lookup
 

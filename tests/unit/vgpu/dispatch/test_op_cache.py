@@ -12,8 +12,9 @@ from torch import Tensor
 
 from onebox.errors import WireError
 from onebox.vgpu import VirtualTensor, install
+from onebox.vgpu.core.handle import Handle
 from onebox.vgpu.core.metadata import Metadata, dense, metadata_of
-from onebox.vgpu.core.tensor import Handle, wrap
+from onebox.vgpu.core.tensor import wrap
 from onebox.vgpu.dispatch.op_cache import UnknownResult, changed, describe, flatten, infer_op
 from onebox.wire import Complex, DType, Hole, Items, MemoryFormat, OwnDevice, SlotArgument
 
@@ -145,7 +146,7 @@ def test_what_workers_do_not_run_is_refused_by_name() -> None:
 
 def test_a_recipe_holds_no_tensor() -> None:
     x = virtual(3)
-    dead = x._handle.stream.dead
+    dead = x._handle.queue.dead
     kept = infer_op(aten.cat.default, ([x, x],), {})
     assert not dead
     del x

@@ -32,10 +32,10 @@ def test_the_first_failure_is_told_once() -> None:
         sent(ahead).set_exception(error)
     assert ahead.failed() is errors[0]
     assert ahead.failed() is errors[0]
-    ahead.told()
+    ahead.mark_reported()
     assert ahead.failed() is None
     sent(ahead).set_exception(errors[1])
-    ahead.told()
+    ahead.mark_reported()
     assert ahead.failed() is None
 
 

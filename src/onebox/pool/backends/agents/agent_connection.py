@@ -293,7 +293,9 @@ class AgentConnection:
         try:
             self._serve()
         except BaseException as error:
-            self._lose(PoolError(f"the line to the agent at {self.address} failed: {type(error).__name__}: {error}"))
+            self._lose(
+                PoolError(f"the connection to the agent at {self.address} failed: {type(error).__name__}: {error}")
+            )
             raise
         finally:
             with self._lock:

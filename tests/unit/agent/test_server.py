@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from onebox.agent import Agent, ClientLimits, Offered
-from onebox.agent.listener import check_address
+from onebox.agent.server import check_address
 from onebox.errors import UsageError
 from onebox.wire import new_keys
 

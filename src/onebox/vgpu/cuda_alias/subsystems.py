@@ -1,0 +1,107 @@
+"""Parts of PyTorch beside ``torch.cuda`` for which ``cuda`` means the virtual devices: autocast, generators, loading of
+files, ranks and their collectives."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch.distributed import distributed_c10d
+
+from onebox.vgpu.cuda_alias.device_names import number_of, to_cuda, to_vgpu, to_vgpu_type
+from onebox.vgpu.cuda_alias.functions import yes
+from onebox.vgpu.cuda_alias.patches import Patches
+from onebox.vgpu.distributed import process_group, ranks
+from onebox.vgpu.integration import serialization
+from onebox.vgpu.integration.generators import VirtualGenerator
+
+_BY_TYPE = ("get_autocast_dtype", "is_autocast_enabled", "set_autocast_dtype", "set_autocast_enabled")
+"""Functions whose first argument is a device type, by default CUDA."""
+
+
+def _by_type(function: Callable[..., Any], fewest: int) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def translated(*args: Any) -> Any:
+        if len(args) < fewest:
+            args = ("cuda", *args)
+        return function(to_vgpu_type(args[0]), *args[1:])
+
+    return translated
+
+
+def translate_amp(patches: Patches) -> None:
+    """Make autocast, and the queries of its state, accept ``cuda``."""
+    for name in _BY_TYPE:
+        translated = _by_type(getattr(torch, name), 2 if name.startswith("set") else 1)
+        patches.set(torch, name, translated)
+    available = torch._C._is_autocast_available
+    patches.set(torch._C, "_is_autocast_available", _by_type(available, 1))
+    patches.set(torch, "get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype("cuda"))
+    patches.set(torch, "set_autocast_gpu_dtype", lambda dtype: torch.set_autocast_dtype("cuda", dtype))
+
+
+def translate_generators(patches: Patches) -> None:
+    """Make generators of virtual devices for ``cuda``, and report that as their device."""
+    kind: Any = type(VirtualGenerator)
+    make, place = kind.__call__, VirtualGenerator.device
+
+    def made(cls: Any, device: Any = "cpu") -> Any:
+        return make(cls, to_vgpu(device))
+
+    patches.set(kind, "__call__", made)
+    patches.set(VirtualGenerator, "device", property(lambda self: to_cuda(place.__get__(self)), doc="Where it draws."))
+
+
+_PRIORITY = serialization.PRIORITY - 1
+"""Before the virtual devices' own, and before PyTorch's for CUDA."""
+
+
+def _no_mark(storage: Any) -> None:
+    """Return no location tag: that of virtual devices applies."""
+
+
+def _restored(storage: Any, location: str) -> Any:
+    """Move a file's storage to the virtual device of its location tag."""
+    return serialization._restore(storage, f"vgpu:{number_of(location)}") if location.startswith("cuda") else None
+
+
+def translate_saved(patches: Patches) -> None:
+    """Make loads onto ``cuda`` go to the virtual devices."""
+    entry = (_PRIORITY, _no_mark, _restored)
+    registry: list[Any] = torch.serialization._package_registry
+    torch.serialization.register_package(*entry)
+    patches.undoing(lambda: registry.remove(entry))
+
+    @functools.wraps(torch.UntypedStorage.cuda)
+    def cuda(self: Any, device: Any = None, non_blocking: bool = False) -> Any:
+        return serialization._restore(self, f"vgpu:{number_of(device)}")
+
+    patches.set(torch.storage._StorageBase, "cuda", cuda)
+
+
+_SCRIPT_BACKEND = "nccl"
+
+
+def translate_distributed(patches: Patches) -> None:
+    """Make a script's ranks start as threads, and accept its names of backends."""
+    spawning = sys.modules["torch.multiprocessing.spawn"]
+    for owner in (torch.multiprocessing, spawning):
+        patches.set(owner, "spawn", ranks.spawn)
+    backend = _script_name(distributed_c10d.get_backend)
+    for module in (dist, distributed_c10d):
+        patches.set(module, "get_backend", backend)
+        patches.set(module, "is_nccl_available", yes)
+
+
+def _script_name(get_backend: Callable[..., str]) -> Callable[..., str]:
+    @functools.wraps(get_backend)
+    def called(group: Any = None) -> str:
+        name = get_backend(group)
+        return _SCRIPT_BACKEND if name == process_group.NAME else name
+
+    return called
