@@ -7,7 +7,7 @@ import dataclasses
 import io
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import tyro
 
@@ -23,20 +23,20 @@ Config = (
     TrainConfig | PlanConfig | MemoryConfig | RunConfig | DevicesConfig | ProfileConfig | EnvConfig | MachinesConfig
 )
 
-_Command = (
-    Annotated[TrainConfig, tyro.conf.subcommand("train")]
-    | Annotated[PlanConfig, tyro.conf.subcommand("plan")]
-    | Annotated[MemoryConfig, tyro.conf.subcommand("fit")]
-    | Annotated[RunConfig, tyro.conf.subcommand("run")]
-    | Annotated[DevicesConfig, tyro.conf.subcommand("devices")]
-    | Annotated[ProfileConfig, tyro.conf.subcommand("profile")]
-    | Annotated[ServeConfig, tyro.conf.subcommand("serve")]
-    | Annotated[PairConfig, tyro.conf.subcommand("pair")]
-    | Annotated[StatusConfig, tyro.conf.subcommand("status")]
-    | Annotated[LogsConfig, tyro.conf.subcommand("logs")]
-    | Annotated[EnvConfig, tyro.conf.subcommand("env")]
-)
-_COMMANDS = ("train", "plan", "fit", "run", "devices", "profile", "serve", "pair", "status", "logs", "env")
+_OPTIONS: dict[str, type[Config]] = {
+    "train": TrainConfig,
+    "plan": PlanConfig,
+    "fit": MemoryConfig,
+    "run": RunConfig,
+    "devices": DevicesConfig,
+    "profile": ProfileConfig,
+    "serve": ServeConfig,
+    "pair": PairConfig,
+    "status": StatusConfig,
+    "logs": LogsConfig,
+    "env": EnvConfig,
+}
+"""The options of each command."""
 
 _BARE = ("--help", "-h", "--sync")
 """Flags of ``onebox run`` that take no value."""
@@ -79,18 +79,21 @@ def parse(arguments: Sequence[str]) -> Config:
         SystemExit: Help or the version was requested and has been printed.
     """
     if not arguments:
-        raise UsageError(f"a command is needed: {', '.join(_COMMANDS)}; see onebox --help")
+        raise UsageError(f"a command is needed: {', '.join(_OPTIONS)}; see onebox --help")
     if arguments[0] in ("--help", "-h", "--version"):
         print(f"onebox {__version__}" if arguments[0] == "--version" else _OVERVIEW.rstrip())
         raise SystemExit(0)
+    command = arguments[0]
+    if command not in _OPTIONS:
+        raise UsageError(f"there is no command {command!r}; the commands are {', '.join(_OPTIONS)}")
     own, script = _without_script(arguments)
-    config = _tyro(_Command, own, prog="onebox", description=_DESCRIPTION)
+    config: Config = _tyro(_OPTIONS[command], own[1:], prog=f"onebox {command}")
     if isinstance(config, RunConfig):
         return dataclasses.replace(config, script=_checked(script))
     if not isinstance(config, TrainConfig) or config.resume is None:
         return config
     stored = read_config(config.resume)
-    given: TrainConfig = _tyro(TrainConfig, arguments[1:], prog="onebox train", default=stored)
+    given: TrainConfig = _tyro(TrainConfig, own[1:], prog="onebox train", default=stored)
     return changed_for_resume(stored, given)
 
 
@@ -160,7 +163,6 @@ def _one_line(box: str) -> str:
     what, rest = _plain(sections[0].rstrip(".")), " ".join(sections[1:])
     for pattern, template in (
         (r"Perhaps you meant: (--[\w-]+)", "; perhaps {}?"),
-        (r"Available subcommands: ([\w, ]+?)(?: For |$)", "; the commands are {}"),
         (r"For full helptext, (?:run|see) (onebox.*? --help)", "; see {}"),
     ):
         match = re.search(pattern, rest)

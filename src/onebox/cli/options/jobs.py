@@ -29,7 +29,7 @@ from onebox.cli.options.common import (
     read_sizes,
 )
 from onebox.errors import UsageError
-from onebox.plan import ACTIVATION_POLICIES, ASYNC, SCHEDULES, ChainPolicy, UpdateAt
+from onebox.plan_names import ACTIVATION_POLICIES, ASYNC, SCHEDULES, ChainPolicy, UpdateAt
 
 OptimizerName = Literal["adamw", "adam", "sgd", "muon"]
 

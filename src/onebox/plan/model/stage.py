@@ -24,9 +24,6 @@ POLICY_WORDS: Mapping[ActivationPolicy, str] = {"recompute": "recomputed", "offl
 StagePrecision = Literal["fp32", "bf16"]
 """Precision of a stage's matrix products and convolutions."""
 
-UpdateAt = Literal["device", "host"]
-"""Place of the optimizer's state and step."""
-
 OptimizerStateLayout = Literal["replicated", "sharded"]
 """Distribution of a parameter's optimizer state and update: on each of its holders, or on only one of them."""
 

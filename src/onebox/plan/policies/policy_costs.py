@@ -6,11 +6,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-ChainPolicy = Literal["keep", "recompute", "offload", "swap", "cpu"]
-
-ACTIVATION_POLICIES: tuple[ChainPolicy, ...] = ("keep", "recompute", "offload", "swap", "cpu")
+from onebox.plan_names import ACTIVATION_POLICIES, ChainPolicy
 
 OFFLOADING_POLICIES: frozenset[ChainPolicy] = frozenset({"offload", "swap"})
 """The policies of spans of one link whose values go to the host's memory."""

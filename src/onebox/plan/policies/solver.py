@@ -38,15 +38,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onebox.plan.policies.policy_costs import (
-    ACTIVATION_POLICIES,
     NEIGHBOUR_STATES,
     ChainCosts,
-    ChainPolicy,
     PolicyCosts,
     PolicySpan,
     chain_outcome,
     next_neighbour_state,
 )
+from onebox.plan_names import ACTIVATION_POLICIES, ChainPolicy
 
 _BUCKETS = 1500
 

@@ -15,16 +15,15 @@ from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from onebox.plan.policies.policy_costs import (
-    ACTIVATION_POLICIES,
     OFFLOADING_POLICIES,
     ChainCosts,
     ChainLink,
-    ChainPolicy,
     PolicyCosts,
     PolicySpan,
     chain_outcome,
 )
 from onebox.plan.policies.solver import choose_policies, least_budget
+from onebox.plan_names import ACTIVATION_POLICIES, ChainPolicy
 
 _FINE = 4000
 """Buckets for the comparisons: what rounding costs them stands beside."""
