@@ -26,7 +26,7 @@ Config = (
 _OPTIONS: dict[str, type[Config]] = {
     "train": TrainConfig,
     "plan": PlanConfig,
-    "fit": MemoryConfig,
+    "memory": MemoryConfig,
     "run": RunConfig,
     "devices": DevicesConfig,
     "profile": ProfileConfig,
@@ -49,7 +49,7 @@ on a pool of devices, of this machine or of others:
   run      an ordinary PyTorch script; what it calls cuda:0, cuda:1 … are the pool's devices
   train    one of the models that come with it, from a folder that tells of the run, and goes on with it
   plan     which device should compute what, and when
-  fit      whether a model fits, and what would make it fit; nothing is run
+  memory   whether a model fits, and what would make it fit; nothing is run
   devices  what a pool has, and who has leased it
   profile  how fast devices and links are
 

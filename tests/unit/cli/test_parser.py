@@ -143,9 +143,9 @@ def test_memory_without_a_size_asks_plan_to_show_it() -> None:
     assert parse(["plan", "--show-memory"]) == PlanConfig(show_memory=True)
 
 
-def test_all_flags_of_fit() -> None:
+def test_all_flags_of_memory() -> None:
     line = (
-        "fit --data digits --model gpt --batch 32 --pool sim*2 --memory 24GiB,16GiB --micro-batch 8 "
+        "memory --data digits --model gpt --batch 32 --pool sim*2 --memory 24GiB,16GiB --micro-batch 8 "
         "--clip-grad-norm 0.5 --gflops 14000 --bandwidth 900 --out plan.json --json -"
     )
     assert parse(line.split()) == MemoryConfig(
@@ -161,7 +161,7 @@ def test_all_flags_of_fit() -> None:
         out=Path("plan.json"),
         json=Path("-"),
     )
-    assert parse(["fit", "--plan", "p.json"]) == MemoryConfig(plan=Path("p.json"))
+    assert parse(["memory", "--plan", "p.json"]) == MemoryConfig(plan=Path("p.json"))
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_all_flags_of_fit() -> None:
         ("pair --remove", ["--remove needs a value"]),
         (
             "trian",
-            ["trian", "the commands are train, plan, fit, run, devices, profile, serve, pair, status, logs, env"],
+            ["trian", "the commands are train, plan, memory, run, devices, profile, serve, pair, status, logs, env"],
         ),
         ("train --modle cnn", ["--modle", "perhaps --model?"]),
         ("train --model vgg", ["'vgg'", "mlp", "cnn", "resnet", "gpt"]),
@@ -199,8 +199,8 @@ def test_all_flags_of_fit() -> None:
         ("train --staleness 1 --sync client", ["--staleness 1 and --sync client"]),
         ("train --overlap --sync client", ["--overlap and --sync client"]),
         ("train --overlap --update host", ["--overlap and --update host"]),
-        ("fit --plan p.json --micro-batch 8", ["--plan p.json and --micro-batch 8: a plan says that itself"]),
-        ("fit --plan p.json --update host", ["--plan p.json and --update host: a plan says that itself"]),
+        ("memory --plan p.json --micro-batch 8", ["--plan p.json and --micro-batch 8: a plan says that itself"]),
+        ("memory --plan p.json --update host", ["--plan p.json and --update host: a plan says that itself"]),
         (
             "plan --policies recompute",
             ["--policies recompute: allowed are keep, recompute, offload, swap, cpu", "always one"],
@@ -209,9 +209,9 @@ def test_all_flags_of_fit() -> None:
         ("plan --preparing -1", ["--preparing -1", "0 or more"]),
         ("plan --check p.json --policies keep", ["--check p.json and --policies keep", "give one of them"]),
         ("plan --check p.json --update auto", ["--check p.json and --update auto", "give one of them"]),
-        ("fit --gflops 100", ["--gflops and --bandwidth go together", "give both"]),
-        ("fit --gflops -1 --bandwidth 2", ["--gflops -1.0: allowed are numbers above 0"]),
-        ("fit --memory", ["--memory needs a value"]),
+        ("memory --gflops 100", ["--gflops and --bandwidth go together", "give both"]),
+        ("memory --gflops -1 --bandwidth 2", ["--gflops -1.0: allowed are numbers above 0"]),
+        ("memory --memory", ["--memory needs a value"]),
         ("train --plan p.json --micro-batch 8", ["--plan p.json and --micro-batch 8", "give one of them"]),
         ("devices --jsn", ["--jsn", "perhaps --json?"]),
         ("run", ["a script is needed", "onebox run [flags] script.py"]),
@@ -228,7 +228,7 @@ def test_what_is_wrong_is_one_line(line: str, parts: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["--help", "train --help", "plan --help", "fit --help", "devices -h", "profile --help", "run --help"]
+    "line", ["--help", "train --help", "plan --help", "memory --help", "devices -h", "profile --help", "run --help"]
 )
 def test_help_is_printed(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:

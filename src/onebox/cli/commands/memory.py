@@ -1,4 +1,4 @@
-"""``onebox fit``: memory of a model on some devices, and changes that would make it fit; nothing is run."""
+"""``onebox memory``: memory of a model on some devices, and changes that would make it fit; nothing is run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onebox.cli.options.estimates import MemoryConfig
 from onebox.cli.planning import sample_batch, write_plan
 from onebox.cli.run_setup import load_data, make_model, make_optimizer
 from onebox.cost.estimate import DeviceRates
-from onebox.engine.planning.memory_fit import FitReport, fit
+from onebox.engine.planning.memory_fit import FitReport, estimate_memory
 from onebox.report.tables.memory import curve_lines, peak_table, residents_table
 from onebox.report.tables.memory_estimate import estimate_data, largest_line, verdict_line, ways_table
 
@@ -37,7 +37,7 @@ def show_memory_estimate(config: MemoryConfig) -> int:
     job = config.resolved()
     data = load_data(job)
     model = make_model(job, data)
-    found = fit(
+    found = estimate_memory(
         model,
         functional.cross_entropy,
         make_optimizer(job, model),

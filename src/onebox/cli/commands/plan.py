@@ -67,7 +67,7 @@ def show_plan(config: PlanConfig) -> None:
     if found.shortfall:
         raise UsageError(
             f"the plan does not fit: {found.shortfall}; smaller micro-batches, more stages, and stages that are "
-            f"recomputed, offloaded or swapped need less: onebox fit --plan {config.check} finds such plans"
+            f"recomputed, offloaded or swapped need less: onebox memory --plan {config.check} finds such plans"
         )
 
 

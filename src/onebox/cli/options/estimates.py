@@ -1,4 +1,4 @@
-"""The options of ``onebox fit``. Nothing here imports PyTorch."""
+"""The options of ``onebox memory``. Nothing here imports PyTorch."""
 
 from __future__ import annotations
 
