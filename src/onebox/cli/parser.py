@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import io
 import re
 from collections.abc import Sequence
@@ -85,7 +86,7 @@ def parse(arguments: Sequence[str]) -> Config:
         raise SystemExit(0)
     command = arguments[0]
     if command not in _OPTIONS:
-        raise UsageError(f"there is no command {command!r}; the commands are {', '.join(_OPTIONS)}")
+        raise UsageError(f"there is no command {command!r}{_nearest(command)}; the commands are {', '.join(_OPTIONS)}")
     own, script = _without_script(arguments)
     config: Config = _tyro(_OPTIONS[command], own[1:], prog=f"onebox {command}")
     if isinstance(config, RunConfig):
@@ -95,6 +96,12 @@ def parse(arguments: Sequence[str]) -> Config:
     stored = read_config(config.resume)
     given: TrainConfig = _tyro(TrainConfig, own[1:], prog="onebox train", default=stored)
     return changed_for_resume(stored, given)
+
+
+def _nearest(command: str) -> str:
+    """Return the command with the most similar name, in the form of a parenthesis; empty if none is similar."""
+    near = difflib.get_close_matches(command.lower(), _OPTIONS, n=1)
+    return f" (perhaps {near[0]}?)" if near else ""
 
 
 def _without_script(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:

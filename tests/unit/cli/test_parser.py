@@ -172,8 +172,13 @@ def test_all_flags_of_memory() -> None:
         ("pair --remove", ["--remove needs a value"]),
         (
             "trian",
-            ["trian", "the commands are train, plan, memory, run, devices, profile, serve, pair, status, logs, env"],
+            [
+                "there is no command 'trian' (perhaps train?)",
+                "the commands are train, plan, memory, run",
+            ],
         ),
+        ("Device", ["there is no command 'Device' (perhaps devices?)"]),
+        ("xyz", ["there is no command 'xyz'; the commands are"]),
         ("train --modle cnn", ["--modle", "perhaps --model?"]),
         ("train --model vgg", ["'vgg'", "mlp", "cnn", "resnet", "gpt"]),
         ("train --precision fp16", ["'fp16'", "fp32", "bf16"]),
