@@ -7,15 +7,22 @@ import dataclasses
 import difflib
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tyro
 
 from onebox import __version__
-from onebox.cli.options.agents import LogsConfig, MachinesConfig, PairConfig, ServeConfig, StatusConfig
+from onebox.cli.options.agents import LogsConfig, MachinesConfig, ServeConfig, StatusConfig
 from onebox.cli.options.estimates import MemoryConfig
 from onebox.cli.options.jobs import PlanConfig, TrainConfig
+from onebox.cli.options.pairing import (
+    PairAcceptConfig,
+    PairConnectConfig,
+    PairForgetConfig,
+    PairListConfig,
+    PairRemoveConfig,
+)
 from onebox.cli.options.pools import DevicesConfig, EnvConfig, ProfileConfig, RunConfig
 from onebox.cli.options.run_config import changed_for_resume, read_config
 from onebox.errors import UsageError
@@ -32,12 +39,36 @@ _OPTIONS: dict[str, type[Config]] = {
     "devices": DevicesConfig,
     "profile": ProfileConfig,
     "serve": ServeConfig,
-    "pair": PairConfig,
+    "pair accept": PairAcceptConfig,
+    "pair connect": PairConnectConfig,
+    "pair list": PairListConfig,
+    "pair remove": PairRemoveConfig,
+    "pair forget": PairForgetConfig,
     "status": StatusConfig,
     "logs": LogsConfig,
     "env": EnvConfig,
 }
-"""The options of each command."""
+"""The options of each command, of one word or two."""
+
+_COMMANDS = tuple(dict.fromkeys(command.split()[0] for command in _OPTIONS))
+
+_PAIR_OVERVIEW = """usage: onebox pair COMMAND
+
+Pair a client with an agent; an agent accepts only clients that were paired with it.
+
+on the agent's machine:
+  accept        print a code that works once, for ten minutes, and wait for a client
+  remove NAME   stop accepting a client
+
+on the client's machine:
+  connect HOST  ask for the code, and pair with the agent
+  forget HOST   delete the key of an agent
+
+on both:
+  list          the clients and agents that are paired, with their fingerprints
+
+onebox pair COMMAND --help says more of each.
+"""
 
 _BARE = ("--help", "-h", "--sync")
 """Flags of ``onebox run`` that take no value."""
@@ -80,27 +111,53 @@ def parse(arguments: Sequence[str]) -> Config:
         SystemExit: Help or the version was requested and has been printed.
     """
     if not arguments:
-        raise UsageError(f"a command is needed: {', '.join(_OPTIONS)}; see onebox --help")
+        raise UsageError(f"a command is needed: {', '.join(_COMMANDS)}; see onebox --help")
     if arguments[0] in ("--help", "-h", "--version"):
         print(f"onebox {__version__}" if arguments[0] == "--version" else _OVERVIEW.rstrip())
         raise SystemExit(0)
-    command = arguments[0]
-    if command not in _OPTIONS:
-        raise UsageError(f"there is no command {command!r}{_nearest(command)}; the commands are {', '.join(_OPTIONS)}")
+    command = _command(arguments)
     own, script = _without_script(arguments)
-    config: Config = _tyro(_OPTIONS[command], own[1:], prog=f"onebox {command}")
+    own = own[len(command.split()) :]
+    config: Config = _tyro(_OPTIONS[command], own, prog=f"onebox {command}")
     if isinstance(config, RunConfig):
         return dataclasses.replace(config, script=_checked(script))
     if not isinstance(config, TrainConfig) or config.resume is None:
         return config
     stored = read_config(config.resume)
-    given: TrainConfig = _tyro(TrainConfig, own[1:], prog="onebox train", default=stored)
+    given: TrainConfig = _tyro(TrainConfig, own, prog="onebox train", default=stored)
     return changed_for_resume(stored, given)
 
 
-def _nearest(command: str) -> str:
+def _command(arguments: Sequence[str]) -> str:
+    """Return the command in the arguments, which is one of :data:`_OPTIONS`.
+
+    Raises:
+        UsageError: There is none.
+        SystemExit: Help on ``onebox pair`` was requested and has been printed.
+    """
+    first, second = arguments[0], arguments[1] if len(arguments) > 1 else ""
+    if first not in _COMMANDS:
+        raise UsageError(
+            f"there is no command {first!r}{_nearest(first, _COMMANDS)}; the commands are {', '.join(_COMMANDS)}"
+        )
+    seconds = [command.split()[1] for command in _OPTIONS if command.startswith(f"{first} ")]
+    if not seconds:
+        return first
+    if second in ("--help", "-h"):
+        print(_PAIR_OVERVIEW.rstrip())
+        raise SystemExit(0)
+    if second not in seconds:
+        what = f"has no command {second!r}{_nearest(second, seconds)}" if second else "needs a command"
+        raise UsageError(
+            f"onebox {first} {what}: on the agent's machine it is onebox pair accept, on the client's onebox pair "
+            "connect HOST; list, remove and forget are the others"
+        )
+    return f"{first} {second}"
+
+
+def _nearest(word: str, commands: Iterable[str]) -> str:
     """Return the command with the most similar name, in the form of a parenthesis; empty if none is similar."""
-    near = difflib.get_close_matches(command.lower(), _OPTIONS, n=1)
+    near = difflib.get_close_matches(word.lower().lstrip("-"), commands, n=1)
     return f" (perhaps {near[0]}?)" if near else ""
 
 
@@ -182,6 +239,6 @@ def _plain(text: str) -> str:
     text = re.sub(r"no type matching .* Got errors: .*<class '\w+'>: ", "", text)
     text = re.sub(r"invalid literal for int\(\) with base 10: ('.*')", r"\1 is not a whole number", text)
     text = re.sub(r"could not convert string to float: ('.*')", r"\1 is not a number", text)
-    text = re.sub(r"^Missing from (onebox \w+): (\S+) (.*?)\.? \(required\)$", r"\1 needs \2: \3", text)
+    text = re.sub(r"^Missing from (onebox [\w ]+): (\S+) (.*?)\.? \(required\)$", r"\1 needs \2: \3", text)
     text = re.sub(r"^Missing value for argument '(--[\w-]+)'\. Expected 1 values?", r"\1 needs a value", text)
     return text.removeprefix("Error parsing ")

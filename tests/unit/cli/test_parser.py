@@ -169,7 +169,7 @@ def test_all_flags_of_memory() -> None:
     [
         ("", ["a command is needed: train, plan,", "see onebox --help"]),
         ("logs", ["onebox logs needs HOST[:PORT]"]),
-        ("pair --remove", ["--remove needs a value"]),
+        ("pair connect lab --name", ["--name needs a value"]),
         (
             "trian",
             [
@@ -233,7 +233,19 @@ def test_what_is_wrong_is_one_line(line: str, parts: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["--help", "train --help", "plan --help", "memory --help", "devices -h", "profile --help", "run --help"]
+    "line",
+    [
+        "--help",
+        "train --help",
+        "plan --help",
+        "memory --help",
+        "devices -h",
+        "profile --help",
+        "run --help",
+        "pair --help",
+        "pair accept --help",
+        "pair list -h",
+    ],
 )
 def test_help_is_printed(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:

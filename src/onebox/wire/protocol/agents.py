@@ -23,7 +23,7 @@ AGENT_PORT = 7171
 """Where an agent listens unless it is told otherwise."""
 
 PAIRING_PORT = 7172
-"""Where ``onebox pair --accept`` listens unless it is told otherwise."""
+"""Where ``onebox pair accept`` listens unless it is told otherwise."""
 
 GRACE_S = 30.0
 """How long a client may be silent before its leases end, unless it asks for something else: a laptop that sleeps for a

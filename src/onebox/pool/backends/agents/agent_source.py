@@ -70,7 +70,7 @@ def paired_agent(address: str) -> KnownAgent:
         near = suggestion(address, [each.removesuffix(f":{AGENT_PORT}") for each in others])
         raise UsageError(
             f"this client is not paired with an agent at {address!r}{near}{known if others else ''}: run 'onebox pair "
-            f"--accept' there and 'onebox pair {address}' here, then 'onebox serve' there"
+            f"accept' there and 'onebox pair connect {address}' here, then 'onebox serve' there"
             + ("" if ":" in address else f"; if no host was meant, a pool may be {GRAMMAR}")
         )
     return agent
