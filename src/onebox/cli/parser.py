@@ -31,7 +31,7 @@ Config = (
     TrainConfig | PlanConfig | MemoryConfig | RunConfig | DevicesConfig | ProfileConfig | EnvConfig | MachinesConfig
 )
 
-_OPTIONS: dict[str, type[Config]] = {
+OPTIONS: dict[str, type[Config]] = {
     "train": TrainConfig,
     "plan": PlanConfig,
     "memory": MemoryConfig,
@@ -50,7 +50,7 @@ _OPTIONS: dict[str, type[Config]] = {
 }
 """The options of each command, of one word or two."""
 
-_COMMANDS = tuple(dict.fromkeys(command.split()[0] for command in _OPTIONS))
+_COMMANDS = tuple(dict.fromkeys(command.split()[0] for command in OPTIONS))
 
 _PAIR_OVERVIEW = """usage: onebox pair COMMAND
 
@@ -70,7 +70,7 @@ on both:
 onebox pair COMMAND --help says more of each.
 """
 
-_BARE = ("--help", "-h", "--sync")
+_BARE = ("--help", "-h", "--synchronous")
 """Flags of ``onebox run`` that take no value."""
 
 _DESCRIPTION = "Every GPU that you can reach, as one box for training PyTorch models."
@@ -118,7 +118,7 @@ def parse(arguments: Sequence[str]) -> Config:
     command = _command(arguments)
     own, script = _without_script(arguments)
     own = own[len(command.split()) :]
-    config: Config = _tyro(_OPTIONS[command], own, prog=f"onebox {command}")
+    config: Config = _tyro(OPTIONS[command], own, prog=f"onebox {command}")
     if isinstance(config, RunConfig):
         return dataclasses.replace(config, script=_checked(script))
     if not isinstance(config, TrainConfig) or config.resume is None:
@@ -129,7 +129,7 @@ def parse(arguments: Sequence[str]) -> Config:
 
 
 def _command(arguments: Sequence[str]) -> str:
-    """Return the command in the arguments, which is one of :data:`_OPTIONS`.
+    """Return the command in the arguments, which is one of :data:`OPTIONS`.
 
     Raises:
         UsageError: There is none.
@@ -140,7 +140,7 @@ def _command(arguments: Sequence[str]) -> str:
         raise UsageError(
             f"there is no command {first!r}{_nearest(first, _COMMANDS)}; the commands are {', '.join(_COMMANDS)}"
         )
-    seconds = [command.split()[1] for command in _OPTIONS if command.startswith(f"{first} ")]
+    seconds = [command.split()[1] for command in OPTIONS if command.startswith(f"{first} ")]
     if not seconds:
         return first
     if second in ("--help", "-h"):
@@ -164,8 +164,6 @@ def _nearest(word: str, commands: Iterable[str]) -> str:
 def _without_script(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     """Split the arguments into those of ``onebox`` and, for ``onebox run``, the script with its own."""
     words = list(arguments)
-    if words[:1] == ["plan"]:
-        return _without_bare_memory(words), ()
     if words[:1] != ["run"]:
         return words, ()
     position = 1
@@ -177,15 +175,6 @@ def _without_script(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...
             return words[:position], tuple(words[position:])
         position += 1 if "=" in word or word in _BARE else 2
     return words, ()
-
-
-def _without_bare_memory(words: list[str]) -> list[str]:
-    """Replace ``--memory`` without a size in ``onebox plan`` by the flag that shows the memory."""
-    bare = [
-        word == "--memory" and (place + 1 == len(words) or words[place + 1].startswith("-"))
-        for place, word in enumerate(words)
-    ]
-    return ["--show-memory" if alone else word for word, alone in zip(words, bare, strict=True)]
 
 
 def _checked(script: tuple[str, ...]) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ def test_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_does_not_fit_says_what_would(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     speeds = ("--gflops", "20", "--bandwidth", "5")
-    files = ("--out", str(tmp_path / "plan.json"), "--json", "-")
+    files = ("--out", str(tmp_path / "plan.json"), "--json")
     assert main(["memory", *JOB, "--batch", "256", "--memory", "1400KiB", *speeds, *files]) == 1
     report = json.loads(capsys.readouterr().out)
     assert not report["fits"]
@@ -47,4 +47,4 @@ def test_what_is_wrong_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert "would have to be asked" in capsys.readouterr().err
     assert main(["memory", *JOB, "--memory", "much"]) == 2
     assert main(["memory", *JOB, "--plan", str(tmp_path / "none.json")]) == 2
-    assert main(["memory", *JOB, "--json", str(tmp_path / "no" / "report.json")]) == 2
+    assert main(["memory", *JOB, "--report", str(tmp_path / "no" / "report.json")]) == 2

@@ -171,7 +171,7 @@ def test_devices_and_status_and_logs(as_client: Serving, capsys: pytest.CaptureF
 
 def test_the_live_table_ends_with_ctrl_c(as_client: Serving, tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
-    process = start(["status", "--every", "0.2"], as_client.client, tmp_path, stdout=theirs, stderr=theirs)
+    process = start(["status", "--interval", "0.2"], as_client.client, tmp_path, stdout=theirs, stderr=theirs)
     os.close(theirs)
     with ended(process), open(ours, errors="replace") as screen:
         line_with(screen, r"(1 agent)")

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from onebox.cli.options.common import Flag
 from onebox.cli.options.estimates import MemoryConfig
 from onebox.cli.options.jobs import PlanConfig, TrainConfig
 from onebox.cli.options.pools import DevicesConfig, EnvConfig, ProfileConfig, RunConfig
 from onebox.cli.options.run_config import read_config, to_stored
-from onebox.cli.parser import parse
+from onebox.cli.parser import OPTIONS, parse
 from onebox.errors import UsageError
 
 
@@ -31,9 +33,9 @@ def test_the_commands() -> None:
     assert parse(["env"]) == EnvConfig()
     assert parse(["plan"]) == PlanConfig()
     assert parse(["profile"]) == ProfileConfig()
-    line = "profile --pool cpu*3 --threads 1 --memory 1GiB --fresh --no-cache --json -"
+    line = "profile --pool cpu*3 --threads 1 --memory 1GiB --fresh --no-cache --json --report p.json"
     assert parse(line.split()) == ProfileConfig(
-        pool="cpu*3", threads=1, memory="1GiB", fresh=True, no_cache=True, json=Path("-")
+        pool="cpu*3", threads=1, memory="1GiB", fresh=True, no_cache=True, json=True, report=Path("p.json")
     )
 
 
@@ -42,12 +44,12 @@ def test_the_commands() -> None:
     [
         ("run x.py", {}, "x.py"),
         (
-            "run --pool cpu*2 --sync x.py --pool cuda -m --help",
-            {"pool": "cpu*2", "sync": True},
+            "run --pool cpu*2 --synchronous x.py --pool cuda -m --help",
+            {"pool": "cpu*2", "synchronous": True},
             "x.py --pool cuda -m --help",
         ),
         ("run --threads=2 --memory 1GiB -m there.x --sync", {"threads": 2, "memory": "1GiB"}, "-m there.x --sync"),
-        ("run --sync -- -odd.py 1", {"sync": True}, "-odd.py 1"),
+        ("run --synchronous -- -odd.py 1", {"synchronous": True}, "-odd.py 1"),
     ],
 )
 def test_what_follows_the_name_of_a_script_is_its_own(line: str, flags: dict[str, Any], script: str) -> None:
@@ -96,7 +98,7 @@ def test_all_flags_of_plan() -> None:
     line = (
         "plan --data digits --model gpt --batch 32 --optimizer sgd --lr 0.1 --weight-decay 0.001 --momentum 0.8 "
         "--precision bf16 --seed 7 --pool sim*4@2 --threads 1 --memory 2GiB --micro-batches 4,8 --schedules 1f1b,zb-h1 "
-        "--budget 2 --fresh --out plan.json --figure plan.svg --json -"
+        "--budget 2 --fresh --out plan.json --figure plan.svg --json"
     )
     parsed = parse(line.split())
     assert parsed == PlanConfig(
@@ -117,7 +119,7 @@ def test_all_flags_of_plan() -> None:
         fresh=True,
         out=Path("plan.json"),
         figure=Path("plan.svg"),
-        json=Path("-"),
+        json=True,
     )
     assert parse(["plan", "--check", "p.json"]) == PlanConfig(check=Path("p.json"))
     assert parse(["train", "--plan", "auto"]) == TrainConfig(plan="auto")
@@ -132,11 +134,9 @@ def test_flags_of_late_gradients() -> None:
     )
 
 
-def test_memory_without_a_size_asks_plan_to_show_it() -> None:
-    assert parse(["plan", "--memory"]) == PlanConfig(show_memory=True)
-    assert parse(["plan", "--memory", "--budget", "2"]) == PlanConfig(show_memory=True, budget=2.0)
+def test_plan_may_show_the_memory() -> None:
     assert parse(["plan", "--memory", "2GiB"]) == PlanConfig(memory="2GiB")
-    assert parse(["plan", "--memory", "2GiB", "--memory"]) == PlanConfig(memory="2GiB", show_memory=True)
+    assert parse(["plan", "--memory", "2GiB", "--show-memory"]) == PlanConfig(memory="2GiB", show_memory=True)
     assert parse(["plan", "--policies", "keep, offload"]) == PlanConfig(policies="keep, offload")
     assert PlanConfig(policies="keep, offload").policy_names == ("keep", "offload")
     assert PlanConfig(update="auto").updates == ("device", "host")
@@ -146,7 +146,7 @@ def test_memory_without_a_size_asks_plan_to_show_it() -> None:
 def test_all_flags_of_memory() -> None:
     line = (
         "memory --data digits --model gpt --batch 32 --pool sim*2 --memory 24GiB,16GiB --micro-batch 8 "
-        "--clip-grad-norm 0.5 --gflops 14000 --bandwidth 900 --out plan.json --json -"
+        "--clip-grad-norm 0.5 --gflops 14000 --bandwidth 900 --out plan.json --report r.json"
     )
     assert parse(line.split()) == MemoryConfig(
         data="digits",
@@ -159,7 +159,7 @@ def test_all_flags_of_memory() -> None:
         gflops=14000.0,
         bandwidth=900.0,
         out=Path("plan.json"),
-        json=Path("-"),
+        report=Path("r.json"),
     )
     assert parse(["memory", "--plan", "p.json"]) == MemoryConfig(plan=Path("p.json"))
 
@@ -217,6 +217,8 @@ def test_all_flags_of_memory() -> None:
         ("memory --gflops 100", ["--gflops and --bandwidth go together", "give both"]),
         ("memory --gflops -1 --bandwidth 2", ["--gflops -1.0: allowed are numbers above 0"]),
         ("memory --memory", ["--memory needs a value"]),
+        ("plan --memory --budget 2", ["--memory needs a value"]),
+        ("run --sync x.py", ["--sync"]),
         ("train --plan p.json --micro-batch 8", ["--plan p.json and --micro-batch 8", "give one of them"]),
         ("devices --jsn", ["--jsn", "perhaps --json?"]),
         ("run", ["a script is needed", "onebox run [flags] script.py"]),
@@ -340,3 +342,11 @@ def test_a_resumed_run_may_have_another_plan_but_not_shares_beside_it(tmp_path: 
     assert resumed.plan == "other.json"
     text = message(f"train --resume {tmp_path} --shares 3,1")
     assert text == "--plan auto and --shares 3,1: a plan says that itself; give one of them"
+
+
+def test_a_flag_takes_values_of_one_kind_in_all_commands() -> None:
+    kinds: dict[str, set[bool]] = {}
+    for options in OPTIONS.values():
+        for field in dataclasses.fields(options):
+            kinds.setdefault(field.name, set()).add(field.type in ("Flag", Flag))
+    assert not [name for name, found in kinds.items() if len(found) > 1]

@@ -71,7 +71,7 @@ def _accept(config: PairAcceptConfig) -> None:
         _say(f"fingerprint of the agent on {host}:  {fingerprint(keys.public)}")
         _say(f"code, good once and for {GOOD_FOR_S / 60:.0f} minutes:  {code.text}")
         _say(
-            f"on the client:  onebox pair connect {host}{port}  (with the name or address that it reaches this machine by)"
+            f"on the client:  onebox pair connect {host}{port}  (the name or address by which it reaches this machine)"
         )
         kept: list[str] = []
         found = door.wait(lambda client: kept.append(allow_client(client.client, client.key)))

@@ -121,7 +121,7 @@ class StatusConfig:
         pool: Hosts, such as lab1,lab2:7171, or a file NAME.toml; without it all that this client was paired with.
         once: Print it once.
         json: Print a JSON list, once.
-        every: Seconds between two queries of the agents.
+        interval: Seconds between two queries of the agents.
 
     Raises:
         UsageError: A value is out of range.
@@ -130,11 +130,11 @@ class StatusConfig:
     pool: str = "auto"
     once: Flag = False
     json: Flag = False
-    every: float = 1.0
+    interval: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0.1 <= self.every <= 3600:
-            raise UsageError(f"--every {self.every}: allowed are 0.1 to 3600 seconds")
+        if not 0.1 <= self.interval <= 3600:
+            raise UsageError(f"--interval {self.interval}: allowed are 0.1 to 3600 seconds")
 
 
 @dataclass(frozen=True, kw_only=True)

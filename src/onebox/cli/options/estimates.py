@@ -29,7 +29,8 @@ class MemoryConfig(JobConfig):
             --bandwidth.
         bandwidth: Billions of bytes per second that it reads and writes; with --gflops.
         out: Write the plan that fits, the fastest of several, into this file.
-        json: Write the estimate as JSON into this file; - prints it instead of the tables.
+        json: Print the estimate as JSON instead of the tables.
+        report: Write the same JSON into this file.
 
     Raises:
         UsageError: A value is out of range, or two contradict each other.
@@ -43,7 +44,8 @@ class MemoryConfig(JobConfig):
     gflops: Float = None
     bandwidth: Float = None
     out: File = None
-    json: File = None
+    json: Flag = False
+    report: File = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -295,10 +295,10 @@ class PlanConfig(StalenessConfig):
         out: Write the plan into this file.
         figure: Draw the expected step into this file, a .png, .svg or .pdf.
         show_memory: Show for each stage the activation policies, what they save and cost, and why; and run three steps,
-            whose memory is shown beside the prediction. --memory without a size does the same. With --figure a figure
-            of the memory is written, too, with -memory added to the name.
-        json: Write the plan, its prediction and its alternatives as JSON into this file; - prints it instead of the
-            tables.
+            whose memory is shown beside the prediction. With --figure a figure of the memory is written, too, with
+            -memory added to the name.
+        json: Print the plan, its prediction and its alternatives as JSON instead of the tables.
+        report: Write the same JSON into this file.
 
     Raises:
         UsageError: A value is out of range, or two contradict each other.
@@ -315,7 +315,8 @@ class PlanConfig(StalenessConfig):
     out: File = None
     figure: File = None
     show_memory: Flag = False
-    json: File = None
+    json: Flag = False
+    report: File = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

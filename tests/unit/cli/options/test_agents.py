@@ -30,8 +30,8 @@ def test_the_commands() -> None:
     assert parse(["pair", "list"]) == PairListConfig()
     assert parse(["pair", "remove", "ana"]) == PairRemoveConfig(client="ana")
     assert parse(["pair", "forget", "lab"]) == PairForgetConfig(host="lab")
-    assert parse(["status", "--pool", "a,b", "--every", "2", "--once", "--json"]) == StatusConfig(
-        pool="a,b", every=2, once=True, json=True
+    assert parse(["status", "--pool", "a,b", "--interval", "2", "--once", "--json"]) == StatusConfig(
+        pool="a,b", interval=2, once=True, json=True
     )
     assert parse(["logs", "lab", "--lines", "5"]) == LogsConfig(host="lab", lines=5)
 
@@ -96,7 +96,7 @@ def test_ports_are_those_of_the_wire() -> None:
         ("pair connect lab --pairing-port 0", ["--pairing-port 0", "1 to 65535"]),
         ("pair accept --bind here", ["--bind here"]),
         ("pair accept ABCD-EFGH", ["ABCD-EFGH"]),
-        ("status --every 0", ["--every 0"]),
+        ("status --interval 0", ["--interval 0"]),
         ("status lab", ["lab"]),
         ("logs", ["HOST"]),
         ("logs lab --lines 0", ["--lines 0", "1 to 1000"]),
