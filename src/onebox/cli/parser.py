@@ -13,6 +13,7 @@ from typing import Any
 import tyro
 
 from onebox import __version__
+from onebox.cli.command_help import HELP, HELP_ALL, print_help
 from onebox.cli.options.agents import LogsConfig, MachinesConfig, ServeConfig, StatusConfig
 from onebox.cli.options.estimates import MemoryConfig
 from onebox.cli.options.jobs import PlanConfig, TrainConfig
@@ -70,7 +71,7 @@ on both:
 onebox pair COMMAND --help says more of each.
 """
 
-_BARE = ("--help", "-h", "--synchronous")
+_BARE = (*HELP, HELP_ALL, "--synchronous")
 """Flags of ``onebox run`` that take no value."""
 
 _DESCRIPTION = "Every GPU that you can reach, as one box for training PyTorch models."
@@ -79,7 +80,7 @@ _OVERVIEW = f"""onebox {__version__}: {_DESCRIPTION[0].lower()}{_DESCRIPTION[1:]
 
 on a pool of devices, of this machine or of others:
   run      an ordinary PyTorch script; what it calls cuda:0, cuda:1 … are the pool's devices
-  train    one of the models that come with it, from a folder that tells of the run, and goes on with it
+  train    one of the models that come with it; a run has a folder, from which it can be resumed
   plan     which device should compute what, and when
   memory   whether a model fits, and what would make it fit; nothing is run
   devices  what a pool has, and who has leased it
@@ -93,7 +94,9 @@ several machines:
 
   env      versions, what this machine has, and what is missing
 
-onebox COMMAND --help says more of each. Without a GPU and without another machine:
+onebox COMMAND --help shows the usual options of each, --help-all the rest.
+
+Without a GPU and without another machine:
   onebox train --pool cpu*2 --data digits --model cnn --epochs 3
 """
 
@@ -112,12 +115,14 @@ def parse(arguments: Sequence[str]) -> Config:
     """
     if not arguments:
         raise UsageError(f"a command is needed: {', '.join(_COMMANDS)}; see onebox --help")
-    if arguments[0] in ("--help", "-h", "--version"):
+    if arguments[0] in (*HELP, HELP_ALL, "--version"):
         print(f"onebox {__version__}" if arguments[0] == "--version" else _OVERVIEW.rstrip())
         raise SystemExit(0)
     command = _command(arguments)
     own, script = _without_script(arguments)
     own = own[len(command.split()) :]
+    if HELP_ALL in own or any(word in own for word in HELP):
+        print_help(OPTIONS[command], f"onebox {command}", full=HELP_ALL in own)
     config: Config = _tyro(OPTIONS[command], own, prog=f"onebox {command}")
     if isinstance(config, RunConfig):
         return dataclasses.replace(config, script=_checked(script))
@@ -143,7 +148,7 @@ def _command(arguments: Sequence[str]) -> str:
     seconds = [command.split()[1] for command in OPTIONS if command.startswith(f"{first} ")]
     if not seconds:
         return first
-    if second in ("--help", "-h"):
+    if second in (*HELP, HELP_ALL):
         print(_PAIR_OVERVIEW.rstrip())
         raise SystemExit(0)
     if second not in seconds:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import tyro
 
@@ -57,6 +57,8 @@ class ServeConfig:
     Raises:
         UsageError: A value is out of range.
     """
+
+    EVERYDAY: ClassVar = ("devices", "memory", "cores", "port", "user", "worker_ports", "advertise")
 
     devices: str = "auto"
     memory: Bytes = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from onebox.cli.options.common import File, Flag, Float, Int, at_least, positive
 from onebox.cli.options.jobs import JobConfig
@@ -35,6 +35,8 @@ class MemoryConfig(JobConfig):
     Raises:
         UsageError: A value is out of range, or two contradict each other.
     """
+
+    EVERYDAY: ClassVar = ("data", "model", "batch", "optimizer", "pool", "memory", "plan", "out", "json")
 
     plan: File = None
     micro_batch: Int = None

@@ -10,7 +10,7 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self, TypeVar, cast
+from typing import ClassVar, Literal, Self, TypeVar, cast
 
 from onebox.cli.options.common import (
     Bytes,
@@ -179,6 +179,20 @@ class TrainConfig(StalenessConfig):
         UsageError: A value is out of range, or two contradict each other.
     """
 
+    EVERYDAY: ClassVar = (
+        "data",
+        "model",
+        "epochs",
+        "batch",
+        "optimizer",
+        "lr",
+        "pool",
+        "memory",
+        "plan",
+        "run",
+        "resume",
+    )
+
     epochs: int = 12
     plan: PlanFile = None
     micro_batch: Int = None
@@ -303,6 +317,20 @@ class PlanConfig(StalenessConfig):
     Raises:
         UsageError: A value is out of range, or two contradict each other.
     """
+
+    EVERYDAY: ClassVar = (
+        "data",
+        "model",
+        "batch",
+        "optimizer",
+        "pool",
+        "memory",
+        "check",
+        "out",
+        "figure",
+        "show_memory",
+        "json",
+    )
 
     micro_batches: Ints = None
     schedules: Names = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import tyro
 
@@ -65,6 +65,8 @@ class ProfileConfig(PoolOptions):
     Raises:
         UsageError: A value is out of range.
     """
+
+    EVERYDAY: ClassVar = ("pool", "model", "fresh", "json")
 
     model: Annotated[ModelName | None, tyro.conf.arg(help_behavior_hint="")] = None
     data: str = "digits"
