@@ -7,20 +7,28 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 BENCHMARKS := $(patsubst %,benchmarks/%.py,opening remote eager coverage correctness lengths scaling replicas memory hybrid prediction pipeline adaptive staleness transfers recovery feed security simd)
 
-.PHONY: demo test net lint bench soak clean
+LONG := -m "long or hypothesis" --hypothesis-profile long
+
+.PHONY: demo test test-all net lint bench soak clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.stamp-run
 	$(BIN)/onebox train --data digits --model cnn
 
+# The short tier, for every commit: eight minutes on two cores. tests/conftest.py says which test is of which tier.
 # Three at a time on two cores: tests with processes wait a good deal. Those of tests/net skip where there is no root
 # or no iproute2, those of tests/gpu where there is no GPU.
 # Bytecode is kept, whatever the environment says: dozens of processes import the same files.
-test: export PYTHONDONTWRITEBYTECODE :=
+test test-all: export PYTHONDONTWRITEBYTECODE :=
 test: lint
-	$(BIN)/pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile tests/unit
-	$(BIN)/pytest -q --numprocesses 3 --dist loadfile --no-loadscope-reorder tests/net tests/process tests/gpu
+	$(BIN)/pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile -m "not long" tests/unit
+	$(BIN)/pytest -q --numprocesses 3 --dist loadfile --no-loadscope-reorder -m "not long" --ignore tests/unit
+
+# The long tier: all other tests, and those by hypothesis once more, with more examples, at random.
+test-all: $(VENV)/.stamp-test
+	$(BIN)/pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile $(LONG) tests/unit
+	$(BIN)/pytest -q --numprocesses 3 --dist loadfile --no-loadscope-reorder $(LONG) --ignore tests/unit
 
 # Hosts as network namespaces: as root, on a machine with iproute2.
 net: $(VENV)/.stamp-test

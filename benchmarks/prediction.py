@@ -18,7 +18,6 @@ from dataclasses import dataclass
 import msgspec
 import torch
 from common import finish, show, spread
-from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 import onebox
@@ -100,7 +99,15 @@ def main() -> None:
 
 def rank_correlation(rows: Sequence[Row]) -> float:
     """Return Spearman's coefficient of predicted and measured times."""
-    return float(spearmanr([r.predicted_s for r in rows], [statistics.median(r.measured_s) for r in rows])[0])
+    return statistics.correlation(
+        _ranks([row.predicted_s for row in rows]), _ranks([statistics.median(row.measured_s) for row in rows])
+    )
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    """Return the place of each value in their order; equal ones share the mean of theirs."""
+    ordered = sorted(values)
+    return [ordered.index(value) + (ordered.count(value) - 1) / 2 for value in values]
 
 
 # ---- CPU workers

@@ -6,8 +6,8 @@ import argparse
 import json
 from pathlib import Path
 
+import numpy as np
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -30,6 +30,12 @@ def make_model(width: int) -> nn.Module:
     )
 
 
+def load_digits():
+    """Read 1,797 scans of 8 x 8 pixels, with levels from 0 to 16, and the digits that they show."""
+    table = np.loadtxt(Path(__file__).with_name("digits.csv.gz"), delimiter=",")
+    return table[:, :64].reshape(-1, 8, 8), table[:, 64].astype(int)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--dtype", choices=DTYPES, default="float16", help="of the forward pass; float32: no autocast")
@@ -44,9 +50,9 @@ def main():
     torch.manual_seed(args.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = DTYPES[args.dtype]
-    data = load_digits()
-    images = torch.tensor(data.images / 8 - 1, dtype=torch.float32).unsqueeze(1)
-    labels = torch.tensor(data.target)
+    scans, digits = load_digits()
+    images = torch.tensor(scans / 8 - 1, dtype=torch.float32).unsqueeze(1)
+    labels = torch.tensor(digits)
     train_images, train_labels = images[:1437].to(device), labels[:1437].to(device)
 
     model = make_model(args.width).to(device)

@@ -10,8 +10,8 @@ import argparse
 import json
 from pathlib import Path
 
+import numpy as np
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
@@ -47,6 +47,12 @@ def evaluate(model, loader, device):
     return correct.item() / len(loader.dataset)
 
 
+def load_digits():
+    """Read 1,797 scans of 8 x 8 pixels, with levels from 0 to 16, and the digits that they show."""
+    table = np.loadtxt(Path(__file__).with_name("digits.csv.gz"), delimiter=",")
+    return table[:, :64].reshape(-1, 8, 8), table[:, 64].astype(int)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--batch-size", type=int, default=96)
@@ -62,9 +68,9 @@ def main():
     torch.manual_seed(args.seed)
     torch.cuda.manual_seed_all(args.seed)
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    data = load_digits()
-    images = torch.tensor(data.images / 16, dtype=torch.float32).unsqueeze(1)
-    dataset = TensorDataset(images, torch.tensor(data.target))
+    scans, digits = load_digits()
+    images = torch.tensor(scans / 16, dtype=torch.float32).unsqueeze(1)
+    dataset = TensorDataset(images, torch.tensor(digits))
     splits = random_split(dataset, [1440, 357], generator=torch.Generator().manual_seed(args.seed))
     options = {"num_workers": args.workers, "pin_memory": device.type == "cuda"}
     train_loader = DataLoader(splits[0], batch_size=args.batch_size, shuffle=True, **options)

@@ -10,8 +10,8 @@ import argparse
 import json
 from pathlib import Path
 
+import numpy as np
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 
 
@@ -58,6 +58,12 @@ def show(picture: torch.Tensor):
         print("  " + "".join(2 * shades[value] for value in row))
 
 
+def load_digits():
+    """Read 1,797 scans of 8 x 8 pixels, with levels from 0 to 16, and the digits that they show."""
+    table = np.loadtxt(Path(__file__).with_name("digits.csv.gz"), delimiter=",")
+    return table[:, :64].reshape(-1, 8, 8), table[:, 64].astype(int)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--batch-size", type=int, default=64)
@@ -71,7 +77,8 @@ def main():
 
     torch.manual_seed(args.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    pictures = torch.tensor(load_digits().images / 8 - 1, dtype=torch.float32).unsqueeze(1).to(device)
+    scans, _ = load_digits()
+    pictures = torch.tensor(scans / 8 - 1, dtype=torch.float32).unsqueeze(1).to(device)
     generator = make_generator(args.latent, args.width).apply(initialize).to(device)
     discriminator = make_discriminator(args.width).apply(initialize).to(device)
     criterion = nn.BCEWithLogitsLoss()

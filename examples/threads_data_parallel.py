@@ -13,9 +13,9 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.utils import parameters_to_vector
 
@@ -38,12 +38,18 @@ def make_model() -> nn.Module:
     )
 
 
-def digits():
+def load_digits():
+    """Read 1,797 scans of 8 x 8 pixels, with levels from 0 to 16, and the digits that they show."""
+    table = np.loadtxt(Path(__file__).with_name("digits.csv.gz"), delimiter=",")
+    return table[:, :64].reshape(-1, 8, 8), table[:, 64].astype(int)
+
+
+def make_sets():
     """Return images of 1 x 28 x 28 and labels, of the training set and of the test set, which is every fifth."""
-    data = load_digits()
-    images = torch.tensor(data.images / 8 - 1, dtype=torch.float32).unsqueeze(1)
+    scans, digits = load_digits()
+    images = torch.tensor(scans / 8 - 1, dtype=torch.float32).unsqueeze(1)
     images = F.interpolate(images, size=28, mode="bilinear")
-    labels = torch.tensor(data.target)
+    labels = torch.tensor(digits)
     test = torch.arange(len(labels)) % 5 == 4
     return (images[~test], labels[~test]), (images[test], labels[test])
 
@@ -125,7 +131,7 @@ def main():
     args = parser.parse_args()
 
     torch.manual_seed(args.seed)
-    train_set, (test_images, test_labels) = digits()
+    train_set, (test_images, test_labels) = make_sets()
     replicas = Replicas(args, train_set)
     print(f"{args.gpus} replicas on {', '.join(str(device) for device in replicas.devices)}")
     start = time.perf_counter()

@@ -1,11 +1,32 @@
-"""What all tests share, and how those that start processes are dealt out over several processes of pytest."""
+"""Settings of all tests: the two tiers, hypothesis profiles, and the order in which several processes take the tests.
+
+``make test``, of every commit, runs the short tier: every test that is not marked ``long``. ``make test-all`` runs the
+others. A test belongs to the long tier by one of two marks:
+
+- ``long``: a benchmark, a network of several machines, a whole cluster, or one more case of what another test covers.
+- ``sample(n)``: of the cases of a parametrized test ``n``, evenly spread, are in the short tier and the others in the
+  long one. On a module it holds for each of its tests. Tests in ``tests/process`` have a sample without saying so: one
+  case and a tenth of all; ``short`` keeps all.
+
+Every kind of behaviour has a case in the short tier; pairs of settings of training runs meet in
+``tests/process/test_covering_array.py``. Tests by hypothesis run in both tiers, with other examples: in the short one
+a quarter as many, the same each time; in the long one at random, and what failed once is kept in ``.hypothesis`` and
+comes first.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import unittest
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import is_hypothesis_test, settings
+
+settings.register_profile("short", deadline=None, derandomize=True, max_examples=25)
+settings.register_profile("long", deadline=None, derandomize=False, max_examples=100)
+settings.load_profile("short")  # --hypothesis-profile, where it is given, is loaded later
 
 TOGETHER = {
     "tests/net/": "network",
@@ -18,7 +39,7 @@ TOGETHER = {
 LONGEST = (
     "tests/net/",
     "tests/process/vgpu/test_examples.py",
-    "tests/process/test_pipelines.py",
+    "tests/process/test_covering_array.py",
     "tests/process/cli/test_plan_command.py",
     "tests/process/faults/test_recovery.py",
     "tests/process/cli/test_run_command.py",
@@ -52,13 +73,60 @@ def any_width() -> Iterator[None]:
         yield
 
 
+LONG = ("tests/net/", "tests/process/cluster/", "tests/recorded/")
+"""Folders of the long tier, but for tests that say ``short``."""
+
+SAMPLED = ("tests/process/",)
+"""Folders of whose parametrized tests a sample is in the short tier; starting processes takes time."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before ``-m`` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest files first."""
+    """Mark the long tier, give properties as many examples as their tier has, and put the longest files first."""
+    mark_long(items)
+    for test in {id(test): test for item in items for test in properties(item)}.values():
+        scale_examples(test)
 
     def place(item: pytest.Item) -> int:
         return next((n for n, start in enumerate(LONGEST) if item.nodeid.startswith(start)), len(LONGEST))
 
     items.sort(key=place)
+
+
+def mark_long(items: Sequence[pytest.Item]) -> None:
+    """Mark what is of a long folder, and all but a sample of the cases of a test."""
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("short"):
+            continue
+        if item.nodeid.startswith(LONG):
+            item.add_marker("long")
+        if item.get_closest_marker("sample") or item.nodeid.startswith(SAMPLED):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for of_one_test in cases.values():
+        count, mark = len(of_one_test), of_one_test[0].get_closest_marker("sample")
+        kept = mark.args[0] if mark else 1 + count // 10
+        for place, item in enumerate(of_one_test):
+            if place * kept % count >= kept:
+                item.add_marker("long")
+
+
+def properties(item: pytest.Item) -> Iterator[Any]:
+    """Yield what has the settings of a test by hypothesis: a function, or the class of a state machine's."""
+    if isinstance(item, pytest.Function) and is_hypothesis_test(item.function):
+        machine = item.cls is not None and issubclass(item.cls, unittest.TestCase)
+        yield item.cls if machine else item.function
+
+
+def scale_examples(test: Any) -> None:
+    """Scale the number of examples that a property asks for itself, as the profile's is to hypothesis' own of 100.
+
+    Hypothesis has no public way to do this for functions that have settings of their own.
+    """
+    name = "settings" if isinstance(test, type) else "_hypothesis_internal_use_settings"
+    own, usual = getattr(test, name), settings.default.max_examples
+    if own.max_examples != usual:
+        setattr(test, name, settings(own, max_examples=max(1, own.max_examples * usual // 100)))
 
 
 @pytest.hookimpl(optionalhook=True)

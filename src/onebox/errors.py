@@ -2,6 +2,7 @@
 
     OneboxError
     ├── UsageError(ValueError)      a wrong argument, flag or call; exit status 2 on the command line
+    │   └── MissingExtra            ... because an optional package is not installed
     ├── PlanError                   no plan fits the memory of the devices
     ├── CaptureError                a model that cannot be captured as a graph
     ├── DataError                   a data file or sample that is missing or damaged
@@ -30,6 +31,21 @@ class OneboxError(Exception):
 
 class UsageError(OneboxError, ValueError):
     """A wrong argument, flag or call."""
+
+
+class MissingExtra(UsageError):
+    """A feature that needs an optional package, which is not installed.
+
+    Args:
+        message: The feature, the package, and the command that installs it.
+        package: The package, as pip calls it.
+        extra: The extra of onebox that brings it, such as ``plot``.
+    """
+
+    def __init__(self, message: str, *, package: str = "", extra: str = "") -> None:
+        super().__init__(message)
+        self.package = package
+        self.extra = extra
 
 
 class PlanError(OneboxError):

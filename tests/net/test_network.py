@@ -11,6 +11,8 @@ import pytest
 from tests.net.fleet import MACHINES
 from tests.net.hosts import Network, tool
 
+pytestmark = pytest.mark.short  # the rest of the folder is of the long tier
+
 
 def test_hosts_have_names_addresses_and_networks_of_their_own(network: Network) -> None:
     names = [network[name].run("hostname").stdout.strip() for name in MACHINES]

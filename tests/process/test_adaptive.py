@@ -83,6 +83,7 @@ def problem_of(pool: Pool, speeds: tuple[float, ...]) -> Problem:
     return replace(found, devices=devices)
 
 
+@pytest.mark.long
 def test_layers_move_away_from_a_device_that_becomes_slow(sims: Pool, caplog: pytest.LogCaptureFixture) -> None:
     built, plan = model(), cut(3)
     costs = dict.fromkeys(SEGMENTS, (COST_S, COST_S, COST_S))

@@ -192,6 +192,7 @@ class Tempered(nn.Module):
         return nn.functional.cross_entropy(outputs * self.temperature, targets)
 
 
+@pytest.mark.long
 def test_parameters_of_the_loss_are_kept(pools: Shelf, tmp_path: Path) -> None:
     case = CASES["mlp"]
     batches = case.batches(SIZES)

@@ -101,7 +101,7 @@ KILLED = """
     import os, signal, sys
     from pathlib import Path
     import torch
-    from onebox.engine import checkpoint
+    from onebox.engine.state import checkpoint_files as checkpoint
     from onebox.engine.state.checkpoint_files import Checkpoint, Manifest, read, saves, write
 
     folder = Path(sys.argv[1])

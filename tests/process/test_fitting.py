@@ -42,6 +42,7 @@ def train(memory: int, plan: Plan | None = None, batch: int = BATCH, name: str =
         return [loss.item() for loss in losses]
 
 
+@pytest.mark.long
 def test_what_fits_to_the_byte_trains_and_a_byte_less_fails() -> None:
     peak = asked(None).peaks[0].size_bytes
     assert asked(peak).fits
@@ -64,6 +65,7 @@ def test_the_largest_batch_trains_and_one_more_sample_fails() -> None:
         train(budget, batch=found.largest.fails)
 
 
+@pytest.mark.long
 def test_a_way_that_fits_trains_within_the_budget() -> None:
     budget = asked(None, name="unet").peaks[0].size_bytes * 3 // 4
     found = asked(budget, name="unet", micro_batch=BATCH)
@@ -77,6 +79,7 @@ def test_a_way_that_fits_trains_within_the_budget() -> None:
     assert train(budget, best.plan, name="unet") == pytest.approx(train(4 * budget, name="unet"), rel=1e-10)
 
 
+@pytest.mark.long
 def test_an_open_pool_is_asked_about_as_it_is(pools: Shelf) -> None:
     pool, case = pools(2), CASES[NAME]
     model = case.model()

@@ -99,6 +99,7 @@ def trained(threads: int) -> dict[str, torch.Tensor]:
     return dict(model.state_dict())
 
 
+@pytest.mark.long
 def test_it_computes_the_same_to_the_last_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     forked = trained(threads=2)
     monkeypatch.setattr(local_module, "OWN", None)
@@ -106,6 +107,7 @@ def test_it_computes_the_same_to_the_last_bit(monkeypatch: pytest.MonkeyPatch) -
     assert all(torch.equal(forked[name], fresh[name]) for name in fresh)
 
 
+@pytest.mark.long
 def test_it_is_a_child_of_the_nursery_in_a_session_of_its_own_with_nothing_open_of_others(own: ForkServers) -> None:
     with worker(own) as one, worker(own) as two:
         assert isinstance(one._process, ForkedProcess) and isinstance(two._process, ForkedProcess)
@@ -125,6 +127,7 @@ def links(process: int) -> list[str]:
     return [os.readlink(path) for path in Path(f"/proc/{process}/fd").iterdir()]
 
 
+@pytest.mark.long
 def test_it_may_run_where_this_thread_may_when_it_is_born(nursery: ForkServerProcess, words: IO[bytes]) -> None:
     before = os.sched_getaffinity(0)
     try:
@@ -168,6 +171,7 @@ def test_it_has_one_thread_and_has_asked_no_driver_for_anything(nursery: ForkSer
     assert said.stdout.split() == ["False", "True"]
 
 
+@pytest.mark.long
 def test_where_a_library_starts_threads_workers_are_started_from_nothing_and_it_is_said_once(
     caplog: pytest.LogCaptureFixture, words: IO[bytes]
 ) -> None:
@@ -183,6 +187,7 @@ def test_where_a_library_starts_threads_workers_are_started_from_nothing_and_it_
     assert "started threads" in record.getMessage()
 
 
+@pytest.mark.long
 def test_a_nursery_that_cannot_import_says_why(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, words: IO[bytes]
 ) -> None:
@@ -242,6 +247,7 @@ def test_a_worker_that_is_killed_is_told_of(own: ForkServers, status: int) -> No
 # ---- whose it is
 
 
+@pytest.mark.long
 def test_what_a_fork_would_inherit_makes_another(own: ForkServers, words: IO[bytes]) -> None:
     plain = worker_environment(1)
     assert inheritance(plain) == inheritance(dict(reversed(plain.items())))
@@ -272,6 +278,7 @@ def test_more_environments_than_are_kept_get_processes_of_their_own(
     assert ForkServers().spawn_worker(worker_environment(1), words) is None
 
 
+@pytest.mark.long
 def test_a_nursery_that_has_ended_is_replaced(words: IO[bytes]) -> None:
     made = ForkServers()
     first = made.spawn_worker(worker_environment(1), words)
@@ -289,6 +296,7 @@ def test_a_nursery_that_has_ended_is_replaced(words: IO[bytes]) -> None:
         other.spawn_worker(words)
 
 
+@pytest.mark.long
 def test_workers_end_with_their_nursery_and_what_is_known_is_said() -> None:
     made = ForkServers()
     with worker(made) as started:
@@ -302,6 +310,7 @@ def test_workers_end_with_their_nursery_and_what_is_known_is_said() -> None:
     made.close()
 
 
+@pytest.mark.long
 def test_a_stopped_nursery_of_a_killed_process_ends_and_so_do_its_workers(tmp_path: Path) -> None:
     body = """
 import psutil
@@ -318,6 +327,7 @@ with open_pool("cpu*1", threads=1) as pool:
         assert gone(script.workers, WAIT_S)
 
 
+@pytest.mark.long
 def test_a_fork_of_a_client_has_its_own(tmp_path: Path) -> None:
     body = """
 import psutil

@@ -134,6 +134,7 @@ def test_replicas_that_change_places_and_shares_keep_the_result(pool: onebox.Poo
     assert torch.allclose(torch.tensor(found.losses), torch.tensor(whole.losses), rtol=0, atol=1e-10)
 
 
+@pytest.mark.long
 def test_only_what_moves_travels_and_not_through_the_client(pool: onebox.Pool) -> None:
     case = CASES["gpt2"]
     plan = staged("gpt2", (0, 1))
@@ -180,6 +181,7 @@ def test_versions_of_weights_move_with_what_is_stepped(pool: onebox.Pool, delay:
     assert_same_bits(trained(pool, "mlp", plan, changes, optimizer="sgd", **more), whole)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("delay", "optimizer"), [("none", "sgd"), ("predict", "sgd"), ("both", "adamw")])
 def test_versions_of_weights_move_with_shared_out_states_too(pool: onebox.Pool, delay: str, optimizer: str) -> None:
     """Also where what owners hand out is under way for longer than a step takes."""

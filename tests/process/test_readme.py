@@ -49,6 +49,7 @@ def test_there_is_something_to_run() -> None:
     assert {command[0] for block in COMMANDS for command in block} == {"make", "onebox"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("snippet", [pytest.param(text, id=page) for page, text in SNIPPETS if page != "README.md"])
 def test_snippet(snippet: str, tmp_path: Path) -> None:
     assert run_snippet(snippet, tmp_path).strip()
@@ -64,6 +65,7 @@ def test_the_short_interface(tmp_path: Path) -> None:
     assert len(lines) <= 16, "the README promises a short interface"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("block", COMMANDS, ids=lambda block: " ".join(block[0]))
 def test_commands(block: list[list[str]], tmp_path: Path) -> None:
     shutil.copy(ROOT / "examples" / "mnist_cnn.py", tmp_path / "train.py")  # any script of the reader's own

@@ -53,6 +53,7 @@ def test_emulated_devices_say_that_they_are(pool: Pool) -> None:
     assert pool.devices[0].memory_bytes == MEMORY_BYTES
 
 
+@pytest.mark.long
 def test_work_takes_at_least_what_it_costs(pool: Pool) -> None:
     for worker in (0, 1):
         prepare(pool, worker)

@@ -198,6 +198,7 @@ def test_after_a_loss_the_copy_of_the_client_serves() -> None:
         assert used(pool) == held  # what the survivor had of them is not there any more
 
 
+@pytest.mark.long
 def test_slow_links_get_fewer_bytes_and_the_result_is_the_same() -> None:
     generator = torch.Generator().manual_seed(2)
     dark = torch.rand(64, 3072, generator=generator) < 0.8

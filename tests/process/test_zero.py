@@ -151,6 +151,7 @@ def test_it_steps_on_the_host_too(pools: Shelf) -> None:
 # ---- sums in each host first
 
 
+@pytest.mark.long
 def test_sums_in_each_host_first_give_the_result_of_one_process() -> None:
     """Two hosts of two, joined by a slow link, for which less travels than in one ring."""
     slow = Link(latency_s=1e-3, bandwidth_bps=50e6)

@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from ipaddress import ip_address
 from socket import AF_INET, AF_INET6
-from types import TracebackType
-from typing import Any, Self
-
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from prometheus_client.registry import Collector
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 from onebox.errors import UsageError
+from onebox.extras import import_extra
 from onebox.wire.protocol.agents import Offer, Stock
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.core import Metric
 
 METRICS_ADDRESS = "127.0.0.1"
 """Default address of the metrics: they are neither encrypted nor authenticated."""
@@ -41,7 +41,7 @@ _ASK_S = 2.0
 _TICK_S = 0.1
 
 
-class AgentMetrics(Collector):
+class AgentMetrics:
     """Prometheus collector of an agent's metrics.
 
     Args:
@@ -66,22 +66,22 @@ class AgentMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the current values."""
+        core = _prometheus("core")
+        gauge, counter = core.GaugeMetricFamily, core.CounterMetricFamily
         stock = self._stock()
         yield from _of_devices(stock.offers)
-        yield GaugeMetricFamily("onebox_agent_queue_length", "Requests that wait for devices.", len(stock.queue))
-        yield GaugeMetricFamily("onebox_agent_leases", "Leases that are held.", _leases(stock.offers))
-        yield GaugeMetricFamily("onebox_agent_load", "Load average of a minute by the number of cores.", stock.load)
-        yield GaugeMetricFamily("onebox_agent_uptime_seconds", "Since when the agent runs.", stock.uptime_s)
+        yield gauge("onebox_agent_queue_length", "Requests that wait for devices.", len(stock.queue))
+        yield gauge("onebox_agent_leases", "Leases that are held.", _leases(stock.offers))
+        yield gauge("onebox_agent_load", "Load average of a minute by the number of cores.", stock.load)
+        yield gauge("onebox_agent_uptime_seconds", "Since when the agent runs.", stock.uptime_s)
         counts = self._counts()
         for event, (name, text) in _COUNTERS.items():
-            yield CounterMetricFamily(name, text, counts.get(event, 0))
-        events = CounterMetricFamily("onebox_agent_events", "Lines of the journal, by event.", labels=["event"])
+            yield counter(name, text, counts.get(event, 0))
+        events = counter("onebox_agent_events", "Lines of the journal, by event.", labels=["event"])
         for event, count in sorted(counts.items()):
             events.add_metric([event], count)
         yield events
-        yield CounterMetricFamily(
-            "onebox_agent_journal_lost", "Lines of the journal that the disk did not take.", self._lost()
-        )
+        yield counter("onebox_agent_journal_lost", "Lines of the journal that the disk did not take.", self._lost())
 
 
 class MetricsServer:
@@ -138,8 +138,9 @@ def serve_metrics(
 
     Raises:
         UsageError: The address is invalid, or the port is taken.
+        MissingExtra: The Prometheus client is not installed.
     """
-    registry = CollectorRegistry(auto_describe=False)
+    registry = _prometheus("registry").CollectorRegistry(auto_describe=False)
     registry.register(AgentMetrics(stock, counts, lost))
     try:
         family = AF_INET6 if ip_address(address).version == 6 else AF_INET
@@ -170,9 +171,10 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path.partition("?")[0] != "/metrics":
             self.send_error(404, "Only /metrics is here")
             return
-        text = generate_latest(self.server.registry)
+        exposition = _prometheus("exposition")
+        text = exposition.generate_latest(self.server.registry)
         self.send_response(200)
-        self.send_header("Content-Type", CONTENT_TYPE_LATEST)
+        self.send_header("Content-Type", exposition.CONTENT_TYPE_LATEST)
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
         self.wfile.write(text)
@@ -181,13 +183,18 @@ class _Handler(BaseHTTPRequestHandler):
         """Log nothing: the journal is for the agent's events."""
 
 
+def _prometheus(module: str) -> ModuleType:
+    return import_extra(f"prometheus_client.{module}", "Serving metrics (--metrics-port)")
+
+
 def _of_devices(offers: tuple[Offer, ...]) -> Iterator[Metric]:
     labels = ["device", "name"]
-    offered = GaugeMetricFamily("onebox_agent_device_offered", "1 for each device that is offered.", labels=labels)
-    leases = GaugeMetricFamily("onebox_agent_device_leases", "Leases that have a part of the device.", labels=labels)
-    memory = GaugeMetricFamily("onebox_agent_device_memory_bytes", "Memory that is offered.", labels=labels)
-    free = GaugeMetricFamily("onebox_agent_device_free_bytes", "Memory that is not leased.", labels=labels)
-    load = GaugeMetricFamily("onebox_agent_device_load", "Share of the time that the device was busy.", labels=labels)
+    gauge = _prometheus("core").GaugeMetricFamily
+    offered = gauge("onebox_agent_device_offered", "1 for each device that is offered.", labels=labels)
+    leases = gauge("onebox_agent_device_leases", "Leases that have a part of the device.", labels=labels)
+    memory = gauge("onebox_agent_device_memory_bytes", "Memory that is offered.", labels=labels)
+    free = gauge("onebox_agent_device_free_bytes", "Memory that is not leased.", labels=labels)
+    load = gauge("onebox_agent_device_load", "Share of the time that the device was busy.", labels=labels)
     for offer in offers:
         names = [offer.device, offer.name]
         offered.add_metric(names, 1)

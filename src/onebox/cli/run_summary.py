@@ -8,6 +8,8 @@ from typing import Any
 from onebox.cli.console import OutputConsole
 from onebox.cli.training_loop import TrainingLoop, decision_data, recovery_data
 from onebox.engine.memory.timeline import MemoryTimeline
+from onebox.errors import MissingExtra
+from onebox.extras import import_extra
 from onebox.plan import Simulation, as_data
 from onebox.pool import DeviceInfo, Pool
 from onebox.report import PlanComparison, compare, comparison_tables, timeline_of, typical_step
@@ -51,7 +53,7 @@ def write_outcome(
     timeline_of(loop.trainer.events(), names).write(loop.folder.timeline)
     found = _compare(loop)
     loop.folder.write_summary(_summary(loop, pool, seconds, found))
-    if found is not None:
+    if found is not None and _no_figures() is None:
         _draw(loop, pool, expected)
     return found
 
@@ -67,6 +69,8 @@ def print_outcome(loop: TrainingLoop, console: OutputConsole, found: PlanCompari
     elif last is not None:
         lines.append(f"test accuracy {100 * last.test_accuracy:.1f} % after epoch {last.epoch}")
     lines += _delays(loop) + _recoveries(loop) + _decisions(loop)
+    if found is not None and (reason := _no_figures()):
+        lines.append(f"no figures: {reason}")
     lines.append(f"run folder {loop.folder.path}")
     width = max(map(len, _CONTENTS))
     for name, what in _CONTENTS.items():
@@ -133,6 +137,15 @@ def _compare(loop: TrainingLoop) -> PlanComparison | None:
         steps=set(loop.full_steps),
         exact=trainer.predicted_memory(*loop.data.example(size)),
     )
+
+
+def _no_figures() -> str | None:
+    """Return the reason for which no figures can be drawn; ``None`` where they can."""
+    try:
+        import_extra("matplotlib", "the figure of a step")
+    except MissingExtra as error:
+        return str(error)
+    return None
 
 
 def _draw(loop: TrainingLoop, pool: Pool, expected: Simulation | None) -> None:

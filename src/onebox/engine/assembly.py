@@ -1,4 +1,4 @@
-"""What a trainer is made of, from the arguments that its user gave."""
+"""Construction of a trainer's parts from its user's arguments."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _LOG = logging.getLogger("onebox")
 def requested(
     pool: Pool, plan: Plan | None, shares: Any, micro_batch: int | None, sync: Sync, update: UpdateAt, *, shard: bool
 ) -> PlanRequest:
-    """Return what is to be computed where; see :class:`~onebox.engine.config.PlanRequest`.
+    """Return the requested computation and its placement; see :class:`~onebox.engine.config.PlanRequest`.
 
     Raises:
-        UsageError: It cannot be.
+        UsageError: The request cannot be met.
     """
     request = PlanRequest(
         plan=plan,
@@ -51,7 +51,7 @@ def requested(
 def exact_settings(
     seed: int, check_every: int, in_flight: int, clip_grad_norm: float | None, *, trace: bool
 ) -> StepSettings:
-    """Return what is the same for all steps, those steps being exact and none overlapping."""
+    """Return the settings shared by all steps, for exact steps that do not overlap."""
     return StepSettings(
         seed=seed, trace=trace, check_every=check_every, in_flight=in_flight, max_norm=clip_grad_norm or 0.0
     )
@@ -67,19 +67,19 @@ def with_lateness(
     *,
     overlap: bool,
 ) -> StepSettings:
-    """Return the settings of steps that overlap as the user wants them to, and log what was left open.
+    """Return the settings for overlapping steps as requested, and log the defaults that were chosen.
 
     Args:
-        settings: Of exact steps.
-        optimizer: The user's.
-        request: What is to be computed where.
-        staleness: How many steps old the weights may be that a step is computed with.
-        delay: What is done about gradients that are late because of it; ``auto`` leaves it open.
-        warm_up: So many steps are exact before; ``None`` leaves it open.
+        settings: Settings of exact steps.
+        optimizer: The user's optimizer or optimizers.
+        request: The requested computation and its placement.
+        staleness: Age, in steps, of the weights that a step may be computed with.
+        delay: Treatment of the gradients that are late as a result; ``auto`` chooses one.
+        warm_up: Number of exact steps before; ``None`` chooses it.
         overlap: Whether exact steps overlap.
 
     Raises:
-        UsageError: They cannot be so.
+        UsageError: These settings cannot be combined.
     """
     exact = warm_up if warm_up is not None else WARM_UP if staleness else 0
     found = dataclasses.replace(settings, staleness=staleness, warm_up=exact, overlap=overlap)
@@ -103,10 +103,10 @@ def recipe_of(
     *,
     fuse: bool,
 ) -> CaptureSpec:
-    """Return what the model is captured with; see :class:`~onebox.engine.compile.compiler.Recipe`.
+    """Return the capture recipe of a model; see :class:`~onebox.engine.compile.compiler.Recipe`.
 
     Raises:
-        UsageError: The costs are none.
+        UsageError: The costs are invalid.
     """
     check_costs(costs or {})
     kinds = {device.kind for device in pool.devices}
@@ -124,7 +124,7 @@ def recipe_of(
 
 
 def follow(run: TrainingSession, adaptive: bool | Problem, pool: Pool, optimizer: Optimizers) -> None:
-    """Let a run follow its devices if that is wanted, from the problem that its plan was made for if it is known."""
+    """Enable adaptive replanning if requested, starting from the problem that the plan was made for if it is known."""
     if adaptive:
         known = adaptive if isinstance(adaptive, Problem) else None
         make = problem_maker(pool, lambda: run.captures, optimizer, lambda: run.examples.largest, known)

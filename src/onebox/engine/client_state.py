@@ -1,8 +1,7 @@
-"""The model in the client's process and the state on the workers: how each comes to be what the other is.
+"""Synchronisation of the client's model with the state on the workers.
 
-The workers train a copy. What a user writes into the model by hand is brought to them where it was computed from what
-they have, and refused where steps have been made since. Trainers that share modules bring each other what they trained,
-by way of the model.
+The workers train a copy. User writes to the model are uploaded if the model was up to date, and refused if steps have
+been run since. Trainers that share modules exchange their results through the model.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from onebox.sizes import size_text
 _LOG = logging.getLogger("onebox")
 
 _OPEN: weakref.WeakSet[ClientState] = weakref.WeakSet()
-"""Those of all open trainers of this process."""
+"""Client states of all open trainers of this process."""
 
 _clock = itertools.count(1)
 
@@ -36,8 +35,8 @@ class ClientState:
     """The client's side of a training state.
 
     Args:
-        run: What is on the workers.
-        remote: The state there.
+        run: The run.
+        remote: The remote state.
         model: The user's model.
         loss: The user's loss, which may be a module.
     """
@@ -47,9 +46,9 @@ class ClientState:
         self._remote = remote
         self._detector = ChangeDetector(model, loss, remote.named)
         self._at = -1
-        """The step count at which the model here is what the workers have."""
+        """Step count at which the local model equals the workers' state."""
         self._news: dict[str, int] = {}
-        """When shared tensors were last trained or changed here, on a clock that all trainers share."""
+        """Time at which shared tensors were last trained or changed here, on a clock that all trainers share."""
         self._seen: weakref.WeakKeyDictionary[ClientState, int] = weakref.WeakKeyDictionary()
         self._said = False
         self._optimizers = OptimizersOnWorkers(
@@ -58,23 +57,24 @@ class ClientState:
         run.when_set_up = self._brought
         _OPEN.add(self)
 
-    # ---- what a trainer calls
+    # ---- called by the trainer
 
     def bring(self, *, overwrite: bool = False) -> None:
-        """Let the workers have what was changed by hand, and what trainers of the same tensors have made of them.
+        """Upload user changes, and the results of other trainers of the same tensors.
 
         Args:
-            overwrite: Whether what cannot be brought is about to be overwritten; it is only warned of then.
+            overwrite: Whether changes that cannot be uploaded are about to be overwritten; they only cause a warning
+                then.
 
         Raises:
-            UsageError: Something was changed by hand that cannot be brought; nothing has been done.
+            UsageError: A user change cannot be uploaded; nothing has been changed.
             OneboxError: A worker failed.
         """
         self._take_changes(overwrite=overwrite)
         self._exchange()
 
     def stepped(self) -> None:
-        """Take note that a step has begun."""
+        """Record that a step has begun."""
         if self._partners():
             trained, named = set(self._remote.wanted), self._remote.named
             self._have_news(name for name in named.tensors if name in trained or name not in named.parameters)
@@ -83,7 +83,7 @@ class ClientState:
         """Copy parameters and buffers from the workers into the model.
 
         Raises:
-            OneboxError: A worker failed; the model may have been written in part.
+            OneboxError: A worker failed; the model may be partly written.
         """
         run, tensors = self._run, self._remote.named.tensors
         try:
@@ -94,14 +94,14 @@ class ClientState:
             self._at = run.steps_done
 
     def push(self) -> None:
-        """Let the workers go on with the model as it is here.
+        """Upload the local model to the workers.
 
         Raises:
-            UsageError: It cannot be brought.
+            UsageError: It cannot be uploaded.
             OneboxError: A worker failed.
         """
         run, named = self._run, self._remote.named
-        self._detector.changed(fully=False)  # for buffers that were replaced, and parameters that may not be
+        self._detector.changed(fully=False)  # adopts replaced buffers, refuses replaced parameters
         if not run.begun:
             return
         self._require_one_version(list(named.tensors))
@@ -111,10 +111,10 @@ class ClientState:
         self._at = run.steps_done
 
     def close(self, *, keep: bool) -> None:
-        """Leave the model and the optimizers to their user.
+        """Return the model and the optimizers to their user.
 
         Args:
-            keep: Whether optimizers are to hold what the workers remember, if the model is what these have.
+            keep: Whether to download the optimizer state, if the model equals the workers' state.
 
         Raises:
             OneboxError: A worker failed.
@@ -129,7 +129,7 @@ class ClientState:
             _OPEN.discard(self)
             self._optimizers.close()
 
-    # ---- changes by hand
+    # ---- user changes
 
     @property
     def _in_step(self) -> bool:
@@ -149,10 +149,10 @@ class ClientState:
             self._change(changed, entries)
 
     def _left_over(self, changed: list[str], *, overwrite: bool) -> list[str]:
-        """Deal with changes of a model that is older than the workers'; return those that remain to be brought."""
+        """Handle changes of a model that is older than the workers' state; return those that remain to be uploaded."""
         tensors = self._remote.named.tensors
         wanted = {id(tensors[name]) for name in changed}
-        for partner in self._partners():  # the model may be what another trainer has, which then brings it
+        for partner in self._partners():  # the model may be that of another trainer, which then provides it
             if partner._in_step and partner._run.begun and wanted <= partner._ids:
                 partner._change([n for n, t in partner._remote.named.tensors.items() if id(t) in wanted], None)
                 return []
@@ -187,7 +187,7 @@ class ClientState:
             )
 
     def _change(self, names: Iterable[str], entries: OptimizerEntries | None) -> None:
-        """Bring tensors as they are here, and the optimizer's state if it is given, to the workers."""
+        """Upload local tensors, and the optimizer's state if it is given."""
         tensors = self._remote.named.tensors
         chosen = list(names)
         held = self._run.transfer.held()
@@ -197,13 +197,13 @@ class ClientState:
         self._run.change(StateChanges(tensors=copies, entries=entries))
 
     def _brought(self) -> None:
-        """Take note that the model here has been brought to the workers, if it is for the first time."""
+        """Record the first upload of the local model to the workers."""
         if self._at < 0:
             self._detector.note(fully=True)
             self._at = self._run.steps_done
 
     def _note(self, names: Collection[str], *, fully: bool) -> None:
-        """Take note of tensors as they are, with all trainers that have them."""
+        """Record the present tensors, for all trainers that share them."""
         self._detector.note(names, fully=fully)
         ids = {id(self._remote.named.tensors[name]) for name in names}
         for partner in self._partners():
@@ -217,7 +217,7 @@ class ClientState:
         return {id(tensor) for tensor in self._remote.named.tensors.values()}
 
     def _partners(self) -> list[ClientState]:
-        """Return those of open trainers of the same tensors, who trained last behind the others."""
+        """Return the other open trainers of the same tensors, the latest to train last."""
         if len(_OPEN) < 2:
             return []
         own = self._ids
@@ -233,14 +233,14 @@ class ClientState:
         self._news.update(dict.fromkeys(names, now))
 
     def _exchange(self) -> None:
-        """Bring what other trainers have made of tensors of this one since it last looked."""
+        """Take over the results of other trainers of shared tensors since the last exchange."""
         for partner in self._partners():
             seen = self._seen.get(partner, 0)
             if partner._newest > seen and partner._run.begun:
                 self._take_from(partner, seen)
 
     def _take_from(self, partner: ClientState, seen: int) -> None:
-        """Bring what another trainer has made of shared tensors since a time."""
+        """Take over another trainer's results for shared tensors since a time."""
         partner._take_changes(overwrite=False)
         newest, run = partner._newest, partner._run
         own = {id(tensor): name for name, tensor in self._remote.named.tensors.items()}
@@ -263,7 +263,7 @@ class ClientState:
         self._seen[partner] = newest
 
     def _say(self, shared: Mapping[str, Tensor]) -> None:
-        """Log once what it costs that tensors are shared."""
+        """Log once the cost of sharing tensors."""
         if self._said:
             return
         self._said = True
@@ -290,10 +290,10 @@ class ClientState:
 
 
 class DetachedClientState:
-    """In place of a :class:`ClientState` where a trainer has its copy of the state for itself.
+    """Substitute for :class:`ClientState` where a trainer has a private copy of the state.
 
-    It only measures: neither the model and the optimizers in this process nor trainers of the same model have a part in
-    what it trains.
+    Used for measurements: what it trains is independent of the local model and optimizers, and of other trainers of the
+    same model.
     """
 
     def bring(self, *, overwrite: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""What a user asks a trainer for, and what of that cannot be."""
+"""Settings of a trainer and their checks."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from onebox.pool.backends.local import LOCAL_HOST
 
 _SHORT_STEP_S = 0.01
 _MOST_STEPS = 8
-"""Of the steps that are under way at once."""
+"""Most steps in flight."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What the user asked for.
+    """The requested computation.
 
     Args:
         plan: A plan; ``None`` for data parallel over all devices.
-        shares: Each device's part of the batch; see :class:`~onebox.engine.Trainer`.
+        shares: Each device's share of the batch; see :class:`~onebox.engine.Trainer`.
         micro_batch: Samples of a micro-batch.
-        sync: Where gradients are averaged.
-        update: Where the optimizer steps.
-        optimizer: Whether the replicas share out its state.
+        sync: Place where gradients are averaged.
+        update: Place of the optimizer's step.
+        optimizer: Whether the replicas shard its state.
     """
 
     plan: Plan | None
@@ -37,10 +37,10 @@ class PlanRequest:
     optimizer: OptimizerStateLayout = "replicated"
 
     def check(self, pool: Pool) -> None:
-        """Refuse what cannot be.
+        """Refuse an invalid request.
 
         Raises:
-            UsageError: What is wrong with it.
+            UsageError: It is invalid; the message gives the reason.
         """
         if self.update not in get_args(UpdateAt):
             raise UsageError(f"update={self.update!r}: allowed are {', '.join(map(repr, get_args(UpdateAt)))}")
@@ -57,16 +57,16 @@ class PlanRequest:
             raise UsageError(f"the plan uses device {missing[0]}, but the pool has {len(pool)}, numbered from 0")
 
     def said(self, devices: int) -> Plan | None:
-        """Return the plan, or one that says what is asked for beside the shares; nothing where nothing is.
+        """Return the plan, or one with the requested settings besides shares; ``None`` if there are none.
 
         Args:
-            devices: How many devices the pool has.
+            devices: Number of devices in the pool.
         """
         usual = (self.micro_batch, self.sync, self.update, self.optimizer) == (None, "workers", "device", "replicated")
         return self.plan or (None if usual else self.sample(devices))
 
     def sample(self, devices: int = 1) -> Plan:
-        """Return a plan such as there will be where none is given, before it is known who computes how much."""
+        """Return a sample of the default plan, before the devices' shares are known."""
         return Plan.data_parallel(
             range(devices),
             [1.0] * devices,
@@ -80,10 +80,10 @@ class PlanRequest:
 def check_settings(
     seed: int, precision: str, clip_grad_norm: float | None, check_every: int, in_flight: int, ahead_bytes: int
 ) -> None:
-    """Refuse settings of a trainer that cannot be.
+    """Refuse invalid settings of a trainer.
 
     Raises:
-        UsageError: Which one, and what is allowed.
+        UsageError: A setting is invalid; the message names it and the allowed values.
     """
     if not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 63:
         raise UsageError(f"seed={seed!r}: allowed are whole numbers of 64 bits")
@@ -98,13 +98,13 @@ def check_settings(
 
 
 def steps_in_flight(round_trip_s: float) -> int:
-    """Return how many steps are to be under way at once.
+    """Return the number of steps in flight.
 
-    With one more than fit into a round trip the next one always lies at the workers when a step ends; on a LAN that is
-    two. Steps are taken to last 10 ms or more: each costs the memory of its batch.
+    With one more step than fits into a round trip, the next one is always at the workers when a step ends; on a LAN
+    that is two. Steps are assumed to last at least 10 ms: each one in flight costs the memory of its batch.
 
     Args:
-        round_trip_s: To the furthest worker.
+        round_trip_s: Round trip to the most distant worker.
 
     Example:
         >>> [steps_in_flight(seconds) for seconds in (0.0, 0.001, 0.03, 1.0)]
@@ -114,16 +114,16 @@ def steps_in_flight(round_trip_s: float) -> int:
 
 
 def recovery_enabled(pool: Pool, recover: bool | None, snapshot_every: int | None) -> bool:
-    """Tell whether a run is to go on after a loss.
+    """Return whether a run is to recover from losses.
 
     Args:
         pool: The pool.
-        recover: What the user says; ``None`` for yes where an agent or a Ray cluster runs some of the workers, or where
-            it is said how often snapshots are to be taken.
-        snapshot_every: Steps between snapshots, if the user says that.
+        recover: The user's setting; ``None`` for yes if an agent or a Ray cluster runs some of the workers, or if
+            ``snapshot_every`` is given.
+        snapshot_every: The user's number of steps between snapshots, if given.
 
     Raises:
-        UsageError: What cannot be, and what is allowed.
+        UsageError: A setting is invalid; the message names the allowed values.
     """
     emulated = any(device.kind == "sim" for device in pool.devices)
     far = any(device.host != LOCAL_HOST for device in pool.devices)

@@ -1,4 +1,4 @@
-"""What can be seen of a trainer from outside: memory, used and predicted, what the workers did, and uploads."""
+"""Observation of a trainer: used and predicted memory, workers' activity, and uploads."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from onebox.wire.protocol.responses import WorkerMemory
 
 
 class Observed:
-    """The part of a trainer that changes nothing: what can be seen of it, and what of it can be kept.
+    """The read-only part of a trainer: its observable state, and saving it.
 
     Args:
-        run: What it has on the pool.
-        remote: The state on the workers.
-        client: The model in this process.
+        run: The run on the pool.
+        remote: The remote state.
+        client: The local model's state.
     """
 
     seed: int
@@ -54,18 +54,18 @@ class Observed:
         self._client = client
         self._remote = remote
         self._planned: Plan | None = None
-        """The plan that there will be, as far as is known before the first step."""
+        """The future plan, as far as it is known before the first step."""
         self._closed = False
 
     def _batch(self, inputs: Any, targets: Any = None, samples: Any = None) -> Batch:
-        """Return a batch as it is trained with."""
+        """Return a batch in the form used for training."""
         if self.pad is not None:
             inputs, targets = self.pad((inputs, targets))
         return as_batch(inputs, targets, samples)
 
     @property
     def steps_done(self) -> int:
-        """Steps begun so far, those before a checkpoint included."""
+        """Number of steps begun so far, including those before a checkpoint."""
         return self._run.steps_done
 
     @property
@@ -75,7 +75,7 @@ class Observed:
 
     @property
     def captures(self) -> Captures:
-        """The captured model; before the first step that of a trainer of the same model may take its place."""
+        """The captured model; before the first step it may be shared with a trainer of the same model."""
         return self._run.captures
 
     @captures.setter
@@ -84,38 +84,38 @@ class Observed:
 
     @property
     def recoveries(self) -> tuple[RecoveryRecord, ...]:
-        """What was lost so far, and how the run went on."""
+        """Recoveries from losses so far."""
         return tuple(self._run.guard.recoveries) if self._run.guard else ()
 
     @property
     def delays(self) -> Mapping[int, int]:
-        """How many updates were how many steps late, as the workers measured it; exact steps are not measured."""
+        """Number of updates by their measured delay in steps; exact steps are not measured."""
         return self._run.overlap.measured()
 
     @property
     def decisions(self) -> tuple[AppliedDecision, ...]:
-        """What was decided on so far because devices or links were not as planned; nothing without ``adaptive``."""
+        """Replanning decisions so far; empty without ``adaptive``."""
         return self._run.adaptive.decisions if self._run.adaptive else ()
 
     @property
     def snapshots_apart(self) -> int:
-        """Steps from one snapshot to the next, as it is now; 0 without ``recover``."""
+        """Present number of steps between snapshots; 0 without ``recover``."""
         return self._run.guard.cadence.every if self._run.guard else 0
 
     def memory(self) -> list[WorkerMemory]:
-        """Return for each device the bytes used, the peak so far, and the quota."""
+        """Return the used bytes, the peak so far, and the quota of each device."""
         self._require_open()
         return self._run.with_recovery(self._remote.memory)
 
     def predicted_memory(self, inputs: Any, targets: Any = None, *, ahead: int = 0) -> dict[int, int]:
-        """Return the most bytes that each device of the plan will use in a step with a batch, from lifetimes alone.
+        """Return the peak bytes of each device of the plan in a step with a batch, from lifetimes alone.
 
-        What of ``cache`` is there counts, too.
+        The present contents of ``cache`` are included.
 
         Args:
             inputs: As for :meth:`Trainer.step`.
             targets: Likewise.
-            ahead: Batches like it that have been uploaded for later steps.
+            ahead: Number of similar batches uploaded for later steps.
         """
         self._require_open()
         batch = self._batch(inputs, targets)
@@ -123,9 +123,9 @@ class Observed:
         return {device: peak + self._run.uploads.cached_bytes(device) for device, peak in peaks.items()}
 
     def predicted_curves(self, inputs: Any, targets: Any = None) -> dict[int, MemoryTimeline]:
-        """Return how much memory each device of the plan will use over a step with a batch, instruction by instruction.
+        """Return the memory of each device of the plan over a step with a batch, instruction by instruction.
 
-        What it used in fact is in :meth:`events`.
+        For the memory actually used see :meth:`events`.
 
         Args:
             inputs: As for :meth:`Trainer.step`.
@@ -137,17 +137,17 @@ class Observed:
         return {device: memory_timeline(device, found) for device, found in contents.items()}
 
     def events(self) -> list[TraceEvent]:
-        """Return what the workers did in the last steps, for a timeline; empty without ``trace``."""
+        """Return the workers' activity in the last steps, for a timeline; empty without ``trace``."""
         return [event for trace in self._run.traces for event in trace.events()]
 
     def upload_counters(self) -> UploadCounters:
-        """Return what bringing batches to the workers took so far, in time of the steps' callers and in bytes."""
+        """Return the cost of uploading batches so far, in callers' time and in bytes."""
         return self._run.uploads.counters()
 
     # ---- state
 
     def wait(self) -> None:
-        """Wait for all steps under way.
+        """Wait for all steps in flight.
 
         Raises:
             OneboxError: One of them failed.
@@ -163,20 +163,20 @@ class Observed:
         return self._run.with_recovery(self._run.transfer.tensors)
 
     def optimizer_state(self) -> OptimizerEntries:
-        """Return what the optimizer remembers, as (parameter, key, value)."""
+        """Return the optimizer's state as (parameter, key, value)."""
         self._require_open()
         self._client.bring()
         self.wait()
         return self._run.with_recovery(self._run.transfer.optimizer_state)
 
     def save(self, path: str | Path, *, extra: Mapping[str, Any] | None = None, keep: int | None = 2) -> Path:
-        """Write a checkpoint, atomically; a process that is killed meanwhile leaves the earlier ones whole.
+        """Write a checkpoint, atomically; a process killed meanwhile leaves the earlier ones intact.
 
         Args:
             path: The checkpoint folder; each save is a folder inside it, named for its step.
-            extra: Anything that JSON can hold, such as the position in the data and a scheduler's state; after
-                :meth:`resume` it is in ``trainer.extra``.
-            keep: How many saves to keep, the newest; all when ``None``.
+            extra: Any JSON value, such as the position in the data and a scheduler's state; after :meth:`resume` it is
+                in ``trainer.extra``.
+            keep: Number of newest saves to keep; ``None`` keeps all.
 
         Returns:
             The folder of this save.

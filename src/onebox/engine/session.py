@@ -1,4 +1,4 @@
-"""A run: a trainer's plan, programs and state on the workers, the steps under way, and how it goes on after a loss."""
+"""A run: a trainer's plan, programs and state on the workers, the steps in flight, and recovery."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ _T = TypeVar("_T")
 
 
 class TrainingSession:
-    """What a trainer has on a pool.
+    """The state of a trainer on a pool.
 
     Args:
         pool: The pool.
-        request: What the user asked for.
+        request: The user's request.
         captures: The captured model.
-        remote: The state on the workers.
-        settings: What is the same for all steps.
-        uploads: What brings batches to the workers.
-        recover: Whether to go on after a loss.
-        snapshot_every: Steps between snapshots; ``None`` for as many as keep their cost low.
+        remote: The remote state.
+        settings: Settings shared by all steps.
+        uploads: The uploads of batches.
+        recover: Whether to recover from losses.
+        snapshot_every: Steps between snapshots; ``None`` chooses an interval that keeps their cost low.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class TrainingSession:
         self._remote = remote
         self.transfer = StateTransfer(pool, remote)
         self.when_set_up: Callable[[], None] = lambda: None
-        """Called when the user's model has become the state on the workers."""
+        """Called when the user's model has been uploaded as the state."""
         self._changes: StateChanges | None = None
         self._written: StateChanges | None = None
         self._settings = settings
@@ -128,14 +128,14 @@ class TrainingSession:
         try:
             guard.posted(self._post(work))
         except RECOVERABLE as error:
-            self.recover(error)  # which begins this step, too
+            self.recover(error)  # begins this step, too
         except OneboxError as error:
             self.fail(error)
             raise
         return result
 
     def _require_mean(self, batch: Batch) -> None:
-        """Refuse a batch whose loss its micro-batches do not make up; see :class:`MeanLossCheck`."""
+        """Refuse a batch whose loss is not the mean of its micro-batches' losses; see :class:`MeanLossCheck`."""
         ready = self.set_up(batch)
         micro_batches = ready.plan.micro_batches(batch.size)
         self._means.require(batch, micro_batches)
@@ -150,7 +150,7 @@ class TrainingSession:
 
     @property
     def _under_way(self) -> bool:
-        """Whether a step is."""
+        """Return whether a step is in flight."""
         return not all(loss.done for loss in self._running)
 
     def _begun(self, loss: StepLoss) -> None:
@@ -158,7 +158,7 @@ class TrainingSession:
         self.steps_done += 1
 
     def wait(self, most: int) -> None:
-        """Wait until so many steps at most are under way.
+        """Wait until at most a given number of steps are in flight.
 
         Raises:
             OneboxError: One of them failed.
@@ -168,7 +168,7 @@ class TrainingSession:
             self._running.popleft()
 
     def launch(self, work: StepRequest) -> Mapping[int, Future[WorkerReply]]:
-        """Begin a step, or begin it again; see :class:`~onebox.engine.recovery.manager.RecoverableRun`."""
+        """Begin or repeat a step; see :class:`~onebox.engine.recovery.manager.RecoverableRun`."""
         ready, overlap = self._get_ready(work.batch, work.number), self.overlap
         self._write(work.changes)
         compiled = ready.compiler.step(work.batch)
@@ -184,13 +184,13 @@ class TrainingSession:
         return answers
 
     def _get_ready(self, batch: Batch, step: int) -> InstalledPlan:
-        """Return what a step is launched with; from some step on they overlap."""
+        """Return the installed plan for a step; steps overlap from some step on."""
         ready = self.set_up(batch)
         ready.compiler.windows = self.overlap.windows(step)
         return ready
 
     def drain(self) -> None:
-        """Let what is left of the newest step be done, and wait for it.
+        """Finish the newest step and wait for it.
 
         Raises:
             OneboxError: It failed.
@@ -204,21 +204,21 @@ class TrainingSession:
         if self.error is not None:
             raise self.error
 
-    # ---- changes by hand
+    # ---- user changes
 
     @property
     def begun(self) -> bool:
-        """Whether the state is with the workers, rather than in the user's model."""
+        """True if the state is on the workers rather than in the user's model."""
         return self._ready is not None or self.error is not None
 
     def change(self, changes: StateChanges) -> None:
-        """Let the state on the workers be another one from here on, for whoever reads it and for the next step.
+        """Change the state on the workers for all later readers and steps.
 
         Args:
-            changes: What is other; whoever brings the state back after a loss does this again.
+            changes: The changes; they are repeated after a recovery.
 
         Raises:
-            OneboxError: The run cannot go on after a loss.
+            OneboxError: The run cannot recover from a loss.
         """
         self._changes = changes if self._changes is None else self._changes.then(changes)
         self.with_recovery(lambda: None)
@@ -226,7 +226,7 @@ class TrainingSession:
             self._changes = None
 
     def _write(self, changes: StateChanges | None) -> None:
-        """Bring changes by hand to the workers, unless that was the last thing that was done."""
+        """Upload user changes, unless that was the latest operation."""
         if changes is None or changes is self._written or self._ready is None:
             return
         with poison_on_interrupt("a change by hand", self.fail):
@@ -237,7 +237,7 @@ class TrainingSession:
         self._written = changes
 
     def _post(self, work: StepRequest) -> Mapping[int, Future[WorkerReply]]:
-        """Send each device its part of a step; when only some have got theirs, the step is void."""
+        """Send each device its part of a step; if only some receive theirs, the step is void."""
         try:
             with poison_on_interrupt(f"step {work.number}", self.fail):
                 return self.launch(work)
@@ -257,7 +257,7 @@ class TrainingSession:
         deferred: Sequence[DeferredReplies],
         answers: list[WorkerReply],
     ) -> StepValues:
-        """Put together what the workers answered; the memory of batches of later steps is no part of it."""
+        """Combine the workers' replies, subtracting the memory of later batches."""
         for asked in deferred:
             asked.take()
         step, routines = work.number, compiled.of(window)
@@ -277,12 +277,12 @@ class TrainingSession:
     # ---- failures and losses
 
     def fail(self, error: Exception) -> None:
-        """Remember the first failure: the state on the workers is void, and every later call says why."""
+        """Store the first failure: the state on the workers is void, and every later call raises it."""
         self._locate(error)
         self.error = self.error or error
 
     def _locate(self, error: Exception) -> None:
-        """Let an error say what of a step failed."""
+        """Add the location in the step to an error."""
         if isinstance(error, OperatorError):
             compiler = None if self._ready is None else self._ready.compiler
             locate(error, functools.partial(self.traces.labels, compiler))
@@ -293,7 +293,7 @@ class TrainingSession:
         self.recover(error)
 
     def recover(self, error: Exception) -> None:
-        """Go on after a loss, or raise why that cannot be."""
+        """Recover from a loss, or raise the error if that is impossible."""
         self._locate(error)
         if self.guard is None or not isinstance(error, RECOVERABLE):
             raise error
@@ -307,7 +307,7 @@ class TrainingSession:
             raise
 
     def with_recovery(self, action: Callable[[], _T]) -> _T:
-        """Do something, again after each loss that the run can go on after."""
+        """Perform an action, repeating it after each recoverable loss."""
         while True:
             try:
                 self._write(self._changes)
@@ -316,7 +316,7 @@ class TrainingSession:
                 self.recover(error)
 
     def rebuild(self, copies: SnapshotLayout | None) -> str | None:
-        """Bring a state to the workers; see :class:`~onebox.engine.recovery.manager.RecoverableRun`."""
+        """Restore a state on the workers; see :class:`~onebox.engine.recovery.manager.RecoverableRun`."""
         self._written = None
         self.uploads.use(None)
         self.overlap.reset()
@@ -354,17 +354,17 @@ class TrainingSession:
     # ---- another plan
 
     def prepare(self, plan: Plan) -> Migration | None:
-        """Make all ready for another plan to take over, while steps go on; any thread may call this.
+        """Prepare a switch to another plan while steps go on; callable from any thread.
 
         Args:
             plan: A plan with the same micro-batches.
 
         Returns:
-            What :meth:`adopt` takes; ``None`` where nothing runs yet.
+            The argument of :meth:`adopt`; ``None`` if nothing runs yet.
 
         Raises:
-            OneboxError: The plan cannot take over, the model cannot be cut so, there is no room for it, or a worker was
-                lost.
+            OneboxError: The plan cannot take over, the model cannot be divided so, memory is insufficient, or a worker
+                was lost.
         """
         ready, batch = self._ready, self.examples.largest
         if ready is None or batch is None:
@@ -372,21 +372,21 @@ class TrainingSession:
         check_successor(ready.plan, plan, batch.size)
         given = plan, self._pool, self.captures, self._remote, batch, self._settings.max_norm
         after = InstalledPlan(*given, strict=True, before=ready, windows=self.overlap.windows(self.steps_done))
-        self.examples.require_room(after)  # and the programs are at the workers before they are needed
+        self.examples.require_room(after)  # installs the programs before they are needed
         return Migration(self._pool, self._remote, ready, after)
 
     def adopt(self, plan: Plan, prepared: Migration | None = None) -> MigrationReport:
-        """Let another plan take over, from the next step on; what is not moved by it stays where it is.
+        """Switch to another plan, from the next step on; state that stays in place is not moved.
 
         Args:
             plan: A plan with the same micro-batches.
-            prepared: What :meth:`prepare` made of it; made now where it is not given.
+            prepared: The result of :meth:`prepare`; prepared now if it is not given.
 
         Returns:
-            What is moved; nothing where a worker is known to be lost, and the run goes on after that as it was before.
+            The transfers; empty if a worker is known to be lost, in which case the run recovers with the previous plan.
 
         Raises:
-            OneboxError: The plan cannot take over, and the one before goes on; or the run cannot go on after a loss.
+            OneboxError: The plan cannot take over, and the previous one stays; or the run cannot recover from a loss.
         """
         moved = MigrationReport()
         try:
@@ -421,11 +421,11 @@ class TrainingSession:
     # ---- setting up
 
     def set_up(self, batch: Batch, *, steps: bool = True) -> InstalledPlan:
-        """Plan and compile, with the first batch.
+        """Plan and compile for the first batch.
 
         Args:
             batch: The batch.
-            steps: Whether it is one to train with; else it is one to evaluate.
+            steps: Whether it is a training batch; else it is an evaluation batch.
         """
         if self._ready is None:
             if self.guard is not None:
@@ -443,7 +443,7 @@ class TrainingSession:
         return self._ready
 
     def evaluation(self, batch: Batch) -> CompiledStep:
-        """Return the routines that evaluate a batch; see
+        """Return the evaluation routines for a batch; see
         :meth:`~onebox.engine.install.installed_plan.InstalledPlan.evaluation`."""
         batch = self.captures.stamped(batch)
         compiled = self.set_up(batch, steps=False).evaluation(batch, stepped=self.steps_done > 0)

@@ -1,4 +1,4 @@
-"""The trainer: a user's model, loss and optimizer, trained on a pool; the user owns the loop."""
+"""The trainer: trains a user's model with its loss and optimizer on a pool; the user owns the loop."""
 
 from __future__ import annotations
 
@@ -40,93 +40,93 @@ Shares = Literal["auto", "equal", "measured"] | Sequence[float]
 
 
 class Trainer(Observed):
-    """Trains a model on the devices of a pool as a plan says, with the result that one device would give.
+    """Trains a model on the devices of a pool according to a plan, with the result that one device would give.
 
-    The loss is computed for each micro-batch; ``loss_reduction`` says how that of the batch is made of these.
+    The loss is computed for each micro-batch; ``loss_reduction`` defines how these make up the batch's loss.
 
     Args:
-        model: A module. Its forward runs under a tracer, once for each shape of inputs, and not with each step; what
-            that means for code that reads or changes Python's state is in docs/capture.md. A tuple of inputs is spread
-            over its arguments, a dict over its keyword arguments.
-        loss: Maps (outputs, targets) to a scalar: a mean over samples, unless ``loss_reduction`` says otherwise.
-        optimizer: An optimizer of ``torch.optim`` over the model's parameters, or several in a list, each over its own,
-            such as Muon for matrices and AdamW for the rest; a parameter that is in none is not trained. Class, groups
-            and options are taken over by the workers; learning rates and other options are read anew with each step, so
+        model: A module. Its forward is traced once for each shape of inputs, not run with each step; docs/capture.md
+            describes the consequences for code that reads or changes Python's state. A tuple of inputs is spread over
+            its arguments, a dict over its keyword arguments.
+        loss: Maps (outputs, targets) to a scalar: a mean over samples, unless ``loss_reduction`` differs.
+        optimizer: An optimizer of ``torch.optim`` over the model's parameters, or a list of several over disjoint
+            parameters, such as Muon for matrices and AdamW for the rest; parameters in none are not trained. The
+            workers take over class, groups and options; learning rates and other options are read at each step, so
             schedulers that change them take effect.
         pool: From :func:`onebox.open`.
         plan: A :class:`onebox.Plan`, or the path of a plan file; ``None`` for data parallel over all devices. A plan
-            says itself what ``micro_batch``, ``sync``, ``shares`` and ``update`` are. Where it has stages recomputed or
-            offloaded or swapped, a step takes less memory and more time, and ends with the same bits.
-        micro_batch: Samples of a micro-batch. The loss curve depends on it (batch norm and dropout see micro-batches)
-            but not on how many devices share the micro-batches. ``None`` makes each device's share one micro-batch.
-        seed: Seed of everything random in the model, with the step and the micro-batch.
-        sync: Where gradients are averaged: worker to ``workers``, or at the ``client``.
-        update: Where the optimizer's state is, and its step is computed: on the ``device``, or on the ``host`` of each,
-            whose memory is larger: on a GPU gradients go there and new parameters come back, and the step lasts longer.
-        shard_optimizer: Whether the replicas share out what the optimizer remembers, instead of each having all of it:
-            one of them steps a parameter, and hands it to the others. As many bytes travel, and the result is the same.
-        shares: Each device's part of the batch: ``auto`` (equal for devices that are alike, else measured),
-            ``equal``, ``measured``, or weights.
-        precision: ``bf16`` runs model and loss under autocast; parameters stay as they are. With ``auto`` the products
-            of each stage are of float32 or bf16 as the plan says; without a plan the model is measured both ways first,
-            on devices that have instructions for bf16, and the faster way is taken. Stages of a plan with a precision
-            of their own have it with ``fp32``, too.
-        clip_grad_norm: The most that the 2-norm of all gradients may be; ``None`` for no clipping.
+            contains ``micro_batch``, ``sync``, ``shares`` and ``update``. If it recomputes, offloads or swaps
+            activations of stages, a step takes less memory and more time, with bitwise the same result.
+        micro_batch: Samples of a micro-batch. The loss curve depends on it (batch norm and dropout operate on
+            micro-batches) but not on the number of devices that share the micro-batches. ``None`` makes each device's
+            share one micro-batch.
+        seed: Seed of all random operators in the model, together with the step and the micro-batch.
+        sync: Place where gradients are averaged: among ``workers``, or at the ``client``.
+        update: Place of the optimizer's state and step: the ``device``, or the ``host`` of each, which has more memory:
+            for a GPU, gradients travel there and new parameters back, and the step takes longer.
+        shard_optimizer: Whether the replicas shard the optimizer's state instead of each holding all of it: one replica
+            updates a parameter and sends it to the others. The number of bytes sent and the result are the same.
+        shares: Each device's share of the batch: ``auto`` (equal for identical devices, else measured), ``equal``,
+            ``measured``, or weights.
+        precision: ``bf16`` runs model and loss under autocast; parameters keep their type. With ``auto`` the products
+            of each stage use float32 or bf16 according to the plan; without a plan the model is first measured in both,
+            on devices with bf16 instructions, and the faster one is used. Stages of a plan with an explicit precision
+            keep it with ``fp32``, too.
+        clip_grad_norm: Limit of the 2-norm of all gradients; ``None`` for no clipping.
         metrics: For :meth:`evaluate`: each maps (outputs, targets) to a scalar, a mean over samples.
-        check_every: Every so many steps replicas compare a hash of all parameters and buffers; 0 for never.
-        in_flight: Steps that may be under way at once; ``None`` for as many as keep the workers busy however far they
-            are: two on one machine or a LAN, up to eight where a round trip takes long.
+        check_every: Interval, in steps, at which replicas compare a hash of all parameters and buffers; 0 for never.
+        in_flight: Most steps in flight; ``None`` for as many as keep the workers busy: two on one machine or a LAN, up
+            to eight with long round trips.
         trace: Whether workers time their instructions, for :meth:`events`.
-        recover: Whether to go on when a worker dies, hangs or cannot be reached any more; ``None`` for yes where agents
-            or a Ray cluster run some of the workers, and no where all are processes of this machine. The worker is
-            started again; where that cannot be, its replicas do its part, another device takes its place, or a plan is
-            sought for the devices that are left, with the same micro-batches. All get the newest snapshot, which
-            workers keep for each other, and the steps since are done again. Each time a line is logged and
-            :attr:`recoveries` has one more. With the same plan the run ends with the bits of one in which nothing was
-            lost, with another one it agrees with that to rounding.
-        snapshot_every: Steps from one snapshot to the next; ``None`` for as many as keep their cost below 3 % of the
-            time. Who says it wants recovery.
-        fuse: Whether activations that the model writes out, as Hugging Face's GPT-2 does GELU, become single operators:
-            fewer passes over memory, and fewer tensors kept for backward. Results differ by rounding.
-        on_device: Tensor code in front of the model, captured with it and run on the workers, in training and
-            evaluation: maps the inputs of a micro-batch, as they were given to :meth:`step`, to those of the model, so
-            that for example bytes travel and floats are made of them there. What it draws at random is drawn by the
-            run's own seeds. A module is in training mode when the model is. It is in no checkpoint.
-        ahead_bytes: The most bytes of each device that batches may take which :meth:`upload` has brought there ahead of
-            their steps; never more than steps leave free. 0 for none.
-        cache: The most bytes of each device, such as ``"1GiB"``, that samples may take there which stay, so that only
-            their places travel when they are used again; never more than steps leave free. Which samples a batch has
-            is said by ``samples=`` of :meth:`step` and :meth:`upload`. What is made of a sample must be the same each
-            time it is used: random changes belong into ``on_device``.
-        adaptive: Whether the plan follows what devices and links do: when a device or link has plainly become slower or
-            faster than planned, actions change their order, layers change places, or replicas change shares, between
-            two steps, with the same micro-batches; what made steps slower is taken back. Each time a line is logged and
-            :attr:`decisions` has one more. Instead of ``True`` the problem that the plan was made for, of
-            :func:`onebox.make_plan`, which knows the times of each segment.
-        costs: For experiments with ``sim`` devices, which compute nothing: for each segment of the model, by its name,
-            the seconds of forward, input gradient and weight gradient of a sample, at speed 1. ``None`` for what the
-            plan predicts.
-        staleness: 0 for exact steps. With 1 each step is computed with the weights from before the last update, so that
-            the next step begins while the gradients of this one are still on their way: a pipeline is never empty, and
-            averaging hides under the next step. A plan of several stages needs the schedule ``async-1f1b`` for that,
-            and that needs staleness 1.
-        delay: What is done about gradients that are a step late: ``none``, ``predict``, ``lookahead``, ``both``,
-            ``feedback`` (see docs/staleness.md), or ``auto``, which goes by the optimizer, and logs which and why.
-        warm_up: With ``staleness`` 1, so many steps are exact at the beginning, where weights move fastest; ``None``
-            for 100, which is said in the log.
-        overlap: Whether exact steps overlap, too: a part of the averaging and of the update of a step comes in the next
-            one, just before its parameters are read, and large values leave a stage in parts where that is predicted to
-            pay (docs/topology.md). The result has the same bits, but for the last one of matrix products of these.
-        loss_reduction: How the losses of micro-batches make up that of the batch. ``None``: the loss is a mean over
-            samples, and a batch for which it is not is refused before its step. ``"mean"``: so it is, and nothing is
-            checked. ``"sum"``: the loss is a sum over samples. ``onebox.Weighted(fn)``: it is a mean over something
-            else, such as tokens that are not ignored or classes that have weights; ``fn`` maps the targets of a slice
-            of a batch to what the loss of the slice divides by; see docs/losses.md.
+        recover: Whether to recover when a worker dies, hangs or becomes unreachable; ``None`` for yes if agents or a
+            Ray cluster run some of the workers, and no if all are processes of this machine. The worker is restarted;
+            if that is impossible, its replicas do its part, another device replaces it, or a plan is searched for the
+            remaining devices, with the same micro-batches. All receive the newest snapshot, which workers store for
+            each other, and later steps are repeated. Each recovery is logged and added to :attr:`recoveries`. With the
+            same plan the run ends bitwise equal to one without a loss, with another plan equal up to rounding.
+        snapshot_every: Steps between snapshots; ``None`` for as many as keep their cost below 3 % of the time. Setting
+            it enables recovery.
+        fuse: Whether to fuse activations that the model composes of several operators, such as GELU in Hugging Face's
+            GPT-2: fewer passes over memory, and fewer tensors kept for backward. Results differ by rounding.
+        on_device: Tensor code that runs before the model, captured with it and run on the workers, in training and
+            evaluation: maps the inputs of a micro-batch, as given to :meth:`step`, to those of the model, so that for
+            example bytes travel and are converted to floats there. It draws random numbers from the run's own seeds. A
+            module is in training mode when the model is. It is not part of checkpoints.
+        ahead_bytes: Most bytes of each device for batches that :meth:`upload` sends ahead of their steps; never more
+            than steps leave free. 0 for none.
+        cache: Most bytes of each device, such as ``"1GiB"``, for cached samples, of which only indices travel when they
+            are used again; never more than steps leave free. ``samples=`` of :meth:`step` and :meth:`upload` identifies
+            the samples of a batch. The data of a sample must be the same each time it is used: random augmentation
+            belongs into ``on_device``.
+        adaptive: Whether to adapt the plan to devices and links: when one has clearly become slower or faster than
+            planned, actions are reordered, layers move, or shares of replicas change, between two steps, with the same
+            micro-batches; a change that made steps slower is reverted. Each change is logged and added to
+            :attr:`decisions`. Instead of ``True``, the problem that the plan was made for, from
+            :func:`onebox.make_plan`, which has the times of each segment.
+        costs: For experiments with emulated ``sim`` devices: for each segment of the model, by name, the seconds of
+            forward, input gradient and weight gradient of a sample, at speed 1. ``None`` for the plan's predictions.
+        staleness: 0 for exact steps. With 1 each step uses the weights before the last update, so that the next step
+            begins while the gradients of this one are in flight: a pipeline is never empty, and averaging overlaps with
+            the next step. A plan of several stages then requires the schedule ``async-1f1b``, which in turn requires
+            staleness 1.
+        delay: Treatment of gradients that are a step late: ``none``, ``predict``, ``lookahead``, ``both``, ``feedback``
+            (see docs/staleness.md), or ``auto``, which depends on the optimizer, and logs the choice and its reason.
+        warm_up: With ``staleness`` 1, the number of exact steps at the beginning, where weights change fastest;
+            ``None`` for 100, which is logged.
+        overlap: Whether exact steps overlap, too: a part of the averaging and of the update of a step happens in the
+            next one, just before its parameters are read, and large values are sent in chunks where that is predicted
+            to pay (docs/topology.md). The result is bitwise the same, except for the last bit of matrix products of
+            chunks.
+        loss_reduction: Reduction of the micro-batches' losses to the batch's loss. ``None``: the loss is a mean over
+            samples, and a batch that violates this is refused before its step. ``"mean"``: the same without a check.
+            ``"sum"``: the loss is a sum over samples. ``onebox.Weighted(fn)``: it is a mean over another quantity, such
+            as tokens that are not ignored or weighted classes; ``fn`` maps the targets of a slice of a batch to the
+            divisor of the slice's loss; see docs/losses.md.
         pad: Pads the batches of steps, uploads and evaluations to a few sizes, each of which is captured once, before
-            anything else is done with them; see docs/capture.md.
+            any other processing; see docs/capture.md.
 
     Raises:
-        UsageError: An argument is wrong.
+        UsageError: An argument is invalid.
 
     Example:
         >>> import torch, onebox
@@ -211,7 +211,7 @@ class Trainer(Observed):
         self._planned = request.said(len(pool))
 
     def _client_of(self, run: TrainingSession, remote: RemoteState) -> ClientState | DetachedClientState:
-        """Return what keeps the model and the optimizers in this process in step with the workers."""
+        """Return the object that synchronises the local model and optimizers with the workers."""
         return ClientState(run, remote, self.model, self.loss)
 
     def __enter__(self) -> Self:
@@ -225,21 +225,22 @@ class Trainer(Observed):
     # ---- training
 
     def upload(self, inputs: Any, targets: Any = None, samples: Any = None) -> UploadedBatch:
-        """Begin to bring each worker its part of a batch, ahead of its step; any thread may call this.
+        """Begin to send each worker its part of a batch, ahead of its step; callable from any thread.
 
-        Up to two batches lie at the workers ahead of the steps under way, as far as there is room; what is uploaded
-        beyond them, or before the first step, follows as soon as there is. The client keeps a copy.
+        Up to two batches are on the workers ahead of the steps in flight, as memory allows; further ones, and those
+        uploaded before the first step, follow as soon as possible. The client keeps a copy.
 
         Args:
             inputs: As for :meth:`step`; copied, so they may be written to afterwards.
             targets: Likewise.
-            samples: Whole numbers that tell its samples from all others, one for each; only for ``cache``.
+            samples: Integers that identify its samples, one for each; only for ``cache``.
 
         Returns:
-            What :meth:`step` takes instead of the batch. Uploads are to be stepped in the order of their making.
+            The argument for :meth:`step` instead of the batch. Uploads must be used in the order in which they were
+                made.
 
         Raises:
-            UsageError: The batch is not one.
+            UsageError: The batch is invalid.
 
         Example:
             >>> import torch, onebox
@@ -261,18 +262,19 @@ class Trainer(Observed):
 
         Args:
             inputs: Tensors or numpy arrays nested in tuples, lists and dicts; the first dimension of each is the
-                samples. Beside them, ``None`` and Python numbers: they are constants of the captured graph, the same
-                for all samples, so each other value is captured anew, and a few are allowed. Or what
-                :meth:`upload` returned, alone.
-            targets: Likewise; the loss gets ``None`` where there are none.
+                samples. Also ``None`` and Python numbers: they are constants of the captured graph, the same for all
+                samples; each new value needs another capture, and only a few are allowed. Or the result of
+                :meth:`upload`, alone.
+            targets: Likewise; the loss receives ``None`` if there are none.
             samples: As for :meth:`upload`.
 
         Returns:
-            The loss, which arrives later; asking for it waits. At most ``in_flight`` steps are under way: when there
-            are more, this call waits for the oldest.
+            The loss, which arrives later; reading it waits. At most ``in_flight`` steps are in flight: this call waits
+                for the oldest if there are more.
 
         Raises:
-            UsageError: The batch is not one, or the optimizer trains other parameters than when this trainer was made.
+            UsageError: The batch is invalid, or the optimizer trains other parameters than when this trainer was
+                created.
             CaptureError: The model cannot be captured.
             OneboxError: This or an earlier step failed.
         """
@@ -286,7 +288,7 @@ class Trainer(Observed):
         self._client.bring()
         result = self._run.step(batch, uploaded)
         self._client.stepped()
-        for each in self._remote.optimizer:  # schedulers ask whether they have stepped
+        for each in self._remote.optimizer:  # schedulers check whether the optimizer has stepped
             each._opt_called = True  # type: ignore[attr-defined]
         return result
 
@@ -296,14 +298,14 @@ class Trainer(Observed):
         """Return the loss and metrics over batches, in eval mode, without changing anything.
 
         Metrics are means over samples. The loss is that of all batches as one: a mean over samples, a sum, or a mean
-        over something else, as ``loss_reduction`` says.
+        over another quantity, according to ``loss_reduction``.
 
         Args:
-            batches: (inputs, targets) of each, as for :meth:`step`; or inputs alone, where the loss needs no targets.
+            batches: (inputs, targets) of each, as for :meth:`step`; or inputs alone, if the loss needs no targets.
 
         Raises:
             UsageError: There is no batch.
-            DeviceMemoryError: A batch would need more than a device has, or may take; nothing of it was sent.
+            DeviceMemoryError: A batch needs more memory than a device has, or may use; nothing of it was sent.
             OneboxError: Something failed on a worker.
         """
         self._require_open()
@@ -326,12 +328,11 @@ class Trainer(Observed):
     def pull(self) -> None:
         """Copy the trained weights and buffers back into the model (and the loss, if it has any).
 
-        What is changed there by hand from then on, until the next step, is brought to the workers by that, and by
-        whatever else looks at the state. What the optimizer remembers is brought when it is read, as
-        ``optimizer.state_dict()`` does.
+        User changes of the model after this call, before the next step, are uploaded by that step or any other access
+        to the state. The optimizer's state is downloaded when it is read, for example by ``optimizer.state_dict()``.
 
         Raises:
-            OneboxError: A step failed, or a worker is lost for good; the model may have been written in part.
+            OneboxError: A step failed, or a worker is permanently lost; the model may be partly written.
         """
         self._require_open()
         self._client.bring(overwrite=True)
@@ -339,12 +340,12 @@ class Trainer(Observed):
         self._client.pull()
 
     def push(self) -> None:
-        """Let the workers go on with the weights and buffers of the model (and the loss) as they are here, however old.
+        """Upload the weights and buffers of the local model (and the loss), however old they are.
 
-        What the optimizer remembers stays as it is.
+        The optimizer's state stays unchanged.
 
         Raises:
-            UsageError: A parameter is another object now than when this trainer was made, or steps are late.
+            UsageError: A parameter is another object than when this trainer was created, or steps use stale weights.
             OneboxError: A worker failed.
 
         Example:
@@ -375,18 +376,18 @@ class Trainer(Observed):
         pool: Pool,
         **options: Any,
     ) -> Self:
-        """Make a trainer that goes on from a checkpoint.
+        """Create a trainer that continues from a checkpoint.
 
-        With the same plan (as many devices, nothing overridden) the run ends with the same bits as one that was not
-        interrupted.
+        With the same plan (equally many devices, nothing overridden) the result is bitwise equal to that of an
+        uninterrupted run.
 
         Args:
             path: A checkpoint folder (its newest save), or the folder of one save.
-            model: As it was made for the first trainer; its weights are overwritten.
+            model: As created for the first trainer; its weights are overwritten.
             loss: As before.
             optimizer: As before; its options become those of the checkpoint.
             pool: The pool.
-            **options: Arguments of :class:`Trainer` that are to differ from the checkpoint's.
+            **options: Arguments of :class:`Trainer` that override the checkpoint's.
 
         Raises:
             CheckpointError: There is none, it is damaged, or it belongs to another model or optimizer.
@@ -414,9 +415,9 @@ class Trainer(Observed):
         return trainer
 
     def close(self) -> None:
-        """Free everything that the trainer holds on the pool; the pool stays. Idempotent.
+        """Free everything that the trainer holds on the pool; the pool stays open. Idempotent.
 
-        Where no step has been made since the last :meth:`pull`, what the optimizer remembers is brought first.
+        If there was no step since the last :meth:`pull`, the optimizer's state is downloaded first.
         """
         self._close(keep=True)
 

@@ -11,15 +11,19 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from onebox.errors import DataError, UsageError
+from onebox.extras import import_extra
 from onebox.feed.checks import require_int
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "GIF", "TIFF")
 """Formats that are tried; decoders of Pillow that start other programs, such as that of EPS, are excluded."""
@@ -54,8 +58,10 @@ class ImageDecoder:
 
     Raises:
         UsageError: An invalid setting, or torchvision is not installed.
+        MissingExtra: Pillow is not installed.
 
     Example:
+        >>> from PIL import Image
         >>> stream = io.BytesIO()
         >>> Image.new("RGB", (4, 3), (1, 2, 3)).save(stream, "PNG")
         >>> ImageDecoder(mode="RGB").decode(stream.getvalue(), where="red.png").shape
@@ -82,6 +88,7 @@ class ImageDecoder:
         require_int("max_pixels", self.max_pixels, least=1)
         if self.library not in ("pillow", "torchvision"):
             raise UsageError(f"library is {self.library!r}; allowed are pillow and torchvision.")
+        _pillow("Image")  # before anything is read
         if self.library == "torchvision":
             _torchvision()
 
@@ -100,8 +107,9 @@ class ImageDecoder:
         Raises:
             DataError: It is not a picture in an allowed format, is truncated or damaged, or has too many pixels.
         """
+        pillow = _pillow("Image")
         try:
-            with Image.open(io.BytesIO(raw), formats=list(self.formats)) as image:
+            with pillow.open(io.BytesIO(raw), formats=list(self.formats)) as image:
                 if image.width * image.height > self.max_pixels:
                     came = f"{where} has {image.width} x {image.height} pixels"
                     raise _bad(f"{came}; allowed are {self.max_pixels} in all (max_pixels)", path, sample)
@@ -110,9 +118,9 @@ class ImageDecoder:
                 return self._by_pillow(image)
         except UnsupportedMode as error:
             raise _bad(f"{where} {error}", path, sample) from error
-        except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        except (pillow.DecompressionBombError, pillow.DecompressionBombWarning) as error:
             raise _bad(f"{where} has too many pixels ({error})", path, sample) from error
-        except UnidentifiedImageError as error:
+        except pillow.UnidentifiedImageError as error:
             raise _bad(f"{where} is no picture; allowed are {', '.join(self.formats)}", path, sample) from error
         except REFUSED as error:
             raise _bad(f"{where} is a damaged picture ({error})", path, sample) from error
@@ -120,11 +128,11 @@ class ImageDecoder:
     def _by_pillow(self, image: Image.Image) -> Tensor:
         picture: Image.Image = image
         if self.upright:
-            picture = ImageOps.exif_transpose(picture)
+            picture = _pillow("ImageOps").exif_transpose(picture)
         picture = _in_mode(picture, self.mode)
         if self.size is not None:
             height, width = self.size
-            picture = ImageOps.fit(picture, (width, height), Image.Resampling.BILINEAR)
+            picture = _pillow("ImageOps").fit(picture, (width, height), _pillow("Image").Resampling.BILINEAR)
         pixels = np.array(picture)
         pixels_HWC = pixels if pixels.ndim == 3 else pixels[:, :, None]
         # Rotated by NumPy: PyTorch would use threads, which a forked process must not.
@@ -147,12 +155,16 @@ def _in_mode(picture: Image.Image, mode: str) -> Image.Image:
     if picture.mode == mode:
         return picture
     if picture.mode.startswith("I;16"):
-        picture = Image.fromarray((np.asarray(picture).astype(np.uint16) >> 8).astype(np.uint8))
+        picture = _pillow("Image").fromarray((np.asarray(picture).astype(np.uint16) >> 8).astype(np.uint8))
     if picture.mode not in EIGHT_BITS:
         raise UnsupportedMode(f"has pixels of Pillow's mode {picture.mode!r}; allowed are 8 or 16 bits a channel")
     if picture.mode == "P" and "transparency" in picture.info:
         picture = picture.convert("RGBA")  # Pillow warns of a direct conversion
     return picture.convert(mode)
+
+
+def _pillow(module: str) -> ModuleType:
+    return import_extra(f"PIL.{module}", "Reading pictures")
 
 
 def _torchvision() -> Any:

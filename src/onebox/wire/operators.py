@@ -1,4 +1,4 @@
-"""Operators by name, and what their schemas say of them."""
+"""Operators by name, and properties derived from their schemas."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def overload(name: str) -> OpOverload:
     """Return an operator of ``torch.ops.aten``, or one of onebox's own, by its full name: ``aten.addmm.default``.
 
     Raises:
-        WireError: This torch has no such operator.
+        WireError: The operator does not exist in this torch.
     """
     if name in _OWN:
         return _OWN[name]
@@ -32,12 +32,12 @@ def overload(name: str) -> OpOverload:
 
 
 def is_known(operator: object) -> bool:
-    """Tell whether programs may name an operator: one of ``torch.ops.aten``, or one of onebox's own."""
+    """Return whether programs may name an operator: one of ``torch.ops.aten``, or one of onebox's own."""
     return isinstance(operator, OpOverload) and (operator.namespace == "aten" or str(operator) in _OWN)
 
 
 def shares_memory(operator: OpOverload) -> bool:
-    """Tell whether the one output of an operator is a view of its argument."""
+    """Return whether the single output of an operator is a view of its argument."""
     if operator is torch.ops.aten._unsafe_view.default:
         return True
     returns = operator._schema.returns
@@ -45,5 +45,5 @@ def shares_memory(operator: OpOverload) -> bool:
 
 
 def is_random(operator: OpOverload) -> bool:
-    """Tell whether an operator draws random numbers."""
+    """Return whether an operator draws random numbers."""
     return torch.Tag.nondeterministic_seeded in operator.tags

@@ -1,7 +1,7 @@
 """Programs: straight-line tapes of ATen operators that a worker stores and interprets.
 
 A program owns numbered slots. Slots ``0 .. len(inputs) - 1`` hold its inputs when it starts; each operator reads slots
-and fills others, and names the slots that nobody reads after it. A program is functional: no operator on it writes to
+and fills others, and names the slots that are not read after it. A program is functional: no operator in it writes to
 its arguments. Nothing here imports torch, and no type is recursive, so a decoded program is bounded by construction.
 """
 
@@ -31,22 +31,22 @@ ITEM_BYTES = {
     "complex64": 8,
     "complex128": 16,
 }
-"""The element types that travel, with the bytes of one element."""
+"""Supported element types, with the bytes of one element."""
 
 PROGRAM_TYPES = (*tuple(ITEM_BYTES)[:10], "complex64", "complex128")
-"""Those that tensors of programs may have; the others are for eager operators, which need no gradients summed and no
+"""Element types of tensors in programs; the others are for eager operators, which need no gradient reductions and no
 optimizer on the worker."""
 
 SLOTS = 1 << 20
-"""The most slots of one program: one of 100,000 operators has about 150,000."""
+"""Most slots of one program: one of 100,000 operators has about 150,000."""
 
 
 class WireStruct(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Base of all parts of a program: immutable, encoded as arrays, with no field too many."""
+    """Base of all parts of a program: immutable, encoded as arrays, extra fields forbidden."""
 
 
 class Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Base of all messages: immutable, encoded as arrays, with no field too many."""
+    """Base of all messages: immutable, encoded as arrays, extra fields forbidden."""
 
 
 class TensorSpec(WireStruct, frozen=True):
@@ -86,7 +86,7 @@ class OwnDevice(WireStruct, frozen=True, tag="o"):
 
 
 class LayoutArgument(WireStruct, frozen=True, tag="l"):
-    """An operator argument: a memory layout; only ``strided`` travels."""
+    """An operator argument: a memory layout; only ``strided`` is supported."""
 
     name: str = "strided"
 
@@ -122,11 +122,11 @@ class Operator(WireStruct, frozen=True):
         name: Overload, such as ``aten.addmm.default``.
         args: Positional arguments.
         kwargs: Keyword arguments.
-        outs: Slot of each output; ``None`` for one that nobody reads.
-        specs: What each output is; ``None`` only with a ``None`` slot, whose memory is then not accounted for.
-        dies: Slots that nobody reads after this operator.
-        position: For an operator that draws random numbers, its position among those of the whole model, which with
-            run seed, step and micro-batch gives its own seed; otherwise -1.
+        outs: Slot of each output; ``None`` for one that is not read.
+        specs: Spec of each output; ``None`` only with a ``None`` slot, whose memory is then not counted.
+        dies: Slots that are not read after this operator.
+        position: For a random operator, its position among those of the whole model, from which its seed is derived
+            together with run seed, step and micro-batch; otherwise -1.
     """
 
     name: str
@@ -142,10 +142,10 @@ class Program(WireStruct, frozen=True):
     """A straight-line tape of operators.
 
     Args:
-        inputs: What each input is; input ``i`` arrives in slot ``i``.
+        inputs: Spec of each input; input ``i`` arrives in slot ``i``.
         operators: The tape.
         outputs: Slots whose tensors are the results, in order.
-        slots: How many slots there are.
+        slots: Number of slots.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -166,7 +166,7 @@ def reads(operator: Operator) -> list[int]:
 
 
 def specs_by_slot(program: Program) -> dict[int, TensorSpec]:
-    """Return what each filled slot of a program holds."""
+    """Return the spec of each filled slot of a program."""
     found = dict(enumerate(program.inputs))
     for operator in program.operators:
         for slot, spec in zip(operator.outs, operator.specs, strict=True):
@@ -176,10 +176,10 @@ def specs_by_slot(program: Program) -> dict[int, TensorSpec]:
 
 
 def check(program: Program) -> None:
-    """Require that a program is whole: each slot is filled once, specified, and read only while it holds something.
+    """Require that a program is consistent: each slot is filled once, has a spec, and is read only while it is filled.
 
     Raises:
-        WireError: What is wrong with it.
+        WireError: It is not; the message gives the reason.
     """
     if not len(program.inputs) <= program.slots <= SLOTS:
         raise WireError(f"a program of {program.slots} slots for {len(program.inputs)} inputs; allowed are {SLOTS}")
@@ -213,9 +213,9 @@ def _check_spec(spec: TensorSpec | None, what: str) -> None:
 
 
 def with_deaths(program: Program) -> Program:
-    """Return the program with every slot's death set at its last use; outputs never die.
+    """Return the program with each slot's death at its last use; outputs never die.
 
-    A slot that is filled and never read dies where it is filled.
+    A slot that is never read dies where it is filled.
     """
     last: dict[int, int] = {}
     for number, operator in enumerate(program.operators):

@@ -1,10 +1,9 @@
 """Recurrent layers as operators: ``onebox::recurrent`` and ``onebox::recurrent_backward``, each one layer of a network.
 
-PyTorch's own operators (``aten::lstm`` and its like) have no gradient of their own in most cases: autograd takes them
-apart into several operators for each time step, so that a graph of them has thousands. These two are the whole layer,
-forward and backward, in one or both directions. They compute by PyTorch's own kernels: backward computes the layer
-again, with autograd, rather than keep what autograd keeps of every time step. Only for second derivatives is a layer
-taken apart.
+PyTorch's own operators (such as ``aten::lstm``) have no gradient formula in most cases: autograd decomposes them into
+several operators for each time step, thousands in one graph. These two operators are the whole layer, forward and
+backward, in one or both directions. They use PyTorch's own kernels: backward recomputes the layer with autograd instead
+of keeping autograd's state of every time step. A layer is decomposed for second derivatives only.
 
 Sequences are time-major: input [T, B, F], states [directions, B, H], output [T, B, directions x H].
 """
@@ -31,10 +30,10 @@ _library.define(
 )
 
 RECURRENT: OpOverload = torch.ops.onebox.recurrent.default
-"""Maps a sequence, the states before it and the parameters of a layer to [output, *states behind it]."""
+"""Maps a sequence, the initial states and the parameters of a layer to [output, *final states]."""
 
 RECURRENT_BACKWARD: OpOverload = torch.ops.onebox.recurrent_backward.default
-"""Returns the gradients of [input, *states, *weights], those that are wanted, from those of forward's results."""
+"""Returns the required gradients of [input, *states, *weights] from those of forward's results."""
 
 
 def _forward(
@@ -69,12 +68,12 @@ def _backward(
 
 
 def _views_tracked() -> Any:
-    """Let autograd see views although it has called the operator, and so does not record what happens inside."""
+    """Let autograd track views although it has called the operator, whose operations it does not record."""
     return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
 
 
 def _leaf(tensor: Tensor, requires_grad: bool) -> Tensor:
-    """Return a tensor of the same memory that autograd may save: one that was made in inference mode is none."""
+    """Return a tensor with the same memory that autograd may save, which excludes those made in inference mode."""
     anew = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     with torch.no_grad():
         anew.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
@@ -91,7 +90,7 @@ def _layer(
     *,
     train: bool,
 ) -> list[Tensor]:
-    """Run PyTorch's operator for one layer; return the output and the states, each with memory of its own."""
+    """Run PyTorch's operator for one layer; return the output and the states, each in separate memory."""
     if kind not in KINDS:
         raise ValueError(f"a recurrent layer of kind {kind!r}; allowed: {', '.join(KINDS)}")
     call = getattr(torch.ops.aten, kind).input
@@ -143,7 +142,7 @@ def _differentiate(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, .
     saved, split = ctx.saved_tensors, 1 + ctx.states
     needs = ctx.needs_input_grad
     wanted = [needs[0], *needs[1], *needs[2]]
-    if torch.is_grad_enabled():  # create_graph=True: a second derivative is asked for
+    if torch.is_grad_enabled():  # create_graph=True: a second derivative is requested
         made = iter(_unrolled(gradients, saved, ctx.states, ctx.options, wanted))
     else:
         made = iter(RECURRENT_BACKWARD(list(gradients), saved[0], saved[1:split], saved[split:], *ctx.options, wanted))
@@ -158,8 +157,8 @@ def _unrolled(
     options: tuple[str, bool, bool],
     wanted: Sequence[bool],
 ) -> tuple[Tensor, ...]:
-    """Return the wanted gradients as what autograd can differentiate again."""
-    given = [tensor.view_as(tensor) for tensor in saved]  # apart, where one tensor is given twice
+    """Return the required gradients in a form that autograd can differentiate again."""
+    given = [tensor.view_as(tensor) for tensor in saved]  # distinct objects, if one tensor is passed twice
     split = 1 + states
     made = _layer(given[0], given[1:split], given[split:], *options, train=True)
     pairs = [(value, gradient) for value, gradient in zip(made, gradients, strict=True) if gradient is not None]

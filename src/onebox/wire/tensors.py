@@ -1,6 +1,6 @@
 """Tensors as frames: the dense elements of one tensor, in native byte order, nothing else.
 
-``Tensor.numpy`` is of no use here: a storage that it has shown to NumPy can never be resized again.
+``Tensor.numpy`` is not used: a storage exported to NumPy can never be resized again.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from onebox.errors import WireError
 from onebox.wire.program import ITEM_BYTES, PROGRAM_TYPES, TensorSpec
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
-"""Element types by the name that travels."""
+"""Element types by their names on the wire."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name under which an element type travels.
+    """Return the wire name of an element type.
 
     Raises:
-        WireError: The type does not travel.
+        WireError: The type is not supported.
     """
     try:
         return _NAMES[dtype]
@@ -34,10 +34,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def program_dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of an element type that tensors of programs may have.
+    """Return the wire name of an element type allowed in programs.
 
     Raises:
-        WireError: They may not have it.
+        WireError: The type is not allowed.
     """
     name = dtype_name(dtype)
     if name not in PROGRAM_TYPES:
@@ -46,24 +46,24 @@ def program_dtype_name(dtype: torch.dtype) -> str:
 
 
 def spec_of(tensor: Tensor) -> TensorSpec:
-    """Return what a tensor is, for the wire."""
+    """Return the spec of a tensor."""
     return TensorSpec(dtype_name(tensor.dtype), tuple(tensor.shape))
 
 
 def to_frame(tensor: Tensor) -> memoryview:
-    """Return the elements of a tensor; memory is shared where the tensor is dense and on the CPU."""
+    """Return the elements of a tensor; memory is shared if the tensor is dense and on the CPU."""
     if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()  # elements that are still to be conjugated or negated
+        tensor = tensor.resolve_conj().resolve_neg()  # apply lazy conjugation and negation
     dense = tensor.detach().to("cpu").contiguous()
     dense = dense.as_strided((dense.numel(),), (1,))  # a single element is contiguous with any stride
     return memoryview(np.from_dlpack(dense.view(torch.uint8)))  # type: ignore[arg-type]
 
 
 def rows_of(tensor: Tensor, first: int, rows: int) -> Tensor:
-    """Return rows of a tensor, indices of its first dimension; all of it where ``rows`` is 0.
+    """Return rows of a tensor, by index of its first dimension; the whole tensor if ``rows`` is 0.
 
     Raises:
-        WireError: It has no such rows.
+        WireError: The rows are out of bounds.
     """
     if not rows:
         return tensor
@@ -76,7 +76,7 @@ def from_frame(spec: TensorSpec, frame: memoryview | bytes) -> Tensor:
     """Return a new CPU tensor with the elements of a frame.
 
     Raises:
-        WireError: The frame has not the bytes that the specification needs, or its type is not allowed.
+        WireError: The size of the frame does not match the spec, or its type is not allowed.
     """
     check_elements(spec, frame)
     tensor = torch.empty(spec.shape, dtype=DTYPES[spec.dtype])
@@ -89,7 +89,7 @@ def check_elements(spec: TensorSpec, frame: memoryview | bytes) -> None:
     """Require that a frame holds the elements of a tensor.
 
     Raises:
-        WireError: It has not the bytes that the specification needs, or its type is not allowed.
+        WireError: The size of the frame does not match the spec, or its type is not allowed.
     """
     if spec.dtype not in DTYPES or min(spec.shape, default=0) < 0 or _extent(spec) >= 1 << 63:
         raise WireError(f"a tensor of {spec} is not allowed; types: {', '.join(DTYPES)}")
@@ -98,5 +98,5 @@ def check_elements(spec: TensorSpec, frame: memoryview | bytes) -> None:
 
 
 def _extent(spec: TensorSpec) -> int:
-    """Return the elements of a tensor, sizes of 0 left out: torch computes strides from them."""
+    """Return the number of elements of a tensor, ignoring sizes of 0: torch computes strides from them."""
     return prod(size or 1 for size in spec.shape)

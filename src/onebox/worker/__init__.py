@@ -1,6 +1,6 @@
 """The process that owns one device: buffers, programs, transfers, optimizer.
 
-What others may use is imported when it is first asked for: ``__main__`` comes before all else.
+Public names are imported at first use: ``__main__`` runs before everything else.
 """
 
 from __future__ import annotations

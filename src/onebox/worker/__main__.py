@@ -2,7 +2,7 @@
 
 import gc
 
-gc.disable()  # to look for garbage among what imports leave is a fifth of a worker's start; ``main`` enables it again
+gc.disable()  # collecting the garbage of imports takes a fifth of a worker's start; ``main`` enables it again
 
 from onebox.worker.process.main import main  # noqa: E402
 

@@ -1,4 +1,4 @@
-"""The device of a worker: the few things that differ between a CPU, a GPU and an emulated device."""
+"""The device of a worker: the differences between a CPU, a GPU and an emulated device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from onebox.worker.programs.interpreter import CompiledProgram, WorkerProgress
 from onebox.worker.system.instruction_sets import used_instruction_sets
 
 PASSING_BYTES = 64 << 20
-"""What a GPU's worker may take besides its buffers and an eighth of them: libraries' workspaces are of 8 to 32 MiB."""
+"""Memory of a GPU worker besides its buffers and an eighth of them: libraries' workspaces are of 8 to 32 MiB."""
 
 
 class ComputeDevice:
@@ -33,14 +33,14 @@ class ComputeDevice:
     Args:
         name: ``cpu``, or ``cuda:k``.
         threads: Threads that CPU operators may use.
-        speed: Fraction of its full speed that a CPU is to work at; below 1 everything takes so much longer.
+        speed: Fraction of a CPU's full speed; below 1 everything takes proportionally longer.
 
     Raises:
-        UsageError: It cannot work at such a speed.
+        UsageError: It does not support such a speed.
     """
 
     _aside: Tensor | None = None
-    """The state of the device's own generator while a program draws numbers of its own."""
+    """State of the device's default generator while a program draws its own random numbers."""
 
     def __init__(self, name: str, threads: int, speed: float = 1.0) -> None:
         if not 0 < speed <= 1 or (speed < 1 and name != "cpu"):
@@ -62,10 +62,10 @@ class ComputeDevice:
     # ---- programs and optimizers
 
     def load(self, stored: StoredProgram) -> CompiledProgram:
-        """Make a program ready to run here.
+        """Compile a program for this device.
 
         Raises:
-            WireError: It is none, or uses what is not allowed.
+            WireError: It is invalid, or uses operators that are not allowed.
         """
         check_cost(stored.cost_s)
         return CompiledProgram(stored.program, self.device, stored.layouts)
@@ -73,48 +73,48 @@ class ComputeDevice:
     def optimizer(
         self, spec: OptimizerSpec, parameters: list[Tensor], state: list[Tensor], host: HostMemory
     ) -> NativeOptimizer:
-        """Make an optimizer over buffers of this device; see :class:`NativeOptimizer`.
+        """Create an optimizer over buffers of this device; see :class:`NativeOptimizer`.
 
         Raises:
             WireError: It is not allowed.
-            QuotaExceeded: It steps on the host, which has no room.
+            QuotaExceeded: It runs on the host, which lacks memory.
         """
         check_cost(spec.cost_s)
         return NativeOptimizer(spec, parameters, state, host)
 
     def seed(self, run: int, step: int, micro_batch: int, position: int) -> None:
-        """Seed the random numbers of one operator from all that says where in the run it is; see :meth:`unseed`."""
+        """Seed the random numbers of one operator from its position in the run; see :meth:`unseed`."""
         if self._aside is None:
             self._aside = self.own_generator.get_state()
         text = f"{run}/{step}/{micro_batch}/{position}".encode()
         self.own_generator.manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1)
 
     def unseed(self) -> None:
-        """Let the device's own generator, of which eager operators draw, go on from where it was before seeds."""
+        """Restore the device's default generator, used by eager operators, to its state before seeding."""
         if self._aside is not None:
             self.own_generator.set_state(self._aside)
             self._aside = None
 
     def new_generator(self, seed: int) -> torch.Generator:
-        """Return a new generator of random numbers of this device."""
+        """Return a new random number generator of this device."""
         return torch.Generator(self.device).manual_seed(seed)
 
     def pace(self, start_ns: int, cost_s: float, progress: WorkerProgress) -> None:
-        """Let work last as long as it is to last on this device; only an emulated one adds to it.
+        """Extend work to its modelled duration on this device; only an emulated one waits.
 
         Args:
-            start_ns: When the work began, by ``time.monotonic_ns``; it is done by now.
-            cost_s: What it costs by the client's model of a ``sim`` device.
-            progress: Told that the worker waits meanwhile.
+            start_ns: Beginning of the work, by ``time.monotonic_ns``; it is complete now.
+            cost_s: Its cost by the client's model of a ``sim`` device.
+            progress: Notified of the wait.
         """
         if self.emulated:
             wait_until(start_ns + math.ceil((time.monotonic_ns() - start_ns) / self.speed), progress)
 
     def retime(self, speed: float) -> None:
-        """Be of another speed from now on: only an emulated device that computes nothing can.
+        """Change the speed; only an emulated device that computes nothing can.
 
         Raises:
-            WireError: It cannot, or there is no such speed.
+            WireError: The device does not support it, or the speed is invalid.
         """
         raise WireError(f"{self.name} cannot be of another speed; only a sim device can")
 
@@ -124,7 +124,7 @@ class ComputeDevice:
         """Return a new tensor of this device with the elements of a frame.
 
         Raises:
-            WireError: The frame does not fit the specification.
+            WireError: The frame does not match the spec.
         """
         tensor = from_frame(spec, frame)
         return tensor if self.device.type == "cpu" else tensor.to(self.device, non_blocking=False)
@@ -144,7 +144,7 @@ class ComputeDevice:
             made.update(to_frame(tensor))
         return made.digest()
 
-    # ---- what it is
+    # ---- identification
 
     def product_name(self) -> str:
         """Return the product name of the device."""
@@ -157,7 +157,8 @@ class ComputeDevice:
 
     def make(self) -> tuple[tuple[int, int], int, bool]:
         """Return compute capability and streaming multiprocessors of a GPU, and whether this PyTorch has NCCL for it;
-        zeros of all else."""
+        zeros for others.
+        """
         if self.device.type != "cuda":
             return (0, 0), 0, False
         properties = torch.cuda.get_device_properties(self.device)
@@ -165,7 +166,7 @@ class ComputeDevice:
         return capability, properties.multi_processor_count, dist.is_nccl_available()
 
     def instructions(self) -> InstructionSets:
-        """Return the instruction sets that this process uses on its processor."""
+        """Return the instruction sets that this process uses."""
         return used_instruction_sets()
 
     def memory_bytes(self) -> int:
@@ -175,14 +176,14 @@ class ComputeDevice:
         return int(psutil.virtual_memory().total)
 
     def quota_bytes(self, asked_bytes: int) -> int:
-        """Limit what this worker takes, and return the most bytes that its buffers may take.
+        """Limit the memory of this worker, and return the most bytes of its buffers.
 
-        What operators on a GPU need in passing is no buffer: PyTorch's allocator is held to an eighth more than the
-        buffers, and :data:`PASSING_BYTES`, so that one share of a GPU cannot take what others have leased. What the
-        driver takes for each process itself comes on top of that.
+        Temporary memory of operators on a GPU is outside of buffers: PyTorch's allocator is limited to the buffers plus
+        an eighth and :data:`PASSING_BYTES`, so that one share of a GPU cannot use memory that others have leased. The
+        driver's memory for each process comes in addition.
 
         Args:
-            asked_bytes: What was asked for; 0 for no limit but that of the device.
+            asked_bytes: Requested limit; 0 for the device's memory.
         """
         if asked_bytes and self.device.type == "cuda":
             share = (asked_bytes + asked_bytes // 8 + PASSING_BYTES) / self.memory_bytes()
@@ -191,10 +192,10 @@ class ComputeDevice:
 
 
 def check_cost(cost_s: float) -> None:
-    """Require that a cost is one.
+    """Require that a cost is valid.
 
     Raises:
-        WireError: It is not.
+        WireError: It is invalid.
     """
     if not 0 <= cost_s < math.inf:
         raise WireError(f"a cost of {cost_s} s; allowed are seconds from 0")
@@ -204,8 +205,8 @@ def wait_until(end_ns: int, progress: WorkerProgress) -> None:
     """Sleep until a time on the clock of ``time.monotonic_ns``, never less.
 
     Args:
-        end_ns: When to go on; at once where that has passed.
-        progress: Told that the worker waits, so that it is not taken for one that hangs.
+        end_ns: The time; returns at once if it has passed.
+        progress: Notified of the wait, so that the worker does not appear to hang.
     """
     if end_ns > time.monotonic_ns():
         with progress.wait():

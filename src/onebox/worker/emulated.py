@@ -1,8 +1,8 @@
-"""The ``sim`` device: it computes nothing, sleeps for the time that a cost model says, and hands on shapes.
+"""The emulated ``sim`` device: it computes nothing, sleeps for modelled times, and propagates shapes.
 
-Its tensors are on PyTorch's device ``meta``: they have an element type, a shape and a storage of so many bytes, and no
-elements. Programs are checked, memory is accounted for and quotas hold as on a CPU, so that plans and the engine itself
-can be tried at the size of a model that would not fit here. What is measured on it is always labelled emulated.
+Its tensors are on PyTorch's device ``meta``: they have an element type, a shape and a storage size, but no elements.
+Programs are checked, memory is counted and quotas apply as on a CPU, so that plans and the engine itself can be tested
+with a model that would not fit on this machine. Measurements on it are always labelled emulated.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from onebox.worker.optimizer.native import KERNEL_OPTIONS, NativeOptimizer
 from onebox.worker.programs.interpreter import CompiledProgram, Seed, WorkerProgress
 
 PRODUCT = "computes nothing"
-"""What stands in the place of a product name."""
+"""Substitute for a product name."""
 
 MEMORY_BYTES = 16 << 30
-"""Memory of a ``sim`` device where the pool sets no quota: that of a common accelerator."""
+"""Memory of a ``sim`` device if the pool sets no quota: that of a common accelerator."""
 
 _META = torch.device("meta")
 
 _SLICE_NS = 100_000
-"""The least that the kernel gives."""
+"""Shortest slice that the kernel grants."""
 
-_SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}.get(platform.machine())  # a system call that libc has no function for
+_SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}.get(platform.machine())  # a system call without a libc function
 
 
 class NoValues(Exception):
-    """Elements were asked for of a tensor that has none."""
+    """Elements of a tensor without elements were requested."""
 
     def __init__(self, spec: TensorSpec) -> None:
         super().__init__(
@@ -60,10 +60,10 @@ class EmulatedDevice(ComputeDevice):
     """A device that computes nothing.
 
     Args:
-        speed: What the costs of programs and optimizer steps are divided by.
+        speed: Divisor of the costs of programs and optimizer steps.
 
     Raises:
-        UsageError: The speed is none.
+        UsageError: The speed is invalid.
     """
 
     def __init__(self, speed: float = 1.0) -> None:
@@ -81,50 +81,50 @@ class EmulatedDevice(ComputeDevice):
         torch.set_num_threads(1)
 
     def load(self, stored: StoredProgram) -> CompiledProgram:
-        """Check a program as every worker does, and make ready what stands in for it."""
+        """Check a program as every worker does, and create its substitute."""
         check_cost(stored.cost_s)
         return EmulatedProgram(stored)
 
     def optimizer(
         self, spec: OptimizerSpec, parameters: list[Tensor], state: list[Tensor], host: HostMemory
     ) -> NativeOptimizer:
-        """Make an optimizer that has a state and no values."""
+        """Create an optimizer with a state but no values."""
         check_cost(spec.cost_s)
         return EmulatedOptimizer(spec, parameters, state, host)
 
     def instructions(self) -> InstructionSets:
-        """Return none: nothing is computed."""
+        """Return no instruction sets: nothing is computed."""
         return InstructionSets()
 
     def seed(self, run: int, step: int, micro_batch: int, position: int) -> None:
         """Do nothing: no random number is drawn."""
 
     def new_generator(self, seed: int) -> torch.Generator:
-        """Return a generator that has a state, and of which nothing is drawn."""
+        """Return a generator that has a state but is never used."""
         return torch.Generator().manual_seed(seed)
 
     def pace(self, start_ns: int, cost_s: float, progress: WorkerProgress) -> None:
-        """Sleep until work that began at a time, and costs so much at speed 1, would be done."""
+        """Sleep until work with a given beginning and cost at speed 1 would be done."""
         if cost_s:
             wait_until(start_ns + math.ceil(cost_s / self.speed * 1e9), progress)
 
     def retime(self, speed: float) -> None:
-        """Be of another speed from now on."""
+        """Change the speed."""
         if not 0 < speed < math.inf:
             raise WireError(f"sim at speed {speed}: allowed is any number above 0")
         self.speed = speed
 
     def fill(self, spec: TensorSpec, frame: memoryview | bytes) -> Tensor:
-        """Return a tensor of a specification, leaving the elements of a fitting frame alone."""
+        """Return a tensor of a spec, ignoring the elements of a matching frame."""
         check_elements(spec, frame)
         return torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device=_META)
 
     def read(self, tensor: Tensor) -> memoryview:
-        """Raise :class:`NoValues`."""
+        """Refuse with :class:`NoValues`."""
         raise NoValues(spec_of(tensor))
 
     def scalar(self, tensor: Tensor) -> float:
-        """Return not-a-number for a tensor of one element."""
+        """Return NaN for a tensor of one element."""
         if tensor.numel() != 1:
             raise ValueError(f"{spec_of(tensor)} is no single value")
         return math.nan
@@ -135,29 +135,29 @@ class EmulatedDevice(ComputeDevice):
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
     def product_name(self) -> str:
-        """Return what stands in the place of a product name."""
+        """Return the substitute for a product name."""
         return PRODUCT
 
     def make(self) -> tuple[tuple[int, int], int, bool]:
-        """Return what :meth:`onebox.worker.device.ComputeDevice.make` returns of what is no GPU."""
+        """Return the result of :meth:`onebox.worker.device.ComputeDevice.make` for a device other than a GPU."""
         return (0, 0), 0, False
 
     def memory_bytes(self) -> int:
-        """Return the memory that it stands for."""
+        """Return the emulated memory."""
         return self._memory_bytes
 
     def quota_bytes(self, asked_bytes: int) -> int:
-        """Stand for what was asked for, if something was, and return it: beyond it an accelerator would fail too."""
+        """Return the requested limit, which becomes the emulated memory: an accelerator would fail beyond it, too."""
         self._memory_bytes = asked_bytes or self._memory_bytes
         return self._memory_bytes
 
 
 def wake_promptly() -> None:
-    """Ask the kernel for short slices, so that this thread runs as soon as it wakes although others compute.
+    """Request short scheduler slices, so that this thread runs as soon as it wakes although other threads compute.
 
-    One that asks for less at a time has the earlier deadline (Linux from 6.12; before, or where it is not allowed,
-    nothing happens). With both cores of a machine busy, 1 sleep in 100 ended 4 ms late or more, with short slices 1 ms;
-    half of them ended within 0.02 ms either way.
+    A thread with shorter slices has an earlier deadline (Linux from 6.12; before, or without permission, this has no
+    effect). With both cores of a machine busy, 1 sleep in 100 ended 4 ms late or more, with short slices 1 ms; half of
+    them ended within 0.02 ms either way.
     """
     if _SCHED_SETATTR is None or os.sched_getscheduler(0) != os.SCHED_OTHER:
         return
@@ -167,15 +167,15 @@ def wake_promptly() -> None:
 
 
 class EmulatedProgram(CompiledProgram):
-    """A program that is not run: its outputs are made from what the program says of them.
+    """Emulated execution of a program: its outputs are created from their specs.
 
-    An output that would be a view shares a storage with what it views, so that memory is counted as where it is run.
+    An output that would be a view shares the storage of its base, so that memory is counted as in a real run.
 
     Args:
         stored: The program and its cost.
 
     Raises:
-        WireError: As for a program that is run.
+        WireError: As for a real program.
     """
 
     def __init__(self, stored: StoredProgram) -> None:
@@ -190,7 +190,7 @@ class EmulatedProgram(CompiledProgram):
         self._views = [(*_plan(slot, specs[slot]), owner[slot]) for slot in made if owner[slot] != slot]
 
     def run(self, inputs: list[Tensor], seed: Seed, progress: WorkerProgress) -> list[Tensor]:
-        """Return tensors as the program would; nothing is computed, and no time passes."""
+        """Return tensors with the program's specs; nothing is computed, and no time passes."""
         self.check_inputs(inputs)
         progress.executed += len(self.program.operators)
         values = dict(enumerate(inputs))
@@ -202,7 +202,7 @@ class EmulatedProgram(CompiledProgram):
                 values[slot] = torch.empty(shape, dtype=dtype, device=_META)
         for slot, dtype, shape, base in self._views:
             storage = values[base].untyped_storage()
-            # A step of 0 keeps any shape, such as an expanded one, inside the storage.
+            # A stride of 0 keeps any shape, such as an expanded one, inside the storage.
             values[slot] = torch.empty(0, dtype=dtype, device=_META).set_(storage, 0, shape, (0,) * len(shape))
         return [values[slot] for slot in self.program.outputs]
 
@@ -212,9 +212,9 @@ def _plan(slot: int, spec: TensorSpec) -> tuple[int, torch.dtype, tuple[int, ...
 
 
 class EmulatedOptimizer(NativeOptimizer):
-    """An optimizer whose state takes the bytes that it would take, and whose steps do nothing.
+    """An optimizer whose state takes the real number of bytes, and whose steps do nothing.
 
-    The state is made by a first step of the real class, over tensors without elements.
+    The state is created by a first step of the real class, over tensors without elements.
     """
 
     def step(
@@ -226,7 +226,7 @@ class EmulatedOptimizer(NativeOptimizer):
         members: Sequence[int] = (),
         late: bool = False,
     ) -> float | None:
-        """Make the state in the first step; return not-a-number where a norm is asked for."""
+        """Create the state in the first step; return NaN if a norm is requested."""
         chosen = self.chosen(members)
         late = late and self.remembers(chosen)
         if not {(index, late) for index in chosen} <= self._counted:
@@ -240,11 +240,11 @@ class EmulatedOptimizer(NativeOptimizer):
         """Do nothing: there are no values."""
 
     def _expected(self, index: int) -> Tensor | None:
-        """Return what takes the bytes of an update."""
+        """Return a tensor with the bytes of an update."""
         return self.parameters[index].clone()
 
     def _options(self, options: Options) -> dict[str, Any]:
-        """Return options without the choice of a kernel: there is none for tensors without elements."""
+        """Return options without the selection of a kernel: there is none for tensors without elements."""
         return {key: value for key, value in super()._options(options).items() if key not in KERNEL_OPTIONS}
 
     def _choose_kernel(self, name: str, group: dict[str, Any]) -> None:

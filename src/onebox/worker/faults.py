@@ -1,4 +1,4 @@
-"""Faults on purpose, for tests: what a worker does wrong at a given instruction."""
+"""Fault injection for tests, at a given instruction."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Fault(Struct, frozen=True, forbid_unknown_fields=True):
     Args:
         kind: ``kill`` (SIGKILL), ``stop`` (SIGSTOP), ``hang`` (sleeps), ``error`` (an exception), ``memory`` (out of
             memory).
-        instruction: Kind of instruction that it comes with, such as ``call`` or ``reduce``; or part of one: ``copying``
+        instruction: Kind of instruction that triggers it, such as ``call`` or ``reduce``; or a part of one: ``copying``
             (a tensor to a snapshot), ``giving`` and ``taking`` (a piece of one).
-        count: With which of that kind, from 1.
+        count: Number of the occurrence of that kind, from 1.
     """
 
     kind: Literal["kill", "stop", "hang", "error", "memory"]
@@ -31,10 +31,10 @@ class Fault(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FaultInjector:
-    """Brings faults about.
+    """Injects faults.
 
     Args:
-        faults: Which; none in ordinary use.
+        faults: The faults; none in ordinary use.
     """
 
     def __init__(self, faults: tuple[Fault, ...] = ()) -> None:
@@ -42,12 +42,12 @@ class FaultInjector:
         self._seen: Counter[str] = Counter()
 
     def before(self, progress: WorkerProgress) -> None:
-        """Bring about the fault, if any, of the instruction that begins."""
+        """Inject the fault, if any, for the instruction that begins."""
         if self._faults:
             self.at(progress.doing)
 
     def at(self, doing: str) -> None:
-        """Bring about the fault, if any, of what begins."""
+        """Inject the fault, if any, for the operation that begins."""
         if not self._faults:
             return
         self._seen[doing] += 1

@@ -1,4 +1,4 @@
-"""When the instructions of a traced run began and ended, and what memory they took."""
+"""Times and memory of the instructions of a traced run."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from onebox.worker.memory.buffers import BufferStore
 
 
 class Trace:
-    """Start, end and memory of each instruction of a run; see :class:`onebox.wire.protocol.requests.Run` for what they
-    mean.
+    """Start, end and memory of each instruction of a run; see :class:`onebox.wire.protocol.requests.Run` for their
+    definitions.
 
     Args:
-        store: The buffers whose bytes are noted; ``None`` for a trace that notes nothing.
+        store: The buffers whose bytes are recorded; ``None`` for a disabled trace.
     """
 
     def __init__(self, store: BufferStore | None = None) -> None:
@@ -25,7 +25,7 @@ class Trace:
         self._peak_before = 0
 
     def begin(self) -> None:
-        """Note that an instruction begins."""
+        """Record the start of an instruction."""
         store = self._store
         if store is not None:
             self.times_ns.append(time.monotonic_ns())
@@ -34,16 +34,16 @@ class Trace:
             self._peak_before, store.peak_bytes = store.peak_bytes, store.used_bytes
 
     def ready(self) -> None:
-        """Note that what the instruction reads is there, so that it begins only now."""
+        """Record that the inputs of the instruction are present, which is its effective start."""
         if self._running:
             self.times_ns[-1] = time.monotonic_ns()
 
     def until(self, end_ns: int) -> None:
-        """Note when what the instruction has sent is there, which may be later than its end."""
+        """Record the arrival time of the instruction's sends, which may be later than its end."""
         self._until_ns = end_ns
 
     def end(self) -> None:
-        """Note that the instruction has ended: when, its peak, and what is in use after it."""
+        """Record the end of the instruction: the time, its peak, and the bytes in use after it."""
         store = self._store
         if store is not None:
             self.times_ns.append(max(time.monotonic_ns(), self._until_ns))
@@ -52,7 +52,7 @@ class Trace:
             store.peak_bytes = max(self._peak_before, store.peak_bytes)
 
     def later(self) -> Callable[[int], None]:
-        """Return what notes when that which the instruction has started was there, after it has ended."""
+        """Return a function that records the completion of the instruction's asynchronous work after its end."""
         times, place = self.times_ns, len(self.times_ns)
 
         def done(at_ns: int) -> None:

@@ -70,6 +70,7 @@ def test_tensors_go_from_host_to_host(pool: Pool) -> None:
     assert y_BD.cpu().tolist() == [[0, 2, 6], [12, 20, 30]]
 
 
+@pytest.mark.long
 def test_workers_of_this_machine_beside_those_of_an_agent(hosts: tuple[Host, Host], folder: Path) -> None:
     file = folder / "lab.toml"
     file.write_text(
@@ -89,6 +90,7 @@ def test_nothing_is_leased_where_a_pool_cannot_be_opened(hosts: tuple[Host, Host
     assert [host.held() for host in hosts] == before
 
 
+@pytest.mark.long
 def test_who_waits_is_told_the_place_and_gets_the_devices_when_they_are_free(
     hosts: tuple[Host, Host], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -137,6 +139,7 @@ def test_a_worker_that_is_killed_is_named_and_can_be_replaced(hosts: tuple[Host,
         opened.post(0, [Ask("memory")], answer=True).result(NOTICED_S)
 
 
+@pytest.mark.long
 def test_a_worker_that_hangs_is_noticed_in_time_however_long_a_cut_may_last(hosts: tuple[Host, Host]) -> None:
     with open_pool(f"{hosts[1].address}/cpu", threads=1, grace_s=60.0) as opened:
         (number,) = opened.process_ids
@@ -147,6 +150,7 @@ def test_a_worker_that_hangs_is_noticed_in_time_however_long_a_cut_may_last(host
         assert "while its host could be heard" in str(error)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_agent_that_ends_or_hangs_is_noticed(folder: Path, how: signal.Signals) -> None:
     with contextlib.ExitStack() as stack:

@@ -34,6 +34,7 @@ def end(process: subprocess.Popen[str]) -> str:
     return said
 
 
+@pytest.mark.long
 def test_a_killed_run_goes_on_and_ends_with_the_same_bits(undisturbed: Run, tmp_path: Path) -> None:
     line = ["train", *SETTINGS, "--run", "run", "--save-every", "7", "--every", "1"]
     with running(line, tmp_path) as process:
@@ -54,6 +55,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bits(undisturbed: Run, tmp_
     assert metrics(tmp_path / "run") == metrics(undisturbed.folder)
 
 
+@pytest.mark.long
 def test_a_run_that_was_killed_before_its_first_checkpoint_starts_anew(
     undisturbed: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -81,6 +83,7 @@ def test_an_interrupt_is_one_line_and_leaves_nothing_running(tmp_path: Path) -> 
     read(tmp_path / newest)
 
 
+@pytest.mark.long
 def test_an_interrupt_while_the_workers_start(tmp_path: Path) -> None:
     with running(["train", *ENDLESS], tmp_path) as process:
         workers = []
@@ -94,6 +97,7 @@ def test_an_interrupt_while_the_workers_start(tmp_path: Path) -> None:
     assert not list((tmp_path / "runs").iterdir())
 
 
+@pytest.mark.long
 def test_a_worker_that_dies_is_one_message_and_the_checkpoint_is_whole(tmp_path: Path) -> None:
     with running(["train", *ENDLESS, "--run", "run"], tmp_path) as process:
         read_until(process, r"epoch 2/")
@@ -108,6 +112,7 @@ def test_a_worker_that_dies_is_one_message_and_the_checkpoint_is_whole(tmp_path:
     read(tmp_path / newest)
 
 
+@pytest.mark.long
 def test_a_reader_that_goes_away_ends_the_run_quietly(tmp_path: Path) -> None:
     with running(["train", *ENDLESS, "--run", "run"], tmp_path) as process:
         read_until(process, r"step 3/")

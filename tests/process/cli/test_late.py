@@ -37,6 +37,7 @@ def two_stages(folder: Path, schedule: str) -> str:
     return path.name
 
 
+@pytest.mark.long
 def test_a_plan_is_checked_and_trained_with(folder: Path) -> None:
     name = two_stages(folder, ASYNC)
     done = command(["plan", *JOB, "--check", name], folder)
@@ -54,6 +55,7 @@ def test_a_plan_is_checked_and_trained_with(folder: Path) -> None:
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.long
 def test_exact_steps_overlap(folder: Path) -> None:
     plan = two_stages(folder, "1f1b")
     done = command(["train", *JOB, "--plan", plan, "--epochs", "1", "--run", "overlapped", "--overlap"], folder)

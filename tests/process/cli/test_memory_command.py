@@ -13,6 +13,7 @@ from onebox.plan import Plan
 JOB = ("--model", "mlp", "--data", "digits", "--pool", "cpu", "--threads", "1")
 
 
+@pytest.mark.long
 def test_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["memory", *JOB, "--memory", "2MiB"]) == 0
     said = capsys.readouterr().out

@@ -187,6 +187,7 @@ def test_a_plan_that_does_not_fit_is_shown_and_refused(tmp_path: Path, capsys: p
     assert "run it with" not in said.out
 
 
+@pytest.mark.long
 def test_emulated_devices_are_called_so(capsys: pytest.CaptureFixture[str]) -> None:
     line = ["plan", "--model", "mlp", "--pool", "sim*2,sim@0.5", "--micro-batches", "8,16", "--budget", "1"]
     assert main(line) == 0
@@ -244,6 +245,7 @@ def test_the_timeline_of_a_planned_run_has_waits(planned_run: Made) -> None:
     assert any(event["args"].get("for", "").startswith("receive") for event in waited)
 
 
+@pytest.mark.long
 def test_a_planned_run_that_is_resumed_ends_as_one_that_was_not(made: Made, planned_run: Made, tmp_path: Path) -> None:
     path = write(tmp_path, made.two_stages())
     run = str(tmp_path / "run")
@@ -253,6 +255,7 @@ def test_a_planned_run_that_is_resumed_ends_as_one_that_was_not(made: Made, plan
     assert metrics(tmp_path / "run") == metrics(planned_run.folder)
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_another_plan_of_the_same_micro_batches_only(
     planned_run: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -272,6 +275,7 @@ def test_a_run_goes_on_with_another_plan_of_the_same_micro_batches_only(
     assert Plan.read(tmp_path / "run" / "plan.json") == whole
 
 
+@pytest.mark.long
 def test_plan_auto_plans_runs_and_keeps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     assert main(["train", *JOB, "--plan", "auto", "--epochs", "1", "--run", str(run)]) == 0
@@ -288,6 +292,7 @@ def test_plan_auto_plans_runs_and_keeps(tmp_path: Path, capsys: pytest.CaptureFi
     assert comparison["step_s"]["predicted"] == plan.predicted.step_s
 
 
+@pytest.mark.long
 def test_a_plan_on_devices_that_only_sleep_is_run_for_its_times(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -308,6 +313,7 @@ def test_a_plan_for_more_devices_than_there_are(tmp_path: Path, capsys: pytest.C
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_memory_is_shown_as_it_is_predicted_and_measured(tmp_path: Path) -> None:
     files = ("--figure", "plan.svg", "--report", "report.json")
     line = ["plan", *JOB, "--micro-batches", "32", "--schedules", "1f1b", "--budget", "0.5", "--show-memory", *files]

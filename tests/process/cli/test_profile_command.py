@@ -29,6 +29,7 @@ def kept(cache: Path) -> list[Path]:
     return list((cache / "onebox" / "profiles").glob("*.json"))
 
 
+@pytest.mark.long
 def test_processors() -> None:
     with open_pool("cpu*2", threads=1) as pool:
         found = pool.profile(cache=False)
@@ -127,6 +128,7 @@ def test_a_wide_matrix_is_not_cut(
     assert all(len(row) == 5 for row in rows)
 
 
+@pytest.mark.long
 def test_a_model_is_measured_by_its_segments_and_kept(
     cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

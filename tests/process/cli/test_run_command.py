@@ -44,6 +44,7 @@ def run(folder: Path, *arguments: str, pool: Sequence[str] = ONE) -> subprocess.
 # ---- as Python does it
 
 
+@pytest.mark.long
 def test_a_script_is_the_main_module(tmp_path: Path) -> None:
     path = script(tmp_path, LOOKS, "there/script.py")
     done = run(tmp_path, "there/script.py", "--lr", "0.1", "--help", "-m", "x", pool=POOL)
@@ -57,6 +58,7 @@ def test_a_script_is_the_main_module(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.long
 def test_a_module_is_found_from_the_current_folder(tmp_path: Path) -> None:
     path = script(tmp_path, LOOKS, "package/__main__.py")
     done = run(tmp_path, "-m", "package", "--pool", "cpu", pool=POOL)
@@ -88,6 +90,7 @@ def test_an_error_shows_the_lines_of_the_script_alone(tmp_path: Path) -> None:
 # ---- processes of the script
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["fork", "spawn"])
 def test_processes_of_the_script(tmp_path: Path, how: str) -> None:
     script(
@@ -151,6 +154,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_a_distributed_script_has_its_ranks_on_the_devices(tmp_path: Path) -> None:
     script(tmp_path, DISTRIBUTED)
     words = {}
@@ -194,6 +198,7 @@ def test_an_error_on_a_worker_is_raised_where_it_is_noticed(
     assert "onebox/vgpu" not in done.stderr
 
 
+@pytest.mark.long
 def test_an_error_that_nobody_reads_fails_the_command(tmp_path: Path) -> None:
     script(tmp_path, LATE.partition("print(y)")[0])
     done = run(tmp_path, "script.py")
@@ -201,6 +206,7 @@ def test_an_error_that_nobody_reads_fails_the_command(tmp_path: Path) -> None:
     assert done.stderr.startswith("onebox: ") and "aten.embedding" in done.stderr
 
 
+@pytest.mark.long
 def test_a_device_with_too_little_memory(tmp_path: Path) -> None:
     script(
         tmp_path,
@@ -241,6 +247,7 @@ def test_ctrl_c_ends_script_and_workers(tmp_path: Path) -> None:
         assert_gone(workers)
 
 
+@pytest.mark.long
 def test_a_script_may_catch_ctrl_c_again_and_again(tmp_path: Path) -> None:
     script(
         tmp_path,
@@ -261,6 +268,7 @@ def test_a_script_may_catch_ctrl_c_again_and_again(tmp_path: Path) -> None:
         assert (process.returncode, said) == (0, "")
 
 
+@pytest.mark.long
 def test_a_worker_that_dies_is_an_error_of_the_line_that_needs_it(tmp_path: Path) -> None:
     script(tmp_path, LONG)
     with running(["run", *POOL, "script.py"], tmp_path) as process:
@@ -286,6 +294,7 @@ print(all(p.grad.isfinite().all().item() for p in model.parameters()))
 """
 
 
+@pytest.mark.long
 def test_a_script_compiles_with_the_default_backend(tmp_path: Path) -> None:
     """Also where the model is the first to name a device; resets forget CUDA graphs, of which there are none."""
     done = run(tmp_path, str(script(tmp_path, COMPILES)))

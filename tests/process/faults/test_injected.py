@@ -95,6 +95,7 @@ def hang(kind: str, case: Case) -> OneboxError:
         return fails_with_one_error(trainer)
 
 
+@pytest.mark.long
 def test_a_stopped_or_hanging_worker_is_reported() -> None:
     with ThreadPoolExecutor(2) as executor:
         errors = list(executor.map(lambda arguments: hang(*arguments), HANGS))

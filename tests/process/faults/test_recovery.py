@@ -197,6 +197,7 @@ def assert_same(found: Outcome, expected: Outcome) -> None:
         assert torch.equal(found[1][name], tensor), name
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kind", "seed", "signals"),
     [
@@ -223,6 +224,7 @@ def test_a_run_with_losses_ends_with_the_same_bits(
         assert story.step - story.snapshot_step == story.redone <= 2 * EVERY + 1
 
 
+@pytest.mark.long
 def test_a_worker_that_reaches_no_other_has_its_state_kept_by_the_client(
     pool: onebox.Pool, undisturbed: Callable[[str], Outcome]
 ) -> None:
@@ -234,6 +236,7 @@ def test_a_worker_that_reaches_no_other_has_its_state_kept_by_the_client(
     assert [story.replaced for story in found[2]] == [(0,), (0,)]
 
 
+@pytest.mark.long
 def test_a_worker_dies_while_a_run_begins(undisturbed: Callable[[str], Outcome]) -> None:
     with disturbed({0: [Fault("kill", "define", 2)]}) as pool:
         found = run(pool, KINDS["stages"])
@@ -242,6 +245,7 @@ def test_a_worker_dies_while_a_run_begins(undisturbed: Callable[[str], Outcome])
     assert (story.lost, story.snapshot_step) == ((0,), 0)
 
 
+@pytest.mark.long
 def test_workers_die_while_they_copy_send_and_take_a_snapshot(
     pool: onebox.Pool, undisturbed: Callable[[str], Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -365,6 +369,7 @@ def test_all_but_one_worker_are_lost_at_once_and_come_back() -> None:
         assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
+@pytest.mark.long
 def test_a_worker_that_dies_again_while_it_is_brought_back(
     pool: onebox.Pool, undisturbed: Callable[[str], Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -143,6 +143,7 @@ def test_a_new_plan_for_what_is_left_ends_with_the_same_numbers(
         torch.testing.assert_close(found[name], tensor, **NUMERICS)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("no_restart")
 def test_what_does_not_fit_what_is_left_is_one_error_and_the_checkpoint_is_whole(
     tmp_path: Path, undisturbed: dict[str, Tensor]
@@ -171,6 +172,7 @@ def test_what_does_not_fit_what_is_left_is_one_error_and_the_checkpoint_is_whole
             torch.testing.assert_close(tensor, undisturbed[name], **NUMERICS)
 
 
+@pytest.mark.long
 def test_a_worker_that_is_lost_again_and_again_is_one_error_and_the_checkpoint_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: dict[str, Tensor]
 ) -> None:
@@ -198,6 +200,7 @@ def test_a_worker_that_is_lost_again_and_again_is_one_error_and_the_checkpoint_i
         assert all(torch.equal(found, undisturbed[name]) for name, found in resumed.tensors().items())
 
 
+@pytest.mark.long
 def test_a_checkpoint_that_finds_no_room_is_an_error_of_saving_alone(
     tmp_path: Path, undisturbed: dict[str, Tensor]
 ) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from onebox.errors import WorkerDied
@@ -25,8 +26,6 @@ from coverage_shards import Case, Runner, Tally, names_of, run_cases
 
 CPU = torch.device("cpu")
 SEED = 4
-OPERATORS = 150
-MODULES = 30
 TRIALS = 4
 
 REFUSED = {
@@ -39,20 +38,24 @@ ALSO_REFUSED_BY_THE_CPU = "Jiterator is only supported on CUDA"
 """The one error of the CPU: anything else would be due to the device beside it."""
 
 
-def test_a_part_of_the_databases_gives_what_the_cpu_gives() -> None:
+@pytest.mark.short
+@pytest.mark.parametrize(
+    ("operators", "modules", "optimizers"), [(6, 2, 1), pytest.param(150, 30, 99, marks=pytest.mark.long)]
+)
+def test_a_part_of_the_databases_gives_what_the_cpu_gives(operators: int, modules: int, optimizers: int) -> None:
     choose = random.Random(SEED)
     cases = [
         Case(kind="opinfo", name=name, dtype=dtype, seed=SEED, limit=TRIALS, repeat=2)
-        for name in choose.sample(names_of("opinfo"), OPERATORS)
+        for name in choose.sample(names_of("opinfo"), operators)
         for dtype in ("float32", "float64", "int64", "bool")
     ]
     cases += [
         Case(kind="moduleinfo", name=name, dtype="float64", seed=SEED, limit=TRIALS)
-        for name in choose.sample(names_of("moduleinfo"), MODULES)
+        for name in choose.sample(names_of("moduleinfo"), modules)
     ]
     cases += [
         Case(kind="optimizerinfo", name=name, dtype="float64", seed=SEED, limit=TRIALS)
-        for name in names_of("optimizerinfo")
+        for name in names_of("optimizerinfo")[:optimizers]
     ]
     tallies = run_cases(cases, "cpu", 1)
     assert not _told(tallies, "wrong")
@@ -60,7 +63,7 @@ def test_a_part_of_the_databases_gives_what_the_cpu_gives() -> None:
     assert not _told(tallies, "failed")
     assert not [line for line in _told(tallies, "unsupported") if line.split()[1] not in REFUSED]
     assert not [line for line in _told(tallies, "skipped") if ALSO_REFUSED_BY_THE_CPU not in line]
-    assert sum(tally.count("passed") for tally in tallies) > 2 * OPERATORS
+    assert sum(tally.count("passed") for tally in tallies) > 2 * operators
 
 
 def _told(tallies: list[Tally], *outcomes: str) -> list[str]:
@@ -72,6 +75,7 @@ def _told(tallies: list[Tally], *outcomes: str) -> list[str]:
     ]
 
 
+@pytest.mark.long
 def test_a_case_whose_process_dies_counts_as_crashed_and_ends() -> None:
     runner = Runner("none")
     try:

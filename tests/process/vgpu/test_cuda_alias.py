@@ -255,6 +255,7 @@ with onebox.open("cpu*2", threads=1):
 """
 
 
+@pytest.mark.long
 def test_the_current_device_is_known_when_cuda_means_it_no_longer() -> None:
     done = subprocess.run([sys.executable, "-c", AFTERWARDS], capture_output=True, text=True, timeout=500, check=False)
     assert (done.returncode, done.stdout.split()) == (0, ["1", "1"]), done.stderr

@@ -291,6 +291,7 @@ def test_a_worker_that_dies_ends_the_job() -> None:
             together(run, ranks=2)
 
 
+@pytest.mark.long
 def test_ranks_need_devices_of_their_own() -> None:
     def run(rank: int) -> None:
         dist.all_reduce(torch.ones(1, device="vgpu:0"))

@@ -80,11 +80,11 @@ def test_a_frame_that_wants_a_dictionary_is_refused() -> None:
 
 def test_without_the_libraries_nothing_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert codecs() == ("lz4", "zstd")
-    monkeypatch.setattr(compression, "_lz4", None)
+    monkeypatch.delitem(compression._LIBRARIES, "lz4")
     assert codecs() == ("zstd",)
     with pytest.raises(WireError, match="'lz4' cannot be read here"):
         unpack("lz4", b"abc", 3)
-    monkeypatch.setattr(compression, "_zstd", None)
+    monkeypatch.delitem(compression._LIBRARIES, "zstd")
     assert codecs() == ()
-    with pytest.raises(WireError, match="'brotli' cannot"):
+    with pytest.raises(WireError, match=r"'brotli' cannot .* no codec \(pip install 'onebox\[compression\]'\)"):
         unpack("brotli", b"abc", 3)

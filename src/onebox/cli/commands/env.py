@@ -14,6 +14,7 @@ import torch.distributed
 from onebox import __version__
 from onebox.cli.console import OutputConsole
 from onebox.cli.options.pools import EnvConfig
+from onebox.extras import PACKAGES
 from onebox.worker.sandbox import landlock
 from onebox.worker.sandbox.confine import confinement
 from onebox.worker.system.instruction_sets import VARIABLES, mkl_architecture, used_instruction_sets
@@ -27,13 +28,9 @@ _PACKAGES = (
     "tyro",
     "rich",
     "psutil",
-    "prometheus-client",
-    "scikit-learn",
-    "pillow",
 )
-_EXTRAS = {
-    "ray": "pools on a Ray cluster need it; install onebox[cluster]",
-    "transformers": "the tests train its models; install onebox[test]",
+_EXTRAS = {package.distribution: f"for {package.purpose}: {package.remedy}" for package in PACKAGES} | {
+    "transformers": "for the tests: pip install 'onebox[test]'"
 }
 
 
@@ -111,7 +108,7 @@ def _instructions() -> dict[str, str]:
 
 def _missing() -> list[str]:
     missing = [f"{name} is not installed, which onebox needs" for name in _PACKAGES if _version(name) is None]
-    missing += [f"{name} is not installed: {why}" for name, why in _EXTRAS.items() if _version(name) is None]
+    missing += [f"{name} is not installed, {why}" for name, why in _EXTRAS.items() if _version(name) is None]
     if not torch.version.cuda:
         missing.append("CUDA: this torch is built without it; workers run on CPUs")
     elif not torch.cuda.is_available():

@@ -16,6 +16,7 @@ from onebox.cli.planning import PlanForecast, predict_plan, search_plan, write_p
 from onebox.cli.run_setup import load_data
 from onebox.engine.workload.delay_compensation import extra_copies, predicts
 from onebox.errors import UsageError
+from onebox.extras import import_extra
 from onebox.plan import ASYNC, Plan, as_data, draw_timeline, in_flight_of, stage_work, steady_window
 from onebox.pool import Pool, open_pool
 from onebox.report import candidate_table, plan_device_table, stage_table, summary_line
@@ -163,6 +164,7 @@ def _check_targets(config: PlanConfig) -> None:
         check_target(flag, path)
     if config.figure is not None:
         check_suffix(config.figure)
+        import_extra("matplotlib", "--figure")
 
 
 def check_target(flag: str, path: Path | None) -> None:

@@ -16,6 +16,7 @@ from onebox.agent.journal import Journal
 from onebox.agent.metrics import serve_metrics
 from onebox.cli.options.agents import ServeConfig
 from onebox.errors import UsageError
+from onebox.extras import import_extra
 from onebox.pool.keys.keyring import AllowedClients, fingerprint, identity
 from onebox.pool.launch.worker_user import worker_user
 from onebox.sizes import size_text
@@ -30,7 +31,10 @@ def serve(config: ServeConfig) -> None:
     Raises:
         UsageError: A device does not exist, an address does not belong to this machine, no client could connect, or
             workers would run as root.
+        MissingExtra: Metrics are to be served without the Prometheus client.
     """
+    if config.metrics_port is not None:
+        import_extra("prometheus_client", "--metrics-port")  # before anything is offered
     account = worker_user(config.user, allow_root=config.allow_root)
     keys = identity("agent")
     clients = AllowedClients()

@@ -50,7 +50,7 @@ class JobConfig(PoolOptions):
     """Model, data and devices: the options that planning and training share.
 
     Args:
-        data: Data set: digits (comes with scikit-learn), mnist:FOLDER (IDX files), cifar10:FOLDER (tar files), or
+        data: Data set: digits (comes with onebox), mnist:FOLDER (IDX files), cifar10:FOLDER (tar files), or
             pictures that are read on demand: folder:PATH (a folder for each class), tar:PATTERN (WebDataset's layout)
             or parquet:PATTERN; for these, a test set follows after a comma.
         image_size: Height and width to which pictures of folder, tar and parquet are resized and cropped at their

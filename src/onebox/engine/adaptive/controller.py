@@ -1,7 +1,7 @@
-"""The schedule of a run follows what its devices and links do: what steps took goes in, plans that take over come out.
+"""Adaptive replanning of a running plan: measured step times go in, plans that take over come out.
 
-A thread of its own looks at each step that has ended, lets the follower (:mod:`onebox.plan.replan.controller`) decide,
-and makes a new plan ready while steps go on; the thread that begins steps lets it take over between two of them.
+A separate thread examines each completed step, asks the replan controller (:mod:`onebox.plan.replan.controller`) for a
+decision, and prepares a new plan while steps go on; the thread that begins steps switches plans between two steps.
 """
 
 from __future__ import annotations
@@ -25,41 +25,42 @@ from onebox.plan.replan.decisions import ReplanDecision, ReplanOutcome
 from onebox.plan.replan.measurements import StepMeasurement
 
 _FIRST = 3
-"""Steps that are not looked at: workers are still slow."""
+"""Initial steps to ignore, while workers are still slow."""
 
 _MEASURED = 5
-"""Steps that a problem is made of which nobody has measured before."""
+"""Measured steps from which a problem is built when there is no earlier measurement."""
 
 _BEHIND = 64
-"""Steps that may wait to be looked at; older ones are forgotten."""
+"""Most completed steps that may wait to be examined; older ones are dropped."""
 
 _SLICE_S = 0.1
-"""How long workers are waited for at a time."""
+"""Interval at which a wait for workers is checked."""
 
 _WORTH = 0.25
-"""What a new plan has to save of a step for the next step to wait for it: to let a pipeline run empty costs less."""
+"""Least fraction of a step's time that a new plan must save for the next step to wait for it. Draining a pipeline costs
+less."""
 
 _JOIN_S = 10.0
-"""How long a thread is waited for that is to end: a decision, or what makes a plan ready, is in no hurry to stop."""
+"""Most seconds to wait for a thread that is to end: a decision or the preparation of a plan does not stop at once."""
 
 _LOG = logging.getLogger("onebox")
 
 MakeProblem = Callable[[Plan, list[StepMeasurement]], Problem]
-"""From a plan and what its steps took to what a planner is given."""
+"""Builds the planner's problem from a plan and the measurements of its steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AppliedDecision:
-    """A decision that was carried out, or was to be.
+    """A decision that was carried out or attempted.
 
     Args:
-        decision: What was seen and decided.
+        decision: The change that was detected and the decision about it.
         step: The first step under the new plan.
         moved_bytes: Bytes that travelled from worker to worker.
-        seconds: By which the steps around it took longer than they would have under the new plan; 0 until the first
-            step under that has ended.
-        refused: Why it could not be carried out; empty where it was.
-        outcome: What was measured of it; ``None`` as long as that is open.
+        seconds: Extra time of the steps around it, compared with steps under the new plan; 0 until the first step under
+            the new plan has ended.
+        refused: The reason that it could not be carried out; empty if it was.
+        outcome: The measured effect; ``None`` while it is open.
     """
 
     decision: ReplanDecision
@@ -71,7 +72,7 @@ class AppliedDecision:
 
     @property
     def line(self) -> str:
-        """One line for a person."""
+        """Return a one-line summary."""
         if self.refused:
             return f"{self.decision.line}; not done: {self.refused}"
         moved = f"{self.moved_bytes / 1e6:.1f} MB moved" + (f", {self.seconds:.2f} s lost" if self.seconds else "")
@@ -79,20 +80,20 @@ class AppliedDecision:
 
 
 class AdaptableRun(Protocol):
-    """What follows asks of the run."""
+    """Interface of a run that replanning needs."""
 
     steps_done: int
 
     def prepare(self, plan: Plan) -> Migration | None:
-        """Make all ready for another plan; any thread may call this."""
+        """Prepare another plan; callable from any thread."""
 
     def adopt(self, plan: Plan, prepared: Migration | None = None) -> MigrationReport:
-        """Let another plan take over."""
+        """Switch to another plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """A step that has ended, and the plan that it ran under."""
+    """A completed step and the plan that it ran under."""
 
     whole: StepContext
     plan: Plan
@@ -100,7 +101,7 @@ class _Step:
 
 @dataclass(frozen=True, kw_only=True)
 class _Ready:
-    """A decision whose plan may take over."""
+    """A decision whose plan is ready to take over."""
 
     decision: ReplanDecision
     migration: Migration | None
@@ -108,19 +109,19 @@ class _Ready:
 
 @dataclass(frozen=True, kw_only=True)
 class _Done:
-    """A decision that was carried out, and whether workers were busy with a step just then."""
+    """A decision that was carried out, and whether workers were busy with a step at that moment."""
 
     decision: ReplanDecision
     under_way: bool
 
 
 class AdaptiveController:
-    """Follows a run.
+    """Adaptive replanning of one run.
 
     Args:
         run: The run.
-        make_problem: Makes the problem of what was measured.
-        batch: Returns the samples of a batch that is as most are.
+        make_problem: Builds the problem from measurements.
+        batch: Returns the number of samples of a typical batch.
     """
 
     def __init__(self, run: AdaptableRun, make_problem: MakeProblem, batch: Callable[[], int]) -> None:
@@ -138,7 +139,7 @@ class AdaptiveController:
     # ---- the thread that begins steps
 
     def ended(self, whole: StepContext, plan: Plan) -> None:
-        """Take the times of a step that has ended."""
+        """Record the times of a step that has ended."""
         if self._stopped.is_set() or self._told.qsize() > _BEHIND:
             return
         if self._thread is None:
@@ -148,16 +149,16 @@ class AdaptiveController:
         self._told.put(_Step(whole=whole, plan=plan))
 
     def between_steps(self, *, under_way: bool = False) -> bool:
-        """Let a plan take over that is ready to, or is about to be because something has plainly changed.
+        """Switch to a plan that is ready, or about to be because a change is certain.
 
         Args:
             under_way: Whether workers are busy with a step, so that the next one may wait.
 
         Returns:
-            Whether a plan was to take over.
+            Whether a switch of plans was attempted.
 
         Raises:
-            OneboxError: A worker was lost, and the run cannot go on after that.
+            OneboxError: A worker was lost, and the run cannot continue.
         """
         with self._changed:
             if under_way:
@@ -167,14 +168,14 @@ class AdaptiveController:
             return False
         told = self._told
         moved = self._run.adopt(ready.decision.plan, ready.migration)
-        if self._told is not told:  # a worker was lost meanwhile, and all begins anew
+        if self._told is not told:  # a worker was lost meanwhile; everything starts afresh
             return True
         self.note(AppliedDecision(decision=ready.decision, step=self._run.steps_done, moved_bytes=moved.size_bytes))
         self._told.put(_Done(decision=ready.decision, under_way=under_way))
         return True
 
     def _wait(self) -> None:
-        """Wait, with the lock, until the thread has nothing to do any more or a plan is ready; once for each doubt."""
+        """Wait, holding the lock, until the thread is idle or a plan is ready; once for each suspected change."""
         begin_s = time.monotonic()
         while self._ready is None and self._told.unfinished_tasks:
             left_s = begin_s + self._patience_s - time.monotonic()
@@ -184,36 +185,40 @@ class AdaptiveController:
         self._patience_s = 0.0
 
     def restart(self) -> None:
-        """Forget what was seen and decided: the run goes on after a loss, maybe with another plan and other devices."""
+        """Discard all measurements and decisions: the run continues after a loss, perhaps with another plan and other
+        devices.
+        """
         self.close()
         self._told, self._stopped, self._thread = queue.Queue(), threading.Event(), None
         with self._changed:
             self._ready, self._patience_s = None, 0.0
 
     def close(self) -> None:
-        """End the thread; what it is about to decide is not done. Idempotent."""
+        """End the thread; a pending decision is not carried out. Idempotent."""
         self._stopped.set()
         self._told.put(None)
         if self._thread is not None:
             self._thread.join(_JOIN_S)
 
-    # ---- its own thread
+    # ---- the replanning thread
 
     def begin(self, plan: Plan, steps: list[StepMeasurement]) -> tuple[ReplanController, Problem]:
-        """Return a follower of a plan, given what its first steps took, and the problem that it goes by."""
+        """Return a replan controller for a plan, given the measurements of its first steps, and the problem that it
+        uses.
+        """
         problem = self._make_problem(plan, steps)
         return ReplanController(problem, plan, self._batch()), problem
 
     def samples(self) -> int:
-        """Return the samples of a batch that is as most are."""
+        """Return the number of samples of a typical batch."""
         return self._batch()
 
     def looked(self, told: queue.Queue[_Step | _Done | None], patience_s: float) -> None:
-        """Say that something that was told has been looked at.
+        """Record that a queued event has been processed.
 
         Args:
-            told: Where it was.
-            patience_s: How long the step after the next one may wait for what is found about the next.
+            told: The event queue.
+            patience_s: Longest time that the step after the next one may wait for the decision about the next.
         """
         told.task_done()
         with self._changed:
@@ -222,9 +227,9 @@ class AdaptiveController:
                 self._changed.notify_all()
 
     def offer(self, decision: ReplanDecision, stopped: threading.Event) -> str:
-        """Make a plan ready, and let it take over before the next step; return why not, where it cannot."""
+        """Prepare a plan and let it take over before the next step; return the reason if it cannot."""
         saved_s = decision.before_s - decision.after_s
-        with self._changed:  # the step under way is waited for at no cost, and then as long as another one would lose
+        with self._changed:  # waiting for the step under way is free; after it, wait as long as another step would lose
             self._patience_s = decision.before_s + saved_s if saved_s > _WORTH * decision.before_s else 0.0
             self._changed.notify_all()
         try:
@@ -246,18 +251,18 @@ class AdaptiveController:
         return ""
 
     def note(self, made: AppliedDecision) -> None:
-        """Add a decision to those that were made."""
+        """Record a decision."""
         with self._changed:
             self.decisions = (*self.decisions, made)
         _LOG.warning("adaptive: %s", made.line)
 
     def judged(self, outcome: ReplanOutcome) -> None:
-        """Add to a decision what became of it."""
+        """Record the outcome of a decision."""
         self._add(outcome.decision, outcome=outcome)
         _LOG.warning("adaptive: %s", outcome.line)
 
     def took(self, decision: ReplanDecision, seconds: float) -> None:
-        """Add to a decision what carrying it out took."""
+        """Record the cost of carrying out a decision."""
         self._add(decision, seconds=seconds)
 
     def _add(self, decision: ReplanDecision, **known: Any) -> None:
@@ -268,12 +273,12 @@ class AdaptiveController:
 
 
 class _Work:
-    """What the thread does.
+    """Body of the replanning thread.
 
     Args:
-        owner: For whom.
-        told: What it is told; ``None`` to end.
-        stopped: Set when it is to end.
+        owner: The object that it works for.
+        told: Its events; ``None`` ends it.
+        stopped: Set to end it.
     """
 
     def __init__(
@@ -289,10 +294,10 @@ class _Work:
         self._passed = self._samples = 0
         self._first: deque[StepMeasurement] = deque(maxlen=_MEASURED)
         self._judged = 0
-        self._doubt_s = 0.0  # how long a step may wait for what is found about the next one
+        self._doubt_s = 0.0  # how long a step may wait for the decision about the next one
 
     def run(self) -> None:
-        """Take what is told until the end."""
+        """Process events until the end."""
         while (told := self._told.get()) is not None and not self._stopped.is_set():
             self._doubt_s = 0.0
             try:
@@ -308,7 +313,7 @@ class _Work:
                 self._owner.looked(self._told, self._doubt_s)
 
     def _take(self, step: _Step) -> None:
-        """Take a step that has another one before it, or the pace of steps is not known."""
+        """Process a step that follows another one; the interval between steps is not known otherwise."""
         last, self._last = self._last, step
         made = self._made
         if made is not None and self._follower is not None and step.plan == made.decision.plan:
@@ -345,8 +350,8 @@ class _Work:
 def _took_s(made: _Done, last: _Step, step: _Step) -> float:
     """Return the seconds of the first step under a new plan, with all that delayed it.
 
-    Where workers were busy until then, that is from end to end. Where they were not, the user was at something else,
-    and only the step itself is known.
+    If workers were busy until then, this is the time from end to end. Otherwise the client did something else in
+    between, and only the step itself is known.
     """
     return (
         seconds_between(last.whole, step.whole) if made.under_way else measure_step(step.whole, last.whole.trace).step_s

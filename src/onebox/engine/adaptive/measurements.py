@@ -1,9 +1,9 @@
-"""From the times that workers answer a step with to what the run-time scheduler is told of it. Pure.
+"""Conversion of workers' instruction times to the measurements for replanning. Pure.
 
-Seconds of an action are those of its programs: an instruction begins when what it reads is there, so waiting is not in
-them. Seconds of a link are known to whoever sends, where both are on one host and share memory, also across an emulated
-link; what goes by sockets ends, as far as a worker knows, when it is handed over, and nothing is said of such links.
-Clocks of different hosts are not compared.
+The time of an action is that of its programs, without waiting: an instruction begins when its inputs are present. The
+time of a link is known to the sender if both workers are on one host and share memory, also across an emulated link; a
+send through a socket ends for the worker when the data is handed over, so such links are not measured. Clocks of
+different hosts are not compared.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from onebox.plan.replan.measurements import LinkTime, StepMeasurement, TaskTime,
 from onebox.pool import Pool
 
 JITTER_S = 1e-3
-"""By which messages come late on a machine whose cores are busy: 1 sleep in 100 ends so much later there."""
+"""Typical lateness of messages on a machine with busy cores: 1 sleep in 100 ends this much late there."""
 
 LEAST = 0.01
-"""Updates that take a smaller part of a step are passed over: how long they take is chance, and of no weight."""
+"""Fraction of a step below which an update's time is ignored as noise."""
 
 Times = tuple[InstructionLabel, int, int]
-"""An instruction, when it began and when it ended, in monotonic nanoseconds."""
+"""An instruction with its beginning and end in monotonic nanoseconds."""
 
 Timed = Callable[[int, int], bool]
-"""Tells of two workers whether the times of what the first one sends to the second are known."""
+"""Returns whether the times of transfers from the first worker to the second are known."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepContext:
-    """What is known of a step beside its times.
+    """A step's times with their context.
 
     Args:
         trace: The times.
-        micro_batches: The parts of its batch.
-        full: Samples of a micro-batch of the plan's size.
-        hosts: Of each worker.
-        timed: Of which links times are known.
+        micro_batches: Micro-batches of its batch.
+        full: Samples of a full micro-batch of the plan.
+        hosts: Host of each worker.
+        timed: Returns whether the times of a link are known.
     """
 
     trace: StepTrace
@@ -52,11 +52,11 @@ class StepContext:
 
 
 def step_context(trace: StepTrace, micro_batches: Sequence[MicroBatch], plan: Plan, pool: Pool) -> StepContext:
-    """Return what is known of a step.
+    """Return a step's times with their context.
 
     Args:
         trace: Its times.
-        micro_batches: The parts of its batch.
+        micro_batches: Micro-batches of its batch.
         plan: The plan that it ran under.
         pool: The devices.
     """
@@ -75,8 +75,8 @@ def measure_step(step: StepContext, before: StepTrace | None = None) -> StepMeas
 
     Args:
         step: The step.
-        before: The step before it. From end to end is the pace at which steps go; where the user did something else in
-            between, the step itself took less, and that counts.
+        before: The previous step. The time from end to end is the pace of steps; if the client did something else in
+            between, the step's own time is shorter and is used instead.
     """
     actions: dict[TimedTask, list[float]] = {}
     updates: dict[int, float] = {}
@@ -104,14 +104,14 @@ def measure_step(step: StepContext, before: StepTrace | None = None) -> StepMeas
 
 
 def without_jitter(seen: StepMeasurement, links: Links) -> StepMeasurement:
-    """Return measurements in which links take what they are known to take where little speaks against it.
+    """Return measurements with the known link times where the measured ones deviate insignificantly.
 
-    A short message takes as long as it takes a thread to wake, which says nothing of the link; what a message deviates
-    by less than :data:`JITTER_S` is passed over.
+    The time of a short message is that of waking a thread, which does not characterise the link; deviations of less
+    than :data:`JITTER_S` for one message are ignored.
 
     Args:
         seen: The measurements.
-        links: What is known of links.
+        links: Known link speeds.
     """
     found = {}
     for (a, b), carried in seen.links.items():
@@ -125,13 +125,13 @@ def without_jitter(seen: StepMeasurement, links: Links) -> StepMeasurement:
 
 
 def _calmed(seconds: float, known_s: float) -> float:
-    """Return the seconds of a message, nearer to those that are known by what threads wake late."""
+    """Return the seconds of a message, moved towards the known ones by at most the jitter."""
     off_s = seconds - known_s
     return known_s + math.copysign(max(0.0, abs(off_s) - JITTER_S), off_s)
 
 
 def seconds_between(step: StepContext, later: StepContext) -> float:
-    """Return the seconds from the end of a step to that of a later one, on the worker that took longest for it.
+    """Return the seconds from the end of a step to that of a later one, on the worker with the longest time.
 
     Args:
         step: The step.
@@ -142,7 +142,7 @@ def seconds_between(step: StepContext, later: StepContext) -> float:
 
 
 def _times(trace: StepTrace) -> dict[int, list[Times]]:
-    """Return what each worker did; workers that were not asked for times are left out."""
+    """Return each worker's instructions; workers without times are left out."""
     return {
         worker: [(label, times[2 * place], times[2 * place + 1]) for place, label in enumerate(labels)]
         for worker, (labels, times, _) in trace.workers.items()
@@ -151,10 +151,10 @@ def _times(trace: StepTrace) -> dict[int, list[Times]]:
 
 
 def _actions(worker: int, times: Sequence[Times], step: StepContext) -> Iterator[tuple[TimedTask, float]]:
-    """Yield the seconds of each action, as for a micro-batch of the plan's size."""
+    """Yield the seconds of each action, scaled to a full micro-batch."""
     spent: dict[Action, int] = {}
     for label, begin, end in times:
-        if label.action is not None:  # one whose layers are split takes several instructions
+        if label.action is not None:  # a split action takes several instructions
             spent[label.action] = spent.get(label.action, 0) + end - begin
     for action, took in spent.items():
         size = step.micro_batches[action.micro_batch].size  # the step before has negative numbers, from the end
@@ -162,7 +162,7 @@ def _actions(worker: int, times: Sequence[Times], step: StepContext) -> Iterator
 
 
 def _carried(sends: Sequence[Times]) -> LinkTime:
-    """Return what went over a link: each message from when the link was free for it."""
+    """Return the transfers over a link, each message timed from when the link was free for it."""
     seconds, free = [], 0
     for _, begin, end in sorted(sends, key=lambda each: each[1]):
         seconds.append(max(0, end - max(begin, free)) / 1e9)
@@ -186,7 +186,7 @@ def _step_s(step: StepContext, before: StepTrace | None) -> float:
 
 
 def _spans(trace: StepTrace) -> dict[int, tuple[int, int]]:
-    """Return when each worker's first computation began and its last one ended."""
+    """Return the beginning of each worker's first computation and the end of its last one."""
     found = {}
     for worker, times in _times(trace).items():
         computed = [(begin, end) for label, begin, end in times if label.track == "compute"]

@@ -1,8 +1,8 @@
-"""A new plan takes over a run between two steps: only what has to be elsewhere travels, from worker to worker.
+"""Migration: a new plan takes over between two steps, and only relocated state travels, from worker to worker.
 
-A worker does what it is told in order. So all that is said of the change lies behind the last step of the old plan and
-before the first one of the new: who has something that another one needs sends it, and who needs something goes on
-until it reads that. What a worker keeps is not touched, nothing goes by way of the client, and nobody waits for all.
+A worker executes messages in order. So all instructions of the change come after the last step of the old plan and
+before the first of the new one: each holder sends the parts that others need, and a receiver continues until it reads
+them. State that stays is not touched, nothing passes through the client, and there is no global barrier.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from onebox.wire.protocol.responses import SnapshotContents
 from onebox.wire.protocol.snapshots import Lay, Recall, StateEntry
 
 _CHANNEL = 0
-"""Steps use it, too; what they sent on it has been asked for before, and what they will send is asked for later."""
+"""Shared with steps: their earlier messages have been requested before, their later ones are requested after."""
 
 Remembered = Mapping[str, Sequence[StateEntry]]
-"""What an optimizer remembers of each parameter."""
+"""Optimizer state entries of each parameter."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MigrationReport:
-    """What a change of plan moved.
+    """Result of a migration.
 
     Args:
-        names: Parameters and buffers that travelled, counted for each worker that got one.
-        size_bytes: Bytes of these, and of what the optimizer remembers of them.
-        over: Groups that are to be left, with their members, when the next step has read what came by them.
-        asked: What has been asked of workers and tells whether it has been done.
+        names: Number of parameters and buffers that travelled, counted for each receiver.
+        size_bytes: Bytes of these and of their optimizer state.
+        over: Groups to leave, with their members, once the next step has read the data received through them.
+        asked: Pending replies that confirm completion.
     """
 
     names: int = 0
@@ -54,16 +54,16 @@ class MigrationReport:
 
 
 class Migration:
-    """The change from one plan to another, from the moment that it is wanted until it is made.
+    """Change from one plan to another, from preparation to execution.
 
     Args:
         pool: The pool.
-        remote: The state on the workers.
-        before: What is there.
-        after: What is to be.
+        remote: The remote state.
+        before: The present installed plan.
+        after: The new installed plan.
 
     Raises:
-        UsageError: The new plan splits layers in another way than the old one.
+        UsageError: The new plan splits layers differently.
     """
 
     def __init__(self, pool: Pool, remote: RemoteState, before: InstalledPlan, after: InstalledPlan) -> None:
@@ -81,7 +81,7 @@ class Migration:
         self._written: _Written | None = None
 
     def ask(self) -> None:
-        """Ask what the optimizers remember that has to travel; they answer when the steps under way have ended.
+        """Request the listings of optimizer state that must travel; workers reply when the steps in flight have ended.
 
         Raises:
             OneboxError: The pool is broken or closed.
@@ -90,13 +90,13 @@ class Migration:
             self._told[worker] = self._pool.post(worker, [Lay(self._remote.optimizer_number)], answer=True)
 
     def write(self, patience_s: float) -> bool:
-        """Write down what workers will be told, so that :meth:`make` has only to send it.
+        """Prepare the workers' instructions, so that :meth:`make` only has to send them.
 
         Args:
-            patience_s: How long to wait at most for what the optimizers remember.
+            patience_s: Longest wait for the listings of optimizer state.
 
         Returns:
-            Whether that is known, and it has been written down.
+            Whether the listings have arrived and the instructions are prepared.
 
         Raises:
             OneboxError: A worker failed.
@@ -105,14 +105,14 @@ class Migration:
             return False
         told = self._answers()
         if not any(_counts(entry) for found in told.values() for entries in found.values() for entry in entries):
-            self._written = self._write(told)  # other numbers change with each step
+            self._written = self._write(told)  # scalar entries change with each step
         return True
 
     def make(self) -> MigrationReport:
-        """Make the change: all that is asked for from then on is done under the new plan.
+        """Execute the change: all later requests run under the new plan.
 
         Raises:
-            OneboxError: A worker was lost, or the pool is broken; some workers may have got their part.
+            OneboxError: A worker was lost, or the pool is broken; some workers may have received their part.
         """
         remote, written = self._remote, self._written
         if written is None or written.branched != remote.branched:
@@ -133,7 +133,7 @@ class Migration:
         )
 
     def _answers(self) -> dict[int, Remembered]:
-        """Wait for what the optimizers remember."""
+        """Wait for the listings of optimizer state."""
         raise_first(list(self._told.values()))
         found: dict[int, Remembered] = {}
         for worker, future in self._told.items():
@@ -147,7 +147,7 @@ class Migration:
         return found
 
     def _write(self, told: Mapping[int, Remembered]) -> _Written:
-        """Return what workers will be told, given what their optimizers remember."""
+        """Return the instructions of the workers, given the listings of their optimizer state."""
         branched = self._remote.branched
         group, members, forms = self._group()
         way = _Way(group, {worker: place for place, worker in enumerate(members)})
@@ -162,7 +162,7 @@ class Migration:
         return _Written(group, members, forms, instructions, tensor_bytes + remembered_bytes, branched)
 
     def _group(self) -> tuple[int, Members, bool]:
-        """Return a group of all who send or receive, its members, and whether it is formed for that only."""
+        """Return a group of all senders and receivers, its members, and whether it is formed for the migration only."""
         involved = self.moves.workers
         if not involved:
             return 0, (), False
@@ -175,7 +175,7 @@ class Migration:
     def _instructions(
         self, told: Mapping[int, Remembered], way: _Way, versions: WeightVersions
     ) -> dict[int, list[Instruction]]:
-        """Return what each worker is told: it sends, forgets, receives, and changes its optimizer."""
+        """Return the instructions of each worker: send, free, receive, and redefine the optimizer."""
         moves, numbers = self.moves, self._remote.named.numbers
         sent: dict[int, list[Instruction]] = {}
         come: dict[int, list[Instruction]] = {}
@@ -217,7 +217,7 @@ class Migration:
     def _succeeded(
         self, worker: int, entries: Sequence[StateEntry], buffers: Sequence[int], versions: WeightVersions
     ) -> Iterator[Instruction]:
-        """Yield what gives a worker an optimizer over other parameters."""
+        """Yield the instructions that give a worker an optimizer over other parameters."""
         remote = self._remote
         number, trained = remote.optimizer_number, self._wanted[worker].trained if worker in self._wanted else ()
         if not trained:
@@ -241,20 +241,20 @@ class Migration:
             yield versions.branch(number, trained, behind=1)
 
     def _spec(self, worker: int, name: str) -> TensorSpec:
-        """Return what a worker is to hold of something."""
+        """Return the spec of a worker's future part of a name."""
         return self.after.holdings.spec(worker, name, self._remote.named.spec(name))
 
 
 class _Written(NamedTuple):
-    """What workers will be told when the change is made.
+    """Prepared instructions of a migration.
 
     Args:
-        group: By which things travel; 0 where nothing does.
-        members: Of that.
-        forms: Whether it is formed for that only.
-        instructions: For each worker.
-        size_bytes: Bytes of all that travels but versions of parameters.
-        branched: Whether parameters have versions, which travel, too.
+        group: The group of the transfers; 0 if there are none.
+        members: Its members.
+        forms: Whether it is formed for the migration only.
+        instructions: Instructions of each worker.
+        size_bytes: Bytes of all transfers except parameter versions.
+        branched: Whether parameters have versions, which are transferred too.
     """
 
     group: int
@@ -266,14 +266,14 @@ class _Written(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """The group by which things travel, and the rank of each worker in it."""
+    """The group of the transfers, and the rank of each worker in it."""
 
     group: int
     ranks: Mapping[int, int]
 
 
 def _counts(entry: StateEntry) -> bool:
-    """Tell whether an entry is a number that may be another one after the next step."""
+    """Return whether an entry is a scalar that may change with each step."""
     return isinstance(entry.value, int | float) and not isinstance(entry.value, bool)
 
 
@@ -288,15 +288,15 @@ def _check_placements(before: InstalledPlan, after: InstalledPlan) -> None:
 
 
 def check_successor(before: Plan, after: Plan, batch: int) -> None:
-    """Refuse a plan that cannot take over a run.
+    """Refuse a plan that cannot replace that of a run.
 
     Args:
         before: The plan of the run.
-        after: The other one.
+        after: The new plan.
         batch: Samples of a batch.
 
     Raises:
-        UsageError: What differs that must not.
+        UsageError: The plans are incompatible; the message names the difference.
     """
     if before.micro_batches(batch) != after.micro_batches(batch):
         raise UsageError(

@@ -1,4 +1,4 @@
-"""What a run that follows its devices starts from: a planner's problem, given or made of what its first steps took."""
+"""Initial problem of adaptive replanning: given, or built from measurements of the first steps."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def problem_maker(
     first: Callable[[], Batch | None],
     given: Problem | None,
 ) -> MakeProblem:
-    """Return what makes the problem that a run's plan is an answer to.
+    """Return the builder of the problem that a run's plan solves.
 
-    A problem that was planned with is the best: its segments were measured one by one. Without one, nothing is measured
-    beside the run: the times of its stages, which are known from its first steps, are shared out over their segments as
-    an earlier measurement or counted operations say.
+    A problem that was used for planning is the best: its segments were measured one by one. Without one, nothing is
+    measured besides the run: the stage times of its first steps are divided among the segments in proportion to an
+    earlier measurement or to counted operations.
 
     Args:
         pool: The pool.
         captures: Returns the captured model.
         optimizer: The user's optimizer.
-        first: Returns a batch as most are.
-        given: The problem, where the plan is a planner's.
+        first: Returns a typical batch.
+        given: The problem, if the plan comes from the planner.
     """
 
     def make(plan: Plan, steps: list[StepMeasurement]) -> Problem:
@@ -60,13 +60,13 @@ def problem_maker(
             updates=(plan.update,),
             sharded=plan.optimizer == "sharded",
         )
-        return replace(problem, free_shares=False, cores={})  # where cores are short, that is in what steps took
+        return replace(problem, free_shares=False, cores={})  # measured step times include contention for cores
 
     return make
 
 
 def _links(pool: Pool) -> tuple[Links, frozenset[tuple[int, int]]]:
-    """Return the links of a pool as far as they are known, and of which that is certain, because they are emulated."""
+    """Return the known links of a pool, and the set of links known with certainty because they are emulated."""
     known = estimate_links(pool.devices)
     latency_s = {a: dict(row) for a, row in known.latency_s.items()}
     bandwidth_bps = {a: dict(row) for a, row in known.bandwidth_bps.items()}
@@ -80,10 +80,10 @@ def _links(pool: Pool) -> tuple[Links, frozenset[tuple[int, int]]]:
 
 
 def check_adaptive(adaptive: bool | Problem, plan: Plan | None, pool: Pool, *, trace: bool) -> None:
-    """Refuse to follow what cannot be followed.
+    """Refuse adaptive replanning where it is not possible.
 
     Raises:
-        UsageError: What stands in the way.
+        UsageError: Replanning is not possible; the message gives the reason.
     """
     if not isinstance(adaptive, bool | Problem):
         raise UsageError(f"adaptive={adaptive!r}: allowed are True, False, and the problem that the plan was made for")

@@ -1,9 +1,9 @@
-"""A model's profile made of what its steps took: what was estimated of segments, scaled to what stages took. Pure.
+"""Model profile from measured steps: estimates of segments, scaled to the measured times of stages. Pure.
 
-Which segment of a stage takes how much of its time is not measured in a run; that is taken from an earlier measurement
-or from counted operations (:mod:`onebox.engine.problem.estimate`), and only the proportions matter. What a stage takes
-on a device is measured. A device that is slower from the first step than its declared speed makes its stage's segments
-look more expensive, which moves cuts in the right direction, if not as far as the device's true speed would.
+A run measures the time of a stage on a device, but not of its segments; their ratios come from an earlier measurement
+or from counted operations (:mod:`onebox.engine.problem.estimate`). A device that is slower than its declared speed from
+the first step on makes its stage's segments appear more expensive, which moves cuts in the right direction, though not
+as far as the device's true speed would.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _Rows = Mapping[int, Sequence[float]]
 def scale_profile(
     profile: ModelProfile, plan: Plan, steps: Sequence[StepMeasurement], devices: Sequence[DeviceInfo]
 ) -> ModelProfile:
-    """Return a profile whose stages take what they took.
+    """Return a profile scaled to measured stage times.
 
     Args:
-        profile: Of the model, for one size of a micro-batch.
+        profile: The model's profile for one micro-batch size.
         plan: The plan of the steps.
-        steps: What was measured, at least one step.
+        steps: The measurements, of at least one step.
         devices: All devices of the pool.
     """
     names = [segment.name for segment in profile.bytes.segments]
@@ -51,12 +51,12 @@ def scale_profile(
                     rows[index][place] *= factors.get((stage, what), usual)
         update_s = _update_s(profile, stages, plan, steps, measured) or own.update_s
         seconds = tuple((forward, inputs, weight) for forward, inputs, weight in rows)
-        times[kind] = (replace(own, seconds=seconds, update_s=update_s, call_s=0.0),)  # it is in what was measured
+        times[kind] = (replace(own, seconds=seconds, update_s=update_s, call_s=0.0),)  # included in the measurement
     return replace(profile, times=times)
 
 
 def _typical(found: Sequence[float]) -> float:
-    """Return the lower quartile: what disturbs a step makes it longer, and workers get faster in their first steps."""
+    """Return the lower quartile: disturbances lengthen steps, and workers speed up in their first steps."""
     return sorted(found)[len(found) // 4]
 
 
@@ -67,7 +67,7 @@ def _factors(
     steps: Sequence[StepMeasurement],
     speeds: Mapping[int, float],
 ) -> dict[tuple[int, str], float]:
-    """Return what the estimates of each stage and kind are to be multiplied with, for devices of one type."""
+    """Return the factors for the estimates of each stage and kind, for devices of one type."""
     ratios: dict[tuple[int, str], list[float]] = {}
     for step in steps:
         for task, took in step.actions.items():
@@ -89,7 +89,7 @@ def _update_s(
     steps: Sequence[StepMeasurement],
     speeds: Mapping[int, float],
 ) -> float:
-    """Return the seconds of the optimizer's step over all parameters on devices of one type; 0 where none is known."""
+    """Return the seconds of the optimizer's step over all parameters on devices of one type; 0 if unknown."""
     sizes = [segment.update_bytes for segment in profile.bytes.segments]
     own: dict[int, float] = {}
     for stage, indices in enumerate(stages):
@@ -105,19 +105,19 @@ def _update_s(
 
 
 def with_measured_links(links: Links, steps: Sequence[StepMeasurement], sure: frozenset[tuple[int, int]]) -> Links:
-    """Return links with the speeds of those that steps used.
+    """Return links with the measured speeds of those that steps used.
 
     Args:
-        links: As they are known or guessed.
-        steps: What was measured.
-        sure: Links that are known, by their two ends.
+        links: Known or assumed speeds.
+        steps: The measurements.
+        sure: Links with certain speeds, by their two ends.
     """
     bandwidth_bps = {a: dict(row) for a, row in links.bandwidth_bps.items()}
     rates: dict[tuple[int, int], list[float]] = {}
     for step in steps:
         for (a, b), carried in step.links.items():
             busy_s = carried.seconds - carried.messages * (links.latency_s[a][b] + JITTER_S)
-            if (a, b) not in sure and busy_s > 0:  # else messages are too short to say how fast it is
+            if (a, b) not in sure and busy_s > 0:  # else messages are too short to measure it
                 rates.setdefault((a, b), []).append(carried.size_bytes / busy_s)
     for (a, b), found in rates.items():
         if len(found) == len(steps):

@@ -1,4 +1,4 @@
-"""What a lowering works from: the numbers that all routines share, and what is to be done with a batch. Pure data."""
+"""Input of lowering: the numbers that all routines share, and the work on a batch. Pure data."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from onebox.wire import Program, TensorSpec
 
 @dataclass(frozen=True, kw_only=True)
 class BufferNumbers:
-    """Buffer numbers that all routines of a trainer share; a number means the same on every worker.
+    """Buffer numbers shared by all routines of a trainer and all workers.
 
     Args:
-        state: Of parameters and buffers, by name.
-        optimizer: The optimizer's definition.
-        groups: Of each set of workers that exchange something.
-        new: Makes a number that nothing else has.
-        previous: Of trained parameters as they were before the newest update, by name; none where steps are exact.
-        ahead: Of what they are expected to be after the next one; none where nothing is expected.
-        program: Returns the number of a program, given what it costs a device that computes nothing; ``None`` where
-            each routine has its own.
+        state: Numbers of parameters and buffers, by name.
+        optimizer: Number of the optimizer's definition.
+        groups: Number of each communication group.
+        new: Returns an unused number.
+        previous: Numbers of trained parameters before the latest update, by name; empty if steps are exact.
+        ahead: Numbers of trained parameters as predicted after the next update; empty without predictions.
+        program: Returns the number of a program, given its cost on an emulated device; ``None`` if each routine numbers
+            its own.
     """
 
     state: Mapping[str, int]
@@ -38,16 +38,16 @@ class BufferNumbers:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchJob:
-    """What is to be done with a batch.
+    """Work on one batch.
 
     Args:
-        micro_batches: Its parts.
-        routes: Who computes them.
-        schedule: In which order; in windows, the table of a steady one.
-        models: The parts for each size of a micro-batch.
-        constants: For each size, the buffers of the model's constants.
+        micro_batches: The micro-batches.
+        routes: The workers that compute each micro-batch.
+        schedule: The schedule; for windows, the table of a steady-state window.
+        models: The parts for each micro-batch size.
+        constants: For each micro-batch size, the buffers of the model's constants.
         leaves: Tensors of inputs and targets.
-        summed: Whether the loss of the batch is the sum of those of its parts, not their mean over samples.
+        summed: Whether the loss of the batch is the sum of the micro-batches' losses, not their mean over samples.
     """
 
     micro_batches: Sequence[MicroBatch]
@@ -64,11 +64,11 @@ class BatchJob:
         return sum(part.size for part in self.micro_batches)
 
     def part(self, worker: int, action: Action) -> PhaseProgram:
-        """Return what a worker runs in an action."""
+        """Return the part that a worker runs in an action."""
         return self.models[self.micro_batches[action.micro_batch].size].of(worker, action.stage, action.kind)
 
     def rows(self, port: Port, micro_batch: int) -> tuple[int, ...]:
-        """Return the rows of each chunk of a value that is sent in chunks; nothing where it is sent whole."""
+        """Return the rows of each chunk of a value; empty if it is sent whole."""
         return self.models[self.micro_batches[micro_batch].size].rows(port)
 
     def programs(self, micro_batch: int) -> ModelPrograms:
@@ -76,11 +76,11 @@ class BatchJob:
         return self.models[self.micro_batches[micro_batch].size].programs
 
     def weight(self, micro_batch: int) -> float:
-        """Return the weight of a micro-batch's loss in that of the batch, where it is the same for all batches."""
+        """Return the weight of a micro-batch's loss, if it is the same for all batches."""
         return 1.0 if self.summed else self.micro_batches[micro_batch].size / self.batch
 
     def loss(self, micro_batch: int) -> TensorSpec:
-        """Return what the loss of a micro-batch is."""
+        """Return the spec of a micro-batch's loss."""
         for part in self.programs(micro_batch).phases.values():
             if Port("result", 0) in part.outputs:
                 return part.specs()[Port("result", 0)]

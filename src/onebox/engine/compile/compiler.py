@@ -1,4 +1,4 @@
-"""Routines of a trainer: made when a shape is first seen, kept for the next time."""
+"""Routines of a trainer: compiled at the first batch of a shape, and cached."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from onebox.wire import DTYPES
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledStep:
-    """The routines for batches of one shape.
+    """Routines for batches of one shape.
 
     Args:
-        micro_batches: The parts of the batch.
-        routines: Of each worker; where steps overlap, those of a step that has one before it.
-        windows: Where steps overlap, the others, too.
-        reduction: How the losses of the parts make up that of the batch.
-        travelling: The weights of the parts, where they come with each batch.
+        micro_batches: Micro-batches of the batch.
+        routines: Routine of each worker; where steps overlap, the one for a step that follows another.
+        windows: The other kinds of windows, where steps overlap.
+        reduction: Reduction of the micro-batches' losses to the batch's loss.
+        travelling: Weights of the micro-batches, if they are sent with each batch.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -47,30 +47,32 @@ class CompiledStep:
     travelling: TravellingWeights | None = None
 
     def weights_of(self, batch: Batch) -> tuple[float, ...]:
-        """Return the weight of the loss of each part of a batch."""
+        """Return the loss weight of each micro-batch."""
         return weights_of(self.reduction, batch, self.micro_batches)
 
     def replaced(self, batch: Batch, micro_batch: int, leaf: int) -> Tensor | None:
-        """Return what takes the place of a tensor of a micro-batch; ``None`` where it stays."""
+        """Return the replacement for a tensor of a micro-batch; ``None`` if it is unchanged."""
         if self.travelling is None:
             return None
         return self.travelling.replaced(batch, self.micro_batches, micro_batch, leaf)
 
     def leaf_of(self, batch: Batch, micro_batch: int, leaf: int) -> Tensor:
-        """Return a tensor of a micro-batch as workers get it; the one behind those of the batch is its weight."""
+        """Return a tensor of a micro-batch as workers receive it; the index after the batch's own tensors is its
+        weight.
+        """
         if self.travelling is not None and leaf == self.travelling.leaf:
             return self.travelling.tensor(batch, self.micro_batches, micro_batch)
         other, cut = self.replaced(batch, micro_batch, leaf), self.micro_batches[micro_batch]
         return batch.leaves[leaf][cut.start : cut.start + cut.size] if other is None else other
 
     def of(self, window: Window) -> Mapping[int, StepRoutine]:
-        """Return the routines of each worker for a kind of window; the only ones where steps do not overlap."""
+        """Return the routine of each worker for a kind of window; all kinds are the same where steps do not overlap."""
         if not self.windows:
             return self.routines
         return {worker: getattr(routines, window) for worker, routines in self.windows.items()}
 
     def earlier(self, worker: int) -> tuple[StepRoutine, ...]:
-        """Return what a worker has run before its routine, as far as that goes on with what it has left."""
+        """Return the routines that precede a worker's routine and whose state it continues."""
         return (self.windows[worker].fill, self.windows[worker].steady) if worker in self.windows else ()
 
     def all_of(self, worker: int) -> Sequence[StepRoutine]:
@@ -81,12 +83,12 @@ class CompiledStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """What computes the losses and the gradients of a batch, and changes nothing.
+    """Routines that compute losses and gradients of a batch without changing any state.
 
     Args:
-        compiled: The routines; each answers with a squared 2-norm, then with losses.
+        compiled: The routines; each returns a squared 2-norm and then losses.
         constants: Tensors that they read, by buffer.
-        models: The programs of each size of a micro-batch.
+        models: The programs for each micro-batch size.
     """
 
     compiled: CompiledStep
@@ -95,14 +97,14 @@ class Probe:
 
 
 class Compiler:
-    """Makes the routines of a trainer and stores them on the workers.
+    """Compiler of a trainer's routines, which stores them on the workers.
 
     Args:
         pool: The pool.
         plan: The plan.
         captures: The captured model.
-        new: Makes a number for something that stays on the workers.
-        library: What workers have whichever plan it came with.
+        new: Returns a new number for an object that stays on the workers.
+        library: Programs and constants on the workers, from any plan.
     """
 
     def __init__(
@@ -119,16 +121,16 @@ class Compiler:
         self._there: set[Hashable] = set()
         self._stored: dict[int, dict[int, int]] = {}
         self.windows = False
-        """Whether steps overlap from now on."""
+        """True if steps overlap from now on."""
         self._lowering: Lowering | None = None
         self._with_gradient: frozenset[str] = frozenset()
 
     def first(self, batch: Batch) -> tuple[ModelPrograms, ShardingSpec]:
-        """Return the programs for the first micro-batch of a batch, and who is to hold what.
+        """Return the programs for the first micro-batch of a batch, and the sharding of the state.
 
         Raises:
             CaptureError: The model cannot be captured.
-            UsageError: The plan's stages are none of this model.
+            UsageError: The plan's stages do not match this model.
         """
         size = self._plan.micro_batches(batch.size)[0].size
         self._stages.check(batch, size)
@@ -153,18 +155,18 @@ class Compiler:
         previous: Mapping[str, int] | None = None,
         ahead: Mapping[str, int] | None = None,
     ) -> None:
-        """Fix what all routines share.
+        """Set the values that all routines share.
 
         Args:
             model: From :meth:`first`.
             holdings: From :meth:`first`.
-            trained: The trained parameters, in the optimizer's order.
+            trained: Trained parameters, in the optimizer's order.
             state: Buffer numbers of parameters and buffers, by name.
             optimizer: The optimizer's definition.
-            groups: The number of each set of workers that exchange something.
-            max_norm: For clipping; 0 for none.
-            previous: Buffer numbers of trained parameters as they were before the newest update, where steps overlap.
-            ahead: Of what they are expected to be after the next one, where that is wanted.
+            groups: Number of each communication group.
+            max_norm: Gradient clipping norm; 0 for none.
+            previous: Buffer numbers of trained parameters before the latest update, where steps overlap.
+            ahead: Buffer numbers of trained parameters as predicted after the next update, if used.
         """
         numbers = BufferNumbers(
             state=state,
@@ -182,31 +184,32 @@ class Compiler:
         )
 
     def step(self, batch: Batch) -> CompiledStep:
-        """Return the routines that train with a batch, which are with the workers; made once for each shape."""
+        """Return the training routines for a batch, installed on the workers; compiled once for each shape."""
         return self._sent(batch, self._plan, train=True)
 
     def known(self, batch: Batch) -> CompiledStep | None:
-        """Return the routines that train with a batch if they are with the workers; callable from any thread."""
+        """Return the training routines for a batch if they are installed on the workers; callable from any thread."""
         key = self._key(batch, self._plan, train=True)
         return self._compiled[key] if key in self._there else None
 
     def laid_out(self, batch: Batch) -> CompiledStep:
-        """Return the routines that train with a batch, which may not be with the workers yet."""
+        """Return the training routines for a batch, which may not be installed on the workers yet."""
         return self._compile(batch, self._plan, train=True)
 
     def evaluation(self, batch: Batch, *, at_once: bool, send: bool = True) -> CompiledStep:
-        """Return the routines that evaluate a batch; made once for each shape.
+        """Return the evaluation routines for a batch; compiled once for each shape.
 
         Args:
             batch: The batch.
-            at_once: Whether each replica takes its part as one micro-batch, which plans of one stage may do.
-            send: Whether they are to be with the workers.
+            at_once: Whether each replica takes its part as one micro-batch, possible in plans of one stage.
+            send: Whether to install them on the workers.
         """
         plan = Plan(stages=self._plan.stages, sync=self._plan.sync) if at_once else self._plan
         return self._sent(batch, plan, train=False) if send else self._compile(batch, plan, train=False)
 
     def probe(self, batch: Batch, sizes: Sequence[int]) -> Probe:
-        """Return routines that compute losses and gradients in eval mode, and change nothing; they are with nobody.
+        """Return routines, not installed anywhere, that compute losses and gradients in eval mode without changing any
+        state.
 
         Args:
             batch: The batch.
@@ -234,7 +237,7 @@ class Compiler:
         return Probe(compiled=compiled, constants=constants, models=[model.programs for model in models.values()])
 
     def labels(self, worker: int, routine: int) -> Sequence[InstructionLabel]:
-        """Return what the instructions of a routine of a worker are; nothing where there is none such."""
+        """Return the labels of the instructions of a worker's routine; empty if there is no such routine."""
         for compiled in self._compiled.values():
             for found in compiled.all_of(worker) if worker in compiled.routines else ():
                 if found.number == routine:
@@ -244,15 +247,15 @@ class Compiler:
     def constant_bytes(
         self, batch: Batch, compiled: CompiledStep, worker: int, *, train: bool = True
     ) -> dict[int, int]:
-        """Return the bytes of the constants that a worker has when a batch is computed, by number of the buffer.
+        """Return the bytes of the constants on a worker while a batch is computed, by buffer number.
 
-        Those that batches of other shapes have brought there stay.
+        Constants of batches of other shapes stay there and are included.
 
         Args:
             batch: The batch.
             compiled: Its routines.
             worker: The worker.
-            train: Whether they train with it.
+            train: Whether they are training routines.
         """
         found: dict[int, int] = self._constants.uploaded | self._stored.get(worker, {})
         for size in {part.size for part in compiled.micro_batches}:
@@ -263,12 +266,12 @@ class Compiler:
 
     @property
     def stored_bytes(self) -> dict[int, int]:
-        """The bytes of the constants that workers have from batches so far, by number of the buffer."""
+        """Bytes of the constants that workers have from batches so far, by buffer number."""
         return self._constants.uploaded | {n: size for own in self._stored.values() for n, size in own.items()}
 
     @property
     def definitions(self) -> dict[int, set[int]]:
-        """What of the definitions that are with the workers serves this plan, by worker."""
+        """Installed definitions that this plan uses, by worker."""
         found: dict[int, set[int]] = {}
         for key in self._there:
             compiled = self._compiled[key]
@@ -279,7 +282,7 @@ class Compiler:
 
     @property
     def gradients(self) -> dict[int, str]:
-        """The parameter of each buffer that a gradient comes to be in."""
+        """Parameter of each gradient buffer."""
         assert self._lowering is not None
         return self._lowering.gradients
 
@@ -311,10 +314,11 @@ class Compiler:
         return self._compiled[key]
 
     def _require_held(self, models: Mapping[int, PhasePrograms], doing: str) -> None:
-        """Refuse programs that read what their devices do not have: those hold what the first batch needed.
+        """Refuse programs that read state absent from their devices, which hold only the state that the first batch
+        needed.
 
         Raises:
-            CaptureError: What is missing.
+            CaptureError: State is missing; the message names it.
         """
         assert self._lowering is not None
         for parts in models.values():
@@ -330,7 +334,7 @@ class Compiler:
         """Refuse a capture in which other parameters have gradients than in the first: optimizers skip those without.
 
         Raises:
-            CaptureError: Which it is.
+            CaptureError: The set differs; the message names the parameter.
         """
         for parts in models.values():
             other = sorted(self._with_gradient ^ frozenset(parts.programs.with_gradient))
@@ -357,7 +361,7 @@ class Compiler:
         )
 
     def _sent(self, batch: Batch, plan: Plan, *, train: bool) -> CompiledStep:
-        """Return routines, and bring them to the workers where they are not there yet."""
+        """Return routines, installing them on the workers if necessary."""
         compiled = self._compile(batch, plan, train=train)
         key = self._key(batch, plan, train=train)
         if key not in self._there:

@@ -1,6 +1,6 @@
 """Lowering: a step of a plan becomes one routine for each worker. Pure.
 
-A worker executes its row of the schedule (``rows.py``). What a step does beside the actions is in files of its own:
+A worker executes its row of the schedule (``rows.py``). The other work of a step has its own modules:
 ``gradients.py`` (accumulate, sum over holders, clip, step) and ``statistics.py`` (buffers that replicas share). Steps
 that overlap are cut into windows (``windows.py``).
 """
@@ -31,12 +31,12 @@ class Lowering:
 
     Args:
         plan: The plan.
-        holdings: Who holds what.
+        holdings: The sharding spec.
         numbers: Shared numbers.
         trained: Names of the trained parameters, in the optimizer's order.
-        model: The programs for any size of a micro-batch.
-        max_norm: For clipping; 0 for none.
-        costs: What actions cost devices that compute nothing.
+        model: Returns the programs for a micro-batch size.
+        max_norm: Gradient clipping norm; 0 for none.
+        costs: Costs of actions on emulated devices.
 
     Raises:
         CaptureError: A buffer changes in a way that replicas cannot share.
@@ -59,10 +59,10 @@ class Lowering:
         self._numbers = numbers
         self._gradients = Gradients(holdings, numbers, trained=trained, model=model, max_norm=max_norm)
         self._moved: dict[str, int] = {}
-        BatchNormStatistics(holdings, numbers, model, self._moved)  # which refuses what replicas cannot share
+        BatchNormStatistics(holdings, numbers, model, self._moved)  # refuses buffers that replicas cannot share
 
     def missing(self, programs: ModelPrograms) -> str:
-        """Return a parameter or buffer that programs read on a device which does not hold it, if there is one."""
+        """Return a parameter or buffer that programs read on a device that lacks it, if there is one."""
         for phase, program in programs.phases.items():
             needed = {device for replica in self._plan.stages[phase.stage].replicas for device in replica}
             for port in program.inputs:
@@ -74,7 +74,7 @@ class Lowering:
 
     @property
     def gradients(self) -> dict[int, str]:
-        """The parameter of each buffer that a gradient comes to be in: those of one micro-batch, and their sums."""
+        """Parameter of each gradient buffer, for micro-batches and their sums."""
         shared = self._gradients
         fresh = {number: f"{name}, of one micro-batch" for name, number in shared.fresh.items()}
         late = {number: f"{name}, of the step before" for name, number in shared.late.items()}
@@ -101,7 +101,7 @@ class Lowering:
         return found
 
     def windows(self, job: BatchJob) -> dict[int, WorkerWindows]:
-        """Return the routines of each worker for steps that overlap; the job's schedule is that of a steady window."""
+        """Return each worker's routines for overlapping steps; the job's schedule is that of a steady-state window."""
         values = ValueNumbers(job, self._numbers.new, self._holdings.ranks)
         fill, drain = fill_of(job.schedule).rows, drain_of(job.schedule).rows
         found = {}
@@ -136,7 +136,7 @@ class Lowering:
     def _stale(
         self, row: WorkerProgramBuilder, job: BatchJob, worker: int, window: Window, update: WorkerUpdate | None
     ) -> None:
-        """Add a window that is computed with older weights, and what is left of the step before."""
+        """Add a window that uses older weights, and the rest of the previous step."""
         exchanges = self._exchanges(row.builder, worker)
         given = (row.builder, worker, row.actions, job, exchanges)
         weights = WindowWeights(self._numbers, window)
@@ -165,7 +165,7 @@ class Lowering:
     def _exact(
         self, row: WorkerProgramBuilder, job: BatchJob, worker: int, window: Window, update: WorkerUpdate | None
     ) -> None:
-        """Add a window whose step is computed with the new weights, with the update of the step before."""
+        """Add a window that uses the new weights, and the update of the previous step."""
         updating = DueUpdate(update, lambda action: _read(job.part(worker, action)))
         if window == "drain" or self._plan.split or self._plan.narrow:
             updating.finish()
@@ -191,7 +191,7 @@ class Lowering:
         return ReductionQueue(builder, worker, self._numbers.groups, shared=shared, early=alone, before=before)
 
     def evaluate(self, job: BatchJob) -> dict[int, StepRoutine]:
-        """Return the routine of each worker for an evaluation; its schedule has nothing but forward."""
+        """Return the routine of each worker for an evaluation; its schedule is forward only."""
         values = ValueNumbers(job, self._numbers.new, self._holdings.ranks)
         found = {}
         for worker in self._plan.devices:
@@ -204,9 +204,9 @@ class Lowering:
         return found
 
     def probe(self, job: BatchJob) -> dict[int, StepRoutine]:
-        """Return the routine of each worker that changes nothing, and says the 2-norm of its gradients, squared.
+        """Return the routine of each worker that changes no state and returns the squared 2-norm of its gradients.
 
-        It says that before its losses. What the routines need is theirs alone, and nothing is summed over workers.
+        The norm precedes the losses. The routines use buffers of their own, and nothing is summed over workers.
         """
         values, found = ValueNumbers(job, self._numbers.new, self._holdings.ranks), {}
         for worker in self._plan.devices:

@@ -1,7 +1,8 @@
-"""Parameters in bfloat16, for stages of that precision: made once a step, and gone before the optimizer's. Pure.
+"""Parameters in bfloat16 for stages of that precision: rounded once per step, and freed before the optimizer's step.
+Pure.
 
-Where steps overlap, those of a step are read by what is left of it in the next window, too, and are known by other
-numbers there: so they are made once, of the version that the step is computed with.
+Where steps overlap, the rest of a step in the next window reads them, too, under other buffer numbers: so they are
+rounded once, from the version that the step uses.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from onebox.wire import TensorSpec
 from onebox.wire.protocol.instructions import Free
 
 EARLIER_STEP = -1
-"""Stands in the place of a micro-batch for the step before."""
+"""Stands for the previous step in place of a micro-batch."""
 
 
 class ParameterCasts:
-    """The parameters that a worker rounds.
+    """Rounded parameters of a worker.
 
     Args:
         builder: The worker's routine.
-        parts: What the worker runs.
-        source: From the name of a parameter to the buffer that is rounded.
-        number: From the port of a parameter in bfloat16 to its buffer.
+        parts: The worker's parts.
+        source: Maps a parameter's name to the buffer to round.
+        number: Maps the port of a parameter in bfloat16 to its buffer.
     """
 
     def __init__(
@@ -47,23 +48,23 @@ class ParameterCasts:
             )
 
     def finish(self, kept: Collection[int] = ()) -> None:
-        """Add the end of what was rounded.
+        """Free the rounded parameters.
 
         Args:
-            kept: Buffers that do not end.
+            kept: Buffers that stay.
         """
         if ended := tuple(number for number in self._buffers.values() if number not in kept):
             self._builder.add(Free(ended), InstructionLabel("free"))
 
 
 class EarlierStepCasts:
-    """What was rounded for the step before, in a window: it ends with the last action of that.
+    """Rounded parameters of the previous step in a window, freed after the last action of that step.
 
     Args:
         builder: The worker's routine.
         actions: The worker's row in the window.
-        late: What it runs there of the step before.
-        number: From the port of a parameter in bfloat16, and 0 or :data:`EARLIER_STEP`, to its buffer.
+        late: The parts of the previous step that run in the window.
+        number: Maps the port of a parameter in bfloat16, and 0 or :data:`EARLIER_STEP`, to its buffer.
     """
 
     def __init__(
@@ -78,13 +79,13 @@ class EarlierStepCasts:
         ports = _rounded(late)
         self._buffers = tuple(number(port, EARLIER_STEP) for port in ports)
         self.handed_on: Mapping[int, int] = {number(port, 0): number(port, EARLIER_STEP) for port in ports}
-        """The number that each of the step's own has in the next window."""
+        """Number in the next window of each buffer of the step itself."""
 
     def before(self, action: Action) -> None:
-        """Add what comes before an action."""
+        """Add the instructions before an action."""
 
     def after(self, action: Action) -> None:
-        """Add the end of it behind the last action of the step before."""
+        """Free the rounded parameters after the last action of the previous step."""
         self._left -= action.micro_batch < 0
         if action.micro_batch < 0 and not self._left and self._buffers:
             self._builder.add(Free(self._buffers), InstructionLabel("free"))

@@ -1,15 +1,15 @@
-"""Offloading: when values of a worker's step go to the host's memory and come back. Pure.
+"""Offloading: transfer of a step's values to the host's memory and back. Pure.
 
-What a stage of policy ``offload`` makes, or is the first on its device to read of what others sent, goes to the host if
-a backward reads it: behind the last forward action that reads it; and it is let go of one action later, so that the
-copy has an action to hide under. It begins to come back one action ahead of the first backward action that reads it. Of
-policy ``swap`` it is let go of at once, and comes back when it is read: the step waits for both copies, and nothing of
-it is there meanwhile. Where these are so near to each other that nothing else would happen while it is away, it stays.
+With activation policy ``offload``, a stage's values (computed by it, or received and first read by it) are copied to
+the host if a backward reads them: after the last forward action that reads them. They are evicted one action later, so
+that the copy overlaps with that action. Prefetching begins one action before the first backward action that reads them.
+With policy ``swap`` they are evicted at once and return when they are read: the step waits for both copies, and they
+take no device memory meanwhile. If no other action lies in between, values stay.
 
-Where the optimizer is on the host, the gradients of a stage of policy ``swap`` are there, too, between the backwards
-that add to them, and behind the last one until the optimizer has read them there.
+If the optimizer is on the host, the gradients of a stage with policy ``swap`` are offloaded, too, between the backwards
+that accumulate them, and after the last one until the optimizer has read them.
 
-Storages go, not buffers: all views of one go together, once.
+Storages are offloaded, not buffers: all views of one move together, once.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from onebox.wire.protocol.instructions import Call, Evict, Free, Gather, Offload
 from onebox.wire.protocol.references import references
 
 LEAST_BYTES = 1 << 14
-"""Smaller storages stay: whatever its size, each takes 20 µs of the worker's own time to go and to come back, in which
-memory moves ten times as much. Such are the means and variances of normalisations, many and small."""
+"""Smaller storages stay: each copy takes 20 µs of the worker's time in both directions, in which memory moves ten times
+as much. These are the means and variances of normalisations, many and small."""
 
 COPY_ACTIONS: Mapping[ActivationPolicy, int] = {"offload": 1, "swap": 0}
-"""How many actions a copy to the host, and one back, has to hide under, by the policy of the stage."""
+"""Number of actions that a copy to or from the host overlaps with, by the activation policy of the stage."""
 
 
 _EARLIER, _BEGIN, _AT_ONCE, _BACK = range(4)
 _KINDS = (Evict, Offload, Evict, Prefetch)
-"""What is done between two actions, in order: what was copied before goes, then copies begin, those that are waited for
-go, too, and what is needed comes back."""
+"""Instructions between two actions, in order: evict earlier copies, begin copies, evict those that are waited for, and
+prefetch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadInterval:
-    """A storage that is away for a part of a step.
+    """Absence of a storage from the device for a part of a step.
 
     Args:
-        buffers: The buffers that view it meanwhile.
+        buffers: The buffers that view it.
         size_bytes: Its bytes.
-        stage: The stage whose policy it shares.
+        stage: The stage whose activation policy applies.
         micro_batch: The micro-batch.
-        offload: Its copy begins behind this action of the worker's row.
-        evict: It is let go of behind this one.
-        prefetch: It begins to come back ahead of this one; ``None`` where it never does.
-        read: The first action that reads it again, or the number of actions where that is what comes behind them.
+        offload: Index of the action in the worker's row after which its copy begins.
+        evict: Index of the action after which it is evicted.
+        prefetch: Index of the action before which its return begins; ``None`` if it does not return.
+        read: Index of the first action that reads it again, or the number of actions if a later instruction does.
     """
 
     buffers: tuple[int, ...]
@@ -65,11 +65,11 @@ class OffloadInterval:
 
 
 class _Storage:
-    """A storage as it is followed.
+    """Simulated state of a storage.
 
     Args:
         size_bytes: Its bytes.
-        made: The action that made it; ``None`` where it was received.
+        made: The action that computed it; ``None`` if it was received.
     """
 
     def __init__(self, size_bytes: int, made: int | None) -> None:
@@ -80,11 +80,11 @@ class _Storage:
         self._behind: dict[int, tuple[int, ...]] = {}
 
     def note(self, action: int) -> None:
-        """Note what views it behind an action, as far as that has gone."""
+        """Record the buffers that view it after an action."""
         self._behind[action] = tuple(sorted(self.buffers))
 
     def behind(self, action: int) -> tuple[int, ...]:
-        """Return the buffers that view it behind an action that has made or read it."""
+        """Return the buffers that view it after an action that has computed or read it."""
         return self._behind[action]
 
 
@@ -97,18 +97,18 @@ def with_offloading(
     policies: Sequence[ActivationPolicy],
     gradients: Collection[int] = (),
 ) -> tuple[list[Step], list[InstructionLabel]]:
-    """Return instructions and what they are, with those that let be away what is offloaded.
+    """Return instructions and labels with offloading added.
 
     Args:
         steps: The instructions of a worker's step.
-        labels: What each is.
+        labels: The label of each.
         programs: The programs that they call, by number.
-        bounds: The first instruction of each action, and behind the last one the first of what comes then.
+        bounds: Index of the first instruction of each action, and after the last action that of the rest.
         actions: The worker's row of the schedule.
-        policies: The policy of each stage.
-        gradients: The buffers of gradients that may be away, because nobody but the host's optimizer reads them.
+        policies: The activation policy of each stage.
+        gradients: Gradient buffers that may be offloaded, because only the host's optimizer reads them.
     """
-    # Under an action without instructions, as the weight gradients of a recomputed stage are, nothing would hide.
+    # Actions without instructions, such as the weight gradients of a recomputed stage, would hide nothing.
     busy = [place for place in range(len(actions)) if bounds[place] < bounds[place + 1]]
     row, starts = [actions[place] for place in busy], [*(bounds[place] for place in busy), bounds[-1]]
     return with_transfers(
@@ -124,15 +124,15 @@ def find_offload_intervals(
     policies: Sequence[ActivationPolicy],
     gradients: Collection[int] = (),
 ) -> list[OffloadInterval]:
-    """Return what is to be away when.
+    """Return the absences of storages.
 
     Args:
         steps: The instructions of a worker's step.
         programs: The programs that they call, by number.
-        bounds: The first instruction of each action, and behind the last one the first of what comes then.
-        actions: The worker's row of the schedule, of actions that have instructions.
-        policies: The policy of each stage.
-        gradients: The buffers of gradients that may be away.
+        bounds: Index of the first instruction of each action, and after the last action that of the rest.
+        actions: The worker's row of the schedule, without actions that have no instructions.
+        policies: The activation policy of each stage.
+        gradients: Gradient buffers that may be offloaded.
     """
     if not any(policies[action.stage] in COPY_ACTIONS for action in actions):
         return []
@@ -152,13 +152,13 @@ def with_transfers(
     bounds: Sequence[int],
     absences: Sequence[OffloadInterval],
 ) -> tuple[list[Step], list[InstructionLabel]]:
-    """Return instructions and what they are, with those that let storages be away.
+    """Return instructions and labels with those of absences added.
 
     Args:
         steps: The instructions of a worker's step.
-        labels: What each is.
+        labels: The label of each.
         bounds: As for :func:`find_offload_intervals`.
-        absences: What is to be away when.
+        absences: The absences.
     """
     behind: dict[int, list[tuple[Step, InstructionLabel]]] = {}
     for place, made in _transfers(absences):
@@ -176,7 +176,7 @@ def with_transfers(
 
 
 def _transfers(absences: Sequence[OffloadInterval]) -> Iterator[tuple[int, tuple[Step, InstructionLabel]]]:
-    """Yield what to do, in order, with the action ahead of which it is: room is made before it is taken."""
+    """Yield the transfer instructions in order, with the action that each precedes: eviction before prefetching."""
     together: dict[tuple[int, int, int, int, int], list[int]] = {}
     for one in absences:
         evict = _AT_ONCE if one.evict == one.offload else _EARLIER
@@ -192,7 +192,7 @@ def _transfers(absences: Sequence[OffloadInterval]) -> Iterator[tuple[int, tuple
 def _absence(
     storage: _Storage, actions: Sequence[Action], policies: Sequence[ActivationPolicy]
 ) -> OffloadInterval | None:
-    """Return when a storage is away; ``None`` where it stays."""
+    """Return the absence of a storage; ``None`` if it stays."""
     if storage.size_bytes < LEAST_BYTES:
         return None
     readers = sorted(place for place in storage.readers if place < len(actions))
@@ -223,7 +223,7 @@ def _absence(
 def _absence_of_gradient(
     storage: _Storage, actions: Sequence[Action], policies: Sequence[ActivationPolicy], gradients: Collection[int]
 ) -> OffloadInterval | None:
-    """Return when a storage is away that holds gradients of a swapped stage; ``None`` where it stays."""
+    """Return the absence of a storage with gradients of a swapped stage; ``None`` if it stays."""
     made = storage.made
     if made is None or made >= len(actions) or actions[made].kind == "F" or storage.size_bytes < LEAST_BYTES:
         return None
@@ -246,7 +246,7 @@ def _absence_of_gradient(
 
 
 class _Follower:
-    """Follows the storages of a worker through its step.
+    """Tracks the storages of a worker through its step.
 
     Args:
         programs: The programs that are called, by number.
@@ -255,11 +255,11 @@ class _Follower:
     def __init__(self, programs: Mapping[int, Program]) -> None:
         self.storages: list[_Storage] = []
         self._programs = programs
-        self._owners: dict[int, dict[int, int]] = {}  # of each program that has been called
+        self._owners: dict[int, dict[int, int]] = {}  # by program
         self._held: dict[int, _Storage] = {}
 
     def follow(self, step: Step, action: int) -> None:
-        """Take note of an instruction of an action."""
+        """Apply an instruction of an action."""
         for number in step.inputs if isinstance(step, Call) else references(step):
             if number in self._held:
                 self._held[number].readers.add(action)

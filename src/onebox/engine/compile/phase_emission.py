@@ -28,22 +28,22 @@ def emit(
     made: Callable[[Sequence[Port]], None] = lambda ports: None,
     done: Callable[[Sequence[Port]], None] = lambda ports: None,
 ) -> None:
-    """Add what runs a part.
+    """Add the instructions that run a part.
 
     Args:
         builder: The routine.
         part: The part.
-        steps: Its steps, or the pieces that its program was cut into.
+        steps: Its steps, or the pieces that its program was split into.
         inputs: The buffer of each input.
-        number_of: Returns the buffer that an output goes to.
-        label: What it is.
-        takes: Positions of inputs that end with it.
-        group: The group of the ranks that split it; 0 where there is one.
+        number_of: Returns the buffer for an output.
+        label: Label of the instructions.
+        takes: Positions of inputs that are freed with it.
+        group: The group of the ranks that share it; 0 if there is one rank.
         micro_batch: The micro-batch.
-        age: How many steps before the routine's own its step is.
-        cost_s: What it costs a device that computes nothing.
-        made: Told, behind each step, of the outputs that are there.
-        done: Told, behind that, of the outputs that no later step makes or reads.
+        age: Age of its step: how many steps before the routine's own.
+        cost_s: Its cost on an emulated device.
+        made: Called after each step with the outputs that are complete.
+        done: Called after that with the outputs that no later step writes or reads.
     """
     ports = dict(zip(part.slots, part.outputs, strict=True))
     place = dict(enumerate(inputs))
@@ -92,12 +92,12 @@ def emit(
         if sent:
             builder.add(Free(sent), InstructionLabel("free"))
         kept += fresh
-        done([ports[slot] for slot in kept if slot not in later])  # a gradient may be a value that is computed with
+        done([ports[slot] for slot in kept if slot not in later])  # a gradient may be a value that is still read
         kept = [slot for slot in kept if slot in later]
 
 
 def _shares(builder: RoutineBuilder, steps: Sequence[RankStep], cost_s: float) -> list[float]:
-    """Return what each step costs of what all cost: in proportion to what programs are estimated to take."""
+    """Return each step's share of the total cost, in proportion to the estimated times of programs."""
     if not cost_s or len(steps) == 1:
         return [cost_s] * len(steps)
     works = [builder.work(step.program) if isinstance(step, Piece) else 0.0 for step in steps]

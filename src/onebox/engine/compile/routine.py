@@ -1,4 +1,4 @@
-"""A routine under construction: instructions with what they are, and the definitions that they need. Pure."""
+"""A routine under construction: instructions with labels, and the definitions that they need. Pure."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from onebox.wire.protocol.instructions import Call, Step
 from onebox.wire.protocol.requests import Define, Routine, StoredProgram
 
 LATE = " of the step before"
-"""Ends the name of what is done for the step before."""
+"""Suffix for the names of work for the previous step."""
 
 
 @dataclass(frozen=True)
 class InstructionLabel:
-    """What an instruction of a routine is, for a timeline.
+    """Description of an instruction of a routine, for a timeline.
 
     Args:
-        name: For a person.
+        name: Readable name.
         track: ``compute``, ``transfer``, or ``other``.
-        action: The action of the schedule that it belongs to, if it is one's computation.
-        target: The worker that something is sent to, of one stage to another; -1 where nothing is.
-        size_bytes: Bytes of that.
+        action: The action of the schedule that it computes, if any.
+        target: Receiver of a transfer between stages; -1 for none.
+        size_bytes: Bytes of the transfer.
     """
 
     name: str
@@ -37,15 +37,15 @@ class InstructionLabel:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRoutine:
-    """A routine and what it needs.
+    """A routine and its requirements.
 
     Args:
         number: The routine's number.
-        definitions: What it needs, in order; routines of a worker may share some, which are sent once.
+        definitions: Required definitions, in order; routines of a worker may share some, which are sent once.
         constants: One-element buffers that it reads, by number: value and type.
-        leaves: What its bindings are: (micro-batch, tensor of inputs and targets) of each, in order.
-        results: What it answers: (micro-batch, number of the result; 0 is the loss) of each, in order.
-        labels: What each instruction is.
+        leaves: Contents of its bindings in order: (micro-batch, leaf of inputs and targets).
+        results: Contents of its reply in order: (micro-batch, number of the result; 0 is the loss).
+        labels: Label of each instruction.
     """
 
     number: int
@@ -61,9 +61,8 @@ class RoutineBuilder:
     """Collects the instructions of one routine.
 
     Args:
-        new: Makes a number that nothing else has.
-        known: Returns the number of a program, given what it costs a device that computes nothing; ``None`` for new
-            ones.
+        new: Returns an unused number.
+        known: Returns the number of a program, given its cost on an emulated device; ``None`` numbers programs anew.
     """
 
     new: Callable[[], int]
@@ -82,23 +81,23 @@ class RoutineBuilder:
 
     @property
     def programs(self) -> dict[int, Program]:
-        """The programs that are defined so far, by number."""
+        """Programs defined so far, by number."""
         return {d.number: d.what.program for d in self.definitions if isinstance(d.what, StoredProgram)}
 
     def work(self, program: Program) -> float:
-        """Return about how long a program takes, compared with others; it is looked at once."""
+        """Return the relative time of a program; cached."""
         if id(program) not in self._works:
             self._works[id(program)] = (program_s(program, RATES), program)
         return self._works[id(program)][0]
 
     def define(self, program: Program, cost_s: float = 0.0) -> int:
-        """Return the number of a program, defined once."""
+        """Return the number of a program, defining it once."""
         key = (id(program), cost_s)
         if key not in self._programs:
             number = self.new() if self.known is None else self.known(program, cost_s)
             if number not in self.programs:
                 self.definitions.append(Define(number, StoredProgram(program, cost_s)))
-            self._programs[key] = (number, program)  # kept alive, so that its id stays its own
+            self._programs[key] = (number, program)  # kept alive, so that its id stays unique
         return self._programs[key][0]
 
     def call(
@@ -113,12 +112,12 @@ class RoutineBuilder:
         age: int = 0,
         cost_s: float = 0.0,
     ) -> None:
-        """Add a call of a program."""
+        """Add the call of a program."""
         number = self.define(program, cost_s)
         self.add(Call(number, tuple(inputs), tuple(outputs), tuple(takes), micro_batch, age), label)
 
     def another(self) -> RoutineBuilder:
-        """Return one for another routine of the same worker, which knows the programs defined so far."""
+        """Return a builder for another routine of the same worker, with the programs defined so far."""
         programs = [define for define in self.definitions if isinstance(define.what, StoredProgram)]
         return RoutineBuilder(
             self.new, self.known, definitions=programs, _programs=dict(self._programs), _works=self._works

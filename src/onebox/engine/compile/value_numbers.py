@@ -1,4 +1,4 @@
-"""Values: what the routines of all workers for one job agree on. Pure."""
+"""Values: numbers and channels that the routines of all workers for one job share. Pure."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from onebox.graph import Port
 
 
 class ValueNumbers:
-    """Numbers and channels of values, who makes and who reads them.
+    """Numbers and channels of values, their producers and readers.
 
-    In windows a micro-batch with a negative number is one of the step before: its values have numbers of their own,
-    and travel on the same channels.
+    In windows a micro-batch with a negative number belongs to the previous step: its values have other numbers and the
+    same channels.
 
     Args:
         job: The job.
-        new: Makes a number that nothing else has.
-        ranks: For each worker, its rank in the replica that it is in.
+        new: Returns an unused number.
+        ranks: For each worker, its rank in its replica.
     """
 
     def __init__(self, job: BatchJob, new: Callable[[], int], ranks: Mapping[int, int]) -> None:
@@ -41,7 +41,7 @@ class ValueNumbers:
                         self._readers.setdefault(key, set()).add(worker)
 
     def number(self, port: Port, micro_batch: int) -> int:
-        """Return the buffer of a value of a micro-batch, or of its weight, its result, or a leaf of it."""
+        """Return the buffer of a value of a micro-batch, or of its weight, result, or leaf."""
         key = (port, micro_batch % self._count if port.kind == "weight" else micro_batch)
         if key not in self._numbers:
             self._numbers[key] = self._new()
@@ -52,7 +52,7 @@ class ValueNumbers:
         return self._channels.setdefault((port, micro_batch % self._count, target), len(self._channels))
 
     def maker(self, port: Port, micro_batch: int, reader: int) -> int:
-        """Return the worker that makes a value, or its share of it, for a reader."""
+        """Return the worker that computes a value, or its shard, for a reader."""
         stage = self._makers[self._job.micro_batches[micro_batch].size][port]
         replica = self._job.routes[stage][micro_batch]
         return reader if reader in replica else replica[self._ranks.get(reader, 0) % len(replica)]

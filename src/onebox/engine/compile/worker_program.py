@@ -1,8 +1,8 @@
-"""Rows: the actions of a worker in a routine, with what they receive, send, hand on and free. Pure.
+"""Worker program builder: a worker's actions in a routine, with receives, sends, renaming and freeing. Pure.
 
-Values that an action needs from others are received one action ahead, values that others need are sent as soon as they
-are there; what nobody needs any more is freed. In a window, micro-batches of the step before have negative numbers;
-what of a step is read in the next window is kept, and known by those numbers from then on.
+An action's remote inputs are received one action ahead, values for other workers are sent as soon as they are complete,
+and values are freed after their last use. In a window, micro-batches of the previous step have negative numbers; values
+of a step that the next window reads are kept under those numbers.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from onebox.wire.protocol.instructions import Ask, Free, Receive, Rename, Send
 
 
 class ActionHook(Protocol):
-    """What has something to add between actions."""
+    """Adds instructions between actions."""
 
     def before(self, action: Action) -> None:
-        """Add what comes before an action."""
+        """Add the instructions before an action."""
 
     def after(self, action: Action) -> None:
-        """Add what comes behind an action."""
+        """Add the instructions after an action."""
 
 
 class WorkerProgramBuilder:
-    """The routine of one worker under construction: its row of the schedule.
+    """The routine of one worker under construction, from its row of the schedule.
 
     Args:
         worker: The worker.
-        job: The job; its schedule is of whole windows where there are any.
-        values: Of the job.
+        job: The job; its schedule covers whole windows where steps overlap.
+        values: The values of the job.
         plan: The plan.
         numbers: Shared numbers.
-        costs: What actions cost devices that compute nothing.
-        ranks: For each worker, its rank in the replica that it is in.
+        costs: Costs of actions on emulated devices.
+        ranks: For each worker, its rank in its replica.
         builder: The routine.
-        actions: The worker's row, or the part of a window that the routine is for.
+        actions: The worker's row, or the part of a window in the routine.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class WorkerProgramBuilder:
         self._last = self._last_reads()
 
     def _handed_on(self) -> tuple[tuple[Port, int], ...]:
-        """Return the values and leaves of a step that are there at the end of its window and read in the next one."""
+        """Return the values and leaves of a step that exist at the end of its window and are read in the next one."""
         whole = self._job.schedule.rows.get(self._worker, ())
         wanted: dict[tuple[Port, int], None] = {}
         there: set[tuple[Port, int]] = set()
@@ -100,7 +100,7 @@ class WorkerProgramBuilder:
         return tuple(key for key in wanted if key[0].kind == "leaf" or key in there)
 
     def _last_reads(self) -> dict[tuple[Port, int], int]:
-        """Return for each value and leaf the last action of this row that reads it; none where a later row does."""
+        """Return the last action of this row that reads each value and leaf; none if a later row reads it."""
         found: dict[tuple[Port, int], int] = {}
         for position, action in enumerate(self.actions):
             for port in self._part(action).inputs:
@@ -119,7 +119,7 @@ class WorkerProgramBuilder:
         )
 
     def round_for_step(self, weight_of: Callable[[str, Action], int]) -> ParameterCasts:
-        """Add the rounding of what the actions of the window's own step read in bfloat16, also in the next window.
+        """Add the rounding of bfloat16 parameters for the window's own step, including its rest in the next window.
 
         Args:
             weight_of: Returns the buffer that an action reads a parameter from.
@@ -131,7 +131,7 @@ class WorkerProgramBuilder:
         )
 
     def rounded_before(self) -> EarlierStepCasts:
-        """Return what was rounded for the step before, and is read in this window."""
+        """Return the rounded parameters of the previous step that this window reads."""
         whole = self._job.schedule.rows.get(self._worker, ())
         late = [self._part(action) for action in whole if action.micro_batch < 0]
         return EarlierStepCasts(self.builder, self.actions, late, self._values.number)
@@ -147,9 +147,9 @@ class WorkerProgramBuilder:
         """Add all actions.
 
         Args:
-            gradients: Returns what runs a backward action; forward ones are called as they are.
-            watchers: Told before and after each action.
-            moved: Buffers that stand for others, by name.
+            gradients: Returns the builder of a backward action; forward actions are called directly.
+            watchers: Notified before and after each action.
+            moved: Replacement buffers, by name.
             weight_of: Returns the buffer that an action reads a parameter from; ``None`` for the parameter itself.
         """
         self._moved = moved or {}
@@ -168,10 +168,10 @@ class WorkerProgramBuilder:
         self._bounds.append(len(self.builder.steps))
 
     def offload(self, gradients: Collection[int]) -> None:
-        """Let what is to be on the host between forward and backward be there.
+        """Add the offloading of values between forward and backward.
 
         Args:
-            gradients: The buffers of gradients that may be there, too.
+            gradients: Gradient buffers that may be offloaded, too.
         """
         policies = [stage.policy for stage in self._plan.stages]
         builder = self.builder
@@ -179,10 +179,10 @@ class WorkerProgramBuilder:
         builder.steps, builder.labels = with_offloading(*given, self._bounds, self.actions, policies, gradients)
 
     def hand_on(self, more: Mapping[int, int]) -> None:
-        """Let what the next window reads be known by the numbers that it has there.
+        """Renumber the buffers that the next window reads.
 
         Args:
-            more: Other buffers that get another number.
+            more: Further buffers with their new numbers.
         """
         pairs = {self._kept(*key): self._values.number(key[0], key[1] - self._count) for key in self._handed}
         pairs |= more
@@ -195,7 +195,7 @@ class WorkerProgramBuilder:
         return self._values.number(port, micro_batch)
 
     def answer(self) -> None:
-        """Add the answer: the results, and the end of what is left."""
+        """Add the reply with the results, and free the rest."""
         if self._results:
             self.builder.add(Ask("scalars", tuple(self._results)), InstructionLabel("loss"))
         bindings = (-1 - index for index in range(len(self.leaves)))
@@ -289,7 +289,7 @@ class WorkerProgramBuilder:
         return -1 - self.leaves.index((micro_batch, leaf))
 
     def _weight(self, port: Port, micro_batch: int) -> int:
-        """Return the buffer that holds what the loss of a micro-batch is weighted with."""
+        """Return the buffer with the loss weight of a micro-batch."""
         number = self._values.number(port, micro_batch)
         self.builder.constants[number] = (self._job.weight(micro_batch), self._job.loss(micro_batch))
         return number
@@ -297,7 +297,7 @@ class WorkerProgramBuilder:
     def _result(self, port: Port, micro_batch: int) -> int:
         number = self._values.number(port, micro_batch)
         if self._ranks.get(self._worker):
-            self._untold.append(number)  # another rank says the same
+            self._untold.append(number)  # another rank returns the same
             return number
         self._results.append(number)
         self.results.append((micro_batch, int(port.name)))
@@ -310,7 +310,7 @@ class WorkerProgramBuilder:
         return f"{where}{what} {action.micro_batch % self._count}{late}"
 
     def _cost_s(self, action: Action) -> float:
-        """Return the seconds, at full speed, that a device that computes nothing sleeps."""
+        """Return the seconds, at full speed, that an emulated device sleeps."""
         full = self._plan.micro_batch or max(part.size for part in self._job.micro_batches)
         size = self._job.micro_batches[action.micro_batch].size
         late = action.kind == "W" and not self._part(action._replace(kind="I")).steps
@@ -319,7 +319,7 @@ class WorkerProgramBuilder:
     # ---- values from and to other workers
 
     def _receive(self, action: Action) -> None:
-        """Begin to receive what an action needs of other workers and has not been asked for yet."""
+        """Begin to receive an action's remote inputs that have not been requested yet."""
         part = self._part(action)
         for port, spec in zip(part.inputs, part.given, strict=True):
             key = (port, action.micro_batch)
@@ -337,7 +337,7 @@ class WorkerProgramBuilder:
             self.builder.add(receive, InstructionLabel(name, "transfer"))
 
     def _targets(self, port: Port, micro_batch: int) -> list[int]:
-        """Return the other workers that get a value from this one."""
+        """Return the other workers that receive a value from this one."""
         readers = sorted(self._values.readers(port, micro_batch) - {self._worker})
         return [reader for reader in readers if self._values.maker(port, micro_batch, reader) == self._worker]
 
@@ -358,7 +358,7 @@ class WorkerProgramBuilder:
                 self.builder.add(send, label)
 
     def _free(self, part: PhaseProgram, micro_batch: int) -> None:
-        """Free what an action has made and this worker does not need."""
+        """Free the values of an action that this worker does not need."""
         made = (port for port in part.outputs if port.kind == "value" and (port, micro_batch) not in self._last)
         if unread := tuple(self._values.number(port, micro_batch) for port in made):
             self.builder.add(Free(unread), InstructionLabel("free"))

@@ -1,4 +1,4 @@
-"""Parcels: what brings a batch to the workers, to each of them only what its routine reads."""
+"""Batch transfers: each worker receives only the parts that its routine reads."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from onebox.wire.protocol.requests import Instruction, Put
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerBatch:
-    """What brings a worker its part of a batch.
+    """Transfer of a worker's part of a batch.
 
     Args:
-        bindings: The buffers that it lies in, as the worker's routine wants them.
-        size_bytes: Its bytes there.
-        instructions: What fills them.
-        frames: The elements that these need.
+        bindings: Buffers of its tensors, as the worker's routine expects them.
+        size_bytes: Its bytes on the worker.
+        instructions: Instructions that fill them.
+        frames: Elements for the instructions.
     """
 
     bindings: tuple[int, ...]
@@ -35,14 +35,14 @@ class WorkerBatch:
 def worker_batch(
     pool: Pool, batch: Batch, compiled: CompiledStep, worker: int, packing: BatchCompression
 ) -> WorkerBatch:
-    """Return what brings a worker its part of a batch: what its routine reads of it, and nothing else.
+    """Return the transfer of a worker's part of a batch: the tensors that its routine reads.
 
     Args:
         pool: The pool.
-        batch: The batch; its tensors are not to be written to until the worker has them.
+        batch: The batch; its tensors must not be written to until the worker has received them.
         compiled: The routines.
         worker: The worker.
-        packing: How it travels.
+        packing: The compression.
     """
     parts = [compiled.leaf_of(batch, micro_batch, leaf) for micro_batch, leaf in compiled.routines[worker].leaves]
     if not parts:
@@ -59,14 +59,14 @@ def worker_batch(
 def put_packed(
     pool: Pool, tensors: Sequence[Tensor], leaves: Sequence[int], worker: int, packing: BatchCompression
 ) -> tuple[Put, list[memoryview | bytes]]:
-    """Return the instruction that uploads tensors into new buffers, and their elements as they travel.
+    """Return the instruction that uploads tensors into new buffers, and their elements as sent.
 
     Args:
         pool: The pool.
-        tensors: Not to be written to until the worker has them.
-        leaves: Which tensor of the batch each is a part of.
-        worker: To whom.
-        packing: How they travel.
+        tensors: The tensors, which must not be written to until the worker has received them.
+        leaves: Index in the batch of each tensor.
+        worker: The receiver.
+        packing: The compression.
     """
     put, _, frames = put_leaves(pool, tensors)
     packed = [packing.packed(worker, leaf, frame) for leaf, frame in zip(leaves, frames, strict=True)]
@@ -78,12 +78,12 @@ def put_packed(
 def worker_batches(
     pool: Pool, batch: Batch, compiled: CompiledStep, packing: BatchCompression
 ) -> dict[int, WorkerBatch]:
-    """Return what brings each worker its part of a batch."""
+    """Return the transfer of each worker's part of a batch."""
     return {worker: worker_batch(pool, batch, compiled, worker, packing) for worker in compiled.routines}
 
 
 def batch_bytes(batch: Batch, compiled: CompiledStep) -> dict[int, int]:
-    """Return the bytes that each worker's part of a batch takes there, with places of its samples."""
+    """Return the bytes of each worker's part of a batch, with the indices of its samples."""
     found = {}
     for worker, routine in compiled.routines.items():
         found[worker] = 0
@@ -102,11 +102,11 @@ class BatchTransfer:
 
     Args:
         batch: The client's copy.
-        compiled: The routines that its parts are for; ``None`` before there are any.
-        parts: Those of each worker, where they have been made.
-        needs: Their bytes.
+        compiled: The routines for its parts; ``None`` before they exist.
+        parts: Transfer of each worker, once prepared.
+        needs: Bytes of each worker's part.
         sent: Whether they have been sent.
-        stepped: Whether its step has been asked for.
+        stepped: Whether its step has been requested.
     """
 
     batch: Batch

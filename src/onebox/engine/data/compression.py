@@ -1,4 +1,4 @@
-"""Packing: parts of batches travel compressed where that is faster, as measured on the links and on the data."""
+"""Compression of batches where it is faster, as measured on the links and on the data."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from onebox.pool import Pool
 from onebox.wire import MOST_BYTES, Codec, codecs, pack, unpack
 
 LEAST_BYTES = 4096
-"""Frames of fewer bytes go as they are: a message costs more than they do."""
+"""Smaller frames are not compressed: a message costs more than their transfer."""
 
 _SAMPLE_BYTES = 1 << 20
 _WORTH = 0.9
-"""Packing has to take less than this part of the time without it: what is measured varies."""
+"""Compression must take less than this fraction of the time without it: measurements vary."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CodecMeasurement:
-    """What a codec makes of some data.
+    """Measured performance of a codec on some data.
 
     Args:
-        ratio: Packed bytes for each byte.
-        pack_bps: Bytes that go in, per second.
-        unpack_bps: Bytes that come out, per second.
+        ratio: Compressed bytes per byte.
+        pack_bps: Input bytes per second of compression.
+        unpack_bps: Output bytes per second of decompression.
     """
 
     ratio: float
@@ -35,14 +35,14 @@ class CodecMeasurement:
 
 
 def choose_codec(link_bps: float, measured: Mapping[Codec, CodecMeasurement]) -> Codec | None:
-    """Return the codec with which data is where it is needed soonest; ``None`` for none. Pure.
+    """Return the codec with which data arrives soonest; ``None`` for none. Pure.
 
-    The next part is packed while one is on its way, so that the slower of the two counts; a worker unpacks before it
-    computes with it.
+    Compression of the next part overlaps with the transfer of the current one, so that the slower of the two counts; a
+    worker decompresses before it computes.
 
     Args:
-        link_bps: Bytes per second that the link takes; infinite for one that costs nothing.
-        measured: What the codecs that both sides have make of the data.
+        link_bps: Bytes per second of the link; infinite if it is free.
+        measured: Measurements of the codecs that both sides support.
 
     Example:
         >>> lz4 = Measured(ratio=0.5, pack_bps=5e8, unpack_bps=2e9)
@@ -61,7 +61,7 @@ def choose_codec(link_bps: float, measured: Mapping[Codec, CodecMeasurement]) ->
 
 
 def measure_codec(codec: Codec, sample: memoryview) -> CodecMeasurement:
-    """Pack and unpack some data, and return how that went."""
+    """Measure a codec on some data."""
     begin_s = time.perf_counter()
     packed = pack(codec, sample)
     middle_s = time.perf_counter()
@@ -75,11 +75,11 @@ def measure_codec(codec: Codec, sample: memoryview) -> CodecMeasurement:
 
 
 class BatchCompression:
-    """Decides for each worker and each tensor of a batch how it travels.
+    """Choice of compression for each worker and each tensor of a batch.
 
     Args:
-        pool: The pool; links to workers that are not of this machine are measured now.
-        workers: Of the plan.
+        pool: The pool; links to workers on other machines are measured now.
+        workers: Workers of the plan.
 
     Raises:
         OneboxError: A worker failed or ended.
@@ -93,11 +93,11 @@ class BatchCompression:
         self._lock = threading.Lock()
 
     def packed(self, worker: int, leaf: int, frame: memoryview) -> tuple[Codec | None, memoryview | bytes]:
-        """Return how a frame travels, and what then does.
+        """Return the codec of a frame and the bytes to send.
 
         Args:
-            worker: To whom.
-            leaf: Which tensor of the batch it is a part of.
+            worker: The receiver.
+            leaf: Index of its tensor in the batch.
             frame: Its elements.
         """
         if self._link_bps[worker] == math.inf or not LEAST_BYTES <= len(frame) <= MOST_BYTES:
@@ -109,7 +109,7 @@ class BatchCompression:
         return (codec, made) if len(made) < len(frame) else (None, frame)
 
     def _codec(self, worker: int, leaf: int, frame: memoryview) -> Codec | None:
-        """Return the codec for a tensor, measured on the first part of it that came."""
+        """Return the codec for a tensor, measured on its first part."""
         with self._lock:
             if (worker, leaf) not in self._chosen:
                 if leaf not in self._measured:

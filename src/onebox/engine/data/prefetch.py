@@ -1,7 +1,7 @@
-"""Uploads: each worker gets the parts of a batch that its routine reads, ahead of the step where there is room.
+"""Uploads: each worker receives the parts of a batch that its routine reads, ahead of the step if memory allows.
 
-What lies ahead counts in the workers' memory. It may take no more than steps leave free, and gives way to whatever
-needs the room: the client keeps every batch until its step has begun, and what is not at a worker goes there with it.
+Batches uploaded ahead count in the workers' memory. They may take no more than steps leave free, and are dropped when
+the memory is needed: the client keeps every batch until its step has begun, and missing parts are sent with the step.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ from onebox.sizes import parse_size
 from onebox.wire.protocol.instructions import Free
 
 AHEAD_STEPS = 2
-"""Batches that lie at the workers beside those of the steps under way."""
+"""Batches uploaded ahead of the steps in flight."""
 
 AHEAD_BYTES = 256 << 20
-"""Bytes of them on each worker: more than two batches of 256 pictures of ImageNet, of which a byte is a colour."""
+"""Default limit of their bytes on each worker: more than two batches of 256 ImageNet images with one byte per
+colour."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class UploadedBatch:
     """A batch on its way to the workers, for :meth:`onebox.Trainer.step`; made by :meth:`onebox.Trainer.upload`.
 
-    What it takes on the workers is freed by its step, by :meth:`close`, or when nobody holds it any more.
+    Its memory on the workers is freed by its step, by :meth:`close`, or by garbage collection.
 
     Args:
-        size: Samples.
+        size: Number of samples.
         nbytes: Bytes of its tensors.
     """
 
@@ -49,21 +50,21 @@ class UploadedBatch:
     _drop: Callable[[BatchTransfer], None] = field(repr=False)
 
     def close(self) -> None:
-        """Free what it takes on the workers, unless its step has begun. Idempotent."""
+        """Free its memory on the workers, unless its step has begun. Idempotent."""
         self._drop(self.parcel)
 
 
 @dataclass(frozen=True, kw_only=True)
 class UploadCounters:
-    """What uploading the batches of training steps took so far.
+    """Cost of uploading the batches of training steps so far.
 
     Args:
         steps: Steps begun.
-        ahead: Those whose batch had been sent before.
-        caller_s: Seconds that the steps' callers spent in bringing batches on their way.
-        sent_bytes: Bytes of tensors that were sent to all workers: batches, and all else.
-        hits: Samples that a worker had already, counted for each worker and tensor that needed them.
-        misses: Samples that were sent although a worker has a cache.
+        ahead: Steps whose batch had been sent before.
+        caller_s: Seconds that the steps' callers spent on sending batches.
+        sent_bytes: Bytes of all tensors sent to workers: batches and others.
+        hits: Samples that were cached on a worker, counted for each worker and tensor.
+        misses: Samples that were sent to a worker with a cache.
     """
 
     steps: int
@@ -75,14 +76,14 @@ class UploadCounters:
 
 
 class BatchPrefetcher:
-    """The batches of a trainer that are on their way to the workers.
+    """The batches of a trainer on their way to the workers.
 
-    Any thread may add and drop; steps are begun by one.
+    Any thread may add and drop batches; one thread begins steps.
 
     Args:
         pool: The pool.
-        ahead_bytes: The most bytes that batches of later steps may take on a worker.
-        cache_bytes: The most bytes that samples may take there which stay.
+        ahead_bytes: Most bytes of batches for later steps on a worker.
+        cache_bytes: Most bytes of cached samples on a worker.
     """
 
     def __init__(self, pool: Pool, ahead_bytes: int, cache_bytes: int = 0) -> None:
@@ -92,26 +93,26 @@ class BatchPrefetcher:
         self._lock = threading.RLock()
         self._ready: InstalledPlan | None = None
         self._waiting: list[BatchTransfer] = []
-        self._dropped: deque[BatchTransfer] = deque()  # by the garbage collector, which may run anywhere
+        self._dropped: deque[BatchTransfer] = deque()  # filled by the garbage collector, which runs in any thread
         self._held = 0
         self._closed = False
         self._steps = self._ahead = 0
         self._caller_s = 0.0
 
-    # ---- any thread
+    # ---- called from any thread
 
     def add(self, batch: Batch) -> UploadedBatch:
-        """Take a batch, and send it ahead where there is room.
+        """Add a batch, and send it ahead if memory allows.
 
         Args:
-            batch: A copy that nobody writes to.
+            batch: A private copy.
 
         Raises:
             UsageError: The trainer is closed.
         """
         parcel = BatchTransfer(batch)
-        if self._cache is None:  # what is cached is known only when it is sent
-            self._prepare(parcel)  # before anybody has to wait for it
+        if self._cache is None:  # cached samples are known only at sending time
+            self._prepare(parcel)  # before any caller waits for it
         with self._lock:
             if self._closed:
                 raise UsageError("this trainer is closed; make another one on the pool")
@@ -122,13 +123,13 @@ class BatchPrefetcher:
         return uploaded
 
     def drop(self, parcel: BatchTransfer) -> None:
-        """Free a batch whose step has not begun; others are passed over."""
+        """Free a batch whose step has not begun; ignore others."""
         with self._lock:
             self._remove(parcel)
             self._send()
 
     def counters(self) -> UploadCounters:
-        """Return what uploading took so far."""
+        """Return the cost of uploading so far."""
         return UploadCounters(
             steps=self._steps,
             ahead=self._ahead,
@@ -139,11 +140,11 @@ class BatchPrefetcher:
         )
 
     def cached_bytes(self, worker: int) -> int:
-        """Return the bytes that are kept on a worker for samples that stay."""
+        """Return the bytes of cached samples on a worker."""
         return self._cache.held_bytes(worker) if self._cache else 0
 
     def beside_bytes(self, worker: int) -> int:
-        """Return the bytes on a worker of batches that lie ahead, and of samples that stay."""
+        """Return the bytes on a worker of batches uploaded ahead, and of cached samples."""
         ahead = sum(
             parcel.parts[worker].size_bytes for parcel in self._waiting if parcel.sent and worker in parcel.parts
         )
@@ -152,10 +153,10 @@ class BatchPrefetcher:
     # ---- the thread that begins steps
 
     def claim(self, uploaded: UploadedBatch) -> BatchTransfer:
-        """Return a batch whose step is asked for.
+        """Return a batch whose step is requested.
 
         Raises:
-            UsageError: It has been asked for before, or the batch is closed, or another trainer's.
+            UsageError: Its step was requested before, it is closed, or it belongs to another trainer.
         """
         parcel = uploaded.parcel
         with self._lock:
@@ -171,14 +172,14 @@ class BatchPrefetcher:
     def bringing(
         self, batch: Batch, compiled: CompiledStep, parcel: BatchTransfer | None
     ) -> Iterator[Mapping[int, WorkerBatch]]:
-        """Yield what is still to be sent with a step for its batch to be at the workers.
+        """Yield the parts of a batch that still have to be sent with its step.
 
-        Until the context is left nothing is sent ahead, so that the workers' memory is what was counted.
+        Nothing is sent ahead inside the context, so that the workers' memory is as computed.
 
         Args:
             batch: The batch.
             compiled: The step's routines.
-            parcel: The batch as it was uploaded, if it was.
+            parcel: The upload of the batch, if any.
         """
         begin_s = time.perf_counter()
         with self._lock:
@@ -190,7 +191,7 @@ class BatchPrefetcher:
             self._send()
 
     def parts(self, batch: Batch, compiled: CompiledStep) -> dict[int, WorkerBatch]:
-        """Return what brings each worker its part of a batch for some routines; it has to be sent in this order."""
+        """Return the transfer of each worker's part of a batch for some routines; to be sent in this order."""
         ready, cache = self._ready, self._cache
         assert ready is not None
         if cache is None or batch.samples is None:
@@ -203,22 +204,24 @@ class BatchPrefetcher:
         return found
 
     def parts_beside(self, batch: Batch, compiled: CompiledStep) -> dict[int, WorkerBatch]:
-        """Return what brings each worker its part of a batch that is no step's; samples that stay make room for it."""
+        """Return the transfer of each worker's part of a batch outside steps; cached samples are evicted if
+        necessary.
+        """
         with self._lock:
             self._make_room()
             return self.parts(dataclasses.replace(batch, samples=None), compiled)
 
     def kept(self, batch: Batch) -> Batch:
-        """Return a copy of a batch, which stays as it is when the user writes to its tensors."""
+        """Return a copy of a batch that later writes to the user's tensors do not change."""
         begin_s = time.perf_counter()
         copy = batch.kept()
         self._caller_s += time.perf_counter() - begin_s
         return copy
 
     def use(self, ready: InstalledPlan | None) -> None:
-        """Take the news of the programs and places that batches are for from now on; ``None`` for none.
+        """Set the installed plan that batches are for from now on; ``None`` for none.
 
-        What had been sent before is void, and freed on the workers that are left.
+        Earlier transfers are void, and freed on the remaining workers.
         """
         if ready is self._ready:
             return
@@ -230,7 +233,7 @@ class BatchPrefetcher:
 
     @contextlib.contextmanager
     def out_of_the_way(self) -> Iterator[None]:
-        """Let nothing lie ahead at the workers meanwhile."""
+        """Remove batches uploaded ahead from the workers for the duration of the context."""
         with self._lock:
             self._held += 1
             self._return_all()
@@ -241,7 +244,7 @@ class BatchPrefetcher:
                 self._held -= 1
 
     def close(self) -> None:
-        """Free everything that has not been stepped."""
+        """Free everything whose step has not begun."""
         with self._lock:
             self._closed = True
             self._return_all()
@@ -249,11 +252,11 @@ class BatchPrefetcher:
             if self._cache is not None:
                 self._cache.clear()
 
-    # ---- under the lock
+    # ---- called with the lock held
 
     def _take(self, parcel: BatchTransfer, compiled: CompiledStep) -> Mapping[int, WorkerBatch] | None:
-        """Take a batch whose step begins; return what of it is to be sent, or ``None`` if it is to be made anew."""
-        if parcel not in self._waiting:  # its step begins again
+        """Take a batch whose step begins; return the parts to send, or ``None`` if they must be prepared anew."""
+        if parcel not in self._waiting:  # its step is repeated
             return None
         self._waiting.remove(parcel)
         if parcel.compiled is not compiled:
@@ -268,7 +271,7 @@ class BatchPrefetcher:
         }
 
     def _send(self) -> None:
-        """Send what there is room for, in the order in which it came."""
+        """Send batches in order as memory allows."""
         self._clean()
         sent = [parcel for parcel in self._waiting if parcel.sent]
         for parcel in self._waiting:
@@ -279,11 +282,11 @@ class BatchPrefetcher:
             sent.append(parcel)
             try:
                 self._post(parcel)
-            except OneboxError:  # the next step says why, or goes on with those that are left
+            except OneboxError:  # the next step raises the error, or continues with the remaining workers
                 return
 
     def _post(self, parcel: BatchTransfer) -> None:
-        """Send a batch; what has gone when that fails, or is interrupted, is freed."""
+        """Send a batch; free the sent parts if that fails or is interrupted."""
         try:
             parcel.sent = True
             if not parcel.parts and parcel.compiled is not None:
@@ -292,12 +295,12 @@ class BatchPrefetcher:
                 self._pool.post(worker, part.instructions, part.frames)
         except BaseException:
             self._free(parcel)
-            if self._cache is not None:  # nobody knows what of it is there
+            if self._cache is not None:  # its contents on the worker are unknown
                 self._cache.clear()
             raise
 
     def _prepare(self, parcel: BatchTransfer) -> bool:
-        """Make the parts of a batch where they do not depend on others; tell whether the routines for it are there."""
+        """Prepare the parts of a batch that do not depend on others; return whether its routines are available."""
         ready = self._ready
         compiled = None if ready is None else ready.compiler.known(parcel.batch)
         if compiled is not parcel.compiled:
@@ -310,7 +313,7 @@ class BatchPrefetcher:
         return compiled is not None
 
     def _fits(self, parcels: list[BatchTransfer]) -> bool:
-        """Tell whether batches fit into what steps leave free."""
+        """Return whether batches fit into the memory that steps leave free."""
         if self._ready is None:
             return False
         needed: Counter[int] = Counter()
@@ -323,7 +326,7 @@ class BatchPrefetcher:
         )
 
     def _make_room(self) -> None:
-        """Free what lies ahead where it does not fit beside a step any more: a batch of another shape needs more."""
+        """Free batches uploaded ahead that no longer fit beside a step: a batch of another shape needs more."""
         self._clean()
         sent = [parcel for parcel in self._waiting if parcel.sent]
         while sent and not self._fits(sent):
@@ -349,11 +352,11 @@ class BatchPrefetcher:
             self._free(parcel)
 
     def _free(self, parcel: BatchTransfer) -> None:
-        """Free what of a batch is at the workers; what is not there is passed over by them."""
+        """Free the parts of a batch on the workers, which ignore missing ones."""
         if not parcel.sent:
             return
         parcel.sent = False
-        if self._cache is not None:  # what is cached may be another by the next time
+        if self._cache is not None:  # the cache may have changed by the next time
             parcel.compiled = None
         for worker, part in parcel.parts.items():
             if worker not in self._pool.gone:
@@ -362,10 +365,10 @@ class BatchPrefetcher:
 
 
 def cache_bytes(cache: int | str | None) -> int:
-    """Return how many bytes of each device samples may take.
+    """Return the cache limit of each device in bytes.
 
     Raises:
-        UsageError: It is no size.
+        UsageError: It is not a size.
     """
     size = 0 if cache is None else parse_size("cache", cache) if isinstance(cache, str) else cache
     if not isinstance(size, int) or size < 0:

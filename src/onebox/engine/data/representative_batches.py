@@ -1,4 +1,4 @@
-"""Batches of a run that stand for all the others: what they look like, and what has to fit."""
+"""Representative batches of a run, for shapes and memory requirements."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from onebox.engine.workload.batch import Batch
 
 
 class RepresentativeBatches:
-    """The largest batch that was trained with so far, by its bytes, the newest, and the largest that was evaluated."""
+    """The largest training batch so far, by bytes, the latest one, and the largest evaluation batch."""
 
     def __init__(self) -> None:
         self._largest: Batch | None = None
@@ -15,11 +15,11 @@ class RepresentativeBatches:
         self._evaluated: Batch | None = None
 
     def add(self, batch: Batch, *, steps: bool) -> None:
-        """Take note of a batch.
+        """Record a batch.
 
         Args:
             batch: The batch.
-            steps: Whether it is one to train with; else it is one to evaluate.
+            steps: Whether it is a training batch; else it is an evaluation batch.
         """
         if steps:
             self._largest, self._newest = _larger(self._largest, batch), batch
@@ -28,24 +28,24 @@ class RepresentativeBatches:
 
     @property
     def trains(self) -> bool:
-        """Whether there has been a batch to train with."""
+        """True if there is a training batch."""
         return self._largest is not None
 
     @property
     def largest(self) -> Batch | None:
-        """The largest batch that was trained with, or else evaluated."""
+        """The largest training batch, or else the largest evaluation batch."""
         return self._largest or self._evaluated
 
     @property
     def samples(self) -> int:
-        """Samples of the largest batch that was trained with, as most batches have; 0 where there was none."""
+        """Samples of the largest training batch, the typical size; 0 if there is none."""
         return self._largest.size if self._largest else 0
 
     def require_room(self, ready: InstalledPlan) -> None:
-        """Require that what has fitted so far fits, and get ready for another batch like the newest.
+        """Require that every kind of batch so far still fits, and prepare for another batch like the latest.
 
         Raises:
-            DeviceMemoryError: A step or an evaluation would need more than a device has, or may take.
+            DeviceMemoryError: A step or an evaluation needs more memory than a device has, or may use.
         """
         for batch in (self._largest, self._newest):
             if batch is not None:

@@ -1,9 +1,9 @@
-"""Samples that stay on the workers: from their second use on only their places travel.
+"""Sample cache on the workers: after their first use, only the indices of samples travel.
 
-Each worker has a slab for each tensor of a batch that it reads, with a row for each sample. A row is filled from what
-is uploaded anyway, and stays until the trainer is closed, the plan changes, or steps need the room; the client knows
-which sample is in which row. A part of a batch is then put together on the worker: rows of the slab, and what was
-missing among them. Where no row is free, samples travel as without a slab.
+Each worker has a slab for each tensor of a batch that it reads, with a row for each sample. A row is filled from the
+normal upload, and stays until the trainer is closed, the plan changes, or steps need the memory; the client tracks
+which sample is in which row. A part of a batch is then assembled on the worker from rows of the slab and newly uploaded
+samples. If no row is free, samples travel as without a slab.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from onebox.wire.protocol.instructions import Free
 from onebox.wire.protocol.requests import Define, Instruction, Put
 
 LEAST_BYTES = 16
-"""Rows of no more bytes travel, such as classes: places would take as many."""
+"""Rows of at most this size always travel, such as class labels: their indices would take as many bytes."""
 
 _MOST_ROWS = (1 << 31) - 1
-"""Places of rows travel as int32."""
+"""Row limit: indices of rows travel as int32."""
 
 _FILL = KernelSpec(
     "aten.index_copy_.default", (SlotArgument(0), 0, SlotArgument(1), SlotArgument(2)), {}, 3, 0, (None,)
 )
-"""Rows of a tensor become others: (tensor, places, rows)."""
+"""Overwrites rows of a tensor: (tensor, indices, rows)."""
 
 
 @dataclass(kw_only=True)
@@ -46,8 +46,8 @@ class _Slab:
 
     Args:
         number: Its buffer.
-        capacity: Rows.
-        row_bytes: Of each.
+        capacity: Number of rows.
+        row_bytes: Bytes of one row.
         rows: The row of each sample.
     """
 
@@ -57,7 +57,7 @@ class _Slab:
     rows: dict[int, int] = field(default_factory=dict)
 
     def admit(self, samples: Iterable[int]) -> list[int] | None:
-        """Return rows for samples that have none, each its own; ``None`` where there are not enough."""
+        """Allocate a row for each new sample; return ``None`` if there are not enough."""
         new = dict.fromkeys(samples)
         if len(self.rows) + len(new) > self.capacity:
             return None
@@ -70,7 +70,7 @@ class SampleCache:
 
     Args:
         pool: The pool.
-        limit_bytes: The most bytes of them on each worker.
+        limit_bytes: Most bytes of slabs on each worker.
     """
 
     def __init__(self, pool: Pool, limit_bytes: int) -> None:
@@ -80,7 +80,7 @@ class SampleCache:
         self._slabs: dict[int, dict[int, _Slab]] = {}
         self._kinds: dict[int, tuple[TensorSpec, ...]] = {}
         self._refused: set[int] = set()
-        self._kernels: dict[tuple[int, Hashable], int] = {}  # by worker, and what tells a kernel from others
+        self._kernels: dict[tuple[int, Hashable], int] = {}  # by worker and kernel key
 
     def held_bytes(self, worker: int) -> int:
         """Return the bytes of a worker's slabs."""
@@ -89,17 +89,17 @@ class SampleCache:
     def part_of(
         self, batch: Batch, compiled: CompiledStep, worker: int, packing: BatchCompression, spare_bytes: int
     ) -> WorkerBatch | None:
-        """Return what brings a worker its part of a batch; it has to be sent, and before what is asked for next.
+        """Return the transfer of a worker's part of a batch, which must be sent before the next request.
 
         Args:
-            batch: The batch, whose samples are known.
+            batch: The batch, whose sample identifiers are known.
             compiled: The routines.
             worker: The worker.
-            packing: How tensors travel.
-            spare_bytes: What steps leave free there.
+            packing: The transfer encoding.
+            spare_bytes: Memory that steps leave free there.
 
         Returns:
-            The part; ``None`` where the worker has no slabs, and cannot have any.
+            The part; ``None`` if the worker has no slabs and cannot have any.
         """
         leaves = compiled.routines[worker].leaves
         if not leaves or batch.samples is None:
@@ -129,12 +129,12 @@ class SampleCache:
         )
 
     def drop(self, worker: int) -> None:
-        """Free the slabs of a worker, for good: steps need the room."""
+        """Free the slabs of a worker permanently: steps need the memory."""
         self._refused.add(worker)
         self._forget(worker)
 
     def clear(self) -> None:
-        """Free all slabs; what comes next may have other workers and places."""
+        """Free all slabs; the next plan may have other workers and placements."""
         for worker in list(self._slabs):
             self._forget(worker)
         self._refused.clear()
@@ -142,14 +142,14 @@ class SampleCache:
     # ---- slabs
 
     def _ready(self, batch: Batch, leaves: list[int], worker: int, spare_bytes: int) -> list[Instruction] | None:
-        """Return what has to be done before the slabs of a worker can be used, or ``None`` if there can be none."""
+        """Return the instructions that make a worker's slabs usable, or ``None`` if there can be none."""
         kinds = tuple(
             TensorSpec(spec_of(batch.leaves[leaf]).dtype, tuple(batch.leaves[leaf].shape[1:])) for leaf in leaves
         )
         if worker in self._slabs and self._kinds[worker] == kinds:
             return []
         if worker in self._slabs or worker in self._refused or self._pool.devices[worker].kind == "sim":
-            return None  # samples of other shapes than the first go as they are
+            return None  # samples of other shapes than the first are not cached
         a_sample = sum(kind.size_bytes for kind in kinds)
         capacity = min(_MOST_ROWS, min(self._limit_bytes, spare_bytes) // max(a_sample, 1))
         if capacity < 1 or not leaves:
@@ -178,7 +178,9 @@ class SampleCache:
     def _assembled(
         self, worker: int, leaf: int, tensor: Tensor, samples: list[int], packing: BatchCompression
     ) -> tuple[int, list[Instruction], list[memoryview | bytes]]:
-        """Return the buffer that a tensor comes to be in, what makes it there, and the elements that this needs."""
+        """Return the buffer of an assembled tensor, the instructions that make it, and the elements that these
+        upload.
+        """
         slab = self._slabs[worker][leaf]
         missing = [place for place, sample in enumerate(samples) if sample not in slab.rows]
         self.hits += len(samples) - len(missing)
@@ -200,11 +202,11 @@ class SampleCache:
     def _uploaded(
         self, worker: int, leaf: int, tensor: Tensor, samples: list[int], packing: BatchCompression
     ) -> tuple[int, list[Instruction], list[memoryview | bytes]]:
-        """Return the buffer that samples are uploaded to; and fill rows of the slab with them, if there are any."""
+        """Return the buffer that samples are uploaded to, and fill free rows of the slab with them."""
         slab = self._slabs[worker][leaf]
         put, frames = put_packed(self._pool, [tensor], [leaf], worker, packing)
         made: list[Instruction] = [put]
-        rows = slab.admit(samples) if len(set(samples)) == len(samples) else None  # one that comes twice comes again
+        rows = slab.admit(samples) if len(set(samples)) == len(samples) else None  # a repeated sample travels again
         if rows is not None:
             places, numbers = self._places(rows)
             made += [places, *self._filled(worker, slab.number, places.buffers[0], put.buffers[0])]
@@ -213,25 +215,25 @@ class SampleCache:
         return put.buffers[0], made, frames
 
     def _places(self, places: list[int], dtype: torch.dtype = torch.int64) -> tuple[Put, list[memoryview | bytes]]:
-        """Return what brings places in a tensor into a new buffer."""
+        """Return the upload of row indices into a new buffer."""
         put, _, frames = put_leaves(self._pool, [torch.tensor(places, dtype=dtype)])
         return put, list(frames)
 
     # ---- kernels
 
     def _picked(self, worker: int, slab: _Slab, like: Tensor, rows: int, out: int) -> list[Instruction]:
-        """Return what copies some rows of a slab."""
+        """Return the instructions that copy some rows of a slab."""
         spec = spec_of(like)
         return self._call(worker, ("pick", spec.dtype, spec.shape), _pick(spec), (slab.number, rows), out)
 
     def _filled(self, worker: int, into: int, places: int, rows: int) -> list[Instruction]:
-        """Return what writes rows to some places of a tensor."""
+        """Return the instructions that write rows of a tensor."""
         return self._call(worker, "fill", _FILL, (into, places, rows))
 
     def _call(
         self, worker: int, key: Hashable, kernel: KernelSpec, inputs: tuple[int, ...], *outputs: int
     ) -> list[Instruction]:
-        """Return what runs a kernel, and defines it first where the worker has not got it."""
+        """Return the instructions that run a kernel, with its definition if the worker has none."""
         made: list[Instruction] = []
         number = self._kernels.get((worker, key))
         if number is None:
@@ -241,13 +243,13 @@ class SampleCache:
 
 
 def _make(spec: TensorSpec) -> KernelSpec:
-    """Return the kernel that makes a slab."""
+    """Return the kernel that allocates a slab."""
     named: dict[str, Argument] = {"dtype": DType(spec.dtype), "device": OwnDevice()}
     return KernelSpec("aten.empty.memory_format", (Items(spec.shape),), named, 0, 0, (_dense(spec),))
 
 
 def _pick(spec: TensorSpec) -> KernelSpec:
-    """Return the kernel that takes some rows of a slab: (slab, rows)."""
+    """Return the kernel that selects rows of a slab: (slab, rows)."""
     return KernelSpec("aten.index_select.default", (SlotArgument(0), 0, SlotArgument(1)), {}, 2, 0, (_dense(spec),))
 
 

@@ -1,4 +1,4 @@
-"""Tensors that are brought to workers beside the state: the constants of graphs, and leaves of batches."""
+"""Tensors uploaded to workers besides the state: constants of graphs, and leaves of batches."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from onebox.wire.protocol.requests import Put
 
 
 class ConstantTensors:
-    """Tensors that graphs hold themselves, on the workers.
+    """Constants of graphs on the workers.
 
     Args:
         pool: The pool.
-        new: Makes a number for something that stays on the workers.
+        new: Returns a new number for an object that stays on the workers.
     """
 
     def __init__(self, pool: Pool, new: Callable[[], int]) -> None:
         self._pool = pool
         self._new = new
-        self.uploaded: dict[int, int] = {}  # from a buffer to its bytes
+        self.uploaded: dict[int, int] = {}  # from buffer to bytes
         self._numbers: dict[Hashable, dict[str, int]] = {}
         self._there: set[tuple[Hashable, int]] = set()
 
@@ -34,7 +34,7 @@ class ConstantTensors:
         return self._numbers[key]
 
     def upload(self, key: Hashable, tensors: Mapping[str, Tensor], workers: Sequence[int]) -> None:
-        """Bring a graph's constants to workers, once."""
+        """Upload a graph's constants to workers, once."""
         lacking = [worker for worker in workers if (key, worker) not in self._there]
         self._there |= {(key, worker) for worker in lacking}
         self.uploaded |= {self._numbers[key][name]: tensor.nbytes for name, tensor in tensors.items()}
@@ -48,7 +48,7 @@ class ConstantTensors:
 def put_leaves(pool: Pool, leaves: Sequence[Tensor]) -> tuple[Put, tuple[int, ...], list[Any]]:
     """Return the instruction that uploads tensors into new buffers, their numbers, and their elements.
 
-    Elements of dense tensors are not copied: they are not to be written to until the worker has them.
+    Elements of dense tensors are not copied: do not write to them until the worker has received them.
     """
     numbers = tuple(pool.new_number() for _ in leaves)
     specs: tuple[TensorSpec, ...] = tuple(spec_of(leaf) for leaf in leaves)

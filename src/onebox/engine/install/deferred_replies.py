@@ -1,7 +1,7 @@
-"""What workers are asked beside steps without anybody waiting for it, such as what is left of a step or of a plan.
+"""Requests to workers outside steps that are not waited for, such as freeing the remains of a step or a plan.
 
-A worker does what it is told in order, so that the next thing can be asked for at once. The answers are taken in with
-those of the next step, or by whoever wants all to have ended: so a failure is told of where it came first.
+A worker executes requests in order, so that the next request can follow at once. The replies are processed with those
+of the next step, or by the first caller that needs all requests completed: so the earliest failure is reported first.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from onebox.plan import Sync
 from onebox.pool import Pool, WorkerReply, raise_first
 
 Finish = Callable[[list[WorkerReply]], object]
-"""Given the answers, in the order of what was asked."""
+"""Processes the replies, given in the order of the requests."""
 
 
 class DeferredReplies:
-    """Answers that nobody waits for at once.
+    """Pending replies that are not waited for at once.
 
     Args:
-        futures: What the workers will answer.
-        finish: Takes their answers in.
+        futures: The workers' replies.
+        finish: Processes the replies.
     """
 
     def __init__(self, futures: Sequence[Future[WorkerReply]], finish: Finish) -> None:
@@ -31,11 +31,11 @@ class DeferredReplies:
 
     @property
     def open(self) -> bool:
-        """Whether the answers have not been taken in."""
+        """True if the replies have not been processed yet."""
         return self._finish is not None
 
     def take(self) -> None:
-        """Wait for the answers and take them in, once.
+        """Wait for the replies and process them, once.
 
         Raises:
             OneboxError: A worker failed.
@@ -48,10 +48,10 @@ class DeferredReplies:
 
 
 class RetiredGroups:
-    """Groups of earlier plans, which are left when steps of the newest one have read what came by them.
+    """Groups of earlier plans, left once steps of the newest plan have read the data received through them.
 
-    The first step reads all that it computes with. Late ones compute with what was handed out a step before, and read
-    what is handed out now with the second.
+    The first exact step reads all such data. Steps with stale weights compute with data distributed one step before,
+    and read the newest data in the second step.
 
     Args:
         pool: The pool.
@@ -62,16 +62,16 @@ class RetiredGroups:
         self._groups: dict[int, tuple[Sequence[int], int]] = {}
 
     def add(self, groups: Mapping[int, Sequence[int]], steps: int) -> None:
-        """Let groups be left when some more steps have begun.
+        """Schedule groups to be left after a number of further steps.
 
         Args:
-            groups: Their members, by group.
-            steps: How many.
+            groups: Members by group.
+            steps: Number of steps.
         """
         self._groups.update({group: (members, steps) for group, members in groups.items()})
 
     def step(self) -> None:
-        """Take note that a step has begun; what is not even formed yet is left later.
+        """Record that a step has begun; groups that are not formed yet are left later.
 
         Raises:
             OneboxError: The pool is broken.
@@ -93,14 +93,14 @@ class RetiredGroups:
 def begin_group_formation(
     pool: Pool, members: Sequence[int], via: Sync, number: int, *, aside: bool = False
 ) -> DeferredReplies:
-    """Let a group be formed, and tell by what it is known that it is.
+    """Form a group; return its pending replies.
 
     Args:
         pool: The pool.
         members: Its members.
-        via: How they exchange what they exchange.
-        number: What it is to be called.
-        aside: Whether it is for what travels in the background.
+        via: Transport of its exchanges.
+        number: Number of the group.
+        aside: Whether it is for background transfers.
 
     Raises:
         OneboxError: The pool is broken.

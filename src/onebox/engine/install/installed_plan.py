@@ -1,4 +1,4 @@
-"""Setting up: with the first batch a trainer gets its plan, its programs, its groups and its state on the workers."""
+"""Setup: the plan, programs, groups and state of a trainer, from its first batch."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ from onebox.wire.protocol.instructions import Ask
 
 
 class InstalledPlan:
-    """A trainer that has seen its first batch.
+    """An installed plan: a trainer that has received its first batch.
 
-    Until :meth:`bring` nothing is said to any worker.
+    Before :meth:`bring` nothing is sent to any worker.
 
     Args:
         plan: Its plan.
         pool: The pool.
         captures: The captured model.
-        remote: The state.
+        remote: The remote state.
         batch: The first batch.
-        max_norm: For clipping; 0 for none.
-        strict: Whether to refuse what does not fit the memory of the devices.
-        steps: Whether the first batch is one to train with; else it is one to evaluate.
-        before: What is on the workers now, if this is to take its place; its groups serve on where that can be.
+        max_norm: Gradient clipping norm; 0 for none.
+        strict: Whether to refuse batches that exceed the memory of the devices.
+        steps: Whether the first batch is a training batch; else it is an evaluation batch.
+        before: The installed plan that this one replaces; its groups are reused where possible.
         windows: Whether steps overlap.
 
     Raises:
-        CaptureError: The model cannot be captured, or replicas cannot share it.
+        CaptureError: The model cannot be captured, or cannot be divided among replicas.
         UsageError: The plan is for another model.
-        DeviceMemoryError: That needs more than a device has, or may take; nothing has been uploaded then.
+        DeviceMemoryError: It needs more memory than a device has, or may use; nothing has been uploaded.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class InstalledPlan:
     ) -> None:
         self.plan = plan
         self._remote = remote
-        self._on_host = plan.update == "host"  # then the devices hold nothing of what the optimizer remembers
+        self._on_host = plan.update == "host"  # then no optimizer state is on devices
         self._footprints = footprints(remote.optimizer, remote.named, remote.versions.delay)
         self._made: list[int] = []
         library = ProgramCache(pool, remote.new_number) if before is None else before.compiler.library
@@ -76,16 +76,16 @@ class InstalledPlan:
         self._strict = strict
         self._packing: BatchCompression | None = None
         self._fitting: set[Hashable] = set()
-        self._at_once: dict[Hashable, bool] = {}  # of shapes of batches that are evaluated
+        self._at_once: dict[Hashable, bool] = {}  # by shape of evaluation batches
         self.spare_bytes: dict[int, int] = {}
-        """For each worker what batches of all shapes so far leave, trained with or evaluated; only where ``strict``."""
+        """Memory of each worker that training and evaluation batches so far leave free; only with ``strict``."""
         self._groups: dict[Members, int] = {}
         self._unformed: list[Members] = []
         model, holdings = self.compiler.first(batch)
         with_gradient = model.with_gradient
         trained = tuple(name for name in remote.wanted if name in with_gradient)
         self.holdings, self.trained = holdings, trained
-        remote.versions = remote.versions.only(trained)  # one that gets no gradient stays as it is
+        remote.versions = remote.versions.only(trained)  # parameters without gradients have no versions
         affine = [name for name, update in model.updates.items() if update.kind == "affine"]
         check_elements(remote, holdings)
         self._optimizer = remote.optimizer_number if before else remote.new_number()
@@ -116,7 +116,7 @@ class InstalledPlan:
         return self._made[-1]
 
     def group_of(self, members: Members, *, to_be: bool = False) -> int:
-        """Return the group of some workers that is formed, or that is to be, or 0."""
+        """Return the formed or planned group of some workers, or 0."""
         group = self._groups.get(members, 0)
         if members in self._unformed:
             return group if to_be else 0
@@ -124,14 +124,14 @@ class InstalledPlan:
 
     @property
     def members(self) -> tuple[Members, ...]:
-        """The sets of workers that exchange anything."""
+        """The communication groups."""
         return tuple(self._groups)
 
     def form(self) -> list[DeferredReplies]:
-        """Let the groups be formed that are not formed yet.
+        """Form the groups that are not formed yet.
 
         Returns:
-            What tells whether they are.
+            The pending replies.
 
         Raises:
             OneboxError: The pool is broken.
@@ -146,7 +146,7 @@ class InstalledPlan:
         return asked
 
     def bring(self) -> None:
-        """Bring the state to the workers.
+        """Upload the state to the workers.
 
         Raises:
             OneboxError: A worker was lost, or refuses something.
@@ -163,14 +163,15 @@ class InstalledPlan:
         self.settled()
 
     def settled(self) -> None:
-        """Take note that the state is with the workers."""
+        """Record that the state is on the workers."""
         self.checks = self._remote.checks()
 
     def retire(self, after: InstalledPlan) -> dict[int, Members]:
-        """Free what another one, which takes this one's place, does not need; what was asked for before is still done.
+        """Free everything that the installed plan replacing this one does not need; earlier requests are still
+        executed.
 
         Returns:
-            Groups that are to be left, with their members, once nothing that came by them is waited for.
+            Groups to leave, with their members, once no data received through them is awaited.
 
         Raises:
             OneboxError: The pool is broken or closed.
@@ -179,38 +180,39 @@ class InstalledPlan:
         over = {group: members for members, group in self._groups.items() if group not in kept}
         self._groups = {}
         wanted = after.compiler.definitions
-        for worker, own in self.compiler.definitions.items():  # whose programs serve where the change is taken back
+        for worker, own in self.compiler.definitions.items():  # kept in case the change is reverted
             wanted[worker] = wanted.get(worker, set()) | own.difference(self._made)
         self.compiler.library.keep(wanted)
         self._remote.retire(self._made)
         return over
 
     def step(self, batch: Batch) -> CompiledStep:
-        """Return the routines that train with a batch, which are with the workers.
+        """Return the training routines for a batch, installed on the workers.
 
         Raises:
-            DeviceMemoryError: A step needs more than a device has, or may take; nothing has changed on the workers.
+            DeviceMemoryError: A step needs more memory than a device has, or may use; nothing has changed on the
+                workers.
         """
         self._require_room(batch)
         return self.compiler.step(batch)
 
     def evaluation(self, batch: Batch, *, stepped: bool) -> CompiledStep:
-        """Return the routines that evaluate a batch, which are with the workers.
+        """Return the evaluation routines for a batch, installed on the workers.
 
-        Each replica of a plan of one stage takes its part of the batch at once where there is room for it, else in
-        micro-batches as in training: nothing depends on how it is divided.
+        Each replica of a plan of one stage takes its part of the batch at once if memory allows, else in micro-batches
+        as in training: the result does not depend on the division.
 
         Args:
             batch: The batch.
-            stepped: Whether the optimizer has stepped, and its state is there.
+            stepped: Whether the optimizer has run, and its state exists.
 
         Raises:
-            DeviceMemoryError: It needs more than a device has, or may take; nothing has changed on the workers.
+            DeviceMemoryError: It needs more memory than a device has, or may use; nothing has changed on the workers.
         """
         return self.compiler.evaluation(batch, at_once=self.at_once(batch, stepped=stepped))
 
     def at_once(self, batch: Batch, *, stepped: bool) -> bool:
-        """Tell whether a batch is evaluated at once or in micro-batches.
+        """Return whether a batch is evaluated at once rather than in micro-batches.
 
         Args and errors are those of :meth:`evaluation`.
         """
@@ -220,7 +222,7 @@ class InstalledPlan:
         return self._at_once[key]
 
     def _may_be_at_once(self, batch: Batch, *, stepped: bool) -> bool:
-        """Tell whether a batch is evaluated at once or in micro-batches; refuse it where neither would fit."""
+        """Return whether a batch is evaluated at once rather than in micro-batches; refuse it if neither fits."""
         ways = [True] * self.plan.whole + [False] * (not self.plan.whole or self.plan.micro_batch is not None)
         short: list[tuple[InitialContents, int]] = []
         for at_once in ways:
@@ -236,7 +238,7 @@ class InstalledPlan:
         raise out_of_memory_error(memory_peak(worker, contents), device, room_bytes, advice=IN_EVALUATION)
 
     def _room_bytes(self, worker: int) -> int:
-        """Return the most bytes that may be used of a worker."""
+        """Return the usable bytes of a worker."""
         budgets = dict(zip(self.plan.devices, self.plan.memory_bytes, strict=False))
         device = self._pool.devices[worker]
         return min(device.memory_bytes, budgets.get(worker) or device.memory_bytes)
@@ -261,28 +263,28 @@ class InstalledPlan:
         self._fitting.add(shape)
 
     def _require_room_for_late_steps(self, batch: Batch) -> None:
-        """Refuse now what would not fit once steps overlap: exact ones, which need less, may come first."""
+        """Refuse a batch that would not fit once steps overlap; exact steps, which need less, may come first."""
         if self._remote.versions.previous:
             before, self.compiler.windows = self.compiler.windows, True
             self._require_room(batch)
             self.compiler.windows = before
 
     def _leaves(self, worker: int, spare_bytes: int) -> None:
-        """Take note of what a step or an evaluation leaves of a worker's memory."""
+        """Record the memory of a worker that a step or an evaluation leaves free."""
         self.spare_bytes[worker] = min(spare_bytes, self.spare_bytes.get(worker, spare_bytes))
 
     @property
     def packing(self) -> BatchCompression:
-        """How batches travel to the workers; only where ``strict``."""
+        """Compression of batches; only with ``strict``."""
         assert self._packing is not None
         return self._packing
 
     def peaks(self, batch: Batch, *, ahead: int = 0) -> dict[int, int]:
-        """Return the most bytes that each worker will use in a step with a batch, from buffer lifetimes alone.
+        """Return the peak bytes of each worker in a step with a batch, from buffer lifetimes alone.
 
         Args:
             batch: The batch.
-            ahead: How many batches like it lie there already for later steps.
+            ahead: Number of similar batches uploaded for later steps.
         """
         found = {}
         for worker, contents in self.contents(batch).items():
@@ -291,22 +293,22 @@ class InstalledPlan:
         return found
 
     def contents(self, batch: Batch) -> dict[int, InitialContents]:
-        """Return what each worker has when a step with a batch begins, from which its memory can be followed."""
+        """Return the memory contents of each worker at the beginning of a step with a batch."""
         return self._contents(batch, self.compiler.laid_out(batch), train=True, stepped=True)
 
     def evaluation_contents(self, batch: Batch, *, at_once: bool, stepped: bool) -> dict[int, InitialContents]:
-        """Return what each worker has when the evaluation of a batch begins.
+        """Return the memory contents of each worker at the beginning of the evaluation of a batch.
 
         Args:
             batch: The batch.
             at_once: Whether each replica takes its part as one micro-batch.
-            stepped: Whether the optimizer's state is there.
+            stepped: Whether the optimizer's state exists.
         """
         compiled = self.compiler.evaluation(batch, at_once=at_once, send=False)
         return self._contents(batch, compiled, train=False, stepped=stepped)
 
     def probe(self, batch: Batch, sizes: Sequence[int]) -> Probe | None:
-        """Return what computes losses and gradients of a batch and changes nothing; ``None`` where there is no room.
+        """Return routines that compute losses and gradients without changing state; ``None`` if memory is insufficient.
 
         Args:
             batch: The batch.
@@ -362,7 +364,7 @@ class InstalledPlan:
             late = train and self.compiler.windows
             remembered_bytes = sum(self._footprints[name].size_bytes(own, late=late) for name, own in trained.items())
             cpu = self._pool.devices[worker].kind == "cpu"
-            copied_bytes = 0 if cpu else sum(trained.values())  # stepped, and sent back
+            copied_bytes = 0 if cpu else sum(trained.values())  # updated, and sent back
             found[worker] = InitialContents(
                 routine=routine,
                 held=held,
@@ -397,7 +399,7 @@ def install_plan(
     *,
     steps: bool = True,
 ) -> InstalledPlan:
-    """Plan and compile, given the first batch, which is one to train with unless ``steps`` says otherwise."""
+    """Plan and compile for the first batch, a training batch unless ``steps`` is false."""
     plan = request.plan
     if plan is None:
         devices = pool.present

@@ -1,4 +1,4 @@
-"""What workers have of programs and constants, whichever plan it came with: what is there is not sent again."""
+"""Program cache: programs and constants on the workers, from any plan, which need not be sent again."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from onebox.wire.protocol.requests import Put, StoredProgram
 
 
 class ProgramCache:
-    """Programs by what they say, with the workers that have them; and the constants of graphs.
+    """Programs by content, with the workers that have them; and the constants of graphs.
 
     Args:
         pool: The pool.
-        new: Makes a number for something that stays on the workers, beyond any plan.
+        new: Returns a new number for an object that outlives any plan.
     """
 
     def __init__(self, pool: Pool, new: Callable[[], int]) -> None:
@@ -33,22 +33,22 @@ class ProgramCache:
         self._there: dict[int, set[int]] = {}
 
     def number(self, program: Program, cost_s: float) -> int:
-        """Return the number of a program: equal ones have the same.
+        """Return the number of a program; equal programs share a number.
 
         Args:
             program: The program.
-            cost_s: What it costs a device that computes nothing.
+            cost_s: Its cost on an emulated device.
         """
         key = (id(program), cost_s)
         if key not in self._known:
             digest = hashlib.blake2b(msgspec.msgpack.encode(StoredProgram(program, cost_s)), digest_size=20).digest()
             if digest not in self._numbers:
                 self._numbers[digest] = self._new()
-            self._known[key] = program, self._numbers[digest]  # kept alive, so that its id stays its own
+            self._known[key] = program, self._numbers[digest]  # kept alive, so that its id stays unique
         return self._known[key][1]
 
     def store(self, worker: int, routine: StepRoutine) -> dict[int, int]:
-        """Bring a routine to a worker, with what of its programs is not there.
+        """Send a worker a routine, with the programs that it lacks.
 
         Returns:
             The bytes of its one-element buffers, by number.
@@ -65,10 +65,10 @@ class ProgramCache:
         return {number: spec.size_bytes for number, (_, spec) in routine.constants.items()}
 
     def keep(self, wanted: Mapping[int, Set[int]]) -> None:
-        """Let workers forget programs that are not wanted.
+        """Drop programs on workers that are no longer needed.
 
         Args:
-            wanted: For each worker the definitions that it may still need.
+            wanted: For each worker, the definitions that may still be needed.
 
         Raises:
             OneboxError: The pool is broken or closed.

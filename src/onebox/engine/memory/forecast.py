@@ -1,4 +1,4 @@
-"""Forecast: the exact memory of a plan, found by compiling it for nobody. Nothing is sent anywhere."""
+"""Exact memory forecast of a plan, by compiling it without sending anything."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from onebox.wire.protocol.instructions import GroupDelays
 
 
 class Nowhere:
-    """A pool whose workers are not there: what is sent to them is dropped.
+    """Stand-in for a pool without workers: everything sent to them is dropped.
 
     Args:
         devices: Its devices.
-        links: Its emulated links, by which it is decided what is sent in parts.
+        links: Its emulated links, which decide which values are sent in chunks.
     """
 
     def __init__(self, devices: Sequence[DeviceInfo], links: LinkMap | None = None) -> None:
@@ -56,11 +56,11 @@ class Nowhere:
 
 
 class MemoryForecast(NamedTuple):
-    """What a plan takes, exactly.
+    """Exact memory requirement of a plan.
 
     Args:
-        peaks: The most bytes of each of its devices.
-        lack: What a host has not the memory for, in words; empty where all have.
+        peaks: Peak bytes of each device.
+        lack: Description of the host memory that is missing; empty if there is enough.
     """
 
     peaks: Mapping[int, int]
@@ -80,7 +80,7 @@ def count_memory(
     delay: GroupDelays = "none",
     links: LinkMap | None = None,
 ) -> MemoryForecast:
-    """Return what each device of a plan will use in a step at most, and what a host has not the memory for.
+    """Return the peak memory of each device of a plan in a step, and the host memory that is missing.
 
     Args and errors are those of :func:`forecast_memory`.
     """
@@ -107,7 +107,7 @@ def forecast_memory(
     overlap: bool = False,
     links: LinkMap | None = None,
 ) -> dict[int, int]:
-    """Return the most bytes that each device of a plan will use in a step, from buffer lifetimes alone.
+    """Return the peak memory of each device of a plan in a step, from buffer lifetimes alone.
 
     Args:
         plan: The plan.
@@ -117,17 +117,16 @@ def forecast_memory(
         batch: A batch.
         devices: All devices of the pool.
         captures: The captured model.
-        max_norm: For clipping; 0 for none.
-        ahead: How many batches like it lie there already for later steps.
-        delay: What is done about gradients that are late, if they are.
-        staleness: 1 where steps are computed with older weights under plans of one stage, too; an asynchronous plan
-            is for such steps only.
+        max_norm: Gradient clipping norm; 0 for none.
+        ahead: Number of similar batches that are uploaded in advance.
+        delay: Treatment of late gradients, if any.
+        staleness: 1 if steps use older weights under plans of one stage, too; asynchronous plans always do.
         overlap: Whether exact steps overlap.
         links: The pool's emulated links, if it has any.
 
     Raises:
         UsageError: The plan is for another model.
-        CaptureError: Replicas cannot share the model.
+        CaptureError: The model cannot be divided among replicas.
     """
     given = plan, model, loss, optimizer, batch, devices, captures, max_norm, delay
     return _ready(*given, late=staleness > 0, overlap=overlap, links=links).peaks(batch, ahead=ahead)
@@ -145,7 +144,7 @@ def forecast_contents(
     max_norm: float = 0.0,
     delay: GroupDelays = "none",
 ) -> dict[int, InitialContents]:
-    """Return what each device of a plan will have when a step begins, from which its memory can be followed.
+    """Return the contents of each device of a plan at the beginning of a step, from which its memory can be simulated.
 
     Args and errors are those of :func:`forecast_memory`.
     """

@@ -1,4 +1,4 @@
-"""Whether there is room for what a trainer is to do, and the errors that say so before anything is sent. Pure."""
+"""Memory checks before a trainer sends anything, and their errors. Pure."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ IN_STEPS = f"no step was begun\n  {ADVICE_IN_STEPS}"
 IN_EVALUATION = (
     "nothing was sent\n  evaluate smaller batches, use a plan of smaller micro-batches, or a larger budget (memory=)"
 )
-"""What has happened, and what would help."""
+"""State of the run, and remedies."""
 
 
 def out_of_memory_error(
     peak: MemoryPeak, device: DeviceInfo, room_bytes: int, *, advice: str = IN_STEPS
 ) -> DeviceMemoryError:
-    """Return the error that says that a step, or an evaluation, does not fit a device.
+    """Return the error for a step or an evaluation that does not fit a device.
 
     Args:
-        peak: What the device would need, and when.
+        peak: The device's required peak.
         device: The device.
-        room_bytes: What it has, or may take.
-        advice: What has happened, and what would help.
+        room_bytes: Its available memory.
+        advice: State of the run, and remedies.
     """
     place = WorkerLocation(worker=device.number, host=device.host, device=device.device)
     work_bytes = peak.sorts.get("work", 0)
@@ -48,13 +48,13 @@ def out_of_memory_error(
 
 @dataclass(frozen=True, kw_only=True)
 class HostShortage:
-    """A host that has not the memory for what is to wait there.
+    """A host without enough memory for offloaded data.
 
     Args:
-        device: A device that would keep the most there.
-        needed_bytes: What is to be there at most: of that device, or of all devices of the host.
-        allowed_bytes: What there is for it.
-        together: Whether it is of all of them.
+        device: A device with the largest need.
+        needed_bytes: Peak need: of that device, or of all devices of the host.
+        allowed_bytes: Available memory.
+        together: Whether the need is that of all devices.
     """
 
     device: DeviceInfo
@@ -86,11 +86,11 @@ class HostShortage:
 
 
 def host_shortage(needs: Mapping[int, int], devices: Sequence[DeviceInfo]) -> HostShortage | None:
-    """Return which host has not the memory for what devices keep there; ``None`` where all have.
+    """Return a host without enough memory for its devices' offloaded data; ``None`` if all have enough.
 
     Args:
-        needs: The bytes that each device keeps there at most.
-        devices: All devices of the pool. One that computes nothing keeps nothing, and is left out.
+        needs: Peak bytes in host memory of each device.
+        devices: All devices of the pool. Emulated devices, which store nothing, are left out.
     """
     needs = {number: needed for number, needed in needs.items() if devices[number].kind != "sim"}
     together: dict[str, list[DeviceInfo]] = {}

@@ -1,7 +1,7 @@
-"""The ledger: the memory of a worker over a step, followed through its routine without running it. Pure.
+"""Memory simulator: the memory of a worker over a step, followed through its routine without running it. Pure.
 
-It does what the worker's buffer store does (:class:`onebox.worker.memory.buffers.BufferStore`): a storage counts once,
-however many buffers view it; a program needs its footprint on top of what is there.
+It mirrors the worker's buffer store (:class:`onebox.worker.memory.buffers.BufferStore`): a storage counts once, however
+many buffers view it; a program needs its footprint in addition to the existing buffers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from onebox.wire.protocol.requests import Routine, StoredProgram
 
 @dataclass(frozen=True)
 class PersistentBuffer:
-    """A buffer that is there all the time.
+    """A permanent buffer.
 
     Args:
         what: ``parameter`` or ``buffer``, of the model or the loss; or ``constant``, of the graph.
@@ -48,18 +48,18 @@ class PersistentBuffer:
 
 @dataclass(frozen=True, kw_only=True)
 class InitialContents:
-    """What a worker has when a step begins, after the first.
+    """Memory contents of a worker at the beginning of a step, after the first.
 
     Args:
         routine: The worker's routine.
-        held: The buffers that are there all the time, by number.
-        leaves: Bytes of each (micro-batch, tensor of inputs and targets) that the routine is given.
-        gradients: The parameter of each buffer that a gradient comes to be in, by number.
-        optimizer_bytes: The optimizer's state.
+        held: The permanent buffers, by number.
+        leaves: Bytes of each (micro-batch, leaf of inputs and targets) of the routine.
+        gradients: The parameter of each gradient buffer, by number.
+        optimizer_bytes: Bytes of the optimizer's state.
         ranks: The worker's rank in each of its groups.
-        host_bytes: What the worker keeps in its host's memory all the time: an optimizer that steps there.
-        earlier: What ran before the routine, where it goes on with what that has left.
-        versions: From each buffer of a version of a parameter to the one that it changes places with in an update.
+        host_bytes: Permanent bytes in the host's memory: state of an optimizer on the host.
+        earlier: Routines that ran before, if the routine continues from their state.
+        versions: Maps each buffer of a parameter version to the one that it is swapped with in an update.
     """
 
     routine: StepRoutine
@@ -90,25 +90,25 @@ def _steps_of(routine: StepRoutine) -> tuple[Step, ...]:
 
 
 def peaks_of(contents: InitialContents) -> tuple[int, int]:
-    """Return the most bytes that a worker uses at any time of a step, and those that wait in the host's memory then."""
+    """Return the peak bytes of a worker in a step, and the offloaded bytes in host memory at that moment."""
     peaks = [(ledger.peak_bytes, ledger.host_peak_bytes) for ledger in simulate_memory(contents)]
     return max(peak for peak, _ in peaks), peaks[-1][1]
 
 
 def peak_of(contents: InitialContents) -> int:
-    """Return the most bytes that a worker uses at any time of a step."""
+    """Return the peak bytes of a worker in a step."""
     return peaks_of(contents)[0]
 
 
 def host_peak_of(contents: InitialContents) -> int:
-    """Return the most bytes of a step that wait in the host's memory at any time of it."""
+    """Return the peak bytes of offloaded storages in the host's memory."""
     return peaks_of(contents)[1]
 
 
 def simulate_memory(contents: InitialContents) -> Iterator[MemorySimulator]:
-    """Go through a step: yield the ledger as it is before the first instruction, and after each.
+    """Simulate a step: yield the simulator before the first instruction, and after each.
 
-    It is one object, which goes on. Its peak is that of the instruction before.
+    The same object is yielded each time; its peak is that of the latest instruction.
     """
     ledger = MemorySimulator(contents.optimizer_bytes, contents.ranks, contents.versions)
     for number, held in contents.held.items():
@@ -128,12 +128,12 @@ def simulate_memory(contents: InitialContents) -> Iterator[MemorySimulator]:
 
 @dataclass(eq=False)
 class _Copy:
-    """A storage in the host's memory.
+    """A storage copied to the host's memory.
 
     Args:
-        storage: Which it is on the device, or was.
+        storage: Its number on the device.
         size_bytes: Its bytes.
-        buffers: Those that are to be views of it when it comes back.
+        buffers: Buffers that will be views of it after its return.
     """
 
     storage: int
@@ -142,12 +142,12 @@ class _Copy:
 
 
 class MemorySimulator:
-    """Buffers and their storages; and the bytes of those that are in the host's memory, now and at most so far.
+    """Buffers and storages of a worker, and the present and peak bytes in the host's memory.
 
     Args:
-        charged_bytes: What counts beside buffers.
+        charged_bytes: Bytes besides buffers.
         ranks: The worker's rank in each of its groups.
-        versions: From each buffer of a version of a parameter to the one that it changes places with in an update.
+        versions: Maps each buffer of a parameter version to the one that it is swapped with in an update.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class MemorySimulator:
         self.host_bytes = 0
         self.host_peak_bytes = 0
         self.instruction = -1
-        self.origins: dict[int, tuple[int, int | None]] = {}  # of a storage: its instruction, and the slot of a call
+        self.origins: dict[int, tuple[int, int | None]] = {}  # by storage: its instruction, and the slot of a call
         self._storage: dict[int, int] = {}
         self._sizes: dict[int, int] = {}
         self._views: dict[int, int] = {}
@@ -172,7 +172,7 @@ class MemorySimulator:
         self._next = 0
 
     def begin(self, routine: StepRoutine, leaves: Mapping[tuple[int, int], int]) -> None:
-        """Take note of what a routine is given; of what is there nothing more is known than that it was before."""
+        """Add the inputs of a routine; existing storages are marked as made before it."""
         self.origins = dict.fromkeys(self.origins, (-1, None))
         self.instruction = -1
         for number, (_, spec) in routine.constants.items():
@@ -182,7 +182,7 @@ class MemorySimulator:
         self.peak_bytes, self.host_peak_bytes = self.used_bytes, self.host_bytes
 
     def follow(self, step: Step, programs: Mapping[int, Program]) -> None:
-        """Take note of an instruction."""
+        """Apply an instruction."""
         match step:
             case Call():
                 self._call(step, programs[step.program])
@@ -205,11 +205,11 @@ class MemorySimulator:
                 self._return(step.buffers)
             case Rename() | OptimizerStep():
                 self._rename(step)
-            case _:  # the others fill no buffer, or one that is there
+            case _:  # the others fill no buffer, or an existing one
                 pass
 
     def _rename(self, step: Rename | OptimizerStep) -> None:
-        """Let buffers be known by other numbers, all at once: in an update versions change places."""
+        """Renumber buffers, all at once: an update swaps versions."""
         if isinstance(step, Rename):
             into = dict(zip(step.buffers, step.into, strict=True))
         else:
@@ -219,7 +219,7 @@ class MemorySimulator:
         self._storage |= {into[number]: self._storage.pop(number) for number in list(into)}
 
     def _reduce(self, step: Reduce) -> None:
-        """Take note of a sum: it is there beside the parts for a while, or is another worker's."""
+        """Apply a reduction: the sum exists beside the inputs for a while, or on another worker."""
         if step.root >= 0 and self._ranks.get(step.group) != step.root:
             self._forget(step.buffers)
             return
@@ -227,7 +227,7 @@ class MemorySimulator:
         self.peak_bytes = max(self.peak_bytes, self.used_bytes + sums)
 
     def _broadcast(self, step: Broadcast) -> None:
-        """Take note of what comes from another worker: for a while it is there beside what it is for."""
+        """Apply a broadcast: the received data exists beside its destination for a while."""
         if self._ranks.get(step.group) == step.root:
             return
         if not step.specs:
@@ -237,11 +237,11 @@ class MemorySimulator:
             self.fill(number, spec.size_bytes)
 
     def buffers(self) -> dict[int, tuple[int, int]]:
-        """Return for each buffer the number of its storage, and the bytes of that."""
+        """Return the storage number and bytes of each buffer."""
         return {number: (storage, self._sizes[storage]) for number, storage in self._storage.items()}
 
     def fill(self, number: int, size_bytes: int) -> None:
-        """Fill a buffer with a storage of its own."""
+        """Fill a buffer with a new storage."""
         self._next += 1
         self.origins[self._next] = (self.instruction, None)
         self._put(number, self._next, size_bytes)
@@ -259,7 +259,7 @@ class MemorySimulator:
         self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
 
     def _return(self, numbers: Sequence[int]) -> None:
-        """Fill buffers that were evicted: for each storage that they viewed a new one, of which the same is known."""
+        """Refill evicted buffers: each former storage becomes a new one with the same description."""
         new: dict[_Copy, int] = {}
         for number in numbers:
             copy = self._away[number]
@@ -288,7 +288,7 @@ class MemorySimulator:
             self._put(number, made[source], specs[source].size_bytes)
 
     def _known(self, call: Call, program: Program) -> tuple[int, Mapping[int, int], Mapping[int, TensorSpec]]:
-        """Return what a program needs, and of its slots whose memory they lie in and what they are; found once."""
+        """Return a program's footprint, and for its slots their storages and descriptions; cached."""
         key = call.program, tuple(call.takes)
         if key not in self._programs:
             need = footprint(program, call.takes).peak_bytes
@@ -313,7 +313,7 @@ class MemorySimulator:
                 self.host_bytes -= 0 if copy.buffers else copy.size_bytes
 
     def _release(self, number: int) -> None:
-        """Note that a buffer is not on the device any more."""
+        """Remove a buffer from the device."""
         storage = self._storage.pop(number, None)
         if storage is None:
             return

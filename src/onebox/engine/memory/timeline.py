@@ -1,4 +1,6 @@
-"""The curve of a device's memory over a step, and what lies there at its peak, from the ledger alone. Pure."""
+"""Memory curve of a device over a step, and the contents of its memory at the peak, from the memory simulator alone.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from onebox.wire.protocol.instructions import Call
 MemoryCategory = Literal[
     "parameters", "buffers", "gradients", "optimizer state", "activations", "batch", "work", "constants"
 ]
-"""What memory is used for. Activations are what actions hand on to later ones, gradients of activations among them;
-work is what an action needs only while it runs."""
+"""Use of memory. Activations are values passed on to later actions, including gradients of activations; work is memory
+needed only while an action runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +27,10 @@ class MemoryUse:
     """The memory of a device during one instruction of a step.
 
     Args:
-        name: What the instruction is, for a person.
-        action: The action of the plan's schedule that it computes, if it does.
-        peak_bytes: The most that is in use meanwhile.
-        used_bytes: What is in use after it.
+        name: Readable name of the instruction.
+        action: The action of the plan's schedule that it computes, if any.
+        peak_bytes: Most bytes in use during it.
+        used_bytes: Bytes in use after it.
     """
 
     name: str
@@ -43,8 +45,8 @@ class MemoryTimeline:
 
     Args:
         device: Its number in the pool.
-        start_bytes: What is in use when the step begins.
-        uses: Of each instruction, in order.
+        start_bytes: Bytes in use at the beginning of the step.
+        uses: Memory of each instruction, in order.
     """
 
     device: int
@@ -53,17 +55,17 @@ class MemoryTimeline:
 
     @property
     def peak(self) -> MemoryUse:
-        """The first instruction that needs the most."""
+        """The first instruction with the highest peak."""
         return max(self.uses, key=lambda use: use.peak_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResidentTensor:
-    """Something that lies in a device's memory.
+    """An object in a device's memory.
 
     Args:
-        sort: What it is for.
-        name: Which one it is: the name of a parameter, or what made it.
+        sort: Its use.
+        name: The name of a parameter, or the operator that made it.
         size_bytes: Its bytes.
     """
 
@@ -74,15 +76,15 @@ class ResidentTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPeak:
-    """The moment at which a device needs the most memory.
+    """The moment of a device's highest memory use.
 
     Args:
         device: Its number in the pool.
-        size_bytes: What is in use.
-        name: What the instruction is that runs then.
-        action: The action that it computes, if it does.
-        operator: The operator that runs then; empty where it is no computation.
-        residents: What lies there, the largest first; they add up to ``size_bytes``.
+        size_bytes: Bytes in use.
+        name: Name of the instruction that runs then.
+        action: The action that it computes, if any.
+        operator: The operator that runs then; empty if the instruction is no computation.
+        residents: Contents of the memory, largest first; they add up to ``size_bytes``.
     """
 
     device: int
@@ -94,7 +96,7 @@ class MemoryPeak:
 
     @property
     def sorts(self) -> dict[MemoryCategory, int]:
-        """Bytes of each sort, the most first."""
+        """Bytes of each sort, largest first."""
         found: dict[MemoryCategory, int] = defaultdict(int)
         for one in self.residents:
             found[one.sort] += one.size_bytes
@@ -102,11 +104,11 @@ class MemoryPeak:
 
 
 def memory_timeline(device: int, contents: InitialContents) -> MemoryTimeline:
-    """Follow a device's memory through a step.
+    """Return a device's memory over a step.
 
     Args:
         device: The device.
-        contents: What it has when the step begins.
+        contents: Its contents at the beginning of the step.
     """
     ledgers = simulate_memory(contents)
     start_bytes = next(ledgers).used_bytes
@@ -121,11 +123,11 @@ def memory_timeline(device: int, contents: InitialContents) -> MemoryTimeline:
 
 
 def memory_peak(device: int, contents: InitialContents) -> MemoryPeak:
-    """Say where the peak of a device is, and what lies there then.
+    """Return the peak of a device and the contents of its memory then.
 
     Args:
         device: The device.
-        contents: What it has when the step begins.
+        contents: Its contents at the beginning of the step.
     """
     curve = memory_timeline(device, contents)
     place = curve.uses.index(curve.peak)
@@ -152,7 +154,7 @@ def memory_peak(device: int, contents: InitialContents) -> MemoryPeak:
 
 
 class _Inventory:
-    """What lies in a device's memory, storage by storage."""
+    """Contents of a device's memory, by storage."""
 
     def __init__(self, contents: InitialContents, ledger: MemorySimulator) -> None:
         self._contents = contents
@@ -170,16 +172,16 @@ class _Inventory:
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """Total bytes."""
         return sum(self._sizes.values()) + sum(one.size_bytes for one in self._extra)
 
     def add(self, sort: MemoryCategory, name: str, size_bytes: int) -> None:
-        """Add something that is no buffer."""
+        """Add an object that is no buffer."""
         if size_bytes > 0:
             self._extra.append(ResidentTensor(sort=sort, name=name, size_bytes=size_bytes))
 
     def run(self, call: Call, program: Program, number: int, name: str) -> None:
-        """Go on to an operator inside a program: what it has taken has gone, what it has made is there."""
+        """Advance to an operator inside a program: consumed values are freed, computed values are present."""
         there = alive_at(program, number, call.takes)
         specs = specs_by_slot(program)
         for place in call.takes:
@@ -193,7 +195,7 @@ class _Inventory:
                 )
 
     def residents(self) -> Iterator[ResidentTensor]:
-        """Return everything."""
+        """Yield all contents."""
         yield from self._extra
         for storage, size_bytes in self._sizes.items():
             if size_bytes > 0:
@@ -201,7 +203,7 @@ class _Inventory:
                 yield ResidentTensor(sort=sort, name=name, size_bytes=size_bytes)
 
     def _known(self, number: int) -> tuple[MemoryCategory, str] | None:
-        """Return what a buffer is that has a meaning of its own."""
+        """Return the sort and name of a buffer with a fixed meaning."""
         contents = self._contents
         if number in contents.held:
             held = contents.held[number]
@@ -221,7 +223,7 @@ class _Inventory:
         return None
 
     def _made(self, instruction: int, slot: int | None) -> tuple[MemoryCategory, str]:
-        """Return what an instruction has made, or the step before."""
+        """Return the sort and name of a value made by an instruction or by the previous step."""
         if instruction < 0:
             return "activations", "what is left of the step before"
         label, step = self._contents.routine.labels[instruction], self._contents.steps[instruction]
@@ -232,7 +234,7 @@ class _Inventory:
         return "activations", f"{_text(maker, specs_by_slot(program)[slot])} of {label.name}"
 
     def _inside(self, call: Call, program: Program, slot: int, text: str) -> tuple[MemoryCategory, str]:
-        """Return what a program that runs has made: what it gives out lies there as that already."""
+        """Return the sort and name of a value inside a running program; its outputs are counted as such already."""
         root = owners(program)
         for number, out in zip(call.outputs, program.outputs, strict=True):
             if root[out] == slot:
@@ -241,6 +243,6 @@ class _Inventory:
 
 
 def _text(operator: Operator, spec: TensorSpec) -> str:
-    """Say what made a tensor, and what it is."""
+    """Return a description of an operator's result."""
     name = operator.name.removeprefix("aten.").rpartition(".")[0]
     return f"{name} {spec}"

@@ -1,8 +1,8 @@
-"""Splitting: a program is cut where something that other devices wait for is there well before its end. Pure.
+"""Splitting: a program is cut where a value for other devices is complete well before its end. Pure.
 
-What a skip connection takes past the rest of its stage, the first of several outputs, or the gradient of a stage's
-input ahead of those of the parameters behind it: each is sent as soon as it is made, and travels while the rest is
-computed. The pieces compute what the whole computes, operator by operator: not a bit of the result changes.
+Examples are the value of a skip connection past the rest of its stage, the first of several outputs, and the gradient
+of a stage's input before those of its parameters: each is sent as soon as it is complete, and travels while the rest is
+computed. The pieces compute the same operators as the whole: the result is the same bit by bit.
 """
 
 from __future__ import annotations
@@ -17,29 +17,28 @@ from onebox.plan.schedules.chunked_transfers import CALL_S, WORTH
 from onebox.wire import Program, specs_by_slot
 
 WIRE_BPS = 1.1e9
-"""Links of which nothing is known are taken to be as quick as 10 Gbit Ethernet, which makes sending early worth less
-than it may be."""
+"""Assumed bandwidth of unknown links, that of 10 Gbit Ethernet, which may underestimate the gain of sending early."""
 
 RATES = DeviceRates(flops=4e10, bandwidth_bps=8e9, operator_s=5e-6)
-"""Of a core of 2020. What a program takes is known; these only say how that is shared out among its operators."""
+"""Rates of a core of 2020. The time of a program is known; these only divide it among its operators."""
 
 
 def pays(left_s: float, transfer_s: float) -> bool:
-    """Tell whether to cut a program for what it has made by then: what is gained has to be twice what a call costs.
+    """Return whether splitting a program for a value pays: the gain must be at least twice the cost of a call.
 
     Args:
-        left_s: Seconds of the program that are left.
-        transfer_s: Seconds in which that travels.
+        left_s: Remaining seconds of the program.
+        transfer_s: Seconds of the value's transfer.
     """
     return min(left_s, transfer_s) > WORTH * CALL_S
 
 
 def operator_times(program: Program, seconds: float) -> list[float]:
-    """Return about how long each operator of a program takes.
+    """Return the approximate time of each operator of a program.
 
     Args:
         program: The program.
-        seconds: What it takes altogether.
+        seconds: Total time.
     """
     specs = specs_by_slot(program)
     times = [operator_s(operator, specs, RATES) for operator in program.operators]
@@ -48,12 +47,12 @@ def operator_times(program: Program, seconds: float) -> list[float]:
 
 
 def early_ends(program: Program, sent: Mapping[int, float], seconds: float) -> tuple[int, ...]:
-    """Return the operators of a program behind which it is cut, ascending.
+    """Return the operators of a program after which it is split, ascending.
 
     Args:
         program: The program.
-        sent: For each slot of what is sent to other devices, the seconds in which it travels.
-        seconds: What the program is expected to take.
+        sent: For each slot of a value for other devices, the seconds of its transfer.
+        seconds: Expected time of the program.
     """
     made = {slot: number for number, one in enumerate(program.operators) for slot in one.outs if slot is not None}
     times, last = operator_times(program, seconds), len(program.operators) - 1
@@ -68,16 +67,16 @@ def early_ends(program: Program, sent: Mapping[int, float], seconds: float) -> t
 def sent_by(
     phases: Iterable[tuple[int, NamedProgram]], plan: Plan, stage: int, links: Links | None = None
 ) -> dict[Port, float]:
-    """Return the values that devices of other stages read of what a stage makes.
+    """Return the values of a stage that devices of other stages read.
 
     Args:
         phases: The programs of all stages, each with its stage.
         plan: The plan.
         stage: The stage.
-        links: How fast the links between devices are; ``None`` where nobody knows.
+        links: Speeds of the links between devices; ``None`` if unknown.
 
     Returns:
-        For each value the bytes a second of the slowest link that it takes.
+        For each value, the bandwidth in bytes per second of the slowest link that it uses.
     """
     own = set(devices_of(plan, stage))
     found: dict[Port, float] = {}
@@ -93,19 +92,19 @@ def sent_by(
 
 
 def bandwidth_bps(links: Links | None, source: int, target: int) -> float:
-    """Return how fast a link is, in bytes a second, or is taken to be."""
+    """Return the known or assumed bandwidth of a link in bytes per second."""
     known = None if links is None else links.bandwidth_bps.get(source, {}).get(target)
     return WIRE_BPS if known is None else known
 
 
 def expected_s(plan: Plan, stage: int, kind: PhaseKind) -> float:
-    """Return what a phase is predicted to take for a micro-batch of the plan's size; nothing where nobody said."""
+    """Return the predicted time of a phase for a full micro-batch; 0 without a prediction."""
     if plan.predicted is None or plan.stages[stage].policy != "keep" or plan.update != "device":
-        return 0.0  # what is on the host for a while has an order of its own
+        return 0.0  # offloaded values have an order of their own
     forward_s, input_s, weight_s = plan.predicted.stages_s[stage]
     return {"F": forward_s, "I": input_s, "W": weight_s, "B": input_s + weight_s}[kind]
 
 
 def devices_of(plan: Plan, stage: int) -> Iterable[int]:
-    """Return the devices that a stage is on."""
+    """Return the devices of a stage."""
     return (device for replica in plan.stages[stage].replicas for device in replica)

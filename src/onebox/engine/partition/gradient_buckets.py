@@ -1,4 +1,4 @@
-"""Buckets: which gradients travel together. Pure."""
+"""Gradient buckets: groups of gradients that are exchanged together. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from onebox.wire import TensorSpec
 
 BUCKET_BYTES = 1 << 20
-"""Gradients travel in buckets of about this size."""
+"""Approximate size of a gradient bucket."""
 
 
 def fill_buckets(
@@ -18,9 +18,9 @@ def fill_buckets(
     A bucket holds one element type and, but for the last of its type, at least ``size_bytes``.
 
     Args:
-        names: Parameters, in the order in which their gradients are made.
-        specs: What each gradient is.
-        size_bytes: The size to reach.
+        names: Parameters, in the order in which their gradients are computed.
+        specs: Spec of each gradient.
+        size_bytes: Target size.
     """
     found: list[list[str]] = []
     filled, kind = 0, ""

@@ -1,8 +1,8 @@
-"""Sums in each host first: which groups of workers sum up so, as far as the speeds of their links are known.
+"""Hierarchical reductions: groups that reduce within each host first, as far as link speeds are known.
 
-Nothing is measured for it. Emulated links say how fast they are; of a pool over several hosts it is known if the pool
-has been measured before, as ``make_plan`` does. What is decided depends on nothing else, so that a run has the same
-bits each time.
+Nothing is measured for this. Emulated links have given speeds; those of a pool over several hosts are known if the pool
+has been measured before, as ``make_plan`` does. The decision depends on nothing else, so that a run is reproducible bit
+by bit.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ from onebox.pool import Pool
 from onebox.pool.network.profile import profile_key
 
 _MEMORY_LATENCY_S, _MEMORY_BPS = 50e-6, 4e9
-"""Of what goes through shared memory: the emulated links are far slower (``benchmarks/transfers.py``)."""
+"""Speed of shared memory; emulated links are far slower (``benchmarks/transfers.py``)."""
 
 _PROBES = tuple(1 << power for power in range(10, 31, 2))
-"""Sizes of buckets, in bytes, of which one at least must be summed quicker in another way than in a ring."""
+"""Bucket sizes in bytes; a group is considered if at least one of them is reduced faster hierarchically than in a
+ring."""
 
 Matrix = dict[int, dict[int, float]]
 
 
 def find_reductions(pool: Pool, replica_groups: Iterable[Members]) -> dict[Members, tuple[AllReduceAlgorithm, ...]]:
-    """Return how groups may sum up: in one ring, or in parts first; only those that may do other than in one ring.
+    """Return the algorithms that groups may use, a flat ring or hierarchical; groups that use only the flat ring are
+    left out.
 
     Args:
         pool: The pool.
@@ -46,13 +48,13 @@ def find_reductions(pool: Pool, replica_groups: Iterable[Members]) -> dict[Membe
 
 
 def known_links(pool: Pool) -> Links | None:
-    """Return how fast the links between a pool's devices are, as far as that is known; ``None`` where it is not."""
+    """Return the known speeds of the links between a pool's devices; ``None`` if unknown."""
     known = _matrices(pool)
     return None if known is None else Links(latency_s=known[0], bandwidth_bps=known[1])
 
 
 def subgroups(ways: Iterable[AllReduceAlgorithm]) -> list[Members]:
-    """Return the groups of workers that ways of summing up need: parts, and the first ones of all parts."""
+    """Return the groups that hierarchical reductions need: parts, and the leaders of all parts."""
     found: list[Members] = []
     for way in ways:
         if len(way.parts) > 1:
@@ -61,18 +63,18 @@ def subgroups(ways: Iterable[AllReduceAlgorithm]) -> list[Members]:
 
 
 def group_leaders(parts: DeviceGroups) -> Members:
-    """Return who sums up for the parts of a group."""
+    """Return the leaders of a group's parts."""
     return tuple(part[0] for part in parts)
 
 
 def _apart(pool: Pool, members: Members) -> bool:
-    """Tell whether some members are far from each other, or are to be as if they were."""
+    """Return whether members are on different hosts, or emulated as such."""
     linked = any(pair in pool.links for pair in itertools.permutations(members, 2))
     return linked or len({pool.devices[member].host for member in members}) > 1
 
 
 def _matrices(pool: Pool) -> tuple[Mapping[int, Mapping[int, float]], Mapping[int, Mapping[int, float]]] | None:
-    """Return latencies and bandwidths between all devices; ``None`` where they are not known."""
+    """Return latencies and bandwidths between all devices; ``None`` if unknown."""
     every = [device.number for device in pool.devices]
     if not pool.links:
         known = load(profile_key(pool), PoolProfile)

@@ -1,9 +1,9 @@
-"""Sharding of the optimizer: which holder of a parameter has what is remembered of it, and steps it alone. Pure.
+"""Sharding of the optimizer: for each parameter, the holder that has its state and updates it alone. Pure.
 
-The gradient of such a parameter is summed for its owner only; the others get the parameter when it has been stepped. So
-what the optimizer remembers is on one worker instead of on every replica, and as many bytes travel as in a sum for all
-(Rajbhandari, Rasley, Ruwase and He, ZeRO: memory optimizations toward training trillion parameter models, 2020). A
-parameter is owned as a whole, so that optimizers that look at it as a whole, such as Muon, step it as they always do.
+The gradient of such a parameter is reduced to its owner only; the others receive the updated parameter. So optimizer
+state is on one worker instead of on every replica, and as many bytes travel as in an all-reduce (Rajbhandari, Rasley,
+Ruwase and He, ZeRO: memory optimizations toward training trillion parameter models, 2020). A parameter is owned as a
+whole, so that optimizers that are not elementwise, such as Muon, work unchanged.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ Members = tuple[int, ...]
 
 
 class GradientBucket(NamedTuple):
-    """Gradients that travel together.
+    """Gradients that are exchanged together.
 
     Args:
         names: Their parameters.
-        owner: The only worker that gets the sums; ``None`` where all do.
+        owner: The only worker that receives the sums; ``None`` for all.
     """
 
     names: tuple[str, ...]
@@ -32,14 +32,14 @@ class GradientBucket(NamedTuple):
 def assign_owners(
     replica_groups: Mapping[str, Sequence[Members]], sizes: Mapping[str, Sequence[int]]
 ) -> dict[str, Members]:
-    """Return the owner of each parameter: for each of its circles one of the members.
+    """Return the owners of each parameter: one member of each of its replica groups.
 
-    The largest go first, each to the member that has fewest bytes so far (Graham, Bounds on multiprocessing timing
-    anomalies, 1969); what has one holder only counts beforehand.
+    The largest are assigned first, each to the member with the fewest bytes so far (Graham, Bounds on multiprocessing
+    timing anomalies, 1969); parameters with one holder are counted beforehand.
 
     Args:
-        circles: For each parameter the sets of workers that hold the same of it.
-        sizes: Bytes of what the members of each of these sets hold.
+        circles: Replica groups of each parameter.
+        sizes: Bytes of the part that members of each of these groups hold.
 
     Example:
         >>> assign_owners({"a": [(0, 1)], "b": [(0, 1)], "c": [(0, 1)]}, {"a": [5], "b": [3], "c": [3]})
@@ -67,12 +67,12 @@ def assign_owners(
 def buckets_by_owner(
     names: Sequence[str], specs: Mapping[str, TensorSpec], owner_of: Callable[[str], int | None]
 ) -> list[GradientBucket]:
-    """Group gradients into buckets, each of one owner, in the order in which they are complete.
+    """Group gradients into buckets with one owner each, in the order in which they are complete.
 
     Args:
-        names: Parameters, in the order in which their gradients are made.
-        specs: What each gradient is.
-        owner_of: The only worker that gets the sum of one; ``None`` where all do.
+        names: Parameters, in the order in which their gradients are computed.
+        specs: Spec of each gradient.
+        owner_of: Returns the only worker that receives a sum; ``None`` for all.
     """
     groups: dict[int | None, list[str]] = {}
     for name in names:

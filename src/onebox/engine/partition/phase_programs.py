@@ -1,4 +1,4 @@
-"""Parts: what each worker runs of each phase, whole, or its rank's part where a stage's layers are split. Pure."""
+"""Parts: the work of each worker in each phase, whole or one rank's part of a split stage. Pure."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from onebox.wire import Program, TensorSpec, specs_by_slot
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseProgram:
-    """What one worker runs of a phase.
+    """One worker's work in a phase.
 
     Args:
         inputs: Port of each input; input ``i`` arrives in slot ``i``.
-        given: What each input is.
+        given: Spec of each input.
         outputs: Port of each output.
-        made: What each output is.
-        slots: The slot of each output.
-        steps: What to run.
-        program: The whole program, where the steps are nothing but that.
-        ends: The operators behind which the steps cut it.
-        chunks: Which outputs are chunks of a value, and of which.
+        made: Spec of each output.
+        slots: Slot of each output.
+        steps: The steps to run.
+        program: The whole program, if it is the only step.
+        ends: Operators after which the steps split it.
+        chunks: Outputs that are chunks, with the value of each.
     """
 
     inputs: tuple[Port, ...]
@@ -43,17 +43,17 @@ class PhaseProgram:
 
     @property
     def in_chunks(self) -> frozenset[Port]:
-        """The values that leave in chunks."""
+        """Values that are sent in chunks."""
         return frozenset(chunk.port for chunk in self.chunks.values())
 
     def specs(self, kind: str) -> dict[str, TensorSpec]:
-        """Return what the outputs of a kind of port are, by name."""
+        """Return the specs of the outputs of a kind of port, by name."""
         pairs = zip(self.outputs, self.made, strict=True)
         return {str(port.name): spec for port, spec in pairs if port.kind == kind}
 
 
 def whole_program(named: NamedProgram, ends: tuple[int, ...] = ()) -> PhaseProgram:
-    """Return a program as a part, cut behind some operators."""
+    """Return a program as a part, split after some operators."""
     program = named.program
     specs = specs_by_slot(program)
     return PhaseProgram(
@@ -80,14 +80,14 @@ def _rank_part(named: NamedProgram, tape: RankTape) -> PhaseProgram:
 
 
 class PhasePrograms:
-    """The parts of a model under a plan.
+    """Parts of a model under a plan.
 
     Args:
         programs: The programs of its stages.
         plan: The plan.
-        halves: The stages whose backward comes in halves, where layers are split; others' comes whole.
-        settled: Placements that parameters and buffers have already, from parts made before.
-        links: How fast the links between devices are; ``None`` where nobody knows.
+        halves: Split stages whose backward is divided into input and weight gradients; that of others is whole.
+        settled: Placements of parameters and buffers that are fixed by earlier parts.
+        links: Speeds of the links between devices; ``None`` if unknown.
     """
 
     def __init__(
@@ -119,10 +119,10 @@ class PhasePrograms:
                 self._shard(stage, len(found.replicas[0]), stage in set(halves), settled or {})
 
     def in_chunks(self, samples: int) -> PhasePrograms:
-        """Return the parts for steps that overlap, in which values may leave in chunks.
+        """Return the parts for overlapping steps, in which values may be sent in chunks.
 
         Args:
-            samples: Samples of the micro-batch that they are for.
+            samples: Samples of the micro-batch.
         """
         if samples not in self._in_chunks:
             chunkings = choose_chunks(self.programs, self._plan, samples, self._links)
@@ -132,11 +132,11 @@ class PhasePrograms:
         return self._in_chunks[samples]
 
     def rows(self, port: Port) -> tuple[int, ...]:
-        """Return how many rows each chunk has of a value that is sent in chunks; nothing where it is sent whole."""
+        """Return the number of rows of each chunk of a value; empty if it is sent whole."""
         return next((chunking.rows for chunking in self._chunkings.values() if chunking.port == port), ())
 
     def of(self, worker: int, stage: int, kind: PhaseKind) -> PhaseProgram:
-        """Return what a worker runs of a phase."""
+        """Return the part of a worker in a phase."""
         ranks = self._ranks.get((stage, kind))
         if ranks is not None:
             return ranks[self._place[stage, worker][1]]
@@ -155,7 +155,7 @@ class PhasePrograms:
         return replace(whole_program(made.named, tuple(sorted(ends))), chunks=made.chunks)
 
     def _ends(self, named: NamedProgram, stage: int, kind: PhaseKind, but: Port | None = None) -> tuple[int, ...]:
-        """Return the operators of a phase behind which something is sent ahead of the rest."""
+        """Return the operators of a phase after which a value is sent before the rest."""
         seconds = expected_s(self._plan, stage, kind)
         if not seconds:
             return ()
@@ -185,7 +185,7 @@ class PhasePrograms:
                 self.placements[str(port.name)] = placement
 
     def _elsewhere(self, stage: int) -> frozenset[Port]:
-        """Return the ports of a stage that other stages have a part in too; there they are whole."""
+        """Return the ports of a stage that other stages use too; they are whole there."""
         own: set[Port] = set()
         others: set[Port] = set()
         for phase, part in self.programs.phases.items():

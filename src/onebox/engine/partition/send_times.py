@@ -1,6 +1,6 @@
-"""When what stages give to each other leaves: at the end of actions, or in parts before, as programs are cut. Pure.
+"""Departure times of values between stages: at the end of actions, or earlier where programs are split. Pure.
 
-The simulator is told by it what the engine does (:class:`onebox.plan.model.work.Edge`).
+The simulator takes them as edges (:class:`onebox.plan.model.work.Edge`).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from onebox.plan.model.work import Edge, MessageChunk
 
 
 def leaving_of(parts: PhasePrograms, plan: Plan, *, halves: bool = False) -> tuple[Edge, ...]:
-    """Return the edges between stages, with which parts of what goes along them leave when.
+    """Return the edges between stages, with the departure time of each part of their values.
 
     Args:
-        parts: What workers run of each phase.
+        parts: Parts that workers run in each phase.
         plan: The plan.
-        halves: Whether backward comes in halves.
+        halves: Whether backward is split into input and weight gradients.
     """
     back: PhaseKind = "I" if halves else "B"
     reads = {
@@ -61,7 +61,7 @@ def leaving_of(parts: PhasePrograms, plan: Plan, *, halves: bool = False) -> tup
 
 
 def _parts(parts: PhasePrograms, plan: Plan, stage: int, kind: PhaseKind, read: set[Port]) -> list[tuple[float, int]]:
-    """Return after which share of a phase's time how many bytes are there of the values that another stage reads."""
+    """Return (fraction of the phase's time, bytes) for the values that another stage reads."""
     part = parts.of(next(iter(devices_of(plan, stage))), stage, kind)
     sent: dict[float, int] = {}
     for share, port, size_bytes in _made(part):
@@ -72,7 +72,7 @@ def _parts(parts: PhasePrograms, plan: Plan, stage: int, kind: PhaseKind, read: 
 
 
 def _made(part: PhaseProgram) -> Iterator[tuple[float, Port, int]]:
-    """Yield after which share of a part's time each of its outputs is there, and its bytes."""
+    """Yield (fraction of the part's time, port, bytes) for each output."""
     ports = {slot: (port, spec) for slot, port, spec in zip(part.slots, part.outputs, part.made, strict=True)}
     works = [program_s(step.program, RATES) if isinstance(step, Piece) else 0.0 for step in part.steps]
     total = math.fsum(works)

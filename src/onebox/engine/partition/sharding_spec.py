@@ -1,9 +1,9 @@
-"""Holdings: which worker holds which parameter and buffer under a plan, and which workers must agree. Pure.
+"""Sharding spec: the workers that hold each parameter and buffer under a plan, and those that must agree. Pure.
 
-A parameter is held by every device of every stage that reads it or makes a part of its gradient: the replicas of a
-stage, and the stages that a tied weight is in, are the same case. Its gradient is summed over its holders, and each of
-them steps it. Where the layers of a stage are split, each rank holds its share, and the same ranks of all replicas sum
-theirs.
+Every device of every stage that reads a parameter or contributes to its gradient holds it; replicas of a stage, and
+stages that share a tied weight, are the same case. The gradient is summed over the holders, and each of them updates
+the parameter. Where the layers of a stage are split, each rank holds its shard, and equal ranks of all replicas form a
+group.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from onebox.plan import Plan
 from onebox.wire import TensorSpec
 
 Members = tuple[int, ...]
-"""Workers of a group, in the order of the plan."""
+"""Workers of a group, in the plan's order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingSpec:
-    """Who holds what.
+    """Holders of each parameter and buffer.
 
     Args:
         devices: The workers of the plan.
-        holders: For each parameter and buffer that the programs name, the workers that hold it or a share of it.
-        circles: For each of them, the sets of workers that hold the same: its holders, or the same ranks.
-        stages: For each stage, its replicas.
-        placements: Of those that are split.
-        ranks: For each worker, its rank in the replica that it is in.
-        silent: For each parameter that several stages hold, the workers that are not to add their gradient, because
+        holders: For each parameter and buffer of the programs, the workers that hold it or a shard of it.
+        circles: For each of them, its replica groups: all holders, or those of equal rank.
+        stages: Replicas of each stage.
+        placements: Placements of the names that are split.
+        ranks: For each worker, its rank in its replica.
+        silent: For each parameter that several stages hold, the workers that must not add their gradient, because
             another rank of their replica adds the same.
-        owners: For each parameter that one member of each circle steps alone, that member, in the order of the
-            circles; the others are stepped by all who hold them.
-        ways: How circles may sum up that may do other than in one ring.
+        owners: For each parameter that one member of each replica group updates alone, that member, in the order of the
+            groups; other parameters are updated by all holders.
+        ways: Reduction algorithms of the groups that may use others than a flat ring.
     """
 
     devices: Members
@@ -52,27 +52,27 @@ class ShardingSpec:
     ways: Mapping[Members, tuple[AllReduceAlgorithm, ...]] = field(default_factory=dict)
 
     def held_by(self, worker: int, names: Iterable[str]) -> tuple[str, ...]:
-        """Return which of some names a worker holds, in their order."""
+        """Return the names, of those given, that a worker holds, in order."""
         return tuple(name for name in names if worker in self.holders.get(name, ()))
 
     def stepped_by(self, worker: int, trained: Iterable[str]) -> tuple[str, ...]:
-        """Return which of the trained parameters a worker's optimizer steps, in their order."""
+        """Return the trained parameters that a worker's optimizer updates, in order."""
         held = self.held_by(worker, trained)
         return tuple(name for name in held if name not in self.owners or worker in self.owners[name])
 
     def handed_out(self, worker: int, trained: Iterable[str]) -> tuple[str, ...]:
-        """Return which of the trained parameters a worker holds and another one steps, in their order."""
+        """Return the trained parameters that a worker holds and another one updates, in order."""
         stepped = set(self.stepped_by(worker, trained))
         return tuple(name for name in self.held_by(worker, trained) if name not in stepped)
 
     def owner(self, members: Members, name: str) -> int | None:
-        """Return which member of a circle steps a parameter alone; ``None`` where all do."""
+        """Return the member of a group that updates a parameter alone; ``None`` if all do."""
         return self.owners[name][self.replica_groups[name].index(members)] if name in self.owners else None
 
     def owned_by(self, worker: int, trained: Iterable[str]) -> tuple[str, ...]:
-        """Return which of the trained parameters a worker answers for when it is asked about gradients and updates.
+        """Return the trained parameters whose gradients and updates a worker reports.
 
-        Each of them, or each share of it, has one worker that does.
+        Each parameter or shard is reported by exactly one worker.
         """
         return tuple(name for name in trained if worker in self._answering(name))
 
@@ -83,58 +83,60 @@ class ShardingSpec:
         return owners if isinstance(self.placements.get(name), Shard) else owners[:1]
 
     def sources(self, name: str) -> Members:
-        """Return the workers whose shares are the whole, in the order of their ranks; one where it is not split."""
+        """Return the workers whose shards form the whole, in the order of their ranks; one worker if it is not
+        split.
+        """
         if isinstance(self.placements.get(name), Shard):
             return tuple(members[0] for members in self.replica_groups[name])
         return self.holders.get(name, ())[:1]
 
     def circle(self, worker: int, name: str) -> Members:
-        """Return the workers that hold what a worker holds of a name."""
+        """Return the workers that hold the same part of a name as a worker."""
         return next(members for members in self.replica_groups[name] if worker in members)
 
     def placement(self, name: str) -> Placement:
-        """Return how a parameter or buffer is placed."""
+        """Return the placement of a parameter or buffer."""
         return self.placements.get(name, REPLICATE)
 
     def share(self, worker: int, name: str) -> int:
-        """Return which share a worker holds of a name; 0 where it is not split."""
+        """Return the index of a worker's shard of a name; 0 if it is not split."""
         return self.ranks.get(worker, 0) if isinstance(self.placements.get(name), Shard) else 0
 
     def spec(self, worker: int, name: str, whole: TensorSpec) -> TensorSpec:
-        """Return what a worker holds of something."""
+        """Return the spec of a worker's part of a tensor."""
         return local_spec(whole, self.placement(name), self.ranks.get(worker, 0))
 
     def parted(self, names: Iterable[str]) -> bool:
-        """Tell whether some worker does not hold the whole of some name."""
+        """Return whether some worker holds only a part of one of the names."""
         return any(self.replica_groups[name] != (self.devices,) for name in names)
 
     def parts(self, members: Members, size_bytes: int) -> DeviceGroups:
-        """Return which parts of a circle sum up first; one where all do at once.
+        """Return the parts of a hierarchical reduction of a group; one part for a flat reduction.
 
         Args:
-            members: The circle.
-            size_bytes: Bytes that each member has.
+            members: The group.
+            size_bytes: Bytes on each member.
         """
         return choose_all_reduce(self.ways[members], size_bytes).parts if members in self.ways else (members,)
 
     @property
     def shared_groups(self) -> list[Members]:
-        """Return the groups that have a part in the sums of circles."""
+        """Return the groups that take part in reductions of other groups."""
         return subgroups(way for ways in self.ways.values() for way in ways)
 
     def members(self, worker: int, stage: int) -> Members:
-        """Return the workers that compute what a worker computes of a stage, on other micro-batches."""
+        """Return the workers that compute the same part of a stage as a worker, on other micro-batches."""
         rank = self.ranks.get(worker, 0)
         found = {replica[rank] for replica in self.stages[stage]}
         return tuple(device for device in self.devices if device in found)
 
     def groups(self, trained: Iterable[str], changed: Iterable[str], *, everybody: bool) -> list[Members]:
-        """Return the sets of workers that exchange anything, the largest first.
+        """Return the communication groups, the largest first.
 
         Args:
             trained: Parameters whose gradients are summed.
             changed: Buffers that change with the data.
-            everybody: Whether all workers of the plan exchange something: values between stages, or a norm.
+            everybody: Whether all workers of the plan communicate: values between stages, or a norm.
         """
         found = {members for name in (*trained, *changed) for members in self.replica_groups[name]}
         found |= {replica for stage in self.stages for replica in stage}
@@ -145,20 +147,20 @@ class ShardingSpec:
 
 
 def all_workers_group(devices: Members, groups: Container[Members]) -> Members:
-    """Return all workers of a plan as a group.
+    """Return all workers of a plan as one group.
 
-    In the order of the plan where all of them sum something; else in that of their numbers, so that another plan on the
+    They are in the plan's order if that group reduces anything; else in numerical order, so that another plan on the
     same workers has the same group.
 
     Args:
         devices: The workers, in the order of the plan.
-        groups: The groups that sum something, at least.
+        groups: The groups that perform reductions, at least.
     """
     return devices if devices in groups else tuple(sorted(devices))
 
 
 def find_sharding_spec(plan: Plan, parts: PhasePrograms) -> ShardingSpec:
-    """Return who holds what under a plan, given the parts of its stages."""
+    """Return the sharding spec of a plan, given the parts of its stages."""
     needed: dict[str, set[int]] = {}
     for phase, program in parts.programs.phases.items():
         for port in (*program.inputs, *program.outputs):
@@ -175,7 +177,7 @@ def find_sharding_spec(plan: Plan, parts: PhasePrograms) -> ShardingSpec:
         replica_groups[name] = (holders[name],)
         if len(found) == 1:
             (stage,) = found
-            same = zip(*stages[stage], strict=True)  # equal sets are one group: its members have one order
+            same = zip(*stages[stage], strict=True)  # equal sets are one group: their members have one order
             replica_groups[name] = tuple(tuple(device for device in plan.devices if device in each) for each in same)
         else:
             later = {device for stage in found for replica in stages[stage] for device in replica[1:]}
@@ -201,7 +203,7 @@ def find_sharding_spec(plan: Plan, parts: PhasePrograms) -> ShardingSpec:
 
 
 def _gradients(parts: PhasePrograms) -> dict[str, TensorSpec]:
-    """Return what the gradient of each parameter is that has one."""
+    """Return the spec of each parameter's gradient, if it has one."""
     backwards = [part for phase, part in parts.programs.phases.items() if phase.kind == "B"]
     return {
         str(port.name): spec for part in backwards for port, spec in part.specs().items() if port.kind == "gradient"

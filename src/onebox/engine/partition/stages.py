@@ -1,4 +1,4 @@
-"""The stages of a plan: the captured model, cut as the plan says, for each size of a micro-batch."""
+"""The stages of a plan: the captured model, divided for each micro-batch size."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from onebox.plan import Plan, block_numbers
 from onebox.pool import Pool
 
 _HALVES = ("zb-h1", "zbv", "auto", "table")
-"""Schedules that may divide backward into the gradients of inputs and of parameters."""
+"""Schedules that may split backward into the gradients of inputs and of parameters."""
 
 
 class StageCutter:
-    """Cuts a captured model into the stages of a plan, once for each size of a micro-batch.
+    """Divides a captured model into the stages of a plan, once for each micro-batch size.
 
     Args:
         pool: The pool.
@@ -43,7 +43,7 @@ class StageCutter:
 
         Raises:
             CaptureError: The model cannot be captured.
-            UsageError: The plan's stages are none of this model.
+            UsageError: The plan's stages do not match this model.
         """
         known = self._captures.traced(batch, size, train=True, halves=self._halves).segments
         if len(self._plan.stages) == 1:
@@ -61,12 +61,12 @@ class StageCutter:
         Args:
             batch: A batch of the same kind.
             size: Samples of a micro-batch.
-            train: Whether gradients are wanted.
-            probe: Whether the model is to be in eval mode all the same.
+            train: Whether gradients are needed.
+            probe: Whether to capture the model in eval mode nevertheless.
 
         Raises:
             CaptureError: The model cannot be captured.
-            UsageError: Stages are of other precisions than a whole model of bf16 can have.
+            UsageError: The stages' precisions conflict with a model that uses bf16 as a whole.
         """
         key = (batch.signature(size), train, probe)
         if key not in self._models:
@@ -86,7 +86,7 @@ class StageCutter:
 
     @property
     def _narrow(self) -> frozenset[int]:
-        """The stages whose products are rounded here; under autocast they are all captured so."""
+        """Stages whose products are rounded here; with autocast the captures contain the rounding."""
         whole = self._captures.recipe.precision == "bf16"
         if whole and any(stage.precision == "fp32" for stage in self._plan.stages):
             raise UsageError(
@@ -101,5 +101,5 @@ class StageCutter:
 
     @property
     def _halved(self) -> range:
-        """The stages whose backward comes in halves where their layers are split."""
+        """Split stages whose backward is divided into input and weight gradients."""
         return range(len(self._plan.stages)) if self._halves else range(0)

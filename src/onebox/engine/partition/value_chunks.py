@@ -1,10 +1,10 @@
-"""Which values leave in chunks, of which the first travels while the rest is computed. Pure.
+"""Chunked sends: values whose first part travels while the rest is computed. Pure.
 
-Where steps overlap, a large value that is made at the end of its program (what a stage gives to the next one, as a
-rule, and the gradient that it gives back) is made and sent in several parts, if that is predicted to pay: from what the
-plan says of the stage's times, the speed of the links as far as it is known, and the costs of calls and of what is put
-together again (:mod:`onebox.plan.schedules.chunked_transfers`, :mod:`onebox.graph.shard.sample_chunks`). A program has
-one such value at most.
+Where steps overlap, a large value computed at the end of its program (usually a stage's output activation, and the
+gradient that it sends back) is computed and sent in several parts if that is predicted to pay. The prediction uses the
+plan's stage times, the known link speeds, and the costs of calls and of concatenation
+(:mod:`onebox.plan.schedules.chunked_transfers`, :mod:`onebox.graph.shard.sample_chunks`). A program has at most one
+such value.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from onebox.plan.schedules.chunked_transfers import CALL_S, MOST, best_parts
 from onebox.wire import TensorSpec, specs_by_slot
 
 PART_S = 3e-4
-"""What one part more costs: a call, a message, and that somebody wakes for it (``benchmarks/halves.py``)."""
+"""Cost of one additional part: a call, a message, and the wake-up of its receiver (``benchmarks/halves.py``)."""
 
 LEAST = 0.1
-"""What is gained has to be such a part of what the phase takes: predictions are no better than that."""
+"""Least gain as a fraction of the phase's time: predictions are no more accurate than that."""
 
 OPERATOR_S = 2e-5
-"""What an operator costs that is called once more, for fewer samples: products of fewer rows use a device less."""
+"""Cost of calling an operator once more for fewer samples: products of fewer rows use a device less well."""
 
 COPY_BPS = 2e9
-"""Bytes a second that are put together again, read and written."""
+"""Bytes per second of concatenation, read and written."""
 
 ENOUGH = 2.0
-"""A tail that takes so many times as long as its value travels hides it as well as a longer one would."""
+"""Ratio of a tail's time to its value's transfer time from which a longer tail hides no more."""
 
 
 class ChunkOf(NamedTuple):
@@ -42,8 +42,8 @@ class ChunkOf(NamedTuple):
 
     Args:
         port: The value.
-        whole: What all of it is.
-        first: The chunk's first row, an index of the first dimension.
+        whole: Spec of the whole value.
+        first: First row of the chunk, an index of the first dimension.
     """
 
     port: Port
@@ -53,15 +53,15 @@ class ChunkOf(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ValueChunking:
-    """How a phase makes a value in chunks.
+    """Chunking of one value of a phase.
 
     Args:
         port: The value.
-        tail: The end of the program that makes it.
-        length: How many operators of the tail are computed chunk by chunk.
-        samples: How many samples each chunk has.
-        keep: Whether its own device reads the value, too.
-        gained_s: How much earlier it is predicted to arrive.
+        tail: The end of the program that computes it.
+        length: Number of tail operators that are computed chunk by chunk.
+        samples: Number of samples in each chunk.
+        keep: Whether its own device reads the value as well.
+        gained_s: Predicted gain in arrival time.
     """
 
     port: Port
@@ -73,17 +73,17 @@ class ValueChunking:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """How many rows each chunk has."""
+        """Number of rows of each chunk."""
         return tuple(self.tail.rows[self.tail.slot].each * count for count in self.samples)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkedProgram:
-    """A phase's program, chunks among its outputs.
+    """A phase's program with chunks among its outputs.
 
     Args:
-        named: The program; chunks have ports of their own.
-        chunks: What each of these is.
+        named: The program; chunks have their own ports.
+        chunks: The chunk of each such port.
         slots: Their slots, in order.
     """
 
@@ -93,16 +93,16 @@ class ChunkedProgram:
 
 
 def choose_chunks(programs: ModelPrograms, plan: Plan, samples: int, links: Links | None) -> dict[Phase, ValueChunking]:
-    """Return which phases make a value in chunks, and how.
+    """Return the phases that compute a value in chunks, with the chunking of each.
 
-    An asynchronous pipeline that is as deep as its messages are long waits for none of them: there chunks cost time and
+    An asynchronous pipeline deep enough to hide its transfers never waits for them: chunks would cost time there and
     gain nothing.
 
     Args:
         programs: The programs of all stages.
         plan: The plan.
-        samples: Samples of the micro-batch that they are for.
-        links: How fast the links between devices are; ``None`` where nobody knows.
+        samples: Samples of a micro-batch.
+        links: Speeds of the links between devices; ``None`` if unknown.
     """
     if any(plan.in_flight):
         return {}
@@ -131,7 +131,7 @@ def choose_chunks(programs: ModelPrograms, plan: Plan, samples: int, links: Link
 def _choices(
     named: NamedProgram, port: Port, slot: int, samples: int, times: list[float], transfer_s: float, *, keep: bool
 ) -> Iterable[ValueChunking]:
-    """Yield the ways to make a value in chunks that pay, with more and more of its tail."""
+    """Yield the chunkings of a value that pay, with longer and longer tails."""
     if transfer_s < CALL_S:
         return
     tail = find_tail(named.program, slot, samples)
@@ -168,7 +168,7 @@ def _read_nearby(phases: Iterable[tuple[int, NamedProgram]], plan: Plan, stage: 
 
 
 def _agreed(programs: ModelPrograms, found: Mapping[Phase, ValueChunking]) -> dict[Phase, ValueChunking]:
-    """Let all phases that may make a value, as halves of a backward and the whole, make it in the same chunks."""
+    """Make all phases that may compute a value, such as the halves of a backward and the whole, use the same chunks."""
     kept: dict[Phase, ValueChunking] = {}
     for phase, choice in found.items():
         makers = [other for other, named in programs.phases.items() if choice.port in named.outputs]
@@ -187,7 +187,7 @@ def _agreed(programs: ModelPrograms, found: Mapping[Phase, ValueChunking]) -> di
 
 
 def chunked(named: NamedProgram, choice: ValueChunking) -> ChunkedProgram:
-    """Return the program of a phase that makes a value in chunks."""
+    """Return the program of a phase with a chunked value."""
     whole = specs_by_slot(named.program)[choice.tail.slot]
     made = in_chunks(choice.tail, choice.length, choice.samples, keep=choice.keep)
     firsts = [sum(made.rows[:place]) for place in range(len(made.rows))]

@@ -1,4 +1,4 @@
-"""Versions of weights, beside those that a worker's optimizer steps: buffers like any other."""
+"""Versions of weights besides those that a worker's optimizer updates, in ordinary buffers."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from onebox.wire import TensorSpec
 from onebox.wire.protocol.instructions import Branch, Broadcast, GroupDelays, Options
 
 PREVIOUS, AHEAD = "previous", "ahead"
-"""What versions are called where they are kept beside the parameter itself, and what the optimizer remembers of it."""
+"""Keys of versions where they are stored with the parameter itself and its optimizer state."""
 
 KEYS = (PREVIOUS, AHEAD)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightVersions:
-    """The buffers of versions, the same numbers on every worker.
+    """Buffers of versions, with the same numbers on every worker.
 
     Args:
-        previous: Of trained parameters as they were before the newest update, by name; none where steps are exact.
-        ahead: Of what they are expected to be after the next one; none where nothing is expected.
-        delay: What is done about gradients that are late, in all parameter groups or in each.
+        previous: Buffers of trained parameters before the latest update, by name; empty if steps are exact.
+        ahead: Buffers of trained parameters as predicted after the next update; empty without predictions.
+        delay: The treatment of late gradients, for all parameter groups or for each.
     """
 
     previous: Mapping[str, int] = field(default_factory=dict)
@@ -32,12 +32,12 @@ class WeightVersions:
 
     @property
     def keys(self) -> dict[str, Mapping[str, int]]:
-        """The buffers of each kind of version that there is, by the name of the kind."""
+        """Buffers of each kind of version, by the name of the kind."""
         found = {PREVIOUS: self.previous, AHEAD: self.ahead}
         return {key: numbers for key, numbers in found.items() if numbers}
 
     def only(self, trained: Collection[str]) -> WeightVersions:
-        """Return those of some parameters."""
+        """Return the versions of some parameters."""
         previous, ahead = (
             {name: number for name, number in numbers.items() if name in trained}
             for numbers in (self.previous, self.ahead)
@@ -47,20 +47,20 @@ class WeightVersions:
     def branch(
         self, optimizer: int, trained: Sequence[str], *, behind: int = 0, options: tuple[Options, ...] = ()
     ) -> Branch:
-        """Return what lets an optimizer's parameters have versions.
+        """Return the instruction that creates versions of an optimizer's parameters.
 
         Args:
             optimizer: The optimizer.
             trained: Its parameters.
-            behind: If positive, they are there already.
-            options: Of each of its groups, by which is expected what becomes of a parameter; as they are if empty.
+            behind: If positive, the versions exist already.
+            options: Options of each group, for predictions; the present ones if empty.
         """
         previous = tuple(self.previous[name] for name in trained)
         ahead = tuple(self.ahead[name] for name in trained) if self.ahead else ()
         return Branch(optimizer, previous, ahead, behind, options)
 
     def of(self, name: str) -> dict[int, str]:
-        """Return the buffers that a parameter has beside its own, and what each is called."""
+        """Return the version buffers of a parameter, and the kind of each."""
         return {numbers[name]: f"{key}.{name}" for key, numbers in self.keys.items() if name in numbers}
 
 
@@ -69,8 +69,8 @@ def weight_versions(trained: Sequence[str], delay: GroupDelays, new: Callable[[]
 
     Args:
         trained: The parameters.
-        delay: What is done about it.
-        new: Makes a number that nothing else has.
+        delay: The treatment of late gradients.
+        new: Returns an unused number.
     """
     return WeightVersions(
         previous={name: new() for name in trained},
@@ -85,13 +85,13 @@ def version_broadcasts(
     specs: Callable[[str], TensorSpec],
     group_of: Callable[[Members], int],
 ) -> Iterator[tuple[Members, Broadcast]]:
-    """Yield what hands the versions of parameters from who steps one alone to its other holders, and these.
+    """Yield the broadcasts of versions from owners to other holders, with the members of each.
 
     Args:
         versions: The versions.
-        holdings: Who holds and steps what.
-        specs: From a parameter to what the whole of it is.
-        group_of: From workers that hold the same to their group.
+        holdings: The sharding spec.
+        specs: Returns the spec of a whole parameter.
+        group_of: Maps workers that hold the same to their group.
     """
     for name, owners in holdings.owners.items():
         for members, owner in zip(holdings.replica_groups[name], owners, strict=True):

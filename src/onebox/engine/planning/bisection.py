@@ -1,7 +1,7 @@
-"""The largest batch that fits: a few exact answers, and lines through them in between. Pure.
+"""Search for the largest batch that fits, by interpolation between few exact answers. Pure.
 
-Memory is a straight line over the samples as long as the same operator needs the most, and where another one takes over
-it gets steeper: it is convex. So a line through one size that fits and one that does not leads to a size that fits.
+Memory is linear in the number of samples as long as the peak is at the same operator, and steeper beyond a change of
+operator: it is convex. So the line through one size that fits and one that does not leads to a size that fits.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _TRIES = 14
 
 @dataclass(frozen=True, kw_only=True)
 class LargestFit:
-    """Up to which size something fits; each number was verified.
+    """Largest size that fits; each number was verified.
 
     Args:
-        fits: The largest size that is known to fit; 0 if none is.
-        fails: The smallest that is known not to; ``None`` if none was found up to the most that was asked for.
-        tried: How many sizes were tried.
+        fits: The largest size known to fit; 0 if there is none.
+        fails: The smallest size known not to fit; ``None`` if none was found up to the limit.
+        tried: Number of sizes that were tried.
     """
 
     fits: int
@@ -29,19 +29,19 @@ class LargestFit:
 
     @property
     def exact(self) -> bool:
-        """Whether the next larger size is known not to fit."""
+        """True if the next larger size is known not to fit."""
         return self.fails == self.fits + 1
 
 
 def find_largest(excess: Callable[[int], float], start: int, most: int, *, tries: int = _TRIES) -> LargestFit:
-    """Find the largest size whose memory is not more than there is.
+    """Return the largest size whose memory fits.
 
     Args:
-        excess: Returns the bytes by which a size needs more than there is, less than or equal to 0 where it fits, and
-            infinity where it cannot be tried.
-        start: A size to begin with, at least 1.
-        most: The most that is of interest, at least as much.
-        tries: At most so many sizes are tried.
+        excess: Returns the bytes by which a size exceeds the memory, at most 0 if it fits, and infinity if it cannot be
+            tried.
+        start: The size to begin with, at least 1.
+        most: The largest size of interest, at least ``start``.
+        tries: Most sizes to try.
 
     Example:
         >>> largest(lambda size: 10 * size - 123, 4, 1000)
@@ -61,7 +61,7 @@ def find_largest(excess: Callable[[int], float], start: int, most: int, *, tries
 
 
 def _next(known: dict[int, float], fits: int, fails: int | None, most: int) -> int | None:
-    """Return the size to be tried next; ``None`` if there is no more to know."""
+    """Return the next size to try; ``None`` if the search is complete."""
     if fails is None:
         if fits >= most:
             return None
@@ -72,7 +72,7 @@ def _next(known: dict[int, float], fits: int, fails: int | None, most: int) -> i
     if fails - fits <= 1:
         return None
     first, last = known.get(fits), known[fails]
-    if first is None:  # nothing is known to fit: a line through two that do not, else half
+    if first is None:  # no size is known to fit: a line through two that do not, else half
         above = [size for size in known if size > fails and known[size] < math.inf]
         if last < math.inf and above:
             rate = (known[min(above)] - last) / (min(above) - fails)

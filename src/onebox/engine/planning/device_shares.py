@@ -18,23 +18,23 @@ from onebox.wire.protocol.instructions import Call, Free
 from onebox.wire.protocol.requests import Define, Routine, Run, StoredProgram
 
 _ROUNDS = 4
-"""Timed runs of forward; the first warms up."""
+"""Timed forward runs; the first is a warm-up."""
 
 
 def resolve_device_shares(
     shares: Any, pool: Pool, captures: Captures, batch: Batch, remote: RemoteState
 ) -> tuple[float, ...]:
-    """Return each device's share of the batch; they add up to 1.
+    """Return each device's share of the batch; the shares add up to 1.
 
     Args:
         shares: ``auto``, ``equal``, ``measured``, or weights.
         pool: The pool.
-        captures: The model, which is what speed is measured with.
-        batch: A batch, likewise.
+        captures: The model to measure with.
+        batch: The batch to measure with.
         remote: Parameters and buffers.
 
     Raises:
-        UsageError: The shares are not of these forms, or not one for each device.
+        UsageError: The shares have another form, or their number differs from the number of devices.
     """
     count = len(pool)
     if isinstance(shares, str):
@@ -43,7 +43,7 @@ def resolve_device_shares(
         kinds = {(device.host, device.name, device.kind, device.threads, device.speed) for device in pool.devices}
         if count == 1 or shares == "equal" or (shares == "auto" and len(kinds) == 1):
             return (1 / count,) * count
-        if all(device.kind == "sim" for device in pool.devices):  # nothing to measure: they are as fast as they say
+        if all(device.kind == "sim" for device in pool.devices):  # nothing to measure: their speeds are given
             return tuple(shares_from_speeds([device.speed for device in pool.devices]))
         return tuple(shares_from_speeds(measure_speeds(pool, captures, batch, remote)))
     weights = [float(share) for share in shares]
@@ -54,9 +54,9 @@ def resolve_device_shares(
 
 
 def measure_speeds(pool: Pool, captures: Captures, batch: Batch, remote: RemoteState) -> list[float]:
-    """Return samples per second of each device, all at work at once, on the model's forward and backward.
+    """Return samples per second of each device in the model's forward and backward, with all devices busy at once.
 
-    The batch is shared out evenly for the measurement; nothing that it computes is kept.
+    The batch is divided evenly for the measurement; the results are discarded.
     """
     workers = range(len(pool))
     size = max(1, batch.size // len(pool))

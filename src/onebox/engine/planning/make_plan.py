@@ -1,4 +1,4 @@
-"""Planning: measure the model, the devices and the links, and search for the best plan."""
+"""Planning: measurement of the model, the devices and the links, and a search for the best plan."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from onebox.sizes import Memory, parse_budgets
 
 @dataclass(frozen=True, kw_only=True)
 class PlanningResult:
-    """A plan and what it was made from.
+    """A plan and its basis.
 
     Args:
-        plan: The best plan, with what is predicted of it.
-        result: What the search considered.
-        problem: What it was given.
+        plan: The best plan, with its predictions.
+        result: The search result.
+        problem: The planner's problem.
         profile: The model's profile.
     """
 
@@ -77,31 +77,31 @@ def make_plan(
         targets: Likewise; ``None`` for a loss that needs none.
         pool: The devices; each is measured.
         micro_batches: Allowed samples of a micro-batch; halvings of the batch when ``None``. The loss curve depends on
-            the micro-batch where a model looks at it as a whole, as batch norm does.
+            the micro-batch if the model does, as batch norm does.
         schedules: Allowed schedules; all when ``None``.
-        policies: What may become of activations that a device has no room for: ``keep``, ``recompute``, ``offload``,
+        policies: Allowed activation policies for devices short of memory: ``keep``, ``recompute``, ``offload``,
             ``swap``, and ``cpu`` for parts of a device's stage on a CPU worker beside it.
-        update: Where the optimizer's state may be: ``device``, ``host``, or both to choose from.
-        memory: The most bytes that the plan may take of each device, as for :func:`onebox.open`, beside the budgets of
-            the pool itself. The plan carries them, and a trainer refuses steps that need more.
-        preparing: Cores of this machine that reading and preparing batches keeps busy while devices compute: where
-            workers of it and that need more cores than there are, they slow each other down.
+        update: Allowed places of the optimizer's state: ``device``, ``host``, or both.
+        memory: Memory limit of each device, as for :func:`onebox.open`, besides the budgets of the pool itself. It is
+            stored in the plan, and a trainer refuses steps that need more.
+        preparing: Cores of this machine that are busy reading and preparing batches during training: if workers and
+            preparation need more cores than there are, they slow each other down.
         precision: As for :class:`Trainer`.
         fuse: Likewise.
-        budget_s: How many seconds everything after measuring may take. It is counted in what is simulated, with some to
-            spare, so that the same input gives the same plan; on a busy machine the clock ends it, with the best plan
-            until then.
-        fresh: Measure anew what is known from an earlier time.
-        staleness: How many steps late gradients may be applied. With 1 there are asynchronous plans, too, whose
-            schedule is ``async-1f1b`` and that a trainer takes with ``staleness=1``; where none of them fits or gains
-            anything, the plan is exact.
-        delay: With staleness 1, what is done about late gradients, as for :class:`Trainer`; it matters to the memory.
-        shard_optimizer: Whether replicas may share out what the optimizer remembers, which is looked at where a device
-            has not the memory for the whole model.
+        budget_s: Time limit in seconds for everything after measuring. It is counted in simulated steps, with a margin,
+            so that the same input gives the same plan; on a busy machine the clock ends the search, with the best plan
+            so far.
+        fresh: Whether to repeat earlier measurements.
+        staleness: Number of steps by which gradients may be late. With 1, asynchronous plans are considered, too, whose
+            schedule is ``async-1f1b`` and which a trainer runs with ``staleness=1``; if none of them fits or is faster,
+            the plan is exact.
+        delay: With staleness 1, the treatment of late gradients, as for :class:`Trainer`; it affects memory.
+        shard_optimizer: Whether replicas may shard the optimizer's state, considered where a device lacks the memory
+            for the whole model.
 
     Raises:
-        UsageError: The batch cannot be divided as asked, the optimizer cannot have what ``delay`` asks for, or the
-            budgets are none of these devices.
+        UsageError: The batch cannot be divided as asked, the optimizer does not support ``delay``, or the budgets do
+            not match the devices.
         PlanError: Nothing fits.
         CaptureError: The model cannot be captured.
 
@@ -162,7 +162,7 @@ def make_plan(
 
 
 def _within(devices: Sequence[DeviceInfo], budgets: Sequence[int]) -> list[DeviceInfo]:
-    """Return devices that have no more memory than they may take; a budget of 0 is none."""
+    """Return devices with their memory limited to their budgets; a budget of 0 means no limit."""
     return [
         replace(device, memory_bytes=min(device.memory_bytes, budget or device.memory_bytes))
         for device, budget in zip(devices, budgets, strict=True)
@@ -170,14 +170,14 @@ def _within(devices: Sequence[DeviceInfo], budgets: Sequence[int]) -> list[Devic
 
 
 def _limited(plan: Plan, budgets: Sequence[int]) -> Plan:
-    """Return a plan that carries the budgets of its devices, if there are any."""
+    """Return a plan with the budgets of its devices, if there are any."""
     if not any(budgets):
         return plan
     return msgspec.structs.replace(plan, memory_bytes=tuple(budgets[device] for device in plan.devices))
 
 
 def formatted(plan: Plan, profile: ModelProfile, devices: Sequence[DeviceInfo]) -> Plan:
-    """Return a plan with the formats that were measured to be best; versions of weights have the run's precision."""
+    """Return a plan with the fastest measured formats; versions of weights have the run's precision."""
     found = with_formats(plan, profile, devices)
     if found.schedule != ASYNC:
         return found
@@ -186,9 +186,9 @@ def formatted(plan: Plan, profile: ModelProfile, devices: Sequence[DeviceInfo]) 
 
 
 def with_host_speeds(problem: Problem, pool: Pool, *, fresh: bool = False) -> Problem:
-    """Return a problem with the speeds of the ways between devices and their hosts' memory, as they are measured.
+    """Return a problem with the measured bandwidths between devices and their hosts' memory.
 
-    A device with hardly any memory left is not measured: its way is taken for that of a core that copies.
+    A device with little free memory is not measured: the bandwidth of a copying core is assumed.
     """
     try:
         measured = pool.profile(fresh=fresh).devices
@@ -202,7 +202,7 @@ def with_host_speeds(problem: Problem, pool: Pool, *, fresh: bool = False) -> Pr
 
 
 def pool_links(pool: Pool, *, fresh: bool = False) -> Links:
-    """Return the links of a pool, as they are measured or known from an earlier time."""
+    """Return the links of a pool, as measured now or earlier."""
     if len(pool) == 1:
         only = pool.devices[0].number
         return Links(latency_s={only: {only: 0.0}}, bandwidth_bps={only: {only: float("inf")}})

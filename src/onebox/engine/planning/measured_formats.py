@@ -1,4 +1,4 @@
-"""Choosing formats for a plan that nobody has searched for: the model is measured on the devices that will train it."""
+"""Choice of formats for a plan that was not searched for, by measuring the model on the devices that will train it."""
 
 from __future__ import annotations
 
@@ -11,21 +11,19 @@ from onebox.pool import Pool
 
 
 def measure_formats(plan: Plan, pool: Pool, captures: Captures, remote: RemoteState, batch: Batch) -> Plan:
-    """Return a plan with each stage in the formats in which it is fastest on its devices, as they are measured.
+    """Return a plan with each stage in its fastest measured formats.
 
     Args:
         plan: The plan.
         pool: The pool.
         captures: The captured model.
-        remote: The state.
+        remote: The remote state.
         batch: A batch.
 
     Raises:
         OneboxError: The model does not fit, or a worker failed.
     """
-    from onebox.engine.planning.profile import (
-        profile_model,
-    )  # which trains, by trainers that come back here for their plans
+    from onebox.engine.planning.profile import profile_model  # it trains with trainers, which import this module
 
     inputs, targets = batch.structure.nest(batch.leaves)
     recipe = captures.recipe

@@ -1,4 +1,4 @@
-"""Fitting: whether a model can be trained within the memory of some devices, and how; nothing is run to know that."""
+"""Memory fit: whether and how a model can be trained within the memory of some devices, without running it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from onebox.sizes import Memory, enough_text
 
 _MOST_SAMPLES = 1 << 20
 _MOST_MICRO_BATCHES = 64
-"""Larger batches are not looked at, nor such of more micro-batches, each of which adds no more than its samples."""
+"""Most micro-batches to consider; further ones add no memory beyond their samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +40,11 @@ class FitAlternative:
     """A plan for the same batch on the same devices.
 
     Args:
-        label: What it is, for a person.
-        plan: The plan, with the exact peaks that it will have.
-        peak_bytes: The most bytes of each of its devices.
-        step_s: Seconds that a step is expected to take.
-        refused: Why it will not do; empty if it fits.
+        label: Readable description.
+        plan: The plan, with its exact memory peaks.
+        peak_bytes: Peak bytes of each device.
+        step_s: Expected seconds of a step.
+        refused: Reason that it cannot be used; empty if it fits.
     """
 
     label: str
@@ -55,25 +55,25 @@ class FitAlternative:
 
     @property
     def fits(self) -> bool:
-        """Whether no device lacks memory for it."""
+        """True if it fits into the memory of all devices."""
         return not self.refused
 
 
 @dataclass(frozen=True, kw_only=True)
 class FitReport:
-    """Whether a model can be trained within the memory of some devices.
+    """Result of a memory-fit question.
 
     Args:
-        plan: The plan that was asked about.
-        batch: Samples of a step.
+        plan: The plan in question.
+        batch: Samples per step.
         devices: The devices.
-        peaks: Of each device of the plan, where its peak is, and what lies there then.
-        curves: Of each device of the plan, its memory over the step.
-        largest: Up to which batch the plan fits.
-        step_s: Seconds that a step of the plan is expected to take.
-        ways: Where it does not fit: plans that do, the quickest first, and then some that do not either.
-        basis: Where expected times come from, in words.
-        refusal: Why nothing fits; empty where something does.
+        peaks: Peak of each device of the plan, and the contents of its memory then.
+        curves: Memory of each device of the plan over the step.
+        largest: Largest batch that fits the plan.
+        step_s: Expected seconds of a step of the plan.
+        ways: If it does not fit: plans that do, fastest first, then some that do not.
+        basis: Description of the source of expected times.
+        refusal: Reason that nothing fits; empty if something does.
     """
 
     plan: Plan
@@ -89,12 +89,12 @@ class FitReport:
 
     @property
     def budgets(self) -> dict[int, int]:
-        """The memory of each device."""
+        """Memory budget of each device."""
         return {device.number: device.memory_bytes for device in self.devices}
 
     @property
     def fits(self) -> bool:
-        """Whether no device lacks memory for the plan."""
+        """True if the plan fits into the memory of all devices."""
         return not _shortfall({device: peak.size_bytes for device, peak in self.peaks.items()}, self.budgets)
 
 
@@ -118,10 +118,11 @@ def estimate_memory(
     rates: DeviceRates | None = None,
     budget_s: float = 3.0,
 ) -> FitReport:
-    """Say whether a model, a batch and an optimizer fit the memory of devices, where the peak is, and what would help.
+    """Return whether a model, a batch and an optimizer fit the memory of devices, where the peak is, and which changes
+    help.
 
-    Nothing is run, and no worker is started: memory follows from the lifetimes of buffers, to the byte of what workers
-    count. Times, by which ways to fit are compared, are those of an earlier measurement, or estimated.
+    Nothing is run, and no worker is started: memory follows from the lifetimes of buffers, equal to the workers' own
+    count to the byte. The times by which alternatives are compared come from an earlier measurement or an estimate.
 
     Args:
         model: The model.
@@ -129,21 +130,21 @@ def estimate_memory(
         optimizer: Of ``torch.optim``, over the model's parameters, or several.
         inputs: A batch, as for :meth:`Trainer.step`.
         targets: Likewise; ``None`` for a loss that needs none.
-        memory: The budget of each device, such as ``2GiB``; what the devices have when ``None``.
-        pool: The devices: of this machine, or emulated ones that stand for others, such as ``sim*2``; or an open pool.
+        memory: Budget of each device, such as ``2GiB``; ``None`` for the devices' memory.
+        pool: The devices: of this machine, or emulated stand-ins such as ``sim*2``; or an open pool.
         threads: CPU threads of each device.
-        plan: The plan that is asked about; ``None`` for data parallel over all devices.
+        plan: The plan in question; ``None`` for data parallel over all devices.
         micro_batch: Samples of a micro-batch, without a plan; ``None`` makes each device's share one micro-batch.
-        update: Where the optimizer's state is, without a plan.
-        shard_optimizer: Whether the replicas share out what the optimizer remembers, without a plan.
+        update: Placement of the optimizer's state, without a plan.
+        shard_optimizer: Whether the replicas shard the optimizer's state, without a plan.
         precision: As for :class:`Trainer`.
         fuse: Likewise.
         clip_grad_norm: Likewise.
-        rates: How fast each device is; ``None`` for what was measured at an earlier time, else a guess.
-        budget_s: About how many seconds the search for ways to fit may take.
+        rates: Rates of each device; ``None`` for an earlier measurement or else an estimate.
+        budget_s: Approximate time limit of the search for alternatives, in seconds.
 
     Raises:
-        UsageError: An argument is wrong.
+        UsageError: An argument is invalid.
         CaptureError: The model cannot be captured.
 
     Example:
@@ -175,7 +176,7 @@ def _asked(
     *,
     shard_optimizer: bool,
 ) -> Plan:
-    """Return the plan that is asked about: one that is given, or data parallel over all devices."""
+    """Return the plan in question: the given one, or data parallel over all devices."""
     if given is not None and (micro_batch is not None or update != "device" or shard_optimizer):
         raise UsageError("a plan says itself what micro_batch, update and shard_optimizer are; leave them out")
     numbers, shares = [device.number for device in devices], [device.speed for device in devices]
@@ -196,7 +197,7 @@ def _captures(
     *,
     fuse: bool,
 ) -> Captures:
-    """Return what traces a model for some devices."""
+    """Return the captures of a model for some devices."""
     remote = RemoteState(model, loss, optimizer, cast(Pool, Nowhere(devices)))
     recipe = CaptureSpec(
         model=model,
@@ -211,7 +212,7 @@ def _captures(
 
 
 class _Question:
-    """A model, an optimizer and devices, of which several things are asked."""
+    """A model, an optimizer and devices, about which several questions are answered."""
 
     def __init__(
         self,
@@ -229,7 +230,7 @@ class _Question:
         self._budgets = {device.number: device.memory_bytes for device in devices}
 
     def answer(self, plan: Plan, batch: Batch, rates: DeviceRates | None, budget_s: float) -> FitReport:
-        """Return all that is to be known."""
+        """Return the complete result."""
         contents = forecast_contents(
             plan, *self._job, batch, devices=self._devices, captures=self._captures, max_norm=self._max_norm
         )
@@ -257,7 +258,7 @@ class _Question:
         def excess(size: int) -> float:
             try:
                 peaks = known if size == batch.size else self.peaks(plan, _resized(batch, size))
-            except CaptureError:  # such as batch norm of one sample
+            except CaptureError:  # such as batch norm with one sample
                 return math.inf
             return max(peak - self._budgets[device] for device, peak in peaks.items())
 
@@ -287,7 +288,7 @@ class _Question:
         )
 
     def _problem(self, batch: Batch, sizes: Sequence[int], rates: DeviceRates | None) -> tuple[Problem, str]:
-        """Return what the planner is given, and where its times are from."""
+        """Return the planner's problem, and a description of the source of its times."""
         measured = measured_sizes(batch.size, sizes)
         profile, basis = estimate_profile(self._captures, batch, measured, self._job[2], self._devices, rates)
         problem = make_problem(
@@ -321,17 +322,17 @@ class _Question:
 
 
 def _sort(plan: Plan) -> tuple[object, ...]:
-    """Return what makes two plans the same for a person."""
+    """Return the key by which two plans count as the same for a reader."""
     return plan.stages, plan.micro_batch, plan.schedule, plan.update
 
 
 def _resized(batch: Batch, size: int) -> Batch:
-    """Return a batch of another size, of which only shapes and types are meant to be read."""
+    """Return a batch of another size, of which only shapes and types are meaningful."""
     leaves = tuple(leaf[:1].expand(size, *leaf.shape[1:]) for leaf in batch.leaves)
     return Batch(leaves=leaves, structure=batch.structure, size=size)
 
 
 def _shortfall(peaks: Mapping[int, int], budgets: Mapping[int, int]) -> str:
-    """Say which devices lack how much; empty if none does."""
+    """Return a description of the devices that lack memory, and how much; empty if none does."""
     over = {device: peak - budgets[device] for device, peak in sorted(peaks.items()) if peak > budgets[device]}
     return "; ".join(f"device {device} lacks {enough_text(size)}" for device, size in over.items())

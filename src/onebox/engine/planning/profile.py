@@ -1,8 +1,8 @@
-"""Profiling: a model's segments, timed on the devices of a pool by training with each segment as a stage of its own.
+"""Profiling: timing of a model's segments on the devices of a pool, by training with each segment as a stage.
 
-There is no second way of running a model: the plan of a profile has as many stages as the model has segments, all on
-one device, and a table that runs them one after the other. All devices of a pool train at once, as they will later, so
-that cores, caches and memory are shared as they will be.
+Profiling runs the model like training does: its plan has one stage for each segment, all on one device, and a table
+that runs them in sequence. All devices of a pool train at once, so that cores, caches and memory are shared as in real
+training.
 """
 
 from __future__ import annotations
@@ -39,19 +39,20 @@ _WARM = 2
 _STEPS = 6
 _LONG_S = 0.6
 _MOST = 60
-"""At least six steps after two, for at least this long if these are not enough, but not more than so many."""
+"""Most measured steps. At least six steps are measured after two warm-up steps, and more until the least time is
+reached."""
 
 _VISIT = 4
-"""Steps in one way before it is the turn of another."""
+"""Steps in one format before the next one takes its turn."""
 
 _MICRO_BATCHES = 2
-"""Of each step; so that gradients are accumulated, as they are in a pipeline."""
+"""Micro-batches per step, so that gradients are accumulated as in a pipeline."""
 
 _UNCHECKED: dict[str, Any] = {"loss_reduction": "mean"}
-"""What a loss is weighted with makes no difference to how long it takes."""
+"""The weighting of a loss does not affect its time."""
 
 _LEAST_S = 1e-7
-"""What nothing takes: a time has to be positive."""
+"""Lower bound of a time, which must be positive."""
 
 
 def profile_model(
@@ -73,21 +74,21 @@ def profile_model(
     Args:
         model: The model.
         loss: The loss.
-        optimizer: Its optimizer; nothing is changed.
+        optimizer: Its optimizer; its state is not changed.
         inputs: A batch, from which micro-batches are cut.
-        targets: Likewise.
-        pool: Where it is measured, on each device. A ``sim`` device is taken for a core of this machine.
-        sizes: Samples of a micro-batch: one or more sizes.
+        targets: Targets of the batch.
+        pool: The pool; each device is measured. A ``sim`` device is treated as a core of this machine.
+        sizes: Micro-batch sizes in samples, one or more.
         precision: As for :class:`~onebox.engine.Trainer`.
         fuse: Likewise.
-        fresh: Measure even if it is known.
-        cache: Whether to look in the user's cache, and to keep the times there: by graph, devices and torch version.
+        fresh: Whether to measure even if the times are cached.
+        cache: Whether to use the user's cache, keyed by graph, devices and torch version.
 
     Returns:
-        The profile, and the model as it was captured.
+        The profile, and the captured model.
 
     Raises:
-        UsageError: A size is not in the batch.
+        UsageError: A size exceeds the batch.
         OneboxError: The model cannot be captured, or does not fit.
     """
     batch = as_batch(inputs, targets)
@@ -115,7 +116,7 @@ def profile_model(
 
 
 class _Place:
-    """Where runs are measured: on a pool, or, where that computes nothing or has no room, on workers like its own."""
+    """The pool of profiling runs: the given one, or, if it is emulated or lacks memory, similar workers."""
 
     def __init__(self, pool: Pool, stack: contextlib.ExitStack) -> None:
         self._pool = pool
@@ -135,10 +136,10 @@ class _Place:
 
 
 def _roomier(pool: Pool, devices: Sequence[int]) -> Pool:
-    """Return workers like those of a pool for which a model is too big, without their limit of memory.
+    """Return workers like those of a pool, without the memory limit that excludes a model.
 
     Raises:
-        UsageError: They are no CPU workers of this machine.
+        UsageError: They are not CPU workers of this machine.
     """
     kinds = {(pool.devices[device].kind, pool.devices[device].host) for device in devices}
     if kinds != {("cpu", "localhost")}:
@@ -151,7 +152,7 @@ def _roomier(pool: Pool, devices: Sequence[int]) -> Pool:
 
 
 class _Measuring(Trainer):
-    """A trainer of a model that a user may be training at the same time: neither knows of the other."""
+    """A trainer for measurements, independent of other trainers of the same model."""
 
     def _client_of(self, run: TrainingSession, remote: RemoteState) -> DetachedClientState:
         return DetachedClientState()
@@ -190,11 +191,11 @@ class _Runs:
         self._names = self.captures.segments(as_batch(*self._small), self._size)
 
     def key(self, pool: Pool) -> str:
-        """Return under what the times are kept: all that they depend on."""
+        """Return the cache key of the times, with everything that they depend on."""
         return times_key(self.bytes().graph, pool.devices, self._arguments[2], self._size, self._precision)
 
     def measure(self, pool: Pool, devices: Sequence[int]) -> dict[str, SegmentTimes]:
-        """Train on each device at once, in each way that it may gain by; return the times of each type of device."""
+        """Train on each device at once, in each promising format; return the times of each type of device."""
         self.bytes()
         assert self._programs is not None
         sides: dict[SegmentVariant, list[int]] = {}
@@ -216,7 +217,7 @@ class _Runs:
     def _measure(
         self, pool: Pool, sides: Mapping[SegmentVariant, Sequence[int]]
     ) -> dict[SegmentVariant, dict[str, SegmentTimes]]:
-        """Train on devices, in ways that take turns; return for each way the times of each type of device."""
+        """Train on devices, alternating between formats; return the times of each type of device by format."""
         trainers: dict[SegmentVariant, list[Trainer]] = {way: [] for way in sides}
         try:
             for way, devices in sides.items():
@@ -242,7 +243,7 @@ class _Runs:
             trainer.wait()
 
     def _found(self, pool: Pool, devices: Sequence[int], trainers: Sequence[Trainer]) -> dict[str, SegmentTimes]:
-        """Return what was measured in one way."""
+        """Return the measurements of one format."""
         found: dict[str, list[SegmentTimes]] = {}
         events = [[event for event in trainer.events() if event.step >= _WARM] for trainer in trainers]
         between_s = min(map(_between_s, events))  # of the slowest device: the others wait for it here
@@ -278,7 +279,7 @@ class _Runs:
 
         sums = _named(events, "accumulate", speed)
         parameters = [segment.parameter_bytes for segment in self.bytes().segments]
-        parts = [found / max(1, sum(parameters)) for found in parameters]  # of what it takes to add gradients up
+        parts = [found / max(1, sum(parameters)) for found in parameters]  # fractions of the accumulation cost
         return SegmentTimes(
             size=self._size,
             seconds=tuple(
@@ -290,7 +291,7 @@ class _Runs:
         )
 
     def bytes(self) -> ModelBytes:
-        """Return what follows from the graph alone."""
+        """Return the sizes that follow from the graph alone."""
         if self._bytes is None:
             self._bytes = self._count()
         return self._bytes
@@ -321,18 +322,18 @@ def _one_by_one(names: Sequence[str], device: int, size: int, way: SegmentVarian
 
 
 def _named(events: Iterable[TraceEvent], name: str, speed: float) -> list[float]:
-    """Return how long the events of a name took, at full speed."""
+    """Return the durations of the events of a name, at full speed."""
     return [(event.end_ns - event.start_ns) / 1e9 * speed for event in events if event.name == name] or [0.0]
 
 
 def _typical(seconds: Sequence[float]) -> float:
-    """Return the mean without the longest fifth: what others on the machine held up."""
+    """Return the mean without the longest fifth, which other processes delayed."""
     kept = sorted(seconds)[: max(1, round(len(seconds) * 0.8))]
     return statistics.fmean(kept)
 
 
 def _between_s(events: Iterable[TraceEvent]) -> float:
-    """Return the median time between the end of a step and the start of the next: the upload of a batch, mostly."""
+    """Return the median time between the end of a step and the start of the next, mainly the upload of a batch."""
     spans: dict[int, tuple[int, int]] = {}
     for event in events:
         start, end = spans.get(event.step, (event.start_ns, event.end_ns))

@@ -1,5 +1,6 @@
-"""The profile of a model on devices that nothing runs on: times from an earlier measurement, or estimated. Pure but for
-the cache that it looks into."""
+"""Model profile for devices that are not used: times from an earlier measurement, or estimated. Pure except for reading
+the cache.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +22,16 @@ from onebox.pool import DeviceInfo, Pool
 from onebox.pool.network.profile import profile_key
 
 _CORE = DeviceRates(flops=4e10, bandwidth_bps=8e9, operator_s=5e-6)
-"""Of a thread of a processor of 2020; products by AVX2 at 3 GHz reach half of their 96 GFLOP/s."""
+"""Rates of one thread of a 2020 processor; matrix products with AVX2 at 3 GHz reach half of their 96 GFLOP/s."""
 
 _ACCELERATOR = DeviceRates(flops=2e13, bandwidth_bps=5e11, operator_s=1e-5)
-"""Of a GPU of 2018, such as a T4 or an RTX 2080, with TensorFloat-32 or without."""
+"""Rates of a 2018 GPU, such as a T4 or an RTX 2080, with or without TensorFloat-32."""
 
 _CALL_S = 1e-4
-"""What an action costs beside its operators, where nobody has measured it."""
+"""Default cost of an action besides its operators."""
 
 _LATENCY_S, _BANDWIDTH_BPS = 1e-4, 1e9
-"""Of links of which nothing is known."""
+"""Defaults for unknown links."""
 
 
 def estimate_profile(
@@ -41,19 +42,19 @@ def estimate_profile(
     devices: Sequence[DeviceInfo],
     rates: DeviceRates | None = None,
 ) -> tuple[ModelProfile, str]:
-    """Return the profile of a model without running anything.
+    """Return the profile of a model without running it.
 
     Args:
         captures: The captured model.
         batch: A batch.
-        sizes: Samples of a micro-batch: one or more sizes.
+        sizes: Micro-batch sizes in samples, one or more.
         optimizer: The optimizer.
         devices: The devices.
-        rates: How fast each device is, for an estimate; ``None`` for what an earlier measurement says: of this model on
-            such devices or, failing that, of such devices.
+        rates: Rates of each device, for an estimate; ``None`` for an earlier measurement of this model on such devices
+            or, failing that, of such devices.
 
     Returns:
-        The profile, and in words where its times are from.
+        The profile, and a description of the source of its times.
 
     Raises:
         CaptureError: The model cannot be captured.
@@ -76,7 +77,7 @@ def estimate_profile(
 
 
 def estimate_links(devices: Sequence[DeviceInfo]) -> Links:
-    """Return the links between devices: as they were measured at an earlier time, or like fast Ethernet."""
+    """Return the links between devices as measured earlier, or with the speed of fast Ethernet."""
     numbers = [device.number for device in devices]
     measured = _measured(devices)
     if measured is not None and all(set(row) >= set(numbers) - {a} for a, row in measured.bandwidth_bps.items()):
@@ -94,7 +95,7 @@ def _measured(devices: Sequence[DeviceInfo]) -> PoolProfile | None:
 def _rates(
     types: Mapping[str, DeviceInfo], devices: Sequence[DeviceInfo], rates: DeviceRates | None
 ) -> tuple[dict[str, DeviceRates], str]:
-    """Return how fast each type of device is at full speed, and in words how that is known."""
+    """Return the rates of each device type at full speed, and a description of their source."""
     if rates is not None:
         return dict.fromkeys(types, rates), f"estimated for {_text(rates)}, as was said"
     measured = _measured(devices)
@@ -113,7 +114,7 @@ def _rates(
 
 
 def _seen(speeds: Speeds, speed: float) -> DeviceRates:
-    """Return the rates of a device that was measured while it worked at some speed."""
+    """Return the rates of a device that was measured at a reduced speed."""
     flops = [value for value in (speeds.matmul_flops, speeds.convolution_flops) if value is not None]
     bandwidth = [value for value in (speeds.pointwise_bps, speeds.norm_bps) if value is not None]
     assert flops
@@ -133,7 +134,7 @@ def _text(rates: DeviceRates) -> str:
 
 
 def _times(programs: ModelPrograms, sizes: ModelBytes, rates: DeviceRates) -> SegmentTimes:
-    """Return about how long the segments of a model take for one size of a micro-batch."""
+    """Return approximate times of a model's segments for one micro-batch size."""
 
     def taken(segment: int, kind: PhaseKind) -> float:
         return program_s(programs.of(segment, kind).program, rates)

@@ -1,4 +1,4 @@
-"""The search for a plan within the memory that it takes in fact, of which the planner's own count is an estimate."""
+"""Search for a plan within exact memory limits, of which the planner's own count is an estimate."""
 
 from __future__ import annotations
 
@@ -17,29 +17,31 @@ from onebox.plan.policies.policy_costs import OFFLOADING_POLICIES
 from onebox.sizes import enough_text
 
 _SHARES = (0.5, 0.2, 0.1, 0.1, 0.05, 0.05)
-"""The part of the budget of each search: each after the first one has what the memory means by the estimate of the one
-before. They are parts of what may be simulated, too, and do not follow the clock: equal searches give equal plans."""
+"""Budget fraction of each search: each one after the first uses memory limits corrected by the error of the previous
+estimate. Fractions apply to the number of simulations, not to the clock: equal searches give equal plans."""
 
 _ALMOST_ALL = 0.9
-"""The part of the first one where each device can hold the whole model, and none is expected to follow."""
+"""Budget fraction of the first search if each device can hold the whole model, and no further search is expected."""
 
 _MARGIN = 0.985
 
 _WORTH = 1.03
-"""Where a plan pays for memory, and leaves more than this of it, it is sought once more with more."""
+"""If a plan trades time for memory, and a limit exceeds the peak by this factor, another search uses more memory."""
 
 _NEAR = 1.3
-"""Plans that would be quicker, and by their estimate take up to so much more than there is, are counted exactly."""
+"""Plans that are faster, and whose estimate exceeds the memory by up to this factor, are counted exactly."""
 
 _HOPE = 1.08
-"""Where nothing fits by the estimate, it is taken for too high by so much, once."""
+"""If nothing fits by the estimate, it is once assumed to be too high by this factor."""
 
 MemoryCounter = Callable[[Plan], MemoryForecast]
-"""Counts the memory of a plan."""
+"""Returns the exact memory of a plan."""
 
 
 def short_of_memory(problem: Problem) -> bool:
-    """Tell whether some device cannot hold the whole model with its largest micro-batch, so that policies matter."""
+    """Return whether some device cannot hold the whole model with its largest micro-batch, so that activation policies
+    matter.
+    """
     made = sum(segment.saved_bytes for segment in problem.segments) * max(problem.micro_batches)
     state = sum(segment.state_bytes for segment in problem.segments) + sum(tie.state_bytes for tie in problem.ties)
     return any(capacity < state + made for capacity in problem.capacity_bytes.values())
@@ -50,21 +52,19 @@ def search_within(
 ) -> tuple[SearchResult, Plan]:
     """Search for the best plan that fits by the exact count of its memory.
 
-    Where a host has not the memory for what would wait there, nothing may wait there any more. Where the estimate of a
-    device's memory is too low, that is taken for so much smaller, and the search is repeated. Where it is too high, and
-    the plan pays for the memory that it spares, it is taken for larger. At last, plans that were refused for their
-    estimate and that would be quicker are counted, also with the optimizer on the host where that is allowed and
-    nothing else fits.
+    If a host lacks memory for offloaded data, offloading is excluded. If the estimate for a device is too low, its
+    memory limit is reduced by the difference, and the search is repeated. If the estimate is too high, and the plan
+    trades time for memory, the limit is raised. Finally, faster plans that were refused for their estimate are counted
+    exactly, also with the optimizer on the host if that is allowed and nothing else fits.
 
     Args:
-        problem: What the search is given.
-        exact: Counts a plan's memory.
-        budget_s: How many seconds all of it may take. After them nothing is begun but what it takes to have a plan that
-            fits.
-        clock: What tells the time.
+        problem: The problem.
+        exact: Returns a plan's exact memory.
+        budget_s: Time limit in seconds. After it only the work needed to have any plan that fits is begun.
+        clock: Returns the time.
 
     Returns:
-        What was found, and its plan, which predicts the exact peak of each device.
+        The search result, and its plan, with the exact peak of each device.
 
     Raises:
         PlanError: Nothing fits.
@@ -79,7 +79,7 @@ def search_within(
             result = search(within.problem, budget_s=share * budget_s, clock=clock)
         except PlanError as error:
             if within.counted or refused is not None:
-                break  # what it would say is about memory that was taken for smaller
+                break  # its result would refer to the reduced memory
             refused = error
             within.hope()
             continue
@@ -94,12 +94,12 @@ def search_within(
 def search_sharing(
     problem: Problem, exact: MemoryCounter, budget_s: float, clock: Callable[[], float] = time.monotonic
 ) -> tuple[SearchResult, Plan, Problem]:
-    """Search as :func:`search_within` does, and once more with replicas that share out the optimizer's state.
+    """Search as :func:`search_within` does, and once more with a sharded optimizer.
 
-    Each of the two has half of the budget.
+    Each search has half of the budget.
 
     Returns:
-        The quicker one of what was found, its plan, and the problem that it answers.
+        The faster result, its plan, and its problem.
 
     Raises:
         PlanError: Nothing fits.
@@ -114,19 +114,19 @@ def search_sharing(
     if not found:
         assert refused is not None
         raise refused
-    return min(found, key=lambda one: _prediction(one[1]).step_s)  # of two that are as quick, the first
+    return min(found, key=lambda one: _prediction(one[1]).step_s)  # the first of two equally fast ones
 
 
 class _Within:
-    """What is known while a search is repeated.
+    """State of repeated searches.
 
     Args:
-        problem: What the search is given.
-        exact: Counts a plan's memory.
+        problem: The problem.
+        exact: Returns a plan's exact memory.
 
     Attributes:
-        problem: The same with the memory that the next search is to have.
-        best: The quickest plan that fits, and the search that found it.
+        problem: The problem with the memory limits of the next search.
+        best: The fastest plan that fits, and its search result.
         counted: Whether a plan has been counted.
     """
 
@@ -141,7 +141,7 @@ class _Within:
         self._lack = ""
 
     def note(self, result: SearchResult) -> bool:
-        """Count what was found; return whether another search may find something better."""
+        """Count the memory of a result; return whether another search may find a better one."""
         plan, (peaks, lack) = result.plan, self._exact(result.plan)
         self.counted, self._last = True, result
         if lack:
@@ -165,18 +165,18 @@ class _Within:
         return True
 
     def _stay(self, lack: str) -> bool:
-        """Let nothing wait in the hosts' memory; return whether that makes a difference."""
+        """Exclude offloading to the hosts; return whether that makes a difference."""
         before, self._lack = self.problem, lack
         policies = tuple(policy for policy in self.problem.policies if policy not in OFFLOADING_POLICIES)
         self.problem = replace(self.problem, policies=policies, updates=("device",))
         return self.problem != before
 
     def hope(self) -> None:
-        """Take the memory for a little larger than it is."""
+        """Raise the memory limits slightly above the real ones."""
         self._set({device: limit * _HOPE for device, limit in self._limits.items()})
 
     def reconsider(self, expired: Callable[[], bool]) -> None:
-        """Count what was refused for its estimate and would be quicker, the quickest first, while there is time."""
+        """Count faster plans that were refused for their estimate, fastest first, while time remains."""
         ranked = sorted(self._seen.values(), key=lambda one: one.step_s)
         plans = [one.plan for one in ranked if not one.refused and self._near(one)]
         if self.best is None and "host" in self.problem.updates:
@@ -191,11 +191,11 @@ class _Within:
                 return
 
     def _near(self, candidate: PlanCandidate) -> bool:
-        """Tell whether the estimate of a plan is near enough to what there is for it to be counted."""
+        """Return whether the estimate of a plan is close enough to the limit to count it."""
         return all(short.missing_bytes <= (_NEAR - 1) * short.capacity_bytes for short in candidate.shortfalls)
 
     def refusal(self) -> PlanError:
-        """Return the error that says what the last plan lacked."""
+        """Return the error with the memory that the last plan lacked."""
         if not self._over:
             return PlanError(f"no plan fits: {self._lack}; use more memory there, or more devices")
         worst = max(self._over, key=lambda device: self._over[device] - self._limits[device])
@@ -211,7 +211,7 @@ class _Within:
         return self.best is None or _prediction(plan).step_s < _prediction(self.best[1]).step_s
 
     def _limit(self, estimates: Mapping[int, int], peaks: Mapping[int, int], margin: float) -> None:
-        """Take the memory of some devices for what their peaks mean in the planner's estimate."""
+        """Set the memory limits of some devices to the estimates that correspond to their exact peaks."""
         now = self.problem.capacity_bytes
         limits = dict(now)
         for device, peak in peaks.items():
@@ -233,11 +233,11 @@ def _prediction(plan: Plan) -> Prediction:
 
 
 def _with_peaks(plan: Plan, peaks: Mapping[int, int]) -> Plan:
-    """Return a plan that predicts other peaks."""
+    """Return a plan with other predicted peaks."""
     predicted = msgspec.structs.replace(_prediction(plan), peak_bytes=tuple(peaks[device] for device in plan.devices))
     return msgspec.structs.replace(plan, predicted=predicted)
 
 
 def _pays(plan: Plan) -> bool:
-    """Tell whether a plan takes time for memory that it spares."""
+    """Return whether a plan trades time for memory."""
     return plan.update == "host" or any(stage.policy != "keep" for stage in plan.stages)

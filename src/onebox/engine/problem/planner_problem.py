@@ -1,4 +1,4 @@
-"""What the planner is given of a model and a pool."""
+"""The planner's problem for a model and a pool."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from onebox.pool.backends.local import LOCAL_HOST
 from onebox.pool.core_usage import busy_threads
 
 _SENSIBLE = 32
-"""Sizes that cut a batch into more micro-batches are not measured, but followed from larger ones."""
+"""Smaller micro-batches are not measured but extrapolated from larger ones."""
 
 _MOST = 256
-"""At most so many micro-batches of a batch are considered."""
+"""Most micro-batches per batch that are considered."""
 
 
 class CachedTimes(Struct, frozen=True, forbid_unknown_fields=True):
-    """What the cache keeps of a model: times of its segments, by type of device."""
+    """Cached times of a model's segments, by type of device."""
 
     times: dict[str, SegmentTimes]
 
 
 def times_key(graph: str, devices: Sequence[DeviceInfo], optimizer: Optimizers, size: int, precision: Precision) -> str:
-    """Return under what the times of a model are kept: all that they depend on.
+    """Return the cache key of a model's times, with everything that they depend on.
 
     Args:
         graph: A hash of the model's programs.
-        devices: Those of the pool.
+        devices: Devices of the pool.
         optimizer: The optimizer.
         size: Samples of a micro-batch.
-        precision: Of the run: with ``auto`` more is measured.
+        precision: Precision of the run: with ``auto`` more is measured.
     """
     found = sorted(
         (d.kind, d.name, d.host, d.threads, d.speed, d.instructions.aten, d.instructions.onednn) for d in devices
@@ -56,7 +56,7 @@ def times_key(graph: str, devices: Sequence[DeviceInfo], optimizer: Optimizers, 
 def divided_bytes(
     captures: Captures, batch: Batch, size: int, optimizer: Optimizers
 ) -> tuple[ModelPrograms, ModelBytes]:
-    """Return the programs of a model whose every segment is a stage, and what follows from them.
+    """Return the programs of a model with each segment as a stage, and their sizes.
 
     Args:
         captures: The captured model.
@@ -79,17 +79,17 @@ def divided_bytes(
 
 
 def device_type(device: DeviceInfo) -> str:
-    """Return under which name the times of a device are known; a device that only emulates is known as what it is."""
+    """Return the name under which a device's times are cached; an emulated device has the name of the real one."""
     if device.kind == "sim":
         return "cpu"
     return device.kind if device.kind == "cpu" else device.name
 
 
 def allowed_sizes(batch: int, asked: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Return the samples that a micro-batch may have: what is asked for, else the halvings of the batch.
+    """Return the allowed samples of a micro-batch: the requested ones, else the halvings of the batch.
 
     Raises:
-        UsageError: What is asked for cannot be.
+        UsageError: The requested sizes are invalid.
     """
     if asked is not None:
         sizes = sorted(set(asked))
@@ -103,7 +103,7 @@ def allowed_sizes(batch: int, asked: Sequence[int] | None = None) -> tuple[int, 
 
 
 def measured_sizes(batch: int, allowed: Sequence[int]) -> tuple[int, ...]:
-    """Return the sizes to be measured: the smallest and the largest of those that make sense, and one in between."""
+    """Return the sizes to measure: the smallest and the largest sensible ones, and one in between."""
     sensible = [size for size in allowed if -(-batch // size) <= _SENSIBLE] or list(allowed)
     return tuple(sorted({sensible[0], sensible[len(sensible) // 2], sensible[-1]}))
 
@@ -123,21 +123,21 @@ def make_problem(
     versions: int = 2,
     sharded: bool = False,
 ) -> Problem:
-    """Return what the planner is given.
+    """Return the planner's problem.
 
     Args:
         profile: The model's profile.
-        devices: The devices that may be used.
+        devices: The available devices.
         links: Links between them.
         batch: Samples of a step.
         micro_batches: Allowed samples of a micro-batch.
         schedules: Allowed schedules.
-        policies: What may become of activations.
-        updates: Where the optimizer's state may be.
+        policies: Allowed activation policies.
+        updates: Allowed places of the optimizer's state.
         preparing: Cores of this host that the preparation of batches keeps busy.
-        staleness: How many steps late gradients may be applied.
-        versions: How many versions of its weights a device has where they are.
-        sharded: Whether the replicas of a stage share out what the optimizer remembers.
+        staleness: Number of steps by which gradients may be late.
+        versions: Number of versions of its weights on a device, with staleness.
+        sharded: Whether the replicas of a stage shard the optimizer's state.
 
     Raises:
         UsageError: The model has not been measured on a type of device.
@@ -179,7 +179,7 @@ def _device(device: DeviceInfo) -> DeviceSpec:
 
 
 def _values(profile: ModelProfile) -> tuple[SegmentValue, ...]:
-    """Return the values between segments, with their bytes for each sample."""
+    """Return the values between segments, with their bytes per sample."""
     size = profile.bytes.size
     return tuple(
         SegmentValue(

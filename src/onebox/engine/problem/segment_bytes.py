@@ -1,4 +1,4 @@
-"""What follows from the graph of a model alone: bytes of its segments, and of what goes between them. Pure."""
+"""Sizes that follow from a model's graph alone: bytes of its segments, and of the values between them. Pure."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def model_bytes(
     """Return the bytes of a model's segments.
 
     Args:
-        model: Its programs, divided so that each segment is a stage, with backward in halves.
-        names: The segments.
-        size: Samples of the micro-batch that the programs are for.
-        state: What each parameter and buffer is.
+        model: Its programs, with each segment as a stage and backward split into input and weight gradients.
+        names: Names of the segments.
+        size: Samples of the micro-batch.
+        state: Spec of each parameter and buffer.
         trained: Parameters that have gradients.
-        factors: For each of these the bytes of its optimizer's state, as a multiple of its own.
-        updates: For each of these what a step of it costs, in bytes that are gone through.
+        factors: For each of these, the ratio of its optimizer state's bytes to its own.
+        updates: For each of these, the bytes read and written by its update.
     """
     table = _Table(model)
     readers: dict[str, set[int]] = defaultdict(set)
@@ -73,12 +73,12 @@ def model_bytes(
 
 
 class _Held(NamedTuple):
-    """Bytes that whoever holds a parameter or buffer has of it.
+    """Bytes of a parameter or buffer on a worker that holds it.
 
     Args:
-        parameter: Of the parameter; 0 for a buffer, and for what is not trained.
-        total: In all, with its gradient and what the optimizer remembers.
-        remembered: By the optimizer.
+        parameter: Bytes of the parameter; 0 for a buffer, and for an untrained parameter.
+        total: Total bytes, with its gradient and optimizer state.
+        remembered: Bytes of the optimizer state.
     """
 
     parameter: int
@@ -87,7 +87,7 @@ class _Held(NamedTuple):
 
 
 def _held(spec: TensorSpec, factor: float | None) -> _Held:
-    """Return what is held of a tensor whose optimizer remembers so many times its bytes; untrained if ``None``."""
+    """Return the bytes of a tensor, given its ratio of optimizer state; ``None`` for an untrained one."""
     size_bytes = spec.size_bytes
     if factor is None:
         return _Held(0, size_bytes, 0)
@@ -96,7 +96,7 @@ def _held(spec: TensorSpec, factor: float | None) -> _Held:
 
 
 def _segment(table: _Table, index: int, name: str, own: Sequence[_Held], update_bytes: float) -> SegmentBytes:
-    """Return the bytes of a segment that holds some tensors alone."""
+    """Return the bytes of a segment that alone holds some tensors."""
     return SegmentBytes(
         name=name,
         parameter_bytes=sum(held.parameter for held in own),
@@ -111,13 +111,13 @@ def _segment(table: _Table, index: int, name: str, own: Sequence[_Held], update_
 
 
 def _work(part: NamedProgram) -> int:
-    """Return what a program needs at most beyond its inputs and its outputs."""
+    """Return the peak bytes of a program besides its inputs and outputs."""
     made = sum(spec.size_bytes for port, spec in part.specs().items() if port.kind != "update")
     return max(0, footprint(part.program).peak_bytes - made)
 
 
 class _Table:
-    """Who makes and who reads which value."""
+    """Producers and readers of each value."""
 
     def __init__(self, model: ModelPrograms) -> None:
         self._model = model
@@ -141,7 +141,7 @@ class _Table:
         return self._model.of(index, kind)  # type: ignore[arg-type]
 
     def saved(self, index: int) -> int:
-        """Return the bytes that a segment's forward makes, or reads of the batch, for backward."""
+        """Return the bytes of values that a segment's forward computes, or reads from the batch, for backward."""
         total = 0
         for port, phases in self.readers.items():
             behind = any(phase.kind in _BEHIND for phase in phases)
@@ -151,7 +151,7 @@ class _Table:
         return total
 
     def back(self, index: int) -> int:
-        """Return what a segment's whole backward needs at most beyond what forward saved for it: gradients, too."""
+        """Return the peak bytes of a segment's whole backward besides saved values, including gradients."""
         part = self.part(index, "B")
         own = Phase(index, "F")
         ends, gradients = set(), 0
@@ -172,7 +172,7 @@ class _Table:
         return sum(self.sizes[port] for port in ports if port.kind in ("value", "leaf"))
 
     def crossings(self) -> list[CrossingValue]:
-        """Return what goes between segments."""
+        """Return the values between segments."""
         found = []
         for port, maker in self.makers.items():
             others = {phase.stage for phase in self.readers[port]} - {maker.stage}

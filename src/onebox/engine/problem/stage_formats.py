@@ -1,4 +1,4 @@
-"""Formats of stages: how their maps lie in memory, and in which type their products are, by what was measured."""
+"""Measured formats of stages: memory layout of feature maps, and element type of products."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from onebox.pool import DeviceInfo
 from onebox.wire import Program, SlotArgument, specs_by_slot
 
 LEAST_WORK = 50_000_000
-"""Multiplications of a micro-batch, some milliseconds in all, below which nothing is measured: what can be gained is
-less than what measuring takes, and the models of tests are smaller."""
+"""Multiplications of a micro-batch, some milliseconds in all, below which nothing is measured: the possible gain is
+smaller than the cost of measuring, and the models of tests are smaller."""
 
 LEAST_GAIN = 0.03
-"""The least part of a stage's time that another format is to gain: what is less may be noise."""
+"""Least fraction of a stage's time that another format must gain; less may be noise."""
 
 _FAST = ("float32", "bfloat16")
-"""Types that oneDNN convolves."""
+"""Element types with fast oneDNN convolutions."""
 
 _MATRICES = {"aten.mm.default": 0, "aten.bmm.default": 0, "aten.addmm.default": 1, "aten.baddbmm.default": 1}
-"""Products of matrices, and the place of the first one among their arguments."""
+"""Matrix products, and the position of the first matrix among their arguments."""
 
 
 def convolution_work(programs: ModelPrograms) -> int:
-    """Return the multiplications of the convolutions of forward of all stages, of types that oneDNN convolves."""
+    """Return the multiplications of forward convolutions of all stages with element types that oneDNN convolves."""
     forward = [named.program for phase, named in programs.phases.items() if phase.kind == "F"]
     return sum(_convolutions(program, _FAST) for program in forward)
 
 
 def product_work(programs: ModelPrograms) -> int:
-    """Return the multiplications of forward of all stages that could be of bfloat16."""
+    """Return the forward multiplications of all stages that could use bfloat16."""
     forward = [named.program for phase, named in programs.phases.items() if phase.kind == "F"]
     return sum(_convolutions(program, _FAST[:1]) + _matrices(program) for program in forward)
 
@@ -69,13 +69,14 @@ def _matrices(program: Program) -> int:
 def ways_of(
     kind: str, devices: Sequence[DeviceInfo], programs: ModelPrograms, precision: Precision
 ) -> tuple[SegmentVariant, ...]:
-    """Return the ways to compute a model that are worth measuring on devices of a type, the usual one first.
+    """Return the formats of a model that are worth measuring on a device type, the usual one first.
 
     Args:
         kind: ``cpu`` or ``cuda``.
         devices: All devices of that type.
         programs: The model.
-        precision: Of the run: bf16 is measured with ``auto`` alone, and where all devices have instructions for it.
+        precision: Precision of the run: bf16 is measured with ``auto`` only, and only if all devices have instructions
+            for it.
     """
     last = kind == "cpu" and convolution_work(programs) >= LEAST_WORK
     narrow = precision == "auto" and all(d.has_bf16 for d in devices) and product_work(programs) >= LEAST_WORK
@@ -84,10 +85,10 @@ def ways_of(
 
 
 def compared(found: Mapping[SegmentVariant, SegmentTimes]) -> SegmentTimes:
-    """Return the times of segments, each in the fastest of the ways that were measured, the usual one among them.
+    """Return the times of segments, each in its fastest measured format, including the usual one.
 
     Args:
-        found: The times by way.
+        found: Times by format.
     """
     seconds = tuple(min(each, key=sum) for each in zip(*(times.seconds for times in found.values()), strict=True))
     if len(found) == 1:
@@ -97,20 +98,20 @@ def compared(found: Mapping[SegmentVariant, SegmentTimes]) -> SegmentTimes:
 
 
 def with_formats(plan: Plan, profile: ModelProfile, devices: Sequence[DeviceInfo]) -> Plan:
-    """Return a plan each of whose stages is computed in the way in which its segments are fastest.
+    """Return a plan with each stage in the format in which its segments are fastest.
 
-    bf16 changes results: it has to be faster than the best way without.
+    bf16 changes results: it must be faster than the best format without it.
 
     Args:
         plan: The plan.
         profile: The model's profile.
-        devices: Those of the pool.
+        devices: Devices of the pool.
     """
     return replace(plan, stages=tuple(_with_format(stage, plan.micro_batch, profile, devices) for stage in plan.stages))
 
 
 def with_precisions_of(plan: Plan, other: Plan, segments: Sequence[str]) -> Plan:
-    """Return a plan whose stages are of bf16 where another plan has all their segments in stages of bf16.
+    """Return a plan with bf16 in each stage whose segments all use bf16 in another plan.
 
     Args:
         plan: A plan for the same model.
@@ -133,7 +134,7 @@ def _with_format(stage: Stage, micro_batch: int | None, profile: ModelProfile, d
 
 
 def _fastest(stage: Stage, micro_batch: int | None, profile: ModelProfile, kind: str) -> SegmentVariant:
-    """Return the way in which a type of device computes a stage fastest."""
+    """Return the fastest format of a stage on a type of device."""
     times = profile.times.get(kind, ())
     nearest = min(times, key=lambda each: abs(each.size - (micro_batch or each.size)), default=None)
     if nearest is None or not nearest.ways:

@@ -1,4 +1,4 @@
-"""The guard of a run: it lets workers take snapshots, keeps the steps since, and after a loss lets the run go on."""
+"""Recovery manager of a run: requests snapshots, keeps the steps since, and resumes the run after a loss."""
 
 from __future__ import annotations
 
@@ -23,54 +23,55 @@ from onebox.errors import OneboxError, PeerLost, PoolError, WorkerDied, WorkerHu
 from onebox.pool import Pool, WorkerReply, raise_first
 
 RECOVERABLE = (WorkerDied, WorkerHung, PeerLost)
-"""What a run can go on after."""
+"""Errors from which a run can recover."""
 
 _ATTEMPTS = 5
-"""How often workers may be lost until another step has ended."""
+"""Most consecutive losses before another step has completed."""
 
 _KEPT_BYTES = 1 << 30
-"""A snapshot is due when batches of so many bytes have been kept since the last one."""
+"""Bytes of kept batches since the last snapshot after which another one is due."""
 
 _SPREAD = 0.5
-"""The part of the time between two snapshots over which one is sent to where it is kept."""
+"""Fraction of the snapshot interval over which a snapshot's transfer is spread."""
 
 _PATIENCE_S = 1800.0
-"""How long a snapshot may take that has to be waited for."""
+"""Longest wait for a snapshot."""
 
 _AGAIN_S = 2.0
-"""How long a recovery waits until what it has brought back is kept by several workers, as it was before the loss."""
+"""Longest wait in a recovery for the restored state to be stored redundantly again."""
 
 _LOG = logging.getLogger("onebox")
 
 
 class RecoverableRun(Protocol):
-    """What a guard asks of the run that it keeps."""
+    """Interface of a run that recovery needs."""
 
     saved: Path | None
-    """The last checkpoint."""
+    """The latest checkpoint."""
     overlap: OverlapScheduler
-    """What is left of a step."""
+    """Overlapping remains of a step."""
 
     def rebuild(self, copies: SnapshotLayout | None) -> str | None:
-        """Bring a state to the workers and get ready for steps; return the new plan where one was needed.
+        """Restore a state on the workers and prepare for steps; return a description of the new plan, if one was
+        needed.
 
         Raises:
-            OneboxError: A worker was lost, or there is no plan for those that are left.
+            OneboxError: A worker was lost, or there is no plan for the remaining ones.
         """
 
     def launch(self, work: StepRequest) -> Mapping[int, Future[WorkerReply]]:
-        """Begin a step; return what each worker will answer."""
+        """Begin a step; return the pending reply of each worker."""
 
 
 class RecoveryManager:
-    """Keeps what a run needs to go on.
+    """Recovery of one run.
 
     Args:
         pool: The pool.
         remote: The state on the workers.
         run: The run.
-        every: Steps between snapshots; ``None`` for as many as keep their cost low.
-        in_flight: Steps that may be under way at once.
+        every: Steps between snapshots; ``None`` chooses an interval that keeps their cost low.
+        in_flight: Most steps in flight.
     """
 
     def __init__(
@@ -93,20 +94,20 @@ class RecoveryManager:
         self._furthest = -1
         remote.keep_first = True
 
-    # ---- while all goes well
+    # ---- normal operation
 
     def begin(self, step: int) -> None:
-        """Take note that the user's model is the state after so many steps; only the first call does."""
+        """Record that the user's model is the state after a number of steps; only the first call has an effect."""
         if self._history is None:
             self._history = StepHistory(step, None, limit_bytes=_KEPT_BYTES)
 
     def ready(self, *, reachable: bool) -> None:
-        """Ask for a snapshot of what has just been brought to the workers; wait for it if it is the first.
+        """Request a snapshot of the state just uploaded to the workers; wait for it if it is the first.
 
-        From then on the user's model is not needed any more.
+        Afterwards the user's model is no longer needed.
 
         Args:
-            reachable: Whether workers reach each other.
+            reachable: Whether workers can connect to each other.
 
         Raises:
             OneboxError: Something failed on a worker.
@@ -121,7 +122,7 @@ class RecoveryManager:
             self._remote.forget_first()
 
     def keep(self, ready: InstalledPlan) -> None:
-        """Let what has just been brought to the workers be kept; what cannot be is closed.
+        """Request a snapshot of a newly installed plan's state; close the plan if that fails.
 
         Raises:
             OneboxError: Something failed on a worker.
@@ -134,10 +135,10 @@ class RecoveryManager:
             raise
 
     def moved(self, *, reachable: bool) -> None:
-        """Take note that the state is spread in another way now; the newest snapshot still counts.
+        """Record that the state is distributed differently; the newest snapshot stays valid.
 
         Args:
-            reachable: Whether workers reach each other.
+            reachable: Whether workers can connect to each other.
 
         Raises:
             OneboxError: A worker was lost.
@@ -146,13 +147,13 @@ class RecoveryManager:
         self._snapshots.form(reachable=reachable, wait=False)
 
     def record(self, work: StepRequest) -> None:
-        """Take note of a step that is about to begin."""
+        """Record a step that is about to begin."""
         self._begun().begin(work, work.size_bytes)
 
     def posted(self, answers: Mapping[int, Future[WorkerReply]]) -> None:
-        """Take note that a step has begun, and ask for a snapshot behind it if one is due.
+        """Record that a step has begun, and request a snapshot after it if one is due.
 
-        It waits where the snapshot under way is far behind.
+        Waits if the snapshot under way is far behind.
 
         Raises:
             OneboxError: Something failed on a worker, or the pool is broken.
@@ -174,12 +175,12 @@ class RecoveryManager:
         history.ask()
 
     def ended(self, step: int) -> None:
-        """Take note that a step has ended well."""
+        """Record a completed step."""
         if step > self._furthest:
             self._furthest, self._tries = step, 0
 
     def close(self) -> None:
-        """Let the workers forget all snapshots.
+        """Discard all snapshots on the workers.
 
         Raises:
             OneboxError: The pool is broken.
@@ -195,7 +196,7 @@ class RecoveryManager:
             self._times.append((what, worker, time.monotonic()))
 
     def _look(self) -> None:
-        """Take in what has come."""
+        """Process received replies."""
         while self._times:
             what, worker, at_s = self._times.popleft()
             before_s = self._last_s.get(worker, at_s)
@@ -208,11 +209,11 @@ class RecoveryManager:
         self._arrive(self._snapshots.look())
 
     def _wait(self, timeout_s: float) -> None:
-        """Wait for the snapshot under way, for so long at most."""
+        """Wait for the snapshot under way, with a timeout."""
         self._arrive(self._snapshots.wait(timeout_s))
 
     def _arrive(self, copies: SnapshotLayout | None) -> None:
-        """Let a snapshot take the place of the one before."""
+        """Replace the previous snapshot by the one that has arrived."""
         if copies is None:
             return
         history = self._begun()
@@ -226,7 +227,7 @@ class RecoveryManager:
         self._cost_s = 0.0
 
     def _give_up(self) -> None:
-        """Forget the snapshot under way."""
+        """Abandon the snapshot under way."""
         self._snapshots.give_up()
         self._begun().give_up()
         self.cadence.pass_over()
@@ -235,11 +236,11 @@ class RecoveryManager:
     # ---- after a loss
 
     def recover(self, error: Exception) -> RecoveryRecord:
-        """Heal the pool, bring the newest snapshot back to the workers, and do the steps since again.
+        """Recover the pool, restore the newest snapshot on the workers, and repeat the steps since.
 
         Raises:
-            PoolError: Workers were lost again and again, or all that kept some part of the state.
-            OneboxError: The error itself, where it is no loss; or there is no plan for the devices that are left.
+            PoolError: Workers were lost repeatedly, or every copy of some part of the state was.
+            OneboxError: The error itself, if it is not a loss; or there is no plan for the remaining devices.
         """
         if not isinstance(error, RECOVERABLE) or self._history is None:
             raise error
@@ -288,9 +289,9 @@ class RecoveryManager:
     def _check(
         self, restart: RestartPoint[SnapshotLayout | None, StepRequest], lost: Mapping[int, Exception], error: Exception
     ) -> None:
-        """Require that what is left has every part of the snapshot."""
+        """Require that the remaining workers have every part of the snapshot."""
         copies = restart.snapshot
-        if copies is None or not self._pool.present:  # where nobody is left, the run says so
+        if copies is None or not self._pool.present:  # without any worker left, the run itself raises the error
             return
         copies.lose(lost)
         missing = copies.missing()
@@ -303,9 +304,9 @@ class RecoveryManager:
             ) from error
 
     def _replay(self, restart: RestartPoint[SnapshotLayout | None, StepRequest]) -> None:
-        """Do steps again, to the last update of them; wait for those that had ended before.
+        """Repeat steps up to the last update; wait for those that had completed before.
 
-        Whoever reads the state, and had waited for the steps before the loss, reads it as he would have without one.
+        So a caller that had waited for those steps reads the same state as without the loss.
         """
         running: deque[tuple[StepRequest, list[Future[WorkerReply]]]] = deque()
         for work in restart.replay:

@@ -1,6 +1,6 @@
-"""What a run keeps so that it can go on after a loss: its newest snapshot and the steps since.
+"""Recovery history of a run: its newest snapshot and the steps since.
 
-Pure: what happened goes in, what is to be done comes out; no clock, no socket, no tensor is looked at.
+Pure: events in, decisions out; no clock, no socket, no tensor contents.
 """
 
 from __future__ import annotations
@@ -15,30 +15,29 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 SHARE = 0.02
-"""The part of the time of a step that snapshots are to take: with what is measured wrong it stays below 3 %."""
+"""Target fraction of step time spent on snapshots; with measurement errors it stays below 3 %."""
 
 FIRST_AFTER = 5
-"""Steps until the first snapshot is taken, from which it is known what one costs."""
+"""Steps until the first snapshot, which measures the cost of one."""
 
 MOST_STEPS_APART = 1000
-"""The most steps between two snapshots: what they keep, and what is redone after a loss, has a bound."""
+"""Most steps between two snapshots, which bounds memory and repeated work."""
 
 _REMEMBERED = 21
 _COSTS = 7
 
 _TRUST = 4
-"""With each snapshot that has been taken the next ones may be so many times further apart than before: what the first
-ones cost is no measure, as they are the first."""
+"""Largest growth factor of the interval after each snapshot: the first costs are unrepresentative."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RestartPoint(Generic[S, T]):
-    """From where to go on.
+    """Starting point of a recovery.
 
     Args:
-        step: Steps done in the snapshot.
+        step: Number of steps in the snapshot.
         snapshot: The state after them.
-        replay: What was given to the steps since, in order.
+        replay: Inputs of the steps since, in order.
     """
 
     step: int
@@ -47,12 +46,12 @@ class RestartPoint(Generic[S, T]):
 
 
 class StepHistory(Generic[S, T]):
-    """The newest whole snapshot, and what was given to every step since.
+    """The newest complete snapshot, and the inputs of every step since.
 
     Args:
-        step: Steps done at the beginning.
+        step: Number of completed steps at the beginning.
         snapshot: The state then.
-        limit_bytes: How much the steps since may take before another snapshot is due.
+        limit_bytes: Bytes of inputs since the snapshot after which another one is due.
     """
 
     def __init__(self, step: int, snapshot: S, *, limit_bytes: int) -> None:
@@ -64,50 +63,51 @@ class StepHistory(Generic[S, T]):
 
     @property
     def steps(self) -> int:
-        """Steps begun so far."""
+        """Number of steps begun."""
         return self._step + len(self._kept)
 
     @property
     def snapshot_step(self) -> int:
-        """Steps done in the newest whole snapshot."""
+        """Number of steps in the newest complete snapshot."""
         return self._step
 
     @property
     def snapshot(self) -> S:
-        """The newest whole snapshot."""
+        """The newest complete snapshot."""
         return self._snapshot
 
     @property
     def asked(self) -> bool:
-        """Whether a snapshot is under way."""
+        """True if a snapshot is under way."""
         return self._asked is not None
 
     def begin(self, what: T, size_bytes: int) -> None:
-        """Take note of what the next step is given, before anybody begins with it."""
+        """Record the inputs of the next step before it begins."""
         self._kept.append((what, size_bytes))
 
     def due(self, every: int) -> bool:
-        """Tell whether a snapshot is to be asked for now, when one is wanted every so many steps."""
+        """Return whether a snapshot is due, given the interval in steps."""
         return self._asked is None and self._over(self._step, every)
 
     def must_wait(self, every: int) -> bool:
-        """Tell whether the snapshot under way has to come before another step begins, so that what is kept has a bound.
+        """Return whether the snapshot under way must arrive before another step begins, so that the history stays
+        bounded.
 
-        It has as long as snapshots are apart.
+        It may take as long as the interval between snapshots.
         """
         return self._asked is not None and self._over(self._asked, every)
 
     def ask(self, *, again: bool = False) -> None:
-        """Take note that a snapshot of the state after all steps begun has been asked for.
+        """Record the request of a snapshot of the state after all steps begun.
 
         Args:
-            again: Whether it is of the state that the newest whole snapshot has, which has been brought back.
+            again: Whether its state is that of the newest complete snapshot, which has been restored.
         """
         assert self._asked is None
         self._asked = self._step if again else self.steps
 
     def arrive(self, snapshot: S) -> S:
-        """Take the snapshot that was asked for; what came before it is no longer needed, and is returned."""
+        """Record that the requested snapshot is complete; return the one that it replaces."""
         assert self._asked is not None
         before = self._snapshot
         while self._step < self._asked:
@@ -117,24 +117,24 @@ class StepHistory(Generic[S, T]):
         return before
 
     def give_up(self) -> None:
-        """Take note that the snapshot that was asked for will not come; the one before it stays."""
+        """Record that the requested snapshot will not arrive; the previous one stays."""
         self._asked = None
 
     def restart(self) -> RestartPoint[S, T]:
-        """Return from where to go on after a loss."""
+        """Return the starting point of a recovery."""
         return RestartPoint(step=self._step, snapshot=self._snapshot, replay=tuple(what for what, _ in self._kept))
 
     def _over(self, step: int, every: int) -> bool:
-        """Tell whether what came since a step is as much as may come between two snapshots."""
+        """Return whether the limit between two snapshots has been reached since a step."""
         since = [size for _, size in list(self._kept)[step - self._step :]]
         return len(since) >= every or (bool(since) and sum(since) > self._limit_bytes)
 
 
 class SnapshotCadence:
-    """How many steps apart snapshots are.
+    """Interval between snapshots.
 
     Args:
-        given: What the user asks for; ``None`` for as many as keep their cost below :data:`SHARE`.
+        given: Requested number of steps; ``None`` keeps the cost below :data:`SHARE`.
     """
 
     def __init__(self, given: int | None = None) -> None:
@@ -145,16 +145,16 @@ class SnapshotCadence:
         self._most = FIRST_AFTER
 
     def step_took(self, seconds: float, *, beside: bool = False) -> None:
-        """Take the time between the ends of two steps.
+        """Record the time between the ends of two steps.
 
         Args:
-            seconds: It.
-            beside: Whether a snapshot was sent meanwhile, so that what it took longer is part of the cost of that.
+            seconds: The time.
+            beside: Whether a snapshot was sent meanwhile, so that additional time counts as its cost.
         """
         (self._beside_s if beside else self._steps_s).append(seconds)
 
     def snapshot_took(self, seconds: float) -> None:
-        """Take for how long a snapshot kept this process and a worker from their next step, at most."""
+        """Record the longest time for which a snapshot delayed this process or a worker."""
         if self._steps_s and self._beside_s:
             seconds += sum(self._beside_s) - len(self._beside_s) * statistics.fmean(self._steps_s)
         self._beside_s.clear()
@@ -162,8 +162,9 @@ class SnapshotCadence:
         self._most = min(_TRUST * self._most, MOST_STEPS_APART)
 
     def pass_over(self) -> None:
-        """Take note that a snapshot has come whose cost says nothing of others: one of a state just brought to workers,
-        which are still slow."""
+        """Record a snapshot whose cost is not representative: one of a state just uploaded to workers, which are still
+        slow.
+        """
         self._beside_s.clear()
 
     @property
@@ -179,26 +180,26 @@ class SnapshotCadence:
 
     @property
     def apart_s(self) -> float:
-        """Seconds from one snapshot to the next; 0 where that is not known yet."""
+        """Seconds from one snapshot to the next; 0 if not known yet."""
         return self.every * statistics.median(self._steps_s) if self._steps_s else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryRecord:
-    """The story of one recovery.
+    """Record of one recovery.
 
     Args:
-        at_s: When the loss was noticed, in seconds since the epoch.
-        failure: What was noticed, in a line.
-        lost: Workers that were lost, by their numbers in the pool.
-        replaced: Those of them that were started again.
-        gone: Those that could not be.
-        plan: What the new plan is, where one was needed.
-        step: Steps that the run had begun.
-        snapshot_step: Steps done in the snapshot that it went on from.
-        redone: Steps that had been begun since, and were done again.
-        attempts: How many it took.
-        seconds: From the notice until all steps that had ended before were done again, and the others begun.
+        at_s: Time at which the loss was detected, in seconds since the epoch.
+        failure: One-line description of the failure.
+        lost: Numbers of the lost workers in the pool.
+        replaced: Lost workers that were restarted.
+        gone: Lost workers that could not be.
+        plan: Description of the new plan, if one was needed.
+        step: Number of steps that the run had begun.
+        snapshot_step: Number of steps in the snapshot.
+        redone: Number of steps that had begun since the snapshot and were repeated.
+        attempts: Number of attempts.
+        seconds: From detection until all completed steps were repeated and the others begun.
     """
 
     at_s: float

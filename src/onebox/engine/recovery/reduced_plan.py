@@ -1,4 +1,4 @@
-"""The same plan without devices that have gone, as long as its shape can be kept. Pure."""
+"""Plan repair: the same plan without lost devices, as long as its shape can be kept. Pure."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ Replica = tuple[int, ...]
 
 
 def reduced_plan(plan: Plan, gone: Collection[int], idle: Sequence[int], batch: int) -> Plan | None:
-    """Return a plan of the same stages and micro-batches without some devices, or nothing where there is none.
+    """Return a plan with the same stages and micro-batches without some devices, or ``None`` if there is none.
 
-    Replicas on devices that have gone are dropped where their stage has others. For a stage that has nobody left, these
-    take the places, in this order: devices that the plan does not use, what is left of replicas that were split, and
-    replicas of the stages that have most. A stage whose layers are split, and that finds too few, is split over fewer.
+    Replicas on lost devices are dropped if their stage has others. For a stage without any replica left, replacements
+    are, in this order: devices that the plan does not use, the rest of replicas that were split, and replicas of the
+    stages that have most. A stage whose layers are split, and for which there are too few devices, is split over fewer.
 
     Args:
         plan: The plan.
-        gone: Devices that are no more.
+        gone: Lost devices.
         idle: Devices that the plan does not use.
-        batch: Samples of a batch; where the plan has a micro-batch for each replica, their size stays the largest.
+        batch: Samples of a batch; if the plan has one micro-batch for each replica, their size stays the maximum.
 
     Example:
         >>> reduced_plan(Plan.data_parallel([0, 1], [1.0, 1.0], micro_batch=4), {1}, [], 16).devices
@@ -62,14 +62,14 @@ def _stage(stage: Stage, pairs: Sequence[tuple[Replica, float]]) -> Stage:
 
 
 class _Spare:
-    """Devices that may take the places of others; each takes the places of one, in all stages that it had.
+    """Replacement devices; each replaces one lost device in all its stages.
 
     Args:
         plan: The plan.
-        lost: Devices that are no more.
-        idle: Devices that it does not use.
-        kept: For each stage the replicas that are whole, with their shares; those that are lent are taken out.
-        mended: Replicas that are to be made whole again.
+        lost: Lost devices.
+        idle: Devices that the plan does not use.
+        kept: For each stage the intact replicas, with their shares; replicas lent to others are removed.
+        mended: Replicas to restore.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class _Spare:
         self._places: dict[int, int] = {}
 
     def take(self, device: int) -> int | None:
-        """Return who takes the place of a device that has gone; nothing where there is nobody."""
+        """Return the replacement for a lost device, or ``None``."""
         if device not in self._places:
             if not self._free:
                 self._lend()
@@ -98,7 +98,7 @@ class _Spare:
         return self._places[device]
 
     def _lend(self) -> None:
-        """Take a replica from the stage that has most, one with no part in another stage."""
+        """Take a replica from the stage that has most, one that is not part of another stage."""
         held = [device for pairs in self._kept for replica, _ in pairs for device in replica]
         for pairs in sorted(self._kept, key=len, reverse=True):
             for place in reversed(range(len(pairs))):

@@ -1,10 +1,10 @@
-"""A plan for the devices that are left: the old one in its shape where that can be and fits, else one that is sought.
+"""A plan for the remaining devices: the old one in its shape if possible, else the result of a search.
 
-The shape of a plan, which may have been made by hand, is what its user wanted: as long as every stage finds somebody
-(:func:`~onebox.engine.recovery.reduced_plan.reduced_plan`) and the memory is enough, it stays. If not, the planner
-looks for the best plan within the memory of what is left, as ``plan="auto"`` does, but with the same micro-batches,
-because what is computed depends on them. It takes times that were measured before from the user's cache; where there
-are none, it counts operations and bytes of the segments, because nothing is to be measured while a run stands still.
+The shape of a plan may be the user's choice: it is kept as long as there is a device for every stage
+(:func:`~onebox.engine.recovery.reduced_plan.reduced_plan`) and the memory suffices. Otherwise the planner searches for
+the best plan within the remaining memory, as ``plan="auto"`` does, but with the same micro-batches, because results
+depend on them. It takes earlier measurements from the user's cache; without any, it counts operations and bytes of the
+segments, because measuring would prolong the interruption of the run.
 """
 
 from __future__ import annotations
@@ -44,28 +44,28 @@ from onebox.wire import Program, reads, specs_by_slot
 from onebox.wire.protocol.instructions import GroupDelays
 
 _BUDGET_S = 2.0
-"""A search may take so long: the run waits for it."""
+"""Time limit of a search: the run waits for it."""
 
 _FLOPS = 2e10
 _BYTES_PER_S = 1e10
 _CALL_S = 1e-5
 _LATENCY_S = 1e-4
 _BANDWIDTH_BPS = 1e9
-"""What is assumed of devices and links of which nothing is known: a core of a laptop, and its loopback."""
+"""Assumed for unmeasured devices and links: a core of a laptop, and its loopback."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplanWorkload:
-    """What a run trains.
+    """The training workload of a run.
 
     Args:
         captures: The captured model.
         optimizer: The user's optimizer.
         batch: A batch.
-        max_norm: For clipping; 0 for none.
-        in_flight: Steps that may be under way at once: their batches lie on the devices, too.
-        staleness: How many steps old the weights may be that a step is computed with.
-        delay: What is done about gradients that are late because of it.
+        max_norm: Gradient clipping norm; 0 for none.
+        in_flight: Most steps in flight, whose batches lie on the devices.
+        staleness: Age, in steps, of the weights that a step may be computed with.
+        delay: Treatment of the gradients that are late as a result.
         overlap: Whether exact steps overlap.
     """
 
@@ -79,7 +79,7 @@ class ReplanWorkload:
     overlap: bool = False
 
     def peaks(self, plan: Plan, pool: Pool) -> dict[int, int]:
-        """Return the most bytes that each device of a plan will use."""
+        """Return the peak bytes of each device of a plan."""
         recipe = self.captures.recipe
         return forecast_memory(
             plan,
@@ -99,15 +99,15 @@ class ReplanWorkload:
 
 
 def replan_devices(plan: Plan, work: ReplanWorkload, pool: Pool) -> Plan:
-    """Return a plan that uses no device that has gone; the same one if it uses none.
+    """Return a plan without lost devices; the same one if it uses none.
 
     Args:
         plan: The plan.
-        work: What is trained.
-        pool: The pool, healed.
+        work: The workload.
+        pool: The recovered pool.
 
     Raises:
-        PlanError: No plan fits what is left; it says what is missing.
+        PlanError: No plan fits the remaining devices; the message states what is missing.
     """
     idle = [device for device in pool.present if device not in plan.devices]
     same = reduced_plan(plan, pool.gone, idle, work.batch.size)
@@ -120,16 +120,16 @@ def replan_devices(plan: Plan, work: ReplanWorkload, pool: Pool) -> Plan:
     size = plan.micro_batch or max(part.size for part in plan.micro_batches(work.batch.size))
     try:
         return _sought(size, plan, work, pool, replicable=True)
-    except CaptureError:  # replicas cannot share every model
+    except CaptureError:  # some models cannot be divided among replicas
         return _sought(size, plan, work, pool, replicable=False)
 
 
 def out_of_devices(error: PlanError, pool: Pool, saved: Path | None) -> PlanError:
-    """Return the error that says that the devices that are left are not enough.
+    """Return the error for insufficient remaining devices.
 
     Args:
-        error: What is missing.
-        pool: The pool, healed.
+        error: The search's error.
+        pool: The recovered pool.
         saved: The last checkpoint, if there is one.
     """
     lost = [pool.devices[number] for number in sorted(pool.gone)]
@@ -145,19 +145,19 @@ def out_of_devices(error: PlanError, pool: Pool, saved: Path | None) -> PlanErro
 
 
 def _fits(plan: Plan, work: ReplanWorkload, pool: Pool) -> bool:
-    """Tell whether a plan can be run in the memory of its devices."""
+    """Return whether a plan fits the memory of its devices."""
     try:
         peaks = work.peaks(plan, pool)
-    except UsageError:  # layers that cannot be split over so many
+    except UsageError:  # layers that cannot be split over so many ranks
         return False
     return all(peaks[device] <= pool.devices[device].memory_bytes for device in plan.devices)
 
 
 def _sought(size: int, before: Plan, work: ReplanWorkload, pool: Pool, *, replicable: bool) -> Plan:
-    """Return the best plan for the devices of a pool that are left, with micro-batches of a size.
+    """Return the best plan for the remaining devices of a pool, with a given micro-batch size.
 
-    Where memory is short, activations are computed again or go to the host; the optimizer stays where it is, as what it
-    remembers does. Segments that were of bf16 are so again.
+    If memory is short, activations are recomputed or offloaded; the optimizer and its state stay where they are.
+    Segments in bf16 keep their precision.
     """
     devices = [device for device in pool.devices if device.number in pool.present]
     programs, size_bytes = divided_bytes(work.captures, work.batch, size, work.optimizer)
@@ -191,7 +191,7 @@ def _sought(size: int, before: Plan, work: ReplanWorkload, pool: Pool, *, replic
 def _known_times(
     size: int, size_bytes: ModelBytes, work: ReplanWorkload, pool: Pool
 ) -> Mapping[str, SegmentTimes] | None:
-    """Return the times that were measured on such a pool before, of micro-batches of this size or else another."""
+    """Return earlier measurements on such a pool, for this micro-batch size or else another."""
     batch, precision = work.batch.size, work.captures.recipe.precision
     for other in dict.fromkeys((size, *measured_sizes(batch, allowed_sizes(batch)))):
         graph = size_bytes if other == size else divided_bytes(work.captures, work.batch, other, work.optimizer)[1]
@@ -202,7 +202,7 @@ def _known_times(
 
 
 def _known_links(pool: Pool) -> Links:
-    """Return the links as they were measured before; if they were not, all are taken for alike."""
+    """Return the links as measured earlier; without measurements, all are assumed to be equal."""
     known = load(profile_key(pool), PoolProfile)
     if known is not None:
         return Links(latency_s=known.latency_s, bandwidth_bps=known.bandwidth_bps)
@@ -214,7 +214,7 @@ def _known_links(pool: Pool) -> Links:
 
 
 def _counted_times(size: int, programs: ModelPrograms, segments: int) -> SegmentTimes:
-    """Return what a model's segments may take, by what they compute and move; only their proportions matter."""
+    """Return estimated times of a model's segments from operations and bytes; only their ratios matter."""
 
     def seconds(index: int, kind: PhaseKind) -> float:
         return _program_s(programs.of(index, kind).program)

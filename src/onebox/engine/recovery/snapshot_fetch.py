@@ -1,4 +1,4 @@
-"""Fetching a part of a snapshot to the client, which keeps it where there is no other worker that could."""
+"""Download of snapshot parts to the client, which keeps them if no other worker can."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from onebox.pool import Pool, WorkerReply, raise_first
 from onebox.wire.protocol.snapshots import Extent, Read, pieces
 
 _AHEAD = 16
-"""Pieces that are asked for at once, so that the network is busy while the client looks at nothing."""
+"""Pieces requested at once, so that the network stays busy between polls."""
 
 
 class SnapshotFetch:
-    """A part of a worker's slot on its way to the client.
+    """Download of a part of a worker's slot.
 
     Args:
         pool: The pool.
-        worker: Whose slot.
-        slot: Its number.
-        runs: Which bytes; they will lie one behind the other.
-        over_s: Over how many seconds to spread what is asked for.
+        worker: The worker.
+        slot: Number of its slot.
+        runs: Byte ranges to fetch; they are concatenated.
+        over_s: Seconds over which the requests are spread.
     """
 
     def __init__(self, pool: Pool, worker: int, slot: int, runs: Sequence[Extent], over_s: float) -> None:
@@ -40,11 +40,11 @@ class SnapshotFetch:
 
     @property
     def whole(self) -> bool:
-        """Whether everything has come."""
+        """True if the download is complete."""
         return self._end == len(self.buffer)
 
     def look(self) -> None:
-        """Take in what has come, and ask for more.
+        """Process received pieces and request more.
 
         Raises:
             OneboxError: The worker was lost.

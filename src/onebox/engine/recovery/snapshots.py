@@ -1,14 +1,14 @@
-"""Snapshots of a run: taken by the workers, kept by the workers; the client knows where each part lies.
+"""Snapshots of a run, taken and stored by the workers; the client tracks the location of each part.
 
-Every worker copies its part in its own memory when a step has ended, which costs a memory copy. What only it has is
-then sent to a buddy in the background, while steps go on. The snapshot counts once all of that has come, and only then
-is the one before it dropped: whenever a worker is lost, one snapshot is whole. Only where a worker has no other one to
-send to does the client fetch and keep its part.
+Every worker copies its part within its own memory when a step has ended, at the cost of a memory copy. Parts that only
+one worker has are then sent to a buddy in the background, while steps go on. The snapshot is complete once all of these
+have arrived, and only then is the previous one dropped: whenever a worker is lost, one snapshot is complete. If there
+is no other worker to send to, the client fetches and keeps the part.
 
-Could replicas that survive go on from what they hold, without a snapshot? Their states may be a step apart, because
-several steps are under way at once; one may have changed its running statistics in a step that it could not finish; and
-nothing tells whether an optimizer was stopped between two parameters. A copy at the end of a step has none of these
-doubts, and where it costs little it is taken every few steps, so that little is done again.
+Surviving replicas cannot continue from their own state without a snapshot: their states may be a step apart, because
+several steps are in flight; one may have changed its running statistics in an unfinished step; and an optimizer may
+have stopped between two parameters. A copy at the end of a step is consistent, and if it is cheap it is taken every few
+steps, so that little is repeated.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from onebox.wire.protocol.responses import FilledSlots, SnapshotContents
 from onebox.wire.protocol.snapshots import Drop, Extent, Give, Snapshot, Take
 
 _LOOK_S = 0.002
-"""How often to look for what comes while nothing else is to be done."""
+"""Polling interval while nothing else is to be done."""
 
 
 @dataclass(kw_only=True)
@@ -46,15 +46,15 @@ class _Taking:
     """A snapshot under way.
 
     Args:
-        slot: The slot that each worker copies its part to.
-        over_s: Over how many seconds to spread what is sent.
-        parts: What each worker copies.
-        asked: Their answers.
-        copies: What it will be, once all have copied.
-        awaited: Slots that are not filled yet, of each worker.
-        carried: Answers of those who carry.
-        polled: Answers to the question which slots are filled.
-        fetches: What the client fetches.
+        slot: The slot of each worker's copy.
+        over_s: Seconds over which transfers are spread.
+        parts: Part of each worker.
+        asked: Their replies.
+        copies: The resulting snapshot, once all have copied.
+        awaited: Slots of each worker that are not filled yet.
+        carried: Replies of the senders.
+        polled: Replies to the polls for filled slots.
+        fetches: Downloads to the client.
     """
 
     slot: int
@@ -73,34 +73,34 @@ class SnapshotCoordinator:
 
     Args:
         pool: The pool.
-        remote: The state on the workers.
+        remote: The remote state.
     """
 
     def __init__(self, pool: Pool, remote: RemoteState) -> None:
         self._pool = pool
         self._remote = remote
         self._sendings: dict[int, BuddyTransfer] = {}
-        self._groups: dict[int, int] = {}  # of each worker that sends, with its buddy
+        self._groups: dict[int, int] = {}  # by sender, with its buddy
         self._forming: list[DeferredReplies] = []
         self._taking: _Taking | None = None
-        self._slots: set[tuple[int, int]] = set()  # that are of no use any more
+        self._slots: set[tuple[int, int]] = set()  # obsolete slots
 
     @property
     def busy(self) -> bool:
-        """Whether a snapshot is under way."""
+        """True if a snapshot is under way."""
         return self._taking is not None
 
     @property
     def sending(self) -> bool:
-        """Whether something is sent from worker to worker now."""
+        """True if a transfer between workers is under way."""
         return self._taking is not None and self._taking.copies is not None
 
     def form(self, *, reachable: bool, wait: bool = True) -> None:
-        """Find out who sends what to whom, now that the state has been brought to the workers.
+        """Determine the senders and receivers, after the state has been uploaded to the workers.
 
         Args:
-            reachable: Whether workers reach each other; where sums are made at the client that is not known.
-            wait: Whether to wait until they can; else what fails is told of with the next snapshot.
+            reachable: Whether workers can connect to each other; unknown if gradients are averaged at the client.
+            wait: Whether to wait until the groups are formed; else a failure is reported with the next snapshot.
 
         Raises:
             OneboxError: A worker was lost.
@@ -125,18 +125,18 @@ class SnapshotCoordinator:
             self._formed()
 
     def _formed(self) -> None:
-        """Wait until workers can send to each other."""
+        """Wait until the groups are formed."""
         while self._forming:
             self._forming.pop().take()
 
     def ask(self, over_s: float = 0.0) -> Mapping[int, Future[WorkerReply]]:
-        """Ask for a snapshot of the state as it is when all that has been asked for before is done.
+        """Request a snapshot of the state after all earlier requests.
 
         Args:
-            over_s: Over how many seconds to spread what is sent.
+            over_s: Seconds over which transfers are spread.
 
         Returns:
-            What each worker will answer when it has copied its part.
+            The pending reply of each worker after copying its part.
 
         Raises:
             OneboxError: The pool is broken.
@@ -152,7 +152,7 @@ class SnapshotCoordinator:
         return asked
 
     def look(self) -> SnapshotLayout | None:
-        """Take in what has come; return the snapshot if it is whole now.
+        """Process received replies; return the snapshot if it is complete.
 
         Raises:
             OneboxError: Something failed on a worker.
@@ -174,7 +174,7 @@ class SnapshotCoordinator:
         return taking.copies
 
     def wait(self, timeout_s: float) -> SnapshotLayout | None:
-        """Wait until the snapshot under way is whole, for so long at most, and return it.
+        """Wait until the snapshot under way is complete, with a timeout, and return it.
 
         Raises:
             OneboxError: Something failed on a worker.
@@ -185,11 +185,11 @@ class SnapshotCoordinator:
         return found
 
     def give_up(self) -> None:
-        """Forget the snapshot under way, after a loss."""
+        """Abandon the snapshot under way, after a loss."""
         self._taking = None
 
     def drop(self, copies: SnapshotLayout) -> None:
-        """Let the workers forget a snapshot in whose place there is another one.
+        """Drop a snapshot on the workers that has been replaced.
 
         Raises:
             OneboxError: The pool is broken.
@@ -197,7 +197,7 @@ class SnapshotCoordinator:
         self._drop(copies.slots, again=True)
 
     def close(self, copies: SnapshotLayout | None) -> None:
-        """Let the workers forget everything.
+        """Drop everything on the workers.
 
         Raises:
             OneboxError: The pool is broken.
@@ -208,7 +208,7 @@ class SnapshotCoordinator:
     # ---- sending
 
     def _send(self, taking: _Taking) -> SnapshotLayout:
-        """Let what only one worker has be sent to another; return what the snapshot will be."""
+        """Begin the transfers of parts that only one worker has; return the resulting snapshot."""
         self._formed()
         copies = SnapshotLayout(placements=dict(self._remote.holdings.placements))
         for worker, part in taking.parts.items():
@@ -230,7 +230,7 @@ class SnapshotCoordinator:
         return copies
 
     def _carry(self, taking: _Taking, worker: int, buddy: int, slot: int, runs: Sequence[Extent]) -> None:
-        """Let a worker send parts of its slot to another one."""
+        """Have a worker send parts of its slot to another one."""
         group = self._groups[worker]
         self._slots.add((buddy, slot))
         take = Take(slot, tuple(size for _, size in runs), group, 0)
@@ -240,10 +240,10 @@ class SnapshotCoordinator:
             self._pool.post(worker, [give], answer=True),
         ]
         taking.awaited.setdefault(buddy, set()).add(slot)
-        taking.awaited.setdefault(worker, set())  # asked, too: it says why it cannot send
+        taking.awaited.setdefault(worker, set())  # polled as well: its reply says why it cannot send
 
     def _have_come(self, taking: _Taking) -> bool:
-        """Tell whether all that is sent has come; ask again where it is not known."""
+        """Return whether all transfers have arrived; poll again if unknown."""
         if not all(future.done() for future in taking.polled.values()):
             return False
         for worker, future in taking.polled.items():
@@ -271,7 +271,7 @@ class SnapshotCoordinator:
         )
 
     def _leave(self) -> None:
-        """Leave the groups by which snapshots are sent."""
+        """Leave the groups of the transfers."""
         for worker, group in self._groups.items():
             self._pool.leave_group(group, (worker, self._sendings[worker].buddy))
         self._groups, self._forming = {}, []

@@ -1,8 +1,8 @@
-"""Detection of changes that are made by hand to the tensors of a model that is trained elsewhere.
+"""Detection of user writes to the tensors of a model that is trained remotely.
 
-Writes in place move a tensor's version counter, and are seen in microseconds. Writes through ``.data`` do not, so some
-elements of each tensor in this process's memory are looked at, too; and all of them, by an integer sum of their bits,
-while what is here is what the workers have, as right after ``pull()``, when such a change can be taken over.
+In-place writes increment a tensor's version counter and are detected in microseconds. Writes through ``.data`` do not,
+so a sample of each tensor's elements is compared, too. While the local model equals the workers' state, as right after
+``pull()``, such a change can still be uploaded: then all elements are compared by an integer sum of their bits.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from onebox.errors import UsageError
 from onebox.wire import spec_of, to_frame
 
 _RUNS, _RUN_ELEMENTS = 4, 8
-"""So many runs of so many elements of each tensor are looked at with each step: joining their bytes takes some 20 us of
-300 tensors, where 300 calls of PyTorch take 400."""
+"""Number and length of the runs of elements that are compared in each tensor at each step: joining their bytes takes
+some 20 us for 300 tensors, 300 calls of PyTorch take 400."""
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-"""Integers by the bytes of an element; one of 16 bytes is two integers."""
+"""Integer type by bytes of an element; one of 16 bytes is two integers."""
 
 _SUM_BYTES = 8
 
 
 class ChangeDetector:
-    """Knowledge of which tensors of a model have been changed since they were last noted.
+    """Detector of tensors that have changed since they were last recorded.
 
     Args:
         model: The model.
@@ -50,13 +50,13 @@ class ChangeDetector:
         self._find_tables()
 
     def changed(self, *, fully: bool) -> list[str]:
-        """Return the names of tensors that have been changed; none before the first :meth:`note`.
+        """Return the names of changed tensors; none before the first :meth:`note`.
 
         Args:
-            fully: Whether to look at all elements of those that were noted fully.
+            fully: Whether to compare all elements of the tensors that were recorded fully.
 
         Raises:
-            UsageError: A module has another parameter now in the place of one, or another kind of buffer.
+            UsageError: A parameter was replaced by another one, or a buffer by one of another kind.
         """
         replaced: list[str] = []
         if not all(map(is_, map(dict.get, self._tables, self._keys), self._objects)):
@@ -79,11 +79,11 @@ class ChangeDetector:
         ]
 
     def note(self, names: Collection[str] | None = None, *, fully: bool = False) -> None:
-        """Take note of tensors as they are.
+        """Record the present state of tensors.
 
         Args:
-            names: Which; all of them if ``None``, as the first time.
-            fully: Whether to note all of their elements.
+            names: Names of the tensors; ``None`` for all, as in the first call.
+            fully: Whether to record all of their elements.
         """
         if names is not None and not self._noted:
             return
@@ -106,14 +106,14 @@ class ChangeDetector:
         self._noted = True
 
     def _alike(self) -> bool:
-        """Tell whether the elements that are looked at are what they were."""
+        """Return whether the sampled elements are unchanged."""
         return b"".join(self._all_views) == self._all_bytes
 
     def _same(self, name: str) -> bool:
         return b"".join(self._views[name]) == self._bytes[name]
 
     def _find_tables(self) -> None:
-        """Find where modules keep each other, and their tensors."""
+        """Collect the dictionaries in which modules hold submodules and tensors."""
         self._names = tuple(self._named.tensors)
         self._tensors = list(self._named.tensors.values())
         known = {id(tensor) for tensor in self._tensors}
@@ -122,7 +122,7 @@ class ChangeDetector:
         self._objects: list[Any] = []
         for root in (self._model, self._loss):
             modules = root.modules() if isinstance(root, nn.Module) else ()
-            for module in (each for each in modules if not isinstance(each, torch.jit.ScriptModule)):  # no dicts there
+            for module in (each for each in modules if not isinstance(each, torch.jit.ScriptModule)):  # have no dicts
                 for table in (module._modules, module._parameters, module._buffers):
                     for key, found in table.items():
                         if isinstance(found, nn.Module) or id(found) in known:
@@ -131,10 +131,10 @@ class ChangeDetector:
                             self._objects.append(found)
 
     def _take_replaced(self) -> list[str]:
-        """Take over buffers in whose places there are others of their kind; return their names.
+        """Adopt buffers that were replaced by others of the same kind; return their names.
 
         Raises:
-            UsageError: It is no buffer, or of another kind, or nothing is there any more.
+            UsageError: A parameter was replaced, a buffer has another kind, or a tensor was removed.
         """
         now = named_state(self._model, self._loss, lambda: 0).tensors
         replaced = []
@@ -162,7 +162,7 @@ def _version(tensor: Tensor) -> int:
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
     try:
         return [tensor._version for tensor in tensors]
-    except RuntimeError:  # of tensors made in inference mode no versions are counted
+    except RuntimeError:  # tensors made in inference mode have no version counter
         return [_version(tensor) for tensor in tensors]
 
 
@@ -171,7 +171,7 @@ def _places(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _readable(tensor: Tensor) -> bool:
-    """Tell whether looking at a tensor's elements is cheap."""
+    """Return whether reading a tensor's elements is cheap."""
     return tensor.device.type in ("cpu", "cuda") and tensor.layout == torch.strided and type(tensor) in _KINDS
 
 
@@ -179,7 +179,7 @@ _KINDS = (Tensor, nn.Parameter)
 
 
 def _flat(tensor: Tensor) -> Tensor | None:
-    """Return the elements of a tensor as integers, without a copy; ``None`` where they do not lie densely."""
+    """Return the elements of a tensor as integers, without a copy; ``None`` if they are not dense."""
     own = tensor.detach()
     if not own.is_contiguous():
         dense = sorted(zip(own.stride(), own.shape, strict=True))
@@ -193,7 +193,7 @@ def _flat(tensor: Tensor) -> Tensor | None:
 
 
 def _sample(tensor: Tensor) -> list[memoryview]:
-    """Return the bytes of some elements of a tensor, without a copy; none where that cannot be."""
+    """Return the bytes of sampled elements of a tensor, without a copy; empty if that is impossible."""
     if tensor.device.type != "cpu" or not _readable(tensor) or (flat := _flat(tensor)) is None:
         return []
     count = flat.numel()
@@ -204,7 +204,7 @@ def _sample(tensor: Tensor) -> list[memoryview]:
 
 
 def _sum(tensor: Tensor) -> tuple[int, ...]:
-    """Return sums over the bits of all elements of a tensor, and over what is left of a multiple of eight bytes."""
+    """Return sums over the bits of all elements of a tensor, and over the remainder of a multiple of eight bytes."""
     flat = _flat(tensor)
     if flat is None:
         flat = _flat(tensor.detach().contiguous())

@@ -1,7 +1,7 @@
 """Checkpoints: folders of safetensors files and one JSON manifest, written atomically, checked when read.
 
 A checkpoint folder holds one folder a save, ``step-00000020``, written under another name, synced to disk and renamed;
-a process that is killed at any moment leaves whole ones only. Nothing is ever unpickled.
+a process killed at any moment leaves only complete ones. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _TYPES = {
     "float64": "F64",
     "complex64": "C64",
 }
-"""Element types as safetensors calls them."""
+"""Element types by their safetensors names."""
 
 _HEADER_ALIGN_BYTES = 8
 
@@ -76,7 +76,7 @@ class GroupEntry(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NumberEntry(Struct, frozen=True, forbid_unknown_fields=True):
-    """An entry of an optimizer's state that is no tensor."""
+    """A non-tensor entry of an optimizer's state."""
 
     parameter: str
     key: str
@@ -84,29 +84,29 @@ class NumberEntry(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a checkpoint is.
+    """Manifest of a checkpoint.
 
     Args:
-        format: Always the same word.
-        version: Of this form.
+        format: Constant format name.
+        version: Format version.
         torch: The torch version that wrote it.
-        step: Steps done.
+        step: Number of completed steps.
         seed: The run's seed.
         precision: ``fp32``, ``bf16`` or ``auto``.
-        clip_grad_norm: For clipping.
-        plan: The plan; none before the first step.
-        optimizer: Class in ``torch.optim`` of each parameter group; in checkpoints of earlier days one for all.
-        groups: The parameter groups, those of several optimizers one behind the other.
-        numbers: Entries of the optimizer's state that are no tensors.
-        extra: What the user added, such as the position in the data.
+        clip_grad_norm: Gradient clipping norm.
+        plan: The plan; ``None`` before the first step.
+        optimizer: Class in ``torch.optim`` of each parameter group; one class for all in old checkpoints.
+        groups: The parameter groups; those of several optimizers are concatenated.
+        numbers: Non-tensor entries of the optimizer's state.
+        extra: The user's additions, such as the position in the data.
         files: The other files.
-        fuse: Whether activations that are written out become single operators.
-        staleness: How many steps old the weights may be that a step is computed with.
-        delay: What was asked to be done about gradients that are late because of it.
-        warm_up: So many steps come before the first that is computed with older weights.
+        fuse: Whether activations that are written out as several operators are fused.
+        staleness: Age, in steps, of the weights that a step may be computed with.
+        delay: Requested treatment of the gradients that are late as a result.
+        warm_up: Number of steps before the first one with older weights.
         overlap: Whether exact steps overlap.
-        complex: For each file the tensors that are of complex numbers, which lie there as pairs of real ones.
-        loss_reduction: ``mean``, ``sum``, ``weighted`` with a function that is no part of it, or none.
+        complex: For each file, its complex tensors, stored as pairs of real numbers.
+        loss_reduction: ``mean``, ``sum``, ``weighted`` (the function itself is not stored), or none.
     """
 
     format: Literal["onebox-checkpoint"]
@@ -141,7 +141,7 @@ class Checkpoint:
     """A checkpoint in memory.
 
     Args:
-        manifest: What it is.
+        manifest: The manifest.
         state: Parameters and buffers; names begin with ``model.`` or ``loss.``.
         optimizer: Tensors of the optimizer's state, by (parameter, key); and versions of parameters, likewise.
     """
@@ -151,7 +151,7 @@ class Checkpoint:
     optimizer: Mapping[tuple[str, str], Tensor]
 
     def contents(self) -> CheckpointContents:
-        """Return what writes it."""
+        """Return the contents to write."""
         tensors = {(name, ""): tensor for name, tensor in self.state.items()} | dict(self.optimizer)
         return CheckpointContents(
             manifest=self.manifest,
@@ -162,12 +162,13 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointContents:
-    """What a checkpoint is written from, without all of it being in memory.
+    """Contents of a checkpoint to write, streamed rather than held in memory.
 
     Args:
-        manifest: What it is.
-        specs: What each of its tensors is.
-        elements: From some of these to their elements in order, one tensor behind the other, in tensors of any shape.
+        manifest: The manifest.
+        specs: Spec of each tensor.
+        elements: Maps a selection of tensors to their elements in order, one tensor after the other, in chunks of any
+            shape.
     """
 
     manifest: Manifest
@@ -179,17 +180,17 @@ def write(folder: Path, contents: CheckpointContents, *, keep: int | None) -> Pa
     """Write a checkpoint into a folder, atomically.
 
     Args:
-        folder: Made if it is not there.
-        contents: What to write.
-        keep: How many saves to keep: this one and the newest others; all when ``None``.
+        folder: The folder; created if missing.
+        contents: The contents.
+        keep: Number of saves to keep, including this one, newest first; ``None`` keeps all.
 
     Returns:
         The folder of this save.
 
     Raises:
         UsageError: ``keep`` is less than 1, or ``extra`` is not JSON.
-        CheckpointError: The disk is full, or the folder cannot be written to; older saves are whole.
-        OneboxError: What is written could not be had; older saves are whole.
+        CheckpointError: The disk is full, or the folder is not writable; older saves are intact.
+        OneboxError: The contents could not be read; older saves are intact.
     """
     if keep is not None and keep < 1:
         raise UsageError(f"keep={keep}: at least the newest checkpoint must be kept")
@@ -242,17 +243,17 @@ def _is_complex(contents: CheckpointContents, key: Key) -> bool:
 
 
 def _real(spec: TensorSpec) -> TensorSpec:
-    """Return what a tensor is as all safetensors libraries know it: complex numbers as pairs, in one more dimension."""
+    """Return the spec of a tensor as safetensors stores it: complex numbers become pairs in an additional dimension."""
     if not DTYPES[spec.dtype].is_complex:
         return spec
     return TensorSpec({"complex64": "float32", "complex128": "float64"}[spec.dtype], (*spec.shape, 2))
 
 
 def _write_tensors(file: Path, keys: Mapping[str, Key], contents: CheckpointContents) -> FileEntry:
-    """Write a safetensors file as its tensors come: what it begins with is known from what they are.
+    """Write a safetensors file as its tensors arrive: the header follows from their specs.
 
-    The header is the number of bytes of a JSON object, and that; the elements follow, those of the largest types first,
-    so that all are aligned (https://github.com/huggingface/safetensors, Format).
+    The header is the length of a JSON object and the object itself; the elements follow, largest types first, so that
+    all are aligned (https://github.com/huggingface/safetensors, Format).
     """
     specs = {name: _real(contents.specs[key]) for name, key in keys.items()}
     names = sorted(specs, key=lambda name: (-DTYPES[specs[name].dtype].itemsize, name))
@@ -294,7 +295,7 @@ def read(path: Path) -> Checkpoint:
     """Read a checkpoint: the newest save of a folder, or the folder of one save.
 
     Raises:
-        CheckpointError: There is none, or it is damaged or foreign; the message says what is wrong.
+        CheckpointError: There is none, or it is damaged or has another format; the message names the fault.
     """
     if not (path / _MANIFEST).exists():
         found = saves(path)
@@ -322,10 +323,10 @@ def read(path: Path) -> Checkpoint:
 
 
 def _complex(path: Path, key: str, pairs: Tensor | None) -> Tensor:
-    """Return a tensor of complex numbers that was written as pairs.
+    """Return a complex tensor that was stored as pairs.
 
     Raises:
-        CheckpointError: There are no such pairs in the file.
+        CheckpointError: The file has no such pairs.
     """
     if pairs is None or pairs.dtype not in (torch.float32, torch.float64) or not pairs.dim() or pairs.shape[-1] != 2:
         found = "nothing" if pairs is None else f"{pairs.dtype} {list(pairs.shape)}"
@@ -383,7 +384,9 @@ def _entry(file: Path) -> FileEntry:
 
 
 def _free_name(folder: Path, step: int) -> Path:
-    """Return a name behind all those of the same step: one that a removed save had would be that of an older one."""
+    """Return a name that sorts after all saves of the same step; reusing the name of a removed save would sort it as
+    older.
+    """
     name = f"step-{step:08d}"
     had = (_NAME.fullmatch(path.name) for path in folder.glob(f"{name}*"))
     again = max((int(match[2] or 0) + 1 for match in had if match and int(match[1]) == step), default=0)
@@ -391,7 +394,7 @@ def _free_name(folder: Path, step: int) -> Path:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove what a process that is gone has left half written."""
+    """Remove incomplete saves of ended processes."""
     for path in folder.glob(".writing-*"):
         owner = path.name.removeprefix(".writing-")
         if not owner.isdigit() or int(owner) == os.getpid() or not Path(f"/proc/{owner}").exists():

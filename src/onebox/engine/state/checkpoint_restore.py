@@ -1,4 +1,4 @@
-"""From the workers to a checkpoint, and back into a user's model and optimizer after checking that it is theirs."""
+"""Conversion of the workers' state to a checkpoint, and of a matching checkpoint to a user's model and optimizer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from onebox.wire import spec_of
 
 
 def group_entries(optimizer: Optimizers, state: NamedState) -> tuple[GroupEntry, ...]:
-    """Describe the parameter groups of optimizers by the names of their parameters."""
+    """Return the parameter groups of optimizers with the names of their parameters."""
     names = {id(tensor): name for name, tensor in state.tensors.items()}
     return tuple(
         GroupEntry(tuple(names[id(parameter)] for parameter in group.parameters), group.options)
@@ -38,12 +38,12 @@ def group_entries(optimizer: Optimizers, state: NamedState) -> tuple[GroupEntry,
 
 
 def contents(remote: RemoteState, transfer: StateTransfer, **settings: Any) -> CheckpointContents:
-    """Return what writes a checkpoint of what is on the workers, a tensor at a time.
+    """Return the contents of a checkpoint of the workers' state, read one tensor at a time.
 
     Args:
-        remote: The state on the workers.
-        transfer: Reads it.
-        **settings: The fields of :class:`Manifest` that the trainer knows.
+        remote: The remote state.
+        transfer: The transfer that reads it.
+        **settings: Fields of :class:`Manifest` from the trainer.
 
     Raises:
         OneboxError: A worker failed, or the pool is closed.
@@ -75,14 +75,15 @@ def contents(remote: RemoteState, transfer: StateTransfer, **settings: Any) -> C
 
 
 def planned_options(plan: Plan | None, devices: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a trainer that goes on with a plan.
+    """Return the arguments of a trainer that resumes with a plan.
 
-    The plan itself, where the pool has its devices and nothing else is asked for; else what holds for any devices.
+    The plan itself, if the pool has its devices and the options do not override it; else the settings that apply to any
+    devices.
 
     Args:
-        plan: The checkpoint's; ``None`` for one that was saved before the first step.
-        devices: How many devices the pool has.
-        options: What the user asks for.
+        plan: The checkpoint's plan; ``None`` for one saved before the first step.
+        devices: Number of devices in the pool.
+        options: The user's options.
     """
     if plan is None or "plan" in options:
         return {}
@@ -103,12 +104,12 @@ def planned_options(plan: Plan | None, devices: int, options: Mapping[str, Any])
 
 
 def said_of_plan(options: Mapping[str, Any]) -> bool:
-    """Tell whether a user asks for something that a plan says, but for a plan."""
+    """Return whether options other than ``plan`` override settings of a plan."""
     return bool({"micro_batch", "sync", "shares", "update", "shard_optimizer"} & set(options))
 
 
 def remembered(checkpoint: Checkpoint) -> OptimizerEntries:
-    """Return what the optimizer of a checkpoint remembers."""
+    """Return the optimizer state of a checkpoint."""
     return [
         *((name, key, tensor) for (name, key), tensor in checkpoint.optimizer.items() if key not in KEYS),
         *((entry.parameter, entry.key, entry.value) for entry in checkpoint.manifest.numbers),
@@ -116,7 +117,7 @@ def remembered(checkpoint: Checkpoint) -> OptimizerEntries:
 
 
 def versions(checkpoint: Checkpoint) -> dict[tuple[str, str], Tensor]:
-    """Return the versions of parameters in a checkpoint, by the parameter and the kind."""
+    """Return the versions of parameters in a checkpoint, by parameter and kind."""
     return {(name, key): tensor for (name, key), tensor in checkpoint.optimizer.items() if key in KEYS}
 
 
@@ -124,7 +125,7 @@ def restore(checkpoint: Checkpoint, model: nn.Module, loss: Any, optimizer: Opti
     """Overwrite a model's weights and the options of its optimizers with those of a checkpoint.
 
     Raises:
-        CheckpointError: It belongs to another model or optimizer; nothing has been overwritten then.
+        CheckpointError: It belongs to another model or optimizer; nothing has been overwritten.
     """
     state = named_state(model, loss, lambda: 0)
     _check_state(checkpoint, state)

@@ -1,4 +1,4 @@
-"""Optimizers whose parameters may be split: those that look at each element by itself."""
+"""Elementwise optimizers, whose parameters may be sharded."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from onebox.graph.shard.placements import Shard
 _BY_ELEMENT = frozenset(
     {"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD"}
 )
-"""Optimizers that treat every element of a parameter by itself, so that shares of it are stepped as the whole is."""
+"""Optimizers that treat each element of a parameter independently, so that shards can be updated separately."""
 
 
 def check_elements(remote: RemoteState, holdings: ShardingSpec) -> None:
-    """Refuse to split a parameter whose optimizer looks at it as a whole.
+    """Refuse to shard a parameter whose optimizer is not elementwise.
 
     Raises:
-        UsageError: Which one is split, and by what optimizers that may be.
+        UsageError: Such a parameter is sharded; the message names it, and the optimizers that allow it.
     """
     names = {id(remote.named.tensors[name]): name for name in remote.wanted}
     for group in groups_of(remote.optimizer):

@@ -1,7 +1,7 @@
-"""State of the user's optimizers: brought from the workers when it is read, taken over when the user has changed it.
+"""State of the user's optimizers: downloaded when it is read, uploaded when the user has changed it.
 
-A trainer puts a mapping of its own in the place of ``optimizer.state``. ``optimizer.state_dict()`` and whoever else
-reads it get the state as it is on the workers, in the form that ``torch.optim`` has; nothing travels until then.
+A trainer replaces ``optimizer.state`` by its own mapping. ``optimizer.state_dict()`` and all other readers get the
+workers' state in the form of ``torch.optim``; nothing is transferred until then.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from onebox.worker import LAST_UPDATE
 _KERNEL_OPTIONS = ("fused", "capturable")
 
 Marks = dict[int, tuple[int, tuple[tuple[str, int, object], ...]]]
-"""For each parameter, by its identity: the mapping of its entries, and each of these with its version or value."""
+"""By identity of the parameter: the mapping of its entries, and the version or value of each."""
 
 
 class StateOnWorkers(defaultdict[Any, Any]):
-    """What ``optimizer.state`` is while a trainer is open: brought when it is read.
+    """``optimizer.state`` while a trainer is open: downloaded when it is read.
 
     Copies and pickles of it are plain mappings.
 
     Args:
-        bring: Called before anything is read.
-        found: What it holds at first.
+        bring: Called before every read.
+        found: Initial contents.
     """
 
     def __init__(self, bring: Callable[[], None], found: Mapping[Any, Any]) -> None:
@@ -39,11 +39,11 @@ class StateOnWorkers(defaultdict[Any, Any]):
         self._bring = bring
 
     def held(self) -> dict[Any, Any]:
-        """Return what is here, without bringing anything."""
+        """Return the local contents without a download."""
         return {key: super(StateOnWorkers, self).__getitem__(key) for key in super().__iter__()}
 
     def put(self, parameter: Tensor, entries: Mapping[str, Any]) -> None:
-        """Let the entries of a parameter be others; the mapping that holds them stays the same one."""
+        """Replace the entries of a parameter; the mapping object that holds them stays the same."""
         if not super().__contains__(parameter):
             super().__setitem__(parameter, {})
         own = super().__getitem__(parameter)
@@ -79,7 +79,7 @@ class StateOnWorkers(defaultdict[Any, Any]):
         return super().__len__()
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """Return the entries of a parameter, or else something."""
+        """Return the entries of a parameter, or the default."""
         self._bring()
         return super().get(key, default)
 
@@ -109,12 +109,12 @@ class StateOnWorkers(defaultdict[Any, Any]):
         super().clear()
 
     def update(self, *args: Any, **more: Any) -> None:
-        """Take over entries of parameters."""
+        """Update the entries of parameters."""
         self._bring()
         super().update(*args, **more)
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
-        """Return the entries of a parameter, after putting them there where there are none."""
+        """Return the entries of a parameter, inserting the default if there are none."""
         self._bring()
         return super().setdefault(key, default)
 
@@ -126,13 +126,13 @@ class StateOnWorkers(defaultdict[Any, Any]):
 
 
 class OptimizersOnWorkers:
-    """The state of the user's optimizers, here and on the workers.
+    """State of the user's optimizers, local and on the workers.
 
     Args:
         optimizers: The optimizers.
         named: Parameters, by name.
-        fetch: Returns what the workers remember, or ``None`` where that cannot be asked for (any more).
-        steps: Returns how many steps have been begun.
+        fetch: Returns the workers' optimizer state, or ``None`` if it is not available (any more).
+        steps: Returns the number of steps begun.
     """
 
     def __init__(
@@ -150,14 +150,14 @@ class OptimizersOnWorkers:
         self._marks: list[Marks] = []
         self._busy = False
         self._at = steps()
-        """The step count at which what is here is what the workers remember."""
+        """Step count at which the local state equals the workers' state."""
         self._install()
 
     def changed(self) -> OptimizerEntries | None:
-        """Return all that the optimizers remember, if that has been changed by hand since it was last looked at.
+        """Return the whole optimizer state if the user has changed it since the last check.
 
         Raises:
-            StaleState: It was changed after steps had been made with it.
+            StaleState: It was changed after later steps had begun.
         """
         replaced = any(each.state is not state for each, state in zip(self._optimizers, self._states, strict=True))
         if not replaced:
@@ -176,13 +176,13 @@ class OptimizersOnWorkers:
         return entries
 
     def _bring_others(self) -> None:
-        """Bring the state of the optimizers that have not been changed beside one that has."""
+        """Download the state of unchanged optimizers alongside a changed one."""
         for each, state in zip(self._optimizers, self._states, strict=True):
             if each.state is state:
                 self.bring()
 
     def bring(self) -> None:
-        """Let what is here be what the workers remember now."""
+        """Download the workers' present optimizer state."""
         if self._busy or self._at == self._steps():
             return
         self._busy = True
@@ -196,14 +196,14 @@ class OptimizersOnWorkers:
             self._busy = False
 
     def close(self) -> None:
-        """Let the optimizers have plain mappings again, with what is here."""
+        """Give the optimizers plain mappings again, with the local state."""
         self._busy = True
         for each, state in zip(self._optimizers, self._states, strict=True):
             if each.state is state:
                 each.state = defaultdict(dict, state.held())
 
     def _install(self) -> None:
-        """Let reading the optimizers' state bring it."""
+        """Install the mappings that download the state on reading."""
         own = weakref.ref(self)
 
         def bring() -> None:
@@ -237,11 +237,11 @@ class OptimizersOnWorkers:
 
 
 class StaleState(Exception):
-    """An optimizer's state was changed by hand that is not the newest."""
+    """A user change to an optimizer state that is not the newest."""
 
 
 def _marks(state: StateOnWorkers) -> Marks:
-    """Return what tells whether a state has been changed."""
+    """Return the key that detects changes of a state."""
     return {
         id(parameter): (
             id(own),
@@ -256,10 +256,9 @@ def _marks(state: StateOnWorkers) -> Marks:
 
 
 def _as_torch_has(entries: Mapping[str, Any], parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an optimizer remembers of a parameter in the form that a plain one has.
+    """Return optimizer entries of a parameter in the form of a plain optimizer.
 
-    Counts of steps, and what else is one number, are on the CPU and of the default type, unless a kernel needs them on
-    the device.
+    Step counts and other scalars are on the CPU and have the default type, unless a kernel needs them on the device.
     """
     on_device = any(group.get(option) for option in _KERNEL_OPTIONS)
     scalar = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32

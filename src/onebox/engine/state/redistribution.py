@@ -1,4 +1,4 @@
-"""What travels from worker to worker when the state of a run is to be spread in another way. Pure."""
+"""Transfers between workers that redistribute the state of a run. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onebox.errors import UsageError
 
 
 class StateMove(NamedTuple):
-    """Something that travels.
+    """One transfer.
 
     Args:
         source: The worker that has it.
@@ -27,13 +27,13 @@ class StateMove(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Redistribution:
-    """All that travels; the rest stays where it is.
+    """All transfers of a redistribution.
 
     Args:
-        tensors: Parameters and buffers; of each pair of workers in the order in which both know them.
-        remembered: Parameters of which what the optimizer remembers travels, likewise.
-        freed: For each worker what it holds no more.
-        changed: The workers whose optimizers step other parameters than before.
+        tensors: Parameters and buffers; for each pair of workers in an order that both know.
+        remembered: Parameters whose optimizer state is transferred, in the same order.
+        freed: For each worker, the names that it no longer holds.
+        changed: Workers whose optimizers update other parameters than before.
     """
 
     tensors: tuple[StateMove, ...]
@@ -43,15 +43,15 @@ class Redistribution:
 
     @property
     def workers(self) -> frozenset[int]:
-        """Who sends or receives."""
+        """Workers that send or receive."""
         return frozenset(worker for move in (*self.tensors, *self.remembered) for worker in (move.source, move.target))
 
     def size_bytes(self, tensors: Mapping[str, int], remembered: Mapping[str, int]) -> int:
-        """Return the bytes of all that travels.
+        """Return the bytes of all transfers.
 
         Args:
-            tensors: Of each parameter and buffer.
-            remembered: Of what the optimizer remembers of each.
+            tensors: Bytes of each parameter and buffer.
+            remembered: Bytes of the optimizer state of each.
         """
         return sum(tensors[move.name] for move in self.tensors) + sum(
             remembered.get(move.name, 0) for move in self.remembered
@@ -64,18 +64,19 @@ def find_redistribution(
     sizes: Mapping[str, int],
     hosts: Mapping[int, str],
 ) -> Redistribution:
-    """Return what has to travel so that each worker has its part: what it lacks, once, from one that has it.
+    """Return the transfers that give each worker its part: missing names, once each, from a worker that has them.
 
-    Where several have it, one on the same host gives it, and of these the one that gives least so far.
+    Of several possible senders, one on the same host is preferred, and of these the one with the fewest bytes to send
+    so far.
 
     Args:
-        before: What each worker has now.
-        after: What each worker is to have.
+        before: Present part of each worker.
+        after: New part of each worker.
         sizes: Bytes of each name.
-        hosts: Of each worker.
+        hosts: Host of each worker.
 
     Raises:
-        UsageError: Something is to be split in another way than it is, which is more than moving it.
+        UsageError: A name would have to be split differently, which a transfer cannot do.
     """
     load: Counter[int] = Counter()
 

@@ -1,4 +1,4 @@
-"""The training state on the workers: parameters, buffers and optimizer of a trainer, the same on every replica."""
+"""The training state on the workers: parameters, buffers and optimizer of a trainer, equal on all replicas."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from onebox.wire.protocol.snapshots import Fill, Recall, StateEntry
 class RemoteState:
     """Parameters, buffers and optimizer on the workers of a trainer.
 
-    Each worker holds what the plan's stages on it need. Until then, and for what no stage reads, the user's own tensors
-    are the state.
+    Each worker holds the tensors that the plan's stages on it need. Before the upload, and for tensors that no stage
+    reads, the user's own tensors are the state.
 
     Args:
         model: The user's model.
-        loss: The user's loss, which may be a module with tensors of its own.
-        optimizer: The user's optimizer, or several; what they remember is taken over.
+        loss: The user's loss; a module may have tensors of its own.
+        optimizer: The user's optimizer, or several; their state is uploaded.
         pool: The pool.
 
     Raises:
-        UsageError: An optimizer is none that workers run, or holds other tensors than the model's, or those of another.
+        UsageError: An optimizer is not supported, or has tensors outside the model, or shares tensors with another one.
     """
 
     def __init__(self, model: nn.Module, loss: Any, optimizer: Optimizers, pool: Pool) -> None:
@@ -61,25 +61,25 @@ class RemoteState:
         self.keep_first = False
         self.versions = WeightVersions()
         self.branched = False
-        """Whether parameters have versions on the workers."""
+        """True if parameters have versions on the workers."""
         self.first_versions: Mapping[tuple[str, str], Tensor] = {}
-        """Versions to start from, by the parameter and the kind."""
+        """Initial versions, by parameter and kind."""
         self.named = named_state(model, loss, self.new_number)
         self.wanted = trained_names(self.named, optimizer)
         self.training = training_of(optimizer)
         self.remembered = local_optimizer_state(optimizer, self.named)
 
     def new_number(self) -> int:
-        """Return a number for something that stays on the workers until the trainer is closed."""
+        """Return a number for an object that stays on the workers until the trainer is closed."""
         self._ledger.append(self._pool.new_number())
         return self._ledger[-1]
 
     def upload(self, holders: Mapping[str, Members], holdings: ShardingSpec | None = None) -> None:
-        """Bring every tensor to its holders, from a snapshot or else the user's model; those that have it keep it.
+        """Upload every tensor to its holders, from a snapshot or else the user's model; tensors already present stay.
 
         Args:
-            holders: Who is to hold what.
-            holdings: Which share of it, where it is split; everybody gets the whole when ``None``.
+            holders: Holders of each tensor.
+            holdings: The sharding spec; ``None`` gives every holder the whole.
         """
         self._holdings = holdings
         if self._copies is not None and holdings is not None:
@@ -106,7 +106,7 @@ class RemoteState:
         self._holders = dict(holders)
 
     def _restore(self, copies: SnapshotLayout, holdings: ShardingSpec) -> None:
-        """Bring what a snapshot has of parameters and buffers to their holders."""
+        """Restore parameters and buffers from a snapshot on their holders."""
         for worker in holdings.devices:
             names = [name for name in holdings.held_by(worker, holdings.holders) if copies.has(name)]
             self._fill(copies, worker, names, holdings)
@@ -114,7 +114,7 @@ class RemoteState:
     def _fill(
         self, copies: SnapshotLayout, worker: int, names: Sequence[str], holdings: ShardingSpec, key: str = ""
     ) -> None:
-        """Fill buffers of a worker with what a snapshot has of tensors, or of a version of them."""
+        """Fill buffers of a worker with tensors, or versions of them, from a snapshot."""
         wanted = [
             WantedPart(
                 StateItem(name, key, holdings.share(worker, name)),
@@ -128,7 +128,7 @@ class RemoteState:
         self._pool.post(worker, [Fill(numbers, tuple(each.spec for each in wanted), places)])
 
     def _recall(self, copies: SnapshotLayout, worker: int, held: tuple[str, ...], holdings: ShardingSpec) -> Recall:
-        """Return what lets a worker's optimizer remember what a snapshot has of it."""
+        """Return the instruction that restores a worker's optimizer state from a snapshot."""
         entries: list[StateEntry] = []
         wanted = []
         for index, name in enumerate(held):
@@ -150,10 +150,10 @@ class RemoteState:
         """Define the optimizer over the parameters that have gradients, on their holders.
 
         Args:
-            number: What it is called from then on, of :meth:`new_number`.
-            trained: Those parameters.
-            holdings: Who holds them.
-            host: Whether it is to step in the memory of each holder's host.
+            number: Its number, from :meth:`new_number`.
+            trained: The parameters that have gradients.
+            holdings: The sharding spec.
+            host: Whether it runs in the memory of each holder's host.
 
         Raises:
             OneboxError: A worker refuses it.
@@ -180,7 +180,7 @@ class RemoteState:
             self.forget_first()
 
     def _bring_versions(self, holdings: ShardingSpec, trained: tuple[str, ...]) -> None:
-        """Bring versions of parameters to those who hold them, if there are any to go on with."""
+        """Upload versions of parameters to their holders, if there are initial versions."""
         keys, copies = self.versions.keys, self._copies
         known = self.first_versions if copies is None else {(n, key) for n in trained for key in copies.keys(n)}
         if not trained or not all((name, key) in known for name in trained for key in keys):
@@ -198,12 +198,12 @@ class RemoteState:
         self.branched = True
 
     def branch(self, options: tuple[Options, ...], group_of: Callable[[Members], int]) -> None:
-        """Let parameters have versions from now on; who steps one alone hands its versions to the others.
+        """Create versions of parameters from now on; owners send theirs to the other holders.
 
         Args:
-            options: The options of each parameter group in the first step that needs versions, by which is expected
-                what it does: the same whenever that step is begun, or begun again.
-            group_of: From workers that hold the same to their group.
+            options: Options of each parameter group in the first step that needs versions, on which predictions are
+                based: the same whenever that step is begun or repeated.
+            group_of: Maps workers that hold the same to their group.
 
         Raises:
             OneboxError: The pool is broken.
@@ -220,25 +220,25 @@ class RemoteState:
         return self.versions.keys[item.key][item.name] if item.key else self.named.numbers[item.name]
 
     def settle(self, holdings: ShardingSpec, trained: tuple[str, ...]) -> None:
-        """Take note that the state, and what the optimizer remembers, has come to be where a plan wants it.
+        """Record that the state, including the optimizer's, is placed as a plan requires.
 
         Args:
-            holdings: Who holds what now.
+            holdings: The new sharding spec.
             trained: Parameters that have gradients.
         """
         self._holdings, self._holders = holdings, dict(holdings.holders)
         self._trained, self._owned = {}, {}
-        self._sent_options = ()  # what is defined anew may have those of some steps ago
+        self._sent_options = ()  # a new definition may have the options of an earlier step
         for worker in holdings.devices:
             if stepped := holdings.stepped_by(worker, trained):
                 self._trained[worker] = stepped
                 self._owned[worker] = holdings.owned_by(worker, trained)
 
     def parts_under(self, holdings: ShardingSpec, trained: tuple[str, ...]) -> dict[int, WorkerStateSpec]:
-        """Return what each worker has of the state where a plan wants it.
+        """Return the part of the state on each worker under a sharding spec.
 
         Args:
-            holdings: Who holds what.
+            holdings: The sharding spec.
             trained: Parameters that have gradients.
         """
         return {
@@ -251,7 +251,7 @@ class RemoteState:
         }
 
     def retire(self, numbers: Sequence[int]) -> None:
-        """Free what is needed no more, of :meth:`new_number`.
+        """Free objects that are no longer needed, by numbers from :meth:`new_number`.
 
         Raises:
             OneboxError: The pool is broken or closed.
@@ -262,22 +262,22 @@ class RemoteState:
             self._pool.post(worker, [Free(tuple(numbers), tuple(numbers))])
 
     def changed_options(self, options: tuple[Options, ...]) -> tuple[Options, ...]:
-        """Return the options of each parameter group if they are not what was last sent, else nothing."""
+        """Return the options of each parameter group if they differ from those last sent, else an empty tuple."""
         changed = () if options == self._sent_options else options
         self._sent_options = options
         return changed
 
     def resend_options(self) -> None:
-        """Take note that an optimizer has been defined anew, perhaps with options of another step than the next."""
+        """Record that an optimizer has been redefined, perhaps with the options of an earlier step."""
         self._sent_options = ()
 
     def share(self, worker: int, holdings: ShardingSpec, remembered: OptimizerEntries) -> OptimizerEntries:
-        """Return what an optimizer remembers of a worker's shares of the parameters.
+        """Return the optimizer state of a worker's shards.
 
         Args:
             worker: The worker.
-            holdings: How parameters are split.
-            remembered: What the optimizer remembers of all of them.
+            holdings: The sharding spec.
+            remembered: The whole optimizer state.
         """
         found: OptimizerEntries = []
         for name, key, value in remembered:
@@ -289,7 +289,7 @@ class RemoteState:
         return found
 
     def checks(self) -> dict[int, list[tuple[Members, Ask]]]:
-        """Return for each worker what to ask so that members can be compared: hashes of what they share."""
+        """Return the requests to each worker for hashes of shared state, for comparing replicas."""
         shared: dict[Members, list[int]] = {}
         for name, holders in self._holders.items():
             for members in self._holdings.replica_groups[name] if self._holdings else (holders,):
@@ -302,7 +302,7 @@ class RemoteState:
         return found
 
     def reading(self) -> StateLayout:
-        """Return who answers for which part of the state, as it is spread now."""
+        """Return the assignment of the state's parts to workers for reading, as presently placed."""
         names: dict[int, list[str]] = {}
         for name, members in self._holders.items():
             for worker in self._holdings.sources(name) if self._holdings else members[:1]:
@@ -319,17 +319,17 @@ class RemoteState:
 
     @property
     def holdings(self) -> ShardingSpec:
-        """Who holds what, once it has been brought there."""
+        """The sharding spec, once the state has been uploaded."""
         assert self._holdings is not None
         return self._holdings
 
     @property
     def optimizer_number(self) -> int:
-        """The definition of the optimizer."""
+        """Number of the optimizer's definition."""
         return self._optimizer_number
 
     def parts(self) -> dict[int, WorkerStateSpec]:
-        """Return what each worker has of the state."""
+        """Return each worker's part of the state."""
         holdings, keys = self.holdings, self.versions.keys if self.branched else ()
         return {
             worker: WorkerStateSpec(
@@ -342,7 +342,7 @@ class RemoteState:
         }
 
     def reset(self, copies: SnapshotLayout | None) -> None:
-        """Free all that is on the workers, and let what is brought to them next be another state than the user's model.
+        """Free everything on the workers; the next upload comes from a snapshot or the user's model.
 
         Args:
             copies: A snapshot; ``None`` for the user's model.
@@ -360,7 +360,7 @@ class RemoteState:
             self.forget_first()
 
     def forget_first(self) -> None:
-        """Forget what the optimizer remembered at first, and versions: there is a snapshot."""
+        """Discard the initial optimizer state and versions, which a snapshot replaces."""
         self.remembered, self.first_versions = [], {}
 
     def memory(self) -> list[WorkerMemory]:
@@ -370,7 +370,7 @@ class RemoteState:
         return [result for answer in answers for result in answer.results if isinstance(result, WorkerMemory)]
 
     def free(self) -> None:
-        """Free everything that has a number of :meth:`new_number`, on all workers."""
+        """Free every object with a number of :meth:`new_number`, on all workers."""
         free = Free(tuple(self._ledger), tuple(self._ledger))
         for worker in self._pool.present:
             self._pool.post(worker, [free])

@@ -1,10 +1,9 @@
-"""Where the parts of a snapshot lie: on which workers, in which slots. Pure.
+"""Location of a snapshot's parts: workers, slots and offsets. Pure.
 
-A part is a tensor of the state, or a share of one that is split, or an entry of what the optimizer remembers of it.
-Each worker keeps a copy of what it holds. What only one worker holds, such as what a sharded optimizer remembers, is
-sent to another one besides, its buddy; and what only one host holds, to a worker on another host. So the loss of any
-one worker, or of any one host, leaves every part somewhere. Where there is no other worker, or none that can be reached
-from that one, the client is the buddy.
+A part is a tensor of the state, a shard of one, or an entry of its optimizer state. Each worker keeps a copy of the
+parts that it holds. A part that only one worker holds, such as sharded optimizer state, is also sent to another worker,
+its buddy; a part that only one host holds is sent to a worker on another host. So every part survives the loss of any
+one worker or any one host. If no other worker is reachable, the client is the buddy.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from onebox.wire.protocol.responses import SnapshotContents
 from onebox.wire.protocol.snapshots import Extent, Number, layout
 
 CLIENT = -1
-"""Stands in the place of a worker for the client."""
+"""Stands for the client in place of a worker number."""
 
 
 class StateItem(NamedTuple):
@@ -29,9 +28,9 @@ class StateItem(NamedTuple):
 
     Args:
         name: The parameter or buffer.
-        key: Of an entry that the optimizer remembers of it, or of another version of it (see
+        key: Key of an optimizer entry or of another version of the tensor (see
             :mod:`onebox.engine.partition.weight_versions`); empty for the tensor itself.
-        rank: Whose share, where it is split; else 0.
+        rank: Rank of the shard if it is split; else 0.
     """
 
     name: str
@@ -40,7 +39,7 @@ class StateItem(NamedTuple):
 
 
 class SnapshotLocation(NamedTuple):
-    """Where a part lies: the worker, its slot, and the first byte."""
+    """Location of a part: worker, slot, and offset of its first byte."""
 
     worker: int
     slot: int
@@ -49,13 +48,13 @@ class SnapshotLocation(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStateSpec:
-    """What a worker has of the state.
+    """The parts of the state on one worker.
 
     Args:
-        names: Parameters and buffers, in the order in which they are copied.
-        trained: Parameters that its optimizer steps, in their order.
-        ranks: Its rank, of those names that are split.
-        versions: Names, each with the key of a version, that are copied behind these.
+        names: Parameters and buffers, in copying order.
+        trained: Parameters that its optimizer updates, in order.
+        ranks: Its rank in the sharding of each split name.
+        versions: Names with version keys, copied after ``names``.
     """
 
     names: tuple[str, ...]
@@ -65,21 +64,21 @@ class WorkerStateSpec:
 
     @property
     def tensors(self) -> list[StateItem]:
-        """The parts of the state that are buffers, in the order in which they are copied."""
+        """Parts of the state that are buffers, in copying order."""
         return [*map(self.item, self.names), *(self.item(*version) for version in self.versions)]
 
     def item(self, name: str, key: str = "") -> StateItem:
-        """Return the part of the state that it has of a name."""
+        """Return the worker's part for a name."""
         return StateItem(name, key, self.ranks.get(name, 0))
 
 
 @dataclass(kw_only=True)
 class SnapshotLayout:
-    """A snapshot: what it is made of, and where each part of that lies.
+    """Contents of a snapshot and the location of each part.
 
     Args:
-        placements: Of the names that are split.
-        here: The slots that lie with the client, by their numbers.
+        placements: Sharding of the names that are split.
+        here: Slots on the client, by number.
     """
 
     placements: Mapping[str, Placement]
@@ -92,18 +91,18 @@ class SnapshotLayout:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all parts, each counted once."""
+        """Bytes of all parts, counting each once."""
         return sum(spec.size_bytes for spec in self.specs.values())
 
     def add(self, item: StateItem, place: SnapshotLocation) -> None:
-        """Take note of a copy of a part."""
+        """Record a copy of a part."""
         self.places.setdefault(item, []).append(place)
         if place.worker != CLIENT:
             self.slots.add((place.worker, place.slot))
         self.had.setdefault(item, set()).add(place.worker)
 
     def take(self, worker: int, slot: int, part: WorkerStateSpec, kept: SnapshotContents) -> dict[StateItem, int]:
-        """Take note of what a worker has copied to a slot; return where each of its parts begins."""
+        """Record a worker's copies in a slot; return the offset of each part."""
         listed = list(zip(part.tensors, kept.specs, strict=True))
         for entry in kept.entries:
             item = part.item(part.trained[entry.parameter], entry.key)
@@ -121,45 +120,45 @@ class SnapshotLayout:
         return found
 
     def lose(self, workers: Collection[int]) -> None:
-        """Take note that workers, and all that they kept, are lost."""
+        """Record the loss of workers and all their copies."""
         for item, places in self.places.items():
             self.places[item] = [place for place in places if place.worker not in workers]
         self.slots = {(worker, slot) for worker, slot in self.slots if worker not in workers}
 
     def missing(self) -> StateItem | None:
-        """Return a part that lies nowhere any more, if there is one."""
+        """Return a part of which no copy is left, if there is one."""
         return next((item for item, places in self.places.items() if not places), None)
 
     def at(self, worker: int, item: StateItem) -> SnapshotLocation | None:
-        """Return where a worker has a part."""
+        """Return the location of a worker's copy of a part."""
         return next((place for place in self.places[item] if place.worker == worker), None)
 
     def keys(self, name: str) -> list[str]:
-        """Return under which keys the optimizer remembers something of a parameter."""
+        """Return the keys of a parameter's optimizer entries."""
         found = (item.key for item in (*self.specs, *self.numbers) if item.name == name and item.key)
         return list(dict.fromkeys(found))
 
     def number(self, item: StateItem) -> tuple[Number] | None:
-        """Return the number that an entry is, in a tuple; ``None`` where it is a tensor."""
+        """Return the number of a scalar entry, in a tuple; ``None`` for a tensor."""
         for rank in (item.rank, 0):
             if (at := item._replace(rank=rank)) in self.numbers:
                 return (self.numbers[at],)
         return None
 
     def has(self, name: str) -> bool:
-        """Tell whether it holds a parameter or buffer."""
+        """Return whether it contains a parameter or buffer."""
         return StateItem(name, "", 0) in self.specs
 
 
 def join_runs(
     starts: Mapping[StateItem, int], specs: Mapping[StateItem, TensorSpec], wanted: Callable[[StateItem], bool]
 ) -> list[Extent]:
-    """Return which bytes of a slot hold some parts.
+    """Return the byte ranges of a slot that hold selected parts.
 
     Args:
-        starts: Where each part in the slot begins, in their order.
-        specs: What each is.
-        wanted: Tells which.
+        starts: Offset of each part in the slot, in order.
+        specs: Spec of each part.
+        wanted: Selects parts.
     """
     runs: list[Extent] = []
     for item, start in starts.items():
@@ -176,7 +175,7 @@ def join_runs(
 def behind_runs(
     starts: Mapping[StateItem, int], runs: Sequence[Extent], wanted: Callable[[StateItem], bool]
 ) -> dict[StateItem, int]:
-    """Return where some parts begin when the runs that hold them lie one behind the other."""
+    """Return the offsets of selected parts after their byte ranges have been concatenated."""
     found = {}
     for item, start in starts.items():
         if wanted(item):
@@ -185,18 +184,18 @@ def behind_runs(
                 if first <= start < first + size:
                     found[item] = end + start - first
                 end += size
-            found.setdefault(item, 0)  # one without bytes lies anywhere
+            found.setdefault(item, 0)  # an empty part has no definite place
     return found
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuddyTransfer:
-    """What a worker sends to another one so that it is not the only one who has it.
+    """Parts that a worker sends to another worker for redundancy.
 
     Args:
-        buddy: To whom; :data:`CLIENT` where there is no worker for it.
-        names: Whose parts.
-        remembered: Of which besides only what the optimizer remembers.
+        buddy: The receiver; :data:`CLIENT` if there is no worker for it.
+        names: Names whose parts are sent.
+        remembered: Further names of which only the optimizer state is sent.
     """
 
     buddy: int
@@ -204,7 +203,7 @@ class BuddyTransfer:
     remembered: frozenset[str] = frozenset()
 
     def has(self, item: StateItem) -> bool:
-        """Tell whether a part is sent."""
+        """Return whether a part is sent."""
         return item.name in self.names or bool(item.key and item.name in self.remembered)
 
 
@@ -217,18 +216,18 @@ def find_buddies(
     owners: Mapping[str, Iterable[int]] = MappingProxyType({}),
     reachable: bool = True,
 ) -> dict[int, BuddyTransfer]:
-    """Return who sends what to whom.
+    """Return the redundancy transfers of each worker.
 
     Args:
-        circles: For each name the sets of workers that hold the same of it.
+        circles: For each name, the sets of workers that hold the same part of it.
         sizes: Bytes of each name.
-        workers: All workers, those that hold nothing too, in the order in which they are preferred.
-        hosts: Of each worker.
-        owners: For each name of which only some have what the optimizer remembers, those.
-        reachable: Whether workers reach each other.
+        workers: All workers, including those that hold nothing, in order of preference.
+        hosts: Host of each worker.
+        owners: For each name whose optimizer state is on some workers only, those workers.
+        reachable: Whether workers can connect to each other.
 
     Returns:
-        For each worker that has to what it sends, and to whom.
+        The transfer of each worker that has to send parts.
     """
     several = len({hosts[worker] for worker in workers}) > 1
     exposed: dict[int, set[str]] = {}

@@ -1,8 +1,8 @@
-"""Bringing a snapshot back: each worker takes what it has itself, and gets from others what it lacks.
+"""Restoring a snapshot: each worker reads its own copies, and receives the missing parts from other workers.
 
-What is brought goes by way of the client, in pieces, of which a few are under way: it takes no more memory there
-however large the state is, and needs no way from worker to worker at a time when workers come and go. Only what a
-worker lacks is brought: after the loss of one of many that is a small part of the state.
+Missing parts pass through the client in pieces, of which a few are in flight: client memory is bounded for a state of
+any size, and no connection between workers is needed while workers come and go. After the loss of one worker of many,
+the missing parts are a small fraction of the state.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from onebox.wire.protocol.requests import Put
 from onebox.wire.protocol.snapshots import Read, Write, layout, pieces
 
 _AHEAD = 4
-"""Pieces that are under way to the client at once."""
+"""Pieces in flight to the client."""
 
 
 class WantedPart(NamedTuple):
     """A part of the state that a worker needs.
 
     Args:
-        item: Which.
-        placement: How the name is split now.
-        spec: What the part is.
+        item: The part.
+        placement: The present sharding of the name.
+        spec: Shape and type of the part.
     """
 
     item: StateItem
@@ -43,13 +43,13 @@ class WantedPart(NamedTuple):
 def restore_parts(
     pool: Pool, copies: SnapshotLayout, worker: int, wanted: Sequence[WantedPart]
 ) -> Iterator[tuple[int, int]]:
-    """Return where in slots of a worker the parts lie that it needs, after what it lacks has been brought.
+    """Send a worker the parts that it lacks; return where in its slots all wanted parts are.
 
     Args:
         pool: The pool.
-        copies: The snapshot; what is brought is noted in it.
-        worker: Who.
-        wanted: What it needs.
+        copies: The snapshot; new copies are recorded in it.
+        worker: The receiving worker.
+        wanted: The parts that it needs.
 
     Raises:
         OneboxError: A worker was lost.
@@ -78,13 +78,13 @@ def restore_parts(
 
 
 def _resplit(copies: SnapshotLayout, wanted: WantedPart) -> bool:
-    """Tell whether something is split otherwise now than it was."""
+    """Return whether the sharding of a part has changed."""
     before = copies.placements.get(wanted.item.name, REPLICATE)
     return before != wanted.placement and (isinstance(before, Shard) or isinstance(wanted.placement, Shard))
 
 
 def _fetched(pool: Pool, copies: SnapshotLayout, wanted: WantedPart) -> Iterator[Any]:
-    """Return the bytes of a part, in pieces."""
+    """Yield the bytes of a part, in pieces."""
     item = wanted.item
     if not _resplit(copies, wanted):
         yield from _pieces(pool, copies, copies.places[item][0], copies.specs[item])
@@ -93,7 +93,7 @@ def _fetched(pool: Pool, copies: SnapshotLayout, wanted: WantedPart) -> Iterator
     ranks = len(before.sizes) if isinstance(before, Shard) else 1
     items = [StateItem(item.name, item.key, rank) for rank in range(ranks)]
     shares = [_tensor(pool, copies, copies.places[each][0], copies.specs[each]) for each in items]
-    if item.key and not shares[0].dim():  # such as a count of steps, which every share has
+    if item.key and not shares[0].dim():  # such as a step count, which every shard has
         yield to_frame(shares[0])
         return
     whole = unshard(shares, before) if ranks > 1 else shares[0]
@@ -105,7 +105,7 @@ def _tensor(pool: Pool, copies: SnapshotLayout, place: SnapshotLocation, spec: T
 
 
 def _pieces(pool: Pool, copies: SnapshotLayout, place: SnapshotLocation, spec: TensorSpec) -> Iterator[Any]:
-    """Return the bytes of a tensor from where it lies."""
+    """Yield the bytes of a tensor from its place."""
     running: deque[Future[WorkerReply]] = deque()
     for start, size in pieces([(place.start, spec.size_bytes)]):
         if place.worker == CLIENT:
@@ -119,13 +119,13 @@ def _pieces(pool: Pool, copies: SnapshotLayout, place: SnapshotLocation, spec: T
 
 
 def wanted_spec(copies: SnapshotLayout, item: StateItem, placement: Placement, spec: TensorSpec) -> TensorSpec:
-    """Return what an entry of the optimizer's is for a share of a parameter.
+    """Return the spec of an optimizer entry for a shard of a parameter.
 
     Args:
         copies: The snapshot.
         item: The entry.
-        placement: How the parameter is split now.
-        spec: What the share of the parameter is.
+        placement: The present sharding of the parameter.
+        spec: Spec of the shard.
     """
     before = copies.placements.get(item.name, REPLICATE)
     if before == placement:
@@ -137,14 +137,14 @@ def wanted_spec(copies: SnapshotLayout, item: StateItem, placement: Placement, s
 def put_shares(
     pool: Pool, worker: int, whole: Mapping[str, Tensor], numbers: Mapping[str, int], holdings: ShardingSpec
 ) -> None:
-    """Put a worker's shares of tensors that the client has into buffers.
+    """Write a worker's shards of tensors that the client has into buffers.
 
     Args:
         pool: The pool.
-        worker: Who.
+        worker: The worker.
         whole: The tensors, by name.
         numbers: The buffer of each.
-        holdings: How they are split.
+        holdings: The sharding.
 
     Raises:
         OneboxError: The pool is broken or closed.

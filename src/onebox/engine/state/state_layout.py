@@ -1,7 +1,7 @@
-"""Reading the training state: which worker answers for which part of it, in pieces. Pure.
+"""Reading the training state in pieces, each from one responsible worker. Pure.
 
-A piece is some rows of a tensor that one worker has, so that a state of any size passes through the client with little
-memory: what comes is written to where it belongs, and a few pieces are under way.
+A piece is a range of rows of a tensor on one worker, so that a state of any size passes through the client with little
+memory: received pieces are written to their places, and few are in flight.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from onebox.wire.protocol.requests import Instruction
 from onebox.wire.protocol.snapshots import PIECE_BYTES, Lay, Number, Remembered, StateEntry
 
 Key = tuple[str, str]
-"""A part of the state: the parameter or buffer, and the key of an entry that the optimizer remembers of it, or of
-another version of it; empty for the tensor itself."""
+"""A part of the state: the parameter or buffer, and the key of an optimizer entry or of another version of it; empty
+for the tensor itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorPiece:
-    """Rows of a tensor that a worker has.
+    """Rows of a tensor on one worker.
 
     Args:
-        key: Whose.
-        worker: Who answers for it.
-        instruction: What it is asked.
-        spec: What the answer is.
-        share: Which share of the whole the rows are of; 0 where it is not split.
-        first: The first of the rows.
-        rows: How many; 0 for all of the tensor.
+        key: Key of the tensor.
+        worker: The worker to read from.
+        instruction: The request.
+        spec: Spec of the reply.
+        share: Index of the shard that the rows belong to; 0 if it is not split.
+        first: Index of the first row.
+        rows: Number of rows; 0 for the whole tensor.
     """
 
     key: Key
@@ -48,12 +48,12 @@ class TensorPiece:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSource:
-    """Where a tensor lies, or the shares of one that is split.
+    """Location of a tensor, or of the shards of a split one.
 
     Args:
-        spec: What the whole is.
-        pieces: What to ask for, in order.
-        placement: How it is split.
+        spec: Spec of the whole tensor.
+        pieces: Pieces to read, in order.
+        placement: Its sharding.
     """
 
     spec: TensorSpec
@@ -62,22 +62,22 @@ class TensorSource:
 
     @property
     def split(self) -> bool:
-        """Whether several shares make the whole."""
+        """True if several shards form the whole."""
         return isinstance(self.placement, Shard)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateLayout:
-    """Who answers for what.
+    """Assignment of the state's parts to the workers that they are read from.
 
     Args:
         numbers: The buffer of each parameter and buffer, by name.
-        specs: What each is.
-        names: For each worker the names whose tensors, or shares of them, it answers for.
-        optimizer: The optimizer's definition.
-        trained: For each worker the parameters that its optimizer steps, in their order.
-        owned: Which of them it answers for.
-        holdings: How they are split; ``None`` where nothing is.
+        specs: Spec of each.
+        names: For each worker, the names that are read from it, whole or as shards.
+        optimizer: Number of the optimizer's definition.
+        trained: For each worker, the parameters that its optimizer updates, in order.
+        owned: For each worker, those whose optimizer state is read from it.
+        holdings: The sharding spec; ``None`` if nothing is split.
     """
 
     numbers: Mapping[str, int]
@@ -89,10 +89,10 @@ class StateLayout:
     holdings: ShardingSpec | None
 
     def tensors(self, key: str = "") -> dict[Key, TensorSource]:
-        """Return where parameters and buffers lie.
+        """Return the locations of parameters and buffers.
 
         Args:
-            key: What they are called besides their names, where they are versions.
+            key: Key of the version; empty for the tensors themselves.
         """
         found: dict[Key, list[TensorPiece]] = {}
         for worker, names in self.names.items():
@@ -116,16 +116,16 @@ class StateLayout:
         }
 
     def optimizer_questions(self) -> dict[int, list[Instruction]]:
-        """Return what to ask each worker about what its optimizer remembers."""
+        """Return the requests to each worker for a listing of its optimizer state."""
         return {worker: [Lay(self.optimizer)] for worker, owned in self.owned.items() if owned}
 
     def optimizer_entries(
         self, listings: Mapping[int, Sequence[StateEntry]]
     ) -> tuple[dict[Key, TensorSource], dict[Key, Number]]:
-        """Return where tensors lie that the optimizer remembers, and the numbers that it remembers.
+        """Return the locations of the optimizer's tensors, and its scalar entries.
 
         Args:
-            listings: What each worker answered.
+            listings: The workers' replies.
         """
         found: dict[Key, dict[int, list[TensorPiece]]] = {}
         shares: dict[Key, TensorSpec] = {}
@@ -161,7 +161,7 @@ class StateLayout:
         ]
 
     def _source(self, key: Key, share: TensorSpec, pieces: Mapping[int, list[TensorPiece]]) -> TensorSource:
-        """Put together an entry of the optimizer's state from those of its parameter's shares."""
+        """Combine an entry of the optimizer's state from those of its parameter's shards."""
         placement = self._placement(key[0])
         if len(pieces) == 1 or not share.shape or not isinstance(placement, Shard):
             return TensorSource(spec=share, pieces=tuple(pieces[min(pieces)]), placement=REPLICATE)
@@ -181,13 +181,13 @@ class StateLayout:
         return self.holdings.placement(name) if self.holdings else REPLICATE
 
     def _as_a_whole(self, name: str) -> bool:
-        """Tell whether a share of something comes at once: its rows are no rows of what it is a share of."""
+        """Return whether a shard must be read at once, because its rows are not rows of the whole."""
         placement = self._placement(name)
         return isinstance(placement, Shard) and not placement.dim
 
 
 def _rows(spec: TensorSpec, *, whole: bool) -> Iterator[tuple[TensorSpec, int, int]]:
-    """Cut a tensor into rows that travel at once: what they are, the first, and how many; 0 for all of it."""
+    """Split a tensor into ranges of rows that travel at once: spec, first row, and number of rows; 0 for all."""
     if whole or spec.size_bytes <= PIECE_BYTES or not spec.shape:
         yield spec, 0, 0
         return
@@ -199,7 +199,7 @@ def _rows(spec: TensorSpec, *, whole: bool) -> Iterator[tuple[TensorSpec, int, i
 
 
 def group_pieces(pieces: Iterable[TensorPiece]) -> Iterator[list[TensorPiece]]:
-    """Put small pieces together to what is asked for at once."""
+    """Group small pieces into requests."""
     found: list[TensorPiece] = []
     size_bytes = 0
     for piece in pieces:
@@ -213,13 +213,13 @@ def group_pieces(pieces: Iterable[TensorPiece]) -> Iterator[list[TensorPiece]]:
 
 
 def write_rows(whole: Tensor, placement: Placement, piece: TensorPiece, rows: Tensor) -> None:
-    """Write what came for a piece to where it belongs in the whole.
+    """Write the rows of a piece to their place in the whole.
 
     Args:
-        whole: The tensor that is put together; written to.
-        placement: How it is split.
-        piece: What was asked for.
-        rows: What came.
+        whole: The destination; written to.
+        placement: Its sharding.
+        piece: The piece.
+        rows: The received rows.
     """
     target = whole.detach()
     if isinstance(placement, Shard):

@@ -1,4 +1,4 @@
-"""Transfer of the training state between the workers and the client, piece by piece, in little memory."""
+"""Transfer of the training state between workers and client, piece by piece, with bounded memory."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from onebox.wire.protocol.responses import SnapshotContents
 from onebox.wire.protocol.snapshots import Number
 
 _AHEAD = 4
-"""Requests that are under way to the client at once, of about 4 MiB each: a round trip of 50 ms leaves 300 MiB/s."""
+"""Requests of about 4 MiB in flight to the client: 300 MiB/s at a round trip of 50 ms."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerContents:
-    """What an optimizer remembers.
+    """State of an optimizer.
 
     Args:
-        tensors: Where tensors of it lie.
-        numbers: Entries that are no tensors.
-        here: Tensors of one that has not been brought to the workers yet.
+        tensors: Location of its tensors.
+        numbers: Scalar entries.
+        here: Tensors that have not been uploaded to the workers yet.
     """
 
     tensors: Mapping[Key, TensorSource] = dataclasses.field(default_factory=dict)
@@ -41,18 +41,18 @@ class OptimizerContents:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class StateChanges:
-    """Changes that were made by hand to a state, in copies of its own.
+    """User changes of a state, as independent copies.
 
     Args:
-        tensors: Parameters and buffers as they are now, by name.
-        entries: All that the optimizer is to remember; ``None`` for what it remembers.
+        tensors: New parameters and buffers, by name.
+        entries: The whole new optimizer state; ``None`` if it is unchanged.
     """
 
     tensors: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     entries: OptimizerEntries | None = None
 
     def then(self, later: StateChanges) -> StateChanges:
-        """Return these and later ones as one."""
+        """Return the combination of these changes and later ones."""
         entries = self.entries if later.entries is None else later.entries
         return StateChanges(tensors={**self.tensors, **later.tensors}, entries=entries)
 
@@ -68,7 +68,7 @@ class StateTransfer:
 
     Args:
         pool: The pool.
-        remote: The state.
+        remote: The remote state.
     """
 
     def __init__(self, pool: Pool, remote: RemoteState) -> None:
@@ -78,13 +78,13 @@ class StateTransfer:
     # ---- from the workers
 
     def into(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write parameters and buffers, as they are on their first holders, into tensors of the same kind.
+        """Write parameters and buffers, read from their first holders, into tensors of the same kind.
 
         Args:
-            tensors: By name; those that no worker holds are left alone.
+            tensors: Destinations by name; those that no worker holds are left unchanged.
 
         Raises:
-            OneboxError: A worker failed, or the pool is closed; some may have been written to.
+            OneboxError: A worker failed, or the pool is closed; some destinations may have been written.
         """
         sources = {key: source for key, source in self.sources().items() if key[0] in tensors}
         for piece, rows in self._fetched(sources.values()):
@@ -101,16 +101,16 @@ class StateTransfer:
         return {name: here[name] if name in here else away[name] for name in self._remote.named.tensors}
 
     def sources(self) -> dict[Key, TensorSource]:
-        """Return where parameters and buffers lie that workers hold.
+        """Return the locations of parameters and buffers that workers hold.
 
         Raises:
             OneboxError: The pool is broken or closed.
         """
-        self._pool.post(self._pool.present[0], ())  # where nothing is there yet, a pool that is no more still says so
+        self._pool.post(self._pool.present[0], ())  # raises the error of a broken or closed pool
         return self._remote.reading().tensors()
 
     def not_held(self) -> dict[Key, Tensor]:
-        """Return the parameters and buffers that no worker holds: the user's own are the state."""
+        """Return the parameters and buffers that no worker holds; the user's own tensors are the state."""
         held = self.held()
         return {(name, ""): tensor for name, tensor in self._remote.named.tensors.items() if name not in held}
 
@@ -119,7 +119,7 @@ class StateTransfer:
         return frozenset(self._remote.reading().specs)
 
     def optimizer_state(self) -> OptimizerEntries:
-        """Return what the optimizer remembers, as (parameter, key, value).
+        """Return the optimizer's state, as (parameter, key, value).
 
         Raises:
             OneboxError: A worker failed, or the pool is closed.
@@ -131,7 +131,7 @@ class StateTransfer:
         return found
 
     def remembered(self) -> OptimizerContents:
-        """Return what there is of the optimizer's state, and where.
+        """Return the locations of the optimizer's state.
 
         Raises:
             OneboxError: A worker failed, or the pool is closed.
@@ -154,7 +154,7 @@ class StateTransfer:
         return OptimizerContents(tensors=tensors, numbers=numbers)
 
     def versions(self) -> dict[Key, TensorSource]:
-        """Return where versions of parameters lie, if there are any."""
+        """Return the locations of parameter versions, if there are any."""
         found: dict[Key, TensorSource] = {}
         remote = self._remote
         for key, numbers in remote.versions.keys.items() if remote.branched else ():
@@ -163,7 +163,7 @@ class StateTransfer:
         return found
 
     def wholes(self, sources: Mapping[Key, TensorSource]) -> Iterator[tuple[Key, Tensor]]:
-        """Yield tensors, one after the other.
+        """Yield whole tensors in sequence.
 
         Raises:
             OneboxError: A worker failed, or the pool is closed.
@@ -178,7 +178,7 @@ class StateTransfer:
                 whole = None
 
     def elements(self, sources: Mapping[Key, TensorSource]) -> Iterator[Tensor]:
-        """Yield the elements of tensors in their order, one tensor behind the other, in parts as they come.
+        """Yield the elements of tensors in order, one tensor after the other, in chunks as they arrive.
 
         Raises:
             OneboxError: A worker failed, or the pool is closed.
@@ -196,7 +196,7 @@ class StateTransfer:
                 whole = None
 
     def _fetched(self, sources: Iterable[TensorSource]) -> Iterator[tuple[TensorPiece, Tensor]]:
-        """Yield pieces with what came for them, in order; a few are under way."""
+        """Yield pieces with their contents, in order; a few are in flight."""
         running: deque[tuple[list[TensorPiece], dict[int, Future[WorkerReply]]]] = deque()
         for batch in group_pieces(piece for source in sources for piece in source.pieces):
             running.append((batch, self._ask(batch)))
@@ -217,12 +217,12 @@ class StateTransfer:
     # ---- to the workers
 
     def write(self, changes: Mapping[str, Tensor]) -> None:
-        """Let parameters and buffers be others from here on, where they lie on all their holders.
+        """Replace parameters and buffers on all their holders.
 
-        Steps that have been asked for before are computed with what was there before.
+        Steps requested earlier use the previous values.
 
         Args:
-            changes: By name; those that no worker holds are passed over.
+            changes: New values by name; those that no worker holds are ignored.
 
         Raises:
             OneboxError: The pool is broken or closed.
@@ -241,11 +241,11 @@ class StateTransfer:
                 self._pool.post(worker, [Put((number,), (spec,), there=True)], [frame])
 
     def write_optimizer(self, entries: OptimizerEntries, *, host: bool) -> None:
-        """Let the optimizer remember something else from here on, and nothing of what it remembered before.
+        """Replace the whole optimizer state.
 
         Args:
-            entries: What.
-            host: Whether it steps in the memory of each holder's host.
+            entries: The new state.
+            host: Whether it is in the memory of each holder's host.
 
         Raises:
             OneboxError: The pool is broken or closed.

@@ -1,4 +1,4 @@
-"""Evaluation: batches through the stages, forward alone; scalars averaged over all samples."""
+"""Evaluation: forward passes through the stages; scalars are averaged over all samples."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ def evaluate(
     """Return the loss and the mean of each metric over batches.
 
     Args:
-        batches: What to evaluate.
+        batches: The batches.
         pool: The pool.
         prepare: Returns the routines that evaluate a batch.
-        parts: Returns what brings each worker its part of a batch.
+        parts: Returns the transfer of each worker's part of a batch.
         metrics: Names of the metrics.
-        in_flight: Batches that may be under way at once.
-        failed: Called when a batch has failed; returns when those under way can be begun again, else raises why not.
-        parted: Called with what is to be said later when only some workers may have been told of a batch.
+        in_flight: Most batches in flight.
+        failed: Called when a batch has failed; returns if the batches in flight can be restarted, else raises the
+            error.
+        parted: Called with the error to report later when only some workers may have received a batch.
 
     Raises:
         UsageError: There is no batch.
@@ -88,12 +89,12 @@ def evaluate(
 
 @dataclass
 class _Asked:
-    """A batch under way.
+    """A batch in flight.
 
     Args:
-        batch: It.
-        compiled: The routines that evaluate it; ``None`` until they are there.
-        futures: What the workers answer; ``None`` until they have been asked, or when they are to be asked again.
+        batch: The batch.
+        compiled: Its evaluation routines; ``None`` until they are available.
+        futures: The workers' replies; ``None`` until the batch is sent, or when it must be sent again.
     """
 
     batch: Batch
@@ -111,7 +112,7 @@ def _post(pool: Pool, compiled: CompiledStep, parts: Mapping[int, WorkerBatch]) 
 
 
 class _Means:
-    """Sums of scalars: of the loss, weighted by what it divides by; of metrics, weighted by samples."""
+    """Sums of scalars: the loss weighted by its divisor, metrics weighted by samples."""
 
     def __init__(self, count: int) -> None:
         self.totals = [0.0] * count
@@ -121,7 +122,7 @@ class _Means:
 
     @property
     def loss(self) -> float:
-        """The loss of all batches together; a mean over nothing is NaN."""
+        """Loss over all batches; NaN for a mean over nothing."""
         if self._summed:
             return self.totals[0]
         return self.totals[0] / self._divisor if self._divisor else float("nan")

@@ -1,4 +1,4 @@
-"""A training step on its way: what it is given, and the messages that bring each worker its part."""
+"""Launch of a training step: its inputs, and the messages with each worker's part."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from onebox.wire.protocol.requests import Run
 
 @dataclass(frozen=True, kw_only=True)
 class StepRequest:
-    """What a training step is given; enough to do it again.
+    """Inputs of a training step, sufficient to repeat it.
 
     Args:
-        number: The step, part of the seed of everything random in it.
+        number: Number of the step, part of the seed of its random operators.
         batch: Its batch.
-        options: The optimizer's options of each parameter group.
-        loss: What the user got for it.
-        parcel: The batch as it was uploaded ahead, if it was.
-        changes: What was changed by hand in the state before it.
+        options: The optimizer's options for each parameter group.
+        loss: The loss object returned to the user.
+        parcel: The upload of the batch, if it was uploaded ahead.
+        changes: User changes of the state before it.
     """
 
     number: int
@@ -41,24 +41,24 @@ class StepRequest:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the batch, and of changes by hand."""
+        """Bytes of the batch and of user changes."""
         return self.batch.nbytes + (self.changes.size_bytes if self.changes else 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepSettings:
-    """What is the same for all steps of a trainer.
+    """Settings shared by all steps of a trainer.
 
     Args:
         seed: The run's seed.
         trace: Whether workers time their instructions.
-        check_every: Every so many steps replicas compare hashes; 0 for never.
-        in_flight: Steps that may be under way at once.
-        max_norm: For clipping; 0 for none.
-        staleness: How many steps old the weights may be that a step is computed with.
-        delay: What is done about gradients that are late because of it, in all parameter groups or in each.
-        warm_up: So many steps come before the first that is computed with older weights.
-        overlap: Whether exact steps overlap: what is left of the update of one comes in the next, where it is needed.
+        check_every: Interval, in steps, at which replicas compare hashes; 0 for never.
+        in_flight: Most steps in flight.
+        max_norm: Gradient clipping norm; 0 for none.
+        staleness: Age, in steps, of the weights that a step may be computed with.
+        delay: Treatment of the gradients that are late as a result, for all parameter groups or for each.
+        warm_up: Number of steps before the first one with older weights.
+        overlap: Whether exact steps overlap: the rest of a step's update is done in the next step, where it is needed.
     """
 
     seed: int
@@ -88,21 +88,21 @@ def launch(
 
     Args:
         pool: The pool.
-        uploads: What brings batches to the workers.
-        settings: What is the same for all steps.
+        uploads: The uploads of batches.
+        settings: Settings shared by all steps.
         work: The step.
         compiled: Its routines.
-        checks: What each worker is asked when replicas are compared.
-        changed: The optimizer's options, if they are others than those of the step before.
-        window: Which of the routines, where steps overlap.
-        optimizer: Which the options are for, where the routines may not step it.
+        checks: Requests to each worker for comparing replicas.
+        changed: The optimizer's options, if they differ from those of the previous step.
+        window: The kind of window, where steps overlap.
+        optimizer: The optimizer of the options, if the routines may not contain it.
 
     Returns:
-        The answers to come, and the bytes of each worker that are no step's while it computes this one: a worker takes
-        what it gets in order, so that they are the same from its first instruction to its last.
+        The pending replies, and the bytes on each worker that belong to no step while it computes this one: a worker
+            processes messages in order, so that they are the same from the step's first instruction to its last.
 
     Raises:
-        OneboxError: The pool is broken or closed; some workers may have got their part.
+        OneboxError: The pool is broken or closed; some workers may have received their part.
     """
     every = settings.check_every
     check = bool(every) and (work.number + 1) % every == 0

@@ -1,9 +1,9 @@
-"""A check that the loss of a batch is the mean of those of its micro-batches, weighted by their samples.
+"""Check that a batch's loss is the mean of its micro-batches' losses, weighted by their samples.
 
-It is done where the user says nothing of ``loss_reduction``, before a batch changes anything, in two ways. What the
-loss divides by is computed from the targets of each batch: it has to be in proportion to the samples of each
-micro-batch. And once for each structure of a batch, losses and gradients of some samples, taken together and in two
-halves, are computed by the workers: in eval mode, as batch norm and dropout do depend on micro-batches.
+Used if the user does not set ``loss_reduction``, before a batch has any effect, in two ways. The divisor of the loss is
+computed from the targets of each batch: it must be proportional to the samples of each micro-batch. And once for each
+batch structure, the workers compute losses and gradients of some samples, together and in two halves: in eval mode, as
+batch norm and dropout depend on micro-batches.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from onebox.wire.protocol.responses import Scalars
 _LOG = logging.getLogger("onebox")
 
 _TOLERANCES = {"float64": 1e-9, "float32": 2e-3, "float16": 3e-2, "bfloat16": 1e-1}
-"""How far two ways to add up the same numbers may be apart, of the larger one: the loss and the norm of its gradient,
-which may be small beside the gradients of the samples that it is made of. By the coarsest type in the graph."""
+"""Relative tolerance between two orders of summation, by the coarsest type in the graph, for the loss and the norm of
+its gradient, which may be small compared with the gradients of single samples."""
 
 _LEAST = 4
-"""Samples that are compared with their halves, where there are so many: some models treat one alone differently."""
+"""Samples to compare with their halves, if available: some models treat a single sample differently."""
 
 _EXACT = 1e-6
-"""The same of what the loss divides by: sums of a few numbers from 0 up."""
+"""Relative tolerance of the loss's divisor: sums of a few non-negative numbers."""
 
 _UNKNOWN = "whether the loss is a mean over samples could not be checked; loss_reduction says what it is"
 
@@ -57,11 +57,11 @@ _WAYS_OUT = (
 
 
 class MeanLossCheck:
-    """Refuses batches whose loss is no mean over samples.
+    """Check that refuses batches whose loss is not a mean over samples.
 
     Args:
         pool: The pool.
-        captures: The captured model; its recipe says whether anything is to be checked.
+        captures: The captured model; its recipe decides whether a check is needed.
     """
 
     def __init__(self, pool: Pool, captures: Captures) -> None:
@@ -74,14 +74,14 @@ class MeanLossCheck:
         self._buffers = named_state(recipe.model, recipe.loss, lambda: 0).tensors
 
     def require(self, batch: Batch, micro_batches: Sequence[MicroBatch]) -> None:
-        """Refuse a batch whose parts plainly do not make up its loss; no worker is asked.
+        """Refuse a batch whose loss is certainly not the mean over its micro-batches; no worker is used.
 
         Args:
             batch: The batch.
-            micro_batches: Its parts.
+            micro_batches: Its micro-batches.
 
         Raises:
-            UsageError: Why, and what to do.
+            UsageError: The loss is no such mean; the message gives the reason and the remedy.
         """
         if len(micro_batches) == 1:
             return
@@ -95,7 +95,7 @@ class MeanLossCheck:
                 raise UsageError(_uneven(divisors[0], found, sizes))
 
     def due(self, batch: Batch, micro_batches: Sequence[MicroBatch]) -> bool:
-        """Tell whether workers are to be asked about batches of this structure; once for each."""
+        """Return whether the workers must check batches of this structure; once for each."""
         key = (str(batch.structure), tuple((leaf.dim(), leaf.dtype) for leaf in batch.leaves))
         checked = self._captures.recipe.reduction is None and len(micro_batches) > 1
         emulated = any(device.kind == "sim" for device in self._pool.devices)
@@ -106,8 +106,8 @@ class MeanLossCheck:
 
         Args:
             batch: The batch.
-            micro_batches: Its parts.
-            ready: What is with the workers, none of which has a step left to end.
+            micro_batches: Its micro-batches.
+            ready: The installed plan; no worker has a step in progress.
 
         Raises:
             UsageError: They differ by more than rounding.
@@ -120,20 +120,20 @@ class MeanLossCheck:
             except (CaptureError, OperatorError) as error:
                 _LOG.warning("%s (%s)", _UNKNOWN, str(error).splitlines()[0])
                 if isinstance(error, OperatorError) and not ready.plan.whole:
-                    raise  # others have waited for it in vain
+                    raise  # unblocks the threads that wait for the result
                 break
             if compared is not None:
                 compared.require()
                 break
         self._probed.add((str(batch.structure), tuple((leaf.dim(), leaf.dtype) for leaf in batch.leaves)))
 
-    # ---- what the loss divides by
+    # ---- the divisor of the loss
 
     def _divisors(self, batch: Batch, part: MicroBatch) -> tuple[Divisor, ...]:
         return self._captures.traced(batch, part.size, train=True).divisors
 
     def _value(self, batch: Batch, part: MicroBatch, divisor: Divisor) -> float:
-        """Return what the loss of a micro-batch divides by."""
+        """Return the divisor of a micro-batch's loss."""
         constants = self._captures.traced(batch, part.size, train=True).constants
 
         def tensor_of(port: Port) -> torch.Tensor:
@@ -145,7 +145,7 @@ class MeanLossCheck:
         return divisor.of(tensor_of)
 
     def _require_own_statistics(self, count: int) -> None:
-        """Refuse batch norm that promises the statistics of the whole batch, where it gets those of a micro-batch."""
+        """Refuse batch norm layers that promise statistics of the whole batch but get those of a micro-batch."""
         for name, layer in self._synchronized:
             if layer.training:
                 raise UsageError(
@@ -155,12 +155,12 @@ class MeanLossCheck:
                     "virtual devices, where it works as in plain PyTorch"
                 )
 
-    # ---- what the workers find
+    # ---- the comparison on workers
 
     def _compare(self, batch: Batch, size: int, ready: InstalledPlan) -> HalvesComparison | None:
-        """Return what some samples make together, and what their halves make; ``None`` where there is no room.
+        """Return the comparison of some samples with their halves; ``None`` if memory is insufficient.
 
-        A model that depends on micro-batches in eval mode, too, is left out: then it is the loss alone that is asked.
+        If the model depends on micro-batches even in eval mode, only the loss function is compared.
         """
         traced = self._captures.traced(batch, size, train=True, probe=True)
         if traced.draws or traced.by_batch:
@@ -182,7 +182,7 @@ class MeanLossCheck:
         )
 
     def _run(self, batch: Batch, probe: Probe, ready: InstalledPlan) -> tuple[float, float]:
-        """Return the loss of a batch, weighted by samples, and the norm of its gradient; nothing stays anywhere."""
+        """Return the loss of a batch, weighted by samples, and the norm of its gradient; no state is changed."""
         compiled = probe.compiled
         futures = []
         for worker, part in worker_batches(self._pool, batch, compiled, ready.packing).items():
@@ -209,13 +209,13 @@ class MeanLossCheck:
 
 @dataclass(frozen=True, kw_only=True)
 class HalvesComparison:
-    """What samples make together, and in two halves weighted by samples.
+    """Comparison of samples together with two halves weighted by samples.
 
     Args:
-        samples: How many.
-        loss: Of both.
-        norm: The 2-norm of the gradients of both.
-        tolerance: How far they may be apart, of the larger one.
+        samples: Number of samples.
+        loss: Loss of the samples together and in halves.
+        norm: 2-norm of the gradients, likewise.
+        tolerance: Relative tolerance.
     """
 
     samples: int
@@ -225,14 +225,14 @@ class HalvesComparison:
 
     @property
     def same(self) -> bool:
-        """Whether they differ by no more than rounding."""
+        """True if they differ by no more than rounding."""
         return alike(*self.loss, self.tolerance) and alike(*self.norm, self.tolerance)
 
     def require(self) -> None:
-        """Raise an error if they are not the same.
+        """Require that they are the same.
 
         Raises:
-            UsageError: With both numbers, and what to do.
+            UsageError: They differ; the message has both numbers and the remedy.
         """
         if self.same:
             return
@@ -247,7 +247,7 @@ class HalvesComparison:
 
 
 def alike(first: float, second: float, tolerance: float) -> bool:
-    """Tell whether two numbers differ by rounding; where neither is a number, nothing is known, and they may.
+    """Return whether two numbers differ only by rounding; true if neither is a number.
 
     Example:
         >>> alike(1.0, 1.0 + 1e-12, 1e-9), alike(1.0, 2.0, 1e-9), alike(float("nan"), 1.0, 1e-9)
@@ -259,7 +259,7 @@ def alike(first: float, second: float, tolerance: float) -> bool:
 
 
 def proportional(found: Sequence[float], sizes: Sequence[int]) -> bool:
-    """Tell whether numbers are in proportion to sizes, but for rounding.
+    """Return whether numbers are proportional to sizes, except for rounding.
 
     Example:
         >>> proportional([6.0, 2.0], [3, 1]), proportional([6.0, 3.0], [3, 1]), proportional([0.0, 0.0], [3, 1])
@@ -270,7 +270,7 @@ def proportional(found: Sequence[float], sizes: Sequence[int]) -> bool:
 
 
 def tolerance_of(types: Collection[str]) -> float:
-    """Return how far results may be apart that differ in the order of sums only, by the types of what is computed.
+    """Return the relative tolerance for another order of summation, by the types of the computed values.
 
     Example:
         >>> tolerance_of({"float64", "int64"}) < tolerance_of({"float64", "float32"}) < tolerance_of({"bfloat16"})
@@ -280,20 +280,20 @@ def tolerance_of(types: Collection[str]) -> float:
 
 
 def _types(models: Sequence[ModelPrograms]) -> set[str]:
-    """Return the element types of all that programs compute."""
+    """Return the element types of all values in programs."""
     parts = (part for model in models for part in model.phases.values())
     return {spec.dtype for part in parts for spec in specs_by_slot(part.program).values()}
 
 
 def _spread(batch: Batch, size: int) -> Batch:
-    """Return some samples of a batch, from all over it."""
+    """Return evenly spread samples of a batch."""
     chosen = torch.arange(size) * batch.size // size
     leaves = tuple(leaf.index_select(0, chosen) for leaf in batch.leaves)
     return replace(batch, leaves=leaves, size=size, samples=None)
 
 
 def _uneven(divisor: Divisor, found: Sequence[float], sizes: Sequence[int]) -> str:
-    """Return what is wrong with a loss whose micro-batches do not weigh as much as their samples."""
+    """Return the error text for a loss whose micro-batches are not weighted by samples."""
     each = [value / size for value, size in zip(found, sizes, strict=True)]
     low, high = each.index(min(each)), each.index(max(each))
     valid = f"(targets != {divisor.ignored})"

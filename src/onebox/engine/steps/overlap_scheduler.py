@@ -1,4 +1,6 @@
-"""Overlap: which window of a step is launched, what is left of the newest one, and versions of the weights."""
+"""Overlap of steps: the kind of window to launch, the unfinished rest of the newest step, and versions of the
+weights.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,10 @@ from onebox.wire.protocol.responses import Delays
 
 
 def choose_compensation(optimizer: Optimizers, asked: str) -> GroupDelays:
-    """Return what is done about gradients that are a step late, and log why, and what is to be feared.
+    """Return the treatment of gradients that are one step late, and log its reason and risks.
 
     Raises:
-        UsageError: An optimizer cannot have what is asked for.
+        UsageError: An optimizer does not support the requested treatment.
     """
     for choice, _ in choose_delays(optimizer, asked):
         if asked == "auto":
@@ -41,15 +43,15 @@ def choose_compensation(optimizer: Optimizers, asked: str) -> GroupDelays:
 
 
 def check_overlap(settings: StepSettings, delay: str, plan: Plan | None) -> None:
-    """Refuse what steps cannot be like.
+    """Refuse invalid settings of overlap.
 
     Args:
-        settings: What is asked for.
-        delay: What is asked to be done about late gradients.
+        settings: The requested settings.
+        delay: The requested treatment of late gradients.
         plan: The plan, if one is given.
 
     Raises:
-        UsageError: What is wrong.
+        UsageError: They are invalid; the message gives the reason.
     """
     staleness, warm_up = settings.staleness, settings.warm_up
     if staleness not in (0, 1):
@@ -63,10 +65,10 @@ def check_overlap(settings: StepSettings, delay: str, plan: Plan | None) -> None
 
 
 def check_overlap_of(plan: Plan, staleness: int, *, overlap: bool) -> None:
-    """Refuse a plan whose steps cannot overlap as they are to.
+    """Refuse a plan whose steps cannot overlap as requested.
 
     Raises:
-        UsageError: What is wrong.
+        UsageError: They cannot; the message gives the reason.
     """
     if plan.schedule == ASYNC and not staleness:
         raise UsageError(f"the plan's schedule is {ASYNC}, which needs staleness=1; or give it another schedule")
@@ -90,12 +92,12 @@ def check_overlap_of(plan: Plan, staleness: int, *, overlap: bool) -> None:
 _LOG = logging.getLogger("onebox")
 
 Traced = Callable[[Sequence[WorkerReply]], object]
-"""Takes what the workers answered to a drain, for a timeline."""
+"""Receives the workers' replies to a drain, for a timeline."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnfinishedStep:
-    """A step of which something is left for the window of the next one.
+    """A step with work left for the window of the next one.
 
     Args:
         work: The step.
@@ -107,13 +109,13 @@ class UnfinishedStep:
 
 
 class OverlapScheduler:
-    """What a run knows of steps that overlap.
+    """Overlapping steps of a run.
 
     Args:
         pool: The pool.
-        remote: The state on the workers.
-        settings: What is the same for all steps.
-        drained: Called when a drain is asked for; returns what takes its answers for a timeline.
+        remote: The remote state.
+        settings: Settings shared by all steps.
+        drained: Called when a drain is requested; returns the receiver of its replies for a timeline.
     """
 
     def __init__(
@@ -126,28 +128,28 @@ class OverlapScheduler:
         self._pool = pool
         self._remote = remote
         self._settings = settings
-        self._counted: set[int] = set()  # steps from the next one on whose delays are known
+        self._counted: set[int] = set()  # steps, counted from the next one, whose delays are known
         self._next: int | None = None
         stale = settings.staleness > 0
         self._versions = weight_versions(remote.wanted, settings.delay, pool.new_number) if stale else WeightVersions()
         remote.versions = self._versions
 
     def windows(self, step: int) -> bool:
-        """Tell whether a step may overlap with the one after it."""
+        """Return whether a step may overlap with the one after it."""
         return step >= self._settings.warm_up if self._settings.staleness else self._settings.overlap
 
     def begin(
         self, work: StepRequest, compiled: CompiledStep, group_of: Callable[[Members], int]
     ) -> tuple[UnfinishedStep | None, Window]:
-        """Get ready for a step: what it does not follow is drained, and where it needs versions of weights there are.
+        """Prepare a step: drain an incompatible predecessor, and create versions of weights if needed.
 
         Args:
             work: The step.
             compiled: Its routines.
-            group_of: From workers that exchange something to their group.
+            group_of: Maps communicating workers to their group.
 
         Returns:
-            The step of which something is left for its window, and which window that is.
+            The step with work left for its window, and the kind of window.
 
         Raises:
             OneboxError: Something failed on a worker, or the pool is broken.
@@ -161,7 +163,7 @@ class OverlapScheduler:
         return self.open, "fill" if self.open is None else "steady"
 
     def begun(self, work: StepRequest, compiled: CompiledStep, before: UnfinishedStep | None) -> None:
-        """Take note that a step has begun.
+        """Record that a step has begun.
 
         Args:
             work: The step.
@@ -176,17 +178,17 @@ class OverlapScheduler:
                 work.loss.expect_norm()
 
     def ended(self, values: StepValues, before: UnfinishedStep | None, answers: Sequence[WorkerReply]) -> StepValues:
-        """Return what the answers to a window say of its own step; what they say of the step before is passed on."""
+        """Return the values of a window's own step; those of the previous step are passed on."""
         if before is not None:
             before.work.loss.updated(values.gradient_norm)
             self._applied(before.work.number, answers)
         return StepValues(loss=values.loss, gradient_norm=None)
 
     def end(self) -> None:
-        """Let the workers do what is left of the newest step, without waiting for it.
+        """Have the workers finish the newest step, without waiting for it.
 
         Raises:
-            OneboxError: The pool is broken; some workers may have been told.
+            OneboxError: The pool is broken; some workers may have received the request.
         """
         open_, self.open = self.open, None
         if open_ is None:
@@ -200,23 +202,23 @@ class OverlapScheduler:
         self.defer(DeferredReplies(futures, functools.partial(self._take, open_, traced)))
 
     def defer(self, asked: DeferredReplies) -> None:
-        """Let answers be taken in with those of the next step."""
+        """Add replies to process with those of the next step."""
         self._deferred.append(asked)
 
     @property
     def deferred(self) -> tuple[DeferredReplies, ...]:
-        """What has been asked for whose answers have not been taken in, as the next step does, or :meth:`drain`."""
+        """Pending requests whose replies the next step or :meth:`drain` will process."""
         while self._deferred and not self._deferred[0].open:
             self._deferred.popleft()
         return tuple(self._deferred)
 
     @property
     def settled(self) -> bool:
-        """Whether nothing is left of any step but in the steps under way."""
+        """True if no step has work left outside the steps in flight."""
         return self.open is None and not self.deferred
 
     def drain(self) -> None:
-        """Let the workers do what is left of the newest step, and wait for it.
+        """Have the workers finish the newest step, and wait for it.
 
         Raises:
             OneboxError: Something failed on a worker, or the pool is broken.
@@ -226,7 +228,7 @@ class OverlapScheduler:
             asked.take()
 
     def _take(self, open_: UnfinishedStep, traced: Traced, answers: list[WorkerReply]) -> None:
-        """Take in what the workers answered to a drain."""
+        """Process the workers' replies to a drain."""
         compiled = open_.compiled
         values = step_values(
             open_.work.number, compiled.weights_of(open_.work.batch), compiled.of("drain"), answers, {}
@@ -235,7 +237,7 @@ class OverlapScheduler:
         traced(answers)
 
     def _applied(self, step: int, answers: Sequence[WorkerReply]) -> None:
-        """Count the delay of a step's gradients, as workers measured it where they applied them; each step once."""
+        """Count the measured delay of a step's gradients where workers applied them; each step once."""
         found = [result for answer in answers for result in answer.results if isinstance(result, Delays)]
         assert not any(each.mixed for each in found), f"step {step} read several versions of a parameter"
         late = [delay for each in found for delay, _ in each.counts]
@@ -248,11 +250,11 @@ class OverlapScheduler:
             self._next += 1
 
     def measured(self) -> dict[int, int]:
-        """Return how many updates were how late."""
+        """Return the number of updates by delay."""
         return dict(sorted(self._delays.items()))
 
     def reset(self) -> None:
-        """Take note that nothing of a step is on the workers any more."""
+        """Record that no work of any step is left on the workers."""
         self.open = None
         self._deferred.clear()
 

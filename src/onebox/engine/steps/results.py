@@ -1,4 +1,4 @@
-"""Results that arrive later: the loss of a step, and what an evaluation found."""
+"""Results that arrive later: losses of steps, and evaluations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from onebox.wire.protocol.responses import Digest, Scalars
 
 @dataclass(frozen=True, kw_only=True)
 class StepValues:
-    """What a finished step says.
+    """Values of a completed step.
 
     Args:
         loss: Mean loss over the batch.
@@ -38,17 +38,17 @@ def step_values(
     answers: Sequence[WorkerReply],
     checks: Mapping[int, Sequence[tuple[Members, Ask]]],
 ) -> StepValues:
-    """Put together what the workers answered to a step.
+    """Combine the workers' replies to a step.
 
     Args:
         step: Its number.
-        weights: Of the loss of each part of the batch.
-        routines: What each worker ran.
-        answers: What each answered, in the same order.
-        checks: Whose hashes must be equal, for each worker, in the order in which it was asked.
+        weights: Loss weight of each micro-batch.
+        routines: Routine of each worker.
+        answers: Reply of each worker, in the same order.
+        checks: For each worker, the groups whose hashes must be equal, in the order of the requests.
 
     Raises:
-        ReplicasParted: Some are not.
+        ReplicasParted: Some hashes differ.
     """
     total, norm = 0.0, None
     digests: dict[Members, set[bytes]] = {}
@@ -69,17 +69,17 @@ def step_values(
 
 
 class StepLoss(LateNumber):
-    """The loss of a training step: a number that arrives later. Asking for it waits.
+    """The loss of a training step: a number that arrives later. Reading it waits.
 
     It can be used wherever a ``float`` can: ``loss < best``, ``total += loss``, ``f"{loss:.3f}"``, ``np.mean(losses)``,
-    ``scheduler.step(loss)``. Each of these waits for the step to end; keep the losses, and look at them later, where
-    steps are to overlap. Where the very type ``float`` is looked for, convert it: ``json.dumps(log, default=float)``,
+    ``scheduler.step(loss)``. Each of these waits for the step to end; to let steps overlap, keep the losses and read
+    them later. Where the exact type ``float`` is required, convert it: ``json.dumps(log, default=float)``,
     ``torch.tensor([float(loss) for loss in losses])`` (or ``torch.stack(losses)``).
 
     Args:
         step: The step.
-        failed: Called when it has failed; returns when the step is on its way again, else raises why it is not.
-        drain: Lets the gradients be applied, and waits for it, where that would come with the next step.
+        failed: Called when it has failed; returns when the step has been restarted, else raises the error.
+        drain: Applies the gradients and waits for that, if it would happen in the next step.
     """
 
     def __init__(
@@ -97,35 +97,35 @@ class StepLoss(LateNumber):
         self._error: BaseException | None = None
 
     def expect(self, futures: list[Future[WorkerReply]], finish: Callable[[list[WorkerReply]], StepValues]) -> None:
-        """Wait for these answers from now on; a step that has been read stays as it was.
+        """Set the replies to wait for; a step whose values have been read is not changed.
 
         Args:
-            futures: What the workers answer.
-            finish: Puts it together.
+            futures: The workers' replies.
+            finish: Combines them.
         """
         if self._values is None:
             self._futures, self._finish = futures, finish
 
     def expect_norm(self) -> None:
-        """Expect the norm of the gradients when these are applied, which is not in the step's own answers."""
+        """Expect the gradient norm when the gradients are applied; it is not in the step's own replies."""
         self._norm_comes, self._update = self._norm is None, None
 
     def expect_update(self, wait: Callable[[], object]) -> None:
-        """Take note of what waits until the gradients have been applied, and :meth:`updated` has been called."""
+        """Set the function that waits until the gradients have been applied and :meth:`updated` has been called."""
         self._update = wait if self._norm_comes else None
 
     def updated(self, norm: float | None) -> None:
-        """Take note that the gradients have been applied, and of their norm."""
+        """Record that the gradients have been applied, with their norm."""
         self._norm, self._norm_comes, self._update = norm, False, None
 
     @property
     def ended(self) -> bool:
-        """Whether its values are known."""
+        """True if its values are known."""
         return self._values is not None
 
     @property
     def done(self) -> bool:
-        """Whether the step has ended."""
+        """Return whether the step has ended."""
         return self._values is not None or all(future.done() for future in self._futures)
 
     def values(self) -> StepValues:
@@ -160,7 +160,7 @@ class StepLoss(LateNumber):
     def gradient_norm(self) -> float | None:
         """The 2-norm of all gradients before clipping; ``None`` without ``clip_grad_norm``. Waits.
 
-        Where steps overlap, it is known with the next one. Asked for before that has begun, it ends the overlap.
+        Where steps overlap, it is computed in the next step. Reading it before that has begun ends the overlap.
         """
         values = self.values()
         while self._norm_comes:
@@ -178,12 +178,12 @@ class StepLoss(LateNumber):
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What an evaluation found.
+    """Result of an evaluation.
 
     Args:
         loss: Mean loss over all samples.
         metrics: Mean of each metric over all samples, by name.
-        samples: How many samples.
+        samples: Number of samples.
     """
 
     loss: float
@@ -193,22 +193,21 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceEvent:
-    """Something that a worker did, for a timeline.
+    """Activity of a worker, for a timeline.
 
     Args:
         worker: Its number.
-        track: ``compute``; ``transfer``: from the moment that something is handed over, or asked for, until it has
-            arrived; or ``other``: what an engine does beside.
-        name: What it did.
-        step: The training step in whose window it was: where steps overlap, what is left of one is in the window of the
-            next, and so is what is left of the last one.
-        start_ns: When it began, on the monotonic clock.
-        end_ns: When it ended.
-        action: The action of the plan's schedule that was computed, if it was one, with the number that its micro-batch
-            has in its own step.
-        late: Whether that is the step before.
-        peak_bytes: The most bytes that the worker had in use meanwhile, by its own accounting.
-        used_bytes: Those in use after it.
+        track: ``compute``; ``transfer``: from the send or the request until arrival; or ``other``: further work of the
+            engine.
+        name: Description.
+        step: The training step of its window: where steps overlap, the rest of a step is in the window of the next, and
+            so is the rest of the last step.
+        start_ns: Beginning, on the monotonic clock.
+        end_ns: End.
+        action: The action of the plan's schedule, if it is one, with the number of the micro-batch in its own step.
+        late: Whether the action belongs to the previous step.
+        peak_bytes: Peak bytes in use on the worker during it, by the worker's own count.
+        used_bytes: Bytes in use after it.
     """
 
     worker: int
@@ -224,19 +223,19 @@ class TraceEvent:
 
     @property
     def begun(self) -> int:
-        """The step that the action's micro-batch is of."""
+        """Number of the step that the action's micro-batch belongs to."""
         return self.step - self.late
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTrace:
-    """When the workers did what in one step, and what memory it took.
+    """Times and memory of the workers' instructions in one step.
 
     Args:
-        step: The training step; of what was left of one, and not done in the window of the next, that next one all the
-            same.
-        workers: For each worker, what its instructions are, start and end of each, and peak and use of memory of each.
-        micro_batches: How many a step has; those of the step before have negative numbers, -1 is its last one.
+        step: The training step; for the rest of a step that is drained, the number of the next step.
+        workers: For each worker, the label, start, end, and memory peak and use of each instruction.
+        micro_batches: Number of micro-batches per step; those of the previous step have negative numbers, -1 is its
+            last one.
     """
 
     step: int
@@ -244,7 +243,7 @@ class StepTrace:
     micro_batches: int = 0
 
     def events(self) -> list[TraceEvent]:
-        """Return what happened."""
+        """Return the events."""
         return [
             TraceEvent(
                 worker=worker,
@@ -263,22 +262,22 @@ class StepTrace:
         ]
 
     def _in_its_step(self, action: Action | None) -> Action | None:
-        """Return an action with the number that its micro-batch has in its own step."""
+        """Return an action with the number of its micro-batch in its own step."""
         if action is None or action.micro_batch >= 0:
             return action
         return action._replace(micro_batch=action.micro_batch + self.micro_batches)
 
 
 _BEHIND_ACTIONS = ("accumulate", "free")
-"""What is done right behind an action, and belongs to it."""
+"""Operations right after an action that belong to it."""
 
 
 def locate(error: OperatorError, labels_of: Callable[[int, int], Sequence[InstructionLabel]]) -> None:
-    """Let an error say what of a step failed, as far as that is known.
+    """Add to an error the location of the failure in the step, as far as it is known.
 
     Args:
         error: The error.
-        labels_of: Returns what the instructions of a worker's routine are, given the two numbers.
+        labels_of: Returns the labels of a worker's routine, given the two numbers.
     """
     if error.instruction is None:
         return
@@ -292,11 +291,11 @@ def locate(error: OperatorError, labels_of: Callable[[int, int], Sequence[Instru
 
 @contextlib.contextmanager
 def poison_on_interrupt(what: str, fail: Callable[[Exception], None]) -> Iterator[None]:
-    """Let something be told to all devices, or fail for good where it is interrupted and some may have been told only.
+    """Fail permanently if the context is interrupted while only some devices may have received a message.
 
     Args:
-        what: What that is.
-        fail: Takes what every later call is to say; errors of onebox itself are left to the caller.
+        what: Description of the message.
+        fail: Takes the error for all later calls; errors of onebox itself are left to the caller.
     """
     try:
         yield
@@ -308,10 +307,10 @@ def poison_on_interrupt(what: str, fail: Callable[[Exception], None]) -> Iterato
 
 
 def interruption_error(what: str) -> ReplicasParted:
-    """Return the error of what has been begun by some devices and not by others, such as by KeyboardInterrupt.
+    """Return the error for an operation begun by some devices and not by others, for example due to KeyboardInterrupt.
 
     Args:
-        what: What that is.
+        what: Description of the operation.
     """
     return ReplicasParted(
         f"{what} was interrupted when some devices had it and others not; make another trainer, or resume from the "

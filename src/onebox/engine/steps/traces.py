@@ -1,4 +1,4 @@
-"""What is kept of the times and the memory that workers answer a step with."""
+"""Storage of the times and memory in workers' replies to steps."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _STEPS = 200
 
 
 class StepTraces:
-    """When the workers did what in the last steps, and what their instructions are.
+    """Times of the workers' instructions in the last steps, with their labels.
 
     Args:
-        wanted: Whether workers tell.
-        beside: Returns the bytes of a worker that are no step's.
+        wanted: Whether workers report times.
+        beside: Returns the bytes of a worker that belong to no step.
     """
 
     def __init__(self, wanted: bool, beside: Callable[[int], int]) -> None:
@@ -40,14 +40,14 @@ class StepTraces:
         answers: Sequence[WorkerReply],
         beside: Mapping[int, int],
     ) -> StepTrace | None:
-        """Take what the workers answered; return it, if they tell.
+        """Store the workers' replies; return their trace, if they report times.
 
         Args:
-            step: The step; of a drain the one behind what is drained.
+            step: The step; for a drain, the step after the one that is drained.
             compiled: Its routines.
-            window: Which of these.
-            answers: What each worker answered, in their order.
-            beside: Bytes of each worker that were no step's meanwhile.
+            window: The kind of window.
+            answers: Replies of the workers, in order.
+            beside: Bytes of each worker that belonged to no step then.
         """
         if not self._wanted:
             return None
@@ -59,21 +59,21 @@ class StepTraces:
         return self._steps[-1]
 
     def draining(self, open_: UnfinishedStep) -> Traced:
-        """Return what takes the answers to a drain that is about to be asked for."""
+        """Return the receiver of the replies to a drain that is about to be requested."""
         step, compiled = open_.work.number, open_.compiled
         beside = {worker: self._beside(worker) for worker in compiled.routines}
         return lambda answers: self.add(step + 1, compiled, "drain", answers, beside)
 
     def replaced(self, compiler: Compiler) -> None:
-        """Take note that another plan has taken over, while steps of this one are under way."""
+        """Record that another plan has taken over while steps of this one are in flight."""
         self._past.append(compiler)
 
     def forget_replaced(self) -> None:
-        """Take note that no step of an earlier plan is under way."""
+        """Record that no step of an earlier plan is in flight."""
         self._past.clear()
 
     def labels(self, compiler: Compiler | None, worker: int, routine: int) -> Sequence[InstructionLabel]:
-        """Return what the instructions of a routine are; also of one that was asked for before the plan changed."""
+        """Return the labels of a routine, including one requested before the plan changed."""
         for known in (compiler, *self._past):
             if known is not None and (labels := known.labels(worker, routine)):
                 return labels

@@ -18,23 +18,23 @@ from onebox.errors import UsageError, WireError
 from onebox.wire import from_frame, program_dtype_name, spec_of, to_frame
 
 Constant = int | float | bool | complex | None
-"""A value beside the tensors, which the model and the loss get as it is."""
+"""A leaf that is not a tensor, passed unchanged to the model and the loss."""
 
 
 @dataclass(frozen=True)
 class BatchStructure:
-    """The nesting of inputs and targets, and the constants between their tensors.
+    """Nesting of inputs and targets, and the constants between their tensors.
 
     Args:
-        nesting: Of tensors and constants.
-        constants: For each leaf in order, whether it is a constant, and which.
+        nesting: Nesting of tensors and constants.
+        constants: For each leaf in order, whether it is a constant, and its value.
     """
 
     nesting: pytree.TreeSpec
     constants: tuple[tuple[bool, Constant], ...]
 
     def nest(self, tensors: Sequence[Any]) -> tuple[Any, Any]:
-        """Return (inputs, targets) of tensors, with the constants where they were."""
+        """Return (inputs, targets) rebuilt from tensors, with the constants in their places."""
         left = iter(tensors)
         leaves = [value if constant else next(left) for constant, value in self.constants]
         inputs, targets = pytree.tree_unflatten(leaves, self.nesting)
@@ -42,12 +42,12 @@ class BatchStructure:
 
     @property
     def key(self) -> Hashable:
-        """What tells structures apart but for the values of their numbers."""
+        """Key that ignores the values of numbers but distinguishes everything else."""
         return str(self.nesting), tuple(type(value).__name__ if constant else "" for constant, value in self.constants)
 
     @property
     def numbers(self) -> tuple[str, ...]:
-        """The values of the constants, as Python writes them: so NaN is one value, and -0.0 another than 0.0."""
+        """Values of the constants as Python prints them, so that NaN equals itself and -0.0 differs from 0.0."""
         return tuple(repr(value) for constant, value in self.constants if constant)
 
 
@@ -56,13 +56,13 @@ class Batch:
     """Inputs and targets of one step.
 
     Args:
-        leaves: Their tensors, flattened; each has the samples as its first dimension.
-        structure: How to nest them again.
-        size: Samples.
-        samples: Which they are, ``int64 [B]``, if that is known.
-        python_state: Which of the states of Python it is to be computed in; see
+        leaves: The tensors, flattened; the first dimension of each is the samples.
+        structure: The nesting.
+        size: Number of samples.
+        samples: Sample identifiers, ``int64 [B]``, if known.
+        python_state: Number of the Python state to compute it in; see
             :meth:`~onebox.engine.workload.captures.Captures.stamped`.
-        normalisers: What the user's function made of the targets of its micro-batches, by where they are cut.
+        normalisers: Results of the user's weight function for the targets of its micro-batches, by where they are cut.
     """
 
     leaves: tuple[Tensor, ...]
@@ -78,7 +78,7 @@ class Batch:
         return sum(leaf.nbytes for leaf in self.leaves)
 
     def __str__(self) -> str:
-        """Describe inputs and targets, for a person."""
+        """Return a readable description of inputs and targets."""
 
         def described(nested: Any) -> str:
             leaves = [leaf for leaf in pytree.tree_leaves(nested) if isinstance(leaf, Tensor)]
@@ -89,25 +89,25 @@ class Batch:
         return f"inputs {described(inputs)}; targets {described(targets)}"
 
     def kept(self) -> Batch:
-        """Return a copy, which stays as it is when the user writes to the tensors; it is dense."""
-        # By one thread: several would wait for each other where workers use the cores.
+        """Return a dense copy that later writes to the user's tensors do not change."""
+        # One thread only: several would contend for cores that workers use.
         leaves = tuple(from_frame(spec_of(leaf), to_frame(leaf)) for leaf in self.leaves)
         return dataclasses.replace(self, leaves=leaves)
 
     def slice(self, start: int, size: int) -> tuple[Tensor, ...]:
-        """Return the tensors of some samples."""
+        """Return the tensors of a range of samples."""
         return tuple(leaf[start : start + size] for leaf in self.leaves)
 
     def example(self, size: int) -> tuple[Any, Any]:
-        """Return (inputs, targets) of some size, nested as they came; only shapes and types are meant to be read."""
+        """Return (inputs, targets) of a given size in the original nesting; only shapes and types are meaningful."""
         return self.structure.nest([leaf.new_zeros((size, *leaf.shape[1:])) for leaf in self.leaves])
 
     def signature(self, size: int) -> Hashable:
-        """Return what a capture for a size depends on."""
+        """Return the key of everything that a capture for a size depends on."""
         return self.kind(size), tuple(tuple(leaf.shape[1:]) for leaf in self.leaves)
 
     def kind(self, size: int) -> Hashable:
-        """Return what a capture for a size depends on beside the sizes of other dimensions."""
+        """Return the key of a capture for a size, without the sizes of other dimensions."""
         leaves = tuple((leaf.dim(), leaf.dtype) for leaf in self.leaves)
         return self.structure.key, self.structure.numbers, leaves, size, self.python_state
 
@@ -117,13 +117,13 @@ def as_batch(inputs: Any, targets: Any = None, samples: Any = None) -> Batch:
 
     Args:
         inputs: Tensors and numpy arrays nested in tuples, lists and dicts, the samples in the first dimension of each;
-            beside them, ``None`` and Python numbers, which are the same for all samples.
+            also ``None`` and Python numbers, which are the same for all samples.
         targets: Likewise.
-        samples: Whole numbers that tell the samples from all others, if that is known.
+        samples: Integers that identify the samples, if known.
 
     Raises:
-        UsageError: They hold something else, or the tensors differ in the number of samples.
-        WireError: A tensor is of a type that cannot be trained with.
+        UsageError: They contain another type, or the tensors differ in the number of samples.
+        WireError: A tensor has an element type that is not supported.
     """
     values, nesting = pytree.tree_flatten((inputs, targets), is_leaf=_is_list_of_numbers)
     found: list[Tensor] = []
@@ -146,10 +146,10 @@ def as_batch(inputs: Any, targets: Any = None, samples: Any = None) -> Batch:
 
 
 def as_pair(item: Any) -> tuple[Any, Any]:
-    """Return (inputs, targets) of what a loader hands out: a pair, or inputs alone.
+    """Return (inputs, targets) of one item of a loader: a pair, or inputs alone.
 
     Args:
-        item: A tuple or list of one or two, or a tensor, array or dict, which are inputs without targets.
+        item: A tuple or list of one or two elements, or a tensor, array or dict, which are inputs without targets.
 
     Raises:
         UsageError: It is a tuple or list of another length.
@@ -165,7 +165,7 @@ def as_pair(item: Any) -> tuple[Any, Any]:
 
 
 def _is_list_of_numbers(value: Any) -> bool:
-    """Tell whether something is a list, maybe of lists, that holds numbers and nothing else."""
+    """Return whether a value is a (nested) list that holds only numbers."""
     return (
         isinstance(value, list)
         and bool(value)
@@ -174,7 +174,7 @@ def _is_list_of_numbers(value: Any) -> bool:
 
 
 def _leaf(value: Any, place: int, inputs: Any, targets: Any) -> Tensor | Constant:
-    """Return what stands for a leaf: a tensor, or the constant that it is."""
+    """Return a leaf as a tensor or a constant."""
     if isinstance(value, Tensor):
         _require_dtype(value, place, inputs, targets)
         return value
@@ -208,7 +208,7 @@ def _require_dtype(tensor: Tensor, place: int, inputs: Any, targets: Any) -> Non
 
 
 def _from_array(array: np.ndarray[Any, Any], place: int, inputs: Any, targets: Any) -> Tensor:
-    """Return the tensor of an array, which shares its memory where PyTorch can do that."""
+    """Return an array as a tensor that shares its memory where PyTorch can do that."""
     if isinstance(array, np.ma.MaskedArray):
         where = _names(inputs, targets)[place]
         raise UsageError(f"{where} is a masked array, and a tensor has no mask: pass {where}.filled(0), and the mask")
@@ -217,7 +217,7 @@ def _from_array(array: np.ndarray[Any, Any], place: int, inputs: Any, targets: A
         try:
             return torch.from_numpy(plain)
         except TypeError:
-            pass  # float128, which PyTorch has not
+            pass  # PyTorch has no float128
     raise UsageError(
         f"{_names(inputs, targets)[place]} is an array of {array.dtype}, of which PyTorch has no tensors; allowed are "
         "arrays of numbers, such as float32 and int64"
@@ -225,13 +225,13 @@ def _from_array(array: np.ndarray[Any, Any], place: int, inputs: Any, targets: A
 
 
 def _names(inputs: Any, targets: Any) -> list[str]:
-    """Return how to write each leaf of inputs and targets: ``inputs[0]['mask']``."""
+    """Return the path of each leaf of inputs and targets: ``inputs[0]['mask']``."""
     flat, _ = pytree.tree_flatten_with_path((inputs, targets), is_leaf=_is_list_of_numbers)
     return [("inputs" if path[0] == pytree.SequenceKey(0) else "targets") + pytree.keystr(path[1:]) for path, _ in flat]
 
 
 def _sizes_differ(inputs: Any, targets: Any, tensors: Sequence[Tensor], places: Sequence[int]) -> UsageError:
-    """Return the error of tensors that have not all the same number of samples, with what to do about it."""
+    """Return the error for tensors with different numbers of samples, with its remedy."""
     names = [_names(inputs, targets)[place] for place in places]
     shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in zip(names, tensors, strict=True))
     said = (

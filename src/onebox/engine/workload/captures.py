@@ -1,4 +1,4 @@
-"""Captures of a trainer: made when a shape, or a state of Python, is first seen, kept for the next time."""
+"""Capture cache of a trainer: one capture for each shape and each Python state, made at first use."""
 
 from __future__ import annotations
 
@@ -27,42 +27,42 @@ from onebox.wire import TensorSpec
 _LOG = logging.getLogger("onebox")
 
 _MOST_STATES = 8
-"""So many states of Python a model may be captured in: each takes a second or so, and memory on the workers."""
+"""Most Python states that a model is captured in: each capture takes about a second, and memory on the workers."""
 
 _SYMBOLIC_FROM = 2
-"""From so many other sizes than the first on, symbols stand for them: that capture takes three times as long."""
+"""Number of further sizes from which a capture uses symbolic sizes: such a capture takes three times as long."""
 
 _MOST_SYMBOLIC = 3
-"""So many times a model is captured with symbols: each time for what varied otherwise than before."""
+"""Most symbolic captures of a model: each covers another set of varying dimensions."""
 
 _LEAST_SYMBOLIC = 2
-"""PyTorch's symbols are never 0 or 1."""
+"""Smallest value of a PyTorch symbolic size; never 0 or 1."""
 
 _MANY_ALONE = 4
-"""So many captures for one size each are said in a warning."""
+"""Number of captures with a fixed size that causes a warning."""
 
 _CAPTURING = threading.Lock()
-"""The tracer keeps state in module globals: two threads must not trace at once."""
+"""Serialises tracing: the tracer keeps state in module globals."""
 
 _MOST_NUMBERS = 4
-"""So many different values may the numbers among the inputs have, each of which takes a capture of seconds."""
+"""Most different values of the numbers among the inputs; each takes a capture of seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CaptureSpec:
-    """What a model is captured with.
+    """Arguments of a model's capture.
 
     Args:
         model: The model.
         loss: The loss.
-        metrics: For evaluation.
-        precision: ``bf16`` for autocast; any other one captures the model as it is.
-        device_type: The device type that the graph is for.
-        trained: Parameters whose gradients are wanted.
-        on_device: Tensor code in front of the model.
-        fuse: Whether activations that are written out become single operators.
-        costs: What its segments cost devices that compute nothing; ``None`` for what the plan predicts.
-        reduction: How the losses of micro-batches make up that of their batch.
+        metrics: Metrics for evaluation.
+        precision: ``bf16`` for autocast; any other value captures the model unchanged.
+        device_type: Target device type of the graph.
+        trained: Parameters that require gradients.
+        on_device: Tensor code that runs before the model.
+        fuse: Whether to fuse activations that are written out as several operators.
+        costs: Costs of the model's segments on emulated devices; ``None`` for the plan's predictions.
+        reduction: Reduction of the micro-batches' losses to the batch's loss.
     """
 
     model: nn.Module
@@ -78,10 +78,10 @@ class CaptureSpec:
 
 
 class Captures:
-    """A model, traced for each shape of inputs, each once.
+    """Captures of one model, one for each shape of inputs.
 
     Args:
-        recipe: What to capture.
+        recipe: The capture arguments.
     """
 
     def __init__(self, recipe: CaptureSpec) -> None:
@@ -96,14 +96,14 @@ class Captures:
         self._numbers: dict[Hashable, set[tuple[str, ...]]] = {}
 
     def traced(self, batch: Batch, size: int, *, train: bool, halves: bool = False, probe: bool = False) -> TracedModel:
-        """Return the model for micro-batches of a size.
+        """Return the capture for micro-batches of a size.
 
         Args:
             batch: A batch of the same kind.
             size: Samples of a micro-batch.
-            train: Whether gradients are wanted.
-            halves: Whether backward may be divided.
-            probe: Whether it is the model in eval mode, with gradients, which changes no buffer.
+            train: Whether gradients are needed.
+            halves: Whether backward may be split into input and weight gradients.
+            probe: Whether to capture the model in eval mode with gradients, which changes no buffer.
 
         Raises:
             CaptureError: The model cannot be captured.
@@ -125,16 +125,16 @@ class Captures:
         return self._traced[key]
 
     def stamped(self, batch: Batch) -> Batch:
-        """Return a batch that says which state of Python it is to be computed in: the present one.
+        """Return a batch marked with the present Python state, in which it is to be computed.
 
-        A change of what a capture has read of Python, such as the rate of a dropout or a variable that the loss reads,
-        makes another capture, which is said in the log; a state that was there before has its own already.
+        A change of Python state that a capture has read, such as a dropout rate or a variable of the loss, causes
+        another capture, which is logged; an earlier state reuses its capture.
 
         Args:
             batch: The batch.
 
         Raises:
-            UsageError: There have been too many.
+            UsageError: There are too many different states.
         """
         changed = self._states[self._state].changed()
         if changed:
@@ -157,9 +157,9 @@ class Captures:
         self._states.append(PythonStateGuard(self._owners))
 
     def _sized(self, batch: Batch, size: int, *, train: bool) -> TracedModel | None:
-        """Return the model for a batch that differs from one before it by some sizes, such as the length of sequences.
+        """Return the capture for a batch that differs from an earlier one in some sizes, such as sequence lengths.
 
-        The third time that sizes differ it is captured with symbols for them, which serves all others.
+        From the third set of sizes on, the capture is symbolic and serves all further sizes.
         """
         family = self._families.setdefault((batch.kind(size), train), _Family())
         example = batch.example(size)
@@ -169,7 +169,7 @@ class Captures:
             begin_s = time.perf_counter()
             try:
                 family.keep(self._plain_capture(example, train=train, varying=family.varying))
-            except Exception as error:  # PyTorch's symbols do not go everywhere that its numbers do
+            except Exception as error:  # PyTorch's symbolic sizes do not work with every operator
                 _LOG.info("sizes %s cannot be symbols (%s): each is a capture of its own", family, _short(error))
             known = family.sized(leaves)
             if known is not None:
@@ -187,7 +187,7 @@ class Captures:
         return None if known is None else TracedModel(known, backward=train, trained=self.recipe.trained)
 
     def _timed(self, batch: Batch, size: int, *, train: bool) -> TracedModel:
-        """Return the model, captured; say so in the log where that is not the first time."""
+        """Return a new capture; log its time if it is not the first."""
         if train and not self.recipe.model.training and not self._traced:
             _LOG.warning(
                 "the model is in eval mode, and is trained in it, as a training loop would: without dropout, and with "
@@ -203,7 +203,7 @@ class Captures:
         return made
 
     def _warn_of_writes(self, names: Sequence[str]) -> None:
-        """Say once of buffers that an evaluation writes, that they stay as they are."""
+        """Warn once that buffers written by an evaluation keep their values."""
         if names and not self._warned:
             self._warned = True
             _LOG.warning(
@@ -214,7 +214,7 @@ class Captures:
             )
 
     def _count_numbers(self, batch: Batch, size: int, *, train: bool) -> None:
-        """Say that a number among the inputs is another than before, and refuse it after a few."""
+        """Log a changed number among the inputs, and refuse it after a few changes."""
         numbers = batch.structure.numbers
         known = self._numbers.setdefault((batch.structure.key, size, train, batch.python_state), set())
         if numbers in known:
@@ -235,11 +235,11 @@ class Captures:
 
     @property
     def trained(self) -> frozenset[str]:
-        """Parameters whose gradients are wanted."""
+        """Parameters that require gradients."""
         return self.recipe.trained
 
     def state_specs(self) -> dict[str, TensorSpec]:
-        """Return what each parameter and buffer of the model and the loss is, by name."""
+        """Return the spec of each parameter and buffer of the model and the loss, by name."""
         state = named_state(self.recipe.model, self.recipe.loss, lambda: 0)
         return {name: state.spec(name) for name in state.tensors}
 
@@ -277,12 +277,12 @@ class Captures:
 
 
 def _short(error: Exception) -> str:
-    """Return the first line of an error, or its type where it is none of onebox's."""
+    """Return the first line of an onebox error, or the type of any other."""
     return str(error).partition("\n")[0] if isinstance(error, CaptureError) else type(error).__name__
 
 
 class _Family:
-    """Captures for inputs and targets that differ by some of their sizes."""
+    """Captures for inputs and targets that differ in some sizes."""
 
     def __init__(self) -> None:
         self.captured: Captured | None = None
@@ -292,7 +292,7 @@ class _Family:
         self.alone = 0
 
     def add(self, leaves: Sequence[Tensor]) -> bool:
-        """Take note of sizes, and tell whether to capture with symbols for those that have varied so far."""
+        """Record sizes, and return whether to capture symbolically in the dimensions that have varied so far."""
         shapes = [tuple(leaf.shape) for leaf in leaves]
         if self._first is None:
             self._first = shapes
@@ -301,7 +301,7 @@ class _Family:
             dims = {dim for dim, pair in enumerate(zip(shape, first, strict=True)) if pair[0] != pair[1]}
             if dims:
                 self.varying[number] = self.varying.get(number, frozenset()) | dims
-        if shapes == self._first:  # which could not be captured before
+        if shapes == self._first:  # could not be captured before
             return False
         self._others += 1
         smallest = min(shapes[number][dim] for number, dims in self.varying.items() for dim in dims)
@@ -311,14 +311,14 @@ class _Family:
         return self._tries <= _MOST_SYMBOLIC
 
     def keep(self, captured: Captured) -> None:
-        """Keep a capture with symbols, unless it is for one value of each only: so another one would be."""
+        """Store a symbolic capture, unless it is valid for a single value of each size only."""
         if captured.of_one_size:
             self._tries = _MOST_SYMBOLIC
             raise CaptureError("the model decides by them")
         self.captured = captured
 
     def sized(self, leaves: Sequence[Tensor]) -> Captured | None:
-        """Return the capture for sizes, if there is one with symbols that is for these."""
+        """Return a symbolic capture that is valid for the given sizes, if there is one."""
         return None if self.captured is None else self.captured.sized(leaves)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What is done about late gradients where the user leaves it open. Pure."""
+"""Default treatments of late gradients. Pure."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from onebox.wire.protocol.instructions import Delay, GroupDelays
 from onebox.worker import AHEAD, PREDICTS, REMEMBERS, momentum_of
 
 DELAYS: tuple[str, ...] = ("auto", *get_args(Delay))
-"""What may be asked for."""
+"""Allowed values of ``delay``."""
 
 
 ADAM_FAMILY = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax")
-"""Optimizers of Adam's kind."""
+"""Optimizers of the Adam family."""
 
 
 WARM_UP = 100
-"""So many steps are exact at the beginning where nothing else is said: with 10 of them the loss of a small GPT was
-7.9 % above that of exact steps, with 80 of them 2.0 % (docs/staleness.md)."""
+"""Default number of exact steps at the beginning: with 10 of them the loss of a small GPT was 7.9 % above that of exact
+steps, with 80 of them 2.0 % (docs/staleness.md)."""
 
 
 class CompensationChoice(NamedTuple):
-    """What is done about gradients that are a step late.
+    """Chosen treatment of gradients that are one step late.
 
     Args:
-        delay: Which treatment.
-        why: Why this one, for the user.
-        warning: What is to be feared all the same; ``None`` for nothing that is known.
+        delay: The treatment.
+        why: The reason, for the user.
+        warning: A known risk that remains; ``None`` for none.
     """
 
     delay: Delay
@@ -39,14 +39,14 @@ class CompensationChoice(NamedTuple):
 
 
 def choose_delay(optimizer: torch.optim.Optimizer, asked: str = "auto") -> CompensationChoice:
-    """Return what is done about gradients that are a step late.
+    """Return the treatment of gradients that are one step late.
 
     Args:
         optimizer: Of ``torch.optim``; its class and its options decide.
-        asked: What the user asked for; ``auto`` leaves it open.
+        asked: The user's choice; ``auto`` chooses by optimizer.
 
     Raises:
-        UsageError: There is no such treatment, or the optimizer cannot have it.
+        UsageError: The treatment is unknown, or the optimizer does not support it.
 
     Example:
         >>> parameter = torch.nn.Parameter(torch.zeros(2, 2))
@@ -70,39 +70,40 @@ def choose_delay(optimizer: torch.optim.Optimizer, asked: str = "auto") -> Compe
 
 
 def choose_delays(optimizers: Optimizers, asked: str = "auto") -> list[tuple[CompensationChoice, int]]:
-    """Return what is done about late gradients for each of one or several optimizers, and how many groups it has.
+    """Return the treatment of late gradients for each optimizer, with its number of parameter groups.
 
     Raises:
-        UsageError: There is no such treatment, or one of them cannot have it.
+        UsageError: The treatment is unknown, or an optimizer does not support it.
     """
     return [(choose_delay(each, asked), len(each.param_groups)) for each in optimizers_in(optimizers)]
 
 
 def delays_of(optimizers: Optimizers, asked: str = "auto") -> GroupDelays:
-    """Return what is done about late gradients in each parameter group.
+    """Return the treatment of late gradients in each parameter group.
 
     Raises:
-        UsageError: There is no such treatment, or one of the optimizers cannot have it.
+        UsageError: The treatment is unknown, or an optimizer does not support it.
     """
     return tuple(choice.delay for choice, groups in choose_delays(optimizers, asked) for _ in range(groups))
 
 
 def predicts(delay: GroupDelays) -> bool:
-    """Tell whether there are weights that are ahead: of all parameters, where those of any group are."""
+    """Return whether predicted weights are kept; they are kept for all parameters if any group uses them."""
     return any(each in AHEAD for each in (delay if isinstance(delay, tuple) else (delay,)))
 
 
 def extra_copies(delay: GroupDelays) -> int:
-    """Return how many times the trained parameters treatments take at most, beside the version before.
+    """Return the number of additional copies of the trained parameters that treatments need at most, besides the
+    previous version.
 
     Args:
-        delay: The treatment: predictions have weights that are ahead, most others remember an update.
+        delay: The treatment: predictions keep predicted weights, most others an update.
     """
     return predicts(delay) + any(each in REMEMBERS for each in (delay if isinstance(delay, tuple) else (delay,)))
 
 
 def _auto(name: str, groups: list[dict[str, Any]]) -> CompensationChoice:
-    """Return the treatment that was the best in benchmarks/staleness.py, or whose kind was."""
+    """Return the treatment that was best in benchmarks/staleness.py for this or a similar optimizer."""
     if name in PREDICTS and all(momentum_of(name, group) for group in groups):
         if name == "SGD":
             why = "the momentum of SGD and how it changes say where the weights will be, at large rates, too"
@@ -114,7 +115,7 @@ def _auto(name: str, groups: list[dict[str, Any]]) -> CompensationChoice:
 
 
 def _fears(name: str, delay: Delay, groups: list[dict[str, Any]]) -> str | None:
-    """Return what is known to go wrong."""
+    """Return the known risk of a treatment, if any."""
     if delay in AHEAD and not all(momentum_of(name, group) for group in groups):
         return f"{name} has no momentum in some of its groups: nothing is predicted for them"
     if name in ADAM_FAMILY and delay == "none":

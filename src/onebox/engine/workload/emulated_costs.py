@@ -1,4 +1,4 @@
-"""What actions cost devices that compute nothing: what the plan expects, or what is told of the model's segments."""
+"""Costs of actions on emulated devices: the plan's predictions, or given costs of the model's segments."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from onebox.errors import UsageError
 from onebox.plan import Action, Plan
 
 SegmentCosts = Mapping[str, tuple[float, float, float]]
-"""For segments, by their names, seconds of forward, input gradient and weight gradient of a sample at full speed."""
+"""By segment name: seconds of forward, input gradient and weight gradient for one sample at full speed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EmulatedCosts:
-    """What actions cost devices that compute nothing, at full speed: the time that they sleep.
+    """Costs of actions on emulated devices at full speed: the time that they sleep.
 
     Args:
         plan: The plan.
-        speeds: Of each device, by which what the plan predicts for it has been divided.
-        segments: What the segments cost. They go on costing it when a plan is made of what was measured, which has the
-            slowness of a device in its prediction. ``None`` for what the plan predicts.
+        speeds: Speed of each device, by which the plan's predictions for it are divided.
+        segments: Costs of the segments; ``None`` for the plan's predictions. Given costs stay valid when a plan is made
+            from measurements, whose predictions include a device's slowness.
 
     Raises:
-        UsageError: Some of the plan's segments are not there, or cost what nothing can.
+        UsageError: Segments of the plan are missing, or have invalid costs.
     """
 
     plan: Plan
@@ -40,14 +40,15 @@ class EmulatedCosts:
             raise UsageError(f"costs= says nothing of segment {missing[0]!r}; it has to name all of the model")
 
     def seconds(self, worker: int, action: Action, samples: int, full: int, *, late: bool) -> float:
-        """Return what an action costs.
+        """Return the cost of an action.
 
         Args:
-            worker: Who does it.
-            action: What is done.
-            samples: Of its micro-batch.
-            full: Samples of the largest micro-batch, for which the plan predicts.
-            late: Whether nobody waits for the input gradient of its stage: all of a backward then is the weights'.
+            worker: The worker.
+            action: The action.
+            samples: Samples of its micro-batch.
+            full: Samples of the largest micro-batch, to which the plan's predictions refer.
+            late: Whether no other stage waits for the input gradient of its stage: the whole backward then counts as
+                weight gradient.
         """
         forward_s, input_s, weight_s = self._stage_s(worker, action.stage, full)
         if action.kind == "W" and late:
@@ -70,10 +71,10 @@ class EmulatedCosts:
 
 
 def check_costs(costs: SegmentCosts) -> None:
-    """Refuse costs of segments that cannot be.
+    """Refuse invalid segment costs.
 
     Raises:
-        UsageError: Some are no three times.
+        UsageError: A cost is not a triple of times.
     """
     for name, times in costs.items():
         if len(times) != 3 or not all(0 <= seconds < math.inf for seconds in times):

@@ -1,4 +1,4 @@
-"""Arithmetic of numbers that arrive later: they behave like a ``float``, and every use of the value waits for it."""
+"""Numbers whose values arrive later: they behave like ``float``, and every use of the value waits for it."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ def _reflected(operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any
 class LateNumber(Real):
     """A real number whose value arrives later.
 
-    Comparison, arithmetic, ``round``, ``math``, ``statistics``, numpy and functions of PyTorch take it for the
-    ``float`` that it stands for, and return plain numbers, arrays and tensors. Equality and hash are the value's.
-    In a function of PyTorch it is a ``float64`` tensor without dimensions, so ``torch.stack(losses)`` is the tensor of
+    Comparison, arithmetic, ``round``, ``math``, ``statistics``, numpy and functions of PyTorch treat it as the
+    ``float`` that it represents, and return plain numbers, arrays and tensors. Equality and hash are the value's. In a
+    function of PyTorch it is a ``float64`` tensor without dimensions, so ``torch.stack(losses)`` is the tensor of
     several. A copy is the number itself; pickled, it is a ``float``.
 
-    Not possible, since Python and PyTorch look for the very type ``float`` there: ``json.dumps`` without
+    Not possible, since Python and PyTorch require the exact type ``float`` there: ``json.dumps`` without
     ``default=float``, and ``torch.tensor([loss])`` without a ``dtype``.
     """
 
     def __new__(cls, *arguments: Any, **named: Any) -> Self:
         if len(arguments) == 1 and isinstance(arguments[0], Real) and not named:
-            # statistics.mean and its like convert what they found to the type of the numbers, as type(x)(mean).
+            # statistics.mean and similar functions convert their result to the type of the numbers, as type(x)(mean).
             return float(arguments[0])  # type: ignore[return-value]
         return super().__new__(cls)
 
@@ -53,15 +53,15 @@ class LateNumber(Real):
         """Wait for the value and return it."""
 
     def detach(self) -> Self:
-        """Return itself: it is a number, and part of no graph."""
+        """Return itself: it is not part of a graph."""
         return self
 
     def cpu(self) -> Self:
-        """Return itself: it is a number, and on no device."""
+        """Return itself: it is not on a device."""
         return self
 
     def backward(self, *arguments: Any, **named: Any) -> None:
-        """Refuse: there is no graph behind it.
+        """Refuse: it has no graph.
 
         Raises:
             UsageError: Always.
@@ -72,7 +72,7 @@ class LateNumber(Real):
         )
 
     def as_integer_ratio(self) -> tuple[int, int]:
-        """Return two whole numbers whose quotient is the value, as :meth:`float.as_integer_ratio`; waits."""
+        """Return two integers whose quotient is the value, as :meth:`float.as_integer_ratio`; waits."""
         return self.item().as_integer_ratio()
 
     def is_integer(self) -> bool:
@@ -154,7 +154,7 @@ class LateNumber(Real):
         return np.asarray(self.item(), dtype=dtype)
 
     def __array_ufunc__(self, function: np.ufunc, method: str, *inputs: Any, **named: Any) -> Any:
-        # As a float and no array of float64: the sum with a float32 stays one.
+        # A float instead of a float64 array: its sum with a float32 stays float32.
         numbers = (one.item() if isinstance(one, LateNumber) else one for one in inputs)
         return getattr(function, method)(*numbers, **named)
 

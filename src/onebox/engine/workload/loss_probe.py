@@ -1,7 +1,7 @@
-"""A loss by itself: what it makes of outputs that no model computed, for some samples together and in halves.
+"""The loss in isolation: its value for generated outputs, for some samples together and in halves.
 
-Models that draw random numbers, or normalise by their batch, in eval mode, too, give samples other outputs in other
-micro-batches. Whether their loss is a mean over samples is then asked of the loss alone.
+A model that draws random numbers or normalises by its batch even in eval mode computes other outputs for a sample in
+another micro-batch. Then only the loss function itself is checked to be a mean over samples.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from onebox.graph import Loss, capture
 from onebox.wire import program_dtype_name
 
 MOST_BYTES = 256 << 20
-"""Of the outputs of a comparison, which is made in the client."""
+"""Largest size of the outputs of a comparison, which is made in the client."""
 
 
 class _Shapes:
-    """Stands for a loss, and takes note of what the outputs of the model are; no module, whose changes are refused."""
+    """A stand-in for a loss that records the specs of the model's outputs; not a module, as changes of modules are
+    refused.
+    """
 
     def __init__(self) -> None:
         self.found: list[Any] = []
@@ -42,12 +44,12 @@ class _Shapes:
 
 @dataclass(frozen=True, kw_only=True)
 class LossProbe:
-    """What a loss makes of samples, together and in halves weighted by samples.
+    """Losses of samples, together and in halves weighted by samples.
 
     Args:
-        whole: Their loss, and the 2-norm of its gradient by the outputs.
-        halves: Likewise.
-        types: The element types of the outputs.
+        whole: Loss and 2-norm of its gradient with respect to the outputs, for all samples together.
+        halves: The same for the halves.
+        types: Element types of the outputs.
     """
 
     whole: tuple[float, float]
@@ -56,15 +58,15 @@ class LossProbe:
 
 
 def probe_loss(recipe: CaptureSpec, batch: Batch) -> LossProbe | None:
-    """Return what the loss makes of outputs for a batch.
+    """Return the losses of generated outputs for a batch.
 
     Args:
         recipe: The model and its loss.
-        batch: Some samples, an even number.
+        batch: Samples, an even number.
 
     Returns:
-        That; ``None`` where it says nothing: outputs are not by samples, or there is too much of them, or the loss
-        draws random numbers.
+        The losses; ``None`` if the comparison is impossible: the outputs have no sample dimension or are too large, or
+            the loss draws random numbers.
 
     Raises:
         CaptureError: The model cannot be captured, or the loss raises an error.
@@ -85,7 +87,7 @@ def probe_loss(recipe: CaptureSpec, batch: Batch) -> LossProbe | None:
 
 
 def _weighted(loss: Loss, outputs: Any, targets: Any, cuts: Sequence[slice]) -> tuple[float, float]:
-    """Return the loss of samples, and the norm of its gradient, by that of cuts of them, weighted by samples."""
+    """Return the loss of samples and the norm of its gradient, computed over slices and weighted by samples."""
     size = pytree.tree_leaves(outputs)[0].shape[0]
     total = square = 0.0
     for cut in cuts:
@@ -103,7 +105,7 @@ def _weighted(loss: Loss, outputs: Any, targets: Any, cuts: Sequence[slice]) -> 
 
 @contextlib.contextmanager
 def _in_eval_mode(loss: Any) -> Iterator[None]:
-    """Let a loss that is a module be in eval mode meanwhile."""
+    """Put a loss module into eval mode for the duration of the context."""
     before = [(each, each.training) for each in loss.modules()] if isinstance(loss, nn.Module) else []
     for each, _ in before:
         each.training = False
@@ -115,7 +117,7 @@ def _in_eval_mode(loss: Any) -> Iterator[None]:
 
 
 def _outputs(recipe: CaptureSpec, batch: Batch) -> Any:
-    """Return made-up outputs of a model, probabilities all of them; ``None`` where they are not by samples."""
+    """Return generated outputs of a model, all of them probabilities; ``None`` if they have no sample dimension."""
     shapes = _Shapes()
     capture(
         recipe.model,

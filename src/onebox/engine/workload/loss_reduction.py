@@ -1,8 +1,8 @@
-"""How the losses of micro-batches make up that of their batch: means over samples, sums, or means over something else.
+"""Loss reductions: combining micro-batch losses as means over samples, sums, or means over another quantity.
 
-A micro-batch's loss, and with it its gradients, counts with a weight: its share of the samples where the loss is a mean
-over samples, 1 where it is a sum, its share of a normaliser that the user gives (:class:`Weighted`) otherwise. The
-first two are constants of a routine. The third depends on the targets, and travels with each batch.
+A micro-batch's loss and gradients have a weight: its fraction of the samples if the loss is a mean over samples, 1 if
+it is a sum, and else its fraction of a normaliser given by the user (:class:`Weighted`). The first two are constants of
+a routine. The third depends on the targets, and is sent with each batch.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from onebox.plan import MicroBatch
 
 @dataclass(frozen=True)
 class Weighted:
-    """A loss that is a mean over something else than samples, such as tokens that are not ignored.
+    """A loss that is a mean over another quantity than samples, such as tokens that are not ignored.
 
     Args:
-        normaliser: Maps targets, of a batch or a slice of one, to what the loss divides by: a number from 0 up, or a
-            tensor of one. Of two slices together it has to be the sum of both. It runs in the client.
+        normaliser: Maps targets, of a batch or a slice of one, to the loss's divisor: a number from 0 up, or a tensor
+            of one. It must be additive over slices. It runs in the client.
 
     Example:
         >>> import torch, onebox
@@ -42,7 +42,7 @@ class Weighted:
         """Return the normaliser of targets.
 
         Raises:
-            UsageError: It is no number from 0 up.
+            UsageError: It is not a number from 0 up.
         """
         found = self.normaliser(targets)
         if isinstance(found, Tensor) and found.numel() != 1:
@@ -60,25 +60,25 @@ _WRONG = "the normaliser of loss_reduction=Weighted(...) returned"
 _ALLOWED = "allowed are a finite number from 0 up, or a tensor of one"
 
 LossReduction = Literal["mean", "sum"] | Weighted | None
-"""``None`` for a mean over samples that is checked to be one."""
+"""``None`` for a mean over samples, which is checked."""
 
 ReductionName = Literal["mean", "sum", "weighted"]
 
 
 def reduction_name(reduction: LossReduction) -> ReductionName | None:
-    """Return what a checkpoint says of a loss reduction."""
+    """Return the name of a loss reduction in checkpoints."""
     return "weighted" if isinstance(reduction, Weighted) else reduction
 
 
 def resumed_reduction(name: ReductionName | None, options: Mapping[str, Any]) -> LossReduction:
-    """Return the loss reduction of a trainer that goes on from a checkpoint.
+    """Return the loss reduction of a trainer resumed from a checkpoint.
 
     Args:
-        name: What the checkpoint says.
-        options: What the user asks for.
+        name: The name in the checkpoint.
+        options: The user's options.
 
     Raises:
-        UsageError: It is a function, which no checkpoint holds, and the user does not give it again.
+        UsageError: It is a function, which checkpoints do not store, and the user's options do not include it.
     """
     if name != "weighted":
         return name
@@ -87,14 +87,14 @@ def resumed_reduction(name: ReductionName | None, options: Mapping[str, Any]) ->
             "the checkpoint was made with loss_reduction=onebox.Weighted(fn), and a function is in no checkpoint: "
             "give the same one to resume(..., loss_reduction=onebox.Weighted(fn))"
         )
-    return None  # the user's takes its place
+    return None  # replaced by the user's option
 
 
 def check_reduction(reduction: Any) -> None:
-    """Refuse what is no loss reduction.
+    """Refuse an invalid loss reduction.
 
     Raises:
-        UsageError: What is allowed.
+        UsageError: It is invalid; the message lists the allowed values.
     """
     if reduction not in (None, "mean", "sum") and not isinstance(reduction, Weighted):
         raise UsageError(
@@ -106,10 +106,10 @@ def check_reduction(reduction: Any) -> None:
 
 
 def normalisers(reduction: LossReduction, batch: Batch, micro_batches: Sequence[MicroBatch]) -> tuple[float, ...]:
-    """Return what the loss of each micro-batch divides by: samples, or 1 for a sum, or what the user says.
+    """Return the divisor of each micro-batch's loss: samples, 1 for a sum, or the user's normaliser.
 
     Raises:
-        UsageError: The user's function returns no number from 0 up.
+        UsageError: The user's function returns something else than a number from 0 up.
     """
     if reduction == "sum":
         return (1.0,) * len(micro_batches)
@@ -122,12 +122,12 @@ def normalisers(reduction: LossReduction, batch: Batch, micro_batches: Sequence[
 
 
 def weights_of(reduction: LossReduction, batch: Batch, micro_batches: Sequence[MicroBatch]) -> tuple[float, ...]:
-    """Return the weight of each micro-batch's loss in that of its batch.
+    """Return the weight of each micro-batch's loss.
 
-    Where every normaliser is 0 the loss is a mean over nothing: then they are shares of the samples.
+    If every normaliser is 0, the loss is a mean over nothing, and weights are fractions of the samples.
 
     Raises:
-        UsageError: The user's function returns no number from 0 up.
+        UsageError: The user's function returns something else than a number from 0 up.
     """
     found = normalisers(reduction, batch, micro_batches)
     if reduction == "sum":
@@ -136,7 +136,7 @@ def weights_of(reduction: LossReduction, batch: Batch, micro_batches: Sequence[M
 
 
 def shares_of(found: Sequence[float], sizes: Sequence[int]) -> tuple[float, ...]:
-    """Return normalisers as shares of their sum; where that is 0, shares of the samples.
+    """Return normalisers as fractions of their sum; if that is 0, fractions of the samples.
 
     Args:
         found: The normalisers.
@@ -153,7 +153,7 @@ def shares_of(found: Sequence[float], sizes: Sequence[int]) -> tuple[float, ...]
 
 
 def total_of(values: Sequence[float], weights: Sequence[float]) -> float:
-    """Return the sum of losses with their weights; one without a weight adds nothing, whatever it is.
+    """Return the weighted sum of losses; a loss with weight 0 adds nothing, even if it is NaN.
 
     Example:
         >>> total_of([2.0, float("nan")], [1.0, 0.0])
@@ -164,16 +164,16 @@ def total_of(values: Sequence[float], weights: Sequence[float]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class TravellingWeights:
-    """The weights of micro-batches, as a tensor that comes behind those of their batch.
+    """Weights of micro-batches, sent as an additional tensor with their batch.
 
     A micro-batch with weight 0 must add nothing to the gradients, but 0 times the loss of a mean over nothing is NaN.
-    So other targets, which have a normaliser, take the place of its own; inputs stay, and with them the statistics of
-    batch norm.
+    So its targets are replaced by others with a normaliser; its inputs stay, and with them the statistics of batch
+    norm.
 
     Args:
-        reduction: Gives the normalisers.
-        leaf: The number that the weight has among the tensors of a batch: the one behind the last.
-        dtype: The type of the loss.
+        reduction: The reduction with the normaliser.
+        leaf: Index of the weight among the tensors of a batch: after the last one.
+        dtype: Element type of the loss.
     """
 
     reduction: Weighted
@@ -185,7 +185,7 @@ class TravellingWeights:
         return torch.tensor(weights_of(self.reduction, batch, micro_batches)[index], dtype=self.dtype)
 
     def replaced(self, batch: Batch, micro_batches: Sequence[MicroBatch], index: int, leaf: int) -> Tensor | None:
-        """Return what takes the place of a tensor of a micro-batch; ``None`` where it stays."""
+        """Return the replacement for a tensor of a micro-batch; ``None`` if it is unchanged."""
         if leaf not in range(_inputs(batch), len(batch.leaves)):
             return None
         found = normalisers(self.reduction, batch, micro_batches)
@@ -197,7 +197,7 @@ class TravellingWeights:
         return tensor.expand(micro_batches[index].size, *tensor.shape[1:]).contiguous()
 
     def _with_normaliser(self, batch: Batch, start: int, size: int) -> int:
-        """Return a sample, among those that have a normaliser together, that has one by itself."""
+        """Return a sample with a positive normaliser, from samples with one in total."""
         while size > 1:
             half = size // 2
             if self.reduction.of(_targets(batch, start, half)):
@@ -208,12 +208,12 @@ class TravellingWeights:
 
 
 def _targets(batch: Batch, start: int, size: int) -> Any:
-    """Return the targets of some samples, nested as they came."""
+    """Return the targets of some samples in their original nesting."""
     _, targets = batch.structure.nest(batch.slice(start, size))
     return targets
 
 
 def _inputs(batch: Batch) -> int:
-    """Return how many of a batch's tensors are inputs; the others are targets."""
+    """Return the number of input tensors of a batch; the others are targets."""
     inputs, _ = batch.structure.nest(batch.leaves)
     return sum(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(inputs))

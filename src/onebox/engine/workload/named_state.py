@@ -20,11 +20,11 @@ from onebox.wire.protocol.snapshots import StateEntry
 from onebox.worker import REMEMBERS, for_each_group
 
 OptimizerEntries = list[tuple[str, str, Tensor | bool | int | float | None]]
-"""What an optimizer remembers: (parameter, key, value)."""
+"""State of an optimizer: (parameter, key, value)."""
 
 
 PASSES = 4
-"""So often an optimizer's step reads or writes each byte of parameter, gradient and state, about."""
+"""Approximate number of times that an optimizer's step reads or writes each byte of parameter, gradient and state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +33,8 @@ class NamedState:
 
     Args:
         tensors: By name; parameters first. Names begin with ``model.`` or ``loss.``.
-        parameters: Which of them are parameters.
-        numbers: The buffer that each is in, the same on every worker.
+        parameters: Names of the parameters.
+        numbers: Buffer of each, the same on every worker.
     """
 
     tensors: dict[str, Tensor]
@@ -42,16 +42,16 @@ class NamedState:
     numbers: Mapping[str, int]
 
     def spec(self, name: str) -> TensorSpec:
-        """Return what a tensor is."""
+        """Return the spec of a tensor."""
         return spec_of(self.tensors[name])
 
     def replace(self, others: Mapping[str, Tensor]) -> None:
-        """Let other tensors of the same kind stand in the places of some."""
+        """Replace some tensors by others of the same kind."""
         self.tensors.update(others)
 
 
 def named_state(model: nn.Module, loss: Any, new_number: Callable[[], int]) -> NamedState:
-    """Name every parameter and buffer of a model and of a loss that is a module."""
+    """Name every parameter and buffer of a model and of a loss module."""
     modules = {"model": model} | ({"loss": loss} if isinstance(loss, nn.Module) else {})
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
@@ -74,8 +74,8 @@ def trained_names(state: NamedState, optimizer: Optimizers) -> tuple[str, ...]:
     """Return the names of the parameters that optimizers update, in the order of their groups.
 
     Raises:
-        UsageError: An optimizer is not a plain one of ``torch.optim``, or holds tensors that are not the model's, or
-            two hold the same.
+        UsageError: An optimizer is not a plain one of ``torch.optim``, or has tensors outside the model, or two share a
+            tensor.
     """
     names = {id(state.tensors[name]): name for name in state.parameters}
     found: list[str] = []
@@ -111,16 +111,16 @@ def optimizer_definition(
     delay: GroupDelays = "none",
     succeeds: bool = False,
 ) -> OptimizerSpec:
-    """Describe what a worker steps its parameters with: one optimizer, whose groups may be of several classes.
+    """Return the definition of a worker's optimizer: a single one, whose groups may be of several classes.
 
     Args:
         optimizer: The user's optimizer, or several.
         state: Parameters and buffers.
-        trained: The parameters that the worker steps.
-        entries: What it remembers of them.
-        host: Whether it is to step in the host's memory.
-        delay: What is done about gradients that are late.
-        succeeds: Whether it takes the place of the one that has its number.
+        trained: The parameters that the worker updates.
+        entries: Its state entries.
+        host: Whether it runs in the host's memory.
+        delay: The treatment of late gradients.
+        succeeds: Whether it replaces the one with the same number.
     """
     position = {name: index for index, name in enumerate(trained)}
     names = {id(state.tensors[name]): name for name in state.parameters}
@@ -134,7 +134,7 @@ def optimizer_definition(
 
 
 def local_optimizer_state(optimizer: Optimizers, state: NamedState) -> OptimizerEntries:
-    """Return what optimizers that have stepped before remember, as (parameter, key, value)."""
+    """Return the present state of the user's optimizers, as (parameter, key, value)."""
     return [
         (name, key, value)
         for name in state.tensors
@@ -145,7 +145,7 @@ def local_optimizer_state(optimizer: Optimizers, state: NamedState) -> Optimizer
 def state_entries(
     remembered: OptimizerEntries, trained: tuple[str, ...]
 ) -> tuple[tuple[StateEntry, ...], list[Tensor]]:
-    """Turn what an optimizer remembers into entries for a worker and the tensors of those that have one."""
+    """Convert optimizer state to entries for a worker, with the tensors of those that have one."""
     position = {name: index for index, name in enumerate(trained)}
     known = [(name, key, value) for name, key, value in remembered if name in position]
     entries = tuple(
@@ -156,12 +156,12 @@ def state_entries(
 
 
 class OptimizerFootprint(NamedTuple):
-    """What an optimizer's state takes of a parameter.
+    """Size of an optimizer's state for a parameter.
 
     Args:
-        factor: Its bytes as a multiple of those of the parameter.
-        fixed_bytes: The bytes that it adds whatever the parameter's size.
-        corrected: Whether updates of it are corrected when gradients are late, which takes the parameter's bytes again.
+        factor: Ratio of its bytes to those of the parameter.
+        fixed_bytes: Additional bytes, independent of the parameter's size.
+        corrected: Whether its updates are corrected when gradients are late, which needs the parameter's bytes again.
     """
 
     factor: float
@@ -169,17 +169,17 @@ class OptimizerFootprint(NamedTuple):
     corrected: bool = False
 
     def size_bytes(self, parameter_bytes: int, *, late: bool = False) -> int:
-        """Return the bytes of the state of a parameter, with or without what late gradients take."""
+        """Return the bytes of the state of a parameter, with or without the needs of late gradients."""
         return int((self.factor + (late and self.corrected)) * parameter_bytes) + self.fixed_bytes
 
 
 def footprints(optimizer: Optimizers, state: NamedState, delay: GroupDelays = "none") -> dict[str, OptimizerFootprint]:
-    """Return what optimizers' state takes of each of their parameters, by trying each kind of group on a parameter.
+    """Return the size of the optimizers' state for each parameter, by trying each kind of group on a small parameter.
 
     Args:
         optimizer: One or several.
         state: Parameters and buffers.
-        delay: What is done about gradients that are late.
+        delay: The treatment of late gradients.
     """
     names = {id(state.tensors[name]): name for name in state.parameters}
     groups = groups_of(optimizer)
@@ -198,9 +198,9 @@ def footprints(optimizer: Optimizers, state: NamedState, delay: GroupDelays = "n
 
 
 def update_bytes(optimizer: Optimizers, state: NamedState) -> dict[str, float]:
-    """Return what a step of each parameter costs, in bytes of it and of what is remembered that are gone through.
+    """Return the cost of updating each parameter, in bytes of parameter and state that are read or written.
 
-    Muon multiplies matrices besides, which takes as long as some more bytes: for a parameter of m rows and n columns,
+    Muon also multiplies matrices, which is converted to additional bytes: for a parameter of m rows and n columns,
     m <= n, each of its Newton-Schulz iterations takes 4 m² n + 2 m³ operations (Jordan 2024, "Muon").
 
     Args:
@@ -223,16 +223,17 @@ def update_bytes(optimizer: Optimizers, state: NamedState) -> dict[str, float]:
 
 
 def _factored(shape: Sequence[int]) -> float:
-    """Return what Adafactor remembers of a parameter, as a multiple of it: means over rows and over columns.
+    """Return the ratio of Adafactor's state to a parameter: means over rows and over columns.
 
-    Shazeer and Stern, 2018 (arXiv:1804.04235); of what is no matrix, nor several, it is as large as the parameter.
+    Shazeer and Stern, 2018 (arXiv:1804.04235); for tensors with fewer than two dimensions it is as large as the
+    parameter.
     """
     return 1 / shape[-1] + 1 / shape[-2] if len(shape) > 1 else 1.0
 
 
 def _tried(group: ParameterGroup) -> tuple[float, int]:
-    """Return the bytes of the state of a parameter as a multiple of its own, and what comes to these."""
-    parameter = nn.Parameter(torch.zeros(1 << 6, 1 << 6))  # Muon wants matrices
+    """Return the ratio of the state's bytes to a parameter's, and the additional bytes."""
+    parameter = nn.Parameter(torch.zeros(1 << 6, 1 << 6))  # Muon requires matrices
     kind = getattr(torch.optim, group.kind)
     known = set(inspect.signature(kind).parameters) - {"fused", "foreach"}
     tried = kind([parameter], **{key: value for key, value in group.options.items() if key in known})

@@ -1,4 +1,4 @@
-"""One optimizer of ``torch.optim``, or several beside each other, as one list of parameter groups. Pure."""
+"""One or several optimizers of ``torch.optim`` as one list of parameter groups. Pure."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from onebox.wire.protocol.instructions import Options
 from onebox.worker import OPTIMIZERS
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
-"""What a user trains with: one optimizer, or several over parameters of their own."""
+"""One optimizer, or several over disjoint parameters."""
 
 TrainedFlags = list[list[tuple[int, bool]]]
-"""Of each parameter group what identifies each of its parameters, and whether that is to get gradients."""
+"""For each parameter group, the identity of each parameter, and whether it requires gradients."""
 
 
 class ParameterGroup(NamedTuple):
     """A parameter group.
 
     Args:
-        kind: Class in ``torch.optim``.
+        kind: Class name in ``torch.optim``.
         parameters: Its parameters.
-        options: Its options as they are now; see :func:`options_of`.
+        options: Its present options; see :func:`options_of`.
     """
 
     kind: str
@@ -35,10 +35,10 @@ class ParameterGroup(NamedTuple):
 
 
 def optimizers_in(optimizers: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
-    """Return optimizers one by one.
+    """Return the optimizers as a tuple.
 
     Raises:
-        UsageError: There is none, or one is no plain optimizer of ``torch.optim`` that workers run.
+        UsageError: There is none, or one is not a supported plain optimizer of ``torch.optim``.
     """
     given = tuple(optimizers) if isinstance(optimizers, Sequence) else (optimizers,)
     if not given:
@@ -54,10 +54,10 @@ def optimizers_in(optimizers: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
 
 
 def groups_of(optimizers: Optimizers) -> list[ParameterGroup]:
-    """Return the parameter groups of all optimizers, one optimizer behind the other.
+    """Return the parameter groups of all optimizers, concatenated.
 
     Raises:
-        UsageError: An option is no plain value.
+        UsageError: An option is not a plain value.
     """
     return [
         ParameterGroup(type(each).__name__, group["params"], options)
@@ -67,12 +67,12 @@ def groups_of(optimizers: Optimizers) -> list[ParameterGroup]:
 
 
 def options_of(optimizers: Optimizers) -> tuple[Options, ...]:
-    """Return the options of each parameter group, as they are now."""
+    """Return the present options of each parameter group."""
     return tuple(options for each in optimizers_in(optimizers) for options in _options(each))
 
 
 def elements_of(optimizers: Optimizers) -> list[tuple[str, int]]:
-    """Return how many elements each class steps, by its name: how long that takes depends on it."""
+    """Return the number of elements that each optimizer class updates, which determines its time."""
     found: Counter[str] = Counter()
     for kind, parameters, _ in groups_of(optimizers):
         found[kind] += sum(parameter.numel() for parameter in parameters)
@@ -80,7 +80,7 @@ def elements_of(optimizers: Optimizers) -> list[tuple[str, int]]:
 
 
 def remembered_of(optimizers: Optimizers, parameter: Tensor) -> Mapping[str, Any]:
-    """Return what the one of the optimizers that has a parameter remembers of it."""
+    """Return the optimizer state of a parameter."""
     return next((each.state[parameter] for each in optimizers_in(optimizers) if parameter in each.state), {})
 
 
@@ -100,17 +100,16 @@ def _plain(key: str, value: Any) -> Any:
 
 
 def training_of(optimizers: Sequence[torch.optim.Optimizer]) -> TrainedFlags:
-    """Return of each parameter group which parameters it has, and whether they are to get gradients."""
+    """Return the parameters of each parameter group, and whether they require gradients."""
     groups = (group for each in optimizers for group in each.param_groups)
     return [[(id(parameter), parameter.requires_grad) for parameter in group["params"]] for group in groups]
 
 
 def require_training(optimizers: Sequence[torch.optim.Optimizer], before: TrainedFlags) -> None:
-    """Require that optimizers train what they did, and that workers can do all that a step of theirs does.
+    """Require that optimizers train the same parameters as before, in a way that workers support.
 
     Raises:
-        UsageError: They have other parameters, or one is to get gradients that was not, or the other way round; or they
-            have hooks.
+        UsageError: They have other parameters, a parameter's ``requires_grad`` has changed, or they have hooks.
     """
     for each in optimizers:
         if each._optimizer_step_pre_hooks or each._optimizer_step_post_hooks:

@@ -39,7 +39,7 @@ def load_dataset(spec: str) -> DataSet:
     """Load a data set into memory.
 
     Args:
-        spec: ``digits`` (comes with scikit-learn), ``mnist:FOLDER`` (IDX files, gzipped or not) or
+        spec: ``digits`` (comes with onebox), ``mnist:FOLDER`` (IDX files, gzipped or not) or
             ``cifar10:FOLDER`` (tar archives of JPEG files, or its binary version). A leading ``~`` in the folder is
             the home folder.
 
@@ -58,7 +58,7 @@ def load_dataset(spec: str) -> DataSet:
     name, colon, place = spec.partition(":")
     if name == "digits":
         if colon:
-            raise UsageError(f"Data set {spec!r}: digits comes with scikit-learn and takes no folder; say digits.")
+            raise UsageError(f"Data set {spec!r}: digits comes with onebox and takes no folder; say digits.")
         return load_digits()
     if name not in FOLDER_LOADERS:
         raise UsageError(f"Data set {spec!r} is not known; allowed are {ALLOWED}.")

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from onebox.errors import DataError, UsageError
+from onebox.extras import import_extra
 from onebox.feed.checks import require_int
 from onebox.feed.decode import ImageDecoder
 from onebox.feed.sources.formats.columns import Columns
 from onebox.feed.sources.formats.files import Paths, expand
-from onebox.feed.sources.formats.row_groups import RowGroupCache, RowGroups
+from onebox.feed.sources.formats.row_groups import READING, RowGroupCache, RowGroups
 from onebox.feed.sources.labels import check_classes
 
 CACHE_BYTES = 256 << 20
@@ -47,7 +48,8 @@ class Parquet:
         classes: Names of the classes, or None.
 
     Raises:
-        UsageError: A column is missing, or pyarrow is not installed.
+        UsageError: A column is missing.
+        MissingExtra: pyarrow is not installed.
         DataError: A file is missing, damaged, or has other columns than the first.
 
     Example::
@@ -88,7 +90,7 @@ class Parquet:
             UsageError: There are no targets, or they are not whole numbers.
             DataError: A file is damaged.
         """
-        import pyarrow as pa
+        pa = import_extra("pyarrow", READING)
 
         name = self._columns.targets
         if name is None or not pa.types.is_integer(self._groups.schema.field(name).type):
@@ -131,7 +133,7 @@ class Parquet:
 
 def _plain(scalar: Any) -> Any:
     """Convert an Arrow value to Python, or to an array of the same number type."""
-    import pyarrow as pa
+    pa = import_extra("pyarrow", READING)
 
     kind = scalar.type
     if not scalar.is_valid:
@@ -152,7 +154,7 @@ def _plain(scalar: Any) -> Any:
 
 def _array(values: Any) -> Any:
     """Convert an Arrow list: to an array if it consists of numbers and has one shape."""
-    import pyarrow as pa
+    pa = import_extra("pyarrow", READING)
 
     leaf, shape = values, [len(values)]
     while _is_list(leaf.type):
@@ -175,7 +177,7 @@ def _array(values: Any) -> Any:
 
 
 def _is_list(kind: Any) -> bool:
-    import pyarrow as pa
+    pa = import_extra("pyarrow", READING)
 
     return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 

@@ -20,8 +20,7 @@ where that is not offloaded, it stays. Every other micro-batch in flight holds a
 further span costs a call.
 
 The program is exact for this model except that held bytes are rounded up to whole buckets. Its states are (end of the
-span, what of the two links before it is away, bytes held); a test compares it with the same model as an integer
-program.
+span, what of the two links before it is away, bytes held); a test compares it with a search that rounds nothing.
 
 Sources: recomputed segments, Chen et al. 2016 (arXiv:1604.06174); dynamic programming over (position, memory) on
 chains, Beaumont et al. 2019 (arXiv:1911.13214, "Rotor"), and with offloading too 2020

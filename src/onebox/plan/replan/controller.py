@@ -200,7 +200,8 @@ class ReplanController:
         moves = ChangeSearch(self._rates.problem(), self._plan, terms)
         before_s, found = moves.before_s, moves.best((self._home,))
         saved_s = before_s - found.step_s
-        home = layout_of(self._problem, self._home).parts == found.layout.parts
+        now, first = (layout_of(self._problem, plan).parts for plan in (self._plan, self._home))
+        home = found.layout.parts == first != now  # another order of the first plan's stages does not go back
         wanted = options.gain * (_HOME if home else 1.0)
         if not before_s or saved_s < wanted * before_s or saved_s * options.horizon <= found.cost_s:
             self._changes.clear()

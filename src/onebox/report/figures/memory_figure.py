@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from onebox.errors import UsageError
 from onebox.plan import Simulation
-from onebox.report.figures.step_figure import COLOURS, MEANINGS, canvas, check_suffix, save
+from onebox.report.figures.step_figure import COLOURS, MEANINGS, canvas, check_suffix, matplotlib, save
 from onebox.report.tables.memory import bytes_text, measured_instructions
 
 if TYPE_CHECKING:  # importing the engine takes a second, and figures of simulations do not need it
@@ -244,17 +244,15 @@ def _draw_strip(axes: Axes, row: MemoryRow, height: float) -> None:
 
 
 def _draw_legend(figure: Figure, rows: Sequence[MemoryRow]) -> None:
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
-    handles: list[Patch | Line2D] = [Patch(facecolor="#c9d6e6", edgecolor="#7d97b8", label="predicted")]
+    patch, line = matplotlib("patches").Patch, matplotlib("lines").Line2D
+    handles = [patch(facecolor="#c9d6e6", edgecolor="#7d97b8", label="predicted")]
     if any(one.peak is not None for row in rows for one in row.moments):
-        handles.append(Line2D([], [], color="#1f3a5f", lw=1.0, ls=(0, (3, 1.5)), label="measured"))
+        handles.append(line([], [], color="#1f3a5f", lw=1.0, ls=(0, (3, 1.5)), label="measured"))
     if any(row.budget_bytes is not None for row in rows):
-        handles.append(Line2D([], [], color="#c2464a", lw=1.0, label="budget"))
-    handles.append(Line2D([], [], color="#1d2026", marker="v", ms=4, lw=0, label="peak"))
+        handles.append(line([], [], color="#c2464a", lw=1.0, label="budget"))
+    handles.append(line([], [], color="#1d2026", marker="v", ms=4, lw=0, label="peak"))
     there = {one.kind for row in rows for one in row.moments}
-    handles += [Patch(facecolor=COLOURS[kind], label=text) for kind, text in MEANINGS.items() if kind in there]
+    handles += [patch(facecolor=COLOURS[kind], label=text) for kind, text in MEANINGS.items() if kind in there]
     figure.legend(
         handles=handles,
         loc="outside lower left",

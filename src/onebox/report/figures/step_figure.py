@@ -11,9 +11,11 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import wrap
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from onebox.errors import UsageError
+from onebox.extras import import_extra
 from onebox.plan import Simulation
 from onebox.report.tables.text import time_text
 
@@ -224,18 +226,27 @@ def draw(pictures: Sequence[StepChart], path: Path | str, *, title: str = "", em
     save(figure, path, title)
 
 
+def matplotlib(module: str = "") -> ModuleType:
+    """Return matplotlib, or a module of it.
+
+    Raises:
+        MissingExtra: It is not installed.
+    """
+    return import_extra(f"matplotlib.{module}".rstrip("."), "A figure")
+
+
 def canvas(height_in: float, places: int) -> tuple[Figure, Sequence[Axes]]:
     """Return an empty figure, with axes one below the other, which share their time in milliseconds.
 
     Args:
         height_in: Its height, in inches.
         places: Number of axes.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(_WIDTH_IN, height_in), layout="constrained")
-    FigureCanvasAgg(figure)
+    Raises:
+        MissingExtra: Matplotlib is not installed.
+    """
+    figure: Figure = matplotlib("figure").Figure(figsize=(_WIDTH_IN, height_in), layout="constrained")
+    matplotlib("backends.backend_agg").FigureCanvasAgg(figure)
     axes = list(figure.subplots(places, 1, sharex=True, squeeze=False)[:, 0])
     axes[-1].set_xlabel("time in ms", fontsize=_FONT + 1.5)
     return figure, axes
@@ -252,15 +263,13 @@ def save(figure: Figure, path: Path | str, title: str = "") -> None:
     Raises:
         UsageError: The file cannot be written.
     """
-    from matplotlib import rc_context
-
     if title:
         figure.suptitle("\n".join(wrap(title, 150)), fontsize=_FONT + 3, x=0.01, ha="left")
     metadata: dict[str, Any] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(
         Path(path).suffix.lower(), {}
     )
     try:
-        with rc_context({"svg.hashsalt": "onebox"}):  # else ids inside the file are random
+        with matplotlib().rc_context({"svg.hashsalt": "onebox"}):  # else ids inside the file are random
             figure.savefig(path, dpi=_DPI, metadata=metadata)
     except OSError as error:
         raise UsageError(f"figure {path} cannot be written: {error.strerror}") from error
@@ -326,10 +335,9 @@ def _row_name(picture: StepChart, device: int, emulated: Collection[int]) -> str
 
 
 def _draw_legend(figure: Figure, pictures: Sequence[StepChart], stages: int) -> None:
-    from matplotlib.patches import Patch
-
+    patch = matplotlib("patches").Patch
     there = {bar.kind for picture in pictures for bar in picture.bars}
-    handles = [Patch(facecolor=COLOURS[kind], label=text) for kind, text in MEANINGS.items() if kind in there]
+    handles = [patch(facecolor=COLOURS[kind], label=text) for kind, text in MEANINGS.items() if kind in there]
     homes: dict[int, set[int]] = {}
     for picture in pictures:
         for bar in picture.bars:
@@ -337,7 +345,7 @@ def _draw_legend(figure: Figure, pictures: Sequence[StepChart], stages: int) -> 
                 homes.setdefault(bar.device, set()).add(bar.stage)
     if any(len(found) > 1 for found in homes.values()):
         shown = range(stages) if stages <= 8 else (0, stages - 1)
-        handles += [Patch(facecolor=_shade("#555b66", stage, stages), label=f"stage {stage}") for stage in shown]
+        handles += [patch(facecolor=_shade("#555b66", stage, stages), label=f"stage {stage}") for stage in shown]
     figure.legend(
         handles=handles,
         loc="outside lower left",
@@ -364,10 +372,8 @@ def _lanes(bars: Iterable[Bar]) -> list[list[Bar]]:
 
 def _shade(colour: str, stage: int | None, stages: int) -> tuple[float, float, float]:
     """Mix white into a colour: none for the first stage, most for the last."""
-    from matplotlib.colors import to_rgb
-
     part = 0.0 if stage is None or stages < 2 else _LIGHTEST * stage / (stages - 1)
-    red, green, blue = to_rgb(colour)
+    red, green, blue = matplotlib("colors").to_rgb(colour)
     return red + (1 - red) * part, green + (1 - green) * part, blue + (1 - blue) * part
 
 

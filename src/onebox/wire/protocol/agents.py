@@ -1,10 +1,10 @@
-"""What a client and an agent say to each other; an agent leases the devices of its host and starts workers on them.
+"""Protocol between a client and an agent, which leases the devices of its host and starts workers on them.
 
-One message is one frame, strictly decoded and bounded by :data:`MESSAGE_BYTES`; no tensor travels here. A client puts
-another frame before each of its own, a token of :data:`TOKEN_BYTES` that tells its sessions apart; it numbers its
-requests, and the answer bears the number; what an agent says by itself is about a lease. The agent is the
-CURVE server, and lets in the keys that were paired with it. Workers are reached over channels of their own, with keys
-of their own, which the agent hands out with the lease.
+One message is one frame, strictly decoded and bounded by :data:`MESSAGE_BYTES`; no tensors are sent here. A client
+precedes each message by a frame with a token of :data:`TOKEN_BYTES` that identifies its session; it numbers its
+requests, and the reply repeats the number; an agent's other messages concern a lease. The agent is the CURVE server,
+and accepts keys that were paired with it. Workers have separate channels, with separate keys, which are part of the
+lease.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ AGENT_PROTOCOL = 3
 """Version of everything in this file; both sides must agree."""
 
 AGENT_PORT = 7171
-"""Where an agent listens unless it is told otherwise."""
+"""Default port of an agent."""
 
 PAIRING_PORT = 7172
-"""Where ``onebox pair accept`` listens unless it is told otherwise."""
+"""Default port of ``onebox pair accept``."""
 
 GRACE_S = 30.0
-"""How long a client may be silent before its leases end, unless it asks for something else: a laptop that sleeps for a
-moment and a script that is stopped and continued keep what they have, and nobody waits long for what a dead one had.
-(etcd's sessions last 60 s and Kubernetes' nodes 40 to 50 s by default, ZooKeeper's and Consul's mostly 10 to 40 s.)"""
+"""Default time that a client may be silent before its leases end: a laptop that sleeps for a moment and a script that
+is stopped and continued keep their devices, and those of an ended client soon become free. (etcd's sessions last 60 s
+and Kubernetes' nodes 40 to 50 s by default, ZooKeeper's and Consul's mostly 10 to 40 s.)"""
 
 TOKEN_BYTES = 16
-"""Bytes of the token of a client's session, which it draws by lot and keeps while its connection is made again."""
+"""Length of the random token of a client's session, which survives reconnections."""
 
 RENEW_S = 0.5
-"""How often a client renews its leases, which is its sign of life; the agent answers each, which is its own."""
+"""Interval at which a client renews its leases, as its heartbeat; the agent replies to each, as its own heartbeat."""
 
 MESSAGE_BYTES = 1 << 20
-"""The most bytes of a message."""
+"""Most bytes of a message."""
 
 
 class AgentMessage(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Base: immutable, encoded as arrays, with no field too many."""
+    """Base: immutable, encoded as arrays, extra fields forbidden."""
 
 
 class SoftwareVersions(AgentMessage, frozen=True):
-    """What one side runs; both must have the same protocols, and the same torch but for what follows a ``+``."""
+    """Versions of one side; both must have the same protocols, and the same torch except for a suffix after ``+``."""
 
     agent_protocol: int
     protocol: int
@@ -55,13 +55,13 @@ class SoftwareVersions(AgentMessage, frozen=True):
 
 
 class Want(AgentMessage, frozen=True):
-    """A device that a client wants.
+    """A requested device.
 
     Args:
-        device: ``cuda:K`` for that one, ``cuda`` for any, ``cpu`` for a share of the cores.
+        device: ``cuda:K`` for a specific one, ``cuda`` for any, ``cpu`` for a share of the cores.
         threads: Threads of its CPU operators; 0 for the agent's choice.
-        memory_bytes: The most bytes of its buffers. For a GPU, 0 asks for the device alone, else others may have the
-            rest of its memory; for ``cpu`` 0 asks for as much as the agent gives.
+        memory_bytes: Most bytes of its buffers. For a GPU, 0 requests exclusive use, else others may use the rest of
+            its memory; for ``cpu`` 0 requests the agent's maximum.
     """
 
     device: str
@@ -70,26 +70,26 @@ class Want(AgentMessage, frozen=True):
 
 
 class Holder(AgentMessage, frozen=True):
-    """Who has leased a device, or part of it."""
+    """Holder of a lease on a device, or on part of it."""
 
     client: str
     lease: int
     memory_bytes: int
     since_s: float
-    """For how many seconds."""
+    """Age of the lease in seconds."""
 
 
 class Offer(AgentMessage, frozen=True):
     """A device that an agent offers.
 
     Args:
-        device: ``cuda:K``, or ``cpu``, which stands for all cores that are offered.
+        device: ``cuda:K``, or ``cpu``, which stands for all offered cores.
         name: Product name.
-        memory_bytes: Memory that is offered.
-        threads: Cores that are offered; of a GPU those beside it.
+        memory_bytes: Offered memory.
+        threads: Offered cores; for a GPU, those beside it.
         free_bytes: Memory that is not leased.
-        holders: Who has leased what of it.
-        load: Share of the time that it was busy of late, 0 to 1; -1 where that is not known.
+        holders: Holders of leases on it.
+        load: Fraction of recent time that it was busy, 0 to 1; -1 if unknown.
     """
 
     device: str
@@ -109,7 +109,7 @@ class Started(AgentMessage, frozen=True):
         process: Its process id on that host.
         key: Its public CURVE key.
         commands: Endpoint of its commands, ``tcp://ADDRESS:PORT``.
-        beats: Endpoint of its signs of life.
+        beats: Endpoint of its heartbeats.
     """
 
     device: str
@@ -123,31 +123,31 @@ class Started(AgentMessage, frozen=True):
 
 
 class Introduce(AgentMessage, frozen=True, tag="introduce"):
-    """The first words; the answer is :class:`Introduced` or :class:`Refused`."""
+    """First message; the reply is :class:`Introduced` or :class:`Refused`."""
 
     number: int
     versions: SoftwareVersions
     client: str
-    """How others see it: ``user@host``."""
+    """Displayed name of the client: ``user@host``."""
 
 
 class Inspect(AgentMessage, frozen=True, tag="inspect"):
-    """What is offered, who has it, and who waits; the answer is :class:`Stock`."""
+    """Query of offers, holders and queue; the reply is :class:`Stock`."""
 
     number: int
 
 
 class Lease(AgentMessage, frozen=True, tag="lease"):
-    """Ask for devices, all or none; the answer is :class:`Queued`, once for every change of place, and in the end
+    """Request for devices, all or none; the reply is :class:`Queued` after every change of place, and finally
     :class:`Leased` or :class:`Refused`.
 
     Args:
-        number: Of the request.
+        number: Number of the request.
         wants: The devices.
-        key: The public CURVE key that the workers are to let in.
-        grace_s: How long the client may be silent before the lease ends.
-        wait: Whether to queue where devices are leased by others; else that is refused.
-        speed: For tests: fraction of their full speed that CPU workers work at.
+        key: The public CURVE key that the workers accept.
+        grace_s: Time that the client may be silent before the lease ends.
+        wait: Whether to queue if devices are leased by others; otherwise the request is refused.
+        speed: For tests: fraction of full speed of CPU workers.
     """
 
     number: int
@@ -159,14 +159,15 @@ class Lease(AgentMessage, frozen=True, tag="lease"):
 
 
 class Renew(AgentMessage, frozen=True, tag="renew"):
-    """A sign of life, for all leases of this client; the answer is :class:`Renewed`."""
+    """Heartbeat and renewal of all leases of this client; the reply is :class:`Renewed`."""
 
     number: int
 
 
 class Release(AgentMessage, frozen=True, tag="release"):
-    """Give a lease back, or of it one worker, by its place in the lease; or leave the queue with the request of that
-    number. The answer is :class:`Done`, when the workers are gone."""
+    """Release of a lease, or of one of its workers, by index; or withdrawal of the queued request with that number. The
+    reply is :class:`Done`, when the workers have ended.
+    """
 
     number: int
     lease: int = 0
@@ -175,7 +176,7 @@ class Release(AgentMessage, frozen=True, tag="release"):
 
 
 class ReadLog(AgentMessage, frozen=True, tag="log"):
-    """The last lines of the agent's log; the answer is :class:`LogLines`."""
+    """Query of the last lines of the agent's log; the reply is :class:`LogLines`."""
 
     number: int
     lines: int
@@ -188,11 +189,11 @@ Request = Introduce | Inspect | Lease | Renew | Release | ReadLog
 
 
 class Introduced(AgentMessage, frozen=True, tag="introduced"):
-    """The agent's first words.
+    """The agent's first message.
 
     Args:
-        number: Of the request.
-        versions: What it runs.
+        number: Number of the request.
+        versions: The agent's versions.
         host: Its host's name.
         address: The address that it advertises for this host.
     """
@@ -204,14 +205,14 @@ class Introduced(AgentMessage, frozen=True, tag="introduced"):
 
 
 class Stock(AgentMessage, frozen=True, tag="stock"):
-    """What an agent offers.
+    """Offers of an agent.
 
     Args:
-        number: Of the request.
+        number: Number of the request.
         offers: Its devices.
-        queue: Who waits, first come first.
-        load: Processes that want a core, by the number of cores: the load average of a minute.
-        uptime_s: Since when the agent runs.
+        queue: Waiting clients in order.
+        load: Runnable processes per core: the load average of a minute.
+        uptime_s: Age of the agent in seconds.
     """
 
     number: int
@@ -222,12 +223,12 @@ class Stock(AgentMessage, frozen=True, tag="stock"):
 
 
 class Queued(AgentMessage, frozen=True, tag="queued"):
-    """A request for a lease waits.
+    """A request for a lease is queued.
 
     Args:
-        number: Of the request.
+        number: Number of the request.
         place: Its place in the queue, from 1.
-        behind: Who has what it waits for, for a person.
+        behind: Readable description of the holders of the requested devices.
     """
 
     number: int
@@ -236,7 +237,7 @@ class Queued(AgentMessage, frozen=True, tag="queued"):
 
 
 class Leased(AgentMessage, frozen=True, tag="leased"):
-    """A lease, with a worker for each device that was wanted, in that order."""
+    """A lease, with a worker for each requested device, in order."""
 
     number: int
     lease: int
@@ -244,7 +245,7 @@ class Leased(AgentMessage, frozen=True, tag="leased"):
 
 
 class Renewed(AgentMessage, frozen=True, tag="renewed"):
-    """The leases of this client that the agent knows of."""
+    """Known leases of this client."""
 
     number: int
     leases: tuple[int, ...]
@@ -264,13 +265,13 @@ class LogLines(AgentMessage, frozen=True, tag="lines"):
 
 
 class Refused(AgentMessage, frozen=True, tag="refused"):
-    """A request was refused, for a reason that a person can read: what came, what is allowed, what to do.
+    """A request was refused; the reason states the request, the allowed values, and a remedy.
 
     Args:
-        number: Of the request.
-        kind: ``versions``, ``usage`` (nothing like it is offered, or over this client's limits), ``busy`` (and it was
-            not to wait), ``failed`` (a worker did not start), ``ended`` (no such lease, or no longer).
-        reason: For a person.
+        number: Number of the request.
+        kind: ``versions``, ``usage`` (not offered, or over this client's limits), ``busy`` (and waiting was not
+            requested), ``failed`` (a worker did not start), ``ended`` (the lease does not exist, or has ended).
+        reason: Readable text.
     """
 
     number: int
@@ -279,13 +280,13 @@ class Refused(AgentMessage, frozen=True, tag="refused"):
 
 
 class WorkerEnded(AgentMessage, frozen=True, tag="worker-ended"):
-    """A worker of a lease ended by itself; the others of the lease go on.
+    """A worker of a lease ended by itself; the others of the lease continue.
 
     Args:
         lease: The lease.
-        worker: Its position in the lease.
-        exit_status: Negative for the signal that ended it.
-        last_words: The end of what it wrote to standard error.
+        worker: Its index in the lease.
+        exit_status: Exit status; negative for the signal that ended it.
+        last_words: The end of its standard error.
     """
 
     lease: int
@@ -295,7 +296,7 @@ class WorkerEnded(AgentMessage, frozen=True, tag="worker-ended"):
 
 
 class LeaseEnded(AgentMessage, frozen=True, tag="lease-ended"):
-    """A lease has ended, and its workers with it; not because the client released it."""
+    """A lease and its workers have ended for another reason than a release by the client."""
 
     lease: int
     why: str
@@ -304,18 +305,18 @@ class LeaseEnded(AgentMessage, frozen=True, tag="lease-ended"):
 AgentResponse = Introduced | Stock | Queued | Leased | Renewed | Done | LogLines | Refused | WorkerEnded | LeaseEnded
 
 
-# ---- pairing: with keys that both sides derive from a code that a person carries from one to the other
+# ---- pairing: with keys that both sides derive from a code that a person transfers
 
 
 class PairRequest(AgentMessage, frozen=True, tag="pair"):
-    """A client's name and its lasting public key."""
+    """A client's name and its permanent public key."""
 
     client: str
     key: str
 
 
 class PairReply(AgentMessage, frozen=True, tag="paired"):
-    """The agent's host and its lasting public key: from now on it lets the client in."""
+    """The agent's host and its permanent public key: the agent accepts the client from now on."""
 
     host: str
     key: str
@@ -329,10 +330,10 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode_agent(message: Request | AgentResponse | PairRequest | PairReply) -> bytes:
-    """Return the one frame of a message.
+    """Encode a message as one frame.
 
     Raises:
-        WireError: It is too large, or holds what does not travel.
+        WireError: It is too large, or contains unsupported values.
     """
     try:
         frame = _encoder.encode(message)
@@ -344,7 +345,7 @@ def encode_agent(message: Request | AgentResponse | PairRequest | PairReply) -> 
 
 
 def decode_request(frame: bytes) -> Request:
-    """Return what a client asks of an agent.
+    """Decode a client's request to an agent.
 
     Raises:
         WireError: It breaks the protocol or its limits.
@@ -354,7 +355,7 @@ def decode_request(frame: bytes) -> Request:
 
 
 def decode_agent_response(frame: bytes) -> AgentResponse:
-    """Return what an agent says to a client.
+    """Decode an agent's message to a client.
 
     Raises:
         WireError: It breaks the protocol or its limits.
@@ -364,7 +365,7 @@ def decode_agent_response(frame: bytes) -> AgentResponse:
 
 
 def decode_pair(frame: bytes) -> PairRequest:
-    """Return what a client says when it is paired.
+    """Decode a client's pairing message.
 
     Raises:
         WireError: It breaks the protocol or its limits.
@@ -374,7 +375,7 @@ def decode_pair(frame: bytes) -> PairRequest:
 
 
 def decode_paired(frame: bytes) -> PairReply:
-    """Return what an agent answers when it is paired.
+    """Decode an agent's pairing reply.
 
     Raises:
         WireError: It breaks the protocol or its limits.

@@ -1,13 +1,12 @@
-"""Eager operators: what a virtual device sends, one operator after the other.
+"""Eager operators: the protocol of a virtual device, one operator after the other.
 
-An operator that a script runs again and again differs from call to call in its tensors and in numbers such as a
-learning rate, hardly ever in anything else. So all else is defined once, as a :class:`KernelSpec`, and a call is a
-handful of integers. A sequence of calls that repeats is defined once, too, as a :class:`BlockSpec`. Unlike a
-:class:`~onebox.wire.program.Program` these may write to their arguments and make views: a worker holds the storages,
-and so it knows what shares memory with what.
+Repeated calls of an operator in a script differ in their tensors and in numbers such as a learning rate, rarely in
+anything else. So the rest is defined once, as a :class:`KernelSpec`, and a call is a few integers. A repeated sequence
+of calls is defined once, too, as a :class:`BlockSpec`. Unlike a :class:`~onebox.wire.program.Program` these may write
+to their arguments and create views: the worker holds the storages and tracks shared memory.
 
-Calls are coded as integers: ``kernel, inputs..., outputs...`` with as many of each as the kernel says, or
-``FREE, number``.
+Calls are coded as integers: ``kernel, inputs..., outputs...`` with as many of each as the kernel says, or ``FREE,
+number``.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ from typing import Literal
 from onebox.wire.program import Complex, DType, LayoutArgument, MemoryFormat, OwnDevice, SlotArgument, WireStruct
 
 FREE = 0
-"""Instead of a kernel's number: the next integer is a buffer that ends here."""
+"""In place of a kernel's number: the next integer is a buffer to free."""
 
 
 class Hole(WireStruct, frozen=True, tag="h"):
-    """An argument that each call brings along: its floating-point number with this index."""
+    """An argument: the call's floating-point number with this index."""
 
     index: int
 
 
 class GeneratorArgument(WireStruct, frozen=True, tag="g"):
-    """An argument: the random number generator that was defined under a number."""
+    """An argument: the random number generator with a number."""
 
     number: int
 
@@ -57,16 +56,16 @@ Argument = (
 
 
 class Strided(WireStruct, frozen=True, tag="t"):
-    """Where the elements of a tensor lie.
+    """Layout of a tensor in its storage.
 
     Args:
         dtype: A key of :data:`~onebox.wire.program.ITEM_BYTES`.
         shape: Sizes, outermost first.
-        strides: Elements from one index to the next, for each dimension.
+        strides: Elements between neighbouring indices, for each dimension.
         offset: Elements from the start of the storage to the first.
         storage_bytes: Bytes of the storage.
-        conjugate: Whether the elements are the conjugates of what is stored, as in PyTorch's lazy ``conj``.
-        negative: Whether they are the negatives of it, likewise.
+        conjugate: Whether the elements are the conjugates of the stored ones, as in PyTorch's lazy ``conj``.
+        negative: Whether they are the negatives of the stored ones, likewise.
     """
 
     dtype: str
@@ -79,17 +78,17 @@ class Strided(WireStruct, frozen=True, tag="t"):
 
 
 class KernelSpec(WireStruct, frozen=True, tag="kernel"):
-    """An operator with its tensors and floating-point numbers left open.
+    """An operator with open tensors and floating-point numbers.
 
     Args:
         name: Overload, such as ``aten.add_.Tensor``.
         args: Positional arguments; slot ``i`` is input ``i`` of a call.
         kwargs: Keyword arguments, likewise.
-        inputs: How many tensors a call brings.
-        floats: How many floating-point numbers a call brings.
-        outs: For each tensor that the operator returns, those of lists one by one: what it is, if a call keeps it,
-            under the next of its output numbers; ``None`` for one that is an argument, or undefined, or that nobody
-            reads. A new tensor whose strides are others is laid out as is said here.
+        inputs: Number of tensors of a call.
+        floats: Number of floating-point numbers of a call.
+        outs: For each returned tensor, with lists flattened: its layout, if a call keeps it under the next of its
+            output numbers; ``None`` for one that is an argument, undefined, or unused. A new tensor with other strides
+            is converted to this layout.
     """
 
     name: str
@@ -101,14 +100,14 @@ class KernelSpec(WireStruct, frozen=True, tag="kernel"):
 
 
 class BlockSpec(WireStruct, frozen=True, tag="block"):
-    """A sequence of calls over slots: the first ``inputs`` slots are given, each output fills the next.
+    """A sequence of calls over slots: the first ``inputs`` slots are inputs, each output fills the next slot.
 
     Args:
-        calls: The calls, coded as integers, with slots for buffers. ``FREE`` ends what a slot holds; where it held an
-            input, its buffer ends, too.
-        inputs: How many buffers a :class:`Replay` brings.
-        outputs: The slots that are kept, in the order of the numbers that a ``Replay`` gives them.
-        floats: How many floating-point numbers a ``Replay`` brings: those of all calls, in order.
+        calls: The calls, encoded as integers, with slots for buffers. ``FREE`` frees a slot; for an input, it frees its
+            buffer, too.
+        inputs: Number of buffers of a :class:`Replay`.
+        outputs: The slots to keep, in the order of their numbers in a ``Replay``.
+        floats: Number of floating-point numbers of a ``Replay``: those of all calls, in order.
     """
 
     calls: tuple[int, ...]
@@ -127,10 +126,10 @@ class GeneratorSpec(WireStruct, frozen=True, tag="generator"):
 
 
 class Operate(WireStruct, frozen=True, tag="operate"):
-    """Run operators one after the other.
+    """Run operators in sequence.
 
     Args:
-        calls: The calls, coded as :mod:`onebox.wire.protocol.eager` says, with buffers by number.
+        calls: The calls, encoded as described in :mod:`onebox.wire.protocol.eager`, with buffers by number.
         floats: The floating-point numbers of all of them, in order.
     """
 
@@ -155,13 +154,13 @@ class Replay(WireStruct, frozen=True, tag="replay"):
 
 
 class Perform(WireStruct, frozen=True, tag="perform"):
-    """Run one operator of which the client does not know what it will return, and answer with that.
+    """Run one operator with results unknown to the client, and return them.
 
     Args:
         kernel: The operator, with no ``outs``.
         inputs: Its tensors.
         floats: Its floating-point numbers.
-        first: The number of the first tensor that it returns; the next returns get the next numbers, whatever they are.
+        first: Number of the first returned tensor; later returned values get the next numbers, whatever they are.
     """
 
     kernel: KernelSpec
@@ -175,8 +174,8 @@ class SetGenerator(WireStruct, frozen=True, tag="random"):
 
     Args:
         generator: Its number; 0 for the device's own.
-        seed: The seed, or ``None`` for a state that was kept.
-        buffer: The buffer of that state.
+        seed: The seed, or ``None`` to restore a state.
+        buffer: The buffer of the state.
     """
 
     generator: int
@@ -185,7 +184,7 @@ class SetGenerator(WireStruct, frozen=True, tag="random"):
 
 
 class DefaultType(WireStruct, frozen=True, tag="default"):
-    """Let operators that are not told an element type, and have none from their tensors, return this one."""
+    """Set the element type returned by operators without an explicit one or tensors to infer it from."""
 
     dtype: Literal["float16", "bfloat16", "float32", "float64"]
 
@@ -203,4 +202,4 @@ class KeepGenerator(WireStruct, frozen=True, tag="keep"):
 
 
 EagerWork = Operate | Replay | Perform | SetGenerator | KeepGenerator | DefaultType
-"""Instructions that no routine holds: what scripts do operator by operator."""
+"""Instructions outside of routines: those of scripts, operator by operator."""

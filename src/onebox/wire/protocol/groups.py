@@ -1,4 +1,4 @@
-"""Messages about process groups: who forms one, who leaves, and what the client says in their rendezvous and sums."""
+"""Messages about process groups: forming, leaving, and the client's part in their rendezvous and reductions."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from onebox.wire.program import Message
 
 
 class EmulatedLink(Message, frozen=True):
-    """How slow transfers to a rank are made to be, for experiments on one host.
+    """Emulated slowness of transfers to a rank, for experiments on one host.
 
     Args:
         peer: The rank.
-        link: A number of the way from this worker to that one; transfers of all groups that share it queue up on it.
-        latency_s: Seconds that everything takes in addition.
-        bandwidth_bps: Bytes per second at most; infinite for no cap.
+        link: Number of the link from this worker to that one; transfers of all groups that share it queue up on it.
+        latency_s: Additional seconds of every transfer.
+        bandwidth_bps: Most bytes per second; infinite for no limit.
     """
 
     peer: int
@@ -29,14 +29,14 @@ class FormGroup(Message, frozen=True, tag="form"):
     Args:
         group: Its number, from 1.
         rank: This worker's rank.
-        size: How many workers.
-        backend: ``gloo`` or ``nccl``; or ``client``: sums are made at the client, nothing goes worker to worker.
-        address: The address of this host that the group's sockets bind.
+        size: Number of workers.
+        backend: ``gloo`` or ``nccl``; or ``client``: reductions are done at the client, without transfers between
+            workers.
+        address: The address of this host that the group's sockets bind to.
         timeout_s: Bound of every wait inside the group.
-        shared: Whether what goes between members that are on one host is to go through memory that they share, as far
-            as they find that they can.
-        links: This worker's emulated links to other ranks; only where all share memory.
-        aside: Whether it is for what travels in the background, from memory of the host to memory of the host.
+        shared: Whether members on one host use shared memory where possible.
+        links: This worker's emulated links to other ranks; only if all share memory.
+        aside: Whether it is for background transfers between host memories.
     """
 
     group: int
@@ -51,13 +51,13 @@ class FormGroup(Message, frozen=True, tag="form"):
 
 
 class LeaveGroup(Message, frozen=True, tag="leave"):
-    """Leave a process group and close its sockets; passed over where this worker is not in it."""
+    """Leave a process group and close its sockets; ignored if this worker is not in it."""
 
     group: int
 
 
 class Rendezvous(Message, frozen=True, tag="rendezvous"):
-    """Client to worker: the answer to a :class:`Lookup`."""
+    """Client to worker: the reply to a :class:`Lookup`."""
 
     ticket: int
     value: bytes
@@ -70,17 +70,17 @@ class Reduced(Message, frozen=True, tag="reduced"):
 
 
 class TicketCancelled(Message, frozen=True, tag="gone"):
-    """Client to worker: what a ticket waits for will not come, because a member has left the group."""
+    """Client to worker: the result of a ticket will not arrive, because a member has left the group."""
 
     ticket: int
 
 
 class Retime(Message, frozen=True, tag="retime"):
-    """Change what is emulated, for experiments: only a ``sim`` device, and only groups with emulated links, obey.
+    """Change the emulation, for experiments: only ``sim`` devices, and groups with emulated links, apply it.
 
     Args:
-        speed: What the costs of this ``sim`` device are divided by from now on; 0 for no change.
-        links: New values of this worker's emulated links, by the numbers of the ways; their peers do not count.
+        speed: The new divisor of this ``sim`` device's costs; 0 for no change.
+        links: New values of this worker's emulated links, by link number; their peers are ignored.
     """
 
     speed: float = 0.0

@@ -1,4 +1,4 @@
-"""Steps: what a stored routine may hold, and a message may say at once.
+"""Instructions allowed in stored routines as well as in messages.
 
 Buffers are numbers; a negative reference ``-1 - k`` stands for binding ``k`` of the run that starts a routine.
 """
@@ -10,12 +10,12 @@ from typing import Literal
 from onebox.wire.program import Message, TensorSpec
 
 Delay = Literal["none", "predict", "extrapolate", "lookahead", "both", "feedback"]
-"""What is done about gradients that are a step late: nothing; forward and backward are computed on weights that the
-optimizer's momentum expects; the same with the momentum's change; steps look further ahead along the momentum; that and
-the first of these; or what a step was too far off is taken back with the next one."""
+"""Treatment of gradients that are a step late: none; forward and backward use weights predicted from the optimizer's
+momentum; the same plus the momentum's change; steps look further ahead along the momentum; that and the first of these;
+or the error of a step is corrected in the next one."""
 
 GroupDelays = Delay | tuple[Delay, ...]
-"""The same for all parameter groups, or that of each."""
+"""One treatment for all parameter groups, or one for each."""
 
 Options = dict[str, bool | int | float | str | tuple[float | None, ...] | None]
 
@@ -27,10 +27,10 @@ class Call(Message, frozen=True, tag="call"):
         program: Its number.
         inputs: Buffer references, one for each input.
         outputs: Buffer references, one for each output.
-        takes: Positions in ``inputs`` whose buffers end with this call, so that their memory can go as soon as the
-            program has read them for the last time.
+        takes: Positions in ``inputs`` of buffers that end with this call, so that their memory is freed after their
+            last use in the program.
         micro_batch: Index of the micro-batch within the step; part of the seed of random operators.
-        age: How many steps before the run's step the one is that it belongs to, whose seed random operators have.
+        age: Age of its step, which determines the seed of random operators: how many steps before the run's step.
     """
 
     program: int
@@ -42,7 +42,7 @@ class Call(Message, frozen=True, tag="call"):
 
 
 class Free(Message, frozen=True, tag="free"):
-    """Forget buffers and definitions; numbers that are not there are passed over."""
+    """Free buffers and definitions; missing numbers are ignored."""
 
     buffers: tuple[int, ...]
     definitions: tuple[int, ...] = ()
@@ -52,13 +52,13 @@ class Send(Message, frozen=True, tag="send"):
     """Send a buffer to a rank of a group, without waiting for its arrival.
 
     Args:
-        buffer: Which.
+        buffer: The buffer.
         group: The group.
         peer: The rank.
-        channel: What is sent on one is received in the same order.
-        whole: What is received, where the buffer is only some of its rows (indices of the first dimension); the parts
-            of one are sent in order.
-        first: The first of these rows.
+        channel: Buffers of one channel are received in the order in which they are sent.
+        whole: Spec of the receiver's buffer, if this one is a chunk of its rows (indices of the first dimension);
+            chunks are sent in order.
+        first: Index of the chunk's first row.
     """
 
     buffer: int
@@ -73,12 +73,12 @@ class Receive(Message, frozen=True, tag="receive"):
     """Receive a buffer from a rank of a group; a later reader waits for it.
 
     Args:
-        buffer: Which.
-        spec: What it becomes.
+        buffer: The buffer.
+        spec: Its new spec.
         group: The group.
         peer: The rank.
-        channel: What is sent on one is received in the same order.
-        rows: How many rows each part has that it is sent in; empty where it is sent whole.
+        channel: Buffers of one channel are received in the order in which they are sent.
+        rows: Number of rows of each chunk; empty if it is sent whole.
     """
 
     buffer: int
@@ -95,9 +95,9 @@ class Reduce(Message, frozen=True, tag="reduce"):
     The buffers of one instruction share an element type and travel as one bucket.
 
     Args:
-        buffers: Which.
+        buffers: The buffers.
         group: The group.
-        root: The only rank that gets the sum; those buffers of the other ranks end. -1 where all get it.
+        root: The only rank that receives the sum; those buffers of the other ranks end. -1 for all ranks.
     """
 
     buffers: tuple[int, ...]
@@ -111,11 +111,11 @@ class Broadcast(Message, frozen=True, tag="broadcast"):
     The buffers of one instruction share an element type and travel as one bucket.
 
     Args:
-        buffers: Which.
+        buffers: The buffers.
         group: The group.
-        root: The rank whose they are; there they stay as they are.
-        specs: What they are; empty where they are there on all ranks, and the elements come to be where they lie, so
-            that whoever holds them, such as an optimizer, has them, too.
+        root: The sending rank, whose buffers stay unchanged.
+        specs: Their specs; empty if they exist on all ranks and are overwritten in place, so that their holders, such
+            as optimizers, use the new elements.
     """
 
     buffers: tuple[int, ...]
@@ -128,11 +128,11 @@ class Gather(Message, frozen=True, tag="gather"):
     """Fill a buffer with the concatenation, in the order of the ranks, of each rank's buffer; later readers wait.
 
     Args:
-        buffer: This rank's part; it stays as it is. Its size along ``dim`` may differ from the other ranks'.
-        into: The buffer that is filled.
-        spec: What ``into`` becomes.
+        buffer: This rank's part, which stays unchanged. Its size along ``dim`` may differ between ranks.
+        into: The buffer to fill.
+        spec: Its new spec.
         group: The group.
-        dim: The dimension along which parts are put together, from 0.
+        dim: The dimension of concatenation, from 0.
     """
 
     buffer: int
@@ -143,48 +143,48 @@ class Gather(Message, frozen=True, tag="gather"):
 
 
 class Offload(Message, frozen=True, tag="offload"):
-    """Begin to copy buffers to the host's memory; they stay readable, and must not be written to until :class:`Evict`.
+    """Begin to copy buffers to the host's memory; they stay readable, and must not be overwritten until :class:`Evict`.
 
-    A storage is copied once, whole, however many of the buffers view it. What is copied counts for the worker's account
-    of the host's memory, not for its quota.
+    A storage is copied once, whole, for all buffers that view it. Copies count towards the worker's host memory, not
+    towards its quota.
     """
 
     buffers: tuple[int, ...]
 
 
 class Evict(Message, frozen=True, tag="evict"):
-    """Wait until buffers that are being copied to the host are there, and let go of them on the device.
+    """Wait until buffers have been copied to the host, and free them on the device.
 
-    A storage that another buffer holds stays where it is.
+    A storage that another buffer views stays.
     """
 
     buffers: tuple[int, ...]
 
 
 class Prefetch(Message, frozen=True, tag="prefetch"):
-    """Begin to bring buffers back from the host; a later reader waits for it.
+    """Begin to copy buffers back from the host; a later reader waits for it.
 
-    Those that were views of one storage become so again, and their place on the host is free.
+    Views of one storage share a storage again, and their memory on the host is freed.
     """
 
     buffers: tuple[int, ...]
 
 
 class OptimizerStep(Message, frozen=True, tag="optimize"):
-    """Let an optimizer update its parameters.
+    """Update the parameters of an optimizer.
 
     Args:
         optimizer: Its number.
-        gradients: One reference for each parameter, in its order.
-        max_norm: Where positive, scale all gradients so that their joint 2-norm is at most this. The norm before
-            scaling is in the answer of the run.
-        square_norm: A buffer that holds the square of that norm, where more gradients count than these; 0 for none.
-        members: Positions of the parameters that are stepped, to which ``gradients`` belong; empty for all.
-        previous: For each parameter stepped a buffer of the same kind, made by :class:`Branch`. What it held ends; from
-            then on it is what the parameter was before the step, also for whoever has views of that.
-        ahead: For each parameter stepped another one, likewise: where given, from then on it is what the parameter is
-            expected to be one step later, ``previous`` is what ``ahead`` was, and the parameter stays where it is.
-        age: How many steps before the run's step the one is whose gradients these are.
+        gradients: One reference for each parameter, in order.
+        max_norm: If positive, scale all gradients so that their joint 2-norm is at most this. The norm before scaling
+            is in the reply of the run.
+        square_norm: A buffer with the square of that norm, if it covers more gradients than these; 0 for none.
+        members: Positions of the updated parameters, to which ``gradients`` belong; empty for all.
+        previous: For each updated parameter a buffer of the same spec, created by :class:`Branch`. Its contents end;
+            afterwards it holds the parameter before the step, also for existing views.
+        ahead: For each updated parameter another one, likewise: if given, it afterwards holds the prediction of the
+            parameter one step later, ``previous`` holds the former ``ahead``, and the parameter stays in place.
+        age: Age of the gradients: how many steps before the run's step.
     """
 
     optimizer: int
@@ -198,15 +198,14 @@ class OptimizerStep(Message, frozen=True, tag="optimize"):
 
 
 class Branch(Message, frozen=True, tag="branch"):
-    """Begin versions of an optimizer's parameters: weights that some micro-batches still read when others are newer.
+    """Create versions of an optimizer's parameters: weights that some micro-batches still read after newer ones exist.
 
     Args:
         optimizer: Its number.
         previous: For each of its parameters a buffer that becomes a copy of it.
-        ahead: For each of them a buffer that becomes what it is expected to be one step later; empty for none.
-        behind: Where positive, these buffers are there already, and stay as they are: ``previous`` what it was that
-            many updates ago.
-        options: Of each of its groups, which it has from then on; those that it has if empty.
+        ahead: For each of them a buffer that becomes its prediction one step later; empty for none.
+        behind: If positive, these buffers exist already and stay unchanged: ``previous`` lacks that many updates.
+        options: New options of each of its groups; unchanged if empty.
     """
 
     optimizer: int
@@ -217,11 +216,11 @@ class Branch(Message, frozen=True, tag="branch"):
 
 
 class Rename(Message, frozen=True, tag="rename"):
-    """Let buffers be known by other numbers, all at once; what had these numbers, and gets no other, ends.
+    """Renumber buffers, all at once; buffers whose numbers are taken, and that get no others, end.
 
     Args:
-        buffers: Which, each once.
-        into: The number of each from then on, each once.
+        buffers: The buffers, each once.
+        into: The new number of each, each once.
     """
 
     buffers: tuple[int, ...]
@@ -229,12 +228,12 @@ class Rename(Message, frozen=True, tag="rename"):
 
 
 class Get(Message, frozen=True, tag="get"):
-    """Answer with buffers: specifications in the reply, elements in frames.
+    """Reply with buffers: specs in the reply, elements in frames.
 
     Args:
-        buffers: Which.
-        first: The first row (index of the first dimension) that is wanted of each.
-        rows: How many rows of each; 0 for the whole.
+        buffers: The buffers.
+        first: First requested row (index of the first dimension) of each.
+        rows: Number of rows of each; 0 for the whole.
     """
 
     buffers: tuple[int, ...]
@@ -243,13 +242,13 @@ class Get(Message, frozen=True, tag="get"):
 
 
 class Ask(Message, frozen=True, tag="ask"):
-    """Answer a question.
+    """Reply to a query.
 
     Args:
         about: ``scalars``: the values of one-element buffers; ``digest``: one hash over all bytes of the buffers;
-            ``memory``: bytes used, peak and quota; ``peak``: the same, and the peak starts anew; ``optimizer``: its
-            state, elements in frames; ``slots``: which of some slots are filled.
-        buffers: What it is about; for ``optimizer`` its number.
+            ``memory``: bytes used, peak and quota; ``peak``: the same, and the peak is reset; ``optimizer``: its state,
+            elements in frames; ``slots``: the filled ones among some slots.
+        buffers: The buffers or slots; for ``optimizer`` its number.
     """
 
     about: Literal["scalars", "digest", "memory", "peak", "optimizer", "slots"]
@@ -273,4 +272,4 @@ Step = (
     | Get
     | Ask
 )
-"""What a routine may hold."""
+"""Instructions allowed in a routine."""

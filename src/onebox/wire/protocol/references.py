@@ -1,4 +1,4 @@
-"""Which buffers an instruction names; pure."""
+"""Buffers named by an instruction; pure."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Messages: what a client asks of a worker, and what a worker answers.
+"""Messages: requests of a client to a worker, and their contents.
 
-A client sends an :class:`Envelope` of instructions, executed in order; tensors travel as raw frames behind it. A buffer
-is a number that the client chose. Inside a stored :class:`Routine` a negative reference ``-1 - k`` stands for binding
-``k`` of the :class:`Run` that starts it. No type is recursive and every decode is strict.
+A client sends an :class:`Envelope` of instructions, executed in order; tensors follow as raw frames. The client chooses
+the numbers of buffers. Inside a stored :class:`Routine` a negative reference ``-1 - k`` stands for binding ``k`` of the
+:class:`Run` that starts it. No type is recursive and every decode is strict.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class OptimizerSpec(Message, frozen=True, tag="optimizer"):
     """A native optimizer.
 
     Args:
-        name: Class in ``torch.optim``, of all groups or of each.
+        name: Class in ``torch.optim``, for all groups or for each.
         groups: For each parameter group, positions in ``parameters``, each in one group, and its options.
         parameters: Buffers of the parameters, updated in place.
-        state: State to start from; the elements of its tensors are in frames, in order.
-        cost_s: Seconds that a step takes on a ``sim`` device of speed 1; other devices take what it takes.
-        host: Whether its state is in the host's memory, and its steps are computed there.
-        delay: What is done about gradients that are a step late, in all groups or in each.
-        succeeds: Whether it takes the place of the optimizer that has its number now, if there is one, with what that
-            remembers of buffers that both have.
+        state: Initial state; the elements of its tensors are in frames, in order.
+        cost_s: Seconds of a step on a ``sim`` device of speed 1; ignored by other devices.
+        host: Whether its state and its steps are in the host's memory.
+        delay: Treatment of gradients that are a step late, for all groups or for each.
+        succeeds: Whether it replaces the optimizer with its number, if there is one, inheriting the state of common
+            buffers.
     """
 
     name: str | tuple[str, ...]
@@ -56,9 +56,9 @@ class StoredProgram(Message, frozen=True, tag="program"):
 
     Args:
         program: The program.
-        cost_s: Seconds that a call takes on a ``sim`` device of speed 1; other devices take what it takes.
-        layouts: For each output how its elements are to lie, ``None`` where it is a view of an input or it does not
-            matter; empty where none matters.
+        cost_s: Seconds of a call on a ``sim`` device of speed 1; ignored by other devices.
+        layouts: Required layout of each output, ``None`` for a view of an input or any layout; empty if none is
+            required.
     """
 
     program: Program
@@ -74,14 +74,14 @@ class Define(Message, frozen=True, tag="define"):
 
 
 class Put(Message, frozen=True, tag="put"):
-    """Fill buffers from the next frames, one frame a buffer.
+    """Fill buffers from the next frames, one frame for each buffer.
 
     Args:
         buffers: Their numbers.
-        specs: What they become.
-        packed: How each frame is compressed, nothing where it is not; empty where none is.
-        there: Whether the buffers hold tensors of these specifications already, and the elements come to be where those
-            lie, so that an optimizer that steps them, on the host as well, has them, too.
+        specs: Their new specs.
+        packed: Compression of each frame, or none; empty if none is compressed.
+        there: Whether the buffers already hold tensors of these specs, which are overwritten in place, so that an
+            optimizer that updates them, including one on the host, uses the new elements.
     """
 
     buffers: tuple[int, ...]
@@ -95,20 +95,20 @@ class Run(Message, frozen=True, tag="run"):
 
     Args:
         routine: Its number.
-        bindings: The buffers that its negative references stand for.
+        bindings: The buffers for its negative references.
         step: The training step, part of the seed of random operators.
         seed: The run's seed.
-        options: New options for each group of each optimizer that the routine steps, in order, from this step on;
-            empty for no change. Gradients of an earlier step are applied with the options of theirs.
-        optimizer: One that the options are for although the routine does not step it; 0 for none.
-        trace: Whether to answer with the time of each instruction: its start and its end on the monotonic clock, which
-            all processes of a host share. A start is taken after the buffers that the instruction reads are there, so
-            that a wait for other workers is a gap before it. ``Receive`` lasts from its posting until its tensor had
-            arrived, however much later that was read; ``Send`` until its tensor can be had by the peer (copied, and
-            across an emulated link); ``Reduce`` and ``Gather`` until somebody who waited for the result had it;
-            ``Offload`` and ``Prefetch`` until their copies were made. What nobody has waited for by the end of the run
-            ends where it was posted. By Gloo and NCCL, the end of a ``Receive`` is when it was read, and that of a
-            ``Send`` when it was handed over; on a GPU, what is copied to and from the host ends when it was read.
+        options: New options for each group of each optimizer in the routine, in order, from this step on; empty for no
+            change. Gradients of an earlier step are applied with the options of that step.
+        optimizer: An optimizer outside the routine that the options are for; 0 for none.
+        trace: Whether to return the time of each instruction: its start and its end on the monotonic clock, which all
+            processes of a host share. An instruction starts when the buffers that it reads are present, so that a wait
+            for other workers is a gap before it. ``Receive`` lasts from its posting until its tensor has arrived, even
+            if it is read later; ``Send`` until its tensor is available to the peer (copied, and across an emulated
+            link); ``Reduce`` and ``Gather`` until a waiting reader has the result; ``Offload`` and ``Prefetch`` until
+            their copies are complete. An operation that is not waited for by the end of the run ends where it was
+            posted. With Gloo and NCCL, a ``Receive`` ends when it is read, and a ``Send`` when it is handed to the
+            library; on a GPU, copies to and from the host end when they are read.
     """
 
     routine: int
@@ -145,9 +145,9 @@ class Envelope(Message, frozen=True):
     """One message from a client.
 
     Args:
-        number: Counts up; an answer names it.
-        answer: Whether to answer when all is done. A failure is always answered.
-        instructions: What to do, in order.
+        number: Sequence number; the reply repeats it.
+        answer: Whether to reply after completion. A failure is always reported.
+        instructions: The instructions, in order.
     """
 
     number: int

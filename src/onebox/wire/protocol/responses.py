@@ -1,4 +1,4 @@
-"""Sayings: what a worker tells its client; the other half of :mod:`onebox.wire.protocol.requests`."""
+"""Responses: messages of a worker to its client; the counterpart of :mod:`onebox.wire.protocol.requests`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from onebox.wire.protocol.snapshots import StateEntry
 
 
 class InstructionSets(Message, frozen=True):
-    """The instruction sets that a worker uses on its processor.
+    """Instruction sets that a worker uses on its processor.
 
     Args:
-        aten: What ATen's own kernels use: ``DEFAULT``, ``AVX2``, ``AVX512`` …; ``ATEN_CPU_CAPABILITY`` limits it.
-        onednn: What oneDNN says that it uses; ``ONEDNN_MAX_CPU_ISA`` limits it.
-        maker: Who has made the processor. MKL chooses its kernels by that, too: the newest ones on Intel's only.
-        hardware: What the processor has, of AVX2, AVX-512, VNNI, bf16, AMX and AMX fp16.
+        aten: Instruction set of ATen's own kernels: ``DEFAULT``, ``AVX2``, ``AVX512`` …; ``ATEN_CPU_CAPABILITY`` limits
+            it.
+        onednn: Instruction set reported by oneDNN; ``ONEDNN_MAX_CPU_ISA`` limits it.
+        maker: Vendor of the processor. MKL's choice of kernels depends on it: the newest ones on Intel's only.
+        hardware: Features of the processor, of AVX2, AVX-512, VNNI, bf16, AMX and AMX fp16.
     """
 
     aten: str = ""
@@ -26,11 +27,11 @@ class InstructionSets(Message, frozen=True):
 
 
 NO_INSTRUCTION_SETS = InstructionSets()
-"""Of what computes nothing."""
+"""Instruction sets of a device that computes nothing."""
 
 
 class Hello(Message, frozen=True, tag="hello"):
-    """First words of a worker: who it is and what it has.
+    """First message of a worker: its identity and resources.
 
     Args:
         protocol: Its :data:`PROTOCOL`.
@@ -38,17 +39,17 @@ class Hello(Message, frozen=True, tag="hello"):
         device: Such as ``cpu``, ``cuda:0`` or ``sim``.
         name: The device's product name.
         threads: Threads that operators may use.
-        memory_bytes: Memory of the device, or the worker's quota where that is less.
-        speed: Fraction of its full speed that a throttled CPU works at; of a ``sim`` device, what costs are divided by.
-        emulated: Whether times on it are made: it is throttled, or computes nothing (``sim``).
-        capability: Compute capability of a GPU, such as (9, 0); (0, 0) for all else.
-        processors: Streaming multiprocessors of a GPU; 0 for all else.
+        memory_bytes: Memory of the device, or the worker's quota if that is less.
+        speed: Fraction of full speed of a throttled CPU; for a ``sim`` device, the divisor of costs.
+        emulated: Whether its times are artificial: it is throttled, or computes nothing (``sim``).
+        capability: Compute capability of a GPU, such as (9, 0); (0, 0) otherwise.
+        processors: Streaming multiprocessors of a GPU; 0 otherwise.
         nccl: Whether the worker of a GPU has NCCL.
-        instructions: The instruction sets that it uses; none of a device that computes nothing.
+        instructions: The instruction sets that it uses; none for a device that computes nothing.
         cores: Cores of its host that it may use.
-        codecs: How frames for it may be packed.
-        host_bytes: Its host's memory that it may keep things in which would else be on the device.
-        host_free_bytes: Memory of its host that nobody used when it began.
+        codecs: Supported compression of frames.
+        host_bytes: Host memory that it may use for data that would otherwise be on the device.
+        host_free_bytes: Free memory of its host at its start.
     """
 
     protocol: int
@@ -70,20 +71,20 @@ class Hello(Message, frozen=True, tag="hello"):
 
 
 class WorkerFailure(Message, frozen=True, tag="failure"):
-    """The first thing that went wrong.
+    """The first failure.
 
     Args:
         kind: ``operator``, ``memory``, ``values`` (a ``sim`` device has none), ``address`` (of this host, which is not
-            its own), ``peer`` (another worker of a group went away) or ``protocol``.
+            its own), ``peer`` (another worker of a group has ended) or ``protocol``.
         operator: Operator or instruction that failed.
-        message: What it said.
+        message: The error message.
         shapes: Its tensor arguments.
         cause: Type of the exception, such as ``IndexError``.
-        routine: The routine that it happened in; 0 outside of one.
-        place: Which of the routine's instructions it was.
-        asked_bytes: Of a lack of memory, where they are known: the bytes that were asked for,
-        used_bytes: those that were in use beside them,
-        allowed_bytes: and those that are allowed.
+        routine: The routine in which it happened; 0 outside of one.
+        place: Index of the instruction in the routine.
+        asked_bytes: For insufficient memory, if known: requested bytes,
+        used_bytes: other bytes in use,
+        allowed_bytes: and the limit.
     """
 
     kind: Literal["operator", "memory", "values", "address", "peer", "protocol"]
@@ -99,26 +100,26 @@ class WorkerFailure(Message, frozen=True, tag="failure"):
 
 
 class Tensors(Message, frozen=True, tag="tensors"):
-    """Answer to :class:`Get`; elements in as many frames."""
+    """Reply to :class:`Get`; elements in as many frames."""
 
     specs: tuple[TensorSpec, ...]
 
 
 class Scalars(Message, frozen=True, tag="scalars"):
-    """Answer to ``Ask("scalars")``, and the gradient norm of an :class:`OptimizerStep` that clips."""
+    """Reply to ``Ask("scalars")``, and the gradient norm of an :class:`OptimizerStep` that clips."""
 
     values: tuple[float, ...]
 
 
 class Delays(Message, frozen=True, tag="delays"):
-    """Answer to an :class:`OptimizerStep` of parameters that have versions: how late its gradients were, as measured.
+    """Reply to an :class:`OptimizerStep` of parameters with versions: the measured delays of its gradients.
 
-    The worker counts the updates of each parameter, and notes which version of it the calls of a step read.
+    The worker counts the updates of each parameter, and records the versions that the calls of a step read.
 
     Args:
-        counts: Each delay that was found, in updates, and of how many parameters, in ascending order.
-        mixed: How many of them had calls of the step read several versions; they count with the oldest.
-        unread: How many parameters no call of the step has read; they are in no count.
+        counts: Each delay in updates, with its number of parameters, in ascending order.
+        mixed: Number of parameters of which calls of the step read several versions; they count with the oldest.
+        unread: Number of parameters that no call of the step has read; they are not counted.
     """
 
     counts: tuple[tuple[int, int], ...] = ()
@@ -127,23 +128,23 @@ class Delays(Message, frozen=True, tag="delays"):
 
 
 class Digest(Message, frozen=True, tag="digest"):
-    """Answer to ``Ask("digest")``."""
+    """Reply to ``Ask("digest")``."""
 
     value: bytes
 
 
 class WorkerMemory(Message, frozen=True, tag="memory"):
-    """Answer to ``Ask("memory")``.
+    """Reply to ``Ask("memory")``.
 
     Args:
-        used_bytes: Of buffers, now.
-        peak_bytes: The most of them so far.
-        quota_bytes: The most that they may be; 0 for no limit.
-        kept_bytes: Of slots, on the host.
-        host_bytes: Of what is on the host instead of the device: optimizers that step there, activations that wait.
-        host_peak_bytes: The most of it so far.
-        allocated_peak_bytes: The most that PyTorch's allocator had given out on a GPU, what operators need in passing
-            among it; 0 for all else.
+        used_bytes: Present bytes of buffers.
+        peak_bytes: Peak bytes of buffers.
+        quota_bytes: Limit of bytes of buffers; 0 for no limit.
+        kept_bytes: Bytes of slots, on the host.
+        host_bytes: Bytes on the host instead of the device: optimizers on the host, offloaded activations.
+        host_peak_bytes: Peak of ``host_bytes``.
+        allocated_peak_bytes: Peak bytes of PyTorch's allocator on a GPU, including temporary memory of operators; 0
+            otherwise.
     """
 
     used_bytes: int
@@ -156,24 +157,24 @@ class WorkerMemory(Message, frozen=True, tag="memory"):
 
 
 class OptimizerState(Message, frozen=True, tag="state"):
-    """Answer to ``Ask("optimizer")``; the elements of its tensors are in frames, in order."""
+    """Reply to ``Ask("optimizer")``; the elements of its tensors are in frames, in order."""
 
     entries: tuple[StateEntry, ...]
 
 
 class SnapshotContents(Message, frozen=True, tag="kept"):
-    """Answer to ``Snapshot``: what lies in the slot, in order; tensors of buffers, and entries of the optimizer."""
+    """Reply to ``Snapshot``: contents of the slot, in order; tensors of buffers, and entries of the optimizer."""
 
     specs: tuple[TensorSpec, ...]
     entries: tuple[StateEntry, ...]
 
 
 class FilledSlots(Message, frozen=True, tag="slots"):
-    """Answer to ``Ask("slots")``.
+    """Reply to ``Ask("slots")``.
 
     Args:
-        filled: Those that are.
-        failure: Why others cannot be; empty where all is well.
+        filled: Filled slots.
+        failure: Reason that others cannot be filled; empty for none.
     """
 
     filled: tuple[int, ...]
@@ -181,11 +182,11 @@ class FilledSlots(Message, frozen=True, tag="slots"):
 
 
 class OperatorResult(Message, frozen=True, tag="made"):
-    """Answer to ``Perform``.
+    """Reply to ``Perform``.
 
     Args:
-        results: What the operator returned, lists one by one: a tensor, an undefined one, or a number.
-        inputs: What its inputs are now.
+        results: Results of the operator, with lists flattened: a tensor, an undefined one, or a number.
+        inputs: Present layouts of its inputs.
     """
 
     results: tuple[Strided | Complex | bool | int | float | None, ...]
@@ -193,11 +194,11 @@ class OperatorResult(Message, frozen=True, tag="made"):
 
 
 class Joined(Message, frozen=True, tag="joined"):
-    """Answer to :class:`FormGroup`.
+    """Reply to :class:`FormGroup`.
 
     Args:
-        near: The ranks that share memory with this one, which is among them; nobody where none was to.
-        apart: Those that do not though they are on this host, and why.
+        near: Ranks that share memory with this one, including it; empty if sharing was not requested.
+        apart: Ranks on this host that do not, with the reason.
     """
 
     near: tuple[int, ...] = ()
@@ -219,14 +220,14 @@ Result = (
 
 
 class Reply(Message, frozen=True, tag="reply"):
-    """Answer to an envelope.
+    """Reply to an envelope.
 
     Args:
         number: The envelope's.
-        results: One for each instruction that answers, in order.
-        failure: What went wrong, if anything did; then there are no results.
+        results: One for each instruction with a reply, in order.
+        failure: The failure, if any; then there are no results.
         times_ns: With ``Run.trace``: for each instruction of the routine, its start and end on the monotonic clock.
-        used_bytes: Likewise: the most bytes that were in use while it ran, and those in use after it.
+        used_bytes: Likewise: peak bytes in use during it, and bytes in use after it.
     """
 
     number: int
@@ -237,13 +238,13 @@ class Reply(Message, frozen=True, tag="reply"):
 
 
 class Heartbeat(Message, frozen=True, tag="beat"):
-    """Sign of life.
+    """Heartbeat.
 
     Args:
-        executed: Operators and instructions executed so far.
-        stalled_s: How long the current one has made no progress and used no processor time; 0 when all is well,
-            or while it waits for other workers.
-        doing: What it is at.
+        executed: Number of operators and instructions executed so far.
+        stalled_s: Seconds for which the current one has made no progress and used no processor time; 0 normally, or
+            while it waits for other workers.
+        doing: Its present activity.
     """
 
     executed: int
@@ -255,12 +256,12 @@ class Lookup(Message, frozen=True, tag="lookup"):
     """A rendezvous operation of a group.
 
     Args:
-        ticket: The worker's number for it; the answer names it.
+        ticket: The worker's number for it; the reply repeats it.
         group: The group.
-        action: ``set`` (no answer waited for), ``get`` (waits for the key), ``add`` (to a counter), ``check``, or
+        action: ``set`` (without a reply), ``get`` (waits for the key), ``add`` (to a counter), ``check``, or
             ``delete``.
         keys: One key; several for ``check``.
-        value: For ``set`` the value, for ``add`` the decimal amount.
+        value: The value for ``set``, the decimal amount for ``add``.
     """
 
     ticket: int
@@ -271,12 +272,12 @@ class Lookup(Message, frozen=True, tag="lookup"):
 
 
 class Contribution(Message, frozen=True, tag="contribution"):
-    """A bucket to be summed at the client, in one frame.
+    """A bucket to be reduced at the client, in one frame.
 
     Args:
-        ticket: The answer names it.
+        ticket: The reply repeats it.
         group: The group, of backend ``client``.
-        order: Counts the worker's contributions to the group; equal orders of all members are summed.
+        order: Sequence number of the worker's contributions to the group; equal numbers of all members are summed.
         spec: The bucket, flat.
     """
 
@@ -287,7 +288,7 @@ class Contribution(Message, frozen=True, tag="contribution"):
 
 
 class Left(Message, frozen=True, tag="left"):
-    """This worker has left a group, or could not join it: nobody is to wait for it there."""
+    """This worker has left a group, or could not join it: other members must not wait for it."""
 
     group: int
 

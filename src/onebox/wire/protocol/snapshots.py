@@ -1,8 +1,7 @@
-"""Snapshots of the training state: how a worker keeps its part, lets others have it, and takes it back.
+"""Snapshots of the training state: instructions for storing, transferring and restoring a worker's part.
 
-A snapshot lies in a numbered slot, in the memory of the worker's host: the elements of its tensors one behind the
-other, where :func:`layout` says. So a part of it is a run of bytes, whatever is in it, and the client alone knows
-which.
+A snapshot is in a numbered slot in host memory of the worker: the elements of its tensors, concatenated according to
+:func:`layout`. So a part of it is a range of bytes, whose meaning only the client tracks.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ from onebox.wire.program import TensorSpec, WireStruct
 _ALIGN_BYTES = 64
 
 PIECE_BYTES = 4 << 20
-"""What travels at once from slot to slot: 30 ms of a network of 1 Gbit/s, which is what a step may have to wait."""
+"""Piece size of transfers between slots: 30 ms on a network of 1 Gbit/s, the longest delay of a step."""
 
 Number = bool | int | float | None
 Extent = tuple[int, int]
-"""Bytes of a slot: the first, and how many."""
+"""A range of bytes of a slot: offset and length."""
 
 
 class StateEntry(WireStruct, frozen=True):
-    """One entry of an optimizer's state: of which parameter, under which key, and its tensor or number."""
+    """One entry of an optimizer's state: its parameter, its key, and its tensor or number."""
 
     parameter: int
     key: str
@@ -30,12 +29,12 @@ class StateEntry(WireStruct, frozen=True):
 
 
 class Snapshot(WireStruct, frozen=True, tag="snapshot"):
-    """Copy buffers, and what an optimizer remembers, to a slot, as they are at this point of the stream.
+    """Copy buffers and optimizer state to a slot, as of this point of the stream.
 
     Args:
         slot: The slot, a new one.
-        buffers: Which buffers.
-        optimizer: Which optimizer; 0 for none. Its entries come behind the buffers.
+        buffers: The buffers.
+        optimizer: The optimizer; 0 for none. Its entries follow the buffers.
     """
 
     slot: int
@@ -48,10 +47,10 @@ class Give(WireStruct, frozen=True, tag="give"):
 
     Args:
         slot: The slot.
-        runs: Which bytes of it.
-        group: The group, formed for this, of two.
-        peer: The rank, which takes.
-        over_s: Over how many seconds to spread it at least, so that steps have the network for themselves in between.
+        runs: Its byte ranges.
+        group: The group of two, formed for this.
+        peer: The receiving rank.
+        over_s: Least number of seconds over which to spread it, so that steps can use the network in between.
     """
 
     slot: int
@@ -62,13 +61,13 @@ class Give(WireStruct, frozen=True, tag="give"):
 
 
 class Take(WireStruct, frozen=True, tag="take"):
-    """Fill a new slot with what a rank of a group gives, in the background; one run lies behind the other.
+    """Fill a new slot with data from a rank of a group, in the background; ranges are concatenated.
 
     Args:
         slot: The slot.
         sizes: Bytes of each run.
         group: The group.
-        peer: The rank, which gives.
+        peer: The sending rank.
     """
 
     slot: int
@@ -78,7 +77,7 @@ class Take(WireStruct, frozen=True, tag="take"):
 
 
 class Read(WireStruct, frozen=True, tag="read"):
-    """Answer with bytes of a slot, in one frame."""
+    """Reply with bytes of a slot, in one frame."""
 
     slot: int
     start: int
@@ -90,8 +89,8 @@ class Write(WireStruct, frozen=True, tag="write"):
 
     Args:
         slot: The slot.
-        start: The first byte that is written.
-        size_bytes: Bytes of the whole slot, which is made where it is not there.
+        start: Offset of the first byte.
+        size_bytes: Bytes of the whole slot, which is created if missing.
     """
 
     slot: int
@@ -100,12 +99,12 @@ class Write(WireStruct, frozen=True, tag="write"):
 
 
 class Fill(WireStruct, frozen=True, tag="fill"):
-    """Fill buffers with what lies in slots.
+    """Fill buffers from slots.
 
     Args:
-        buffers: Which.
-        specs: What each becomes.
-        places: For each the slot and the first byte.
+        buffers: The buffers.
+        specs: Their new specs.
+        places: Slot and offset of each.
     """
 
     buffers: tuple[int, ...]
@@ -114,13 +113,13 @@ class Fill(WireStruct, frozen=True, tag="fill"):
 
 
 class Recall(WireStruct, frozen=True, tag="recall"):
-    """Let an optimizer remember something of parameters that it has not stepped.
+    """Set optimizer state of parameters that an optimizer has not updated yet.
 
     Args:
         optimizer: Its number.
-        entries: What.
-        places: For each of those that are tensors the slot and the first byte.
-        buffers: Instead of places for each of those a buffer that holds it, or will, and ends.
+        entries: The entries.
+        places: Slot and offset of each tensor among them.
+        buffers: In place of ``places``, a buffer for each tensor, present or in transit, which ends.
     """
 
     optimizer: int
@@ -130,12 +129,12 @@ class Recall(WireStruct, frozen=True, tag="recall"):
 
 
 class Lay(WireStruct, frozen=True, tag="lay"):
-    """Let what an optimizer remembers of some parameters be buffers, too; answered with the entries.
+    """Turn optimizer state of some parameters into buffers; the reply is the entries.
 
     Args:
         optimizer: Its number.
-        parameters: Positions of the parameters, each once, in ascending order; empty to ask for all entries only.
-        buffers: One for each of their entries that is a tensor, in the order of the entries.
+        parameters: Positions of the parameters, each once, in ascending order; empty to return all entries only.
+        buffers: One for each entry that is a tensor, in order.
     """
 
     optimizer: int
@@ -144,14 +143,14 @@ class Lay(WireStruct, frozen=True, tag="lay"):
 
 
 class Remembered(WireStruct, frozen=True, tag="remembered"):
-    """Answer with a tensor that an optimizer remembers of a parameter.
+    """Reply with a tensor of a parameter's optimizer state.
 
     Args:
         optimizer: Its number.
         parameter: The position of the parameter.
-        key: Of the entry.
-        first: The first row (index of the first dimension) that is wanted.
-        rows: How many rows; 0 for the whole.
+        key: Key of the entry.
+        first: First requested row (index of the first dimension).
+        rows: Number of rows; 0 for the whole.
     """
 
     optimizer: int
@@ -162,11 +161,11 @@ class Remembered(WireStruct, frozen=True, tag="remembered"):
 
 
 class Drop(WireStruct, frozen=True, tag="drop"):
-    """Forget slots; those that are not there are passed over.
+    """Drop slots; missing ones are ignored.
 
     Args:
-        slots: Which.
-        again: Whether there will be more like them, so that their memory is kept for these.
+        slots: The slots.
+        again: Whether to keep their memory for similar ones.
     """
 
     slots: tuple[int, ...]
@@ -177,7 +176,7 @@ SlotInstruction = Snapshot | Give | Take | Read | Write | Fill | Recall | Lay | 
 
 
 def layout(specs: Iterable[TensorSpec]) -> tuple[list[int], int]:
-    """Return where in a slot each of some tensors begins, in bytes, and how many bytes they take together."""
+    """Return the offset of each tensor in a slot, in bytes, and their total bytes."""
     starts, end = [], 0
     for spec in specs:
         starts.append(end)
@@ -186,14 +185,14 @@ def layout(specs: Iterable[TensorSpec]) -> tuple[list[int], int]:
 
 
 def pieces(runs: Iterable[Extent]) -> Iterator[Extent]:
-    """Cut runs into what travels at once."""
+    """Split byte ranges into pieces for transfer."""
     for start, size in runs:
         for offset in range(0, size, PIECE_BYTES):
             yield start + offset, min(PIECE_BYTES, size - offset)
 
 
 def end_to_end(sizes: Iterable[int]) -> Iterator[Extent]:
-    """Return runs of some sizes that lie one behind the other."""
+    """Return byte ranges of given sizes, concatenated."""
     end = 0
     for size in sizes:
         yield end, size

@@ -1,11 +1,11 @@
-"""The channel: ZeroMQ sockets with CURVE encryption, and the coding of messages on them.
+"""The channel: ZeroMQ sockets with CURVE encryption, and the encoding of messages.
 
-A worker is the server: it binds, and lets in one client key. A message is one header frame (msgpack, strictly decoded)
+A worker is the server: it binds, and accepts one client key. A message is one header frame (msgpack, strictly decoded)
 and any number of element frames. The header is bounded before it is decoded.
 
-ZeroMQ takes what a stranger announces before it knows who that is, up to the limit of a frame, so frames are small: a
-longer one travels in parts of :data:`PART_BYTES`, of which the last is shorter and may be empty. Between processes of
-one machine a stranger does not get as far: their sockets lie in a folder that only their user can enter.
+ZeroMQ buffers data of unauthenticated peers up to the frame limit, so frames are small: a longer one is sent in parts
+of :data:`PART_BYTES`, of which the last is shorter and may be empty. Between processes of one machine other users
+cannot connect: their sockets are in a folder that only their user can access.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from onebox.wire.protocol.requests import Envelope
 from onebox.wire.protocol.responses import WorkerMessage
 
 HEADER_BYTES = 64 << 20
-"""The most bytes of a header: a program of 100,000 operators takes about 10 MB."""
+"""Most bytes of a header: a program of 100,000 operators takes about 10 MB."""
 
 FRAME_BYTES = 8 << 30
-"""The most bytes of one frame: one tensor."""
+"""Most bytes of one frame: one tensor."""
 
 PART_BYTES = 1 << 20
-"""The most bytes that travel in one piece, which is also what a stranger's connection can make a worker hold. Small
-parts are fast, too: one is encrypted while the other is on its way (64 MiB over loopback: 1.7 GB/s, in one piece 0.6).
+"""Most bytes of one part, which also bounds the memory that an unauthenticated connection can occupy on a worker. Small
+parts are fast, too: encryption overlaps with sending (64 MiB over loopback: 1.7 GB/s, in one piece 0.6).
 """
 
 _CURVE_BYTES = 1024
-"""More than what CURVE adds to a part (RFC 26: 33 bytes)."""
+"""More than CURVE's overhead on a part (RFC 26: 33 bytes)."""
 
 FRAMES = 65536
-"""The most frames of one message."""
+"""Most frames of one message."""
 
 HANDSHAKE_MS = 3_000
-"""How long a peer may take for the CURVE handshake; the client tries again."""
+"""Time limit of the CURVE handshake; the client tries again."""
 
 _envelopes = msgspec.msgpack.Decoder(Envelope)
 _sayings = msgspec.msgpack.Decoder(WorkerMessage)
@@ -50,14 +50,14 @@ _encoder = msgspec.msgpack.Encoder()
 RECONNECT_MS = 50
 RECONNECT_MOST_MS = 200
 CONNECT_MS = 500
-"""How soon a broken connection is made again, and how long one try may take: a cut ends unannounced."""
+"""Delay before a broken connection is retried, and time limit of one attempt: an interruption ends without notice."""
 
 HEARTBEAT_LOST_MS = 1_500
-"""A connection over which signs of life come is broken when it has brought nothing for so long."""
+"""Silence after which a connection for heartbeats counts as broken."""
 
 TCP_LOST_MS = 2_000
-"""A TCP connection whose other end has acknowledged nothing for so long is dead. Left to itself the kernel would wait
-after a cut of two seconds for another two until it tries again (RFC 6298), and a quarter of an hour until it gives up.
+"""Time without an acknowledgement after which a TCP connection counts as dead. By default, the kernel would retry only
+two seconds after an interruption of two seconds (RFC 6298), and give up after a quarter of an hour.
 """
 
 Frames = Sequence[Any]
@@ -74,7 +74,7 @@ class KeyPair(Struct, frozen=True):
 
 
 def new_keys() -> KeyPair:
-    """Make a CURVE key pair."""
+    """Create a CURVE key pair."""
     public, secret = zmq.curve_keypair()
     return KeyPair(public.decode(), secret.decode())
 
@@ -86,7 +86,7 @@ def configure(socket: zmq.Socket[bytes], keys: KeyPair, *, server_key: str | Non
         socket: The socket.
         keys: Its own keys.
         server_key: The server's public key on a client; ``None`` on a server.
-        queue: The most messages queued in each direction.
+        queue: Most messages queued in each direction.
     """
     socket.curve_publickey = keys.public.encode()
     socket.curve_secretkey = keys.secret.encode()
@@ -103,12 +103,12 @@ def configure(socket: zmq.Socket[bytes], keys: KeyPair, *, server_key: str | Non
 
 
 def detect_dead_peers(socket: zmq.Socket[bytes], *, beats: bool = False) -> None:
-    """Let a TCP connection that is dead be noticed soon and made again; before the socket binds or connects.
+    """Make a dead TCP connection be detected and re-established soon; before the socket binds or connects.
 
     Args:
         socket: The socket, configured.
-        beats: Whether only signs of life come over it, so that ZeroMQ can ask for some of its own between them; where
-            large tensors go, these would wait behind them and look like silence.
+        beats: Whether only heartbeats use it, so that ZeroMQ can add its own; behind large tensors these would be
+            delayed and look like silence.
     """
     socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MOST_MS)
@@ -127,9 +127,9 @@ def listen(socket: zmq.Socket[bytes], address: str, ports: Sequence[int] = ()) -
     """Bind a socket and return the endpoint to connect to.
 
     Args:
-        socket: A server's, configured.
+        socket: A server's socket, configured.
         address: An IP address of this host, for TCP; or the path of a folder, for a socket of this machine in it.
-        ports: For TCP, those of which the first that is free is taken; any from 49152 on where there are none.
+        ports: For TCP, candidates, of which the first free one is used; any from 49152 on if empty.
 
     Raises:
         UsageError: None of the ports is free.
@@ -157,32 +157,32 @@ def send(socket: zmq.Socket[bytes], frames: Frames, flags: int = 0, *, copy: boo
     """Send a message, in parts of at most :data:`PART_BYTES`.
 
     Args:
-        socket: Where to.
+        socket: The socket.
         frames: Header and elements.
         flags: ``zmq.NOBLOCK``, or none.
-        copy: Whether the elements may be written to as soon as this returns.
+        copy: Whether the elements may be overwritten as soon as this returns.
 
     Raises:
-        zmq.Again: There is no room, or nobody at the other end.
+        zmq.Again: The queue is full, or there is no connection.
     """
     socket.send_multipart(cut(frames), flags, copy=copy)
 
 
 def receive(socket: zmq.Socket[bytes]) -> list[Any]:
-    """Receive a message and return its frames, put together from their parts.
+    """Receive a message and return its frames, joined from their parts.
 
     Raises:
-        zmq.Again: There is none within the socket's limit of time.
+        zmq.Again: There is none within the socket's timeout.
         WireError: It ends in the middle of a frame.
     """
-    parts: list[Any] = [socket.recv()]  # in most messages the only one, and short: cheaper to copy than to hold
+    parts: list[Any] = [socket.recv()]  # usually the only one, and short: cheaper to copy than to hold
     while socket.getsockopt(zmq.RCVMORE):
         parts.append(socket.recv(copy=False).buffer)
     return join(parts)
 
 
 def cut(frames: Frames) -> list[Any]:
-    """Return the parts that frames travel in."""
+    """Split frames into parts for sending."""
     parts: list[Any] = []
     for frame in frames:
         if len(frame) < PART_BYTES:
@@ -194,10 +194,10 @@ def cut(frames: Frames) -> list[Any]:
 
 
 def join(parts: list[Any]) -> list[Any]:
-    """Return the frames that came in parts; the list is emptied, so that memory is not held twice.
+    """Join parts into frames; the list is emptied, so that memory is not held twice.
 
     Raises:
-        WireError: The last one has no end, or a part is too long.
+        WireError: The last frame is incomplete, or a part is too long.
     """
     if all(len(part) < PART_BYTES for part in parts):
         return parts
@@ -210,7 +210,7 @@ def join(parts: list[Any]) -> list[Any]:
 
 
 def _joined(parts: list[Any], count: int) -> Any:
-    """Take as many parts from the end of a list and return them as one frame."""
+    """Take a number of parts from the end of a list and return them as one frame."""
     if count == 1:
         return parts.pop()
     whole = memoryview(np.empty(sum(len(part) for part in parts[-count:]), dtype=np.uint8))  # type: ignore[arg-type]
@@ -223,10 +223,10 @@ def _joined(parts: list[Any], count: int) -> Any:
 
 
 def encode(message: Envelope | WorkerMessage) -> bytes:
-    """Return the header frame of a message.
+    """Encode a message as a header frame.
 
     Raises:
-        WireError: It is larger than a header may be, or holds a number or text that does not travel.
+        WireError: It exceeds the header limit, or contains an unsupported number or text.
     """
     try:
         header = _encoder.encode(message)
@@ -238,7 +238,7 @@ def encode(message: Envelope | WorkerMessage) -> bytes:
 
 
 def check_frames(frames: Frames) -> None:
-    """Require that element frames are within the limits, before they are sent: a worker drops what is over them.
+    """Require that element frames are within the limits, before they are sent: a worker drops larger ones.
 
     Raises:
         WireError: They are not.
@@ -263,7 +263,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[Any], parts: Frames, what: str) -> 
 
 
 def decode_envelope(parts: Frames) -> tuple[Envelope, Frames]:
-    """Return a client's message and its element frames.
+    """Decode a client's message; return it with its element frames.
 
     Raises:
         WireError: It breaks the protocol or its limits.
@@ -273,7 +273,7 @@ def decode_envelope(parts: Frames) -> tuple[Envelope, Frames]:
 
 
 def decode_worker_message(parts: Frames) -> tuple[WorkerMessage, Frames]:
-    """Return a worker's message and its element frames.
+    """Decode a worker's message; return it with its element frames.
 
     Raises:
         WireError: It breaks the protocol or its limits.

@@ -1,7 +1,7 @@
-"""One end of the channel of commands: a socket, and, where connections may break, what makes good what they lose.
+"""One end of the command channel: a socket, with retransmission if connections may break.
 
-Between processes of one machine nothing is lost, and messages go as they are. Both ends know which it is by the
-address of the worker.
+Between processes of one machine nothing is lost, and messages are sent unchanged. Both ends derive the mode from the
+worker's address.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from onebox.wire.transport.reliable import Reliable
 
 
 class Connection:
-    """Sends and receives messages over a socket that somebody else owns.
+    """Sends and receives messages over a socket owned by the caller.
 
     Args:
         socket: The socket.
-        transmit: Puts frames into it.
-        endpoint: The address that the worker listens at: over TCP a connection may break.
+        transmit: Sends frames through it.
+        endpoint: The worker's address: a TCP connection may break.
         own: Whether frames may change as soon as :meth:`send` returns, and are copied.
     """
 
@@ -43,21 +43,21 @@ class Connection:
 
     @property
     def due_s(self) -> float:
-        """When :meth:`flush` is to be called, on the monotonic clock; infinite when not until something comes."""
+        """Time at which :meth:`flush` is due, on the monotonic clock; infinite if not before the next receipt."""
         return math.inf if self._reliable is None else self._reliable.due_s
 
     @property
     def keeps(self) -> bool:
-        """Whether frames are kept until they have arrived: they do not change, and need not be copied once more."""
+        """True if frames are kept until they have arrived: they must not change, and need no other copy."""
         return self._reliable is not None
 
     @property
     def full(self) -> bool:
-        """Whether messages wait until the other side has acknowledged others."""
+        """True if messages wait for acknowledgements of others."""
         return self._reliable is not None and self._reliable.full
 
     def send(self, frames: list[Any]) -> None:
-        """Send a message, now or as soon as there is room."""
+        """Send a message, now or as soon as the window allows."""
         if self._reliable is None:
             self._transmit(frames)
             return
@@ -67,12 +67,12 @@ class Connection:
         self._flush(time.monotonic())
 
     def connected(self) -> None:
-        """Take the news that a new connection has been made."""
+        """Record that a new connection has been established."""
         if self._reliable is not None:
             self._reliable.connected()
 
     def flush(self, now_s: float) -> None:
-        """Send what is due."""
+        """Send due messages."""
         if self.due_s <= now_s:
             self._flush(now_s)
 
@@ -80,9 +80,9 @@ class Connection:
         """Receive from the socket and return the messages that are next in order, if any.
 
         Raises:
-            zmq.Again: There is nothing to receive within the socket's limit of time.
-            Restarted: The other side is not the one that it was.
-            WireError: What came breaks the protocol.
+            zmq.Again: There is nothing to receive within the socket's timeout.
+            Restarted: The peer has restarted.
+            WireError: The received data breaks the protocol.
         """
         frames = receive(self._socket)
         return [frames] if self._reliable is None else self._reliable.take(frames, time.monotonic())

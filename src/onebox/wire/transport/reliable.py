@@ -1,15 +1,15 @@
-"""Messages that survive a cut of the network: numbered, acknowledged, sent again; exactly once and in order.
+"""Reliable messages over interrupted connections: numbered, acknowledged, sent again; exactly once and in order.
 
-A TCP connection loses nothing while it lasts; when it breaks, whatever was under way is lost. So nothing is sent again
-because of time alone, which would send large tensors twice. A sender asks its peer how far it has come: when a new
-connection is made, when the peer says that it misses something, or when nothing has been acknowledged for a while.
-The question follows what was sent before it, and so the answer tells exactly what was lost; only that is repeated.
+A TCP connection loses nothing while it lasts; when it breaks, data in flight is lost. So nothing is retransmitted on a
+timeout alone, which would send large tensors twice. A sender queries its peer's progress: after a new connection, when
+the peer reports a gap, or when nothing has been acknowledged for a while. The query follows all earlier messages, so
+the reply identifies exactly the lost ones; only these are repeated.
 
-Each message is preceded, within its first frame, by 33 bytes: its kind, the epoch of the sender (a number that it drew
-when it started), how far the sender has received, and two numbers whose meaning depends on the kind. Acknowledgements
-ride on messages of the other direction, or go alone where there are none.
+Each message is preceded, within its first frame, by 33 bytes: its kind, the epoch of the sender (a random number of its
+start), the sender's own receive progress, and two numbers whose meaning depends on the kind. Acknowledgements are
+piggybacked on messages of the other direction, or sent alone if there are none.
 
-Pure: frames and times in, frames out; who calls it owns the socket.
+Pure: frames and times in, frames out; the caller owns the socket.
 """
 
 from __future__ import annotations
@@ -24,23 +24,24 @@ from typing import Any
 from onebox.errors import WireError
 
 WINDOW_MESSAGES = 512
-"""The most messages under way. Fewer than a socket queues (1000), so that ZeroMQ never stops to read a connection:
-one that is full would look like one that is dead."""
+"""Most messages in flight. Fewer than a socket queues (1000), so that ZeroMQ never stops reading a connection: a full
+one would look dead."""
 
 WINDOW_BYTES = 256 << 20
-"""The most bytes under way, unless a single message is larger: two seconds of a network of 1 Gbit/s."""
+"""Most bytes in flight, unless a single message is larger: two seconds on a network of 1 Gbit/s."""
 
 ACK_MESSAGES = 64
 ACK_BYTES = 16 << 20
-"""What may come in before it is acknowledged: a small part of the window, so that the sender need not wait."""
+"""Received bytes after which an acknowledgement is sent: a small part of the window, so that the sender need not
+wait."""
 
 ACK_S = 0.05
-"""How long an acknowledgement waits for a message to ride on."""
+"""Longest delay of an acknowledgement for piggybacking."""
 
 ASK_S = 1.0
 ASK_MOST_S = 8.0
-"""How long without an acknowledgement until the peer is asked; twice as long each time, up to the second. A worker
-answers between two instructions, and so a long silence is nothing unusual."""
+"""Longest time without an acknowledgement before the peer is queried; it doubles up to this value. A worker replies
+between two instructions, so long silence is normal."""
 
 _MESSAGE, _ACK, _ASK, _CONNECTED, _ANSWER, _MISSING = range(6)
 
@@ -50,18 +51,18 @@ Frames = Sequence[Any]
 
 
 class Restarted(WireError):
-    """The peer is not the one that it was: it has started anew and knows nothing of what it was sent before."""
+    """The peer has restarted and has no record of earlier messages."""
 
 
 @dataclass(slots=True)
 class _Sent:
-    """A message under way.
+    """A message in flight.
 
     Args:
         number: Its number.
         frames: Its frames; not copied.
         size_bytes: Their length.
-        asked: How many questions had been asked when it was last sent: a later one tells whether it has arrived.
+        asked: Number of queries before it was last sent: a later one shows whether it has arrived.
     """
 
     number: int
@@ -71,11 +72,11 @@ class _Sent:
 
 
 class Sender:
-    """What has been sent and not been acknowledged, and what waits until there is room.
+    """Messages that have been sent but not acknowledged, and messages that wait for the window.
 
     Args:
-        window_messages: The most messages under way.
-        window_bytes: The most bytes under way, unless a single message is larger.
+        window_messages: Most messages in flight.
+        window_bytes: Most bytes in flight, unless a single message is larger.
     """
 
     def __init__(self, window_messages: int = WINDOW_MESSAGES, window_bytes: int = WINDOW_BYTES) -> None:
@@ -94,36 +95,36 @@ class Sender:
 
     @property
     def full(self) -> bool:
-        """Whether something waits for room."""
+        """True if messages wait for the window."""
         return bool(self._waiting)
 
     @property
     def under_way(self) -> tuple[int, int]:
-        """Messages and bytes that have been sent and not been acknowledged."""
+        """Messages and bytes that have been sent but not acknowledged."""
         return len(self._away), self._away_bytes
 
     @property
     def due_s(self) -> float:
-        """When something is to be sent unless news come; infinite when never."""
+        """Time of the next send without further events; infinite if there is none."""
         if self._again or self._ask or (self._waiting and self._fits(self._waiting[0][1])):
             return -math.inf
         return self._quiet_s + self._patience_s if self._away else math.inf
 
     def post(self, frames: Frames) -> None:
-        """Take a message to be sent."""
+        """Accept a message for sending."""
         self._waiting.append((frames, sum(map(len, frames))))
 
     def ask(self, kind: int = _ASK) -> None:
-        """Ask the peer with what goes out next how far it has come."""
+        """Query the peer's progress with the next output."""
         self._ask = max(self._ask, kind)
 
     def doubt(self) -> None:
-        """Ask the peer how far it has come, if anything is under way."""
+        """Query the peer's progress, if anything is in flight."""
         if self._away:
             self.ask()
 
     def acknowledged(self, number: int, now_s: float) -> None:
-        """Take the news that the peer has everything up to a number.
+        """Process an acknowledgement of all messages up to a number.
 
         Raises:
             WireError: It has not been sent.
@@ -139,15 +140,15 @@ class Sender:
         self._quiet_s, self._patience_s = now_s, ASK_S
 
     def answered(self, question: int, held: int, now_s: float) -> None:
-        """Take the answer to a question; what it shows to be lost is sent again.
+        """Process the reply to a query; messages that it shows to be lost are sent again.
 
         Args:
-            question: Which.
-            held: The first message that the peer has beyond what it misses; 0 for none.
+            question: Number of the query.
+            held: The first message that the peer has beyond the gap; 0 for none.
             now_s: The time.
 
         Raises:
-            WireError: Nobody has asked that.
+            WireError: There was no such query.
         """
         if question > self._asked:
             raise WireError(f"an answer to question {question}; {self._asked} have been asked")
@@ -156,10 +157,10 @@ class Sender:
             self._quiet_s, self._patience_s = now_s, ASK_S
             self._again = [
                 sent for sent in self._away if sent.asked < question and (not held or sent.number < held)
-            ]  # what an earlier answer named is among it, unless it has been sent since
+            ]  # includes earlier losses, unless sent again since
 
     def outgoing(self, now_s: float) -> list[tuple[int, int, Frames]]:
-        """Return kind, number and frames of what is to be sent now: what was lost, then what waits, then a question."""
+        """Return kind, number and frames of the messages to send now: lost ones, then waiting ones, then a query."""
         parcels: list[tuple[int, int, Frames]] = []
         for sent in self._again:
             sent.asked = self._asked
@@ -189,11 +190,11 @@ class Sender:
 
 
 class Receiver:
-    """What has been received, each once and in order, and what came too early.
+    """Received messages, delivered once and in order, and those that arrived too early.
 
     Args:
-        window_messages: The most messages that its peer may have under way.
-        window_bytes: The most bytes that are kept of what came too early.
+        window_messages: Most messages that the peer may have in flight.
+        window_bytes: Most bytes kept of messages that arrived too early.
     """
 
     def __init__(self, window_messages: int = WINDOW_MESSAGES, window_bytes: int = WINDOW_BYTES) -> None:
@@ -205,25 +206,26 @@ class Receiver:
         self._new_messages = self._new_bytes = 0
         self.received = 0
         self.missing = False
-        """Whether the peer is to be told that something is missing."""
+        """True if a gap is to be reported to the peer."""
         self.due_s = math.inf
-        """When what has been received is to be acknowledged."""
+        """Time at which an acknowledgement is due."""
 
     @property
     def held(self) -> int:
-        """The first message that came too early; 0 for none."""
+        """The first message that arrived too early; 0 for none."""
         return min(self._early, default=0)
 
     @property
     def kept(self) -> tuple[int, int]:
-        """Messages and bytes that came too early."""
+        """Messages and bytes that arrived too early."""
         return len(self._early), self._early_bytes
 
     def take(self, number: int, frames: Frames, now_s: float) -> list[Frames]:
-        """Take a message and return what is next in order: nothing, it, or it and some that came before it.
+        """Process a message and return those that are next in order: none, it, or it and later ones that arrived
+        before.
 
         Raises:
-            WireError: It is further ahead than the window of its sender.
+            WireError: It is beyond its sender's window.
         """
         if number > self.received + self._window_messages:
             raise WireError(f"message {number} came after {self.received}; {self._window_messages} may be under way")
@@ -247,12 +249,12 @@ class Receiver:
         return messages
 
     def said(self) -> None:
-        """Take the news that the peer is being told how far it has been received."""
+        """Record that an acknowledgement is being sent."""
         self.due_s = math.inf
         self._new_messages = self._new_bytes = 0
 
     def _keep(self, number: int, frames: Frames) -> None:
-        """Keep a message that came too early, where there is room; otherwise it will be sent again."""
+        """Keep a message that arrived too early, if there is room; otherwise it will be sent again."""
         size_bytes = sum(map(len, frames))
         known = number <= self.received or number in self._early
         if not known and self._early_bytes + size_bytes <= self._window_bytes:
@@ -261,19 +263,19 @@ class Receiver:
         self._look()
 
     def _look(self) -> None:
-        """Notice what is missing, once each."""
+        """Detect gaps, once each."""
         if self._early and self._missed != self.received + 1:
             self._missed = self.received + 1
             self.missing = True
 
 
 class Reliable:
-    """One end of a pair of directions.
+    """One end of a bidirectional connection.
 
     Args:
-        epoch: A number that no other start of this end has.
-        window_messages: The most messages under way in each direction; the same at both ends.
-        window_bytes: The most bytes, unless a single message is larger; the same at both ends.
+        epoch: A number unique to this start.
+        window_messages: Most messages in flight in each direction; the same at both ends.
+        window_bytes: Most bytes in flight, unless a single message is larger; the same at both ends.
 
     Example:
         >>> here, there = Reliable(1), Reliable(2)
@@ -294,33 +296,33 @@ class Reliable:
 
     @property
     def due_s(self) -> float:
-        """When :meth:`outgoing` is to be called unless something comes before; infinite when never."""
+        """Time at which :meth:`outgoing` is due without further events; infinite if never."""
         if self._question or self.receiver.missing:
             return -math.inf
         return min(self.receiver.due_s, self.sender.due_s)
 
     @property
     def full(self) -> bool:
-        """Whether something waits until the peer has acknowledged what is under way."""
+        """True if messages wait for acknowledgements."""
         return self.sender.full
 
     def post(self, frames: Frames) -> None:
-        """Take a message to be sent; its frames are kept, not copied, and must not change until it has arrived.
+        """Accept a message for sending; its frames are kept, not copied, and must not change until it has arrived.
 
         Args:
-            frames: One at least; the first is copied when it is sent, so it is to be short.
+            frames: At least one; the first is copied when it is sent, so it should be short.
         """
         self.sender.post(frames)
 
     def connected(self) -> None:
-        """Take the news of a new connection: both ends ask what the end of the one before has cost."""
+        """Record a new connection: both ends query the losses of the previous one."""
         self.sender.ask(_CONNECTED)
 
     def take(self, parcel: Frames, now_s: float) -> list[Frames]:
-        """Take what has come and return the messages that are next in order, if any.
+        """Process received frames and return the messages that are next in order, if any.
 
         Args:
-            parcel: The frames that came.
+            parcel: The received frames.
             now_s: The time.
 
         Raises:
@@ -353,7 +355,7 @@ class Reliable:
         return []
 
     def outgoing(self, now_s: float) -> list[list[Any]]:
-        """Return what is to be sent now, in this order; each is a list of frames.
+        """Return the transmissions that are due, in order; each is a list of frames.
 
         Args:
             now_s: The time.

@@ -1,9 +1,8 @@
-"""Whether all ranks of a group mean the same collective: the same one in order, of the same type and sizes.
+"""Agreement check of collectives: all ranks of a group must call the same one in order, type and sizes.
 
-Libraries below add up whatever comes: float32 of one rank and int32 of another are as many bytes, and give a sum that
-is wrong without a word. So each rank adds what it means, as some small whole numbers that all types hold exactly, to
-the end of what is summed: where all mean the same, the sum there is as many times one's own. Where not, some rank's is
-not.
+The underlying libraries sum mismatched inputs silently: float32 of one rank and int32 of another have equal sizes. So
+each rank appends a fingerprint of its call to the data, as small integers that all types represent exactly. If all
+ranks agree, the sum is the fingerprint times the number of ranks; else it differs on some rank.
 """
 
 from __future__ import annotations
@@ -20,24 +19,24 @@ from onebox.errors import WireError
 from onebox.wire import DTYPES, TensorSpec
 
 FINGERPRINT_ELEMENTS = 8
-"""How many numbers are added. Each tells one difference in eight from none: all of them, all but one in 2^24."""
+"""Number of appended elements. Each misses one difference in eight; all together miss one in 2^24."""
 
 _MOST = 7
 _CODES = {name: code for code, name in enumerate(DTYPES)}
 _EXACT = {torch.bfloat16: 256, torch.float16: 2048, torch.int8: 127, torch.uint8: 255}
-"""The largest whole number up to which a type holds all, where that is little."""
+"""Largest integer up to which a type represents all integers, for types where it is small."""
 
 
 def collective_fingerprint(order: int, specs: Sequence[TensorSpec], *more: int) -> int:
-    """Return a number of 32 bits for the sum, or the broadcast, that a rank means.
+    """Return the 32-bit fingerprint of a rank's reduction or broadcast.
 
     Args:
-        order: How many collectives of the group came before.
-        specs: What this rank has for it, or is to have after it.
-        more: What else all ranks must say.
+        order: Number of earlier collectives of the group.
+        specs: Specs of this rank's inputs or outputs.
+        more: Further values that must be equal on all ranks.
 
     Raises:
-        WireError: They are not of one type.
+        WireError: The specs have different element types.
     """
     kinds = {spec.dtype for spec in specs}
     if len(kinds) != 1:
@@ -48,29 +47,29 @@ def collective_fingerprint(order: int, specs: Sequence[TensorSpec], *more: int) 
 
 
 def fingerprint_elements(meant: int, dtype: torch.dtype, ranks: int) -> Tensor:
-    """Return what a rank adds to the end of what is summed.
+    """Return the elements to append to a rank's data.
 
     Args:
-        meant: What it means.
-        dtype: Of what is summed.
-        ranks: How many there are: the sum must be exact, too.
+        meant: Its fingerprint.
+        dtype: Element type of the data.
+        ranks: Number of ranks: the sum must be exact, too.
     """
     most = min(_MOST, _EXACT.get(dtype, 1 << 20) // ranks)
     return torch.tensor([(meant >> 3 * place & 7) % (most + 1) for place in range(FINGERPRINT_ELEMENTS)]).to(dtype)
 
 
 def check_fingerprints(summed: Tensor, meant: int, ranks: int, order: int, *, times: int | None = None) -> None:
-    """Require that all ranks meant the same.
+    """Require that the fingerprints of all ranks are equal.
 
     Args:
-        summed: The end of the sum, of :data:`FINGERPRINT_ELEMENTS` elements.
-        meant: What this rank meant.
-        ranks: How many there are.
-        order: Of the collective, for the message.
-        times: Of how many ranks it is the sum; of all when ``None``.
+        summed: The last :data:`FINGERPRINT_ELEMENTS` elements of the sum.
+        meant: This rank's fingerprint.
+        ranks: Number of ranks.
+        order: Number of the collective, for the message.
+        times: Number of ranks in the sum; all if ``None``.
 
     Raises:
-        WireError: They did not.
+        WireError: They differ.
     """
     own = fingerprint_elements(meant, summed.dtype, ranks)
     if not torch.equal(summed.cpu(), own * (ranks if times is None else times)):

@@ -1,4 +1,4 @@
-"""What a group of workers is to the machine that is in it, whatever carries its tensors."""
+"""Interface of a worker's communication group, independent of its transport."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from onebox.wire.protocol.responses import Contribution, Joined, Left, Lookup
 
 
 class ReceivedTensor(NamedTuple):
-    """What came from other ranks.
+    """Data received from other ranks.
 
     Args:
-        tensor: It.
-        at_ns: Since when it is known to be there, on the monotonic clock.
+        tensor: The tensor.
+        at_ns: Time since which it is known to be present, on the monotonic clock.
     """
 
     tensor: Tensor
@@ -26,23 +26,24 @@ class ReceivedTensor(NamedTuple):
 
 
 Finish = Callable[[], ReceivedTensor]
-"""Waits for what was started, once. Whoever forgets it without a call gives up what would have come.
+"""Waits for a started operation, once. Dropping it without a call abandons the result.
 
-It raises ``PeerLost`` when another rank cannot do its part, and ``WireError`` when another rank did something else.
+It raises ``PeerLost`` if another rank cannot do its part, and ``WireError`` if another rank called a different
+operation.
 """
 
 
 Begun = Finish | int
-"""What was started: waits for what comes to this rank; or, for a rank that only hands over, when that can be had, in
-monotonic nanoseconds."""
+"""A started operation: waits for this rank's result; or, for a rank that only sends, the time at which the data is
+available, in monotonic nanoseconds."""
 
 
 class RowRange(NamedTuple):
-    """Where some rows of a tensor belong that is sent in parts.
+    """Location of a chunk of rows in a tensor.
 
     Args:
-        whole: What all parts are together.
-        first: The first row, an index of the first dimension.
+        whole: Spec of the whole tensor.
+        first: Index of the first row, in the first dimension.
     """
 
     whole: TensorSpec
@@ -50,9 +51,9 @@ class RowRange(NamedTuple):
 
 
 class WorkerGroup(Protocol):
-    """A group that this worker is in.
+    """A group that this worker belongs to.
 
-    Sums, gathers and broadcasts are started in the same order by all ranks.
+    All ranks must start reductions, gathers and broadcasts in the same order.
     """
 
     @property
@@ -61,79 +62,80 @@ class WorkerGroup(Protocol):
 
     @property
     def joined(self) -> Joined:
-        """With whom memory is shared."""
+        """Return the ranks that share memory with this one."""
 
     def reduce(self, tensors: Sequence[Tensor]) -> Finish:
-        """Start to sum tensors of one type over the ranks; what comes is the flat sum."""
+        """Begin to sum tensors of one type over the ranks; the result is the flat sum."""
 
     def collect(self, tensors: Sequence[Tensor], root: int) -> Begun:
-        """Start to sum tensors of one type for one rank; what comes there is the flat sum, the others hand over."""
+        """Begin to sum tensors of one type for one rank, which receives the flat sum; the others only send."""
 
     def broadcast(self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], root: int) -> Begun:
-        """Start to hand tensors of one type from one rank, which has them, to the others; what comes is flat."""
+        """Begin to broadcast tensors of one type from one rank to the others; the result is flat."""
 
     def gather(self, tensor: Tensor, spec: TensorSpec, dim: int) -> Finish:
-        """Start to put the ranks' tensors together along a dimension; what comes is specified."""
+        """Begin to gather the ranks' tensors along a dimension; ``spec`` is the result's."""
 
     def send(self, tensor: Tensor, peer: int, channel: int, within: RowRange | None = None) -> int:
-        """Send a tensor to a rank without waiting for it; return when it can be had there, in monotonic nanoseconds.
+        """Send a tensor to a rank without waiting; return the time at which it is available there, in monotonic
+        nanoseconds.
 
         Args:
             tensor: The tensor.
             peer: The rank.
-            channel: What is sent on one is received in the same order.
-            within: What it is a part of; all parts of one tensor are sent in order.
+            channel: Tensors of one channel are received in the order in which they are sent.
+            within: The whole that it is a part of, if any; all parts of one tensor are sent in order.
         """
 
     def receive(self, spec: TensorSpec, peer: int, channel: int, rows: Sequence[int] = ()) -> Finish:
-        """Start to receive a tensor from a rank: the next of a channel that nobody has asked for.
+        """Begin to receive a tensor from a rank: the next one of a channel that has not been requested.
 
         Args:
-            spec: What it is.
+            spec: Its spec.
             peer: The rank.
             channel: The channel.
-            rows: The rows of each part that it is sent in; empty where it is sent whole.
+            rows: Number of rows of each chunk; empty if it is sent whole.
         """
 
     def interrupt(self) -> None:
-        """Let nobody wait here for other ranks any longer, as far as shutting down sockets does not do it.
+        """End waits for other ranks, as far as shutting down sockets does not.
 
         Callable from any thread.
         """
 
     def close(self) -> None:
-        """Leave the group. What was sent can still be received; who waits for more hears of it at once."""
+        """Leave the group. Data sent before can still be received; ranks that wait for more get an error at once."""
 
 
 def check_rows(spec: TensorSpec, rows: Sequence[int]) -> None:
-    """Require that parts of so many rows are a whole tensor.
+    """Require that chunks with the given numbers of rows form a whole tensor.
 
     Raises:
-        WireError: They are not.
+        WireError: They do not.
     """
     if rows and (not spec.shape or min(rows) < 1 or sum(rows) != spec.shape[0]):
         raise WireError(f"parts of {', '.join(map(str, rows))} rows are not {spec}: they are its first dimension's")
 
 
 class ClientChannel(Protocol):
-    """What a group needs of the channel to the client."""
+    """The part of the client's channel that a group uses."""
 
     def say(self, saying: Lookup | Contribution | Left, frames: Sequence[Any] = ()) -> None:
-        """Send something to the client."""
+        """Send a message to the client."""
 
     def await_ticket(self, ticket: int, timeout_s: float) -> tuple[Rendezvous | Reduced, Sequence[Any]]:
-        """Wait for the client's answer to a ticket; other messages wait meanwhile.
+        """Wait for the client's reply to a ticket; other messages are queued meanwhile.
 
         Raises:
-            PeerLost: It will not come, or did not come in time.
+            PeerLost: It will not arrive, or did not arrive in time.
         """
 
     def new_ticket(self) -> int:
-        """Return a number that no other ticket of this worker has."""
+        """Return a ticket number that is unique on this worker."""
 
 
 class KeyValueStore(Protocol):
-    """What is needed of a group's key-value store."""
+    """The part of a group's key-value store that a rendezvous uses."""
 
     def set(self, key: str, value: str) -> None:
         """Set a key."""

@@ -1,7 +1,7 @@
-"""Groups of workers: tensors go from worker to worker, by shared memory or torch.distributed, or the client sums them.
+"""Groups of workers: exchange by shared memory or torch.distributed, or reduction at the client.
 
 A group's rendezvous goes over the authenticated channel: :class:`ChannelStore` is a ``torch.distributed.Store`` whose
-keys live at the client.
+keys are stored at the client.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ class ChannelStore(dist.Store):
         return self._ask("get", [key])
 
     def add(self, key: str, value: int) -> int:
-        """Add to a counter and return it."""
+        """Add to a counter and return the result."""
         return int(self._ask("add", [key], str(value).encode()))
 
     def check(self, keys: list[str]) -> bool:
-        """Tell whether all keys are set."""
+        """Return whether all keys are set."""
         return self._ask("check", keys) == b"1"
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key and tell whether it was there."""
+        """Delete a key and return whether it existed."""
         return self._ask("delete", [key]) == b"1"
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -77,7 +77,7 @@ class ChannelStore(dist.Store):
             self._ask("get", [key])
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long to wait for a key."""
+        """Set the timeout of waiting for a key."""
         self._timeout_s = timeout.total_seconds()
 
     def _ask(self, action: Any, keys: list[str], value: bytes = b"") -> bytes:
@@ -91,15 +91,16 @@ class ChannelStore(dist.Store):
 
 
 class PendingBucket:
-    """Buffers that are being filled as one flat tensor; fulfils :class:`~onebox.worker.memory.buffers.PendingBuffers`.
+    """Buffers that are being received as one flat tensor; implements
+    :class:`~onebox.worker.memory.buffers.PendingBuffers`.
 
     Args:
         numbers: Their numbers.
         shapes: Their shapes.
-        size_bytes: Bytes of them all.
-        finish: Waits for the elements of all.
-        done: Called once when they are there, with the time since when they are known to be.
-        into: Tensors of these shapes that get the elements; empty for new ones.
+        size_bytes: Total bytes.
+        finish: Waits for all elements.
+        done: Called once when they are present, with the time since which they are known to be.
+        into: Destination tensors of these shapes; empty for new ones.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class PendingBucket:
         """Wait for the elements and return each buffer's part of them.
 
         Raises:
-            PeerLost: They will not come; whoever asks again hears the same.
+            PeerLost: They will not arrive; repeated calls raise the same error.
             WireError: Another rank sent something else.
         """
         if self._finish is None:
@@ -141,11 +142,11 @@ class PendingBucket:
         return dict(zip(self._numbers, made, strict=True))
 
     def end(self) -> None:
-        """Nothing is to be let go of: what comes later is for nobody."""
+        """Do nothing: later data is ignored."""
 
 
 def _parts(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """Return views of a tensor, which is that itself where there is one part of its shape, as of most messages."""
+    """Return views of a flat tensor; the tensor itself if it is a single part of its shape, as in most messages."""
     if len(shapes) == 1 and flat.shape == shapes[0]:
         return [flat]
     parts = flat.reshape(-1).split([shape.numel() for shape in shapes])
@@ -153,7 +154,7 @@ def _parts(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
 
 
 class ClientGroup:
-    """A group whose sums are made at the client."""
+    """A group that reduces at the client."""
 
     def __init__(self, form: FormGroup, channel: ClientChannel, device: torch.device) -> None:
         self.rank = form.rank
@@ -165,19 +166,19 @@ class ClientGroup:
 
     @property
     def joined(self) -> Joined:
-        """Nobody shares memory."""
+        """Return that no memory is shared."""
         return Joined()
 
     def collect(self, tensors: Sequence[Tensor], root: int) -> Begun:
-        """Raise: what the client sums is for all."""
+        """Refuse: the client reduces for all ranks only."""
         raise WireError("a group at the client sums for all of its ranks, not for one")
 
     def broadcast(self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], root: int) -> Begun:
-        """Raise: the client does not hand tensors on."""
+        """Refuse: the client does not forward tensors."""
         raise WireError("a group at the client only sums")
 
     def reduce(self, tensors: Sequence[Tensor]) -> Finish:
-        """Send tensors of one type to the client to be summed, as one flat tensor."""
+        """Send tensors of one type to the client for reduction, as one flat tensor."""
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         ticket = self._channel.new_ticket()
         spec = spec_of(flat)
@@ -192,22 +193,22 @@ class ClientGroup:
         return finish
 
     def gather(self, tensor: Tensor, spec: TensorSpec, dim: int) -> Finish:
-        """Raise: the client does not hand tensors on."""
+        """Refuse: the client does not forward tensors."""
         raise WireError("a group at the client only sums")
 
     def send(self, tensor: Tensor, peer: int, channel: int, within: RowRange | None = None) -> int:
-        """Raise: the client does not hand tensors on."""
+        """Refuse: the client does not forward tensors."""
         raise WireError("a group at the client has no way from worker to worker")
 
     def receive(self, spec: TensorSpec, peer: int, channel: int, rows: Sequence[int] = ()) -> Finish:
-        """Raise: the client does not hand tensors on."""
+        """Refuse: the client does not forward tensors."""
         raise WireError("a group at the client has no way from worker to worker")
 
     def interrupt(self) -> None:
-        """Nothing: the client answers, or says that nothing will come."""
+        """Do nothing: the client replies, with an error if nothing will arrive."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
 
 def form_group(
@@ -216,15 +217,15 @@ def form_group(
     """Join a group.
 
     Args:
-        form: This worker's place in it.
-        channel: To the client, for the rendezvous.
-        device: Where tensors live.
+        form: The group, with this worker's rank.
+        channel: The channel to the client, for the rendezvous.
+        device: Device of the tensors.
         progress: Marked during waits.
-        wires: What is under way on this worker's emulated links.
+        wires: State of this worker's emulated links.
 
     Raises:
-        PeerLost: The others did not come in time.
-        NoAddress: This host has not the address by which others reach it, where Gloo would have to listen.
+        PeerLost: The others did not join in time.
+        NoAddress: This host does not have the address under which others reach it, where Gloo would have to listen.
     """
     if form.backend == "client":
         return ClientGroup(form, channel, device)

@@ -1,4 +1,4 @@
-"""Groups of the workers of several hosts: those of one host share memory, the others are reached by sockets."""
+"""Groups over several hosts: shared memory within a host, sockets between hosts."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from onebox.worker.comm.torch_dist import TorchDistGroup
 
 
 class HybridGroup:
-    """A group whose tensors go from rank to rank by the way that there is; what all ranks take part in goes by sockets.
+    """A group that uses shared memory or sockets between two ranks, and sockets for collectives.
 
-    All that goes from one rank to another goes by one way, so that it comes in its order.
+    All messages between two ranks use one path, so that they arrive in order.
 
     Args:
         near: The part of the group that shares memory.
-        whole: The whole group, by sockets.
+        whole: The whole group, over sockets.
     """
 
     def __init__(self, near: ShmGroup, whole: TorchDistGroup) -> None:
@@ -35,23 +35,23 @@ class HybridGroup:
 
     @property
     def joined(self) -> Joined:
-        """With whom memory is shared."""
+        """Return the ranks that share memory with this one."""
         return self._near.joined
 
     def reduce(self, tensors: Sequence[Tensor]) -> Finish:
-        """Start to sum tensors of one type over the ranks, as one flat tensor."""
+        """Begin to sum tensors of one type over the ranks, as one flat tensor."""
         return self._all.reduce(tensors)
 
     def collect(self, tensors: Sequence[Tensor], root: int) -> Begun:
-        """Start to sum tensors of one type for one rank."""
+        """Begin to sum tensors of one type for one rank."""
         return self._all.collect(tensors, root)
 
     def broadcast(self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], root: int) -> Begun:
-        """Start to hand tensors of one type from one rank to the others."""
+        """Begin to broadcast tensors of one type from one rank."""
         return self._all.broadcast(specs, tensors, root)
 
     def gather(self, tensor: Tensor, spec: TensorSpec, dim: int) -> Finish:
-        """Start to put the ranks' tensors together along a dimension."""
+        """Begin to gather the ranks' tensors along a dimension."""
         return self._all.gather(tensor, spec, dim)
 
     def send(self, tensor: Tensor, peer: int, channel: int, within: RowRange | None = None) -> int:
@@ -59,11 +59,11 @@ class HybridGroup:
         return self._way(peer).send(tensor, peer, channel, within)
 
     def receive(self, spec: TensorSpec, peer: int, channel: int, rows: Sequence[int] = ()) -> Finish:
-        """Start to receive a tensor from a rank."""
+        """Begin to receive a tensor from a rank."""
         return self._way(peer).receive(spec, peer, channel, rows)
 
     def interrupt(self) -> None:
-        """Let nobody wait here any longer; callable from any thread."""
+        """End all waits; callable from any thread."""
         self._near.interrupt()
         self._all.interrupt()
 

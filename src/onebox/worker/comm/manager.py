@@ -1,4 +1,4 @@
-"""The groups that a worker is in, and why it is no longer in others."""
+"""Group manager: the groups that a worker belongs to, and the failures by which it left others."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _HOST = torch.device("cpu")
 
 
 class GroupManager:
-    """Groups by their numbers.
+    """Groups by number.
 
     Args:
-        channel: To the client.
-        device: Where tensors live.
+        channel: The channel to the client.
+        device: Device of the tensors.
         progress: Marked during waits.
     """
 
@@ -40,14 +40,14 @@ class GroupManager:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The groups that this worker is in."""
+        """Numbers of the worker's groups."""
         return tuple(self._groups)
 
     def form(self, form: FormGroup) -> Joined:
-        """Join a group; return with whom memory is shared there.
+        """Join a group; return the ranks that share memory there.
 
         Raises:
-            PeerLost: The others did not come in time.
+            PeerLost: The others did not join in time.
         """
         device, progress = (_HOST, WorkerProgress()) if form.aside else (self._device, self._progress)
         with self._sockets.making(form.group), threads_on_all_cores():
@@ -60,7 +60,7 @@ class GroupManager:
 
         Raises:
             Poisoned: This worker has left it because of a failure.
-            PeerLost: It is not in it.
+            PeerLost: This worker is not in it.
         """
         if number in self._lost:
             raise Poisoned(self._lost[number])
@@ -70,7 +70,7 @@ class GroupManager:
         return group
 
     def leave(self, number: int) -> None:
-        """Leave a group, and let the client tell those who wait there."""
+        """Leave a group, and have the client notify the ranks that wait there."""
         self._lost.pop(number, None)
         self._channel.say(Left(number))
         group = self._groups.pop(number, None)
@@ -79,17 +79,17 @@ class GroupManager:
         self._sockets.forget(number)
 
     def interrupt(self, number: int) -> None:
-        """Let nobody wait in a group any more for somebody who is silent; callable from any thread."""
+        """End waits for a silent rank of a group; callable from any thread."""
         self._sockets.shut(number)
         group = self._groups.get(number)
         if group is not None:
             group.interrupt()
 
     def retime(self, links: Sequence[EmulatedLink]) -> None:
-        """Let emulated links of this worker be of other speeds from now on; see :meth:`EmulatedLinks.retime`.
+        """Change the speeds of this worker's emulated links; see :meth:`EmulatedLinks.retime`.
 
         Raises:
-            WireError: One of them cannot be.
+            WireError: One of them is invalid.
         """
         self._wires.retime(links)
         for group in self._groups.values():
@@ -97,13 +97,13 @@ class GroupManager:
                 group.retimed()
 
     def abandon(self, number: int, failure: WorkerFailure) -> None:
-        """Leave a group in which this worker cannot do its part, unless it has done so before."""
+        """Leave a group in which this worker cannot do its part, unless it has left before."""
         if number not in self._lost:
             self.leave(number)
             self._lost[number] = failure
 
     def close(self) -> None:
-        """Leave all groups without a word."""
+        """Leave all groups without notification."""
         for group in self._groups.values():
             group.close()
         self._groups.clear()

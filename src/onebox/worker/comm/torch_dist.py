@@ -1,4 +1,4 @@
-"""Groups by torch.distributed: Gloo among hosts and where accelerators are mixed with CPUs, NCCL among GPUs."""
+"""Groups over torch.distributed: Gloo between hosts and for mixed devices, NCCL between GPUs."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ from onebox.worker.programs.interpreter import WorkerProgress
 from onebox.worker.system.network_interfaces import bind_nccl
 
 _CLOSE_S = 5.0
-"""How long a worker that leaves waits for what it has sent to be taken."""
+"""Longest wait of a leaving worker for its sends to be received."""
 
 _HEAD_BYTES = 16
 
-_COLLECT, _BROADCAST = 1, 2  # what is meant, other than a sum for all
+_COLLECT, _BROADCAST = 1, 2  # fingerprints of collectives other than an all-reduce
 
 
 class TorchDistGroup:
-    """A group with no global state in ``torch.distributed``.
+    """A group without global state in ``torch.distributed``.
 
     Args:
-        form: This worker's place in it.
-        store: For the rendezvous.
-        device: Where tensors live.
+        form: The group, with this worker's rank.
+        store: Key-value store for the rendezvous.
+        device: Device of the tensors.
         progress: Marked during waits.
     """
 
@@ -78,11 +78,11 @@ class TorchDistGroup:
 
     @property
     def joined(self) -> Joined:
-        """Nobody shares memory."""
+        """Return that no memory is shared."""
         return Joined()
 
     def reduce(self, tensors: Sequence[Tensor]) -> Finish:
-        """Start to sum tensors of one type over the ranks, as one flat tensor."""
+        """Begin to sum tensors of one type over the ranks, as one flat tensor."""
         specs = [spec_of(tensor) for tensor in tensors]
         meant = self._meant(specs)
         flat = self._flat(tensors, meant)
@@ -90,7 +90,7 @@ class TorchDistGroup:
         return self._finish([work], self._checked(flat, specs, meant, self._size))
 
     def collect(self, tensors: Sequence[Tensor], root: int) -> Begun:
-        """Start to sum tensors of one type for one rank."""
+        """Begin to sum tensors of one type for one rank."""
         self._check_root(root)
         specs = [spec_of(tensor) for tensor in tensors]
         meant = self._meant(specs, _COLLECT, root)
@@ -104,7 +104,7 @@ class TorchDistGroup:
         return time.monotonic_ns()
 
     def broadcast(self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], root: int) -> Begun:
-        """Start to hand tensors of one type from one rank to the others."""
+        """Begin to broadcast tensors of one type from one rank."""
         self._check_root(root)
         meant = self._meant(specs, _BROADCAST, root)
         if self.rank == root:
@@ -126,21 +126,23 @@ class TorchDistGroup:
             raise WireError(f"rank {root} of a group of {self._size}; allowed are 0 to {self._size - 1}")
 
     def _meant(self, specs: Sequence[TensorSpec], *more: int) -> tuple[int, int]:
-        """Return the number of the next collective, and what this rank means by it."""
+        """Return the number of the next collective, and the fingerprint of this rank's call."""
         order, self._order = self._order, self._order + 1
         return order, collective_fingerprint(order, specs, *more)
 
     def _flat(self, tensors: Sequence[Tensor], meant: tuple[int, int]) -> Tensor:
-        """Return tensors as one of real numbers, with marks of what is meant at its end."""
+        """Return tensors as one real tensor, with the fingerprint appended."""
         parts = [_real(tensor).reshape(-1) for tensor in tensors]
         return torch.cat([*parts, fingerprint_elements(meant[1], parts[0].dtype, self._size).to(parts[0].device)])
 
     def _checked(
         self, flat: Tensor, specs: Sequence[TensorSpec], meant: tuple[int, int], times: int
     ) -> Callable[[], Tensor]:
-        """Return what returns the elements that came, when all ranks have meant the same; ``times`` the marks came."""
+        """Return a function that returns the received elements after checking the fingerprint; ``times`` is its
+        multiplicity.
+        """
         kind = collective_fingerprint(times, specs)
-        known = flat.is_cuda and kind in self._agreed  # to look at it makes the host wait for the GPU: once for each
+        known = flat.is_cuda and kind in self._agreed  # reading it makes the host wait for the GPU: once for each kind
         self._agreed.add(kind)
 
         def made() -> Tensor:
@@ -152,12 +154,13 @@ class TorchDistGroup:
         return made
 
     def gather(self, tensor: Tensor, spec: TensorSpec, dim: int) -> Finish:
-        """Start to put the ranks' tensors together along a dimension.
+        """Begin to gather the ranks' tensors along a dimension.
 
-        Nobody knows the sizes of the others' parts beforehand, so each rank sends its size and room for the whole.
+        The sizes of other ranks' parts are not known beforehand, so each rank sends its size and a buffer as large as
+        the whole.
 
         Raises:
-            WireError: The tensor cannot be a part of the whole; or later, another rank came for something else.
+            WireError: The tensor cannot be a part of the whole; or later, another rank's call differs.
         """
         order, self._order = self._order, self._order + 1
         own = spec_of(tensor)
@@ -172,9 +175,10 @@ class TorchDistGroup:
         return self._finish([work], lambda: _join(parts, own, spec, dim, meant).to(self._device))
 
     def send(self, tensor: Tensor, peer: int, channel: int, within: RowRange | None = None) -> int:
-        """Start to send a tensor to a rank, as it is now: eager operators may write to it before it has gone.
+        """Begin to send a tensor to a rank with its present contents: eager operators may overwrite it before it is
+        sent.
 
-        A part of one goes as any tensor; the reader knows the parts.
+        A chunk is sent like any tensor; the reader knows the chunks.
         """
         dense = tensor.to(self._staged).contiguous()
         if dense.data_ptr() == tensor.data_ptr():
@@ -183,10 +187,10 @@ class TorchDistGroup:
         return time.monotonic_ns()
 
     def receive(self, spec: TensorSpec, peer: int, channel: int, rows: Sequence[int] = ()) -> Finish:
-        """Start to receive a tensor from a rank; its parts come to be in their places.
+        """Begin to receive a tensor from a rank; its chunks are written to their places.
 
         Raises:
-            WireError: The parts are not the whole.
+            WireError: The chunks do not form the whole.
         """
         check_rows(spec, rows)
         tensor = torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device=self._staged)
@@ -195,10 +199,11 @@ class TorchDistGroup:
         return self._finish(works, lambda: tensor.to(self._device))
 
     def interrupt(self) -> None:
-        """Nothing: waits end when the group's sockets are shut down (:mod:`onebox.worker.system.tcp_connections`)."""
+        """Do nothing: waits end when the group's sockets are shut down
+        (:mod:`onebox.worker.system.tcp_connections`)."""
 
     def close(self) -> None:
-        """Leave the group when what was sent has been taken, or after a while; peers that wait then fail at once."""
+        """Leave the group when sends have been received, or after a timeout; waiting peers then fail at once."""
         if self._group is None:
             return
         with self._progress.wait():
@@ -227,13 +232,13 @@ class TorchDistGroup:
 
 
 class _Outgoing:
-    """Tensors that are being sent, each kept until it has gone.
+    """Tensors that are being sent, each kept until completion.
 
-    A send by Gloo does not tell that it is done unless somebody waits for it, and a wait with a bound tears the group
-    down when the time is over; so a thread waits for them, in order.
+    Completion of a Gloo send is only visible to a wait, and a wait with a timeout closes the group when it expires; so
+    a thread waits for sends, in order.
 
     Args:
-        threaded: Whether it takes a thread to know.
+        threaded: Whether completion requires a waiting thread.
     """
 
     def __init__(self, threaded: bool) -> None:
@@ -244,7 +249,7 @@ class _Outgoing:
             self._thread.start()
 
     def add(self, work: Any, tensor: Tensor) -> None:
-        """Keep a tensor until its sending is done."""
+        """Keep a tensor until it has been sent."""
         if self._thread is not None:
             self._queue.put((work, tensor))
         else:
@@ -252,7 +257,7 @@ class _Outgoing:
             self._kept.append((work, tensor))
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until all is sent, for so long at most."""
+        """Wait until everything is sent, with a timeout."""
         end_s = time.monotonic() + timeout_s
         if self._thread is not None:
             self._queue.put(None)
@@ -262,7 +267,7 @@ class _Outgoing:
             time.sleep(0.001)
 
     def close(self) -> None:
-        """Let go of everything, after what was under way has been aborted."""
+        """Release everything, after pending sends have been aborted."""
         self._kept.clear()
         if self._thread is not None:
             self._thread.join(_CLOSE_S)
@@ -275,12 +280,16 @@ class _Outgoing:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """Return a tensor as libraries take it that know no complex numbers: real and imaginary parts side by side."""
+    """Return a complex tensor as a real one for libraries without complex numbers: real and imaginary parts side by
+    side.
+    """
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def _join(parts: Sequence[Tensor], own: TensorSpec, spec: TensorSpec, dim: int, meant: int) -> Tensor:
-    """Return the parts of all ranks together; each comes behind its size along the dimension and what is meant."""
+    """Return the concatenation of all ranks' parts; each is preceded by its size along the dimension and its
+    fingerprint.
+    """
     tensors = []
     for rank, part in enumerate(parts):
         size, means = part[:_HEAD_BYTES].view(torch.int64).tolist()

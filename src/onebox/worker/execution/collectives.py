@@ -1,4 +1,4 @@
-"""What a worker exchanges with other workers: sent, received, summed, gathered, broadcast."""
+"""Collective executor: exchanges between workers: sends, receives, reductions, gathers, broadcasts."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from onebox.worker.memory.buffers import BufferStore
 from onebox.worker.trace import Trace
 
 Resolve = Callable[[int], int]
-"""From a reference to a buffer's number."""
+"""Maps a reference to a buffer's number."""
 
 Communication = Send | Receive | Reduce | Gather | Broadcast
-"""What it carries out."""
+"""Instructions that it executes."""
 
 
 class CollectiveExecutor:
-    """Carries out ``Send``, ``Receive``, ``Reduce``, ``Gather`` and ``Broadcast``.
+    """Executes ``Send``, ``Receive``, ``Reduce``, ``Gather`` and ``Broadcast``.
 
     Args:
         store: The buffers.
-        groups: The groups that this worker is in.
-        before_update: Called before elements are to come into buffers that are there, so that what may still be read
-            from there is copied first.
+        groups: The groups of this worker.
+        before_update: Called before existing buffers are overwritten, so that pending reads are completed or copied
+            first.
     """
 
     def __init__(self, store: BufferStore, groups: GroupManager, before_update: Callable[[], None]) -> None:
@@ -38,17 +38,17 @@ class CollectiveExecutor:
         self._before_update = before_update
 
     def run(self, what: Communication, resolve: Resolve, trace: Trace) -> None:
-        """Begin an exchange; who reads what comes of it waits for that.
+        """Begin an exchange; readers of its result wait for it.
 
         Args:
-            what: Which.
-            resolve: Finds the numbers of its buffers.
-            trace: Told when it begins, and when its end is known.
+            what: The instruction.
+            resolve: Maps references to buffers.
+            trace: Notified of its start, and of its end once known.
 
         Raises:
-            Poisoned: What it would hand on is void.
-            PeerLost: This worker is not in the group any more.
-            QuotaExceeded: There is no room for what it would bring.
+            Poisoned: An input is void.
+            PeerLost: This worker is no longer in the group.
+            QuotaExceeded: There is no room for its result.
         """
         match what:
             case Send():
@@ -104,6 +104,6 @@ class CollectiveExecutor:
         self._store.promise(numbers, PendingBucket(numbers, shapes, size_bytes, begun, trace.later(), there))
 
     def _promise(self, number: int, spec: TensorSpec, finish: Finish, trace: Trace) -> None:
-        """Let a buffer be filled when somebody asks for it."""
+        """Register a buffer that is filled at its first use."""
         shape = torch.Size(spec.shape)
         self._store.promise([number], PendingBucket([number], [shape], spec.size_bytes, finish, trace.later()))

@@ -23,11 +23,11 @@ from onebox.worker.programs.kernels import CompiledKernel, flatten, strided_of, 
 
 
 class VoidKernel:
-    """A kernel that could not be made ready: its calls can be told apart, and void what they would write.
+    """A kernel that could not be compiled: its calls are parsed, and void their outputs.
 
     Args:
-        kernel: What it was to be.
-        failure: Why it is not.
+        kernel: The kernel.
+        failure: The reason.
     """
 
     def __init__(self, kernel: KernelSpec, failure: WorkerFailure) -> None:
@@ -43,10 +43,10 @@ class EagerExecutor:
     """Executes eager operators over the buffers of a worker.
 
     Args:
-        device: Where they run.
+        device: The device.
         store: The buffers.
-        definitions: By number; kernels, blocks and generators are found there.
-        progress: Counted up with each operator.
+        definitions: Kernels, blocks and generators by number.
+        progress: Incremented for each operator.
         report: Called with each failure.
     """
 
@@ -67,11 +67,11 @@ class EagerExecutor:
     def define(
         self, number: int, what: KernelSpec | BlockSpec | GeneratorSpec
     ) -> CompiledKernel | CompiledBlock | torch.Generator:
-        """Make a definition ready.
+        """Compile a definition.
 
         Raises:
-            WireError: It is none that this worker can run.
-            Poisoned: It is a block, and one of its kernels is void.
+            WireError: It is invalid on this worker.
+            Poisoned: A kernel of a block is void.
         """
         if number == FREE:
             raise WireError(f"{FREE} is the number of no definition: in calls it ends a buffer")
@@ -96,7 +96,7 @@ class EagerExecutor:
         return found
 
     def run(self, instruction: EagerWork) -> list[Result]:
-        """Execute an instruction and return its answers; see the methods that it calls for what they raise."""
+        """Execute an instruction and return its replies; raises the errors of the methods that it calls."""
         if isinstance(instruction, Operate):
             self.operate(instruction.calls, instruction.floats)
         elif isinstance(instruction, Replay):
@@ -112,13 +112,13 @@ class EagerExecutor:
         return []
 
     def _set_generator(self, instruction: SetGenerator) -> None:
-        """Give a generator a seed, or a state that was kept."""
+        """Seed a generator or restore its state."""
         generator = self.generator(instruction.generator)
         if instruction.seed is not None:
             generator.manual_seed(instruction.seed)
             return
         state = self._store.get(instruction.buffer)
-        if state.device.type != "meta":  # a device without values draws none
+        if state.device.type != "meta":  # a device without values draws no random numbers
             generator.set_state(state.cpu())
 
     def _keep_generator(self, instruction: KeepGenerator) -> None:
@@ -128,10 +128,10 @@ class EagerExecutor:
     # ---- calls
 
     def operate(self, calls: Sequence[int], floats: Sequence[float]) -> bool:
-        """Run operators one after the other; return whether all of them could.
+        """Run operators in sequence; return whether all of them succeeded.
 
         Raises:
-            WireError: The calls are none.
+            WireError: The calls are invalid.
         """
         definitions, forget = self._definitions, self._store.forget
         at = drawn = 0
@@ -162,7 +162,7 @@ class EagerExecutor:
     def _call(
         self, kernel: CompiledKernel, inputs: Sequence[int], outputs: Sequence[int], floats: Sequence[float]
     ) -> bool:
-        """Run one operator; return whether it could."""
+        """Run one operator; return whether it succeeded."""
         progress, store = self._progress, self._store
         progress.executed += 1
         progress.doing = kernel.name
@@ -194,7 +194,7 @@ class EagerExecutor:
             self._store.spoil(inputs[index], failure)
 
     def _explain(self, error: Exception, kernel: CompiledKernel, arguments: Sequence[Any]) -> WorkerFailure:
-        """Report what an operator raised, and return it as a failure."""
+        """Report an operator's exception, and return it as a failure."""
         if not isinstance(error, WireError):
             error = self._blamed(error, kernel, arguments)
         failure = describe_failure(error, kernel.name)
@@ -202,7 +202,7 @@ class EagerExecutor:
         return failure
 
     def _blamed(self, error: Exception, kernel: CompiledKernel, arguments: Sequence[Any]) -> Exception:
-        """Return an exception that says which operator raised, or that it needs values where there are none."""
+        """Return an exception that names the operator, or states that it needs values on a device without them."""
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
         if kernel.needs_values and self._device.device.type == "meta":
             return NoValues(spec_of(tensors[0]) if tensors else TensorSpec("float32", ()))
@@ -210,19 +210,19 @@ class EagerExecutor:
         failed.__cause__ = error
         return failed
 
-    # ---- one operator whose results nobody knows
+    # ---- single operators with unpredicted results
 
     def perform(self, instruction: Perform) -> OperatorResult:
-        """Run one operator and return what it made; where it fails its arguments are as it left them.
+        """Run one operator and return its results; after an error its arguments are as the operator left them.
 
         Raises:
             Poisoned: An input is void.
-            NoValues: It would return what depends on values, on a device without them.
+            NoValues: Its result depends on values, on a device without them.
             OperatorFailed: It failed.
-            WireError: The instruction is wrong.
+            WireError: The instruction is invalid.
         """
         if instruction.kernel.outs:
-            raise WireError(f"{instruction.kernel.name} is performed: its outputs are told, not given")
+            raise WireError(f"{instruction.kernel.name} must not declare outputs: Perform returns them")
         kernel = CompiledKernel(instruction.kernel, self._device.device, self.generator)
         inputs, floats = instruction.inputs, instruction.floats
         if len(inputs) != kernel.inputs or len(floats) != kernel.floats:
@@ -245,18 +245,18 @@ class EagerExecutor:
             raise self._blamed(error, kernel, tensors) from error
 
     def _recount(self, kernel: CompiledKernel, inputs: Sequence[int]) -> None:
-        """Count the inputs whose storages a kernel may have changed."""
+        """Update the memory count of inputs whose storages a kernel may have changed."""
         for index in kernel.resizes:
             self._store.recount(inputs[index])
 
     # ---- blocks
 
     def replay(self, replay: Replay) -> None:
-        """Run a stored block; its first run is counted operator by operator, later ones as a whole.
+        """Run a stored block; the first run counts memory operator by operator, later ones as a whole.
 
         Raises:
             Poisoned: The block is void.
-            WireError: There is no such block, or it has other inputs, outputs or numbers.
+            WireError: The block does not exist, or has other inputs, outputs or numbers.
         """
         compiled, store = self._block(replay.block), self._store
         block, inputs = compiled.block, replay.inputs
@@ -272,7 +272,7 @@ class EagerExecutor:
             store.reserve(compiled.peak_bytes)
             tensors = store.many(inputs)
         except (QuotaExceeded, Poisoned, WireError):
-            self._replay_counted(compiled, replay)  # which finds out at which operator
+            self._replay_counted(compiled, replay)  # finds the operator that fails
             return
         registers = compiled.run(
             tensors,
@@ -288,7 +288,7 @@ class EagerExecutor:
             self._keep(number, registers[slot])
 
     def _replay_counted(self, compiled: CompiledBlock, replay: Replay) -> bool:
-        """Run a block as single calls, whose slots are buffers of negative numbers; return whether all went well."""
+        """Run a block as single calls, whose slots are buffers with negative numbers; return whether all succeeded."""
         store, given, count = self._store, replay.inputs, len(replay.inputs)
 
         def number(slot: int) -> int:
@@ -323,12 +323,12 @@ class EagerExecutor:
         else:
             self._store.put(number, value)
 
-    # ---- what cannot run
+    # ---- skipped instructions
 
     def skip(self, instruction: Operate | Replay | Perform, failure: WorkerFailure) -> None:
-        """Void what an instruction would have written, and end what it would have ended.
+        """Void the outputs of an instruction that cannot run, and free the buffers that it would have freed.
 
-        Of an operator whose failure the client hears at once the arguments stay what they are, as in PyTorch.
+        If the client receives an operator's failure at once, its arguments stay valid, as in PyTorch.
         """
         store = self._store
         if isinstance(instruction, Operate):
@@ -382,7 +382,7 @@ class EagerExecutor:
 
 
 def _told(result: Any) -> Strided | Complex | bool | int | float | None:
-    """Return what an operator returned, for the wire."""
+    """Return an operator's result in wire form."""
     if isinstance(result, Tensor):
         return strided_of(result)
     if isinstance(result, complex):

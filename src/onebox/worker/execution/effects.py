@@ -1,4 +1,4 @@
-"""What an instruction brings and writes, as far as it says so itself; pure."""
+"""Buffers that an instruction writes, and frames that it brings, as declared in the instruction; pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from onebox.wire.protocol.snapshots import Fill, Lay, Write
 
 
 def writes(instruction: Instruction) -> Sequence[int]:
-    """Return the references of buffers that an instruction names and would write, or without it would lose."""
+    """Return the references of buffers that an instruction would write, or that would be lost without it."""
     match instruction:
         case Call():
             return instruction.outputs
@@ -43,7 +43,7 @@ def writes(instruction: Instruction) -> Sequence[int]:
 
 
 def frame_count(instruction: Instruction) -> int:
-    """Return how many frames of its message an instruction brings."""
+    """Return the number of frames of its message that belong to an instruction."""
     if isinstance(instruction, Put):
         return len(instruction.specs)
     if isinstance(instruction, Write):

@@ -1,4 +1,4 @@
-"""What a failure is called: from exceptions of any library to what the client is told."""
+"""Conversion of exceptions of any library to the failures reported to the client."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from onebox.worker.system.network_interfaces import NoAddress
 
 
 def describe_failure(error: Exception, doing: str, place: tuple[int, int] | None = None) -> WorkerFailure:
-    """Turn an exception into a failure for the client.
+    """Convert an exception to a failure for the client.
 
     Args:
-        error: What was raised.
+        error: The exception.
         doing: The instruction.
-        place: The routine, and which of its instructions it is; ``None`` outside of routines.
+        place: Number of the routine and index of its instruction; ``None`` outside of routines.
     """
     failure = _explain(error, doing)
     if failure.kind == "memory":
@@ -69,12 +69,12 @@ _SIZES = {
     "allowed": re.compile(r"([\d.]+ \w+) allowed;"),
     "capacity": re.compile(r"total capacity of ([\d.]+ \w+)"),
 }
-"""What the allocators of PyTorch 2.11 to 2.13 say when they have no memory: c10's ``CUDACachingAllocator.cpp``, which
-rounds, and ``alloc_cpu.cpp``."""
+"""Out-of-memory messages of the allocators of PyTorch 2.11 to 2.13: c10's ``CUDACachingAllocator.cpp``, which rounds,
+and ``alloc_cpu.cpp``."""
 
 
 def memory_figures(error: BaseException) -> tuple[int, int, int]:
-    """Return the bytes that were asked for, in use and allowed when memory was lacking; 0 for what is not known."""
+    """Return the requested, used and allowed bytes of an out-of-memory error; 0 if unknown."""
     if isinstance(error, QuotaExceeded):
         return error.asked_bytes, error.used_bytes, error.allowed_bytes
     found = {}

@@ -1,4 +1,4 @@
-"""The machine of a worker: it executes instructions, in order, over its buffers and definitions."""
+"""The executor of a worker: runs instructions, in order, over its buffers and definitions."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ _Kind = TypeVar("_Kind")
 Report = Callable[[WorkerFailure], None]
 
 _ANSWERED = (Get, Ask, Perform, Snapshot, Read, Lay, Remembered)
-"""Instructions whose answer somebody waits for; where there can be none, the failure is the answer."""
+"""Instructions with awaited replies; if there can be none, the failure is the reply."""
 
 
 class Executor:
     """Executes instructions.
 
     Args:
-        device: Where tensors live.
-        channel: To the client, for groups.
+        device: Device of the tensors.
+        channel: The channel to the client, for groups.
         report: Called with each failure, at once and before groups are left.
-        quota_bytes: The most bytes that buffers may take; 0 for no limit.
+        quota_bytes: Most bytes of buffers; 0 for no limit.
         faults: Faults to inject, for tests.
     """
 
@@ -100,21 +100,21 @@ class Executor:
         self._calls = ProgramCalls(device, self.store, self._updates.versions, self.progress)
         self._trace = Trace()
         self._run = Run(0)
-        self._place: tuple[int, int] | None = None  # the routine that runs, and which of its instructions
+        self._place: tuple[int, int] | None = None  # number of the running routine, and index of its instruction
 
     def execute(self, instruction: Instruction, frames: Iterator[Any]) -> list[Result]:
-        """Execute one instruction; what fails voids the buffers that it would have written and is reported.
+        """Execute one instruction; a failure voids the buffers that it would have written and is reported.
 
         Args:
-            instruction: What to do.
-            frames: Elements of the tensors that instructions of this message bring.
+            instruction: The instruction.
+            frames: Elements of the message's tensors.
 
         Returns:
-            Its answers.
+            Its replies.
 
         Raises:
-            Poisoned: It would answer with a buffer that is void; the failure says why.
-            WireError: It is not an instruction for a machine.
+            Poisoned: Its reply needs a void buffer; the failure states the reason.
+            WireError: It is not an instruction for an executor.
         """
         if isinstance(instruction, Run):
             return self._run_routine(instruction)
@@ -122,11 +122,11 @@ class Executor:
         return self._guarded(instruction, own, _same)
 
     def interrupt(self, group: int) -> None:
-        """Let what is under way wait no longer for peers of a group; callable from any thread."""
+        """End waits for peers of a group; callable from any thread."""
         self._groups.interrupt(group)
 
     def close(self) -> None:
-        """Leave all groups, and end what is under way."""
+        """Leave all groups, and end pending work."""
         self._groups.close()
         self._offloader.close()
         self._keeper.close()
@@ -155,7 +155,7 @@ class Executor:
             try:
                 results += self._guarded(step, nothing, resolve)
             except Poisoned as error:
-                poisoned = poisoned or error  # what comes behind it, such as freeing buffers, is still done
+                poisoned = poisoned or error  # later instructions, such as freeing buffers, still run
             trace.end()
         self._place = None
         if poisoned is not None:
@@ -176,7 +176,7 @@ class Executor:
         return []
 
     def _guarded(self, instruction: Instruction, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
-        """Execute an instruction; turn what it raises into void buffers and a report."""
+        """Execute an instruction; convert its exceptions to void buffers and a report."""
         progress = self.progress
         progress.executed += 1
         progress.doing = type(instruction).__name__.lower()
@@ -197,7 +197,7 @@ class Executor:
             return []
 
     def _void(self, instruction: Instruction, failure: WorkerFailure, resolve: Resolve) -> None:
-        """Void what an instruction would have written; a worker that cannot contribute leaves the group."""
+        """Void the outputs of an instruction; a worker that cannot contribute leaves the group."""
         if isinstance(instruction, Call):
             for position in instruction.takes:
                 if 0 <= position < len(instruction.inputs):
@@ -222,7 +222,7 @@ class Executor:
             self._report(failure)
             self._groups.abandon(instruction.group, failure)
 
-    # ---- one method an instruction
+    # ---- one method for each instruction
 
     def _define(self, define: Define, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
         what, successor = define.what, None
@@ -262,7 +262,7 @@ class Executor:
         for number, spec, codec in zip(put.buffers, put.specs, packed, strict=True):
             frame = next(frames)
             if codec:
-                self.store.reserve(spec.size_bytes)  # before it takes memory
+                self.store.reserve(spec.size_bytes)  # before memory is allocated
                 frame = unpack(codec, frame, spec.size_bytes)
             made = self._device.fill(spec, frame)
             if put.there:
@@ -333,7 +333,7 @@ class Executor:
         return []
 
     def _before_update(self) -> None:
-        """Part what may still be read from buffers that are about to be written to in place: answers, and copies."""
+        """Separate replies and copies from buffers that are about to be written in place."""
         self.frames_out = [bytes(frame) for frame in self.frames_out]
         self._keeper.before_update()
         self._offloader.settle()
@@ -370,7 +370,7 @@ class Executor:
         return found
 
     def _succeed(self, number: int, successor: DeferredOptimizer) -> NativeOptimizer:
-        """Make an optimizer that was to be made when it is first needed."""
+        """Create an optimizer whose creation was deferred until first use."""
         charged_bytes = successor.charged_bytes
         self._definitions[number] = optimizer = successor.make(self.store.many, self._device.optimizer, self.host)
         self.store.charge(optimizer.charged_bytes - charged_bytes)

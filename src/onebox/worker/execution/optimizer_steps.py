@@ -1,4 +1,4 @@
-"""Updates of parameters: what a worker does at ``OptimizerStep``, ``Branch`` and ``Rename``."""
+"""Updates of parameters: execution of ``OptimizerStep``, ``Branch`` and ``Rename``."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from onebox.worker.programs.interpreter import WorkerProgress
 from onebox.worker.trace import Trace
 
 _KEPT = 4
-"""Options of so many steps are kept; a schedule has two under way."""
+"""Number of steps whose options are kept; a schedule has two in flight."""
 
 Changes = list[tuple[int, tuple[Options, ...]]]
-"""From which step on which options of each group hold."""
+"""Options of each group, with the step from which they apply."""
 
 
 class OptimizerSteps:
-    """Carries out ``OptimizerStep``, ``Branch`` and ``Rename``.
+    """Executes ``OptimizerStep``, ``Branch`` and ``Rename``.
 
     Args:
-        device: Where tensors live.
+        device: Device of the tensors.
         store: The buffers.
-        offloader: Knows buffers that are in the host's memory.
-        definition: Finds an optimizer by its number.
-        before_update: Parts what may still be read from buffers that are about to be written to.
-        progress: Told that the worker waits.
+        offloader: Provides buffers that are in host memory.
+        definition: Returns an optimizer by its number.
+        before_update: Completes or copies pending reads of buffers that are about to be overwritten.
+        progress: Notified of waits.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class OptimizerSteps:
         self._applied: dict[int, tuple[Options, ...]] = {}
 
     def begin(self, run: Run, steps: Sequence[Any], definitions: Container[int]) -> None:
-        """Remember the options that a run brings, for those optimizers of its that there are."""
+        """Store a message's options for those of its optimizers that exist."""
         if not run.options:
             return
         optimizers = {run.optimizer, *(step.optimizer for step in steps if isinstance(step, OptimizerStep))}
@@ -71,21 +71,21 @@ class OptimizerSteps:
             self._changes[optimizer] = [*earlier[-_KEPT:], (run.step, run.options)]
 
     def end(self, optimizer: int) -> None:
-        """Forget an optimizer, if there was one."""
+        """Remove an optimizer, if it exists."""
         self.versions.end(optimizer)
         self._changes.pop(optimizer, None)
         self._applied.pop(optimizer, None)
 
     def step(self, step: OptimizerStep, resolve: Resolve, run: Run, trace: Trace) -> list[Result]:
-        """Carry out a step of an optimizer.
+        """Execute a step of an optimizer.
 
         Returns:
-            The norm of the gradients where they are clipped, and how late they were where parameters have versions.
+            The norm of the gradients if they are clipped, and their delay if parameters have versions.
 
         Raises:
-            Poisoned: Something that it reads is void.
+            Poisoned: An input is void.
             QuotaExceeded: There is no room for its state.
-            WireError: It cannot be.
+            WireError: The instruction is invalid.
         """
         optimizer = self._definition(step.optimizer, NativeOptimizer)
         chosen = optimizer.chosen(step.members)
@@ -119,16 +119,16 @@ class OptimizerSteps:
         return [*([] if found is None else [Scalars((found,))]), *([] if delays is None else [delays])]
 
     def overwrite(self, number: int, made: Tensor, definitions: Iterable[object]) -> None:
-        """Let a buffer have other elements where it lies; optimizers that step it go on from them.
+        """Overwrite a buffer in place; its optimizers continue from the new elements.
 
         Args:
             number: The buffer.
-            made: A tensor with the elements.
-            definitions: All that are defined on the worker.
+            made: A tensor with the new elements.
+            definitions: All definitions of the worker.
 
         Raises:
             Poisoned: The buffer is void.
-            WireError: It is another kind of tensor, or has versions.
+            WireError: The tensors differ in spec, or the buffer has versions.
         """
         tensor = self._store.get(number)
         if spec_of(made) != spec_of(tensor):
@@ -142,12 +142,12 @@ class OptimizerSteps:
                 optimizer.overwritten(number)
 
     def branch(self, branch: Branch, resolve: Resolve) -> None:
-        """Begin versions of an optimizer's parameters.
+        """Create versions of an optimizer's parameters.
 
         Raises:
             Poisoned: A parameter is void.
             QuotaExceeded: There is no room for them.
-            WireError: It cannot be.
+            WireError: The instruction is invalid.
         """
         optimizer = self._definition(branch.optimizer, NativeOptimizer)
         numbers = optimizer.numbers
@@ -163,7 +163,7 @@ class OptimizerSteps:
         made: list[list[tuple[int, Tensor]]] = []
         copy = self._there if branch.behind else self._copied
         for copies in (previous, ahead):
-            pairs = zip(copies, parameters, strict=False)  # none, or one for each
+            pairs = zip(copies, parameters, strict=False)  # empty, or one for each
             made.append([(number, copy(number, tensor)) for number, (_, tensor) in pairs])
         if not branch.behind:
             for index, (_, tensor) in enumerate(made[1]):
@@ -171,19 +171,19 @@ class OptimizerSteps:
         self.versions.begin(branch.optimizer, parameters, made[0], made[1], branch.behind)
 
     def expect(self, branch: Branch, parameters: Sequence[int]) -> None:
-        """Take note of versions that are there already, or on their way, of an optimizer that is made later.
+        """Record versions that exist already, or are in transit, of an optimizer that is created later.
 
         Args:
-            branch: What :meth:`branch` is to be given then.
+            branch: The later argument of :meth:`branch`.
             parameters: The buffers of its parameters.
         """
         self.versions.expect(branch.optimizer, parameters, branch.previous, branch.ahead, branch.behind)
 
     def rename(self, rename: Rename, resolve: Resolve) -> None:
-        """Let buffers be known by other numbers.
+        """Renumber buffers.
 
         Raises:
-            WireError: It cannot be.
+            WireError: The instruction is invalid.
         """
         buffers = [resolve(reference) for reference in rename.buffers]
         into = [resolve(reference) for reference in rename.into]
@@ -202,7 +202,7 @@ class OptimizerSteps:
         previous: Sequence[int],
         ahead: Sequence[int],
     ) -> None:
-        """Require that a step may be carried out, before anything is changed."""
+        """Require that a step is valid, before anything is changed."""
         if len(step.gradients) != len(chosen):
             raise WireError(f"{len(step.gradients)} gradients for {len(chosen)} parameters")
         if step.age < 0:
@@ -229,7 +229,7 @@ class OptimizerSteps:
             raise WireError("versions of parameters are buffers of their own, and those of one optimizer only")
 
     def _copied(self, number: int, parameter: Tensor) -> Tensor:
-        """Make a copy of a parameter that lies as it does, in a buffer."""
+        """Copy a parameter, with the same layout, to a buffer."""
         self._store.forget(number)
         self._store.reserve(parameter.nbytes)
         copy = parameter.clone()
@@ -238,7 +238,7 @@ class OptimizerSteps:
         return copy
 
     def _there(self, number: int, parameter: Tensor) -> Tensor:
-        """Return a buffer that is to be a version of a parameter."""
+        """Return an existing buffer that becomes a version of a parameter."""
         tensor = self._store.get(number)
         _check_alike(number, tensor, parameter)
         if self._store.shares(number):
@@ -250,7 +250,7 @@ class OptimizerSteps:
         self.versions.renamed(into)
 
     def _use_options(self, step: OptimizerStep, optimizer: NativeOptimizer, run: Run) -> None:
-        """Let an optimizer have the options of the step whose gradients it applies."""
+        """Set an optimizer's options to those of the step whose gradients it applies."""
         changes = self._changes.get(step.optimizer, ())
         options = next((options for since, options in reversed(changes) if since <= run.step - step.age), None)
         if options is not None and self._applied.get(step.optimizer) is not options:

@@ -1,4 +1,4 @@
-"""Calls of stored programs: what a worker does at ``Call``."""
+"""Calls of stored programs: execution of ``Call``."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from onebox.worker.trace import Trace
 
 
 class ProgramCalls:
-    """Carries out ``Call``.
+    """Executes ``Call``.
 
     Args:
-        device: Where tensors live.
+        device: Device of the tensors.
         store: The buffers.
-        versions: Told what is read of parameters that have versions.
-        progress: Told of each operator, and that the worker waits.
+        versions: Notified of reads of parameters that have versions.
+        progress: Notified of each operator, and of waits.
     """
 
     def __init__(
@@ -39,14 +39,14 @@ class ProgramCalls:
         Args:
             call: The instruction.
             tape: Its program.
-            resolve: Finds the numbers of its buffers.
-            run: What it is a part of; its seed and step are those of random operators.
-            trace: Told when all that the program reads is there.
+            resolve: Maps the numbers of its buffers.
+            run: The message that it belongs to; its seed and step are those of random operators.
+            trace: Notified when all inputs of the program are present.
 
         Raises:
-            OperatorFailed: An operator did, or the quota has no room for what one of them makes.
-            Poisoned: Something that it reads is void.
-            WireError: It does not fit the program.
+            OperatorFailed: An operator failed, or the quota has no room for its results.
+            Poisoned: An input is void.
+            WireError: It does not match the program.
         """
         store, program = self._store, tape.program
         if len(call.inputs) != len(program.inputs) or len(call.outputs) != len(program.outputs):

@@ -1,8 +1,8 @@
-"""How bytes go between a device and the host's memory, beside the work of the device.
+"""Asynchronous copies between a device and the host's memory, parallel to the device's work.
 
-On a CPU by a thread of its own, which copies outside of Python's lock; on a GPU by two streams, one in each direction;
-on a device without values not at all, in as much time as it would take a GPU. Copies are made in the order in which
-they are asked for, so that what a copy has read may be overwritten by the next one.
+A CPU uses a separate thread, which copies outside of Python's lock; a GPU uses two streams, one for each direction; a
+device without values only waits as long as a GPU would take. Copies are made in the order of their requests, so that a
+later copy may overwrite the source of an earlier one.
 """
 
 from __future__ import annotations
@@ -25,61 +25,61 @@ from onebox.worker.faults import FaultInjector
 from onebox.worker.programs.interpreter import WorkerProgress
 
 WAIT_S = 300.0
-"""A copy that has not ended by then never will."""
+"""Longest duration of a copy; after that it has failed."""
 
 _JOIN_S = 5.0
 
 
 class PendingCopy(Protocol):
-    """A copy that is being made."""
+    """A copy in progress."""
 
     def wait(self) -> int:
-        """Let what the device does next come behind the copy; return since when it is known to be made.
+        """Order the device's next work after the copy; return the time since which it is known to be complete.
 
         Raises:
             RuntimeError: It failed.
         """
 
     def finish(self) -> None:
-        """Wait until it is made, on the host.
+        """Wait on the host until it is complete.
 
         Raises:
             RuntimeError: It failed.
         """
 
     def order(self) -> None:
-        """Let nothing that the device does next overtake the copy, which may have failed."""
+        """Order the device's next work after the copy, which may have failed."""
 
 
 class AsyncCopier(Protocol):
     """Copies between a device and the host."""
 
     def block(self, size_bytes: int) -> Tensor:
-        """Return new memory of the host, as bytes."""
+        """Return new host memory, as bytes."""
 
     def move(self, source: Tensor, target: Tensor, *, back: bool = False) -> PendingCopy:
-        """Begin to copy bytes to where there are as many.
+        """Begin to copy bytes to a destination of equal size.
 
         Args:
-            source: On the device.
-            target: A block of the host.
-            back: Whether it is the other way round.
+            source: Bytes on the device.
+            target: A block of host memory.
+            back: Whether the direction is reversed.
         """
 
     def settle(self) -> None:
-        """Let what the device does next come behind all copies."""
+        """Order the device's next work after all copies."""
 
     def close(self) -> None:
-        """End what copies; what has begun may stay unfinished."""
+        """Stop copying; copies in progress may stay incomplete."""
 
 
 def copier_for(device: torch.device, faults: FaultInjector, progress: WorkerProgress) -> AsyncCopier:
-    """Return what copies to and from a device.
+    """Return the copier for a device.
 
     Args:
         device: The device.
         faults: Faults to inject, for tests.
-        progress: Told when the worker sleeps for a copy that is not made.
+        progress: Notified when the worker sleeps for an emulated copy.
     """
     if device.type == "cuda":
         return StreamCopier(device)
@@ -87,11 +87,10 @@ def copier_for(device: torch.device, faults: FaultInjector, progress: WorkerProg
 
 
 class EmulatedCopier:
-    """Moves nothing, for tensors without elements, and lets that last: at :data:`ACCELERATOR_BPS`, one after the other
-    in each direction.
+    """Emulated copies for tensors without elements, at :data:`ACCELERATOR_BPS`, sequentially in each direction.
 
     Args:
-        progress: Told when the worker sleeps for it.
+        progress: Notified when the worker sleeps.
     """
 
     def __init__(self, progress: WorkerProgress) -> None:
@@ -99,24 +98,24 @@ class EmulatedCopier:
         self._free_ns = {False: 0, True: 0}
 
     def block(self, size_bytes: int) -> Tensor:
-        """Return as many bytes, without elements."""
+        """Return bytes without elements."""
         return torch.empty(size_bytes, dtype=torch.uint8, device="meta")
 
     def move(self, source: Tensor, target: Tensor, *, back: bool = False) -> PendingCopy:
-        """Return what will be made in so much time."""
+        """Return a copy that completes at its emulated time."""
         begin_ns = max(self._free_ns[back], time.monotonic_ns())
         self._free_ns[back] = begin_ns + math.ceil(source.numel() / ACCELERATOR_BPS * 1e9)
         return _Due(self._free_ns[back], self._progress)
 
     def settle(self) -> None:
-        """There is nothing to be read by a copy."""
+        """Do nothing: copies read nothing."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
 
 class _Due:
-    """A copy that is made at a time."""
+    """A copy that completes at a given time."""
 
     def __init__(self, at_ns: int, progress: WorkerProgress) -> None:
         self._at_ns = at_ns
@@ -134,7 +133,7 @@ class _Due:
 
 
 class _Job:
-    """A copy that a thread makes; holds both tensors until then."""
+    """A copy for the thread; holds both tensors until then."""
 
     def __init__(self, source: Tensor, target: Tensor) -> None:
         self.tensors: tuple[Tensor, Tensor] | None = (source, target)
@@ -153,11 +152,11 @@ class _Job:
         self.wait()
 
     def order(self) -> None:
-        pass  # copies keep what they read and write alive, and are made in their order
+        pass  # copies keep their tensors alive, and run in order
 
 
 class ThreadCopier:
-    """Copies within the host's memory, by one thread, which begins with the first copy.
+    """Copies within the host's memory by one thread, started at the first copy.
 
     Args:
         faults: Faults to inject, for tests.
@@ -191,7 +190,7 @@ class ThreadCopier:
             last.done.wait(WAIT_S)
 
     def close(self) -> None:
-        """End the thread behind the copy that it is at."""
+        """End the thread after its present copy."""
         self._closed = True
         if self._thread is not None:
             self._jobs.put(None)
@@ -200,16 +199,16 @@ class ThreadCopier:
 
     def _work(self) -> None:
         with suppress(OSError):
-            os.sched_setaffinity(0, self._cores)  # all of the worker's, whichever those are of who computes
+            os.sched_setaffinity(0, self._cores)  # all cores of the worker, whichever the computing threads use
         while (job := self._jobs.get()) is not None:
             try:
                 self._copy(job)
-            except Exception as error:  # whoever waits hears of it
+            except Exception as error:  # raised to the waiting caller
                 job.failure = str(error) or type(error).__name__
             job.at_ns = time.monotonic_ns()
             job.tensors = None
             job.done.set()
-            del job  # nothing is held while there is nothing to do
+            del job  # hold no tensors while idle
 
     def _copy(self, job: _Job) -> None:
         if self._closed:
@@ -217,13 +216,13 @@ class ThreadCopier:
         self._faults.at("moving")
         assert job.tensors is not None
         source, target = job.tensors
-        # One call, outside of Python's lock: PyTorch's own copy would begin threads of its own in this one, and libc's
-        # goes past the caches where there is much to copy.
+        # One call outside of Python's lock: PyTorch's own copy would start threads from this one, and libc's bypasses
+        # the caches for large copies.
         ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
 
 
 class _Event:
-    """A copy on a stream of its own."""
+    """A copy on a separate stream."""
 
     def __init__(self, device: torch.device, event: torch.cuda.Event) -> None:
         self._device = device
@@ -241,7 +240,7 @@ class _Event:
 
 
 class StreamCopier:
-    """Copies between a GPU and pinned memory, by a stream in each direction.
+    """Copies between a GPU and pinned memory, with one stream for each direction.
 
     Args:
         device: The GPU.
@@ -250,14 +249,14 @@ class StreamCopier:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._streams: dict[bool, torch.cuda.Stream] = {}
-        self._uses: dict[int, torch.cuda.Event] = {}  # the last copy from or to each block of the host, by its address
+        self._uses: dict[int, torch.cuda.Event] = {}  # the last copy from or to each block of the host, by address
 
     def block(self, size_bytes: int) -> Tensor:
         """Return new pinned memory."""
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
 
     def move(self, source: Tensor, target: Tensor, *, back: bool = False) -> PendingCopy:
-        """Begin to copy bytes, behind what the device has been given to do so far."""
+        """Begin to copy bytes, ordered after the device's earlier work."""
         if back not in self._streams:
             self._streams[back] = torch.cuda.Stream(self._device)
         stream, block = self._streams[back], (source if back else target).data_ptr()
@@ -270,9 +269,9 @@ class StreamCopier:
         return _Event(self._device, event)
 
     def settle(self) -> None:
-        """Let what the device does next come behind all copies."""
+        """Order the device's next work after all copies."""
         for stream in self._streams.values():
             torch.cuda.current_stream(self._device).wait_stream(stream)
 
     def close(self) -> None:
-        """Streams end with the process."""
+        """Do nothing: streams end with the process."""

@@ -1,4 +1,4 @@
-"""The buffer store: numbered tensors, every byte accounted for."""
+"""The buffer store: numbered tensors with exact memory counts."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ _T = TypeVar("_T")
 
 
 class PendingBuffers(Protocol):
-    """Buffers that something else is filling."""
+    """Buffers that are being filled asynchronously."""
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of them all, which are in use already."""
+        """Total bytes, which are in use already."""
 
     def wait(self) -> dict[int, Tensor]:
-        """Wait until it has, and return them all."""
+        """Wait until they are filled, and return all of them."""
 
     def end(self) -> None:
-        """Note that the last of them has been returned, or is not wanted any more."""
+        """Release it: the last buffer has been returned, or is no longer needed."""
 
 
 class HostCopies(Protocol):
-    """Where buffers are, or are being copied to, besides or instead of the device."""
+    """A place of buffers besides or instead of the device, or a copy to it in progress."""
 
     def drop(self, number: int) -> None:
-        """Note that nobody needs a buffer from there any more."""
+        """Record that a buffer is no longer needed from there."""
 
     def rename(self, into: Mapping[int, int]) -> None:
-        """Note that buffers are known by other numbers, all at once; those that are not there are passed over."""
+        """Renumber buffers, all at once; unknown ones are ignored."""
 
 
 class Poisoned(Exception):
@@ -50,9 +50,9 @@ class QuotaExceeded(Exception):
     """An allocation would exceed the worker's quota, or another bound.
 
     Args:
-        message: For a person.
-        asked_bytes: What was asked for.
-        used_bytes: What is in use beside it.
+        message: Readable message.
+        asked_bytes: Requested bytes.
+        used_bytes: Other bytes in use.
         allowed_bytes: The bound.
     """
 
@@ -64,10 +64,10 @@ class QuotaExceeded(Exception):
 
 
 class _Held:
-    """A storage that buffers hold.
+    """A storage of buffers.
 
     Args:
-        size_bytes: What it counts for; kept here, because an operator may make it grow.
+        size_bytes: Counted bytes; stored here, because an operator may enlarge it.
     """
 
     __slots__ = ("holders", "size_bytes")
@@ -81,10 +81,10 @@ class BufferStore:
     """Numbered buffers of one device.
 
     A number holds a tensor, a promise of one (see :class:`PendingBuffers`), or the failure that voided it; or it is
-    away, in the host's memory. A storage is counted once, however many tensors view it.
+    offloaded to host memory. A storage is counted once for all its views.
 
     Args:
-        quota_bytes: The most bytes that may be in use; 0 for no limit.
+        quota_bytes: Most bytes in use; 0 for no limit.
     """
 
     def __init__(self, quota_bytes: int = 0) -> None:
@@ -93,19 +93,19 @@ class BufferStore:
         self.peak_bytes = 0
         self._tensors: dict[int, Tensor] = {}
         self._pending: dict[int, PendingBuffers] = {}
-        self._promised: dict[int, int] = {}  # from the id of a promise to how many numbers it still fills
-        self._promised_as: dict[int, int] = {}  # from a number that fills a promise to the one by which this knows it
+        self._promised: dict[int, int] = {}  # from the id of a promise to the count of its unfilled numbers
+        self._promised_as: dict[int, int] = {}  # from the number of a promised buffer to its number in the promise
         self._void: dict[int, WorkerFailure] = {}
         self._away: dict[int, HostCopies] = {}
-        self._storages: dict[int, int] = {}  # from a number to its storage's identity (on meta it has no address)
-        self._held: dict[int, _Held] = {}  # from a storage's identity
+        self._storages: dict[int, int] = {}  # from number to the identity of its storage (on meta it has no address)
+        self._held: dict[int, _Held] = {}  # by identity of the storage
 
     def get(self, number: int) -> Tensor:
-        """Return a buffer, waiting for it where it is still being filled.
+        """Return a buffer, waiting until it is filled.
 
         Raises:
             Poisoned: It is void.
-            WireError: There is no such buffer.
+            WireError: The buffer does not exist.
         """
         tensor = self._tensors.get(number)
         if tensor is not None:
@@ -132,7 +132,7 @@ class BufferStore:
         return [self.get(number) if tensor is None else tensor for number, tensor in zip(numbers, found, strict=True)]
 
     def put(self, number: int, tensor: Tensor) -> None:
-        """Fill a buffer; what it held before is gone.
+        """Fill a buffer, replacing its contents.
 
         Raises:
             QuotaExceeded: The quota has no room for it.
@@ -144,10 +144,10 @@ class BufferStore:
         self._tensors[number] = tensor
 
     def recount(self, number: int) -> None:
-        """Count a buffer anew whose storage may have grown, or may be another one; an empty number is passed over.
+        """Recount a buffer whose storage may have grown or been replaced; an empty number is ignored.
 
         Raises:
-            QuotaExceeded: The quota has no room for what it has become; it is counted all the same.
+            QuotaExceeded: The quota is exceeded; the bytes are counted nevertheless.
         """
         tensor = self._tensors.get(number)
         if tensor is None:
@@ -167,7 +167,7 @@ class BufferStore:
         self.reserve(0)
 
     def peak_of(self, action: Callable[[], _T]) -> tuple[_T, int]:
-        """Do something, and return what it returns and the most bytes that it had in use beyond those at its start."""
+        """Call a function, and return its result and its peak bytes in addition to those at its start."""
         start, peak = self.used_bytes, self.peak_bytes
         self.peak_bytes = start
         try:
@@ -177,14 +177,14 @@ class BufferStore:
             self.peak_bytes = max(self.peak_bytes, peak)
 
     def promise(self, numbers: Iterable[int], pending: PendingBuffers) -> None:
-        """Let buffers be filled when somebody asks for them.
+        """Register buffers that are filled at their first use.
 
         Raises:
-            QuotaExceeded: The quota has no room for them beside what they held before.
+            QuotaExceeded: The quota has no room for them in addition to their previous contents.
         """
         self.reserve(pending.size_bytes)
         self.used_bytes += pending.size_bytes
-        self._promised[id(pending)] = 1  # held here while the numbers are filled in
+        self._promised[id(pending)] = 1  # held here while the numbers are registered
         for number in numbers:
             self.forget(number)
             self._pending[number] = pending
@@ -198,7 +198,7 @@ class BufferStore:
             self._void[number] = failure
 
     def spoil(self, number: int, failure: WorkerFailure) -> None:
-        """Mark a buffer as void, and all that share its storage: something should have written there, and has not."""
+        """Mark a buffer as void, and all that share its storage: an expected write has failed."""
         storage = self._storages.get(number)
         if storage is None:
             self.void([number], failure)
@@ -206,40 +206,40 @@ class BufferStore:
             self.spoil_storage(storage, failure)
 
     def spoil_storage(self, storage: int, failure: WorkerFailure) -> None:
-        """Mark all buffers as void that share a storage, given by its identity."""
+        """Mark all buffers with a storage, given by its identity, as void."""
         self.void([number for number, held in self._storages.items() if held == storage], failure)
 
     def lend(self, number: int, away: HostCopies) -> None:
-        """Note where a buffer is being copied to; it stays here, too, until :meth:`evict`."""
+        """Record the place that a buffer is being copied to; it stays here, too, until :meth:`evict`."""
         self._away[number] = away
 
     def away(self, number: int) -> HostCopies | None:
-        """Return where else a buffer is."""
+        """Return the other place of a buffer."""
         return self._away.get(number)
 
     def here(self, number: int) -> bool:
-        """Tell whether a buffer is on the device, or on its way to it."""
+        """Return whether a buffer is on the device, or on its way to it."""
         return number in self._tensors or number in self._pending
 
     def shares(self, number: int) -> bool:
-        """Tell whether other numbers hold the storage of a buffer, too."""
+        """Return whether other numbers share the storage of a buffer."""
         storage = self._storages.get(number)
         return storage is not None and self._held[storage].holders > 1
 
     def evict(self, number: int) -> None:
-        """Let go of a buffer that is away."""
+        """Free the device's memory of an offloaded buffer."""
         assert number in self._away, f"buffer {number} is nowhere else"
         if self._tensors.pop(number, None) is not None:
             self._drop(number)
 
     def take(self, number: int) -> Tensor:
-        """Return a buffer and forget it."""
+        """Remove and return a buffer."""
         tensor = self.get(number)
         self.forget(number)
         return tensor
 
     def forget(self, number: int) -> None:
-        """Empty a number; one that is empty stays so."""
+        """Empty a number; no effect if it is empty."""
         pending = self._pending.pop(number, None)
         if pending is not None:
             self._promised_as.pop(number, None)
@@ -251,13 +251,13 @@ class BufferStore:
             away.drop(number)
 
     def rename(self, into: Mapping[int, int]) -> None:
-        """Let buffers be known by other numbers, all at once; what had these numbers, and gets no other, ends.
+        """Renumber buffers, all at once; buffers whose numbers are taken, and that get no others, end.
 
         Args:
-            into: From each number to the one that it becomes, no two to the same.
+            into: From each number to its new one; new numbers are distinct.
 
         Raises:
-            WireError: One of them is empty; then nothing has changed.
+            WireError: One of them is empty; nothing has changed.
         """
         tables: list[dict[int, Any]] = [self._tensors, self._pending, self._void, self._away]
         for number in into:
@@ -275,7 +275,7 @@ class BufferStore:
         self._promised_as |= known
 
     def _hold(self, number: int, storage: int, size_bytes: int) -> None:
-        """Note that a number holds a storage, which counts for as many bytes as it has now."""
+        """Record that a number holds a storage, which counts for its present bytes."""
         held = self._held.get(storage)
         if held is None:
             if size_bytes:
@@ -292,7 +292,7 @@ class BufferStore:
         self._storages[number] = storage
 
     def _drop(self, number: int) -> None:
-        """Note that a number no longer holds its storage."""
+        """Record that a number no longer holds its storage."""
         storage = self._storages.pop(number)
         held = self._held[storage]
         held.holders -= 1
@@ -301,7 +301,7 @@ class BufferStore:
             self.used_bytes -= held.size_bytes
 
     def _release(self, pending: PendingBuffers) -> None:
-        """Note that a promise has one number less to fill; with the last its bytes are free."""
+        """Record that a promise has one number less to fill; after the last one its bytes are free."""
         self._promised[id(pending)] -= 1
         if not self._promised[id(pending)]:
             del self._promised[id(pending)]
@@ -309,7 +309,7 @@ class BufferStore:
             pending.end()
 
     def reserve(self, more_bytes: int) -> None:
-        """Note that so many bytes more will be in use for a while.
+        """Check that additional bytes may be in use for a while, and record their peak.
 
         Raises:
             QuotaExceeded: They would exceed the quota.
@@ -327,10 +327,10 @@ class BufferStore:
         self.peak_bytes = max(self.peak_bytes, total)
 
     def charge(self, more_bytes: int) -> None:
-        """Count bytes that are held outside of the buffers, such as an optimizer's state; negative to return them.
+        """Count bytes outside of buffers, such as an optimizer's state; negative to free them.
 
         Raises:
-            QuotaExceeded: The quota has no room for them; they are counted all the same, because they are there.
+            QuotaExceeded: The quota has no room for them; they are counted nevertheless, because they are allocated.
         """
         self.used_bytes += more_bytes
         if more_bytes > 0:

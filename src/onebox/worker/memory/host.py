@@ -1,4 +1,4 @@
-"""The host's memory beside the device's: what a worker keeps there, counted for itself and bounded."""
+"""Host memory used by a worker, counted separately from the device's memory, and bounded."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from onebox.sizes import enough_text, size_text
 from onebox.worker.memory.buffers import QuotaExceeded
 
 HOST_SHARE = 4
-"""A worker with a quota may take so many times that of its host's memory: Adam's state and a copy of the parameters are
-three times a model that itself may fill the device, and the activations of a step are rarely more."""
+"""Host memory of a worker with a quota, as a multiple of the quota: Adam's state and a copy of the parameters are three
+times a model that itself may fill the device, and the activations of a step are rarely more."""
 
 
 class HostMemory:
-    """Bytes of the host's memory that a worker keeps things in which would else be on its device.
+    """Bytes of host memory for data that would otherwise be on the device.
 
-    They are those of an optimizer that steps on the host, and of activations that wait there. They never count for the
-    quota, which is about the device; on a CPU worker both are the same kind of memory, told apart by this account.
+    They belong to an optimizer on the host, and to offloaded activations. They do not count towards the quota, which
+    limits the device; on a CPU worker both are the same kind of memory, counted separately here.
 
     Args:
-        quota_bytes: The worker's quota; the bound is :data:`HOST_SHARE` times as much, or all that the host has where
-            there is none.
+        quota_bytes: The worker's quota; the bound is :data:`HOST_SHARE` times as much, or the whole host memory without
+            a quota.
     """
 
     def __init__(self, quota_bytes: int) -> None:
@@ -28,13 +28,13 @@ class HostMemory:
         self.peak_bytes = 0
         memory = psutil.virtual_memory()
         self.limit_bytes = HOST_SHARE * quota_bytes or int(memory.total)
-        self.free_bytes = int(memory.available)  # of the host, at the beginning, whoever takes it
+        self.free_bytes = int(memory.available)  # of the host at the beginning, for all processes
 
     def charge(self, more_bytes: int) -> None:
-        """Count bytes that are taken, or about to be; negative to give them back.
+        """Count allocated bytes before or after the allocation; negative to free them.
 
         Raises:
-            QuotaExceeded: They are above the bound; they are not counted then.
+            QuotaExceeded: They exceed the bound; they are not counted then.
         """
         total = self.used_bytes + more_bytes
         if more_bytes > 0 and total > self.limit_bytes:

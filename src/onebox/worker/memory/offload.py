@@ -1,7 +1,7 @@
-"""Buffers that wait in the host's memory: copied there beside the work of the device, let go of, and brought back.
+"""Offloaded buffers: copied to host memory in parallel with the device's work, evicted, and prefetched.
 
-What counts changes with the instructions only, never with how far the copies are: the device's bytes at ``Evict`` and
-``Prefetch``, the host's at ``Offload`` and ``Prefetch``. So the peaks of a step are the same whenever it is run.
+Memory counts depend on the instructions only, not on the progress of copies: the device's bytes change at ``Evict`` and
+``Prefetch``, the host's at ``Offload`` and ``Prefetch``. So the peaks of a step are reproducible.
 """
 
 from __future__ import annotations
@@ -23,38 +23,37 @@ from onebox.worker.programs.interpreter import WorkerProgress
 from onebox.worker.trace import Trace
 
 _SPARE = 2
-"""Blocks are kept for use again up to so many times the most that was in use at once: sizes come again each step, and
-new memory costs as much as a copy does (pages of the host have to be cleared, pinned ones locked)."""
+"""Limit of spare blocks as a multiple of the peak use: sizes recur in each step, and new memory costs as much as a copy
+(pages of the host have to be cleared, pinned ones locked)."""
 
 OnCopied = Callable[[int], None]
 
 
 class HostBlockPool:
-    """Memory of the host, in blocks that are used again.
+    """Reusable blocks of host memory.
 
     Args:
-        mover: Makes new ones.
-        host: The account of the host's memory, which counts what is in use. What is kept for use again has to fit in
-            beside that, or goes.
+        mover: Allocates new ones.
+        host: The count of host memory in use. Spare blocks must fit in addition, or are freed.
     """
 
     def __init__(self, mover: AsyncCopier, host: HostMemory) -> None:
         self._mover = mover
         self._host = host
-        self._spare: deque[Tensor] = deque()  # the longest unused first
+        self._spare: deque[Tensor] = deque()  # least recently used first
         self._used_bytes = 0
         self._most_bytes = 0
 
     @property
     def spare_bytes(self) -> int:
-        """What is kept for use again."""
+        """Bytes of spare blocks."""
         return sum(block.numel() for block in self._spare)
 
     def take(self, size_bytes: int) -> Tensor:
         """Return a block.
 
         Raises:
-            QuotaExceeded: The host's memory has no room for it.
+            QuotaExceeded: The host's memory is insufficient.
         """
         self._host.charge(size_bytes)
         self._used_bytes += size_bytes
@@ -73,13 +72,13 @@ class HostBlockPool:
             raise
 
     def give(self, block: Tensor) -> None:
-        """Take a block back; a copy from it that is under way ends before the next one to it begins."""
+        """Return a block to the pool; a copy from it in progress ends before the next one to it begins."""
         self._host.charge(-block.numel())
         self._used_bytes -= block.numel()
         self._spare.append(block)
 
     def trim(self, most_bytes: int = 0) -> None:
-        """Let go of spare blocks until they are at most so many bytes."""
+        """Free spare blocks down to a number of bytes."""
         spare_bytes = self.spare_bytes
         while spare_bytes > max(0, most_bytes):
             spare_bytes -= self._spare.popleft().numel()
@@ -87,7 +86,7 @@ class HostBlockPool:
 
 @dataclass(frozen=True)
 class _View:
-    """How a tensor lies in its storage."""
+    """Layout of a tensor in its storage."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -99,20 +98,20 @@ class _View:
         return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def over(self, flat: Tensor) -> Tensor:
-        """Return the tensor over the bytes of another storage."""
+        """Return the tensor over another storage."""
         made = torch.empty(0, dtype=self.dtype, device=flat.device)
         return made.set_(flat.untyped_storage(), self.offset, self.shape, self.stride)
 
 
 class _Copy:
-    """One storage in the host's memory, or on its way there; fulfils :class:`~onebox.worker.memory.buffers.HostCopies`.
+    """A storage in host memory, or on its way there; implements :class:`~onebox.worker.memory.buffers.HostCopies`.
 
     Args:
-        blocks: Where its block comes from, and goes back to with the last of its buffers.
+        blocks: The pool of its block, which is returned with the last of its buffers.
         block: Its bytes.
-        moved: Tells when they are there.
-        views: The buffers that lie in it, by number.
-        done: Told when it was known to be there.
+        moved: Its copy.
+        views: Its buffers, by number.
+        done: Notified of the time of completion.
     """
 
     def __init__(
@@ -125,28 +124,28 @@ class _Copy:
         self._done = done
 
     def wait(self) -> None:
-        """Wait until it is there."""
+        """Wait until it is complete."""
         self._done(self._moved.wait())
 
     def read(self, number: int) -> Tensor:
-        """Return a buffer as it lies in the host's memory, to be read there."""
+        """Return a buffer in host memory, for reading there."""
         self._moved.finish()
         return self.views[number].over(self.block)
 
     def drop(self, number: int) -> None:
-        """Forget a buffer; with the last one the block is free."""
+        """Remove a buffer; the block is freed with the last one."""
         del self.views[number]
         if not self.views:
             self._moved.order()
             self._blocks.give(self.block)
 
     def rename(self, into: Mapping[int, int]) -> None:
-        """Know buffers by other numbers."""
+        """Renumber buffers."""
         self.views = {into.get(number, number): view for number, view in self.views.items()}
 
 
 class _Returning:
-    """One storage on its way back; fulfils :class:`~onebox.worker.memory.buffers.PendingBuffers`."""
+    """A storage on its way back; implements :class:`~onebox.worker.memory.buffers.PendingBuffers`."""
 
     def __init__(self, flat: Tensor, moved: PendingCopy, views: dict[int, _View], done: OnCopied) -> None:
         self.size_bytes = flat.numel()
@@ -156,26 +155,26 @@ class _Returning:
         self._done = done
 
     def wait(self) -> dict[int, Tensor]:
-        """Wait until it is there and return the buffers that lie in it."""
+        """Wait until it is complete and return its buffers."""
         self._done(self._moved.wait())
         assert self._flat is not None
         return {number: view.over(self._flat) for number, view in self._views.items()}
 
     def end(self) -> None:
-        """Let go of its memory, which a copy may still write to, before anything else gets it."""
+        """Free its memory, which a copy may still write to, before it is reused."""
         self._moved.order()
         self._flat = None
 
 
 class Offloader:
-    """Carries out ``Offload``, ``Evict`` and ``Prefetch``.
+    """Executes ``Offload``, ``Evict`` and ``Prefetch``.
 
     Args:
-        device: Where buffers live.
+        device: Device of the buffers.
         store: The buffers.
-        host: The account of the host's memory.
+        host: The count of host memory.
         faults: Faults to inject, for tests.
-        progress: Told when the worker sleeps for a copy that is not made.
+        progress: Notified when the worker sleeps for an emulated copy.
     """
 
     def __init__(
@@ -192,17 +191,17 @@ class Offloader:
         self._blocks = HostBlockPool(self._mover, host)
 
     def run(self, what: Offload | Evict | Prefetch, numbers: Sequence[int], trace: Trace) -> None:
-        """Carry out an instruction.
+        """Execute an instruction.
 
         Args:
-            what: Which.
+            what: The instruction.
             numbers: Its buffers.
-            trace: Told when a copy is made that it begins.
+            trace: Notified when a copy that it begins is complete.
 
         Raises:
             Poisoned: One of them is void.
-            QuotaExceeded: The host, or the device, has no room for them.
-            WireError: One is not there, or not where it has to be.
+            QuotaExceeded: The memory of the host or the device is insufficient.
+            WireError: One does not exist, or is in the wrong place.
         """
         numbers = tuple(dict.fromkeys(numbers))
         match what:
@@ -214,11 +213,11 @@ class Offloader:
                 self._prefetch(numbers, trace)
 
     def gradient(self, number: int) -> Tensor:
-        """Return a buffer for an optimizer on the host, from wherever it is.
+        """Return a buffer for an optimizer on the host, from either memory.
 
         Raises:
             Poisoned: It is void.
-            WireError: It is not there.
+            WireError: It does not exist.
         """
         away = self._store.away(number)
         if away is None or self._store.here(number):
@@ -226,15 +225,15 @@ class Offloader:
         return self._copy(number).read(number)
 
     def settle(self) -> None:
-        """Let what is written to in place wait for copies that may still read it."""
+        """Make in-place writes wait for copies that may still read the tensors."""
         self._mover.settle()
 
     def rest(self) -> None:
-        """Let go of memory that is kept for use again: what made use of it is gone."""
+        """Free spare memory: its user is gone."""
         self._blocks.trim()
 
     def close(self) -> None:
-        """End what copies."""
+        """Stop the copier."""
         self._mover.close()
         self._blocks.trim()
 
@@ -259,7 +258,7 @@ class Offloader:
     def _evict(self, numbers: Sequence[int]) -> None:
         copies = []
         for number in numbers:
-            self._store.get(number)  # a void one is heard of
+            self._store.get(number)  # raises the error of a void one
             copies.append(self._copy(number))
         for copy in dict.fromkeys(copies):
             copy.wait()
@@ -283,19 +282,19 @@ class Offloader:
     def _copy(self, number: int) -> _Copy:
         copy = self._store.away(number)
         if copy is None:
-            self._store.get(number)  # which says what is wrong with it, if anything is
+            self._store.get(number)  # raises its error, if it has one
             raise WireError(f"buffer {number} was not offloaded")
         assert isinstance(copy, _Copy)
         return copy
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return all bytes of the storage that a tensor lies in."""
+    """Return all bytes of a tensor's storage."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def _last_of(done: OnCopied) -> OnCopied:
-    """Return what notes the latest of several times."""
+    """Return a callback that records the latest of several times."""
     latest = 0
 
     def note(at_ns: int) -> None:

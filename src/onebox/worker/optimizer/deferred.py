@@ -1,4 +1,4 @@
-"""An optimizer that takes the place of another while some of its parameters are on their way from other workers."""
+"""Deferred optimizer: replaces another one while some of its parameters are in transit from other workers."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from onebox.worker.optimizer.native import NativeOptimizer
 
 
 class DeferredOptimizer:
-    """What is known of an optimizer that is made when it is first needed, so that nothing waits before that.
+    """Definition of an optimizer that is created at first use, so that nothing waits before that.
 
     Args:
         spec: Class, groups and options.
-        before: The optimizer whose place it takes; ``None`` where there was none.
+        before: The optimizer that it replaces; ``None`` if there was none.
     """
 
     def __init__(self, spec: OptimizerSpec, before: NativeOptimizer | None) -> None:
         self.numbers = spec.parameters
         self.charged_bytes = 0
         self.said: list[Recall | Branch] = []
-        """What is to be done when it has been made."""
+        """Instructions to apply after its creation."""
         self._spec = spec
         self._entries, self._tensors = _kept(before, spec.parameters)
         if before is not None and not before.on_host:
@@ -41,19 +41,19 @@ class DeferredOptimizer:
 
         Args:
             parameters: Waits for buffers.
-            made: Makes an optimizer over parameters.
-            host: The account of the host's memory.
+            made: Creates an optimizer over parameters.
+            host: The count of host memory.
         """
         optimizer = made(self._spec, parameters(self.numbers), [], host)
         optimizer.remember(self._entries, self._tensors)
         return optimizer
 
     def close(self) -> None:
-        """Do nothing: it holds nothing that has to be given back."""
+        """Do nothing: it holds no resources."""
 
 
 def _kept(before: NativeOptimizer | None, parameters: Sequence[int]) -> tuple[list[StateEntry], list[Tensor]]:
-    """Return what an optimizer remembers of parameters that another one has, too, as entries of that one."""
+    """Return an optimizer's state of parameters that it shares with another one, as entries of the latter."""
     entries: list[StateEntry] = []
     tensors: list[Tensor] = []
     if before is None:

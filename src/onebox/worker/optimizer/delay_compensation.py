@@ -1,13 +1,14 @@
-"""What is done about gradients that are a step late: formulas, on tensors. Pure.
+"""Treatments of gradients that are one step late: formulas on tensors. Pure.
 
-Notation: ``w(t)`` are the weights after ``t`` updates, and ``u(t)``, which is added to them next, is what the
-optimizer's own rule makes of the gradient that it gets then. That gradient is of ``w(t - 1)`` instead of ``w(t)``;
-these treatments bring the two together:
+Notation: ``w(t)`` are the weights after ``t`` updates, and ``u(t)``, which is added to them next, is the update that
+the optimizer's own rule computes from the gradient at that time. That gradient is of ``w(t - 1)`` instead of ``w(t)``;
+these treatments compensate for the difference:
 
 ``predict``
     Forward and backward of a step are computed on ``a(t) = w(t) + v(t)`` instead of on ``w(t)``, where ``v(t)`` is the
-    update that the optimizer's momentum expects next: a guess at ``w(t + 1)``, the weights that the gradient will be
-    applied to. SpecTrain (arXiv:1809.02839, section 3) for SGD with momentum; XPipe (arXiv:1911.04610, section 3) for
+        next update as predicted from the optimizer's momentum: an estimate of ``w(t + 1)``, the weights that the
+        gradient will be applied to. SpecTrain (arXiv:1809.02839, section 3) for SGD with momentum; XPipe
+        (arXiv:1911.04610, section 3) for
     Adam. See :func:`expected_update`.
 ``lookahead``
     Steps go further along the momentum, as in Nesterov's method, so that the weights themselves are where momentum
@@ -15,17 +16,17 @@ these treatments bring the two together:
     SGD with momentum that is Nesterov's rule, for Adam that of NAdam; "Nesterov Method for Asynchronous Pipeline
     Parallel Optimization" (arXiv:2505.01099) shows why such a look-ahead makes up for delay. See :func:`correct`.
 ``both``
-    The first two together: the weights go as ``lookahead`` says, and forward and backward are computed on ``a(t)``.
+    The first two together: the weights are updated by ``lookahead``, and forward and backward are computed on ``a(t)``.
 ``extrapolate``
-    As ``predict``, with the change of the expected update besides: ``a(t) = w(t) + v(t) + (v(t) - v(t - 1))``. These
+    As ``predict``, plus the change of the predicted update: ``a(t) = w(t) + v(t) + (v(t) - v(t - 1))``. These
     are the first three terms of Newton's backward differences, by which a sequence is continued by a step; ``predict``
     has two. For SGD with momentum, where ``v`` is the last update, they are ``3 w(t) - 3 w(t - 1) + w(t - 2)``; so a
     direction of curvature ``h`` goes by the roots of ``z^2 (z - 1) (z - m) + lr h (3 z^2 - 3 z + 1)``, which for a
     momentum of 0.9 is stable up to ``lr h = 0.49``, where ``predict`` is up to 0.27. Derived here; see
     :func:`extrapolated`.
 ``feedback``
-    An update made of a late gradient is off by ``e``; when the gradient that it should have been made of is there, a
-    step later, the difference is made good: ``w(t + 1) = w(t) + u(t) + (u(t) - u(t - 1))``. It is error feedback with
+    An update from a late gradient has an error ``e``; when the correct gradient is available, a step later, the error
+        is corrected: ``w(t + 1) = w(t) + u(t) + (u(t) - u(t - 1))``. It is error feedback with
     the delay in the place of a compressor, as arXiv:2606.30634 uses it with any optimizer; derived here from that idea,
     so that its coefficients may be others.
 """
@@ -43,30 +44,30 @@ from onebox.errors import WireError
 from onebox.worker.optimizer.optimizer_patch import without_compiler
 
 LAST_UPDATE = "late_update"
-"""Key of what a treatment remembers among an optimizer's state: the last update by the optimizer's own rule, or, for
-``extrapolate``, the one that was expected before the last step."""
+"""Key of the update kept in an optimizer's state by a treatment: the last update by the optimizer's own rule, or, for
+``extrapolate``, the prediction before the last step."""
 
 PREDICTS = ("Adam", "AdamW", "Muon", "NAdam", "SGD")
-"""Optimizers whose next update can be expected."""
+"""Optimizers whose next update can be predicted."""
 
 AHEAD = ("predict", "extrapolate", "both")
-"""Treatments that compute on weights that are ahead."""
+"""Treatments that compute with predicted weights."""
 
 REMEMBERS = ("extrapolate", "lookahead", "both", "feedback")
-"""Treatments that remember an update: what was expected, or, to correct the next one, what was done."""
+"""Treatments that store an update: the prediction, or the last update for correcting the next one."""
 
 _BETAS = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax")
 
 
 def momentum_of(name: str, group: Mapping[str, Any]) -> float | None:
-    """Return the momentum of an optimizer: how much of an update comes again with the next one.
+    """Return the momentum of an optimizer: the fraction of an update that recurs in the next one.
 
     Args:
         name: Class in ``torch.optim``.
         group: Options of a parameter group.
 
     Returns:
-        From 0 up to 1; ``None`` where the class has no momentum.
+        From 0 up to 1; ``None`` for a class without momentum.
 
     Example:
         >>> momentum_of("AdamW", {"betas": (0.9, 0.999)})
@@ -78,16 +79,16 @@ def momentum_of(name: str, group: Mapping[str, Any]) -> float | None:
 
 
 def correct(parameter: Tensor, before: Tensor, last: Tensor | None, factor: float) -> Tensor:
-    """Add to an update the part in which it differs from the last one.
+    """Add a multiple of the difference between an update and the last one.
 
     Args:
-        parameter: What the optimizer's own rule has made of ``before``; becomes ``before + u + factor (u - last)``.
-        before: What the parameter was.
-        last: ``u`` of the step before; ``None`` in the first one, which is left as it is. Becomes ``u``.
+        parameter: Result of the optimizer's own rule for ``before``; becomes ``before + u + factor (u - last)``.
+        before: The parameter before the step.
+        last: ``u`` of the previous step; ``None`` in the first one, which is left unchanged. Becomes ``u``.
         factor: The momentum for ``lookahead`` and ``both``, 1 for ``feedback``.
 
     Returns:
-        ``u``, which is ``last`` where there is one.
+        ``u``, in the memory of ``last`` if given.
 
     Example:
         >>> w, last = torch.tensor([3.0]), torch.tensor([1.0])
@@ -102,11 +103,11 @@ def correct(parameter: Tensor, before: Tensor, last: Tensor | None, factor: floa
 
 
 def extrapolated(update: Tensor, last: Tensor | None) -> Tensor:
-    """Return an expected update with its change since the last step added.
+    """Return a predicted update with its change since the last step added.
 
     Args:
-        update: What is expected now; becomes what is returned.
-        last: What was expected before the last step; ``None`` for a change that is not known.
+        update: The present prediction; overwritten with the result.
+        last: The prediction before the last step; ``None`` if unknown.
 
     Example:
         >>> extrapolated(torch.tensor([3.0]), torch.tensor([1.0]))
@@ -116,10 +117,9 @@ def extrapolated(update: Tensor, last: Tensor | None) -> Tensor:
 
 
 def expected_update(name: str, group: Mapping[str, Any], state: Mapping[str, Any], parameter: Tensor) -> Tensor | None:
-    """Return the update of a parameter that the optimizer's momentum expects next.
+    """Return the next update of a parameter as predicted from the optimizer's momentum.
 
-    That is what the class's own rule would do with the gradient that its momentum stands for, the momentum staying as
-    it is:
+    This is the update by the class's own rule for the gradient that its momentum represents, with unchanged momentum:
 
     ========= ==========================================================================================
     SGD       ``-lr b`` (weight decay is in the momentum ``b`` already)
@@ -131,18 +131,18 @@ def expected_update(name: str, group: Mapping[str, Any], state: Mapping[str, Any
     Args:
         name: Class in ``torch.optim``.
         group: Options of the parameter's group.
-        state: What the optimizer remembers of the parameter.
+        state: Optimizer state of the parameter.
         parameter: The parameter, not written to.
 
     Returns:
-        The update; ``None`` where nothing is expected: before the first step, or without momentum.
+        The update; ``None`` without a prediction: before the first step, or without momentum.
 
     Raises:
-        WireError: The class has no momentum that would say.
+        WireError: The class has no momentum to predict from.
     """
     if name not in PREDICTS:
         raise WireError(f"the next update of {name} cannot be expected; allowed: {', '.join(PREDICTS)}")
-    if parameter.is_complex():  # optimizers step real and imaginary parts as numbers of their own
+    if parameter.is_complex():  # optimizers update real and imaginary parts separately
         parts = {key: _parts(value) if isinstance(value, Tensor) else value for key, value in state.items()}
         expected = expected_update(name, group, parts, _parts(parameter))
         return None if expected is None else torch.view_as_complex(expected)
@@ -157,7 +157,7 @@ def expected_update(name: str, group: Mapping[str, Any], state: Mapping[str, Any
 
 
 def _parts(tensor: Tensor) -> Tensor:
-    """Return real and imaginary parts side by side; a tensor of real numbers as it is."""
+    """Return real and imaginary parts side by side; a real tensor unchanged."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
@@ -193,7 +193,7 @@ def _muon(group: Mapping[str, Any], state: Mapping[str, Any], parameter: Tensor)
     if momentum is None:
         return None
     update = torch.zeros_like(parameter)
-    # By the class itself, of weights 0 with momentum 0: what it is made of differs from version to version of torch.
+    # By the class itself, with weights 0 and momentum 0: its terms differ between versions of torch.
     options = {key: value for key, value in group.items() if key not in ("params", "weight_decay", "momentum")}
     alone = without_compiler("Muon")([update], **options | {"weight_decay": 0.0, "momentum": 0.0})
     update.grad = momentum

@@ -1,8 +1,8 @@
-"""Fused kernels of optimizers, and which of them compute what the plain ones do.
+"""Fused optimizer kernels, and the check that they agree with the plain ones.
 
-A fused kernel updates all parameters of a group at once. Some are wrong: in PyTorch 2.13 ``_fused_sgd_`` leaves float16
-and bfloat16 elements on CPUs as they are wherever whole vectors fit. So each is compared with the plain kernel, once in
-a process, before it is used; one that differs is not used.
+A fused kernel updates all parameters of a group at once. Some are wrong: in PyTorch 2.13 ``_fused_sgd_`` on CPUs does
+not change float16 and bfloat16 elements in whole vectors. So each is compared with the plain kernel, once per process,
+before it is used; one that differs is not used.
 """
 
 from __future__ import annotations
@@ -37,31 +37,32 @@ _PROBES: dict[str, list[dict[str, Any]]] = {
     "Adam": _ADAM,
     "AdamW": _ADAM,
 }
-"""Options under which each class is compared: every variant that its kernels have code for."""
+"""Options with which each class is compared: every code path of its kernels."""
 
 _LENGTHS = (101, 3, 64)
-"""Elements of the tensors of a comparison: whole vectors of any processor and a rest, a rest alone, vectors alone."""
+"""Lengths of the tensors in a comparison: whole vectors of any processor and a remainder, a remainder alone, vectors
+alone."""
 
 _STEPS = 4
 
 _LR = 0.25
-"""Large, so that what has not moved is far from where it should be in any type."""
+"""Large, so that an unchanged element is far from the correct value in any type."""
 
 _ULPS = 8
-"""Roundings by which a fused kernel may be off, beyond twice what the plain one is off."""
+"""Tolerance of a fused kernel in roundings, beyond twice the error of the plain one."""
 
 
 @functools.cache
 def is_exact(name: str, dtype: torch.dtype, device: torch.device) -> bool:
-    """Tell whether a fused kernel computes what the plain one does, within the rounding of its type.
+    """Return whether a fused kernel agrees with the plain one, within the rounding of its type.
 
-    Both are compared with the same steps in float64, where the fused one may be off by twice as much as the plain one
-    and a few roundings. Kernels of ``meta`` compute nothing and pass.
+    Both are compared with the same steps in float64; the error of the fused one may be twice that of the plain one plus
+    a few roundings. Kernels of ``meta`` compute nothing and pass.
 
     Args:
         name: A class of ``torch.optim``.
         dtype: Type of the parameters.
-        device: Where they are.
+        device: Device of the parameters.
     """
     if device.type == "meta":
         return True
@@ -72,9 +73,9 @@ def is_exact(name: str, dtype: torch.dtype, device: torch.device) -> bool:
         plain = _off(_stepped(name, options, dtype, device, fused=False), exact)
         try:
             fused = _off(_stepped(name, options, dtype, device, fused=True), exact)
-        except RuntimeError:  # there is none for this type or device; NotImplementedError is one, too
+        except RuntimeError:  # none for this type or device; includes NotImplementedError
             return False
-        # not <=, which a NaN would not fail
+        # not <=, which is false for NaN
         if not fused < 2 * plain + _ULPS * torch.finfo(dtype).eps:
             return False
     return True
@@ -96,26 +97,26 @@ def _stepped(
 
 
 def _to_fused(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer use the fused kernel, as if the user had asked for it; its checks of devices are left out."""
+    """Make an optimizer use the fused kernel, as if requested by the user, without its device checks."""
     for group in optimizer.param_groups:
         group["fused"] = True
-    for parameter, state in optimizer.state.items():  # Adagrad has a state before its first step
+    for parameter, state in optimizer.state.items():  # Adagrad has state before its first step
         if isinstance(state.get("step"), Tensor):
             state["step"] = state["step"].to(parameter.device)
 
 
 def _values(length: int, shift: int) -> Tensor:
-    """Return numbers between 0.5 and 1 and their opposites, which every type holds exactly."""
+    """Return numbers between 0.5 and 1 and their negatives, exact in every type."""
     places = torch.arange(length) + shift
     return (0.5 + (places % 7) / 16).double() * (1 - 2 * (places % 3 % 2))
 
 
 def _off(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """Return by how much elements are off at most."""
+    """Return the largest error of elements."""
     return max(float((mine - right).abs().max()) for mine, right in zip(found, exact, strict=True))
 
 
-# ---- fused kernels that users call
+# ---- fused kernels called by users
 
 _CLASS_OF = {f"aten::_fused_{name.lower()}": name for name in _PROBES}
 
@@ -123,10 +124,10 @@ _WIDER = (torch.float32, torch.float64)
 
 
 def exactly(call: OpOverload) -> Callable[..., Any]:
-    """Return what computes what an operator should: itself, or for a fused kernel what widens where that is needed.
+    """Return the operator itself, or for an inexact fused kernel a wrapper that widens its type.
 
-    A fused kernel that is not exact for a type runs in the next wider type for which it is, and what it makes is
-    rounded; that is what it promises to do.
+    A fused kernel that is not exact for a type runs in the next wider exact type, and its results are rounded, which
+    matches its specification.
 
     Args:
         call: An operator.
@@ -163,7 +164,7 @@ def _exactly(call: OpOverload, name: str, *args: Any, **keywords: Any) -> Any:
 def _written(
     call: OpOverload, args: Sequence[Any], keywords: dict[str, Any], wide: Sequence[Any], named: dict[str, Any]
 ) -> list[tuple[Any, Any, Any]]:
-    """Return arguments that are lists of tensors: what each is in the schema, what it was and what it became."""
+    """Return the list arguments: schema entry, old value and new value of each."""
     arguments = call._schema.arguments
     positional = list(zip(arguments, args, wide, strict=False))
     by_name = {argument.name: argument for argument in arguments}

@@ -1,7 +1,7 @@
-"""Masters: copies of a GPU's parameters in the host's memory, where an optimizer steps them.
+"""Host parameters: copies of a GPU's parameters in host memory, updated there by an optimizer.
 
-Gradients come to the host run by run, while the run before is stepped, and new values go back behind each. So what
-travels hides under the kernels of the CPU, and two runs of pinned memory are enough for the gradients of any model.
+Gradients are copied to the host run by run, while the previous run is updated, and new values are copied back after
+each. So transfers overlap with the CPU's kernels, and two runs of pinned memory suffice for the gradients of any model.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ import torch
 from torch import Tensor
 
 RUN_BYTES = 32 << 20
-"""What is on its way, or scaled, at once: 1 to 3 ms of a PCIe link, so that the few kernels of a run cost nothing."""
+"""Size of a run that is transferred or scaled at once: 1 to 3 ms of a PCIe link, so that the few kernels of a run cost
+nothing."""
 
 _ALIGN_BYTES = 64
 
 Apply = Callable[[Sequence[int], Sequence[Tensor]], None]
-"""Steps some parameters, given by their positions, with their gradients."""
+"""Updates some parameters, given by their positions, with their gradients."""
 
 
 def runs(tensors: Sequence[Tensor], most_bytes: int = RUN_BYTES) -> list[range]:
-    """Divide tensors into runs of at most so many bytes; a larger one is a run of its own.
+    """Divide tensors into runs of at most the given bytes; a larger tensor is a run of its own.
 
     Example:
         >>> runs([torch.zeros(2), torch.zeros(2), torch.zeros(9), torch.zeros(1)], 16)
@@ -38,11 +39,11 @@ def runs(tensors: Sequence[Tensor], most_bytes: int = RUN_BYTES) -> list[range]:
 
 
 class HostParameters:
-    """Copies of parameters, kept the same as these.
+    """Copies of parameters, kept equal to the originals.
 
     Args:
-        parameters: The parameters, on their device. Whoever else writes to one calls :meth:`refresh`.
-        run_bytes: What is on its way at once.
+        parameters: The parameters, on their device. Other writers of one must call :meth:`refresh`.
+        run_bytes: Bytes that are transferred at once.
     """
 
     def __init__(self, parameters: Sequence[Tensor], *, run_bytes: int = RUN_BYTES) -> None:
@@ -65,24 +66,24 @@ class HostParameters:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the copies, and of what gradients come to."""
+        """Bytes of the copies and of the gradient buffers."""
         return sum(tensor.nbytes for tensor in (*self.tensors, *self._landings))
 
     def move(self, index: int, place: Tensor) -> None:
-        """Let a parameter lie elsewhere from its next step on, which writes all of it."""
+        """Relocate a parameter from its next step on, which overwrites all of it."""
         self.parameters[index] = place
 
     def refresh(self, index: int) -> None:
-        """Let a copy become what its parameter is, which has been written to."""
+        """Update a copy from its parameter, which has been written to."""
         self.tensors[index].copy_(self.parameters[index])
 
     def step(self, gradients: Mapping[int, Tensor], factor: Tensor | None, apply: Apply) -> None:
-        """Let copies be stepped, and their parameters become what they are then.
+        """Update copies, and their parameters from them.
 
         Args:
-            gradients: One for each parameter that is stepped, by its position, on the device.
-            factor: What to multiply them by; ``None`` for nothing.
-            apply: Steps a run of the copies, which are in :attr:`tensors`.
+            gradients: One for each updated parameter, by position, on the device.
+            factor: Factor for them; ``None`` for no scaling.
+            apply: Updates a run of the copies in :attr:`tensors`.
         """
         if factor is not None:
             factor = factor.cpu()
@@ -93,7 +94,7 @@ class HostParameters:
         coming = self._bring(0, stepped[0], gradients) if stepped else ([], None)
         for number, run in enumerate(stepped):
             landed, arrived = coming
-            if number + 1 < len(stepped):  # into the landing whose gradients were stepped with last
+            if number + 1 < len(stepped):  # into the buffer of the gradients that were used last
                 coming = self._bring(number + 1, stepped[number + 1], gradients)
             if arrived is not None:
                 arrived.synchronize()
@@ -104,13 +105,13 @@ class HostParameters:
             with torch.cuda.stream(self._aside):
                 for index in run:
                     self.parameters[index].copy_(self.tensors[index], non_blocking=True)
-        if self._aside is not None:  # what reads the parameters, or writes where the gradients were, waits
+        if self._aside is not None:  # readers of the parameters, and writers to the gradients' memory, wait
             torch.cuda.current_stream(self._device).wait_stream(self._aside)
 
     def _bring(
         self, number: int, run: Sequence[int], gradients: Mapping[int, Tensor]
     ) -> tuple[list[Tensor], torch.cuda.Event | None]:
-        """Begin to bring a run of gradients to the host; return where they come to, and what tells that they have."""
+        """Begin to copy a run of gradients to the host; return the destination and the event of completion."""
         landing = self._landings[number % 2]
         landed = []
         with torch.cuda.stream(self._aside):

@@ -36,16 +36,16 @@ ALLOWED = (
 
 
 KERNEL_OPTIONS = frozenset({"fused", "foreach", "capturable", "differentiable"})
-"""Options that choose a kernel; they stay as they were decided when the optimizer was made."""
+"""Options that select a kernel; they are fixed when the optimizer is created."""
 
 T = TypeVar("T", bound=str)
 
 
 def for_each_group(value: T | tuple[T, ...], groups: int) -> tuple[T, ...]:
-    """Return something that is one for all parameter groups, or one of each, as one of each.
+    """Return a value for each parameter group, from one for all groups or one for each.
 
     Raises:
-        WireError: There are not as many as groups.
+        WireError: Their number differs from that of the groups.
     """
     found = value if isinstance(value, tuple) else (value,) * groups
     if len(found) != groups:
@@ -54,22 +54,21 @@ def for_each_group(value: T | tuple[T, ...], groups: int) -> tuple[T, ...]:
 
 
 class NativeOptimizer:
-    """An optimizer that updates buffers in place, each parameter group by a class of its own where they differ.
+    """An optimizer that updates buffers in place; parameter groups may have different classes.
 
-    One that steps on the host keeps its state there, and copies of parameters that are elsewhere; parameters that are
-    in the host's memory already, those of a CPU worker, are stepped where they are. Either way its steps have the bits
-    that they would have on a CPU.
+    On the host, it keeps its state there, and copies of parameters that are elsewhere; parameters in host memory, those
+    of a CPU worker, are updated in place. Either way its steps are bitwise those of a CPU.
 
     Args:
         spec: Classes, groups and options.
         parameters: The buffers, in the order of ``spec.parameters``, each in one group.
         state: Tensors for the entries of ``spec.state`` that have one, in order.
-        host: The account of the host's memory, for one that steps there.
+        host: The count of host memory, for an optimizer on the host.
 
     Raises:
-        WireError: A class is not allowed or this torch has not got it, options are not its, or a parameter is not in
-            one group.
-        QuotaExceeded: The account has no room.
+        WireError: A class is not allowed or missing in this torch, options do not match it, or a parameter is not in
+            exactly one group.
+        QuotaExceeded: Host memory is insufficient.
     """
 
     def __init__(
@@ -81,26 +80,24 @@ class NativeOptimizer:
         self.cost_s = spec.cost_s
         self._host = (host or HostMemory(0)) if spec.host else None
         self._masters = self._copies(parameters) if spec.host and parameters else None
-        # Tensors of its own over the same memory: it knows its state by them, wherever they come to lie.
+        # Separate tensor objects over the same memory: they key its state, even if the parameters are relocated.
         self.parameters = parameters = (
             self._masters.tensors if self._masters else [parameter.detach() for parameter in parameters]
         )
         self.groups = self._made(spec)
-        """The options of each group, and its parameters."""
+        """Options of each group, and its parameters."""
         for name, group in zip(self._names, self.groups, strict=True):
             self._choose_kernel(name, group)
         self._parameter_bytes = max(1, sum(parameter.nbytes for parameter in parameters))
         self.delays = tuple(map(self._checked, self._names, self.groups, for_each_group(spec.delay, len(spec.groups))))
-        """What is done about late gradients of each group."""
+        """Treatment of late gradients of each group."""
         self._group_of = {index: place for place, (members, _) in enumerate(spec.groups) for index in members}
-        self._counted: set[tuple[int, bool]] = (
-            set()
-        )  # positions that have been stepped, and whether with late gradients
+        self._counted: set[tuple[int, bool]] = set()  # updated positions, and whether with late gradients
         self._charged_bytes, self._host_bytes = 0, 0
         self.remember(spec.state, state)
 
     def remember(self, entries: Sequence[StateEntry], tensors: Iterable[Tensor]) -> None:
-        """Take over entries of a state, with the tensors of those that have one, in order."""
+        """Set entries of the state, with the tensors of those that have one, in order."""
         left = iter(tensors)
         for entry in entries:
             plain = isinstance(entry.value, bool | int | float | None)
@@ -109,7 +106,7 @@ class NativeOptimizer:
         self._count()
 
     def _place(self, entry: StateEntry, tensor: Tensor) -> Tensor:
-        """Return a tensor of the state where the optimizer wants it: counters stay on the CPU unless kernels fuse."""
+        """Return a state tensor in its required place: counters stay on the CPU unless kernels are fused."""
         group = self.groups[self._group_of[entry.parameter]]
         on_device = entry.key != "step" or group.get("fused") or group.get("capturable")
         return tensor.to(self.parameters[entry.parameter].device) if on_device else tensor
@@ -132,16 +129,16 @@ class NativeOptimizer:
 
         Args:
             gradients: One for each parameter, or for each of ``members``, not written to.
-            max_norm: Where positive, the most that the joint 2-norm of the gradients may be.
-            norm: That norm, where it is of more gradients than these.
-            members: Positions of the parameters that are updated; empty for all.
-            late: Whether the gradients are treated as those of weights that are not the newest; see ``spec.delay``.
+            max_norm: If positive, the limit of the joint 2-norm of the gradients.
+            norm: That norm, if it covers more gradients than these.
+            members: Positions of the updated parameters; empty for all.
+            late: Whether the gradients are treated as late; see ``spec.delay``.
 
         Returns:
-            The norm before scaling, where ``max_norm`` is positive.
+            The norm before scaling, if ``max_norm`` is positive.
 
         Raises:
-            WireError: The gradients are not as many as the parameters, or there are no such parameters.
+            WireError: The number of gradients differs from that of the parameters, or parameters do not exist.
         """
         chosen = self.chosen(members)
         if len(gradients) != len(chosen):
@@ -159,10 +156,10 @@ class NativeOptimizer:
         return None if norm is None else float(norm)
 
     def chosen(self, members: Sequence[int]) -> Sequence[int]:
-        """Return the positions of parameters that ``members`` stand for.
+        """Return the positions of the parameters denoted by ``members``.
 
         Raises:
-            WireError: There are no such parameters, or one is named twice.
+            WireError: Parameters do not exist, or one is named twice.
         """
         if not members:
             return range(len(self.parameters))
@@ -181,17 +178,17 @@ class NativeOptimizer:
         elif factor is None and not late:
             apply(chosen, gradients)
         else:
-            for run in runs(gradients):  # copies of all at once would be as much memory as the gradients
+            for run in runs(gradients):  # copies of all at once would take as much memory as the gradients
                 few = [gradients[place] for place in run]
                 if factor is not None:
                     few = [gradient * factor.to(gradient.dtype) for gradient in few]
                 apply([chosen[place] for place in run], few)
 
     def _apply(self, members: Sequence[int], gradients: Sequence[Tensor], late: bool) -> None:
-        """Step some parameters; the others, which have no gradient, stay as they are."""
+        """Update some parameters; the others, without gradients, stay unchanged."""
         before = {index: self._kept(index) for index in members if late and self.remembers((index,))}
         for index, gradient in zip(members, gradients, strict=True):
-            # fused kernels take for granted that it lies as the parameter does
+            # fused kernels require the parameter's memory layout
             self.parameters[index].grad = gradient.contiguous()
         for optimizer in {self._names[self._group_of[index]]: self._of(index) for index in members}.values():
             optimizer.step()
@@ -201,12 +198,12 @@ class NativeOptimizer:
             self._treat(index, old)
 
     def _kept(self, index: int) -> Tensor | None:
-        """Return what a treatment needs from before a step: the parameter, or the update that is expected."""
+        """Return the data that a treatment needs from before a step: the parameter, or the predicted update."""
         extrapolates = self.delays[self._group_of[index]] == "extrapolate"
         return self._expected(index) if extrapolates else self.parameters[index].clone()
 
     def _treat(self, index: int, before: Tensor | None) -> None:
-        """Treat an update that was made of a late gradient, with what was kept from before."""
+        """Treat an update from a late gradient, given the data from before."""
         place, state = self._group_of[index], self._remembered(index)
         if self.delays[place] == "extrapolate":
             before = self._expected(index) if before is None else before  # the first step: as if nothing changed
@@ -219,31 +216,31 @@ class NativeOptimizer:
         state[LAST_UPDATE] = correct(self.parameters[index], before, state.get(LAST_UPDATE), factor)
 
     def remembers(self, chosen: Sequence[int]) -> bool:
-        """Tell whether something is remembered of updates of some parameters where their gradients are late."""
+        """Return whether the treatment of late gradients stores updates of some parameters."""
         return any(self.delays[self._group_of[index]] in REMEMBERS for index in chosen)
 
     @property
     def predicts(self) -> bool:
-        """Whether there are versions of parameters that are ahead."""
+        """True if predicted versions of parameters are kept."""
         return any(delay in AHEAD for delay in self.delays)
 
     def updates(self, index: int, tensor: Tensor) -> bool:
-        """Tell whether a tensor lies where a parameter is."""
+        """Return whether a tensor is a parameter's memory."""
         own = (self._masters.parameters if self._masters is not None else self.parameters)[index]
         return own.untyped_storage()._cdata == tensor.untyped_storage()._cdata
 
     def cost_of(self, chosen: Sequence[int]) -> float:
-        """Return the seconds that a step of some parameters takes on a ``sim`` device of speed 1."""
+        """Return the seconds of updating some parameters on a ``sim`` device of speed 1."""
         if len(chosen) == len(self.parameters) or not self.cost_s:
             return self.cost_s
         return self.cost_s * sum(self.parameters[index].nbytes for index in chosen) / self._parameter_bytes
 
     def move(self, index: int, place: Tensor) -> None:
-        """Let a parameter lie in other memory from its next step on.
+        """Relocate a parameter from its next step on.
 
         Args:
             index: Its position.
-            place: A tensor that lies as it does, which becomes what it is.
+            place: A tensor with the same layout, which becomes the parameter.
         """
         if self._masters is not None:
             self._masters.move(index, place)
@@ -252,12 +249,12 @@ class NativeOptimizer:
             self.parameters[index].data = place
 
     def overwritten(self, number: int) -> None:
-        """Take note that a buffer has other elements, so that the copy of a parameter on the host gets them, too."""
+        """Record that a buffer was overwritten, so that the host's copy of a parameter is updated."""
         if self._masters is not None and number in self.numbers:
             self._masters.refresh(self.numbers.index(number))
 
     def remembered(self, index: int, key: str) -> Tensor:
-        """Return a tensor that is remembered of a parameter.
+        """Return a state tensor of a parameter.
 
         Raises:
             WireError: There is none.
@@ -266,11 +263,13 @@ class NativeOptimizer:
         if 0 <= index < len(self.parameters):
             value = self._of(index).state.get(self.parameters[index], {}).get(key)
         if not isinstance(value, Tensor):
-            raise WireError(f"an optimizer of {len(self.parameters)} parameters remembers no tensor {key!r} of {index}")
+            raise WireError(
+                f"the optimizer of {len(self.parameters)} parameters has no tensor {key!r} of parameter {index}"
+            )
         return value
 
     def expect(self, index: int, into: Tensor) -> None:
-        """Let a tensor become what a parameter is expected to be one step later: what it is, where nothing is."""
+        """Write the predicted parameter after the next step to a tensor; the present one without a prediction."""
         own, delay = self.parameters[index], self.delays[self._group_of[index]]
         update = self._expected(index) if delay in AHEAD else None
         if update is not None and delay == "extrapolate":
@@ -278,7 +277,7 @@ class NativeOptimizer:
         into.copy_(own if update is None else update.add_(own))
 
     def _expected(self, index: int) -> Tensor | None:
-        """Return the update of a parameter that its momentum expects; ``None`` where nothing is expected."""
+        """Return the update predicted from a parameter's momentum; ``None`` without a prediction."""
         own, place = self.parameters[index], self._group_of[index]
         return expected_update(self._names[place], self.groups[place], self._of(index).state.get(own, {}), own)
 
@@ -299,22 +298,22 @@ class NativeOptimizer:
 
     @property
     def charged_bytes(self) -> int:
-        """Bytes of the state's tensors on the device, as of the last step; none where it is on the host."""
+        """Bytes of the state's tensors on the device, as of the last step; 0 if it is on the host."""
         return self._charged_bytes
 
     @property
     def on_host(self) -> bool:
-        """Whether it steps on the host."""
+        """True if it runs on the host."""
         return self._host is not None
 
     def close(self) -> None:
-        """Give back what is counted as the host's memory. Idempotent."""
+        """Release its count of host memory. Idempotent."""
         if self._host is not None:
             self._host.charge(-self._host_bytes)
             self._host_bytes = 0
 
     def _count(self) -> None:
-        """Count the state anew, and what is kept of the parameters."""
+        """Recount the state and the copies of parameters."""
         states = (state for optimizer in self._optimizers.values() for state in optimizer.state.values())
         values = [value for state in states for value in state.values()]
         size_bytes = sum(value.nbytes for value in values if isinstance(value, Tensor))
@@ -326,15 +325,15 @@ class NativeOptimizer:
         self._host_bytes = size_bytes
 
     def _copies(self, parameters: list[Tensor]) -> HostParameters | None:
-        """Return copies of parameters that the host cannot step where they are."""
+        """Return copies of parameters that the host cannot update in place."""
         return HostParameters(parameters) if parameters[0].device.type == "cuda" else None
 
     def _options(self, options: Options) -> dict[str, Any]:
-        """Return options as the class takes them."""
+        """Return options in the form of the class."""
         return {key: tuple(value) if isinstance(value, list | tuple) else value for key, value in options.items()}
 
     def _made(self, spec: OptimizerSpec) -> list[dict[str, Any]]:
-        """Make one optimizer of each class; return the groups of all, in the order of the specification.
+        """Create one optimizer of each class; return the groups of all, in the order of the spec.
 
         Raises:
             WireError: A class refuses its options or parameters.
@@ -356,20 +355,20 @@ class NativeOptimizer:
         return [next(left[name]) for name in self._names]
 
     def _of(self, index: int) -> Any:
-        """Return what steps a parameter."""
+        """Return the optimizer of a parameter."""
         return self._optimizers[self._names[self._group_of[index]]]
 
     def _remembered(self, index: int) -> dict[str, Any]:
-        """Return what is remembered of a parameter, to be written to."""
+        """Return the mutable state of a parameter."""
         found: dict[str, Any] = self._of(index).state[self.parameters[index]]
         return found
 
     @staticmethod
     def _checked(name: str, group: dict[str, Any], delay: Delay) -> Delay:
-        """Return a treatment of late gradients.
+        """Return a treatment of late gradients, checked.
 
         Raises:
-            WireError: The class cannot have it.
+            WireError: The class does not support it.
         """
         if delay in AHEAD and name not in PREDICTS:
             raise WireError(f"delay {delay!r} needs one of these optimizers: {', '.join(PREDICTS)}; this is {name}")
@@ -378,9 +377,9 @@ class NativeOptimizer:
         return delay
 
     def _choose_kernel(self, name: str, group: dict[str, Any]) -> None:
-        """Let one kernel update all parameters of a group, unless the user chose otherwise or it is none to trust."""
+        """Let one kernel update all parameters of a group, unless the user chose otherwise or the kernel is inexact."""
         if self._masters is not None and group.get("capturable"):
-            group["capturable"] = False  # what CUDA graphs need, and CPU kernels refuse
+            group["capturable"] = False  # for CUDA graphs only, and refused by CPU kernels
         if "fused" not in group or group["fused"] is False or (group["fused"] is None and group.get("foreach")):
             return
         unsuited = group.get("differentiable") or group.get("capturable")

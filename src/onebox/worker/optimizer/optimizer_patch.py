@@ -1,7 +1,7 @@
-"""Classes of ``torch.optim`` without what concerns compilers: in a worker nothing is compiled.
+"""Classes of ``torch.optim`` without their compiler support, as a worker compiles nothing.
 
-The first time that one of them is made or steps, torch imports its compiler to say that this is not to be compiled: 800
-modules, a second or more of a processor, and 70 MB in each worker (see ``benchmarks/opening.py``).
+On the first construction or step of an optimizer, torch imports its compiler only to disable it there: 800 modules, at
+least a second of processor time, and 70 MB in each worker (see ``benchmarks/opening.py``).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 
 @functools.cache
 def without_compiler(name: str) -> Any:
-    """Return a class of ``torch.optim`` whose steps have the same bits; without gradients of its own, and hooks.
+    """Return a class of ``torch.optim`` with bitwise equal steps, without gradients of its own and without hooks.
 
     Args:
-        name: Of a class that torch has.
+        name: Name of a torch class.
     """
     made = getattr(torch.optim, name)
     original = inspect.unwrap(made.step)
@@ -27,6 +27,6 @@ def without_compiler(name: str) -> Any:
     def step(self: torch.optim.Optimizer) -> None:
         original(self)
 
-    vars(step)["hooked"] = True  # else torch wraps it with what looks for hooks and tells a profiler
+    vars(step)["hooked"] = True  # else torch wraps it with hooks and profiling
     members: dict[str, Any] = {"step": step, "add_param_group": inspect.unwrap(made.add_param_group)}
     return type(name, (made,), members)

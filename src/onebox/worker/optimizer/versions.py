@@ -1,6 +1,6 @@
-"""Versions of parameters: which update of a parameter each of its buffers holds, and which the calls of a step read.
+"""Versions of parameters: the update count of each buffer, and the versions that the calls of a step read.
 
-So the delay of a gradient is measured where it is applied, and not believed of a schedule.
+So the delay of a gradient is measured where it is applied, rather than derived from a schedule.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from onebox.errors import WireError
 from onebox.wire.protocol.responses import Delays
 
 _STEPS = 4
-"""Of so many steps it is known what was read; a schedule has two under way."""
+"""Number of steps whose reads are recorded; a schedule has two in flight."""
 
 
 @dataclass(eq=False)
@@ -25,8 +25,8 @@ class _Owner:
 
     Args:
         numbers: Buffers of the parameters.
-        updates: How many updates each parameter has seen since the oldest version that it began with.
-        read: From a step to what its calls read: for the position of a parameter the oldest and the newest version.
+        updates: Number of updates of each parameter since its oldest initial version.
+        read: By step, the reads of its calls: for the position of a parameter, the oldest and the newest version.
     """
 
     numbers: tuple[int, ...]
@@ -36,14 +36,13 @@ class _Owner:
 
 @dataclass(frozen=True)
 class _Version:
-    """What a buffer holds.
+    """Version in a buffer.
 
     Args:
-        owner: Whose parameter.
-        position: Which.
-        updates: How many updates that one has seen there.
-        tensor: The buffer's tensor; where it is another one by now, nothing is known of it. ``None`` as long as it is
-            on its way.
+        owner: Optimizer of the parameter.
+        position: Position of the parameter.
+        updates: Number of updates of the parameter in this version.
+        tensor: The buffer's tensor; if it has been replaced, the version is unknown. ``None`` while it is in transit.
     """
 
     owner: _Owner
@@ -53,11 +52,11 @@ class _Version:
 
 
 class ParameterVersions:
-    """Versions of the parameters of a worker's optimizers; of none until :meth:`begin`."""
+    """Versions of the parameters of a worker's optimizers; empty until :meth:`begin`."""
 
     def __init__(self) -> None:
         self._owners: dict[int, _Owner] = {}
-        self._versions: dict[int, _Version] = {}  # from a buffer
+        self._versions: dict[int, _Version] = {}  # by buffer
 
     def __bool__(self) -> bool:
         return bool(self._owners)
@@ -80,16 +79,16 @@ class ParameterVersions:
         ahead: Sequence[tuple[int, Tensor]],
         behind: int,
     ) -> None:
-        """Begin to note versions of an optimizer's parameters.
+        """Begin to track versions of an optimizer's parameters.
 
-        What was noted of it before is forgotten, unless it was expected.
+        Earlier records of the optimizer are discarded, except those made by :meth:`expect`.
 
         Args:
             optimizer: Its number.
-            parameters: Their buffers, and what these hold.
-            previous: Likewise those of the versions before.
-            ahead: Likewise those of expected versions; empty for none.
-            behind: How many updates ``previous`` lacks.
+            parameters: Their buffers, with the tensors in them.
+            previous: The same for the previous versions.
+            ahead: The same for predicted versions; empty for none.
+            behind: Number of updates that ``previous`` lacks.
         """
         read = self.end(optimizer)
         owner = _Owner(tuple(number for number, _ in parameters), [behind] * len(parameters), read)
@@ -101,14 +100,14 @@ class ParameterVersions:
     def expect(
         self, optimizer: int, parameters: Sequence[int], previous: Sequence[int], ahead: Sequence[int], behind: int
     ) -> None:
-        """Note versions whose buffers are on their way; :meth:`begin` follows, and what is read until then counts.
+        """Record versions whose buffers are in transit; reads before :meth:`begin` are counted.
 
         Args:
             optimizer: Its number.
             parameters: Their buffers.
-            previous: Likewise those of the versions before.
-            ahead: Likewise those of expected versions; empty for none.
-            behind: How many updates ``previous`` lacks.
+            previous: The same for the previous versions.
+            ahead: The same for predicted versions; empty for none.
+            behind: Number of updates that ``previous`` lacks.
         """
         self.end(optimizer)
         self._owners[optimizer] = owner = _Owner(tuple(parameters), [behind] * len(parameters))
@@ -117,7 +116,7 @@ class ParameterVersions:
                 self._versions[number] = _Version(owner, position, updates, None)
 
     def end(self, optimizer: int) -> dict[int, dict[int, tuple[int, int]]]:
-        """Forget the versions of an optimizer's parameters; return what was read of those that were on their way."""
+        """Remove the versions of an optimizer's parameters; return the recorded reads of those in transit."""
         owner = self._owners.pop(optimizer, None)
         if owner is None:
             return {}
@@ -126,11 +125,11 @@ class ParameterVersions:
         return owner.read if own and all(version.tensor is None for version in own) else {}
 
     def note(self, numbers: Iterable[int], tensors: Iterable[Tensor], step: int) -> None:
-        """Note what a call reads.
+        """Record the reads of a call.
 
         Args:
             numbers: The buffers.
-            tensors: What they hold.
+            tensors: The tensors in them.
             step: The step that it belongs to.
         """
         for number, tensor in zip(numbers, tensors, strict=True):
@@ -152,7 +151,7 @@ class ParameterVersions:
         Args:
             optimizer: Its number.
             positions: The parameters.
-            buffers: For each a buffer, and what it holds.
+            buffers: A buffer for each, with the tensor in it.
 
         Raises:
             WireError: One does not.
@@ -168,7 +167,7 @@ class ParameterVersions:
                 raise WireError(f"buffer {number} holds something else since 'branch' made it a version of a parameter")
 
     def applied(self, optimizer: int, positions: Sequence[int], step: int) -> Delays | None:
-        """Count an update of parameters, by the gradients of a step.
+        """Count an update of parameters with the gradients of a step.
 
         Args:
             optimizer: Its number.
@@ -176,7 +175,7 @@ class ParameterVersions:
             step: The step.
 
         Returns:
-            How late the gradients were; ``None`` where the optimizer's parameters have no versions.
+            The delay of the gradients; ``None`` if the optimizer's parameters have no versions.
         """
         owner = self._owners.get(optimizer)
         if owner is None:
@@ -197,17 +196,17 @@ class ParameterVersions:
         return Delays(tuple(sorted(counts.items())), mixed, unread)
 
     def renamed(self, into: dict[int, int]) -> None:
-        """Note that buffers are known by other numbers, all at once."""
+        """Renumber buffers, all at once."""
         moved = {into[number]: self._versions.pop(number) for number in into if number in self._versions}
         self._versions.update(moved)
 
     def renewed(self, optimizer: int, positions: Sequence[int], buffers: Sequence[tuple[int, Tensor]]) -> None:
-        """Note that buffers hold what parameters are by now.
+        """Record that buffers hold the present parameters.
 
         Args:
             optimizer: Its number.
             positions: The parameters.
-            buffers: For each a buffer, and what it holds.
+            buffers: A buffer for each, with the tensor in it.
         """
         owner = self._owners.get(optimizer)
         if owner is not None:

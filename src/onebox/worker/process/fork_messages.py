@@ -1,7 +1,6 @@
-"""What a client and its nursery say to each other, over a socket that only these two have; see
-:mod:`onebox.worker.process.fork_server`.
+"""Messages between a client and its fork server, over a private socket; see :mod:`onebox.worker.process.fork_server`.
 
-With :class:`SpawnRequest` come :data:`DESCRIPTORS` file descriptors, with :class:`Spawned` one: that of the new
+:class:`SpawnRequest` is sent with :data:`DESCRIPTORS` file descriptors, :class:`Spawned` with one: that of the new
 process.
 """
 
@@ -11,21 +10,21 @@ import msgspec
 from msgspec import Struct
 
 DESCRIPTORS = 4
-"""Standard input, output and error of the new worker, and a pipe into which the nursery writes how it ended."""
+"""Standard input, output and error of the new worker, and a pipe for its exit status."""
 
 LONGEST = 1 << 16
-"""The most bytes of a message: the numbers of all cores of a big host are most of it."""
+"""Longest message in bytes, mostly the core numbers of a big host."""
 
 STATUS_BYTES = 4
-"""How many bytes :func:`pack_status` makes."""
+"""Length of the result of :func:`pack_status`."""
 
 
 class SpawnRequest(Struct, frozen=True, forbid_unknown_fields=True, tag="birth"):
-    """A worker is wanted.
+    """Request for a worker.
 
     Args:
-        number: The number of this wish; the answer has it, too.
-        cores: The cores that it may run on, as those that the asking thread may run on at the time.
+        number: Number of the request, repeated in the reply.
+        cores: Cores that it may use, those of the requesting thread.
     """
 
     number: int
@@ -33,18 +32,18 @@ class SpawnRequest(Struct, frozen=True, forbid_unknown_fields=True, tag="birth")
 
 
 class ForkServerReady(Struct, frozen=True, forbid_unknown_fields=True, tag="ready"):
-    """The nursery has imported all, and waits for wishes."""
+    """The fork server has completed its imports and accepts requests."""
 
 
 class Spawned(Struct, frozen=True, forbid_unknown_fields=True, tag="born"):
-    """A worker has been started as this process."""
+    """Reply: a worker has been started, with this process id."""
 
     number: int
     process: int
 
 
 class SpawnRefused(Struct, frozen=True, forbid_unknown_fields=True, tag="refused"):
-    """No worker has been started; why."""
+    """Reply: no worker has been started, with the reason."""
 
     number: int
     why: str
@@ -58,30 +57,30 @@ _answers = msgspec.json.Decoder(ForkServerReply)
 
 
 def encode(message: SpawnRequest | ForkServerReply) -> bytes:
-    """Return the one packet that a message is."""
+    """Return the packet for a message."""
     return _encode(message)
 
 
 def decode_spawn_request(packet: bytes) -> SpawnRequest:
-    """Return a wish.
+    """Return the request in a packet.
 
     Raises:
-        msgspec.DecodeError: It is none.
+        msgspec.DecodeError: It contains no request.
     """
     return _births.decode(packet)
 
 
 def decode_fork_reply(packet: bytes) -> ForkServerReply:
-    """Return an answer.
+    """Return the reply in a packet.
 
     Raises:
-        msgspec.DecodeError: It is none.
+        msgspec.DecodeError: It contains no reply.
     """
     return _answers.decode(packet)
 
 
 def pack_status(status: int) -> bytes:
-    """Return an exit status as bytes; below 0 is the number of a signal.
+    """Return an exit status as bytes; negative numbers are signals.
 
     Example:
         >>> read_status(pack_status(-9))
@@ -91,5 +90,7 @@ def pack_status(status: int) -> bytes:
 
 
 def read_status(packed: bytes) -> int | None:
-    """Return what :func:`pack_status` has packed; ``None`` of nothing, which is all that a nursery says that ended."""
+    """Return the status packed by :func:`pack_status`; ``None`` for empty input, which means that the fork server has
+    ended.
+    """
     return int.from_bytes(packed, "little", signed=True) if len(packed) == STATUS_BYTES else None

@@ -1,14 +1,14 @@
-"""``python -m onebox.worker.process.fork_server``: has imported all that a worker needs, and forks workers of its
-client.
+"""``python -m onebox.worker.process.fork_server``: a fork server that has imported everything a worker needs, and forks
+workers.
 
-To import torch is nearly all of what the start of a worker costs; here that is done once. A fork is a worker like any
-other: it gets its configuration and its keys through a pipe of its own, and confines itself. What is shared with its
-siblings is memory that nobody has written to since, and holds no secret.
+Importing torch is nearly the whole cost of a worker's start; here it is done once. A fork is an ordinary worker: it
+receives its configuration and keys through its own pipe, and confines itself. It shares only unmodified memory pages
+with its siblings, which hold no secrets.
 
-The nursery has one thread, or a fork would take over locks that nobody opens any more: it says no where a library has
-started others. It computes nothing and asks no driver for anything, so that each fork begins with CUDA and with
-libraries' threads for itself. Whatever these libraries read from the environment when they are loaded is as it was when
-the nursery was started, which is why a client has one for each environment; see :mod:`onebox.pool.launch.fork_server`.
+The fork server has one thread, since a fork would inherit locks of other threads that are never released: it refuses
+requests if a library has started threads. It computes nothing and uses no driver, so that each fork initialises CUDA
+and libraries' threads itself. Libraries read the environment when they are loaded, at the start of the fork server,
+which is why a client has one for each environment; see :mod:`onebox.pool.launch.fork_server`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import gc
 
 if __name__ == "__main__":
-    gc.disable()  # as in __main__.py; what is there at a fork stays, and each worker enables it
+    gc.disable()  # as in __main__.py; objects at a fork stay, and each worker enables it
 
 import contextlib
 import os
@@ -43,40 +43,40 @@ from onebox.worker.process.main import name_process, wake_with_owner
 from onebox.worker.sandbox.confine import prepare
 
 IDLE_S = 60.0
-"""After so long without a worker it ends: what it has imported takes memory, and its client can start another."""
+"""Idle time without a worker after which it ends: its imports take memory, and its client can start another one."""
 
 
 @dataclass(frozen=True)
 class _Child:
-    """A worker that runs: its process, and where to say how it ended."""
+    """A running worker: its process, and the pipe for its exit status."""
 
     process: int
     status: int
 
 
 class ForkServer:
-    """The loop: wishes come, workers are forked, and how they ended is said.
+    """The fork server's loop: handles requests, forks workers, and reports their exit status.
 
     Args:
-        channel: To the client; each packet is a message.
+        channel: The socket to the client; each packet is a message.
         client: A descriptor of the client's process.
-        idle_s: How long it stays without a worker.
+        idle_s: Idle time without a worker after which it ends.
     """
 
     def __init__(self, channel: socket.socket, client: int, *, idle_s: float = IDLE_S) -> None:
         self._channel = channel
         self._client = client
         self._idle_s = idle_s
-        self._children: dict[int, _Child] = {}  # by a descriptor of their processes
+        self._children: dict[int, _Child] = {}  # by process descriptor
         self._poll = select.poll()
         for each in (channel.fileno(), client):
             self._poll.register(each, select.POLLIN)
 
     def serve(self) -> bool:
-        """Serve until the client has gone or nobody is here for long.
+        """Serve until the client has ended or there has been no worker for a while.
 
         Returns:
-            Whether this is a worker now, forked from the nursery, and not the nursery.
+            Whether this process is now a forked worker.
         """
         self._channel.send(encode(ForkServerReady()))
         while True:
@@ -98,7 +98,7 @@ class ForkServer:
                     return True
 
     def _take(self, packet: bytes, descriptors: list[int]) -> bool:
-        """See to a wish; return whether this is the worker."""
+        """Handle a request; return whether this process is the worker."""
         try:
             birth = decode_spawn_request(packet)
         except msgspec.DecodeError as error:
@@ -127,7 +127,7 @@ class ForkServer:
         return False
 
     def _leave(self, birth: SpawnRequest, descriptors: list[int]) -> None:
-        """Become a process of its own, with nothing of the nursery's or of siblings but what was imported."""
+        """Detach from the fork server and its workers, keeping only the imports."""
         os.setsid()
         for standard, given in enumerate(descriptors[:-1]):
             os.dup2(given, standard)
@@ -136,25 +136,25 @@ class ForkServer:
             _close([descriptor, child.status])
         self._channel.close()
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
-        with contextlib.suppress(OSError):  # such as a core that has been switched off since
+        with contextlib.suppress(OSError):  # such as a core that has been disabled since
             os.sched_setaffinity(0, birth.cores)
 
     def _bury(self, descriptor: int) -> None:
-        """Say how a worker ended."""
+        """Report a worker's exit status."""
         child = self._children.pop(descriptor)
         self._poll.unregister(descriptor)
         _, status = os.waitpid(child.process, 0)
-        with contextlib.suppress(OSError):  # nobody wants to know
+        with contextlib.suppress(OSError):  # the reader has gone
             os.write(child.status, pack_status(os.waitstatus_to_exitcode(status)))
         _close([descriptor, child.status])
 
     def _say(self, answer: Spawned | SpawnRefused, *descriptors: int) -> None:
-        with contextlib.suppress(OSError):  # the client has gone: then that is the next that is heard
+        with contextlib.suppress(OSError):  # the client has ended, which the next read reports
             socket.send_fds(self._channel, [encode(answer)], descriptors)
 
 
 def _obstacle(descriptors: list[int]) -> str:
-    """Return why no worker can be forked; empty where it can."""
+    """Return the reason that no worker can be forked; empty if there is none."""
     if len(descriptors) != DESCRIPTORS:
         return f"{len(descriptors)} descriptors came with the wish for a worker, which takes {DESCRIPTORS}"
     threads = len(os.listdir("/proc/self/task"))
@@ -169,7 +169,7 @@ def _close(descriptors: list[int]) -> None:
 
 
 def main() -> None:
-    """Run a nursery; standard input is the socket to its client."""
+    """Run a fork server; standard input is the socket to its client."""
     parent = os.getppid()
     client = os.pidfd_open(parent)
     wake_with_owner()
@@ -180,7 +180,7 @@ def main() -> None:
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     name_process("onebox-nursery")
-    with contextlib.suppress(OSError):  # what a worker cannot be held to it says itself
+    with contextlib.suppress(OSError):  # the worker reports unsupported confinement itself
         prepare()
     gc.freeze()
     if ForkServer(channel, client).serve():

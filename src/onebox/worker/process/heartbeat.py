@@ -1,4 +1,4 @@
-"""The watcher of a worker: the thread that lets the client in, gives signs of life, and ends it with its owner."""
+"""Heartbeat thread of a worker: authenticates the client, sends heartbeats, and ends the worker with its owner."""
 
 from __future__ import annotations
 
@@ -24,23 +24,24 @@ from onebox.worker.programs.interpreter import WorkerProgress
 from onebox.worker.system.cpu_affinity import use_all_cores
 
 HEARTBEAT_S = 0.5
-"""How often a worker gives a sign of life."""
+"""Interval between heartbeats."""
 
 _FIRST_S = 0.02
-"""How often it tries to until the client has connected, which opens the pool only then."""
+"""Interval until the client has connected; the pool opens only then."""
 
 _IDLE_SHARE = 0.04
-"""A thread that computes uses more of a core than this; the watcher itself uses less."""
+"""Fraction of a core above which a thread counts as computing; the watcher itself uses less."""
 
 _LATE_S = 2 * HEARTBEAT_S
-"""Between two readings no more than this counts: a watcher that could not run for longer cannot tell who else could."""
+"""Longest interval that counts between two readings: after a longer pause of the watcher it is unknown whether other
+threads could run."""
 
 
 class StallDetector:
-    """Tells how long work has made no progress; pure: readings in, seconds out.
+    """Detector of stalled work; pure: readings in, seconds out.
 
-    A worker that waits for its peers or for the client, that uses the processor or would if others left it one, or that
-    reads from a disk, be it its own memory, is not stalled.
+    A worker that waits for its peers or for the client, that uses or is ready to use the processor, or that reads from
+    a disk (including swapped memory) is not stalled.
     """
 
     def __init__(self) -> None:
@@ -60,15 +61,15 @@ class StallDetector:
         disk_reads: int = 0,
         runnable: bool = False,
     ) -> float:
-        """Take a reading and return for how many seconds the worker has been stalled.
+        """Process a reading and return the seconds for which the worker has been stalled.
 
         Args:
-            executed: Instructions and operators so far.
+            executed: Number of instructions and operators so far.
             waiting: Whether it waits for others.
             processor_s: Processor time of the process so far.
             now_s: The time.
-            disk_reads: Major page faults of the process and blocks that it has read so far.
-            runnable: Whether the working thread could go on at once, if it had a processor.
+            disk_reads: Number of the process's major page faults and blocks read so far.
+            runnable: Whether the working thread is ready to run.
         """
         elapsed = now_s - self._at_s
         idle = processor_s - self._processor_s < _IDLE_SHARE * elapsed and disk_reads == self._disk_reads
@@ -83,14 +84,14 @@ class HeartbeatThread:
     """The watching thread.
 
     Args:
-        context: For its sockets.
+        context: ZeroMQ context of its sockets.
         keys: The worker's keys.
-        client_key: The one public key that is let in.
-        address: Where to bind; see :func:`~onebox.wire.listen`.
-        ports: Likewise.
-        lifelines: Descriptors of which any that becomes readable means that the owner has gone.
+        client_key: The only public key that is accepted.
+        address: Bind address; see :func:`~onebox.wire.listen`.
+        ports: Allowed ports; see :func:`~onebox.wire.listen`.
+        lifelines: Descriptors, any of which becomes readable when the owner has ended.
         progress: The worker's progress.
-        interrupt: Called with the number of a group in which the working thread is to wait for nobody any more.
+        interrupt: Called with the number of a group whose waits in the working thread must end.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class HeartbeatThread:
         self._thread = threading.Thread(target=self._watch, name="onebox-watch", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -135,7 +136,7 @@ class HeartbeatThread:
         use_all_cores()
         try:
             self._serve()
-        except BaseException:  # nobody would see that the owner has gone, nor let the client in
+        except BaseException:  # otherwise the end of the owner would go unnoticed, and no client could connect
             traceback.print_exc()
             os._exit(1)
 
@@ -169,8 +170,8 @@ class HeartbeatThread:
         self._bell.close(0)
 
     def _hear(self) -> None:
-        """Take what the client says beside the queue: groups to leave at once, in which others are silent."""
-        with contextlib.suppress(zmq.Again, WireError):  # what breaks the protocol nobody of this version says
+        """Process client messages outside the queue: groups to leave at once because of silent members."""
+        with contextlib.suppress(zmq.Again, WireError):  # ignore messages that violate the protocol
             while True:
                 envelope, _ = decode_envelope(receive(self._beats))
                 for instruction in envelope.instructions:
@@ -178,7 +179,7 @@ class HeartbeatThread:
                         self._interrupt(instruction.group)
 
     def _beat(self, stall: StallDetector) -> bool:
-        """Give a sign of life, and return whether there is somebody to take it."""
+        """Send a heartbeat, and return whether a client is connected."""
         progress, used = self._progress, resource.getrusage(resource.RUSAGE_SELF)
         stalled_s = stall.reading(
             executed=progress.executed,
@@ -197,7 +198,7 @@ class HeartbeatThread:
 
 
 def _is_runnable() -> bool:
-    """Tell whether the main thread, which does the work, runs or is ready to; as Linux says, in proc(5)."""
+    """Return whether the main thread, which does the work, is running or ready to run, according to Linux's proc(5)."""
     try:
         return Path(f"/proc/self/task/{os.getpid()}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"R"
     except OSError:
@@ -205,11 +206,11 @@ def _is_runnable() -> bool:
 
 
 class _OneKey:
-    """Lets in one public key; the interface that :mod:`zmq.auth` asks for."""
+    """Accepts one public key; the interface that :mod:`zmq.auth` requires."""
 
     def __init__(self, key: str) -> None:
         self._key = key.encode()
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Tell whether a client's key is the one."""
+        """Return whether a client's key is the accepted one."""
         return hmac.compare_digest(key, self._key)

@@ -1,4 +1,4 @@
-"""The worker process: reads its configuration, opens its channel, and executes what comes until it is told to end."""
+"""The worker process: reads its configuration, opens its channel, and executes messages until told to end."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from onebox.worker.sandbox.confine import confine, failures
 from onebox.worker.system.cpu_affinity import use_cores
 
 SEND_TIMEOUT_S = 300.0
-"""How long a client may leave unread what a worker says; one that is gone for good ends the worker in other ways."""
+"""Longest time that a client may leave messages unread; the end of a client is detected in other ways."""
 
 _DEAF = f"the client has taken nothing for {SEND_TIMEOUT_S:.0f} s; this worker ends"
 
@@ -44,7 +44,7 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
 class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """What the parent of a worker writes to its standard input, as one line of JSON.
+    """Configuration of a worker, written to its standard input by its parent as one line of JSON.
 
     Args:
         device: ``cpu``, ``cuda:k`` or ``sim``.
@@ -52,14 +52,14 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
         public: The worker's public key.
         secret: Its secret key.
         client: The public key of the one client.
-        address: Where to bind: an IP address, for TCP; or a folder of this machine, for sockets in it.
-        quota_bytes: The most bytes that buffers may take; 0 for no limit.
+        address: Bind address: an IP address, for TCP; or a folder of this machine, for sockets in it.
+        quota_bytes: Most bytes of buffers; 0 for no limit.
         faults: For tests.
-        speed: Fraction of its full speed that a CPU works at; of ``sim``, what costs are divided by.
-        first_port: The first of the TCP ports that it may bind, with ``last_port``; 0 for any.
-        last_port: The last.
-        owner: The process that wanted it and with which it ends; 0 for whichever its parent is.
-        cores: The cores that its operators run on; none for any.
+        speed: Fraction of a CPU's full speed; for ``sim``, the divisor of costs.
+        first_port: First of the allowed TCP ports, with ``last_port``; 0 for any.
+        last_port: Last of the allowed TCP ports.
+        owner: Process id of the owner with which it ends; 0 for its parent.
+        cores: Cores of its operators; empty for any.
     """
 
     device: str
@@ -78,25 +78,25 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def ports(self) -> range:
-        """The TCP ports that it may bind; none for any."""
+        """Allowed TCP ports; empty for any."""
         return range(self.first_port, self.last_port + 1) if self.first_port else range(0)
 
-    def __repr__(self) -> str:  # never with the secret
+    def __repr__(self) -> str:  # without the secret
         return f"WorkerConfig(device={self.device!r}, threads={self.threads}, address={self.address!r})"
 
 
 class Ports(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a worker answers on its standard output, as one line of JSON: the endpoints that it bound."""
+    """Reply of a worker on its standard output, as one line of JSON: the endpoints that it has bound."""
 
     commands: str
     beats: str
 
 
 class WorkerServer:
-    """The working thread of a worker: its channel and its machine."""
+    """The working thread of a worker: its channel and its executor."""
 
     def __init__(self, config: WorkerConfig, owner_descriptors: Sequence[int]) -> None:
-        self._cores = len(os.sched_getaffinity(0))  # before any thread keeps to some of them
+        self._cores = len(os.sched_getaffinity(0))  # before any thread is restricted to some of them
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         sim = config.device == "sim"
         self._device = (
@@ -132,10 +132,10 @@ class WorkerServer:
         self._number = 0
         self._failed = False
 
-    # ---- what groups need (ClientChannel)
+    # ---- the interface of groups (ClientChannel)
 
     def say(self, saying: WorkerMessage, frames: Sequence[Any] = ()) -> None:
-        """Send something to the client; end this worker where the client has taken nothing for
+        """Send a message to the client; end this worker if the client has received nothing for
         :data:`SEND_TIMEOUT_S`."""
         self._link.send([encode(saying), *frames])
         if self._link.full:
@@ -150,7 +150,7 @@ class WorkerServer:
         try:
             send(self._socket, frames, zmq.NOBLOCK, copy=not self._link.keeps)
             return
-        except zmq.Again:  # no room, or nobody there: not yet, or not since a connection broke
+        except zmq.Again:  # no space, or no connection: not yet, or broken
             pass
         with self.machine.progress.wait():
             try:
@@ -159,15 +159,15 @@ class WorkerServer:
                 raise SystemExit(_DEAF) from None
 
     def new_ticket(self) -> int:
-        """Return a number that no other ticket of this worker has."""
+        """Return a ticket number that is unique on this worker."""
         self._tickets += 1
         return self._tickets
 
     def await_ticket(self, ticket: int, timeout_s: float) -> tuple[Rendezvous | Reduced, Sequence[Any]]:
-        """Wait for the client's answer to a ticket; other messages wait meanwhile.
+        """Wait for the client's reply to a ticket; other messages are queued meanwhile.
 
         Raises:
-            PeerLost: It will not come, or did not come in time.
+            PeerLost: It will not arrive, or did not arrive in time.
         """
         end_s = time.monotonic() + timeout_s
         with self.machine.progress.wait():
@@ -220,9 +220,9 @@ class WorkerServer:
         return self._deferred.popleft()
 
     def _hear(self, end_s: float = math.inf) -> bool:
-        """Take what comes next, if only news of what has arrived; tell whether anything came until a time.
+        """Process the next message or acknowledgement; return whether one arrived before a time.
 
-        What is due to be sent meanwhile, such as an acknowledgement, is sent.
+        Due messages, such as acknowledgements, are sent meanwhile.
         """
         link = self._link
         while True:
@@ -230,7 +230,7 @@ class WorkerServer:
             link.flush(now_s)
             until_s = min(end_s, link.due_s)
             patience_ms = -1 if until_s == math.inf else max(0, math.ceil((until_s - now_s) * 1000))
-            self._socket.setsockopt(zmq.RCVTIMEO, patience_ms)  # cheaper than to poll and then to receive
+            self._socket.setsockopt(zmq.RCVTIMEO, patience_ms)  # cheaper than a poll followed by a receive
             try:
                 for parts in link.receive():
                     self._sort(*decode_envelope(parts))
@@ -243,13 +243,13 @@ class WorkerServer:
             return True
 
     def _complain(self, error: WireError) -> None:
-        """Tell of a message that could not be read, whose number is not known."""
+        """Report a message that could not be decoded, whose number is unknown."""
         if self._link.full:
             raise SystemExit(f"the client sends what it should not, and takes no answers: {error}")
         self._link.send([encode(Reply(0, (), WorkerFailure("protocol", "receive", str(error))))])
 
     def _sort(self, envelope: Envelope, frames: Sequence[Any]) -> None:
-        """Keep the answers to tickets, queue everything else."""
+        """Store replies to tickets, and queue all other messages."""
         first = envelope.instructions[0] if envelope.instructions else None
         if isinstance(first, Rendezvous | Reduced | TicketCancelled):
             self._answers[first.ticket] = (first, frames)
@@ -257,7 +257,7 @@ class WorkerServer:
             self._deferred.append((envelope, frames))
 
     def _handle(self, envelope: Envelope, frames: Sequence[Any]) -> bool:
-        """Execute one message and answer it; return whether to go on."""
+        """Execute one message and reply to it; return whether to continue."""
         machine = self.machine
         self._number, self._failed = envelope.number, False
         results: list[Result] = []
@@ -281,32 +281,32 @@ class WorkerServer:
         return True
 
     def _report(self, failure: WorkerFailure) -> None:
-        """Tell the client of a failure, once a message."""
+        """Report a failure to the client, once for each message."""
         if not self._failed:
             self._failed = True
             self.say(Reply(self._number, (), failure))
 
 
 def main(owner: int = 0, watched: Sequence[int] = ()) -> None:
-    """Run a worker; its configuration comes on standard input, which then stays open as long as its owner lives.
+    """Run a worker; its configuration comes on standard input, which stays open as long as its owner lives.
 
     Args:
-        owner: The process that wanted it; its parent where that is 0.
-        watched: Descriptors of processes with which it ends; its parent's where there are none.
+        owner: Process id of the owner; 0 for the parent.
+        watched: Descriptors of processes with which it ends; the owner's if empty.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner ends it
-    faulthandler.enable()  # a crash in a library says where
+    faulthandler.enable()  # reports crashes in libraries
     name_process("onebox-worker")
     wake_with_owner()
     owner = owner or os.getppid()
     owner_descriptors = (
         sys.stdin.fileno(),
         *(watched or (os.pidfd_open(owner),)),
-    )  # a fork of the owner holds the first open
+    )  # a fork of the owner keeps the first open
     config = msgspec.json.decode(_first_line(owner_descriptors[0]), type=WorkerConfig)
     if config.owner not in (0, owner):
         raise SystemExit(f"process {config.owner}, which started this worker, has ended")
-    # Before there are other threads, which it would not hold.
+    # Before there are other threads, which it would not affect.
     memory_bytes = 0 if config.device == "sim" else config.quota_bytes
     done = confine(config.device, config.address, memory_bytes=memory_bytes, threads=config.threads)
     for failure in failures(done):
@@ -314,10 +314,10 @@ def main(owner: int = 0, watched: Sequence[int] = ()) -> None:
     server = WorkerServer(config, owner_descriptors)
     if config.cores:
         use_cores(config.cores)
-    gc.freeze()  # what is there stays: a collection that looks at all of torch takes 100 ms out of some step
+    gc.freeze()  # keep present objects: a collection over all of torch takes 100 ms
     gc.enable()
     os.write(sys.stdout.fileno(), msgspec.json.encode(server.ports) + b"\n")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nobody reads on: what a library prints must not fill the pipe
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # no reader from here on: output must not fill the pipe
     status = 1
     try:
         server.serve()
@@ -327,23 +327,23 @@ def main(owner: int = 0, watched: Sequence[int] = ()) -> None:
     except BaseException:
         traceback.print_exc()
     sys.stderr.flush()
-    os._exit(status)  # libraries' own threads must not hold up the end
+    os._exit(status)  # libraries' threads must not delay the end
 
 
 def wake_with_owner() -> None:
-    """Ask the kernel to continue this process, should it be stopped, when its owner ends: its watcher then ends it.
+    """Have the kernel resume this process if it is stopped when its owner ends; the watcher then ends it.
 
-    The signal is SIGCONT and not SIGKILL because it comes, too, when only the thread has ended that started this
-    process; to one that runs it does nothing.
+    The signal is SIGCONT rather than SIGKILL because it is also sent when only the thread that started this process has
+    ended; it does not affect a running process.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGCONT), 0, 0, 0)
 
 
 def name_process(name: str) -> None:
-    """Say what this process is to who looks at a list of processes.
+    """Set the name of this process in process lists.
 
     Args:
-        name: At most 15 bytes are kept.
+        name: The name; at most 15 bytes are used.
     """
     ctypes.CDLL(None).prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()), 0, 0, 0)
 

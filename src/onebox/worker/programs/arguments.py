@@ -1,4 +1,4 @@
-"""Arguments of operators that are the same in every call: from the wire to what PyTorch takes."""
+"""Constant arguments of operators: conversion from the wire to PyTorch."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from onebox.wire import DTYPES, Complex, DType, LayoutArgument, Many, MemoryForm
 _FORMATS = ("contiguous_format", "preserve_format", "channels_last", "channels_last_3d")
 
 ValueIndex = int | tuple[int, ...]
-"""Where an argument is among values; several places for a list."""
+"""Position of an argument among values; several positions for a list."""
 
 
 def constant(value: Any, device: torch.device) -> Any:
-    """Return an argument that holds no tensor as PyTorch takes it.
+    """Return an argument without tensors in PyTorch's form.
 
     Args:
-        value: The argument, of the wire.
-        device: What stands for the worker's own device.
+        value: The argument from the wire.
+        device: The worker's device, for placeholders.
 
     Raises:
         WireError: It names an element type, layout or memory format that is not allowed.
@@ -49,7 +49,7 @@ def constant(value: Any, device: torch.device) -> Any:
 
 
 def picker(places: Sequence[ValueIndex]) -> Callable[[Any], Sequence[Any]]:
-    """Return a function from a list of values to those at some places, in C where no list is among them."""
+    """Return a function that selects values by position from a list, implemented in C if no position is a list."""
     if all(isinstance(place, int) for place in places):
         if len(places) > 1:
             return op.itemgetter(*places)
@@ -63,7 +63,7 @@ def picker(places: Sequence[ValueIndex]) -> Callable[[Any], Sequence[Any]]:
 
 
 def by_keyword(call: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
-    """Return a function that passes its last positional arguments on by keyword."""
+    """Return a function that passes its last positional arguments by keyword."""
     count = len(names)
 
     def run(*args: Any, **keywords: Any) -> Any:

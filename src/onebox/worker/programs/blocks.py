@@ -1,4 +1,4 @@
-"""A block made ready: a sequence of calls whose arguments are picked from one list of registers."""
+"""A compiled block: a sequence of calls that take their arguments from one list of registers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from onebox.worker.programs.interpreter import WorkerProgress
 from onebox.worker.programs.kernels import CompiledKernel
 
 Explain = Callable[[Exception, CompiledKernel, Sequence[Any]], WorkerFailure]
-"""Turns what an operator raised into a failure; told its arguments, too, and reports it where it is new."""
+"""Converts an operator's exception, given its arguments, to a failure, and reports new failures."""
 
 
 Spoil = Callable[[int, WorkerFailure], None]
@@ -23,7 +23,7 @@ Spoil = Callable[[int, WorkerFailure], None]
 
 
 class Void(NamedTuple):
-    """What a register holds whose tensor could not be made."""
+    """Register content in place of a tensor that could not be computed."""
 
     failure: WorkerFailure
 
@@ -33,15 +33,15 @@ class Step(NamedTuple):
 
     Args:
         run: The operator.
-        pick: From the registers to its arguments.
-        kept: From what it returns to the tensors that are kept.
-        first: The register of the first of them.
-        stop: The one behind the last; ``first`` where none is kept.
-        dies: Registers that end behind it.
-        ends: Inputs of the block whose buffers end behind it.
-        kernel: What is called.
-        slots: The registers of its inputs.
-        floats: The first of its numbers among those of the block.
+        pick: Selects its arguments from the registers.
+        kept: Selects the tensors to keep from its result.
+        first: Register of the first kept tensor.
+        stop: Register after the last one; ``first`` if none is kept.
+        dies: Registers that are freed after it.
+        ends: Inputs of the block whose buffers are freed after it.
+        kernel: Its kernel.
+        slots: Registers of its inputs.
+        floats: Index of its first number among those of the block.
     """
 
     run: Callable[..., Any]
@@ -57,26 +57,26 @@ class Step(NamedTuple):
 
 
 class CompiledBlock:
-    """A block, checked, its kernels resolved.
+    """A checked block with resolved kernels.
 
     Args:
-        block: What to make ready.
-        kernel: Returns the kernel of a number.
+        block: The block.
+        kernel: Returns the kernel with a number.
 
     Raises:
-        WireError: A call is cut short, reads a slot that holds nothing, or fills another than the next; or a slot is
-            kept that holds nothing, or numbers are left over.
+        WireError: A call is truncated, reads an empty slot, or fills another slot than the next; or an empty slot is
+            kept, or numbers are left over.
         Poisoned: One of its kernels is void.
     """
 
     def __init__(self, block: BlockSpec, kernel: Callable[[int], CompiledKernel]) -> None:
         self.block = block
-        self.peak_bytes = -1  # what a run takes at most beyond what is there at its start; known after the first
+        self.peak_bytes = -1  # peak bytes of a run in addition to those at its start; known after the first run
         if block.inputs < 0 or block.inputs > len(block.calls) + len(block.outputs):
             raise WireError(f"a block of {len(block.calls)} integers has {block.inputs} inputs")
         self._alive = [True] * block.inputs
-        self._origins = list(range(block.inputs))  # for each slot the input that it is a view of; -1 for none
-        self.begins: list[int] = []  # inputs that end before any call
+        self._origins = list(range(block.inputs))  # for each slot, the input that it is a view of; -1 for none
+        self.begins: list[int] = []  # inputs that are freed before any call
         self._writes: set[int] = set()
         self._resizes: set[int] = set()
         parsed = self._parse(kernel)
@@ -97,13 +97,13 @@ class CompiledBlock:
 
     @property
     def writes(self) -> tuple[int, ...]:
-        """The inputs that a run may write to."""
+        """Inputs that a run may write to."""
         return tuple(slot for slot in self._writes if slot >= 0)
 
     def _parse(
         self, kernel: Callable[[int], CompiledKernel]
     ) -> list[tuple[CompiledKernel, tuple[int, ...], int, list[int]]]:
-        """Return for each call its kernel, its slots, the first slot that it fills, and those that end behind it."""
+        """Return the kernel of each call, its slots, the first slot that it fills, and those freed after it."""
         calls, alive = self.block.calls, self._alive
         parsed: list[tuple[CompiledKernel, tuple[int, ...], int, list[int]]] = []
         at = 0
@@ -126,7 +126,7 @@ class CompiledBlock:
             if made != tuple(range(first, first + compiled.outputs)):
                 raise WireError(f"a call of a block fills slots {made}, but the next one is {first}")
             alive += [True] * compiled.outputs
-            base = -1 if compiled.fresh or not slots else self._origins[slots[0]]  # operators view what comes first
+            base = -1 if compiled.fresh or not slots else self._origins[slots[0]]  # views are of the first argument
             self._origins += [base] * compiled.outputs
             self._writes.update(self._origins[slots[index]] for index in compiled.writes)
             self._resizes.update(slots[index] for index in compiled.resizes)
@@ -134,7 +134,7 @@ class CompiledBlock:
         return parsed
 
     def _require(self, slots: tuple[int, ...], count: int) -> None:
-        """Require that a call names so many slots, and that all of them hold something."""
+        """Require that a call names the given number of slots, and that all of them are filled."""
         if len(slots) != count:
             raise WireError("the last call of a block is cut short")
         for slot in slots:
@@ -174,15 +174,15 @@ class CompiledBlock:
         explain: Explain,
         spoil: Spoil,
     ) -> list[Any]:
-        """Run the calls, without account of what each of them takes.
+        """Run the calls without counting the memory of each.
 
         Args:
-            inputs: What the first slots hold; the list is emptied.
-            floats: The numbers of all calls.
-            progress: Counted up with each operator.
-            end: Called with each input whose buffer ends.
-            explain: Called where an operator fails; later calls that read what it should have made fail by it, too.
-            spoil: Called for each storage that it should have written to.
+            inputs: Contents of the first slots; the list is emptied.
+            floats: Numbers of all calls.
+            progress: Incremented for each operator.
+            end: Called with each input whose buffer is freed.
+            explain: Called when an operator fails; later calls that read its results fail with the same failure.
+            spoil: Called for each storage that it would have written to.
 
         Returns:
             The registers, those of slots first; :class:`Void` where a call failed.
@@ -212,13 +212,13 @@ class CompiledBlock:
         return registers
 
     def skip(self, failure: WorkerFailure) -> tuple[list[int], list[int]]:
-        """Return the inputs that end in a run, and those that are void when none of its operators could run."""
+        """Return the inputs that are freed in a run, and those that are void if none of its operators can run."""
         freed = [slot for slot in range(self.block.inputs) if not self._alive[slot]]
         return freed, [slot for slot in self.writes if self._alive[slot]]
 
 
 def _fail(step: Step, registers: list[Any], error: Exception, explain: Explain, spoil: Spoil) -> None:
-    """Void what a call would have written, whoever views it."""
+    """Void everything that a call would have written, including all views."""
     void = [registers[slot] for slot in step.slots if isinstance(registers[slot], Void)]
     mark = void[0] if void else Void(explain(error, step.kernel, [registers[slot] for slot in step.slots]))
     registers[step.first : step.stop] = [mark] * (step.stop - step.first)

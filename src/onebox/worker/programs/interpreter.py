@@ -1,4 +1,4 @@
-"""The interpreter: a stored program, made ready to run."""
+"""The interpreter: a stored program, compiled for execution."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Seed = Callable[[int], None]
 
 
 class OperatorFailed(Exception):
-    """An operator raised; the cause is ``__cause__``."""
+    """An operator raised an exception; it is in ``__cause__``."""
 
     def __init__(self, operator: str, shapes: str) -> None:
         super().__init__(operator)
@@ -51,7 +51,7 @@ class OperatorFailed(Exception):
 
 
 class WorkerProgress:
-    """How far a worker is; written by the thread that works, read by the one that watches."""
+    """Progress of a worker; written by the working thread, read by the watching thread."""
 
     def __init__(self) -> None:
         self.executed = 0
@@ -60,7 +60,7 @@ class WorkerProgress:
 
     @contextlib.contextmanager
     def wait(self) -> Iterator[None]:
-        """Mark what happens inside as waiting for others, which is no stall of this worker."""
+        """Mark the context as waiting for others, which is not a stall of this worker."""
         before, self.waiting = self.waiting, True
         try:
             yield
@@ -69,18 +69,18 @@ class WorkerProgress:
 
 
 class CompiledProgram:
-    """A program whose operators are resolved and whose arguments are laid out in registers.
+    """A program with resolved operators, and arguments laid out in registers.
 
-    Constants live in registers behind the slots, so that the arguments of an operator are picked by one
+    Constants are in registers after the slots, so that the arguments of an operator are picked by one
     ``operator.itemgetter`` in C.
 
     Args:
         program: The program, deaths set.
-        device: Where it runs.
-        layouts: For each output how its elements are to lie, if that matters; empty where none does.
+        device: Its device.
+        layouts: Required layout of each output; empty if none is required.
 
     Raises:
-        WireError: It names an operator that is not allowed, or a slot that is not there.
+        WireError: It names an operator that is not allowed, or a slot that does not exist.
     """
 
     def __init__(self, program: Program, device: torch.device, layouts: Sequence[Strided | None] = ()) -> None:
@@ -109,10 +109,10 @@ class CompiledProgram:
         self._unread = [slot for slot in range(len(program.inputs)) if slot not in read]
 
     def footprint(self, takes: tuple[int, ...]) -> Footprint:
-        """Return the memory that a run needs beyond the buffers that are there; computed once.
+        """Return the additional memory of a run besides existing buffers; cached.
 
         Raises:
-            WireError: There is no such input to take.
+            WireError: The input does not exist.
         """
         found = self._footprints.get(takes)
         if found is None:
@@ -122,10 +122,10 @@ class CompiledProgram:
         return found
 
     def check_inputs(self, inputs: Sequence[Tensor]) -> None:
-        """Require that inputs are what the program says.
+        """Require that inputs match the program.
 
         Raises:
-            WireError: Which one is not, and what it is.
+            WireError: One does not match; the message names it and its spec.
         """
         if list(map(_shape, inputs)) == self._shapes and list(map(_dtype, inputs)) == self._dtypes:
             return
@@ -139,13 +139,14 @@ class CompiledProgram:
         """Run the program.
 
         Args:
-            inputs: Its inputs; the list is emptied, so that what nobody else holds dies after its last use.
+            inputs: Its inputs; the list is emptied, so that unshared tensors are freed after their last use.
             seed: Called before each random operator.
-            progress: Counted up with each operator.
+            progress: Incremented for each operator.
 
         Raises:
-            WireError: An input is not what the program says.
-            OperatorFailed: An operator raised, or (in the first run) made something else than the program says.
+            WireError: An input does not match the program.
+            OperatorFailed: An operator raised an exception, or (in the first run) returned something else than the
+                program declares.
         """
         self.check_inputs(inputs)
         registers = self._registers.copy()
@@ -171,17 +172,17 @@ class CompiledProgram:
                 raise OperatorFailed(operator.name, describe(pick(registers))) from error
             if first:
                 self._check(self.program.operators[number], registers)
-            result = tensor = None  # what has died must not live on here
+            result = tensor = None  # freed tensors must not survive here
             for slot in dies:
                 registers[slot] = None
         self._checked = True
         made = [registers[slot] for slot in self.program.outputs]
-        for place in self._complex:  # elements are sent as they lie in memory
+        for place in self._complex:  # elements are sent as they are in memory
             made[place] = made[place].resolve_conj()
         return made
 
     def laid_out(self, outputs: list[Tensor]) -> list[Tensor]:
-        """Return outputs of a run as they are to lie.
+        """Return outputs of a run in their required layouts.
 
         Raises:
             ValueError: One has another element type or shape than its layout.
@@ -206,7 +207,7 @@ class CompiledProgram:
             if named
             else faster_implementation(operator, self._specs, self._device) or run
         )
-        within = operator.outs[0] not in self._given_out  # where no operator writes, so that nothing needs a copy
+        within = operator.outs[0] not in self._given_out  # no operator writes there, so that nothing needs a copy
         if operator.name == "aten.clone.default" and keywords.get("memory_format") in _FORMATS and within:
             run = Tensor.contiguous
         return run, picker(positional), keywords, operator.outs, operator.dies, operator.position
@@ -237,7 +238,7 @@ def _holds_tensors(value: Value) -> bool:
 
 
 def describe(arguments: Sequence[Any]) -> str:
-    """Describe tensors among arguments, for a person."""
+    """Return a readable description of tensors among arguments."""
     tensors = [
         tensor
         for argument in arguments

@@ -1,4 +1,4 @@
-"""A kernel made ready: its operator, how a call's values become arguments, and what becomes of what it returns."""
+"""A compiled kernel: its operator, the mapping of a call's values to arguments, and the selection of its results."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from onebox.worker.programs.arguments import ValueIndex, by_keyword, constant, p
 from onebox.worker.sandbox.allow_list import EAGER, allowed
 
 _RUNNING = frozenset({"running_mean", "running_var"})
-"""Arguments that operators of the batch norm family write to, whatever their schemas say."""
+"""Arguments that operators of the batch norm family write to without declaring it."""
 
 _RESIZING = frozenset({"resize_", "resize_as_", "set_"})
-"""Operators that change the size of an argument's storage, or its storage; those with ``out=`` do, too."""
+"""Operators that change the size of an argument's storage, or the storage itself; those with ``out=`` do, too."""
 
 _KNOWN_STRIDES = 4
-"""How many strides are remembered that differ from what is told only where they do not matter."""
+"""Most remembered strides that differ from the expected ones only in irrelevant dimensions."""
 
 _INPUTS = 1 << 16
 
 
 class CompiledKernel:
-    """A kernel whose operator is resolved and whose arguments are picked from one list of values.
+    """A kernel with resolved operator, whose arguments are picked from one list of values.
 
     The values of a call are its tensors, then its floating-point numbers, then ``constants``:
     ``kernel.kept(kernel.run(*kernel.pick(values)))`` are the tensors that it keeps.
 
     Args:
-        kernel: What to make ready.
-        device: Where it runs.
-        generator: Returns the random number generator of a number.
+        kernel: The kernel.
+        device: Its device.
+        generator: Returns the random number generator with a number.
 
     Raises:
-        WireError: It names an operator that is not allowed, or an input or number that a call does not bring.
+        WireError: It names an operator that is not allowed, or an input or number that calls do not have.
     """
 
     __slots__ = (
@@ -80,18 +80,18 @@ class CompiledKernel:
             raise WireError(f"{kernel.name} returns {len(kinds)} tensors, but {len(kernel.outs)} are described")
         self._outs = [None if out is None else OutputLayout(out) for out in kernel.outs]
         self.fresh = all(value.alias_info is None for value in schema.returns)
-        """Whether nobody else has the storages of what it returns."""
+        """True if its results have storages of their own."""
         single = self._outs[0] if kinds == ["Tensor"] and self._outs else None
         if single is not None:
             self._shape, self._strides = single.shape, single.strides
             self._dtype = single.dtype if single.plain else None
         self.kept: Callable[[Any], Sequence[Tensor]] = self._kept_all if single is None else self._kept_one
-        """Returns the tensors that a call keeps, laid out as the kernel says, of what the operator returned; raises
-        ValueError where that is something else."""
+        """Selects the tensors that a call keeps from the operator's result, with the kernel's layout; raises ValueError
+        for other results."""
         self.outputs = sum(out is not None for out in kernel.outs)
 
     def _kept_one(self, result: Any) -> Sequence[Tensor]:
-        """Return the one tensor that a call keeps; what is looked at in every call is found fast here."""
+        """Return the single tensor that a call keeps; a fast path for the checks of every call."""
         if result is not None and (
             result.shape == self._shape and result.stride() in self._strides and result.dtype is self._dtype
         ):
@@ -107,7 +107,7 @@ class CompiledKernel:
 
 
 class _Layout:
-    """Where the arguments of a kernel are among the values of a call."""
+    """Positions of the arguments of a kernel among the values of a call."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class _Layout:
         self._generator = generator
 
     def place(self, value: Any) -> ValueIndex:
-        """Return the place of an argument."""
+        """Return the position of an argument."""
         kernel = self._kernel
         if isinstance(value, SlotArgument | Hole):
             count = kernel.inputs if isinstance(value, SlotArgument) else kernel.floats
@@ -145,13 +145,13 @@ class _Layout:
 
 
 class OutputLayout:
-    """What a kept tensor is to be.
+    """Expected form of a kept tensor.
 
     Args:
-        out: As it came over the wire.
+        out: Its description from the wire.
 
     Raises:
-        WireError: It describes no tensor.
+        WireError: The description is invalid.
     """
 
     __slots__ = ("dtype", "lazy", "plain", "shape", "strides")
@@ -161,19 +161,19 @@ class OutputLayout:
             raise WireError(f"a tensor of {out.dtype} {list(out.shape)} with strides {list(out.strides)} is none")
         self.dtype = DTYPES[out.dtype]
         self.shape = out.shape
-        self.strides = [out.strides]  # as told, then those that are as good
+        self.strides = [out.strides]  # as declared, then equivalent ones
         self.lazy = (out.conjugate, out.negative)
         self.plain = not (self.dtype.is_complex or out.conjugate or out.negative)
 
     def fit(self, made: Any, fresh: bool) -> Tensor:
-        """Return a tensor as it is to be.
+        """Return a tensor in its expected form.
 
         Args:
             made: The tensor.
-            fresh: Whether nobody else has its storage, so that it may be laid out anew.
+            fresh: Whether its storage is its own, so that its layout may be changed.
 
         Raises:
-            ValueError: It is something else.
+            ValueError: It has another form.
         """
         if not isinstance(made, Tensor) or made.shape != self.shape or made.dtype is not self.dtype:
             what = f"{made.dtype} {list(made.shape)}" if isinstance(made, Tensor) else type(made).__name__
@@ -190,7 +190,7 @@ class OutputLayout:
         return (torch._neg_view(anew) if self.lazy[1] else anew).copy_(made)
 
     def _lies_well(self, made: Tensor) -> bool:
-        """Tell whether strides are as told, but for dimensions of one index and tensors without elements."""
+        """Return whether strides are as declared, except for dimensions of size 1 and empty tensors."""
         strides = made.stride()
         if strides in self.strides:
             return True
@@ -202,17 +202,17 @@ class OutputLayout:
 
 
 def flatten(result: Any) -> list[Any]:
-    """Return what an operator returned, the entries of lists one by one."""
+    """Return an operator's result as a flat list."""
     if not isinstance(result, tuple | list):
         return [result]
     return [item for part in result for item in (part if isinstance(part, tuple | list) else (part,))]
 
 
 def strided_of(tensor: Tensor) -> Strided:
-    """Return where the elements of a tensor lie, for the wire.
+    """Return the layout of a tensor for the wire.
 
     Raises:
-        WireError: Its type does not travel.
+        WireError: Its element type is not supported.
     """
     return Strided(
         dtype_name(tensor.dtype),
@@ -226,16 +226,16 @@ def strided_of(tensor: Tensor) -> Strided:
 
 
 def _is_open(value: Any) -> bool:
-    """Tell whether an argument differs from call to call."""
+    """Return whether an argument differs from call to call."""
     return isinstance(value, SlotArgument | Hole) or (
         isinstance(value, Items) and any(isinstance(item, SlotArgument | Hole) for item in value.items)
     )
 
 
 def written_inputs(kernel: KernelSpec) -> dict[int, bool]:
-    """Return the inputs that a kernel may write to, and for each whether its storage may become another.
+    """Return the inputs that a kernel may write to, and for each whether its storage may be replaced.
 
-    An operator that this torch has not got may write to all of them.
+    An operator that this torch lacks is assumed to write to all of them.
     """
     try:
         schema = overload(kernel.name)._schema

@@ -1,9 +1,9 @@
-"""Products of float32 matrices, and convolutions that are such products, by the faster of two libraries.
+"""Matmul dispatch: float32 matrix products, and convolutions that are such products, by the faster of two libraries.
 
-ATen leaves a product of float32 matrices to MKL, which keeps its newest kernels for Intel's processors: on one of AMD
-with AVX-512 it reaches what AVX2 does, less than half of what oneDNN does there. oneDNN computes in float32 as well and
-sums in another order. Which of the two computes follows from processor, torch and shapes alone, so that the same worker
-gives the same bits every time.
+ATen computes float32 matrix products with MKL, which uses its newest kernels on Intel's processors only: on an AMD
+processor with AVX-512 it reaches the speed of AVX2, less than half of oneDNN's. oneDNN also computes in float32, with
+another order of summation. The choice depends on processor, torch and shapes alone, so that results on one worker are
+reproducible bit by bit.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from onebox.wire import Many, Operator, SlotArgument, TensorSpec
 from onebox.worker.system.instruction_sets import used_instruction_sets
 
 LEAST_WORK = 1 << 22
-"""Multiplications from which oneDNN is faster, whose call takes 10 µs more: measured with 2^18 to 2^30 of them."""
+"""Multiplications from which oneDNN is faster, whose call takes 10 µs more: measured from 2^18 to 2^30."""
 
 LEAST_ROWS = 8
-"""Fewer rows are a matter of reading the other matrix once, at which oneDNN is not better."""
+"""With fewer rows the time is that of reading the other matrix once, where oneDNN is not faster."""
 
 _SLOW_BATCH = 16
-"""On one thread and below so many samples ATen computes convolutions of 1 x 1 by products of MKL, one a sample."""
+"""On one thread and below this number of samples, ATen computes 1 x 1 convolutions as MKL products, one for each
+sample."""
 
 _MATMUL, _ADDMM = torch.ops.aten.mm.default, torch.ops.aten.addmm.default
 _CONVOLUTION, _BACKWARD = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
@@ -33,12 +34,12 @@ _CONVOLUTION, _BACKWARD = torch.ops.aten.convolution.default, torch.ops.aten.con
 def faster_implementation(
     operator: Operator, specs: Mapping[int, TensorSpec], device: torch.device
 ) -> Callable[..., Any] | None:
-    """Return what computes an operator faster than ATen; ``None`` where that is ATen's to do.
+    """Return a faster implementation of an operator than ATen's; ``None`` if there is none.
 
     Args:
-        operator: The operator; what is returned takes the same positional arguments.
-        specs: What each slot of its program holds.
-        device: Where it runs.
+        operator: The operator; the implementation takes the same positional arguments.
+        specs: Spec of each slot of its program.
+        device: Its device.
     """
     if device.type != "cpu" or operator.kwargs or operator.name not in _WAYS or not onednn_is_faster():
         return None
@@ -48,12 +49,12 @@ def faster_implementation(
     fits, compute = _WAYS[operator.name]
     try:
         return compute if fits(operator, read) else None
-    except (TypeError, ValueError, IndexError):  # no product at all, which is ATen's to refuse
+    except (TypeError, ValueError, IndexError):  # an invalid product, which ATen refuses
         return None
 
 
 def onednn_is_faster() -> bool:
-    """Tell whether oneDNN multiplies float32 matrices faster than MKL on this processor."""
+    """Return whether oneDNN multiplies float32 matrices faster than MKL on this processor."""
     used = used_instruction_sets()
     return used.maker != "GenuineIntel" and "AVX-512" in used.onednn and torch.backends.mkl.is_available()
 
@@ -85,16 +86,16 @@ _ONE_BY_ONE = (Many((1, 1)), Many((0, 0)), Many((1, 1)), False, Many((0, 0)), 1)
 
 
 def _slow(maps: TensorSpec, weight: TensorSpec) -> bool:
-    """Tell whether ATen would compute a convolution sample by sample, slower than one product does."""
+    """Return whether ATen would compute a convolution sample by sample, slower than as one product."""
     one_by_one = len(maps.shape) == 4 and weight.shape[2:] == (1, 1)
     return one_by_one and maps.shape[0] < _SLOW_BATCH and torch.get_num_threads() == 1
 
 
-# ---- the ways
+# ---- implementations
 
 
 def _mm(left: Tensor, right: Tensor) -> Tensor:
-    if 1 not in right.stride() or 0 in right.stride():  # as no product of a model's own is
+    if 1 not in right.stride() or 0 in right.stride():  # a model's own products have no such strides
         return _MATMUL(left, right)
     return torch.ops.mkldnn._linear_pointwise(left, right.t(), None, "none", [], "")
 
@@ -106,7 +107,7 @@ def _addmm(bias: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 
 def _convolution(x_NCHW: Tensor, weight_KC11: Tensor, bias_K: Tensor | None, *rest: Any) -> Tensor:
-    """Convolve maps whose channels are last in memory, which are the rows of a matrix."""
+    """Convolve feature maps in channels-last layout, whose pixels are the rows of a matrix."""
     if not x_NCHW.is_contiguous(memory_format=torch.channels_last):
         return _CONVOLUTION(x_NCHW, weight_KC11, bias_K, *rest)
     linear = torch.ops.mkldnn._linear_pointwise
@@ -116,7 +117,7 @@ def _convolution(x_NCHW: Tensor, weight_KC11: Tensor, bias_K: Tensor | None, *re
 def _convolution_backward(
     gradient_NKHW: Tensor, x_NCHW: Tensor, weight_KC11: Tensor, sizes: Any, *rest: Any
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of what a convolution reads, of maps whose channels are last in memory."""
+    """Return the gradients of a convolution of feature maps in channels-last layout."""
     last = torch.channels_last
     if not (x_NCHW.is_contiguous(memory_format=last) and gradient_NKHW.is_contiguous(memory_format=last)):
         return _BACKWARD(gradient_NKHW, x_NCHW, weight_KC11, sizes, *rest)
@@ -130,12 +131,12 @@ def _convolution_backward(
 
 
 def _rows(maps_NCHW: Tensor) -> Tensor:
-    """Return maps whose channels are last in memory as a matrix: a row for each pixel, a column for each channel."""
+    """Return channels-last feature maps as a matrix: a row for each pixel, a column for each channel."""
     return maps_NCHW.permute(0, 2, 3, 1).flatten(0, 2)
 
 
 def _maps(rows: Tensor, like_NCHW: Tensor) -> Tensor:
-    """Return a row for each pixel as maps of the samples and size of others, channels last in memory."""
+    """Return a matrix with a row for each pixel as channels-last feature maps of a given shape."""
     samples, _, height, width = like_NCHW.shape
     return rows.view(samples, height, width, -1).permute(0, 3, 1, 2)
 

@@ -2,7 +2,7 @@
 
 They are built from the schemas of PyTorch by rules, and pinned beside this file, in ``operators.txt`` (for programs,
 which are functional) and ``operators_eager.txt`` (for kernels, which may write to their arguments, too); a test
-compares rules and lists, so that a new PyTorch cannot widen what a worker does without a person reading the difference.
+compares rules and lists, so that a new PyTorch cannot extend the lists without a review of the difference.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PROGRAMS = "operators.txt"
 """The list of operators of programs."""
 
 EAGER = "operators_eager.txt"
-"""The list of operators of kernels; all of programs are on it."""
+"""The list of operators of kernels; it includes all operators of programs."""
 
 _TYPES = frozenset(
     {
@@ -33,7 +33,7 @@ _TYPES = frozenset(
         "number", "Optional[number]", "str", "Optional[str]", "Device", "Optional[Device]", "Optional[Generator]",
     }
 )  # fmt: skip
-"""Types of arguments that travel (of a generator only its absence does). Not among them: storages, streams, classes."""
+"""Types of arguments that can be sent (a generator only as ``None``); not storages, streams, classes."""
 
 _RETURNS = frozenset({"Tensor", "List[Tensor]"})
 
@@ -51,7 +51,7 @@ _ELSEWHERE = (
 """Parts of names of operators for files, packed and sparse formats, other devices, or PyTorch's own tests."""
 
 _UNCHECKED = frozenset({"_reshape_alias", "_reshape_alias_copy"})
-"""Operators that make views of memory outside of a storage without complaint."""
+"""Operators that create views outside of a storage without an error."""
 
 _WRITES = frozenset(
     {
@@ -60,7 +60,7 @@ _WRITES = frozenset(
         "native_batch_norm",
     }
 )  # fmt: skip
-"""Operators that write to an argument (running statistics, for most) and whose schemas do not say so."""
+"""Operators that write to an argument, mostly running statistics, without declaring it in their schemas."""
 
 
 _ELSEWHERE_EAGER = (
@@ -68,7 +68,7 @@ _ELSEWHERE_EAGER = (
     "nnpack", "mkl", "fbgemm", "triton", "xla", "is_pinned", "storage", "shallow_copy", "coalesce", "indices_copy",
     "_nnz", "_dimI", "_dimV", "dense_dim", "hspmm", "sspaddmm", "padded_tensor", "_foobar", "_transformer_encoder",
 )  # fmt: skip
-"""The same for kernels, which need no operator that the client's own PyTorch would not choose on a common device."""
+"""The same for kernels, which need no operator that the client's PyTorch would not choose on a common device."""
 
 _NOT_EAGER = frozenset(
     {
@@ -77,11 +77,11 @@ _NOT_EAGER = frozenset(
         "_make_dual", "_unpack_dual", "_has_same_storage_numel", "_assert_async", "_functional_assert_async",
     }
 )  # fmt: skip
-"""Operators for PyTorch's own bookkeeping of autograd, which no client needs from a worker."""
+"""Operators for PyTorch's own autograd bookkeeping, which clients do not need on workers."""
 
 
 def allowed_by_rule(operator: OpOverload) -> bool:
-    """Tell whether the rule admits an operator: functional or a view, plain arguments, tensors of known shape out."""
+    """Return whether the rule admits an operator: functional or a view, plain arguments, outputs with known shapes."""
     schema = operator._schema
     if schema.is_mutable or not is_known(operator) or not schema.returns:
         return False
@@ -95,10 +95,10 @@ def allowed_by_rule(operator: OpOverload) -> bool:
 
 
 def eager_by_rule(operator: OpOverload) -> bool:
-    """Tell whether the rule for kernels admits an operator: all of programs, and those that only work on tensors.
+    """Return whether the rule for kernels admits an operator: all of programs, and those that only operate on tensors.
 
-    What writes to its arguments, returns numbers, or returns tensors whose shapes depend on data is among them. Those
-    that PyTorch's dispatcher does not know are not: they belong to TorchScript, and some of them reach files.
+    Operators that write to their arguments, return numbers, or return tensors with data-dependent shapes are included.
+    Operators outside PyTorch's dispatcher are excluded: they belong to TorchScript, and some access files.
     """
     if allowed_by_rule(operator):
         return True
@@ -144,7 +144,7 @@ def allowed(name: str, file: str = PROGRAMS) -> OpOverload:
     """Return an operator of an allow-list.
 
     Raises:
-        WireError: It is not on the list, or this torch has not got it.
+        WireError: It is not on the list, or this torch does not have it.
     """
     if name not in pinned_names(file):
         raise WireError(f"operator {name!r} is not on the allow-list of this worker")

@@ -1,8 +1,8 @@
-"""A worker gives up what it does not need, before anything that a client says is looked at.
+"""Confinement: a worker gives up unneeded rights before it processes any client message.
 
-It keeps to itself no privilege, starts no program, writes to no file, reads what Python, torch and the drivers need,
-reaches no port below 1024 and sends no signal to others. Should a message find a hole in a library, then whoever wrote
-it is in there, and not on the host. What this kernel cannot do is said by :func:`confinement`, in words.
+It drops all privileges, starts no program, writes no file, reads only files that Python, torch and the drivers need,
+connects to no port below 1024 and sends no signal to other processes. If a message exploits a hole in a library, its
+author is confined to the worker. :func:`confinement` describes the parts that this kernel does not support.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from onebox.worker.memory.host import HOST_SHARE
 from onebox.worker.sandbox import landlock, seccomp
 
 PORTS = range(1024, 1 << 16)
-"""Ports of TCP that stay reachable: those of other workers, which the systems of their hosts choose, are among them."""
+"""TCP ports that stay reachable, including those of other workers, which their systems choose."""
 
 SPARE_BYTES = 1 << 30
 THREAD_BYTES = 128 << 20
-"""What a worker may take besides its buffers: what an operator needs in passing, messages that come in, and for each
-thread an arena of the allocator and a stack."""
+"""Memory of a worker besides its buffers: temporary needs of operators, incoming messages, and for each thread an arena
+of the allocator and a stack."""
 
 _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_GET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 24, 38, 39, 47
 _CLEAR_AMBIENT = 4
@@ -55,29 +55,28 @@ _GPU_DEVICES = ("/dev/nvidia-caps", "/dev/nvidia-caps-imex-channels", "/dev/dxg"
 _PORTS_SINCE = 4
 
 _prepared: list[landlock.Ruleset] = []
-"""The rules for ports, where they have been made ready: none or one."""
+"""Prepared port rules: none or one."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def confine(device: str, address: str, *, memory_bytes: int = 0, threads: int = 1) -> dict[str, str]:
-    """Give up what a worker does not need; of this thread, and of all that it starts from now on.
+    """Give up unneeded rights, for this thread and everything started from it.
 
     Args:
         device: ``cpu``, ``sim`` or ``cuda:K``, which needs its driver's files.
         address: Where its sockets will be bound: an IP address, or a folder.
-        memory_bytes: The most bytes of its buffers, 0 for no limit. What a CPU's worker takes in all is limited to
-            twice as much, what it may keep of the host's memory beside them
-            (:data:`~onebox.worker.memory.host.HOST_SHARE` times as much), :data:`SPARE_BYTES`, and :data:`THREAD_BYTES`
-            for each thread.
+        memory_bytes: Most bytes of its buffers, 0 for no limit. The total memory of a CPU worker is limited to twice
+            that, plus its share of host memory (:data:`~onebox.worker.memory.host.HOST_SHARE` times as much), plus
+            :data:`SPARE_BYTES`, and :data:`THREAD_BYTES` for each thread.
         threads: Threads of its operators.
 
     Returns:
-        For each part what has become of it: ``on``, or why it is not.
+        The state of each part: ``on``, or the reason that it is not.
     """
     gpu = device.startswith("cuda")
-    tempfile.gettempdir()  # which looks for a folder that can be written to, once
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = sys.prefix  # so does torch, to make its own; nothing is compiled here
+    tempfile.gettempdir()  # looks for a writable folder once
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = sys.prefix  # torch looks for one, too; nothing is compiled here
     own_bytes = (2 + HOST_SHARE) * memory_bytes
     most_bytes = own_bytes + SPARE_BYTES + threads * THREAD_BYTES if memory_bytes and not gpu else 0
     return {
@@ -91,7 +90,9 @@ def confine(device: str, address: str, *, memory_bytes: int = 0, threads: int = 
 
 
 def failures(done: dict[str, str]) -> list[str]:
-    """Return what :func:`confine` could not do although this kernel can, for a person."""
+    """Return readable messages for the parts that :func:`confine` failed to apply although this kernel supports
+    them.
+    """
     can = confinement()
     return [
         f"{part}: {result}" for part, result in done.items() if result != "on" and can.get(part, "").startswith("on")
@@ -99,9 +100,10 @@ def failures(done: dict[str, str]) -> list[str]:
 
 
 def confinement() -> dict[str, str]:
-    """Return what workers on this host are held to: for each part ``on``, with what is meant, or why it is not.
+    """Return the confinement of workers on this host: for each part ``on`` with a description, or the reason that it is
+    off.
 
-    Nothing is changed by asking.
+    This changes nothing.
     """
     abi = landlock.version()
     none = "off: this kernel has no Landlock, or it is switched off (Linux 5.13 and later can have it)"
@@ -143,9 +145,9 @@ def _attempt(part: Callable[[], object]) -> str:
 
 
 def _limit_memory(most_bytes: int) -> None:
-    """Let allocations fail beyond what is taken now and so much more; 0 for no limit.
+    """Limit allocations to the present use and the given number of bytes; 0 for no limit.
 
-    Memory that processes share does not count, nor does address space that is only reserved.
+    Memory shared by processes does not count, nor does address space that is only reserved.
     """
     if not most_bytes:
         return
@@ -162,7 +164,7 @@ def _no_new_privileges() -> None:
 
 
 def _drop_capabilities() -> None:
-    """Drop them from all sets; from the bounding one only who has the capability to do so."""
+    """Drop capabilities from all sets; from the bounding set only with the required capability."""
     for capability in range(_CAPABILITIES):
         if _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0) != 0:
             break
@@ -206,8 +208,8 @@ def _enforce(gpu: bool, address: str) -> None:
 
 
 def prepare() -> None:
-    """Make ready what takes longest of all that :func:`confine` does, and is the same for all workers: a rule for each
-    port. A fork of this process, or its next call, has it then.
+    """Prepare the slowest part of :func:`confine`, which is the same for all workers: a rule for each port. It is used
+    by forks of this process and by its next call.
 
     Raises:
         OSError: The kernel refuses.
@@ -224,7 +226,7 @@ def prepare() -> None:
 
 
 def _allow_driver(rules: landlock.Ruleset) -> None:
-    """Allow what CUDA and NCCL need: devices of the driver, memory that processes share, and MPS where it is used."""
+    """Allow access for CUDA and NCCL: driver devices, shared memory, and MPS if it is used."""
     use = landlock.READ | landlock.WRITE_FILE | landlock.DEVICE_COMMANDS
     for path in (*Path("/dev").glob("nvidia*"), *map(Path, _GPU_DEVICES)):
         rules.allow(path, use)
@@ -237,9 +239,9 @@ _WRITE = landlock.WRITE_FILE | landlock.MAKE_FILE | landlock.MAKE_SOCKET | landl
 
 
 def _libraries() -> Iterator[Path]:
-    """Return the folders that Python imports from, and those of the libraries that are loaded.
+    """Return the folders of Python's imports and of loaded libraries.
 
-    A folder that holds the user's own is left out, should somebody import from there: what is loaded stays loaded.
+    The user's home and its parents are left out, even if they are on the import path: loaded libraries stay loaded.
     """
     private = {Path("/"), Path.home(), *Path.home().parents}
     places = (sys.prefix, sys.base_prefix, sys.exec_prefix, *sys.path)

@@ -1,7 +1,7 @@
-"""Landlock: a process gives up, for good, what it does not need of files, ports and signals (``landlock(7)``).
+"""Landlock: a process permanently gives up rights to files, ports and signals that it does not need (``landlock(7)``).
 
-The kernel then refuses everything of the kinds in a :class:`Ruleset` that no rule allows. What is open stays open. A
-process within one can look into no process outside it, nor into one that has a ruleset of its own.
+The kernel then refuses every access of the kinds in a :class:`Ruleset` that no rule allows. Open files stay open. A
+process under a ruleset cannot inspect processes outside it, nor those with their own rulesets.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DEVICE_COMMANDS = 1 << 15
 
 READ = READ_FILE | READ_FOLDER
 OF_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | DEVICE_COMMANDS
-"""What a rule on a file, rather than a folder, can allow."""
+"""Rights that a rule on a file, rather than a folder, can grant."""
 
 _BIND, _CONNECT = 1, 2
 _SCOPE_SIGNALS = 1 << 1
@@ -41,25 +41,25 @@ _syscall.restype = ctypes.c_long
 
 
 def version() -> int:
-    """Return the version of Landlock that this kernel offers; 0 where it has none, or it is switched off."""
+    """Return the Landlock version of this kernel; 0 if it has none, or it is disabled."""
     return max(0, int(_syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _GET_VERSION)))
 
 
 def handled_files(abi: int) -> int:
-    """Return the rights on files that a version knows: all of them are refused where no rule allows them."""
+    """Return the rights on files of a version: all of them are refused unless a rule allows them."""
     bits = 13 + (abi >= 2) + (abi >= 3)  # 13 from the start, then moving among folders, then truncation
     return (1 << bits) - 1 | (DEVICE_COMMANDS if abi >= 5 else 0)
 
 
 class Ruleset:
-    """What a process may still do, once it is enforced. Of several that are, each has to allow what is done.
+    """Rights that remain after enforcement. Each of several enforced rulesets must allow an access.
 
     Args:
         abi: The version to use, at least 1 and at most :func:`version`.
-        only_ports: Whether it is about ports, and nothing else; that takes version 4.
+        only_ports: Whether it covers ports only, which requires version 4.
 
     Raises:
-        OSError: The kernel refuses to make one.
+        OSError: The kernel refuses to create it.
     """
 
     def __init__(self, abi: int, *, only_ports: bool = False) -> None:
@@ -74,10 +74,10 @@ class Ruleset:
             raise _error("landlock_create_ruleset")
 
     def allow(self, path: str | Path, rights: int) -> bool:
-        """Allow rights on a file, or on all that lies beneath a folder; tell whether there is such a thing.
+        """Allow rights on a file, or on everything beneath a folder; return whether the path exists.
 
         Raises:
-            OSError: The kernel does not take the rule.
+            OSError: The kernel rejects the rule.
         """
         try:
             descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -96,10 +96,10 @@ class Ruleset:
         return True
 
     def allow_ports(self, ports: Iterable[int]) -> None:
-        """Allow TCP on ports, here and elsewhere, and to listen on one of the kernel's choice.
+        """Allow TCP on ports, both connecting and listening, and listening on a port of the kernel's choice.
 
         Raises:
-            OSError: The kernel does not take the rule.
+            OSError: The kernel rejects the rule.
         """
         rule = (ctypes.c_uint64 * 2)(_BIND, 0)
         reference = ctypes.byref(rule)
@@ -109,7 +109,8 @@ class Ruleset:
                 raise _error(f"landlock_add_rule for port {port}")
 
     def enforce(self) -> None:
-        """Hold this thread, and all that it starts, to the rules; it must have given up new privileges before.
+        """Enforce the rules for this thread and everything started from it; new privileges must have been given up
+        before.
 
         Raises:
             OSError: The kernel refuses.
@@ -118,7 +119,7 @@ class Ruleset:
             raise _error("landlock_restrict_self")
 
     def close(self) -> None:
-        """Forget the rules; those that are enforced stay."""
+        """Free the rules; enforced ones stay."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

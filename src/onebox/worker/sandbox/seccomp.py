@@ -1,7 +1,7 @@
-"""A filter of system calls (``seccomp(2)``): calls that no operator makes fail, in all threads of the process.
+"""System call filter (``seccomp(2)``): calls that no operator makes fail, in all threads of the process.
 
-It is a list of what is refused: what a program needs to start another, to look into another, to get privileges in a
-namespace of its own, or to reach rarely used parts of the kernel, which have had more than their share of holes.
+It is a deny-list of calls that start or inspect other processes, gain privileges in a new namespace, or reach rarely
+used parts of the kernel, which have had many vulnerabilities.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ REFUSED = {
 _CLONE, _CLONE3 = 56, 435
 _NEW_USER = 0x10000000
 _ARCHITECTURE = 0xC000003E  # AUDIT_ARCH_X86_64
-_X32 = 0x40000000  # another way to number the calls of this processor
+_X32 = 0x40000000  # another numbering of this processor's calls
 
 _LOAD, _EQUAL, _AT_LEAST, _BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _FAIL = 0x7FFF0000, 0x80000000, 0x00050000
@@ -68,15 +68,15 @@ class _Program(ctypes.Structure):
 
 
 def supported() -> bool:
-    """Tell whether there is such a filter for this processor, and the kernel has them."""
+    """Return whether the filter supports this processor, and the kernel supports filters."""
     return platform.machine() == "x86_64" and "Seccomp:" in _status()
 
 
 def program() -> bytes:
-    """Return the filter, for the kernel's classic BPF.
+    """Return the filter as classic BPF for the kernel.
 
-    A call of another processor's numbering ends the process. ``clone3`` is said not to exist, whereupon the C library
-    takes ``clone``, of which the filter sees whether it asks for a namespace of users.
+    A call with another numbering ends the process. ``clone3`` is reported as missing, so that the C library uses
+    ``clone``, whose request for a user namespace is visible to the filter.
     """
     refused = sorted(REFUSED.values())
     tail = [(_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _FAIL | errno.EPERM), (_RETURN, 0, 0, _FAIL | errno.ENOSYS)]
@@ -98,7 +98,7 @@ def program() -> bytes:
 
 
 def refuse_calls() -> None:
-    """Put the filter in force in all threads of this process; it must have given up new privileges before.
+    """Enforce the filter in all threads of this process; it must have given up new privileges before.
 
     Raises:
         OSError: The kernel refuses.
@@ -106,7 +106,7 @@ def refuse_calls() -> None:
     code = program()
     filled = _Program(len(code) // 8, code)
     found = _libc.syscall(_SECCOMP, _SET_FILTER, _ALL_THREADS, ctypes.byref(filled))
-    if found != 0:  # above 0 is a thread that has a filter of its own
+    if found != 0:  # above 0: a thread that already has another filter
         number = ctypes.get_errno() if found < 0 else errno.EBUSY
         raise OSError(number, f"seccomp: {os.strerror(number)}")
 

@@ -1,4 +1,4 @@
-"""The keeper of a worker: what it does with its part of the state when snapshots are taken and brought back."""
+"""Snapshot service of a worker: takes and restores its part of the state."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from onebox.worker.snapshots.transfer import SnapshotTransfer
 
 
 class SnapshotService:
-    """Slots, and what is done with them.
+    """Slots and their operations.
 
     Args:
-        device: Where buffers live.
+        device: Device of the buffers.
         store: The buffers.
-        host: The account of the host's memory.
-        groups: The groups that this worker is in.
-        definition: Finds a definition of a kind by its number.
+        host: The count of host memory.
+        groups: The groups of this worker.
+        definition: Returns a definition of a kind by its number.
         faults: Faults to inject, for tests.
     """
 
@@ -64,20 +64,20 @@ class SnapshotService:
         self._courier = SnapshotTransfer(faults)
 
     def run(self, what: SlotInstruction, frames: Iterator[Any], answers: list[Any]) -> list[Result]:
-        """Do something with slots.
+        """Perform an operation on slots.
 
         Args:
-            what: What to do.
-            frames: What it brings.
-            answers: Frames that it answers with are appended here.
+            what: The operation.
+            frames: Its input frames.
+            answers: Output frames are appended here.
 
         Returns:
-            Its answers.
+            Its replies.
 
         Raises:
-            Poisoned: Something that is to be copied is void.
-            QuotaExceeded: There is no room.
-            WireError: It cannot be.
+            Poisoned: A tensor to be copied is void.
+            QuotaExceeded: Memory is insufficient.
+            WireError: The operation is invalid.
         """
         slots = self._slots
         match what:
@@ -90,7 +90,7 @@ class SnapshotService:
                 self._courier.take(what, slot, self._groups.get(what.group))
             case Read():
                 part = slots.get(what.slot).bytes_at(what.start, what.size_bytes)
-                answers.append(bytes(to_frame(part)))  # a copy: the slot may hold something else soon
+                answers.append(bytes(to_frame(part)))  # a copy: the slot may be overwritten soon
                 return [Tensors((spec_of(part),))]
             case Write():
                 slots.write(what.slot, what.start, what.size_bytes, next(frames))
@@ -111,7 +111,7 @@ class SnapshotService:
         return []
 
     def memory(self, *, anew: bool) -> WorkerMemory:
-        """Return what buffers, slots and all else on the host take; let the peaks start anew, if asked to."""
+        """Return the memory of buffers, slots and other host data; reset the peaks if requested."""
         store, host = self._store, self._host
         kept_bytes = self._slots.used_bytes
         cuda = self._device.type == "cuda"
@@ -131,15 +131,15 @@ class SnapshotService:
         return memory
 
     def filled(self, slots: Sequence[int]) -> Filled:
-        """Return which of some slots are filled."""
+        """Return the filled slots among those given."""
         return self._slots.filled(slots)
 
     def before_update(self) -> None:
-        """Let an update in place wait for copies of what it updates."""
+        """Make an in-place update wait for copies of the tensors that it changes."""
         self._slots.before_update()
 
     def leave(self, group: int) -> None:
-        """Give up what is carried by a group that is about to be left."""
+        """Cancel the transfers of a group that is about to be left."""
         self._courier.stop(group)
 
     def close(self) -> None:
@@ -179,7 +179,7 @@ class SnapshotService:
         laid = [(entry, tensor) for entry, tensor in laid if entry.parameter in wanted]
         found = [tensor for _, tensor in laid if tensor is not None]
         if len(found) != len(lay.buffers):
-            raise WireError(f"{len(lay.buffers)} buffers for {len(found)} tensors that an optimizer remembers")
+            raise WireError(f"{len(lay.buffers)} buffers for {len(found)} tensors of an optimizer's state")
         for number, tensor in zip(lay.buffers, found, strict=True):
-            self._store.put(number, tensor.to(self._device))  # a count of steps may be elsewhere
+            self._store.put(number, tensor.to(self._device))  # a step count may be elsewhere
         return SnapshotContents((), tuple(entry for entry, _ in laid))

@@ -1,7 +1,7 @@
-"""Slots of a worker: what is kept of the training state in the memory of its host, byte by byte.
+"""Snapshot slots of a worker: parts of the training state in host memory, as bytes.
 
-A snapshot costs a step as long as a copy takes, from memory to memory. On a GPU it goes along a stream of its own, into
-pinned memory: the next step computes meanwhile, and only its first update in place waits for the copy.
+A snapshot costs a step the time of a memory copy. On a GPU it uses a separate stream and pinned memory: the next step
+computes meanwhile, and only its first in-place update waits for the copy.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from onebox.worker.faults import FaultInjector
 from onebox.worker.memory.buffers import QuotaExceeded
 
 SHARE = 4
-"""Slots may take so many times the memory of buffers: two snapshots of the worker's own part, of which the older goes
-when the newer is whole, and two of another's."""
+"""Limit of slots as a multiple of the memory of buffers: two snapshots of the worker's own part, of which the older is
+dropped when the newer is complete, and two of another worker's."""
 
 
 @dataclass(eq=False)
@@ -33,10 +33,10 @@ class SnapshotSlot:
 
     Args:
         memory: Its bytes.
-        filled: Whether all that is to be in it is.
-        failure: Why it will not be filled; empty where it may.
-        carriers: Transfers that are under way from or to it.
-        copied: Tells when a copy from a GPU has come; ``None`` where it has.
+        filled: Whether its contents are complete.
+        failure: Reason that it will not be filled; empty if it may be.
+        carriers: Transfers in progress from or to it.
+        copied: Event of a copy from a GPU; ``None`` if it is complete.
     """
 
     memory: Tensor
@@ -46,26 +46,26 @@ class SnapshotSlot:
     copied: torch.cuda.Event | None = field(default=None, repr=False)
 
     def settle(self) -> None:
-        """Wait until what was copied to it is there."""
+        """Wait until copies to it are complete."""
         if self.copied is not None:
             self.copied.synchronize()
             self.copied = None
 
     def bytes_at(self, start: int, size_bytes: int) -> Tensor:
-        """Return some of its bytes, as a view.
+        """Return a range of its bytes, as a view.
 
         Raises:
-            WireError: They are not in it.
+            WireError: The range is out of bounds.
         """
         if not 0 <= start <= start + size_bytes <= self.memory.numel():
             raise WireError(f"{size_bytes} bytes from {start} of a slot of {self.memory.numel()}")
         return self.memory[start : start + size_bytes]
 
     def tensor_at(self, spec: TensorSpec, start: int) -> Tensor:
-        """Return what lies in it as a tensor, as a view.
+        """Return a tensor in it, as a view.
 
         Raises:
-            WireError: There is no such tensor.
+            WireError: The range is out of bounds.
         """
         part = self.bytes_at(start, spec.size_bytes)
         if start % DTYPES[spec.dtype].itemsize:
@@ -79,8 +79,8 @@ class SnapshotSlots:
     Args:
         device: Where its buffers live.
         faults: Faults to inject, for tests.
-        limit_bytes: The most bytes of all slots; 0 for no limit. They do not count for the quota of buffers, which is
-            about the memory of the device.
+        limit_bytes: Most bytes of all slots; 0 for no limit. They do not count towards the quota of buffers, which
+            limits the device's memory.
     """
 
     def __init__(self, device: torch.device, faults: FaultInjector, *, limit_bytes: int = 0) -> None:
@@ -96,7 +96,7 @@ class SnapshotSlots:
     # ---- filling
 
     def make(self, number: int, size_bytes: int) -> SnapshotSlot:
-        """Make a slot, or empty one that is there; memory that was used before is used again.
+        """Create a slot, or empty an existing one; existing memory is reused.
 
         Raises:
             QuotaExceeded: It would exceed the limit.
@@ -119,7 +119,7 @@ class SnapshotSlots:
         return self._slots[number]
 
     def keep(self, number: int, tensors: Sequence[Tensor]) -> None:
-        """Copy tensors to a slot, one behind the other.
+        """Copy tensors to a slot, concatenated.
 
         Raises:
             QuotaExceeded: They would exceed the limit.
@@ -144,20 +144,20 @@ class SnapshotSlots:
             for tensor, target in zip(tensors, targets, strict=True):
                 target.copy_(tensor, non_blocking=True)
                 if tensor.is_cuda:
-                    tensor.record_stream(aside)  # its memory is used for nothing else until the copy is done
+                    tensor.record_stream(aside)  # its memory must not be reused until the copy is complete
             return aside.record_event()
 
     def before_update(self) -> None:
-        """Let what is to be updated in place wait for a copy of it that is still under way."""
+        """Make in-place updates wait for a copy in progress."""
         if self._last is not None:
             torch.cuda.current_stream(self._device).wait_event(self._last)
             self._last = None
 
     def write(self, number: int, start: int, size_bytes: int, frame: memoryview | bytes) -> None:
-        """Write the bytes of a frame to a slot, which is made where it is not there.
+        """Write the bytes of a frame to a slot, creating it if missing.
 
         Raises:
-            WireError: They have no place in it.
+            WireError: The range is out of bounds.
             QuotaExceeded: It would exceed the limit.
         """
         if number not in self._slots or self._slots[number].memory.numel() != size_bytes:
@@ -166,15 +166,15 @@ class SnapshotSlots:
         part = slot.bytes_at(start, len(frame))
         if len(frame):
             ctypes.memmove(part.data_ptr(), np.frombuffer(frame, dtype=np.uint8).ctypes.data, len(frame))
-        slot.filled = True  # as far as the client, who knows what it has written, is concerned
+        slot.filled = True  # as far as known: the client tracks its own writes
 
-    # ---- taking out
+    # ---- reading
 
     def get(self, number: int) -> SnapshotSlot:
         """Return a slot that is filled.
 
         Raises:
-            WireError: It is not there, or not filled.
+            WireError: It does not exist, or is not filled.
         """
         slot = self._slots.get(number)
         if slot is None or not slot.filled:
@@ -183,24 +183,24 @@ class SnapshotSlots:
         return slot
 
     def tensor(self, spec: TensorSpec, place: tuple[int, int]) -> Tensor:
-        """Return a new tensor of the device with what lies in a slot.
+        """Return a new tensor of the device with contents of a slot.
 
         Raises:
-            WireError: It does not lie there.
+            WireError: The range is out of bounds.
         """
         return self.host_tensor(spec, place).to(self._device, copy=True)
 
     def host_tensor(self, spec: TensorSpec, place: tuple[int, int]) -> Tensor:
-        """Return what lies in a slot as a tensor, as a view.
+        """Return contents of a slot as a tensor, as a view.
 
         Raises:
-            WireError: It does not lie there.
+            WireError: The range is out of bounds.
         """
         number, start = place
         return self.get(number).tensor_at(spec, start)
 
     def filled(self, numbers: Sequence[int]) -> Filled:
-        """Return which of some slots are filled; one that is not there counts as one that will not be."""
+        """Return the filled slots among those given; a missing one counts as one that will not be filled."""
         found = {number: self._slots.get(number) for number in numbers}
         failures = [slot.failure if slot else f"slot {number} is not there" for number, slot in found.items()]
         return Filled(
@@ -208,20 +208,20 @@ class SnapshotSlots:
             next((failure for failure in failures if failure), ""),
         )
 
-    # ---- letting go
+    # ---- freeing
 
     def drop(self, numbers: Sequence[int], *, again: bool = False) -> None:
-        """Forget slots.
+        """Drop slots.
 
         Args:
-            numbers: Which; those that are not there are passed over.
-            again: Whether to keep their memory for others.
+            numbers: The slots; missing ones are ignored.
+            again: Whether to keep their memory for reuse.
         """
         for number in numbers:
             slot = self._slots.pop(number, None)
             if slot is None:
                 continue
-            if again and not slot.carriers:  # what is still written to may not hold something else soon
+            if again and not slot.carriers:  # memory with writes in progress must not be reused
                 slot.settle()
                 self._spare.append(slot.memory)
             else:
@@ -230,6 +230,6 @@ class SnapshotSlots:
             self._let_go()
 
     def _let_go(self) -> None:
-        """Return spare memory."""
+        """Free spare memory."""
         self.used_bytes -= sum(memory.numel() for memory in self._spare)
         self._spare = []

@@ -1,8 +1,8 @@
-"""The courier of a worker: it carries slots to other workers, and from them, while the worker computes.
+"""Snapshot transfer of a worker: sends and receives slots while the worker computes.
 
-Each transfer has a thread of its own, of low priority, and a group of its own with one other worker. What travels at
-once is a piece; the taker says when it has one, and the giver is at most :data:`PIECES_IN_FLIGHT` pieces ahead. So
-whatever the size of the state, a few pieces are in memory besides the slots.
+Each transfer has a thread of its own, of low priority, and a group of its own with one other worker. Slots travel in
+pieces; the receiver acknowledges each, and the sender is at most :data:`PIECES_IN_FLIGHT` pieces ahead. So for a state
+of any size, only a few pieces are in memory besides the slots.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from onebox.worker.snapshots.slots import SnapshotSlot
 from onebox.worker.system.cpu_affinity import use_all_cores
 
 PIECES_IN_FLIGHT = 2
-"""Pieces under way: one is copied while the next one travels."""
+"""Pieces in flight: one is copied while the next one travels."""
 
 _NICE = 10
 _JOIN_S = 2.0
@@ -33,7 +33,7 @@ _WORD = TensorSpec("uint8", (1,))
 
 
 class SnapshotTransfer:
-    """The transfers of a worker.
+    """The snapshot transfers of a worker.
 
     Args:
         faults: Faults to inject, for tests.
@@ -54,13 +54,13 @@ class SnapshotTransfer:
         self._begin(take.group, _Transfer(slot, group, lambda transfer: self._receive(take, transfer)))
 
     def stop(self, group: int) -> None:
-        """Let a transfer by a group end soon, before the group is left."""
+        """Stop a transfer soon, before its group is left."""
         transfer = self._running.get(group)
         if transfer is not None:
             transfer.stopped.set()
 
     def close(self) -> None:
-        """Wait a little for all transfers, whose groups have been left."""
+        """Wait briefly for all transfers, whose groups have been left."""
         for transfer in self._running.values():
             transfer.stopped.set()
         for transfer in self._running.values():
@@ -69,7 +69,7 @@ class SnapshotTransfer:
     def _begin(self, group: int, transfer: _Transfer) -> None:
         before = self._running.get(group)
         if before is not None:
-            before.thread.join(_JOIN_S)  # a slot is given only when the one before has come, so it is about to end
+            before.thread.join(_JOIN_S)  # the next slot follows the arrival of the previous one, so it is about to end
         self._running = {number: other for number, other in self._running.items() if other.thread.is_alive()}
         self._running[group] = transfer
         transfer.thread.start()
@@ -114,12 +114,12 @@ class SnapshotTransfer:
 
 
 class _Transfer:
-    """A transfer under way.
+    """A transfer in progress.
 
     Args:
-        slot: From or to which slot.
-        group: By which group, which nothing else uses meanwhile.
-        carry: Does it.
+        slot: The source or destination slot.
+        group: The group, exclusive to this transfer.
+        carry: Performs the transfer.
     """
 
     def __init__(self, slot: SnapshotSlot, group: WorkerGroup, carry: Callable[[_Transfer], None]) -> None:
@@ -137,7 +137,7 @@ class _Transfer:
         try:
             with torch.inference_mode():
                 self._carry(self)
-        except Exception as error:  # the client hears of it when it asks
+        except Exception as error:  # the client reads it by polling
             self.slot.failure = str(error) or type(error).__name__
         finally:
             self.slot.carriers -= 1

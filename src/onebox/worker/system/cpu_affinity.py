@@ -1,6 +1,6 @@
-"""The cores that a worker's operators run on; its other threads, which mostly wait, run on any.
+"""CPU affinity: the cores of a worker's operators; its other threads, which mostly wait, may use any core.
 
-A thread begins on the cores of the one that starts it, so that those of operators are where the working thread is.
+A thread inherits the affinity of the thread that starts it, so that operators' threads have that of the working thread.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ import os
 from collections.abc import Collection, Iterator
 
 _everywhere: set[int] = set()
-"""Where this process ran before it was told to stay on some cores; empty while it is not."""
+"""Affinity of this process before it was restricted; empty if it is not restricted."""
 
 
 def use_cores(cores: Collection[int]) -> None:
-    """Let this thread, and those that it starts from now on, run on some cores only; where that is refused, on any."""
+    """Restrict this thread, and those that it starts later, to some cores; ignored if the system refuses."""
     before = os.sched_getaffinity(0)
-    with contextlib.suppress(OSError):  # such as a core that has been switched off since
+    with contextlib.suppress(OSError):  # such as a core that has been disabled since
         os.sched_setaffinity(0, cores)
         _everywhere.update(before)
 
 
 def use_all_cores() -> None:
-    """Let this thread run on any core that the process had at first."""
+    """Let this thread use all cores that the process had at first."""
     if _everywhere:
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, _everywhere)
@@ -30,7 +30,7 @@ def use_all_cores() -> None:
 
 @contextlib.contextmanager
 def threads_on_all_cores() -> Iterator[None]:
-    """Let threads that are started inside run on any core."""
+    """Let threads that are started in the context use all cores."""
     mine = os.sched_getaffinity(0)
     use_all_cores()
     try:

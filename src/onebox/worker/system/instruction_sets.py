@@ -1,6 +1,6 @@
-"""Which instruction sets the libraries of this process use, as they say themselves, and what the processor has.
+"""Instruction sets used by the libraries of this process, as reported by themselves, and those of the processor.
 
-oneDNN has no function in Python that tells; with its messages switched on it says it before the first operator.
+oneDNN has no Python function for it; with verbose messages enabled it prints it before the first operator.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from onebox.wire.protocol.responses import InstructionSets
 
 VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
-"""What a user limits instruction sets by: of ATen, of oneDNN (with its earlier name), and of MKL."""
+"""Environment variables that limit instruction sets: of ATen, of oneDNN (including its earlier name), and of MKL."""
 
 _HARDWARE = {
     "AVX2": "_is_avx2_supported",
@@ -29,19 +29,19 @@ _HARDWARE = {
     "AMX": "_is_amx_tile_supported",
     "AMX fp16": "_is_amx_fp16_supported",
 }
-"""By instruction set the function of ``torch.cpu`` that knows of it; they have no public names."""
+"""Function of ``torch.cpu`` for each instruction set; they have no public names."""
 
 _ISA = re.compile(r"^onednn_verbose,.*\bcpu,isa:(?:Intel )?(.*)$", re.MULTILINE)
 _MKL = re.compile(r"^MKL_VERBOSE .*? architecture (.*), \w+ [\d.]+GHz", re.MULTILINE)
 
 _ASKING = threading.Lock()
-"""Libraries answer once, to whichever thread asks first, on an output that all threads share."""
+"""Libraries report once, to the first thread that asks, on an output that all threads share."""
 
 
 def used_instruction_sets() -> InstructionSets:
-    """Return the instruction sets that this process uses; found out once, within milliseconds.
+    """Return the instruction sets that this process uses; detected once, within milliseconds.
 
-    MKL is asked by nothing here: it would first measure the frequency of the processor for a quarter of a second; see
+    MKL is not queried here: it would first measure the processor's frequency for a quarter of a second; see
     :func:`mkl_architecture`.
     """
     with _ASKING:
@@ -49,7 +49,7 @@ def used_instruction_sets() -> InstructionSets:
 
 
 def mkl_architecture() -> str:
-    """Return for which processor MKL says that it computes: empty where this torch has no MKL."""
+    """Return the processor type that MKL reports to use; empty if this torch has no MKL."""
     with _ASKING:
         return _words_of_mkl()
 
@@ -65,18 +65,18 @@ def _words_of_mkl() -> str:
     if not torch.backends.mkl.is_available():
         return ""
     with _overheard() as said, torch.backends.mkl.verbose(torch.backends.mkl.VERBOSE_ON):
-        some = torch.ones(2, 2, dtype=torch.float32, device="cpu")  # whatever the defaults are
+        some = torch.ones(2, 2, dtype=torch.float32, device="cpu")  # independent of the defaults
         some @ some
     found = _MKL.search(_text(said))
     return found[1] if found else ""
 
 
 def _words_of_onednn() -> str:
-    """Return the instruction set that oneDNN says it uses: empty where this torch has no oneDNN."""
+    """Return the instruction set that oneDNN reports to use; empty if this torch has no oneDNN."""
     if not torch.backends.mkldnn.is_available():
         return ""
     with _overheard() as said, torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
-        one = torch.ones(1, 1, 1, 1, dtype=torch.float32, device="cpu")  # whatever the defaults are
+        one = torch.ones(1, 1, 1, 1, dtype=torch.float32, device="cpu")  # independent of the defaults
         torch.ops.aten.mkldnn_convolution(one, one, None, [0, 0], [1, 1], [1, 1], 1)
     found = _ISA.search(_text(said))
     return found[1] if found else ""
@@ -84,7 +84,7 @@ def _words_of_onednn() -> str:
 
 @contextmanager
 def _overheard() -> Iterator[int]:
-    """Catch what libraries print to standard output; give a descriptor to read it from, closed by :func:`_text`."""
+    """Capture output of libraries to standard output; yield a descriptor to read it from, closed by :func:`_text`."""
     libc = ctypes.CDLL(None)
     said = os.memfd_create("onebox-said", os.MFD_CLOEXEC)
     libc.fflush(None)
@@ -106,7 +106,7 @@ def _text(said: int) -> str:
 
 
 def processor_vendor() -> str:
-    """Return who has made the processor, as it says itself (``GenuineIntel``); empty where nothing tells."""
+    """Return the processor's vendor as it reports it (``GenuineIntel``); empty if unknown."""
     path = Path("/proc/cpuinfo")
     for line in path.read_text().splitlines() if path.exists() else []:
         if line.startswith("vendor_id"):

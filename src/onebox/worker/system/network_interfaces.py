@@ -1,4 +1,4 @@
-"""By which of this host's network interfaces a worker is reached: NCCL is told names, not addresses."""
+"""The network interface under which a worker is reachable: NCCL takes names, not addresses."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import psutil
 
 
 class NoAddress(Exception):
-    """This host is reached by an address that is not its own, as behind a NAT."""
+    """This host is reached under an address of another host, as behind a NAT."""
 
 
 _VARIABLE = "NCCL_SOCKET_IFNAME"
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the interface that has an address; ``None`` where none has it, as behind a NAT.
+    """Return the name of the interface with an address; ``None`` if there is none, as behind a NAT.
 
     Args:
         address: An IP address.
@@ -32,13 +32,13 @@ def interface_of(address: str) -> str | None:
             try:
                 if ip_address(each.address.partition("%")[0]) == wanted:
                     return name
-            except ValueError:  # that of another layer
+            except ValueError:  # of another address family
                 continue
     return None
 
 
 def is_foreign(address: str) -> bool:
-    """Tell whether an IP address is none of this host's; of a name that is not told.
+    """Return whether an IP address does not belong to this host; false for names.
 
     Example:
         >>> is_foreign("127.0.0.1"), is_foreign("192.0.2.1"), is_foreign("lab1")
@@ -57,16 +57,16 @@ def is_foreign(address: str) -> bool:
 
 
 def bind_nccl(address: str) -> None:
-    """Let NCCL use the interface of an address alone, unless this machine's owner has named others.
+    """Restrict NCCL to the interface of an address, unless the machine's owner has configured others.
 
-    It looks once, when it is first used.
+    NCCL reads this once, at first use.
 
     Args:
-        address: The one that peers reach this worker by.
+        address: The address under which peers reach this worker.
     """
     name = interface_of(address)
     if name is not None:
-        os.environ.setdefault(_VARIABLE, f"={name}")  # "=": this name, not all that begin so
+        os.environ.setdefault(_VARIABLE, f"={name}")  # "=": exactly this name, not a prefix
 
 
 __all__ = ["NoAddress", "bind_nccl", "interface_of", "is_foreign"]

@@ -1,7 +1,7 @@
-"""The sockets of groups: broken from outside, so that whoever waits for a silent peer waits no longer.
+"""Sockets of groups, which can be shut down from another thread to end waits for a silent peer.
 
-Gloo waits for a peer until its connection ends, and that of a host that is cut off, or of a process that is stopped,
-does not. To abort a group does not end a wait in it; to shut its connections down does.
+Gloo waits for a peer until its connection ends, which does not happen if the host is disconnected or the process is
+stopped. Aborting a group does not end its waits; shutting down its connections does.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ _FOLDER = "/proc/self/fd"
 
 
 class GroupSockets:
-    """Which TCP connections belong to which group of this process: those that are new once it has been formed.
+    """TCP connections of this process by group: those that are new after the group has been formed.
 
-    One thread forms groups, one after the other; another may break them meanwhile.
+    One thread forms groups in sequence; another may shut them down meanwhile.
 
     Example:
         >>> sockets = Sockets()
@@ -37,7 +37,7 @@ class GroupSockets:
 
     @contextlib.contextmanager
     def making(self, group: int) -> Iterator[None]:
-        """Count what comes to be inside to a group."""
+        """Assign sockets created in the context to a group."""
         self._before = _open()
         self._ports = {port for port, listens in map(_port, self._before.values()) if listens}
         self._making = group
@@ -48,22 +48,22 @@ class GroupSockets:
             self._making = None
 
     def forget(self, group: int) -> None:
-        """Take the news that a group has been closed."""
+        """Record that a group has been closed."""
         self._made.pop(group, None)
 
     def shut(self, group: int) -> int:
-        """Shut down the connections of a group, and return how many; callable from any thread."""
+        """Shut down the connections of a group, and return their number; callable from any thread."""
         mine = self._new() if group == self._making else self._made.get(group, {})
         return sum(_shut(name, descriptor) for name, descriptor in mine.items())
 
     def _new(self) -> dict[str, int]:
-        """Return what is new since the group that was last begun; the client may have connected anew meanwhile."""
+        """Return the sockets created since the latest group was begun; the client may have reconnected meanwhile."""
         new = {name: descriptor for name, descriptor in _open().items() if name not in self._before}
         return {name: descriptor for name, descriptor in new.items() if _port(descriptor)[0] not in self._ports}
 
 
 def _port(descriptor: int) -> tuple[int, bool]:
-    """Return the port of a TCP socket at this end, 0 for none; and whether it listens there."""
+    """Return the local port of a TCP socket, 0 for none; and whether it is listening."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
         if found.family in (socket.AF_INET, socket.AF_INET6):
             return found.getsockname()[1], bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
@@ -71,10 +71,10 @@ def _port(descriptor: int) -> tuple[int, bool]:
 
 
 def _open() -> dict[str, int]:
-    """Return the sockets of this process: from a name that no other has to a descriptor."""
+    """Return the sockets of this process: from unique name to descriptor."""
     found: dict[str, int] = {}
     for entry in os.listdir(_FOLDER):
-        with contextlib.suppress(OSError):  # it has been closed meanwhile
+        with contextlib.suppress(OSError):  # closed meanwhile
             name = os.readlink(f"{_FOLDER}/{entry}")
             if name.startswith("socket:"):
                 found[name] = int(entry)
@@ -82,7 +82,7 @@ def _open() -> dict[str, int]:
 
 
 def _shut(name: str, descriptor: int) -> bool:
-    """Shut down a TCP connection, if it is one, and still there; who listens is left alone: Gloo would abort."""
+    """Shut down a TCP connection if it still exists; listening sockets are left alone, as Gloo would abort."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
         if os.readlink(f"{_FOLDER}/{found.fileno()}") != name or found.family not in (socket.AF_INET, socket.AF_INET6):
             return False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
@@ -90,3 +92,20 @@ def test_a_window_has_as_many_micro_batches_in_flight_as_the_plan_says(in_flight
     made = plan(*STAGES, schedule="async-1f1b", in_flight=in_flight)
     model = programs(2, tuple(each.segments for each in made.stages), train=True, halves=False)
     assert make_window(made, made.micro_batches(4), made.routes(4), model).lines()[0] == row
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"schedule": "auto"}, {"schedule": "auto", "predicted": GUESS}, {"schedule": "table", "table": ROWS}],
+    ids=["auto", "auto with times", "table"],
+)
+@pytest.mark.parametrize("parts", [2, 3])
+def test_stages_whose_layers_are_split_have_backward_in_halves(parts: int, more: dict[str, Any]) -> None:
+    """They are split for halves alone wherever a schedule may want them; a table is for two micro-batches."""
+    split = replace(STAGES[1], replicas=((1, 2),))
+    rows = (*ROWS, ROWS[1].replace("1:", "2:"))
+    made = plan(STAGES[0], split, **({**more, "table": rows} if "table" in more else more))
+    schedule = schedule_of(made, parts)
+    kinds = {(action.stage, action.kind) for row in schedule.rows.values() for action in row}
+    assert {kind for stage, kind in kinds if stage == 1} == {"F", "I", "W"}
+    validate(schedule, made.routes(2 * parts), [(0, 1)])

@@ -1,12 +1,24 @@
 """Splits and data sets check what they are given, digits are what they should be, and names are looked up."""
 
+import hashlib
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
-from sklearn import datasets
 from torch.utils.data import default_collate
 
 from onebox.errors import DataError, UsageError
 from onebox.feed import DataSet, Split, load_dataset
+
+ROOT = Path(__file__).parents[4]
+
+DIGITS_SHA256 = "68aea062d35a127749050fa0e52dca09d6569ac08092c925610e0954e172dde2"
+"""Of what ``sklearn.datasets.load_digits`` 1.9.1 gives, as bytes: rows of 64 levels and the digit."""
+
+SPLITS_SHA256 = "65b0c19063621139d7dc004a7f2037dcfa0af510a25190f3c8f5d6c2198404a7"
+"""Of images and labels to train on and to test on, which every published figure on digits rests on."""
 
 
 def make_split(count: int = 4, *, channels: int = 1, side: int = 2) -> Split:
@@ -90,11 +102,23 @@ def test_digits_are_all_there_once():
     assert data.classes == 10
     assert images.shape == (1797, 1, 8, 8)
     assert (images.min(), images.max()) == (0, 255)
-    original, targets = datasets.load_digits(return_X_y=True)
-    expected = torch.from_numpy(original * 15.9375).round().byte()
-    assert sorted(zip(labels.tolist(), images.flatten(1).tolist(), strict=True)) == sorted(
-        zip(targets.tolist(), expected.tolist(), strict=True)
-    )
+    levels = (images.flatten(1).double() / 15.9375).round().byte()
+    table = np.loadtxt(resources.files("onebox.feed") / "data" / "digits.csv.gz", delimiter=",")
+    assert sorted(torch.column_stack([levels, labels.byte()]).tolist()) == sorted(table.tolist())
+
+
+@pytest.mark.parametrize("path", ["src/onebox/feed/data/digits.csv.gz", "examples/digits.csv.gz"])
+def test_the_file_of_digits_has_what_scikit_learn_gives(path: str) -> None:
+    table = np.loadtxt(ROOT / path, delimiter=",")
+    assert table.shape == (1797, 65)
+    assert hashlib.sha256(table.astype(np.uint8).tobytes()).hexdigest() == DIGITS_SHA256
+    assert (table == table.astype(np.uint8)).all()
+
+
+def test_the_file_of_digits_has_a_notice_of_its_source_and_licences() -> None:
+    notice = (resources.files("onebox.feed") / "data" / "NOTICE").read_text("utf-8")
+    for part in ("digits.csv.gz", "https://doi.org/10.24432/C50P49", "CC BY 4.0", "BSD 3-Clause License"):
+        assert part in notice
 
 
 def test_digits_are_split_by_a_fifth_in_each_class():
@@ -110,8 +134,9 @@ def test_digits_are_the_same_each_time():
 
     assert torch.equal(first.train.images, second.train.images)
     assert torch.equal(first.test.labels, second.test.labels)
-    # The order that every published figure on digits rests on.
-    assert first.train.labels[:10].tolist() == [2, 8, 2, 6, 6, 7, 1, 9, 8, 5]
+    tensors = (first.train.images, first.train.labels, first.test.images, first.test.labels)
+    content = b"".join(tensor.numpy().tobytes() for tensor in tensors)
+    assert hashlib.sha256(content).hexdigest() == SPLITS_SHA256
 
 
 @pytest.mark.parametrize(

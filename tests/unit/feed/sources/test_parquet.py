@@ -153,7 +153,7 @@ def test_settings_that_are_not_allowed(tmp_path, settings, said):
 def test_without_pyarrow(tmp_path, monkeypatch):
     path = write(tmp_path / "x.parquet", pa.table({"x": [1]}))
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(UsageError, match=r"needs pyarrow; install it: pip install 'onebox\[data\]'"):
+    with pytest.raises(UsageError, match=r"needs pyarrow, which .*: pip install 'onebox\[data\]'"):
         Parquet(path)
 
 

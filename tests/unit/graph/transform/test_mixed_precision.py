@@ -143,6 +143,7 @@ def require_same_bits(one: Ran, other: Ran) -> None:
         assert torch.equal(one.made[port], tensor), port
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", CASES)
 def test_all_stages_and_some_of_them(name: str) -> None:
     case, stages = traced(name), cut(traced(name).model.segments)

@@ -1,18 +1,17 @@
-"""The choice of policies against two oracles: every division of a short chain, and an integer program of a longer
-one."""
+"""The choice of policies against two oracles: every division of a short chain, and a search of a longer one
+that rounds nothing."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from random import Random
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 from onebox.plan.policies.policy_costs import (
     OFFLOADING_POLICIES,
@@ -23,7 +22,7 @@ from onebox.plan.policies.policy_costs import (
     chain_outcome,
 )
 from onebox.plan.policies.solver import choose_policies, least_budget
-from onebox.plan_names import ACTIVATION_POLICIES, ChainPolicy
+from onebox.plan_names import ACTIVATION_POLICIES
 
 _FINE = 4000
 """Buckets for the comparisons: what rounding costs them stands beside."""
@@ -70,107 +69,49 @@ def _divisions(prices: PolicyCosts, start: int = 0) -> Iterator[tuple[PolicySpan
             yield (span, *rest)
 
 
-class _IntegerProgram:
-    """The same model as an integer program, for one micro-batch.
+def _least_s(prices: PolicyCosts, budget: int) -> float | None:
+    """Return the least seconds of all divisions of a chain, for one micro-batch; nothing if none fits.
 
-    A variable for each span with a policy says whether it is chosen; the chosen ones are a path through the chain. A
-    second set of variables, one for each link that may be away, takes the waits, a third one whether what it lends to
-    the next span stays.
+    The model is written out here once more. Beginnings of divisions are extended link by link; of those that end at
+    the same place after the same two policies, only such are kept as no other one beats in seconds and in bytes.
 
     Args:
         prices: What spans cost.
         budget: Bytes.
     """
+    links = prices.chain.links
+    assert prices.chain.in_flight == 1
+    found: dict[tuple[int, str, str], list[tuple[float, int]]] = defaultdict(list)
+    found[0, "", ""] = [(0.0, 0)]
+    for start in range(len(links)):
+        for (place, last, behind), beginnings in list(found.items()):
+            if place != start:
+                continue
+            lent = prices.lent_bytes(start - 1) if last in OFFLOADING_POLICIES else 0
+            pending = links[start - 1].saved_bytes if last == "offload" else lent
+            if last in OFFLOADING_POLICIES and behind == "offload":
+                pending += prices.lent_bytes(start - 2)
+            for span in prices.spans(start):
+                cost = prices.of(span)
+                seconds = cost.price_s + (prices.waits_s(span, 1) if last == "offload" else 0.0)
+                kept = cost.kept_bytes + (lent if span.policy not in OFFLOADING_POLICIES else 0)
+                after = (span.end, span.policy, last if span.end == start + 1 else "")
+                found[after] += [
+                    (before_s + seconds, held + kept)
+                    for before_s, held in _unbeaten(beginnings)
+                    if held + pending + cost.need_bytes <= budget
+                ]
+    ends = [seconds for (place, _, _), whole in found.items() if place == len(links) for seconds, _ in whole]
+    return min(ends, default=None)
 
-    def __init__(self, prices: PolicyCosts, budget: int) -> None:
-        self.prices, self.budget, self.links = prices, budget, prices.chain.links
-        assert prices.chain.in_flight == 1
-        self.spans = [span for start in range(len(self.links)) for span in prices.spans(start)]
-        self.number = {span: turn for turn, span in enumerate(self.spans)}
-        self.offloads = [span for span in self.spans if span.policy == "offload"]
-        self.aways = {
-            start: [n for span, n in self.number.items() if span.start == start and span.policy in OFFLOADING_POLICIES]
-            for start in range(len(self.links))
-        }
-        self.aways = {start: found for start, found in self.aways.items() if found}
-        self.waits = {span.start: len(self.spans) + turn for turn, span in enumerate(self.offloads)}
-        self.stays = {start: place + len(self.offloads) for start, place in self.waits.items()}
-        self.rows: list[tuple[np.ndarray, float, float]] = []
 
-    def least_s(self) -> float | None:
-        """Return the least seconds, by HiGHS; nothing if no spans fit."""
-        self._path()
-        self._waits()
-        self._staying()
-        for span in self.spans:
-            self._memory(span)
-        cost = self._row()
-        for span, place in self.number.items():
-            cost[place] = self.prices.of(span).price_s
-        for place in self.waits.values():
-            cost[place] = 1.0
-        count = len(self.spans)
-        most = np.full(len(cost), np.inf)
-        most[:count] = 1.0
-        rows, low, high = (np.array(column) for column in zip(*self.rows, strict=True))
-        found = milp(
-            cost,
-            constraints=LinearConstraint(rows, low, high),
-            bounds=Bounds(np.zeros(len(cost)), most),
-            integrality=(np.arange(len(cost)) < count).astype(int),
-        )
-        return float(found.fun) if found.success else None
-
-    def _row(self) -> np.ndarray:
-        return np.zeros(len(self.spans) + 2 * len(self.offloads))
-
-    def _one(self, link: int, policy: ChainPolicy) -> int:
-        return self.number[PolicySpan(link, link + 1, policy)]
-
-    def _path(self) -> None:
-        for place in range(len(self.links) + 1):
-            row = self._row()
-            for span, column in self.number.items():
-                row[column] += (span.start == place) - (span.end == place)
-            want = float(place == 0) - float(place == len(self.links))
-            self.rows.append((row, want, want))
-
-    def _waits(self) -> None:
-        for before in self.offloads:
-            for span in self.prices.spans(before.end):
-                wait, row = self.prices.waits_s(span, 1), self._row()
-                row[self.waits[before.start]] = 1.0
-                row[self.number[before]] -= wait
-                row[self.number[span]] -= wait
-                self.rows.append((row, -wait, np.inf))  # both chosen: it waits at least so long
-
-    def _staying(self) -> None:
-        for start, place in self.stays.items():
-            row = self._row()
-            row[place] = 1.0
-            row[self.aways[start]] = -1.0
-            row[self.aways.get(start + 1, [])] = 1.0
-            self.rows.append((row, 0.0, np.inf))
-
-    def _memory(self, span: PolicySpan) -> None:
-        prices, start, row = self.prices, span.start, self._row()
-        slack = 3.0 * sum(link.saved_bytes + link.boundary_bytes for link in self.links) + self.budget
-        for other, column in self.number.items():
-            if other.end <= start:
-                row[column] += prices.of(other).kept_bytes
-        for link, place in self.stays.items():
-            if link < start - 1:
-                row[place] += prices.lent_bytes(link)
-        row[self.number[span]] += prices.of(span).need_bytes + slack
-        if start - 1 in self.stays:
-            row[self._one(start - 1, "offload")] += self.links[start - 1].saved_bytes
-            row[self._one(start - 1, "swap")] += prices.lent_bytes(start - 1)
-        self.rows.append((row, -np.inf, self.budget + slack))
-        if start - 2 in self.stays:  # the first of both links before it is offloaded, the second away
-            deep, lent = row.copy(), prices.lent_bytes(start - 2)
-            deep[self.aways[start - 1]] += lent
-            deep[self._one(start - 2, "offload")] += lent
-            self.rows.append((deep, -np.inf, self.budget + slack + lent))
+def _unbeaten(pairs: list[tuple[float, int]]) -> list[tuple[float, int]]:
+    """Return the pairs for which no other one is as little in both numbers."""
+    kept: list[tuple[float, int]] = []
+    for pair in sorted(pairs):
+        if not kept or pair[1] < kept[-1][1]:
+            kept.append(pair)
+    return kept
 
 
 def _plain_s(chain: ChainCosts) -> float:
@@ -207,15 +148,16 @@ def test_no_division_of_a_short_chain_is_better(seed: int, length: int, part: fl
         assert got.extra_s <= min(tighter, default=got.extra_s) + 1e-9
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("length", [6, 9, 12])
-def test_an_integer_program_finds_nothing_better(length: int) -> None:
+def test_a_search_that_rounds_nothing_finds_nothing_better(length: int) -> None:
     random = Random(length)
     compared = 0
     for _ in range(4):
         chain = _chain(random, length, cpu=random.random() < 0.5)
         prices = PolicyCosts(chain)
         budget = int(_spread(prices) * random.choice([0.3, 0.45, 0.6, 0.8]))
-        oracle = _IntegerProgram(prices, budget).least_s()
+        oracle = _least_s(prices, budget)
         chosen = choose_policies(chain, budget, buckets=_FINE)
         if oracle is None:
             assert chosen is None

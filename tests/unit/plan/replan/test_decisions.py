@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from onebox.errors import UsageError
@@ -179,6 +179,7 @@ def test_a_decision_says_what_was_seen_what_is_done_and_what_is_expected() -> No
 
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**32), schedule=st.sampled_from(["1f1b", "gpipe", "zb-h1", ASYNC]), tight=st.booleans())
+@example(seed=197, schedule="gpipe", tight=True)  # an order of the first plan's own stages that saves 3 %
 def test_decisions_keep_micro_batches_the_order_of_segments_and_limits(seed: int, schedule: str, tight: bool) -> None:
     random = Random(seed)
     problem = random_problem(random, random.randrange(4, 9), random.randrange(2, 5), tight=tight)

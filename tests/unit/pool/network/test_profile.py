@@ -205,6 +205,7 @@ def test_a_device_without_memory_is_named(open_pool: OpenPool) -> None:
         open_pool(1, memory=1000).profile()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("worker", "fault"),
     [

@@ -16,6 +16,7 @@ from onebox.report.figures.step_figure import draw_measured, draw_simulation, me
 from tests.unit.report.steps import as_measured, foreseen, plan, problem
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("suffix", "begin"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF"), (".PNG", b"\x89PNG")]
 )

@@ -96,6 +96,7 @@ def test_what_is_broadcast_comes_to_all_others(way: str) -> None:
             assert each is None if root == number else torch.equal(each.reshape(-1), expected)
 
 
+@pytest.mark.sample(4)
 @every_way
 @pytest.mark.parametrize("other", ["root", "size", "kind", "type"])
 def test_ranks_that_mean_different_things_are_told_so(other: str, way: str) -> None:

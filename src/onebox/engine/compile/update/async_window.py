@@ -1,16 +1,15 @@
-"""Windows: steps that overlap, one routine for each worker and step. Pure.
+"""Windows: overlapping steps, as one routine for each worker and step. Pure.
 
-A window holds what a worker does from the first forward of a step to the first one of the next: its schedule's row, in
-which micro-batches of the step before have negative numbers, and the update with the gradients of that step. The first
-window, and each behind a drain, has nothing of a step before; a drain has nothing else.
+A window is a worker's work from the first forward of a step to the first one of the next: its row of the schedule, in
+which micro-batches of the previous step have negative numbers, and the update with the gradients of that step. The
+first window, and each one after a drain, has no part of a previous step; a drain has nothing else.
 
-Every micro-batch of a step is computed, forward and backward, with the weights that were there when the step before
-began (Narayanan et al. 2021, arXiv:2006.09503, PipeDream-2BW). Until the update of a window those are the newest ones
-for its own step, and the previous ones for what is left of the step before; the update makes them the previous ones. A
-window with nothing before it has them as the previous ones from the start.
+Every micro-batch of a step uses, forward and backward, the weights at the beginning of the previous step (Narayanan et
+al. 2021, arXiv:2006.09503, PipeDream-2BW). Until the update of a window these are the newest version for its own step,
+and the previous version for the rest of the previous step; the update turns the newest into the previous version. In a
+window without a predecessor they are the previous version from the start.
 
-Where steps are exact and overlap all the same, nothing but the update is left of a step for the next window, and comes
-there in parts.
+If exact steps overlap, only the update of a step remains for the next window, divided into parts.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ class WorkerWindows:
     """The routines of one worker.
 
     Args:
-        fill: The window of a step that has none before it.
-        steady: The window of any other step; it is given what ``fill`` is.
-        drain: What is left of a step that has none behind it.
+        fill: The window of a step without a predecessor.
+        steady: The window of any other step, which continues from ``fill``.
+        drain: The rest of a step without a successor.
     """
 
     fill: StepRoutine
@@ -43,7 +42,7 @@ class WorkerWindows:
 
 
 class WindowWeights:
-    """Which version of a parameter the actions of a window read.
+    """The version of each parameter that the actions of a window read.
 
     Args:
         numbers: Shared numbers.
@@ -55,7 +54,7 @@ class WindowWeights:
         self._updated = window == "fill"
 
     def update(self) -> None:
-        """Take note that the parameters have been updated."""
+        """Record that the parameters have been updated."""
         self._updated = True
 
     def number(self, name: str, action: Action) -> int:
@@ -70,12 +69,12 @@ class WindowWeights:
 
 
 class LateUpdate:
-    """The update of a window in which weights have versions: behind the last action of the step before, or at the end
-    where it waits for other workers.
+    """The update of a window with versions of weights: after the last action of the previous step, or at the end if it
+    waits for other workers.
 
     Args:
-        update: With the gradients of the step before; ``None`` where there is none.
-        weights: Told of it.
+        update: The update with the gradients of the previous step; ``None`` if there is none.
+        weights: Notified of the update.
         actions: The worker's row.
     """
 
@@ -85,20 +84,20 @@ class LateUpdate:
         self._left = sum(action.micro_batch < 0 for action in actions)
 
     def begin(self) -> None:
-        """Add it where nothing is left of the step before."""
+        """Add it if nothing is left of the previous step."""
         self._at_once()
 
     def before(self, action: Action) -> None:
-        """Add what comes before an action."""
+        """Add the instructions before an action."""
 
     def after(self, action: Action) -> None:
-        """Add it behind the last action of the step before."""
+        """Add it after the last action of the previous step."""
         if action.micro_batch < 0:
             self._left -= 1
             self._at_once()
 
     def finish(self) -> None:
-        """Add it if it has not been."""
+        """Add it if it has not been added."""
         if self._update is not None:
             self._update.finish()
             self._update = None
@@ -110,10 +109,10 @@ class LateUpdate:
 
 
 class DueUpdate:
-    """The update of a window that is to be computed with the new weights: each part of it before the first reader.
+    """The update of a window that uses the new weights: each part before its first reader.
 
     Args:
-        update: With the gradients of the step before; ``None`` where there is none.
+        update: The update with the gradients of the previous step; ``None`` if there is none.
         read: Returns the parameters that an action reads.
     """
 
@@ -122,15 +121,15 @@ class DueUpdate:
         self._read = read
 
     def before(self, action: Action) -> None:
-        """Add what an action needs of it."""
+        """Add the parts that an action needs."""
         if self._update is not None:
             self._update.before(self._read(action))
 
     def after(self, action: Action) -> None:
-        """Add what comes behind an action."""
+        """Add the instructions after an action."""
 
     def finish(self) -> None:
-        """Add what is left of it."""
+        """Add the remaining parts."""
         if self._update is not None:
             self._update.finish()
             self._update = None

@@ -1,8 +1,8 @@
 """Statistics: buffers that change with the data, shared exactly by the replicas of a stage. Pure.
 
 See :mod:`onebox.graph.transform.buffer_updates`: an affine update of K micro-batches is ``decay**K`` times the old
-buffer plus what each contributes, decayed by how many come after it. Each replica starts from zero, adds its own
-micro-batches in order with the decay of those in between, and the sum over the replicas is what all of them contribute.
+buffer plus the contribution of each, decayed by the number of later ones. Each replica starts from zero, adds its own
+micro-batches in order with the decay of those in between, and the sum over the replicas is the total contribution.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class BatchNormStatistics:
     """The changing buffers of a trainer.
 
     Args:
-        holdings: Who holds what.
+        holdings: The sharding spec.
         numbers: Shared numbers.
-        model: The programs for any size of a micro-batch, of one capture: a model that is captured anew, as in eval
-            mode, may change other buffers, or by other factors.
-        moved: The buffers for what replicas contribute, by name, as far as there are any; it takes those that are made.
+        model: Returns the programs for a micro-batch size, from one capture: another capture, as in eval mode, may
+            change other buffers, or by other factors.
+        moved: Buffers for the replicas' contributions, by name; new ones are added.
 
     Raises:
         CaptureError: A buffer of a replicated stage changes in a way that replicas cannot share.
@@ -52,7 +52,7 @@ class BatchNormStatistics:
         self._decays: dict[tuple[int, int, int], Program] = {}
 
     def decay(self, worker: int, stage: int, times: int) -> Program:
-        """Return the program that decays what a worker has of the buffers of a stage by so many micro-batches."""
+        """Return the program that decays a worker's buffers of a stage by a number of micro-batches."""
         key = (self.holdings.ranks.get(worker, 0), stage, times)
         if key not in self._decays:
             names = self.affine[stage]
@@ -118,18 +118,18 @@ class WorkerStatistics:
             self._waiting[stage].ready = not self._own[stage]
 
     def _spec(self, name: str) -> TensorSpec:
-        """Return what this worker holds of a buffer."""
+        """Return the spec of this worker's part of a buffer."""
         return self._shared.holdings.spec(self._worker, name, self._shared.specs[name])
 
     def _messages(self, names: Sequence[str]) -> Callable[[], list[tuple[int, ...]]]:
-        """Return what returns the buffers to be summed, those of one element type together."""
+        """Return a function that returns the buffers to sum, those of one element type together."""
         kinds: dict[str, list[int]] = {}
         for name in names:
             kinds.setdefault(self._spec(name).dtype, []).append(self.moved[name])
         return lambda: [tuple(numbers) for numbers in kinds.values()]
 
     def before(self, action: Action) -> None:
-        """Decay what earlier micro-batches contributed by those of other replicas before this one."""
+        """Decay earlier contributions by the micro-batches of other replicas before this one."""
         if action.kind == "F" and action.stage in self._affine:
             own = self._own[action.stage]
             place = own.index(action.micro_batch)
@@ -137,7 +137,7 @@ class WorkerStatistics:
                 self._decay(action.stage, action.micro_batch - own[place - 1] - 1)
 
     def after(self, action: Action) -> None:
-        """Behind the last micro-batch, decay by those of other replicas that come later, and begin to sum."""
+        """After the last micro-batch, decay by later ones of other replicas, and begin the sum."""
         if action.kind == "F" and action.stage in self._affine and action.micro_batch == self._own[action.stage][-1]:
             self._decay(action.stage, self._total - 1 - action.micro_batch)
             self._waiting[action.stage].ready = True
@@ -152,7 +152,7 @@ class WorkerStatistics:
         self._builder.call(program, numbers, numbers, InstructionLabel("statistics"), takes=range(len(numbers)))
 
     def finish(self) -> None:
-        """Put together what the replicas contributed, and repeat what depends on no data for the others' part."""
+        """Combine the replicas' contributions, and repeat data-independent updates for the micro-batches of others."""
         state = self._shared.numbers.state
         for names in self._affine.values():
             specs = [self._spec(name) for name in names]
@@ -172,9 +172,9 @@ class WorkerStatistics:
 
 
 def _updates_alone(forward: NamedProgram, names: Sequence[str]) -> tuple[Program, list[str], list[str]]:
-    """Return the part of forward that updates some buffers, the buffers that it reads, and those that it gives out."""
+    """Return the part of forward that updates some buffers, the buffers that it reads, and its outputs."""
     where = dict(zip(forward.outputs, forward.program.outputs, strict=True))
     part = own_outputs(extract(forward.program, [where[Port("update", name)] for name in names]))
     (piece,) = split(part, [])
-    changed = dict(zip(part.outputs, names, strict=True))  # a piece gives its outputs out in an order of its own
+    changed = dict(zip(part.outputs, names, strict=True))  # a piece has its own order of outputs
     return piece.program, [str(forward.inputs[slot].name) for slot in piece.inputs], [changed[s] for s in piece.outputs]

@@ -1,13 +1,14 @@
-"""Exchanges: what a worker sums with others in a step, in one order that all of them keep. Pure.
+"""Exchanges: the reductions of a worker in a step, in one order that all workers share. Pure.
 
-A group's sums must be begun in the same order by all of its members, while each is ready with its part at a time of its
-own. So each exchange waits in a queue of its group until those before it have begun.
+All members of a group must begin its reductions in the same order, but each has its contribution ready at another time.
+So each exchange waits in a queue of its group until the exchanges before it have begun.
 
-A sum in each host first (:mod:`onebox.engine.partition.hierarchical_reduction`) takes three: a sum over each part of
-the group, for the first member of the part; one over these; and a broadcast in each part. Who is first waits for the
-sum of its part before it begins the second one. Where workers need nothing of each other but sums, that happens when
-the next exchange begins, so that most second ones travel while gradients are still computed. Where they do, a worker
-that waits might be waited for: there the second and the third ones come when all actions are done.
+A hierarchical reduction (:mod:`onebox.engine.partition.hierarchical_reduction`) takes three collectives: a reduction
+within each part of the group to the part's first member; one over these leaders; and a broadcast within each part. A
+leader waits for its part's reduction before it begins the second collective. If workers exchange nothing but
+reductions, that happens when the next exchange begins, so that most second collectives overlap with the computation of
+gradients. Otherwise another worker may depend on the one that waits: there the second and third collectives follow
+after all actions.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ from onebox.wire.protocol.instructions import Broadcast, Reduce
 
 @dataclass
 class GroupReduction:
-    """A sum over a group.
+    """A reduction over a group.
 
     Args:
         members: The group.
-        prepare: Adds what is to be done before it, and returns the buffers: those of one element type for each message.
-        ready: Whether this worker's part is there.
-        root: The rank of the only member that gets the sum; -1 where all do.
-        parts: Who sums up first; empty where all do at once. It is for all members then, and has one message.
-        specs: What the buffers are.
+        prepare: Adds the instructions that precede it, and returns the buffers: for each message, those of one element
+            type.
+        ready: Whether this worker's contribution is complete.
+        root: Rank of the only member that receives the sum; -1 for all.
+        parts: Parts of a hierarchical reduction, which has one message and is for all members; empty for a flat one.
+        specs: Specs of the buffers.
     """
 
     members: Members
@@ -46,15 +48,15 @@ class GroupReduction:
 
 
 class ReductionQueue:
-    """The exchanges of one worker's routine.
+    """Exchanges of one worker's routine.
 
     Args:
         builder: The routine.
         worker: The worker.
-        groups: The number of each group.
-        shared: Groups that have a part in the exchanges of others: all of those begin in one order.
-        early: Whether workers need nothing of each other but sums.
-        before: Adds what has to come before any exchange.
+        groups: Number of each group.
+        shared: Groups that take part in exchanges of other groups: their exchanges share one order.
+        early: Whether workers exchange nothing but reductions.
+        before: Adds the instructions that precede any exchange.
     """
 
     def __init__(
@@ -86,14 +88,14 @@ class ReductionQueue:
         parts: DeviceGroups = (),
         specs: Sequence[TensorSpec] = (),
     ) -> GroupReduction:
-        """Put an exchange at the end of its group's queue.
+        """Append an exchange to its group's queue.
 
         Args:
             members: The group.
             prepare: See :class:`GroupReduction`.
-            owner: The only member that gets the sum; ``None`` where all do.
+            owner: The only member that receives the sum; ``None`` for all.
             parts: See :class:`GroupReduction`.
-            specs: Likewise.
+            specs: See :class:`GroupReduction`.
         """
         root = -1 if owner is None else members.index(owner)
         exchange = GroupReduction(members, prepare, root=root, parts=parts if len(parts) > 1 else (), specs=specs)
@@ -102,7 +104,7 @@ class ReductionQueue:
         return exchange
 
     def flush(self) -> None:
-        """Begin the exchanges whose turn it is."""
+        """Begin the exchanges that are due."""
         for queue in self._queues.values():
             while queue and queue[0].ready:
                 exchange = queue.popleft()
@@ -114,7 +116,7 @@ class ReductionQueue:
                         self._reduce(buffers, exchange.members, exchange.root)
 
     def finish(self) -> None:
-        """Begin all that is left."""
+        """Begin all remaining exchanges."""
         for queue in self._queues.values():
             for exchange in queue:
                 exchange.ready = True
@@ -125,7 +127,9 @@ class ReductionQueue:
             self._hand_on()
 
     def _begin(self, exchange: GroupReduction, buffers: tuple[int, ...]) -> None:
-        """Begin the first of three sums, and what is due behind it of exchanges before."""
+        """Begin the first collective of a hierarchical reduction, and those of earlier exchanges that are due after
+        it.
+        """
         own = self._part(exchange)
         if len(own) > 1:
             self._reduce(buffers, own, 0)
@@ -138,14 +142,14 @@ class ReductionQueue:
         self._second.append((exchange, buffers))
 
     def _over_parts(self) -> None:
-        """Begin the second one of the exchange that waits longest for it."""
+        """Begin the second collective of the exchange that has waited longest."""
         exchange, buffers = self._second.popleft()
         if self._part(exchange)[0] == self._worker:
             self._reduce(buffers, group_leaders(exchange.parts), -1)
         self._third.append((exchange, buffers))
 
     def _hand_on(self) -> None:
-        """Begin the third one of the exchange that waits longest for it."""
+        """Begin the third collective of the exchange that has waited longest."""
         exchange, buffers = self._third.popleft()
         own = self._part(exchange)
         if len(own) > 1:

@@ -1,7 +1,7 @@
 """Gradients: accumulated over micro-batches, summed over the holders of their parameters, clipped and applied. Pure.
 
-Who applies them is said by the holdings: all holders of a parameter, or its owner, who then hands it to the others (see
-:mod:`onebox.engine.partition.optimizer_sharding`).
+The sharding spec decides whether all holders of a parameter apply them, or its owner, which then distributes the result
+(see :mod:`onebox.engine.partition.optimizer_sharding`).
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from onebox.wire import Program, TensorSpec
 from onebox.wire.protocol.instructions import Ask, Free
 
 Half = Literal["whole", "early", "late"]
-"""Of a step's backward in a routine: all of it; what is done in the step's own window; or what is left for the next
-one, where the sums go on from what they were, under numbers of their own, and are exchanged and applied."""
+"""Part of a step's backward in a routine: all of it; the part in the step's own window; or the rest in the next window,
+where the sums continue under new numbers, and are exchanged and applied."""
 
 
 class Gradients:
     """The gradients of a trainer.
 
     Args:
-        holdings: Who holds what.
+        holdings: The sharding of the state.
         numbers: Shared numbers.
         trained: Names of the trained parameters, in the optimizer's order.
-        model: The programs for any size of a micro-batch.
-        max_norm: For clipping; 0 for none.
+        model: Returns the programs for a micro-batch size.
+        max_norm: Gradient clipping norm; 0 for none.
     """
 
     def __init__(
@@ -81,14 +81,14 @@ class Gradients:
         self._pieces: dict[tuple[int, tuple[int, ...]], tuple[Program, list[Piece]]] = {}
 
     def pieces(self, program: Program, ends: Sequence[int]) -> list[Piece]:
-        """Return a backward program in pieces, the same ones for all micro-batches."""
+        """Return a backward program split into pieces, the same for all micro-batches."""
         key = (id(program), tuple(ends))
         if key not in self._pieces:
-            self._pieces[key] = (program, split(program, ends))  # kept alive, so that its id stays its own
+            self._pieces[key] = (program, split(program, ends))  # kept alive, so that its id stays unique
         return self._pieces[key][1]
 
     def addition(self, specs: tuple[TensorSpec, ...]) -> Program:
-        """Return the program that adds up some gradients, one for all micro-batches."""
+        """Return the program that adds gradients, shared by all micro-batches."""
         if specs not in self._additions:
             self._additions[specs] = add_all(specs)
         return self._additions[specs]
@@ -108,10 +108,10 @@ class Gradients:
         Args:
             builder: The routine.
             worker: The worker.
-            actions: Its row; in a window only those of the step count.
+            actions: Its actions; in a window only those of the step are used.
             job: The job.
             exchanges: The worker's.
-            half: Which part of the step's backward is in the routine.
+            half: The part of the step's backward in the routine.
         """
         return WorkerGradients(self, builder, worker, actions, job, exchanges, half=half)
 
@@ -121,19 +121,19 @@ class Gradients:
         Args:
             builder: The routine.
             worker: The worker.
-            age: How many steps before the routine's own the one is whose gradients are applied.
+            age: Age of the gradients: how many steps before the routine's own.
         """
         stale = bool(age and self.numbers.previous)
         return WorkerUpdate(self, builder, worker, self.late if stale else self.sums, age=age, versions=stale)
 
     def buckets_of(self, worker: int) -> list[tuple[Members, GradientBucket]]:
-        """Return the buckets that a worker has a part in, with who exchanges each, in their order."""
+        """Return the buckets of a worker with the group of each, in order."""
         found = self.buckets.items()
         return [(members, bucket) for members, own in found if worker in members for bucket in own]
 
     @property
     def everybody(self) -> int | None:
-        """The group over which norms are summed; ``None`` where every worker has all gradients."""
+        """The group over which norms are summed; ``None`` if every worker has all gradients."""
         holdings = self.holdings
         alone = not holdings.owners or len(holdings.devices) == 1
         if alone and not holdings.parted(self.trained):
@@ -142,7 +142,7 @@ class Gradients:
 
 
 def _in_order_of_making(part: NamedProgram) -> list[Port]:
-    """Return the outputs of a program in the order in which they are made."""
+    """Return the outputs of a program in the order in which they are computed."""
     ports = dict(zip(part.program.outputs, part.outputs, strict=True))
     made = [slot for operator in part.program.operators for slot in operator.outs if slot in ports]
     return [ports[slot] for slot in made if slot is not None]
@@ -188,7 +188,7 @@ class WorkerGradients:
                 self._expect(members, bucket)
 
     def _made_early(self, job: BatchJob) -> set[str]:
-        """Return the parameters that have gradients from the window before."""
+        """Return the parameters with gradients from the previous window."""
         row = job.schedule.rows.get(self._worker, ())
         parts = (job.part(self._worker, action) for action in row if action.micro_batch >= 0)
         return {name for part in parts for name in _gradients_of(part)}
@@ -207,7 +207,7 @@ class WorkerGradients:
         self._missing.append((missing, exchange))
 
     def _bucket(self, bucket: Sequence[str]) -> list[tuple[int, ...]]:
-        """Return the buffers of a bucket, with zeros for what this worker has no part in."""
+        """Return the buffers of a bucket, with zeros for missing contributions of this worker."""
         silent = self._shared.holdings.silent
         empty = [name for name in bucket if name not in self._begun or self._worker in silent.get(name, ())]
         if empty:
@@ -218,7 +218,7 @@ class WorkerGradients:
 
     @property
     def own(self) -> frozenset[int]:
-        """The buffers of the gradients that nobody reads but the optimizer of this worker."""
+        """Buffers of gradients that only the optimizer of this worker reads."""
         if self._shared.max_norm:
             return frozenset()
         shared = {name for _, bucket in self._shared.buckets_of(self._worker) for name in bucket.names}
@@ -242,21 +242,22 @@ class WorkerGradients:
         made: Callable[[Sequence[Port]], None],
         hand_on: Callable[[], None],
     ) -> None:
-        """Call a backward program, in pieces where a bucket or what others wait for is complete before its end.
+        """Call a backward program, split where a bucket or an awaited value is complete before its end.
 
         Args:
-            part: What the worker runs.
+            part: The worker's part.
             inputs: The buffer of each input.
-            values: The buffer of each value that it gives out.
-            label: What it is.
-            takes: Positions of inputs that end with it.
-            group: The group of the ranks that split it; 0 where there is one.
-            position: The action's place in the worker's row.
+            values: The buffer of each output value.
+            label: Label of the instructions.
+            takes: Positions of inputs that are freed with it.
+            group: The group of the ranks that share it; 0 if there is one rank.
+            position: Index of the action in the worker's sequence.
             micro_batch: Its micro-batch.
-            age: How many steps before the routine's own its step is.
-            cost_s: What it costs a device that computes nothing.
-            made: Told of what is there, piece by piece.
-            hand_on: Adds what others wait for: called once, ahead of what only this worker waits for.
+            age: Age of its step: how many steps before the routine's own.
+            cost_s: Its cost on an emulated device.
+            made: Called with the completed values, piece by piece.
+            hand_on: Adds the values that other workers wait for: called once, before the values that only this worker
+                needs.
         """
         if not part.steps:
             hand_on()
@@ -296,7 +297,7 @@ class WorkerGradients:
         )
 
     def _ends(self, part: PhaseProgram, program: Program, position: int) -> list[int]:
-        """Return the operators of a program behind which a bucket is complete."""
+        """Return the operators of a program after which a bucket is complete."""
         last = {name for name, place in self._last.items() if place == position} & set(self._bucket_of)
         if not last:
             return []
@@ -310,7 +311,7 @@ class WorkerGradients:
         return sorted({end for end in ends.values() if 0 <= end < behind})
 
     def _accumulate(self, names: Sequence[str], position: int) -> None:
-        """Add gradients to those of earlier micro-batches, and begin the exchanges that are complete."""
+        """Add gradients to those of earlier micro-batches, and begin exchanges that are complete."""
         again = [name for name in names if name in self._begun]
         if again:
             old = [self._sums[name] for name in again]
@@ -328,9 +329,9 @@ class WorkerGradients:
     # ---- the end of a step
 
     def norm(self) -> None:
-        """Answer with the squared 2-norm of the gradients that this worker has made, and free them.
+        """Return the squared 2-norm of the gradients computed on this worker, and free them.
 
-        What all ranks of a replica have is counted by the first.
+        Gradients on all ranks of a replica are counted by the first rank.
         """
         shared, holdings = self._shared, self._shared.holdings
         made = [name for name in self._held if name in self._begun]
@@ -344,11 +345,11 @@ class WorkerGradients:
 
     @property
     def handed_on(self) -> dict[int, int]:
-        """The number that each sum of the step's own window has in the next one."""
+        """Number in the next window of each sum of the step's own window."""
         made = [name for name in self._held if name in self._begun]
         return {self._sums[name]: self._shared.late[name] for name in made}
 
 
 def _gradients_of(part: PhaseProgram) -> list[str]:
-    """Return the parameters whose gradients a part makes."""
+    """Return the parameters whose gradients a part computes."""
     return [str(port.name) for port in part.outputs if port.kind == "gradient"]

@@ -1,10 +1,9 @@
-"""Updates: the gradients of a step are clipped and applied, and owners hand out what they have stepped. Pure.
+"""Updates: the gradients of a step are clipped and applied, and owners distribute updated parameters. Pure.
 
-An update comes at once, behind the gradients of its step; or, where steps overlap, in the window of the next one. If
-that is to be computed with the new weights, the update is divided by buckets, and each part comes just before the first
-action that reads one of its parameters: what the other parts wait for, sums and what owners hand out, then hides under
-the actions before those. The parameters of a group are handed out in one order on all of its members, ahead of
-everything else that they exchange in the window.
+An update directly follows the gradients of its step; or, where steps overlap, it is in the window of the next one. If
+that step uses the new weights, the update is divided by buckets, and each part comes just before the first action that
+reads one of its parameters: the communication of later parts then overlaps with earlier actions. The parameters of a
+group are distributed in one order on all of its members, before all other exchanges of the window.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ class WorkerUpdate:
         builder: The routine.
         worker: The worker.
         sums: The buffers of the gradients, by name.
-        age: How many steps before the routine's own the one is whose gradients they are.
-        versions: Whether what the parameters are before it is kept.
+        age: Age of the gradients: how many steps before the routine's own.
+        versions: Whether the previous parameters are kept.
     """
 
     def __init__(
@@ -60,14 +59,14 @@ class WorkerUpdate:
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for other workers."""
+        """True if it waits for other workers."""
         shared = self._shared
         return bool(shared.buckets_of(self._worker)) or (shared.everybody is not None and bool(shared.max_norm))
 
     # ---- at once
 
     def finish(self) -> None:
-        """Add all of it that has not been added yet."""
+        """Add all parts that have not been added yet."""
         if len(self._left) == len(self._parts):
             self._at_once()
         else:
@@ -99,7 +98,7 @@ class WorkerUpdate:
             self._hand_out(members, bucket)
 
     def _turn(self) -> None:
-        """Let what others step be what was before, and what was before that make room for what they hand out."""
+        """Make the current parameters of other owners the previous version, freeing its buffers for the new ones."""
         numbers, handed = self._shared.numbers, self._shared.holdings.handed_out(self._worker, self._shared.trained)
         read = [numbers.ahead.get(name, numbers.state[name]) for name in handed]
         before = [numbers.previous[name] for name in handed]
@@ -107,7 +106,7 @@ class WorkerUpdate:
             self._builder.add(Rename((*read, *before), (*before, *read)), InstructionLabel("turn versions"))
 
     def _sum_norms(self, group: int) -> None:
-        """Sum the squared norms of all gradients over all workers, each gradient by the one that answers for it."""
+        """Sum the squared norms of all gradients over all workers, each gradient counted by one worker."""
         shared = self._shared
         owned = shared.holdings.owned_by(self._worker, shared.trained)
         program = square_norm([shared.holdings.spec(self._worker, name, shared.specs[name]) for name in owned])
@@ -115,7 +114,7 @@ class WorkerUpdate:
         self._builder.add(Reduce((shared.norm,), group), InstructionLabel("reduce", "transfer"))
 
     def _hand_out(self, members: Members, bucket: GradientBucket) -> None:
-        """Let the owner of a bucket hand what it has stepped to the others, and what it expects of the next step."""
+        """Distribute a bucket's updated parameters and their predictions from its owner."""
         if bucket.owner is None:
             return
         numbers = self._shared.numbers
@@ -127,17 +126,17 @@ class WorkerUpdate:
     # ---- in parts
 
     def before(self, names: Collection[str]) -> None:
-        """Add what is left of it that has to come before something reads some parameters."""
+        """Add the remaining parts that must precede a reader of some parameters."""
         if not self._left:
             return
-        if self._shared.max_norm:  # a norm is of all gradients
+        if self._shared.max_norm:  # the norm is over all gradients
             self.finish()
             return
         read = {place for place in self._left if not set(names).isdisjoint(self._parts[place][1].names)}
         self._apply(self._with_those_ahead(read))
 
     def _with_those_ahead(self, places: Iterable[int]) -> Sequence[int]:
-        """Return parts, with those of the same groups that are handed out ahead of them."""
+        """Return parts, with those of the same groups that are distributed before them."""
         last: dict[Members, int] = {}
         found = set(places)
         for place in found:

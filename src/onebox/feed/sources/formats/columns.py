@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from onebox.errors import DataError, UsageError
@@ -61,7 +61,7 @@ class Columns:
         self.inputs = [inputs] if isinstance(inputs, str) else list(inputs or ())
         self.targets = targets
         self.names = [*self.inputs, *([targets] if targets is not None else [])] or list(there)
-        self._decoder = decoder or ImageDecoder()
+        self._decoder = decoder
         self._beside = beside
         self._images = None if images is None else tuple(images)
         for name in (*self.names, *(images or ())):
@@ -97,6 +97,7 @@ class Columns:
         if value is None:
             raise DataError(f"{place} is empty; fill it, or take the row away.", path=path, sample=index)
         if isinstance(value, bytes) and (self._images is None or name in self._images):
+            self._decoder = self._decoder or ImageDecoder()  # tables without pictures do without Pillow
             return self._decoder.decode(value, where=place, path=path, sample=index)
         if isinstance(value, str | bytes | Tensor | Mapping):
             return value
@@ -115,7 +116,8 @@ def _guess(there: Sequence[str]) -> tuple[str | None, str | None]:
 
 
 def _to_tensor(value: Any) -> Any:
-    if isinstance(value, Image.Image):
+    pillow = sys.modules.get("PIL.Image")  # a picture of its would have imported it
+    if pillow is not None and isinstance(value, pillow.Image):
         pixels = np.array(value)
         return torch.from_numpy(pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1).copy())
     if isinstance(value, bool | int | float):

@@ -10,24 +10,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from onebox.errors import DataError, UsageError
+from onebox.errors import DataError
+from onebox.extras import import_extra
 from onebox.feed.sources.formats.files import open_regular, unreadable
 
 ARROW_ENDINGS = (".arrow", ".feather", ".ipc")
 ARROW_MAGIC = b"ARROW1"  # first bytes of an Arrow file, absent in an Arrow stream
 
 
-def require_pyarrow(what: str) -> Any:
-    """Import pyarrow.
-
-    Raises:
-        UsageError: It is not installed.
-    """
-    try:
-        import pyarrow
-    except ImportError as error:
-        raise UsageError(f"{what} needs pyarrow; install it: pip install 'onebox[data]'.") from error
-    return pyarrow
+READING = "Reading Parquet and Arrow files"
 
 
 class RowGroups:
@@ -42,12 +33,12 @@ class RowGroups:
         schema: Columns and types of the first file; all have the same.
 
     Raises:
-        UsageError: pyarrow is not installed.
+        MissingExtra: pyarrow is not installed.
         DataError: A file cannot be read, is damaged, has other columns, or all are empty.
     """
 
     def __init__(self, paths: Sequence[Path], *, max_bytes: int) -> None:
-        self._arrow = require_pyarrow("Reading Parquet and Arrow files")
+        self._arrow = import_extra("pyarrow", READING)
         self.paths = tuple(paths)
         self.schema: Any = None
         self._names: list[str] | None = None
@@ -145,7 +136,7 @@ class _Parquet:
     """A Parquet file; it is opened anew for each group, as a reader is not thread-safe."""
 
     def __init__(self, path: Path) -> None:
-        from pyarrow import parquet
+        parquet = import_extra("pyarrow.parquet", READING)
 
         self._path = path
         with parquet.ParquetFile(path) as file:
@@ -157,7 +148,7 @@ class _Parquet:
         return [(group.num_rows, group.total_byte_size) for group in found]
 
     def load(self, group: int, names: list[str] | None) -> Any:
-        from pyarrow import parquet
+        parquet = import_extra("pyarrow.parquet", READING)
 
         with parquet.ParquetFile(self._path, metadata=self._metadata) as file:
             return file.read_row_group(group, columns=names, use_threads=False)
@@ -167,7 +158,7 @@ class _Arrow:
     """An Arrow file or stream, mapped into memory."""
 
     def __init__(self, path: Path) -> None:
-        import pyarrow as pa
+        pa = import_extra("pyarrow", READING)
 
         self._path = path
         self._batches: list[Any] | None = None
@@ -193,7 +184,7 @@ class _Arrow:
 
     def _reader(self, columns: list[int] | None) -> Any:
         """Return a reader of a file, for one thread, of some columns or all."""
-        import pyarrow as pa
+        pa = import_extra("pyarrow", READING)
 
         options = pa.ipc.IpcReadOptions(use_threads=False, included_fields=columns)
         return pa.ipc.open_file(pa.memory_map(str(self._path)), options=options)

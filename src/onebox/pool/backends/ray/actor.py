@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from onebox.errors import OneboxError, WorkerDied
+from onebox.extras import import_extra
 from onebox.pool.backends.compatibility import own_versions
 from onebox.pool.errors import WorkerLocation
 from onebox.pool.launch.worker_process import WorkerProcess
@@ -96,7 +97,7 @@ class WorkerActor:
 
     def find(self) -> str:
         """Return a :class:`NodeReport` as JSON."""
-        import ray
+        ray = import_extra("ray", "a worker on a Ray cluster")
 
         node = ray.get_runtime_context().get_node_id()
         return _text(
@@ -105,7 +106,7 @@ class WorkerActor:
 
     def launch(self, order_json: str) -> str:
         """Start a worker by an :class:`LaunchRequest`, in place of an earlier one; return :class:`Launched`."""
-        import ray
+        ray = import_extra("ray", "a worker on a Ray cluster")
 
         order = msgspec.json.decode(order_json, type=LaunchRequest)
         self.end(self._launch)

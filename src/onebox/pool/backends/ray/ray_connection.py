@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from onebox.errors import PoolError, UsageError
+from onebox.extras import import_extra
 from onebox.pool.backends.ray.ray_spec import GPU_MEMORY, RayNode
 from onebox.sizes import parse_size
 
@@ -39,14 +40,10 @@ def import_ray() -> Any:
     """Return the package ``ray``.
 
     Raises:
-        UsageError: It is not installed.
+        MissingExtra: It is not installed.
     """
-    try:
-        import ray
-        import ray.util.scheduling_strategies
-    except ImportError as error:
-        raise UsageError(f"a pool on a Ray cluster needs Ray ({error}): pip install 'onebox[cluster]'") from None
-    return ray
+    import_extra("ray.util.scheduling_strategies", "a pool on a Ray cluster")
+    return import_extra("ray", "a pool on a Ray cluster")
 
 
 def connect(address: tuple[str, int] | None) -> Any:
@@ -60,7 +57,8 @@ def connect(address: tuple[str, int] | None) -> Any:
         The package ``ray``.
 
     Raises:
-        UsageError: Ray is not installed, or this process is connected to another cluster.
+        MissingExtra: Ray is not installed.
+        UsageError: This process is connected to another cluster.
         PoolError: The cluster cannot be reached.
     """
     global _pools, _mine  # noqa: PLW0603 (Ray's connection is process-wide, too)

@@ -1,4 +1,4 @@
-"""Blocks of one large span of memory: taken, given back, used again; pure but for the pages it lets go of."""
+"""Blocks of one large span of memory: allocated, freed and reused; pure except for discarding pages."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Callable
 
 ALIGN = 64
 _STEPS = 4
-"""Sizes of blocks between one power of two and the next; what a block is larger than asked for is not written to, and
-takes address space only."""
+"""Block sizes between one power of two and the next; the unused end of a block is never written, and takes address
+space only."""
 
 _SLACK_BYTES = 32 << 20
 _WINDOW = 1024
 
 
 class MemoryBlock:
-    """A block that was taken.
+    """An allocated block.
 
     Args:
-        offset: Where it begins in the span.
-        size: Its bytes, at least what was asked for.
+        offset: Its beginning in the span.
+        size: Its bytes, at least the requested number.
     """
 
     __slots__ = ("backed", "offset", "readers", "size")
@@ -32,15 +32,15 @@ class MemoryBlock:
 
 
 class Arena:
-    """Hands out blocks.
+    """Allocator of blocks.
 
-    A block that comes back is kept for the next taker of its size, the latest first, because its pages are in place
-    and in the cache. Pages of free blocks go back to the system when more are held than twice what was in use lately.
+    A freed block is reused for the next request of its size, the latest first, because its pages are mapped and cached.
+    Pages of free blocks are returned to the system when they exceed twice the recent peak use.
 
     Args:
-        start: First byte of the span; blocks begin at multiples of ``align`` behind it.
-        end: Where it ends.
-        discard: Called with the offset and size of a range whose pages are not needed.
+        start: First byte of the span; blocks begin at multiples of ``align`` after it.
+        end: End of the span.
+        discard: Called with the offset and size of a range of unneeded pages.
         align: A multiple of 64.
         keep: Whether all pages are kept until :meth:`empty`.
     """
@@ -56,11 +56,11 @@ class Arena:
         self._discard = discard
         self._keep = keep
         self._free: dict[int, list[MemoryBlock]] = defaultdict(list)
-        self._peaks = [0, 0]  # most bytes in use, in this window of operations and in the one before
+        self._peaks = [0, 0]  # peak bytes in use, in this window of operations and in the previous one
         self._count = 0
 
     def take(self, size: int) -> MemoryBlock:
-        """Return a block of at least so many bytes.
+        """Allocate a block of at least the given number of bytes.
 
         Raises:
             MemoryError: The span is full.
@@ -83,7 +83,7 @@ class Arena:
         return block
 
     def give(self, block: MemoryBlock) -> None:
-        """Take a block back."""
+        """Free a block."""
         self.used_bytes -= block.size
         self._count += 1
         if self._count == _WINDOW:
@@ -99,7 +99,7 @@ class Arena:
             free.append(block)
 
     def empty(self) -> None:
-        """Let go of the pages of all free blocks."""
+        """Discard the pages of all free blocks."""
         for block in [block for blocks in self._free.values() for block in blocks if block.backed]:
             self._discard(block.offset, block.size)
             self.backed_bytes -= block.size
@@ -107,7 +107,7 @@ class Arena:
 
 
 def rounded(size: int, align: int = ALIGN) -> int:
-    """Return the size of the blocks that so many bytes go into: a multiple of ``align``, and never nothing."""
+    """Return the block size for a number of bytes: a positive multiple of ``align``."""
     if size > ALIGN * _STEPS:
         step = 1 << ((size - 1).bit_length() - _STEPS.bit_length())
         size = -(-size // step) * step

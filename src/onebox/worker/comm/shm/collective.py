@@ -1,4 +1,4 @@
-"""One sum or gather over the ranks of a group on one host, and what letters for such, and for broadcasts, are for."""
+"""One reduction or gather over the ranks of a group on one host, and the purpose codes of messages for collectives."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ _PURPOSES = get_args(Purpose)
 
 
 def code_of(purpose: Purpose, meant: int) -> int:
-    """Return what a letter is for that is for no gather; that of a gather is the dimension.
+    """Return the purpose code of a message for a collective other than a gather; that of a gather is its dimension.
 
     Args:
-        purpose: What kind of thing.
-        meant: A number of 32 bits for what the rank means; the others' letters must say the same.
+        purpose: The kind of collective.
+        meant: A 32-bit fingerprint of the rank's call, which must equal that of the other ranks.
     """
     return -1 - (_PURPOSES.index(purpose) << 32 | meant)
 
 
 def flat_spec(specs: Sequence[TensorSpec]) -> TensorSpec:
-    """Return what tensors of one type are end to end."""
+    """Return the spec of tensors of one type, concatenated."""
     return TensorSpec(specs[0].dtype, (sum(math.prod(spec.shape) for spec in specs),))
 
 
 def is_gather(code: int) -> bool:
-    """Tell whether a letter is for a gather."""
+    """Return whether a message belongs to a gather."""
     return code >= 0
 
 
 class ShmCollective:
-    """What the ranks let each other have for one sum or gather.
+    """One reduction or gather.
 
     Args:
-        order: Its number among the group's.
+        order: Its number in the group.
         rank: This rank.
-        own: What this rank lets the others have.
-        block: Where its elements are; ``None`` where it has none.
-        inboxes: From each rank.
-        expected: What the other ranks let this one have.
+        own: This rank's message.
+        block: Its elements; ``None`` if it has none.
+        inboxes: The receiver for each rank.
+        expected: The awaited messages of the other ranks.
         drop: Called with the block when this rank has read it.
     """
 
@@ -72,7 +72,7 @@ class ShmCollective:
         self._drop = drop
 
     def letters(self, wait: Callable[[PendingReceive], ShmMessage]) -> list[ShmMessage]:
-        """Return what all ranks have, in their order."""
+        """Return the messages of all ranks, in order."""
         size = len(self._expected) + 1
         return [self._own if rank == self._rank else wait(self._expected[rank]) for rank in range(size)]
 
@@ -80,7 +80,7 @@ class ShmCollective:
         """Return the sum, added up in the order of the ranks.
 
         Raises:
-            WireError: Another rank had something else.
+            WireError: Another rank's call differs.
         """
         self._agree(letters, [letter.spec for letter in letters])
         if self._block is None:
@@ -92,15 +92,15 @@ class ShmCollective:
         return total
 
     def join(self, letters: Sequence[ShmMessage], dim: int, spec: TensorSpec) -> Tensor:
-        """Return the parts of all ranks together.
+        """Return the concatenation of all ranks' parts.
 
         Args:
-            letters: Of all ranks.
-            dim: The dimension along which they are put together.
-            spec: What is to come of it.
+            letters: Messages of all ranks.
+            dim: The dimension of concatenation.
+            spec: Expected spec of the result.
 
         Raises:
-            WireError: Another rank had something else, or something else comes of it.
+            WireError: Another rank's call differs, or the result has another spec.
         """
         self._agree(letters, [_without(letter.spec, dim) for letter in letters])
         own = self._own.spec
@@ -114,7 +114,7 @@ class ShmCollective:
         return torch.cat([part.view(letter.spec.shape) for part, letter in zip(parts, letters, strict=True)], dim)
 
     def give_back(self) -> None:
-        """Let go of everybody's memory. Idempotent."""
+        """Return all ranks' memory. Idempotent."""
         for expected in self._expected.values():
             expected.give_back()
         block, self._block = self._block, None
@@ -140,14 +140,14 @@ def _without(spec: TensorSpec, dim: int) -> TensorSpec:
 
 
 def disagreement(order: int, rank: int, own: ShmMessage, peer: int, letter: ShmMessage) -> WireError:
-    """Return the error that says that a rank came for something else than this one.
+    """Return the error for ranks that call different collectives.
 
     Args:
-        order: The number of the collective among the group's.
+        order: The number of the collective in the group.
         rank: This rank.
-        own: What it came for.
+        own: This rank's message.
         peer: The other rank.
-        letter: What that one came for.
+        letter: The message of the other rank.
     """
     other = _name(letter) if _name(letter) != _name(own) else "one of tensors of other sizes, or another rank"
     return WireError(

@@ -1,8 +1,8 @@
-"""Processes of one host hand descriptors to each other, though none may look into another.
+"""Exchange of file descriptors between processes of one host that cannot inspect each other.
 
-Each has a socket with a name that the kernel chose, and sends its descriptor to the others' (``SCM_RIGHTS``, see
-``unix(7)``): a process that has confined itself could not open ``/proc/PID/fd``. Anybody on this host can see such a
-name and send to it, so whoever receives looks at which file it was that came.
+Each process has a socket with a name chosen by the kernel, and sends its descriptor to the others' sockets
+(``SCM_RIGHTS``, see ``unix(7)``): a confined process cannot open ``/proc/PID/fd``. Any process on this host can see
+such a name and send to it, so the receiver checks the identity of each received file.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 _SLICE_MS = 20
-"""How long one look for what has come takes at most; somebody's queue may have room again by then."""
+"""Longest single poll; a peer's queue may have room again afterwards."""
 
 _MANY = 16
 
 
 class DescriptorExchange:
-    """A socket for descriptors; close it when everybody has what they need."""
+    """A socket for descriptors, to be closed when all exchanges are done."""
 
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
-        self._socket.bind("")  # the kernel chooses a name, and no file is made
+        self._socket.bind("")  # the kernel chooses a name, and creates no file
         name = self._socket.getsockname()
         self.name: str = bytes(name[1:]).hex() if isinstance(name, bytes) else name[1:].encode().hex()
 
@@ -35,16 +35,16 @@ class DescriptorExchange:
         """Send a descriptor to all peers and receive one from each.
 
         Args:
-            own: The descriptor; it stays open.
+            own: The descriptor to send; it stays open.
             peers: Names of the peers' sockets.
-            wanted: Inode of the file that is to come from each peer.
-            waiting: Called with a peer that is waited for, again and again: whether it may still come.
+            wanted: Inode of the expected file of each peer.
+            waiting: Called repeatedly with an awaited peer; returns whether it may still send.
 
         Returns:
-            The descriptors that came, by their peers, which the caller closes. That of a peer which has gone without
-            sending it, cannot be reached, or took too long is not among them.
+            The received descriptors by peer, which the caller must close; without those of peers that have ended before
+                sending, are unreachable, or took too long.
         """
-        device = os.fstat(own).st_dev  # a file of that inode elsewhere is another
+        device = os.fstat(own).st_dev  # the same inode on another device is another file
         unsent = dict(peers)
         missing = {(device, inode): peer for peer, inode in wanted.items()}
         came: dict[int, int] = {}
@@ -62,7 +62,7 @@ class DescriptorExchange:
                     else:
                         came[sender] = descriptor
                 for peer in {*unsent, *missing.values()}:
-                    if peer in gone or not waiting(peer):  # one that has all it needs goes, but has sent its own before
+                    if peer in gone or not waiting(peer):  # a peer that is done may leave, but has sent its own before
                         unsent.pop(peer, None)
                         missing = {file: other for file, other in missing.items() if other != peer}
         except BaseException:
@@ -76,7 +76,7 @@ class DescriptorExchange:
         self._socket.close()
 
     def _send(self, name: str, descriptor: int) -> bool:
-        """Send a descriptor; tell whether it has gone."""
+        """Send a descriptor; return whether it was sent."""
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
         with suppress(BlockingIOError, ConnectionRefusedError):
             self._socket.sendmsg([b"\0"], rights, 0, _address(name))
@@ -84,7 +84,7 @@ class DescriptorExchange:
         return False
 
     def _receive(self) -> list[int]:
-        """Return the descriptors that have come, after a short wait."""
+        """Return the received descriptors, after a short wait."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         poll.poll(_SLICE_MS)
@@ -104,7 +104,7 @@ def _address(name: str) -> bytes:
 
 
 def _is_there(name: str) -> bool:
-    """Tell whether somebody still has the socket of a name."""
+    """Return whether a socket of a name exists."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as asking:
         try:
             asking.connect(_address(name))

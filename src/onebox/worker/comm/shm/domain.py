@@ -1,4 +1,6 @@
-"""Where a process is: which others it may share memory with, and look after, is found out and not assumed."""
+"""Shared-memory domain of a process: the processes with which it may share memory, and which it can watch, as
+detected.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,15 @@ from pathlib import Path
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _SPACES = ("user", "pid", "net")
-"""Namespaces: of users; of processes, whose numbers say nothing outside; of networks, with the names of sockets."""
+"""Namespaces: of users; of processes, whose numbers are valid inside only; of networks, with the names of sockets."""
 
 
 @functools.cache
 def shm_domain() -> str:
-    """Return a word that processes have in common which run under one kernel, as one user, in the same namespaces.
+    """Return an identifier shared by processes under one kernel, of one user, in the same namespaces.
 
-    What hosts are called says nothing: containers have names of their own, and one machine may go by several. Where
-    the system does not tell, the word is this process's alone.
+    Host names do not identify it: containers have their own names, and one machine may have several. If the system does
+    not provide the information, the identifier is unique to this process.
     """
     try:
         places = [os.readlink(f"/proc/self/ns/{space}") for space in _SPACES]

@@ -1,8 +1,8 @@
-"""How elements get from an accelerator into memory that processes share, and from there to an accelerator.
+"""Asynchronous copies between an accelerator and memory shared by processes.
 
-An accelerator copies while its worker goes on, on streams of its own, where the memory's pages stay in their places:
-blocks are registered with its driver, each once, when it is used first. Blocks of such a group begin and end at pages,
-and their pages are not given back before the group is left.
+An accelerator copies asynchronously, on separate streams, if the memory is page-locked: each block is registered with
+its driver at first use. Blocks of such a group begin and end at page boundaries, and their pages are kept until the
+group is left.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ PAGE_BYTES = mmap.PAGESIZE
 
 
 class ShmCopy(Protocol):
-    """A copy that has begun."""
+    """A copy in progress."""
 
     def wait(self) -> None:
-        """Wait until it is made.
+        """Wait until it is complete.
 
         Raises:
             RuntimeError: It failed.
         """
 
     def over(self) -> bool:
-        """Tell whether it is made.
+        """Return whether it is complete.
 
         Raises:
             RuntimeError: It failed.
@@ -43,30 +43,30 @@ class ShmCopier(Protocol):
     """Copies between a device and shared memory."""
 
     def out(self, tensor: Tensor, memory: SharedMemory, offset: int, start: int, size_bytes: int) -> ShmCopy:
-        """Begin to copy a tensor, as it is now, to a block.
+        """Begin to copy a tensor, with its present contents, to a block.
 
         Args:
             tensor: The tensor.
-            memory: Where the block is.
-            offset: Where it begins.
-            start: The byte of it where the tensor begins.
+            memory: Memory of the block.
+            offset: Offset of the block.
+            start: Offset of the tensor in the block.
             size_bytes: Bytes of the block.
         """
 
     def into(self, memory: SharedMemory, offset: int, spec: TensorSpec) -> tuple[Tensor, ShmCopy]:
-        """Begin to copy a tensor of the device from a block; what the device does with it comes behind that."""
+        """Begin to copy a tensor of the device from a block; later work of the device is ordered after the copy."""
 
     def release(self) -> None:
-        """Wait for all copies, and let go of all memory."""
+        """Wait for all copies, and release all memory."""
 
 
 def shm_copier_for(device: torch.device) -> ShmCopier | None:
-    """Return what copies for a device; ``None`` for one whose tensors are in the host's memory, or nowhere."""
+    """Return the copier for a device; ``None`` for one whose tensors are in host memory, or have no elements."""
     return CudaShmCopier(device) if device.type == "cuda" else None
 
 
 class CudaShmCopier:
-    """Copies between a GPU and shared memory, by a stream in each direction.
+    """Copies between a GPU and shared memory, with one stream for each direction.
 
     Args:
         device: The GPU.
@@ -76,14 +76,14 @@ class CudaShmCopier:
         self._device = device
         self._out = torch.cuda.Stream(device)
         self._into = torch.cuda.Stream(device)
-        self._registered: dict[int, SharedMemory] = {}  # blocks by their addresses
+        self._registered: dict[int, SharedMemory] = {}  # blocks by address
         self._refused = False
 
     def out(self, tensor: Tensor, memory: SharedMemory, offset: int, start: int, size_bytes: int) -> ShmCopy:
-        """Begin to copy a tensor, behind what the device has been given to do so far."""
+        """Begin to copy a tensor, ordered after the device's earlier work."""
         dense = tensor.contiguous()
         if dense.data_ptr() == tensor.data_ptr():
-            dense = tensor.clone()  # it may be written to meanwhile; this takes a fraction of the way to the host
+            dense = tensor.clone()  # it may be overwritten meanwhile; cloning is much faster than copying to the host
         host = self._block(memory, offset, size_bytes)[start : start + dense.nbytes]
         self._out.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._out):
@@ -93,7 +93,7 @@ class CudaShmCopier:
         return copied
 
     def into(self, memory: SharedMemory, offset: int, spec: TensorSpec) -> tuple[Tensor, ShmCopy]:
-        """Begin to copy from a block, whatever the device is busy with."""
+        """Begin to copy from a block, independent of the device's other work."""
         host = self._block(memory, offset, spec.size_bytes)
         current = torch.cuda.current_stream(self._device)
         with torch.cuda.stream(self._into):
@@ -113,28 +113,28 @@ class CudaShmCopier:
         self._registered.clear()
 
     def _block(self, memory: SharedMemory, offset: int, size_bytes: int) -> Tensor:
-        """Return a block's bytes, whose pages stay where they are."""
+        """Return the bytes of a block, page-locked."""
         address = memory.address + offset
         if size_bytes and address not in self._registered and not self._refused:
             size = rounded(size_bytes, PAGE_BYTES)
             if int(torch.cuda.cudart().cudaHostRegister(address, size, 0)):
-                self._refused = True  # copies are made all the same, while the worker waits
+                self._refused = True  # copies still work, but synchronously
                 self._forget_error()
             else:
                 self._registered[address] = memory
         return memory.bytes[offset : offset + size_bytes]
 
     def _forget_error(self) -> None:
-        """Let nobody else be told of what the driver has refused: the next launch of a kernel would be."""
+        """Clear the driver's error, which the next kernel launch would report."""
         with suppress(RuntimeError):
             torch.zeros(1, device=self._device)
 
 
 class _Copied:
-    """All that a stream has been given to do so far."""
+    """All earlier work of a stream."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.event = torch.cuda.Event(blocking=True)  # a thread that waits for it leaves its core to others
+        self.event = torch.cuda.Event(blocking=True)  # a thread that waits for it yields its core
         self.event.record(stream)
 
     def wait(self) -> None:

@@ -1,4 +1,6 @@
-"""Letters whose elements an accelerator copies: posted when they are there, read before they are given back."""
+"""Shared-memory messages copied by an accelerator: posted when the copy is complete, returned after they have been
+read.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from onebox.worker.comm.shm.segment import RankLost, SharedMemory
 from onebox.worker.comm.shm.sender import BlockRegion, ShmSender
 
 _CLOSE_S = 30.0
-"""How long a worker that leaves waits for what it has begun to send: for the accelerator to come to it."""
+"""Longest wait of a leaving worker for its sends to be completed by the accelerator."""
 
 
 class _Waiting(NamedTuple):
@@ -26,18 +28,17 @@ class _Waiting(NamedTuple):
     peer: int
     channel: int
     block: MemoryBlock
-    spec: TensorSpec | None  # none where more parts of it come
+    spec: TensorSpec | None  # none if more parts follow
 
 
 class GpuShmSender:
-    """Sends and receives for a device that copies while its worker goes on.
+    """Sends and receives for a device that copies asynchronously.
 
-    A thread waits for copies and posts them, in the order in which they were begun, so that the worker may wait for
-    others meanwhile, who wait for them.
+    A thread waits for copies and posts them in order, so that the worker can wait for other ranks that depend on them.
 
     Args:
-        outbox: The letters that this rank writes.
-        carrier: Copies.
+        outbox: The sender of this rank.
+        carrier: The copier.
     """
 
     def __init__(self, outbox: ShmSender, carrier: ShmCopier) -> None:
@@ -50,10 +51,10 @@ class GpuShmSender:
         self._thread.start()
 
     def send(self, tensor: Tensor, peer: int, channel: int, place: BlockRegion) -> BlockRegion:
-        """Begin to send a tensor, or a part of one; return its place, with the block that it comes to be in.
+        """Begin to send a tensor, or a part of one; return its location, with its block.
 
         Raises:
-            PeerLost: One before could not be copied; the group has been left.
+            PeerLost: An earlier copy failed; the group has been left.
         """
         self.settle()
         if self._failure:
@@ -64,18 +65,20 @@ class GpuShmSender:
         return place._replace(block=block)
 
     def receive(self, expected: PendingReceive, letter: ShmMessage, memory: SharedMemory) -> Tensor:
-        """Return a tensor of the device with the elements of a letter, which is given back when they are there."""
+        """Return a tensor of the device with the elements of a message, which is returned when they have been
+        copied.
+        """
         made, done = self._carrier.into(memory, letter.offset, letter.spec)
         self._reading.append((done, expected))
         return made
 
     def settle(self) -> None:
-        """Give back what has been read."""
+        """Return the messages that have been read."""
         while self._reading and self._reading[0][0].over():
             self._reading.popleft()[1].give_back()
 
     def close(self) -> None:
-        """Post what was sent, wait for what is being read, and let go of all memory. Idempotent."""
+        """Post pending sends, wait for reads, and release all memory. Idempotent."""
         self._queue.put(None)
         self._thread.join(_CLOSE_S)
         self._carrier.release()
@@ -86,7 +89,7 @@ class GpuShmSender:
         while (waiting := self._queue.get()) is not None:
             try:
                 waiting.done.wait()
-            except Exception as error:  # everybody hears of it: peers because the group is left, this worker next time
+            except Exception as error:  # reported everywhere: peers see the group left, this worker the next call
                 self._failure = str(error) or type(error).__name__
                 self._outbox.leave()
                 return

@@ -1,17 +1,16 @@
-"""Groups of the workers of one host, through shared memory: no sockets, and one wait at the end.
+"""Groups of workers on one host, over shared memory: no sockets, and one wait at the end.
 
-A rank lets the others have its tensors by copying them into memory that they map (see
-:mod:`onebox.worker.comm.shm.layout`). Large ones stay there while they are used, and are not copied again
-(``benchmarks/transfers.py``); an accelerator copies to and from there by itself (see
-:mod:`onebox.worker.comm.shm.gpu_sender`).
+A rank sends tensors by copying them into memory that the others map (see :mod:`onebox.worker.comm.shm.layout`). Large
+ones are used in place without another copy (``benchmarks/transfers.py``); an accelerator copies to and from there
+asynchronously (see :mod:`onebox.worker.comm.shm.gpu_sender`).
 
-For a sum each rank adds up all parts itself, in the order of the ranks, so that every rank gets the same bits: for n
-ranks a bucket of S bytes costs each rank one copy and one sum of n parts; Gloo over loopback copies it through the
-kernel twice in each direction (``benchmarks/scaling.py``). For a sum for one rank only that one adds up, in the same
-order; of a broadcast all readers read one block.
+In an all-reduce each rank adds all parts itself, in the order of the ranks, so that results are bitwise equal on all
+ranks: for n ranks a bucket of S bytes costs each rank one copy and one sum of n parts; Gloo over loopback copies it
+through the kernel twice in each direction (``benchmarks/scaling.py``). In a reduction to one rank only that rank adds,
+in the same order; in a broadcast all readers share one block.
 
-Devices that do not compute have tensors without elements (torch's ``meta`` device): they send what the tensors are, and
-get tensors without elements, at the same times.
+Emulated devices have tensors without elements (torch's ``meta`` device): they send the specs of tensors, and receive
+tensors without elements, with the same timing.
 """
 
 from __future__ import annotations
@@ -42,19 +41,19 @@ from onebox.worker.comm.shm.sender import BlockRegion, ShmSender, region_of
 from onebox.worker.programs.interpreter import WorkerProgress
 
 _COLLECTIVES = -1 << 62
-"""The channel of sums, gathers and broadcasts."""
+"""Channel of reductions, gathers and broadcasts."""
 
 
 class ShmGroup:
-    """A group of this worker and others of its host, or the part of a group that is there.
+    """A group of workers on this host, or the part of a group on this host.
 
     Args:
-        form: This worker's place in it.
-        met: The memories of the ranks that are there. Only with those of all ranks there are sums and gathers.
-        device: Where tensors live; ``meta`` for a worker that does not compute.
+        form: The group, with this worker's rank.
+        met: Memories of the ranks on this host. Reductions and gathers require those of all ranks.
+        device: Device of its tensors; ``meta`` for an emulated device.
         progress: Marked during waits.
-        wires: What is under way on this worker's emulated links.
-        carrier: Copies for a device whose tensors are not in the host's memory.
+        wires: State of this worker's emulated links.
+        carrier: Copier for a device whose tensors are not in host memory.
     """
 
     def __init__(
@@ -77,12 +76,10 @@ class ShmGroup:
         self._watches = met.watches
         self._apart = met.apart
         self._order = 0
-        self._timed = 0  # collectives whose end on the ring is known
+        self._timed = 0  # collectives with a known end on the ring
         self._running: WeakValueDictionary[int, ShmCollective] = WeakValueDictionary()
         self._interrupted = False
-        self._begun: dict[
-            tuple[int, int], BlockRegion
-        ] = {}  # the last part of what is not complete yet, by rank and channel
+        self._begun: dict[tuple[int, int], BlockRegion] = {}  # the last part of incomplete tensors, by rank and channel
         self._outbox: ShmSender | None = ShmSender(met.memories[self._rank], self._size, paged=met.paged)
         self._poster = None if carrier is None else GpuShmSender(self._outbox, carrier)
         ranks = sorted(met.memories)
@@ -97,17 +94,17 @@ class ShmGroup:
 
     @property
     def joined(self) -> Joined:
-        """With whom memory is shared."""
+        """Return the ranks that share memory with this one."""
         return Joined(tuple(self._inboxes), self._apart)
 
     def send(self, tensor: Tensor, peer: int, channel: int, within: RowRange | None = None) -> int:
-        """Let a rank have a copy of a tensor; return when it is there, in monotonic nanoseconds.
+        """Send a copy of a tensor to a rank; return the time at which it is available, in monotonic nanoseconds.
 
-        An accelerator's is there when its copy is made, which is not known here. Parts of one come to be in one block,
-        which the reader gets with the last of them.
+        For an accelerator it is available when its copy is complete, which is not known here. Parts of one tensor share
+        a block, which the reader receives with the last part.
 
         Raises:
-            WireError: It is not the part that is due.
+            WireError: It is not the next part.
         """
         outbox = self._member(peer)
         begin_ns = time.monotonic_ns()
@@ -128,7 +125,7 @@ class ShmGroup:
         return outbox.post(peer, channel, place.block, place.whole, at_ns=due_ns)
 
     def receive(self, spec: TensorSpec, peer: int, channel: int, rows: Sequence[int] = ()) -> Finish:
-        """Start to receive a tensor from a rank; it comes whole, in whatever parts it is sent."""
+        """Begin to receive a tensor from a rank; it arrives whole, in whatever parts it is sent."""
         check_rows(spec, rows)
 
         def check(letter: ShmMessage) -> None:
@@ -138,13 +135,13 @@ class ShmGroup:
         return self._expect(peer, channel, check)
 
     def reduce(self, tensors: Sequence[Tensor]) -> Finish:
-        """Start to sum tensors of one type over the ranks, as one flat tensor."""
+        """Begin to sum tensors of one type over the ranks, as one flat tensor."""
         specs = [spec_of(tensor) for tensor in tensors]
         code = code_of("a sum", collective_fingerprint(self._order, specs))
         return self._start(tensors, flat_spec(specs), code, lambda collective, letters: collective.sum(letters))
 
     def collect(self, tensors: Sequence[Tensor], root: int) -> Begun:
-        """Start to sum tensors of one type for one rank: the others send it theirs, each by the way that it has."""
+        """Begin to sum tensors of one type for one rank, which receives those of the others."""
         self._member(root)
         specs = [spec_of(tensor) for tensor in tensors]
         code = code_of("a sum for one rank", collective_fingerprint(self._order, specs, root))
@@ -155,7 +152,7 @@ class ShmGroup:
         return self._start(tensors, flat_spec(specs), code, combine, alone=True)
 
     def broadcast(self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], root: int) -> Begun:
-        """Start to hand tensors of one type from one rank to the others, to each by the way that there is."""
+        """Begin to broadcast tensors of one type from one rank, with a send to each of the others."""
         self._member(root)
         code, spec = code_of("a broadcast", collective_fingerprint(self._order, specs, root)), flat_spec(specs)
         order, self._order = self._order + 1, self._order + 1
@@ -170,7 +167,7 @@ class ShmGroup:
         return self._expect(root, _COLLECTIVES, check)
 
     def gather(self, tensor: Tensor, spec: TensorSpec, dim: int) -> Finish:
-        """Start to put the ranks' tensors together along a dimension."""
+        """Begin to gather the ranks' tensors along a dimension."""
         own = spec_of(tensor)
         check_dimensions(own)
         if not 0 <= dim < len(own.shape):
@@ -178,7 +175,7 @@ class ShmGroup:
         return self._start([tensor], own, dim, lambda collective, letters: collective.join(letters, dim, spec))
 
     def close(self) -> None:
-        """Leave the group and let go of its memory. Idempotent."""
+        """Leave the group and release its memory. Idempotent."""
         if self._outbox is not None:
             if self._poster is not None:
                 with self._progress.wait():
@@ -191,16 +188,16 @@ class ShmGroup:
                 inbox.close()
 
     def retimed(self) -> None:
-        """Let all ranks know that this one's links are of other speeds; collectives under way may go by either."""
+        """Publish the changed speeds of this rank's links; collectives in progress may use either speed."""
         if self._outbox is not None:
             note_speed(self._outbox.memory, len(self._links), self._wires.slowest([*self._links.values()]))
 
     def interrupt(self) -> None:
-        """Let nobody wait here any longer; callable from any thread, and heard of within :data:`SLICE_S`."""
+        """End all waits; callable from any thread, effective within :data:`SLICE_S`."""
         self._interrupted = True
 
     def _made(self, expected: PendingReceive, letter: ShmMessage, peer: int) -> Tensor:
-        """Return the tensor of a letter, which is given back when its elements are not needed any more."""
+        """Return the tensor of a message, which is returned when its elements are no longer needed."""
         if self._poster is not None and letter.offset >= 0:
             memory = self._inboxes[peer].memory
             assert memory is not None
@@ -211,7 +208,7 @@ class ShmGroup:
         return torch.empty(letter.spec.shape, dtype=DTYPES[letter.spec.dtype], device="meta")
 
     def _expect(self, peer: int, channel: int, check: Callable[[ShmMessage], None]) -> Finish:
-        """Expect the next letter of a channel, which is checked when it has come."""
+        """Expect the next message of a channel, which is checked on arrival."""
         self._member(peer)
         expected = self._inboxes[peer].expect(channel)
 
@@ -235,14 +232,14 @@ class ShmGroup:
         return [peer for peer in range(self._size) if peer != self._rank]
 
     def _write(self, tensors: Sequence[Tensor], spec: TensorSpec) -> MemoryBlock | None:
-        """Return a block with tensors end to end; ``None`` where they have no elements."""
+        """Return a block with tensors concatenated; ``None`` if they have no elements."""
         if tensors[0].is_meta:
             return None
         host = tensors if self._poster is None else [tensor.cpu() for tensor in tensors]
         return self._member(self._rank).write(host, spec.size_bytes)
 
     def _hand_on(self, tensors: Sequence[Tensor], spec: TensorSpec, code: int, peers: Sequence[int]) -> int:
-        """Let some ranks have tensors, one flat tensor for each; return when the last of them has it."""
+        """Send tensors, one flat tensor for each, to some ranks; return the time at which the last of them has it."""
         outbox = self._member(self._rank)
         begin_ns = ends_ns = time.monotonic_ns()
         block = self._write(tensors, spec) if peers else None
@@ -260,7 +257,7 @@ class ShmGroup:
         *,
         alone: bool = False,
     ) -> Finish:
-        """Start a collective of which something comes to this rank; to all others, too, unless it is for it alone."""
+        """Begin a collective with a result on this rank, and on all others unless it is for this rank alone."""
         outbox = self._member(self._rank)
         self._order += 1
         order = self._order
@@ -291,7 +288,7 @@ class ShmGroup:
         return finish
 
     def _time(self, order: int) -> None:
-        """Let the ring run all collectives up to one, whose letters have come."""
+        """Simulate all collectives on the ring up to one whose messages have arrived."""
         while self._ring is not None and self._timed < order:
             self._timed += 1
             collective = self._running.get(self._timed)
@@ -327,7 +324,7 @@ class ShmGroup:
                 sleep_until(end_ns)
 
     def _watch(self, rank: int, begin_s: float) -> None:
-        """Raise if a rank that is waited for cannot come any more."""
+        """Raise if an awaited rank can no longer send."""
         watch = self._watches.get(rank)
         if watch is not None and watch.ended():
             raise RankLost(f"rank {rank} has ended: process {watch.process} is gone")
@@ -338,7 +335,7 @@ class ShmGroup:
 
 
 def _load(letters: Sequence[ShmMessage]) -> tuple[int, int]:
-    """Return how often a collective's bytes go round the ring, and how many of them there are."""
+    """Return the number of ring passes of a collective, and its bytes."""
     if is_gather(letters[0].code):
         return 1, sum(letter.spec.size_bytes for letter in letters)
     return 2, letters[0].spec.size_bytes

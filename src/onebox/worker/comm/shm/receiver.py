@@ -1,5 +1,4 @@
-"""The letters that a rank reads; how they lie in their writer's memory is said in
-:mod:`onebox.worker.comm.shm.layout`."""
+"""Shared-memory receiver: the messages that a rank reads; for their layout see :mod:`onebox.worker.comm.shm.layout`."""
 
 from __future__ import annotations
 
@@ -31,14 +30,14 @@ from onebox.worker.comm.shm.layout import (
 from onebox.worker.comm.shm.segment import SLICE_S, RankLost, SharedMemory
 
 _LENT_FROM_BYTES = 64 << 10
-"""Tensors of so many bytes stay where they came: to copy fewer costs less than to look after them."""
+"""Size from which received tensors stay in the writer's memory: copying smaller ones costs less than tracking them."""
 
 _LENT_SHARE = 4
-"""No more than one part in so many of the writer's span is lent at a time; what comes beyond that is copied."""
+"""Inverse of the largest fraction of the writer's span that is lent at a time; further tensors are copied."""
 
 
 class _Channel:
-    """The letters of one channel that have come, by their order."""
+    """Received messages of one channel, by order."""
 
     __slots__ = ("asked", "came", "forgotten", "letters")
 
@@ -50,17 +49,18 @@ class _Channel:
 
 
 Watch = Callable[[int, float], None]
-"""Called with a rank that is waited for, and since when in seconds; raises :class:`RankLost` if it cannot come."""
+"""Called with an awaited rank and the seconds since the beginning of the wait; raises :class:`RankLost` if it cannot
+send."""
 
 
 class ShmReceiver:
-    """The letters from one rank to another, at their reader.
+    """Receiver of the messages from one rank to another.
 
     Args:
-        memory: The writer's.
+        memory: The writer's memory.
         writer: Its rank.
         reader: The reader's rank.
-        watch: Called now and then during a wait.
+        watch: Called regularly during a wait.
     """
 
     def __init__(self, memory: SharedMemory, writer: int, reader: int, watch: Watch) -> None:
@@ -74,28 +74,28 @@ class ShmReceiver:
         self._cell = start + FIRST_CELLS
         self._tail = self._cell + CELL_BYTES
         self._lent_bytes = 0
-        self._over: deque[ShmMessage] = deque()  # lent ones that are read no more; whichever thread has found that out
+        self._over: deque[ShmMessage] = deque()  # lent messages that are released; filled from any thread
         self._channels: dict[int, _Channel] = defaultdict(_Channel)
 
     def expect(self, channel: int) -> PendingReceive:
-        """Return the wait for the next letter of a channel that nobody has asked for."""
+        """Return the wait for the next message of a channel that has not been requested yet."""
         self.settle()
         found = self._channels[channel]
         found.asked += 1
         return PendingReceive(self, channel, found.asked)
 
     def find(self, channel: int, order: int) -> ShmMessage | None:
-        """Return a letter if it has come."""
+        """Return a message if it has arrived."""
         letters = self._channels[channel].letters
         if order not in letters:
             self._look()
         return letters.get(order)
 
     def wait(self, channel: int, order: int) -> ShmMessage:
-        """Wait for a letter.
+        """Wait for a message.
 
         Raises:
-            PeerLost: It will not come.
+            PeerLost: It will not arrive.
         """
         memory = self._open()
         begin_s = time.monotonic()
@@ -107,16 +107,16 @@ class ShmReceiver:
             if left:
                 raise RankLost(f"rank {self.writer} has left the group")
             if memory.sleep(self._word + SENT, self._seen) or time.monotonic() > next_s:
-                next_s = time.monotonic() + SLICE_S  # also while letters of other channels come
+                next_s = time.monotonic() + SLICE_S  # also while messages of other channels arrive
                 try:
                     self._watch(self.writer, begin_s)
                 except RankLost:
-                    if self.find(channel, order) is None:  # what it sent before it ended still counts
+                    if self.find(channel, order) is None:  # messages sent before the writer ended are valid
                         raise
         return letter
 
     def part(self, letter: ShmMessage) -> Tensor:
-        """Return the elements of a letter, flat, in the writer's memory; valid until it is returned."""
+        """Return the elements of a message, flat, in the writer's memory; valid until it is returned."""
         spec, dtype = letter.spec, DTYPES[letter.spec.dtype]
         if letter.offset < 0:
             raise WireError(f"rank {self.writer} does not compute: its {spec} has no elements")
@@ -126,7 +126,7 @@ class ShmReceiver:
         return torch.frombuffer(self._open().map, dtype=dtype, count=count, offset=letter.offset)
 
     def copy(self, letter: ShmMessage) -> Tensor:
-        """Return a tensor with the elements of a letter."""
+        """Return a tensor with the elements of a message."""
         spec = letter.spec
         made = torch.empty(spec.shape, dtype=DTYPES[spec.dtype])
         if letter.offset < 0:
@@ -135,12 +135,12 @@ class ShmReceiver:
         return made
 
     def lend(self, channel: int, order: int, letter: ShmMessage) -> Tensor | None:
-        """Return the elements of a letter where they are: the reader's alone, given back when it forgets them.
+        """Return the elements of a message in place, exclusive to the reader, returned when the tensor is freed.
 
-        Nobody else reads or writes them until then, and they outlast the writer.
+        No other process reads or writes them until then, and they outlive the writer.
 
         Returns:
-            The tensor; ``None`` where a copy is cheaper, or too much is lent.
+            The tensor; ``None`` if a copy is cheaper, or too much is lent.
         """
         memory, size_bytes = self._open(), letter.spec.size_bytes
         room_bytes = len(memory.map) // _LENT_SHARE - self._lent_bytes
@@ -153,7 +153,7 @@ class ShmReceiver:
         return torch.frombuffer(view, dtype=DTYPES[letter.spec.dtype]).view(letter.spec.shape)
 
     def settle(self) -> None:
-        """Give back what was lent and is read no more."""
+        """Return lent memory that has been released."""
         while self._over:
             letter = self._over.popleft()
             self._lent_bytes -= letter.spec.size_bytes
@@ -161,7 +161,7 @@ class ShmReceiver:
                 self._return(self.memory, letter.cell)
 
     def give_back(self, channel: int, order: int) -> None:
-        """Let the writer use the memory of a letter again; one that has not come yet is given back when it does."""
+        """Return the memory of a message to the writer; a message that has not arrived yet is returned on arrival."""
         letter = self._forget(channel, order)
         if letter is None:
             self._channels[channel].forgotten.add(order)
@@ -169,15 +169,15 @@ class ShmReceiver:
             self._return(self.memory, letter.cell)
 
     def _forget(self, channel: int, order: int) -> ShmMessage | None:
-        """Take a letter out of its channel."""
+        """Remove a message from its channel."""
         found = self._channels[channel]
         letter = found.letters.pop(order, None)
         if letter is not None and found.asked == found.came and not found.letters and not found.forgotten:
-            del self._channels[channel]  # counting may begin again
+            del self._channels[channel]  # numbering may restart
         return letter
 
     def close(self) -> None:
-        """Let go of the writer's memory."""
+        """Unmap the writer's memory."""
         self.memory = None
         self._channels.clear()
 
@@ -187,7 +187,7 @@ class ShmReceiver:
         return self.memory
 
     def _look(self) -> None:
-        """Take note of the letters that have come."""
+        """Read the messages that have arrived."""
         memory = self._open()
         sent = memory.words[self._word + SENT]
         while self._seen < sent:
@@ -215,7 +215,7 @@ class ShmReceiver:
 
 
 class PendingReceive:
-    """A letter that somebody has asked for; whoever forgets it gives it back."""
+    """A requested message; it is returned when this object is dropped."""
 
     __slots__ = ("_channel", "_done", "_inbox", "_order")
 
@@ -226,23 +226,23 @@ class PendingReceive:
         self._done = False
 
     def find(self) -> ShmMessage | None:
-        """Return the letter if it has come."""
+        """Return the message if it has arrived."""
         return self._inbox.find(self._channel, self._order)
 
     def wait(self) -> ShmMessage:
-        """Wait for the letter.
+        """Wait for the message.
 
         Raises:
-            PeerLost: It will not come.
+            PeerLost: It will not arrive.
         """
         return self._inbox.wait(self._channel, self._order)
 
     def part(self, letter: ShmMessage) -> Tensor:
-        """Return its elements, flat, in the writer's memory; valid until it is given back."""
+        """Return its elements, flat, in the writer's memory; valid until it is returned."""
         return self._inbox.part(letter)
 
     def take(self, letter: ShmMessage) -> Tensor:
-        """Return a tensor with its elements, which is the reader's own."""
+        """Return a tensor with its elements, owned by the reader."""
         lent = self._inbox.lend(self._channel, self._order, letter)
         if lent is None:
             return self._inbox.copy(letter)
@@ -250,7 +250,7 @@ class PendingReceive:
         return lent
 
     def give_back(self) -> None:
-        """Let the writer use its memory again. Idempotent."""
+        """Return its memory to the writer. Idempotent."""
         if not self._done:
             self._done = True
             self._inbox.give_back(self._channel, self._order)
@@ -260,7 +260,7 @@ class PendingReceive:
 
 
 def _end(memory: SharedMemory, over: deque[ShmMessage], letter: ShmMessage) -> None:
-    """Take note, in whatever thread, that a lent letter is read no more; where its writer has left, let go of it."""
+    """Record, from any thread, that a lent message is released; unmap it if its writer has left."""
     if memory.words[LEFT]:
         memory.discard(letter.offset, letter.spec.size_bytes)
     else:

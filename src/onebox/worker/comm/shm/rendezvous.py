@@ -1,8 +1,9 @@
-"""Who of a group's ranks shares memory with whom: each tells where it is, those of one place try, and all agree.
+"""Shared-memory rendezvous: ranks publish their location, those in one place exchange memory, and all agree on the
+result.
 
-It takes two rounds over the group's key-value store, which lives at the client. In the first, every rank says where it
-is and how its memory is called; those that are in one place then hand each other descriptors. In the second, every rank
-says whose memory it has got. Two ranks share memory if each has that of the other; what hinders them is said.
+It takes two rounds over the group's key-value store at the client. In the first, every rank publishes its location and
+the name of its memory; ranks in one place then exchange descriptors. In the second, every rank publishes the ranks
+whose memory it has received. Two ranks share memory if each has received that of the other; obstacles are reported.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from onebox.worker.comm.shm.layout import FREE, LEFT
 from onebox.worker.comm.shm.segment import LEAST_BYTES, SPAN_BYTES, ProcessWatch, RankLost, SharedMemory
 
 PATIENCE_S = 10.0
-"""How long a descriptor may take to come from a rank of which it is known that it is there."""
+"""Longest wait for a descriptor from a rank known to be present."""
 
 _SPEED = Struct("=q2d")
-"""How many emulated links a rank has, and the slowest of them; in the free words of its control page."""
+"""Number of a rank's emulated links, and the speed of the slowest; in the free words of its control page."""
 
 
 @dataclass(frozen=True)
 class ShmPeers:
-    """What a rank has of those that it shares memory with.
+    """Result of a rendezvous for one rank.
 
     Args:
-        memories: Its own memory and theirs, by their ranks.
-        watches: Tell whether their processes are still there.
-        paged: Whether the driver of an accelerator knows some of the memory by its pages.
-        apart: The ranks that are in this one's place and do not share memory with it, and why.
+        memories: Its own memory and that of its peers, by rank.
+        watches: Watches of the peers' processes.
+        paged: Whether the driver of an accelerator has registered some of the memory by pages.
+        apart: Ranks in the same place that do not share memory with it, with the reason.
     """
 
     memories: Mapping[int, SharedMemory]
@@ -47,7 +48,7 @@ class ShmPeers:
 
     @property
     def emulated(self) -> bool:
-        """Whether any of them has emulated links."""
+        """True if any of them has emulated links."""
         return any(_SPEED.unpack_from(memory.map, 8 * FREE)[0] for memory in self.memories.values())
 
 
@@ -57,13 +58,13 @@ def speed_in(memory: SharedMemory) -> LinkSpeed:
 
 
 def note_speed(memory: SharedMemory, links: int, speed: LinkSpeed) -> None:
-    """Let all ranks read how many emulated links this one has, and the speed of the slowest, in its memory."""
+    """Publish the number of this rank's emulated links, and the speed of the slowest, in its memory."""
     _SPEED.pack_into(memory.map, 8 * FREE, links, speed.latency_ns, speed.ns_per_byte)
 
 
 @dataclass(frozen=True)
 class _Card:
-    """Where a rank is, the kind of its device, and its memory: process, bytes, inode, name of its
+    """Location of a rank, kind of its device, and its memory: process, bytes, inode, name of its
     :class:`DescriptorExchange`."""
 
     place: str
@@ -78,10 +79,10 @@ class _Card:
 
     @classmethod
     def of(cls, text: bytes) -> _Card:
-        """Read what a rank has said.
+        """Parse a rank's published location.
 
         Raises:
-            WireError: It is no such card.
+            WireError: It is malformed.
         """
         try:
             place, kind, process, size, inode, post = text.decode("ascii").split(":")
@@ -95,16 +96,16 @@ class _Card:
 
 
 def find_shm_peers(form: FormGroup, keys: KeyValueStore, kind: str = "cpu") -> ShmPeers:
-    """Find out who shares memory with this rank, which may be nobody.
+    """Find the ranks that share memory with this one, possibly none.
 
     Args:
-        form: This worker's place in the group.
+        form: The group, with this worker's rank.
         keys: The group's key-value store.
-        kind: The kind of its device, as torch calls it.
+        kind: The kind of its device, by its torch name.
 
     Raises:
-        PeerLost: Another rank has ended, or did not come.
-        WireError: Another rank says what it should not.
+        PeerLost: Another rank has ended, or did not join.
+        WireError: Another rank published invalid data.
     """
     own = SharedMemory.make()
     note_speed(own, len(form.links), LinkSpeed.slowest([LinkSpeed.of(link) for link in form.links]))
@@ -139,7 +140,7 @@ def find_shm_peers(form: FormGroup, keys: KeyValueStore, kind: str = "cpu") -> S
 def _exchange(
     form: FormGroup, keys: KeyValueStore, own: SharedMemory, kind: str
 ) -> tuple[dict[int, _Card], dict[int, int]]:
-    """Return the ranks that are in this one's place, and the descriptors that came from them."""
+    """Return the ranks in the same place as this one, and the descriptors received from them."""
     post = DescriptorExchange()
     try:
         card = _Card(shm_domain(), kind, os.getpid(), len(own.map), own.inode, post.name)

@@ -1,11 +1,11 @@
-"""Memory that the processes of one host share, with words in it that they sleep on.
+"""Memory shared by the processes of one host, with words to sleep on.
 
-The memory is anonymous (``memfd``): nothing is left behind, whatever happens to the processes. It is far larger than
-what is used of it, because a page takes room only once it is written to; so it never has to grow, every process maps it
-once, and what was written stays readable for those who have mapped it even when the writer has gone.
+The memory is anonymous (``memfd``): nothing is left behind, however the processes end. Its address range is far larger
+than its use, because a page takes memory only once it is written; so it never has to grow, every process maps it once,
+and written data stays readable for processes that have mapped it even after the writer has ended.
 
-A writer fills memory first and then sets a word that says so; a reader looks at the word first. That is enough where
-stores become visible in their order, as on x86-64; other processors would need barriers, so they are not supported.
+A writer fills memory first and then sets a word; a reader checks the word first. That suffices if stores become visible
+in order, as on x86-64; other processors would need barriers, so they are not supported.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ SPAN_BYTES = 1 << 36
 """Address space of one memory: more than the main memory of most hosts, and 2,000 of them fit into a process."""
 
 SLICE_S = 0.1
-"""A wait looks this often whether the other process is still there."""
+"""Interval at which a wait checks that the other process is alive."""
 
 LEAST_BYTES = 1 << 26
-"""No memory is smaller."""
+"""Smallest size of a memory."""
 
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -40,11 +40,11 @@ _PR_SET_TIMERSLACK = 29
 
 
 class RankLost(Exception):
-    """Another worker of a group went away."""
+    """Another worker of a group has ended."""
 
 
 def supported() -> bool:
-    """Tell whether this system has what is needed: Linux on x86-64."""
+    """Return whether this system is supported: Linux on x86-64."""
     return platform.machine() == "x86_64" and hasattr(os, "memfd_create")
 
 
@@ -71,7 +71,7 @@ _slice = _Timespec(0, int(SLICE_S * 1e9))
 
 
 class SharedMemory:
-    """Memory that other processes of this user can map; its pages go when nobody has it mapped any more.
+    """Memory that other processes of this user can map; its pages are freed when no process maps it any more.
 
     Args:
         descriptor: A descriptor of it; held until :meth:`seal`.
@@ -91,7 +91,7 @@ class SharedMemory:
 
     @classmethod
     def make(cls) -> SharedMemory:
-        """Make new memory, smaller than :data:`SPAN_BYTES` where the address space of this process is limited."""
+        """Create memory, smaller than :data:`SPAN_BYTES` if the address space of this process is limited."""
         size = SPAN_BYTES
         while True:
             descriptor = os.memfd_create("onebox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -110,23 +110,23 @@ class SharedMemory:
 
     @property
     def descriptor(self) -> int:
-        """The descriptor that other processes map it by, until it is sealed."""
+        """Descriptor for mapping it in other processes, until it is sealed."""
         assert self._descriptor is not None
         return self._descriptor
 
     @property
     def inode(self) -> int:
-        """What tells it from all other memories of this host, until it is sealed."""
+        """Identifies it among all memories of this host, until it is sealed."""
         return os.fstat(self.descriptor).st_ino
 
     @classmethod
     def of(cls, descriptor: int, size: int) -> SharedMemory:
-        """Map the memory of another process by a descriptor that came from there, which is closed.
+        """Map the memory of another process by a descriptor received from it, which is closed.
 
         Raises:
-            PeerLost: It is smaller than was said, or could become so.
+            PeerLost: It is smaller than declared, or could become so.
         """
-        # A page beyond its end would end this process.
+        # Access to a page beyond its end would end this process.
         if os.fstat(descriptor).st_size < size or not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             os.close(descriptor)
             raise RankLost(f"a memory of fewer than {size} bytes, or not for good, came from another worker")
@@ -135,23 +135,23 @@ class SharedMemory:
         return memory
 
     def seal(self) -> None:
-        """Let nobody else map it from now on."""
+        """Prevent further processes from mapping it."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
     def publish(self, word: int, value: int) -> None:
-        """Set a word, after all that was written before, and wake who sleeps on it."""
+        """Set a word after all earlier writes, and wake its sleepers."""
         self.words[word] = value
         self.wake(word)
 
     def wake(self, word: int) -> None:
-        """Wake who sleeps on a word."""
+        """Wake the sleepers on a word."""
         self._call(word, _WAKE, _ALL, None)
 
     def sleep(self, word: int, value: int) -> bool:
-        """Sleep while a word has a value, for :data:`SLICE_S` at most; tell whether nobody has set it in that time."""
-        # The kernel looks at the low half of the word.
+        """Sleep while a word has a value, for :data:`SLICE_S` at most; return whether the sleep timed out."""
+        # The kernel compares the low half of the word.
         return self._call(word, _WAIT, value & 0xFFFFFFFF, ctypes.addressof(_slice)) == errno.ETIMEDOUT
 
     def _call(self, word: int, action: int, value: int, timeout: int | None) -> int:
@@ -163,15 +163,15 @@ class SharedMemory:
         return code
 
     def discard(self, offset: int, size: int) -> None:
-        """Give the pages of a range back to the system; who reads it next finds zeros."""
+        """Return the pages of a range to the system; later reads return zeros."""
         first = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
         last = (offset + size) // mmap.PAGESIZE * mmap.PAGESIZE
         if last > first:
-            _libc.madvise(self.address + first, last - first, _MADV_REMOVE)  # the pages stay where this is refused
+            _libc.madvise(self.address + first, last - first, _MADV_REMOVE)  # the pages stay if this is refused
 
 
 def _map(descriptor: int, size: int) -> ctypes.Array[ctypes.c_char]:
-    """Map memory for as long as somebody holds what this returns; unlike Python's own mapping, without a descriptor."""
+    """Map memory for the lifetime of the returned object; unlike Python's own mapping, without a descriptor."""
     address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
     if address == ctypes.c_void_p(-1).value:
         code = ctypes.get_errno()
@@ -182,7 +182,7 @@ def _map(descriptor: int, size: int) -> ctypes.Array[ctypes.c_char]:
 
 
 class ProcessWatch:
-    """Tells whether a process is still there, even if its parent has not taken note of its end.
+    """Watch of a process, which detects its end even if its parent has not collected it.
 
     Args:
         process: Its id.
@@ -198,16 +198,16 @@ class ProcessWatch:
             raise RankLost(f"process {process} has ended")
 
     def ended(self) -> bool:
-        """Tell whether it has ended."""
+        """Return whether it has ended."""
         return self._read() != self._began
 
     def _read(self) -> str:
-        """Return when the process began, or nothing if it has ended."""
+        """Return the start time of the process, or an empty string if it has ended."""
         try:
             stat = Path(f"/proc/{self.process}/stat").read_text()
         except OSError:
             return ""
-        state, *rest = stat[stat.rindex(")") + 1 :].split()  # the name before may hold anything
+        state, *rest = stat[stat.rindex(")") + 1 :].split()  # the name before it may contain any characters
         return "" if state in "ZX" else rest[18]
 
 
@@ -218,5 +218,5 @@ def sleep_until(end_ns: int) -> None:
 
 
 def wake_on_time() -> None:
-    """Let this thread's sleeps end when they are due, not up to 50 µs later for the sake of power."""
+    """Make this thread's sleeps end on time, not up to 50 µs later to save power."""
     _libc.prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1), 0, 0, 0)

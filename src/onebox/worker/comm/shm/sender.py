@@ -1,4 +1,4 @@
-"""The letters that a rank writes; how they lie in its memory is said in :mod:`onebox.worker.comm.shm.layout`."""
+"""Shared-memory sender: the messages that a rank writes; for their layout see :mod:`onebox.worker.comm.shm.layout`."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from onebox.worker.comm.shm.segment import SharedMemory
 
 
 class BlockRegion(NamedTuple):
-    """Where a tensor, or a part of one, is in the block that its reader gets.
+    """Location of a tensor, or of a part of one, in the reader's block.
 
     Args:
-        whole: What the reader gets.
-        start: Its first byte in the block.
-        end: The byte behind its last one.
-        block: The block, where there is one already.
+        whole: Spec of the reader's tensor.
+        start: Offset of its first byte in the block.
+        end: Offset after its last byte.
+        block: The block, if it exists already.
     """
 
     whole: TensorSpec
@@ -48,20 +48,20 @@ class BlockRegion(NamedTuple):
 
     @property
     def last(self) -> bool:
-        """Whether the whole is complete with it."""
+        """True if it completes the whole."""
         return self.end == self.whole.size_bytes
 
 
 def region_of(spec: TensorSpec, within: RowRange | None, before: BlockRegion | None) -> BlockRegion:
-    """Return where a tensor is to be.
+    """Return the location of a tensor.
 
     Args:
-        spec: What it is.
-        within: What it is a part of, if it is one.
-        before: The part before it, of what is not complete yet.
+        spec: Its spec.
+        within: The whole that it is a part of, if any.
+        before: The previous part of an incomplete whole.
 
     Raises:
-        WireError: It is not the part that is due.
+        WireError: It is not the next part.
     """
     if within is None and before is None:
         return BlockRegion(spec, 0, spec.size_bytes)
@@ -75,7 +75,7 @@ def region_of(spec: TensorSpec, within: RowRange | None, before: BlockRegion | N
 
 
 class _Lane:
-    """The way from one rank to another, at its writer."""
+    """The writer's state of its lane to a rank."""
 
     __slots__ = ("cell", "held", "returned", "sent", "tail", "word")
 
@@ -84,18 +84,18 @@ class _Lane:
         self.word = start // 8
         self.sent = 0
         self.returned = 0
-        self.cell = start + FIRST_CELLS  # of the next letter
+        self.cell = start + FIRST_CELLS  # of the next message
         self.tail = self.cell + CELL_BYTES  # last returned
         self.held: dict[int, MemoryBlock | None] = {}
 
 
 class ShmSender:
-    """The letters that a rank has written; several threads may use it.
+    """The messages that a rank has written; thread-safe.
 
     Args:
-        memory: Its own.
-        size: How many ranks there are.
-        paged: Whether blocks begin at pages, and keep them until the rank leaves.
+        memory: Its memory.
+        size: Number of ranks.
+        paged: Whether blocks begin at page boundaries, and keep their pages until the rank leaves.
     """
 
     def __init__(self, memory: SharedMemory, size: int, *, paged: bool = False) -> None:
@@ -108,19 +108,19 @@ class ShmSender:
 
     @property
     def unread_bytes(self) -> int:
-        """Bytes of blocks that some reader is not done with."""
+        """Bytes of blocks still in use by readers."""
         with self._lock:
             self._collect()
             return self._arena.used_bytes
 
     def take(self, size_bytes: int) -> MemoryBlock:
-        """Return a block, to be posted once it has been written to; it is held until its readers have returned it."""
+        """Return a block to fill and post; it is held until its readers have returned it."""
         with self._lock:
             self._collect()
             return self._arena.take(size_bytes)
 
     def write(self, tensors: Sequence[Tensor], size_bytes: int) -> MemoryBlock:
-        """Copy tensors of one type into a block, one behind the other; it is held until each reader has returned it."""
+        """Copy tensors of one type into a block, concatenated; it is held until each reader has returned it."""
         block = self.take(size_bytes)
         offset = block.offset
         for tensor in tensors:
@@ -129,7 +129,7 @@ class ShmSender:
         return block
 
     def write_part(self, tensor: Tensor, place: BlockRegion) -> BlockRegion:
-        """Copy a tensor to its place; return that with its block, which is a new one for the first of several parts.
+        """Copy a tensor to its location; return the location with its block, a new one for the first of several parts.
 
         The block is held until its reader has returned it.
         """
@@ -148,15 +148,15 @@ class ShmSender:
     def post(
         self, peer: int, channel: int, block: MemoryBlock | None, spec: TensorSpec, *, code: int = 0, at_ns: int = 0
     ) -> int:
-        """Let a reader have a block; return when it is there.
+        """Send a block to a reader; return its arrival time.
 
         Args:
             peer: The reader.
-            channel: Letters of one channel are read in order.
-            block: Elements; ``None`` for a letter without.
-            spec: What it is; see :func:`check_dimensions`.
-            code: For the reader.
-            at_ns: When it is there, if later than now.
+            channel: Messages of one channel are read in order.
+            block: The elements; ``None`` for a message without.
+            spec: Spec of the tensor; see :func:`check_dimensions`.
+            code: Purpose code for the reader.
+            at_ns: Arrival time, if later than now.
         """
         memory, lane, shape = self.memory, self._lanes[peer], spec.shape
         with self._lock:
@@ -175,14 +175,14 @@ class ShmSender:
         return at_ns
 
     def drop(self, block: MemoryBlock) -> None:
-        """Note that one of its readers is done with a block."""
+        """Record that a reader is done with a block."""
         with self._lock:
             block.readers -= 1
             if not block.readers:
                 self._arena.give(block)
 
     def leave(self) -> None:
-        """Tell all readers that nothing more will come; only what they have not read, or still use, stays in memory."""
+        """Notify all readers that nothing more will be sent; memory that they have not read, or still use, stays."""
         self.memory.publish(LEFT, 1)
         for lane in self._lanes:
             self.memory.wake(lane.word + SENT)
@@ -197,7 +197,7 @@ class ShmSender:
         return self._cells.pop()
 
     def _collect(self) -> None:
-        """Take back what readers have returned."""
+        """Reclaim cells and blocks that readers have returned."""
         memory = self.memory
         for lane in self._lanes:
             returned = memory.words[lane.word + RETURNED]
