@@ -130,7 +130,7 @@ def test_an_interrupt_is_one_line_and_a_second_one_does_not_disturb(
 
 
 def test_help_is_no_failure(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--help"]) == 0
+    assert main(["train", "--help-all"]) == 0
     assert "--save-every" in capsys.readouterr().out
 
 
