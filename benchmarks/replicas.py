@@ -105,7 +105,7 @@ def hosts(rounds: int) -> dict[str, float]:
     with ExitStack() as stack:
         sides = {}
         stack.callback(setattr, compiler, "find_reductions", find)
-        for name, chosen in (("one ring", lambda pool, replica_groups: {}), ("each host first", seen)):
+        for name, chosen in (("one ring", lambda devices, links, replica_groups: {}), ("each host first", seen)):
             compiler.find_reductions = chosen
             pool = stack.enter_context(onebox.open("sim*4", links=links))
             sides[name] = timed(trainer(pool, stack, shares="equal"), 4 * BATCH)

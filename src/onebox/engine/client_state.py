@@ -289,33 +289,6 @@ class ClientState:
         return run.with_recovery(run.transfer.optimizer_state)
 
 
-class DetachedClientState:
-    """Substitute for :class:`ClientState` where a trainer has a private copy of the state.
-
-    Used for measurements: what it trains is independent of the local model and optimizers, and of other trainers of the
-    same model.
-    """
-
-    def bring(self, *, overwrite: bool = False) -> None:
-        """Do nothing."""
-
-    def stepped(self) -> None:
-        """Do nothing."""
-
-    def pull(self) -> None:
-        """Refuse.
-
-        Raises:
-            UsageError: Always.
-        """
-        raise UsageError("a trainer that only measures has nothing to give back to the model")
-
-    push = pull
-
-    def close(self, *, keep: bool) -> None:
-        """Do nothing."""
-
-
 def _listed(names: Sequence[str]) -> str:
     """Return names as the subject of a sentence."""
     more = len(names) - 1

@@ -87,14 +87,23 @@ def check_settings(
     """
     if not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 63:
         raise UsageError(f"seed={seed!r}: allowed are whole numbers of 64 bits")
-    if precision not in get_args(Precision):
-        raise UsageError(f"precision={precision!r}: allowed are 'fp32', 'bf16' and 'auto'")
+    check_precision(precision)
     if clip_grad_norm is not None and not clip_grad_norm > 0:
         raise UsageError(f"clip_grad_norm={clip_grad_norm}: it must be positive; leave it out for no clipping")
     if check_every < 0 or in_flight < 1:
         raise UsageError(f"check_every={check_every}, in_flight={in_flight}: at least 0 and 1 are allowed")
     if not isinstance(ahead_bytes, int) or ahead_bytes < 0:
         raise UsageError(f"ahead_bytes={ahead_bytes!r}: allowed are whole numbers from 0")
+
+
+def check_precision(precision: str) -> None:
+    """Refuse what is no precision.
+
+    Raises:
+        UsageError: What is allowed.
+    """
+    if precision not in get_args(Precision):
+        raise UsageError(f"precision={precision!r}: allowed are 'fp32', 'bf16' and 'auto'")
 
 
 def steps_in_flight(round_trip_s: float) -> int:

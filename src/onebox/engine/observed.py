@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from onebox.engine.adaptive.controller import AppliedDecision
-from onebox.engine.client_state import ClientState, DetachedClientState
+from onebox.engine.client_state import ClientState
 from onebox.engine.data.prefetch import UploadCounters
 from onebox.engine.memory.timeline import MemoryTimeline, memory_timeline
 from onebox.engine.recovery.policy import RecoveryRecord
@@ -36,6 +36,7 @@ class Observed:
         run: The run on the pool.
         remote: The remote state.
         client: The local model's state.
+        planned: The future plan, as far as it is known before the first step.
     """
 
     seed: int
@@ -49,12 +50,11 @@ class Observed:
     loss_reduction: LossReduction
     pad: Buckets | None
 
-    def __init__(self, run: TrainingSession, remote: RemoteState, client: ClientState | DetachedClientState) -> None:
+    def __init__(self, run: TrainingSession, remote: RemoteState, client: ClientState, planned: Plan | None) -> None:
         self._run = run
         self._client = client
         self._remote = remote
-        self._planned: Plan | None = None
-        """The future plan, as far as it is known before the first step."""
+        self._planned = planned
         self._closed = False
 
     def _batch(self, inputs: Any, targets: Any = None, samples: Any = None) -> Batch:
@@ -138,7 +138,7 @@ class Observed:
 
     def events(self) -> list[TraceEvent]:
         """Return the workers' activity in the last steps, for a timeline; empty without ``trace``."""
-        return [event for trace in self._run.traces for event in trace.events()]
+        return self._run.traces.events()
 
     def upload_counters(self) -> UploadCounters:
         """Return the cost of uploading batches so far, in callers' time and in bytes."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -16,11 +15,10 @@ from onebox.engine.adaptive.measurements import step_context
 from onebox.engine.adaptive.migration import Migration, MigrationReport, check_successor
 from onebox.engine.compile.compiler import CompiledStep
 from onebox.engine.compile.update.async_window import Window
-from onebox.engine.config import PlanRequest
 from onebox.engine.data.prefetch import BatchPrefetcher, UploadedBatch
 from onebox.engine.data.representative_batches import RepresentativeBatches
 from onebox.engine.install.deferred_replies import DeferredReplies, RetiredGroups
-from onebox.engine.install.installed_plan import InstalledPlan, install_plan
+from onebox.engine.install.installed_plan import InstalledPlan
 from onebox.engine.recovery.manager import RECOVERABLE, RecoveryManager
 from onebox.engine.recovery.replan import ReplanWorkload, out_of_devices, replan_devices
 from onebox.engine.state.remote import RemoteState
@@ -46,19 +44,21 @@ class TrainingSession:
 
     Args:
         pool: The pool.
-        request: The user's request.
+        resolve_plan: Returns the plan for the captured model and the first batch.
         captures: The captured model.
         remote: The remote state.
         settings: Settings shared by all steps.
         uploads: The uploads of batches.
         recover: Whether to recover from losses.
         snapshot_every: Steps between snapshots; ``None`` chooses an interval that keeps their cost low.
+        step: Number of steps done before, by the run that is resumed.
+        saved: Path of its checkpoint.
     """
 
     def __init__(
         self,
         pool: Pool,
-        request: PlanRequest,
+        resolve_plan: Callable[[Captures, Batch], Plan],
         captures: Captures,
         remote: RemoteState,
         settings: StepSettings,
@@ -66,15 +66,19 @@ class TrainingSession:
         *,
         recover: bool,
         snapshot_every: int | None,
+        step: int = 0,
+        saved: Path | None = None,
     ) -> None:
-        self.steps_done = 0
+        self.steps_done = step
         self.plan: Plan | None = None
         self.error: Exception | None = None
-        self.saved: Path | None = None
+        self.saved = saved
         self.traces = StepTraces(settings.trace, uploads.beside_bytes)
         self.guard: RecoveryManager | None = None
         self._pool = pool
-        self._request = request
+        self._resolve_plan = resolve_plan
+        self._next_plan: Plan | None = None
+        """The plan that is to be installed; none before it is resolved."""
         self.captures = captures
         self._remote = remote
         self.transfer = StateTransfer(pool, remote)
@@ -143,7 +147,7 @@ class TrainingSession:
             self.drain()
             try:
                 with self.uploads.out_of_the_way(), poison_on_interrupt("a check of the loss", self.fail):
-                    self._means.probe(batch, micro_batches, ready)
+                    self._means.probe(batch, micro_batches, ready, self.uploads.packing)
             except OperatorError as error:
                 self.fail(error)
                 raise
@@ -171,7 +175,7 @@ class TrainingSession:
         """Begin or repeat a step; see :class:`~onebox.engine.recovery.manager.RecoverableRun`."""
         ready, overlap = self._get_ready(work.batch, work.number), self.overlap
         self._write(work.changes)
-        compiled = ready.compiler.step(work.batch)
+        compiled = ready.routines(work.batch)
         before, window = overlap.begin(work, compiled, ready.group_of)
         deferred = overlap.deferred
         changed = self._remote.changed_options(work.options)
@@ -347,7 +351,7 @@ class TrainingSession:
         except PlanError as error:
             raise out_of_devices(error, self._pool, self.saved) from error
         new = None if plan is self.plan else plan.describe()
-        self._request = dataclasses.replace(self._request, plan=plan)
+        self._next_plan = plan
         self.set_up(batch, steps=self.examples.trains)
         return new
 
@@ -395,7 +399,7 @@ class TrainingSession:
             self.recover(error)
             return moved
         if migration is None:
-            self._request = dataclasses.replace(self._request, plan=plan)
+            self._next_plan = plan
             return moved
         try:
             with poison_on_interrupt("a change of plan", self.fail):
@@ -407,7 +411,7 @@ class TrainingSession:
                 self._old_groups.add(moved.over, 2 if self._settings.staleness else 1)
                 self.traces.replaced(migration.before.compiler)
                 self._ready, self.plan = migration.after, plan
-                self._request = dataclasses.replace(self._request, plan=plan)
+                self._next_plan = plan
                 self.uploads.use(migration.after)
                 if self.guard is not None:
                     self.guard.moved(reachable=plan.sync == "workers")
@@ -430,15 +434,24 @@ class TrainingSession:
         if self._ready is None:
             if self.guard is not None:
                 self.guard.begin(self.steps_done)
-            given = self._request, self._pool, self.captures, self._remote, batch, self._settings.max_norm
-            ready = install_plan(*given, steps=steps)
+            plan = self._next_plan or self._resolve_plan(self.captures, batch)
+            ready = InstalledPlan(
+                plan,
+                self._pool,
+                self.captures,
+                self._remote,
+                batch,
+                self._settings.max_norm,
+                strict=True,
+                steps=steps,
+            )
+            self.uploads.use(ready)
+            ready.bring()
             if self.guard is not None:
                 self.guard.keep(ready)
             self._ready = ready
-            self.plan = self._ready.plan
+            self.plan = self._next_plan = plan
             self.examples.add(batch, steps=steps)
-            self._request = dataclasses.replace(self._request, plan=self.plan)
-            self.uploads.use(ready)
             self.when_set_up()
         return self._ready
 

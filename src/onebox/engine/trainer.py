@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -13,13 +14,14 @@ from torch import nn
 
 from onebox.engine.adaptive.problem_source import check_adaptive
 from onebox.engine.assembly import exact_settings, follow, recipe_of, requested, with_lateness
-from onebox.engine.client_state import ClientState, DetachedClientState
+from onebox.engine.client_state import ClientState
 from onebox.engine.config import check_settings, recovery_enabled, steps_in_flight
 from onebox.engine.data.prefetch import AHEAD_BYTES, BatchPrefetcher, UploadedBatch, cache_bytes
 from onebox.engine.observed import Observed
+from onebox.engine.planning.resolve_plan import resolve_plan
 from onebox.engine.session import TrainingSession
 from onebox.engine.state.checkpoint_files import read
-from onebox.engine.state.checkpoint_restore import planned_options, remembered, restore, said_of_plan, versions
+from onebox.engine.state.checkpoint_restore import ResumePoint, planned_options, restore, resume_point
 from onebox.engine.state.remote import RemoteState
 from onebox.engine.steps.evaluation import evaluate
 from onebox.engine.steps.results import Evaluation, StepLoss
@@ -27,7 +29,7 @@ from onebox.engine.workload.batch import as_pair
 from onebox.engine.workload.captures import Captures
 from onebox.engine.workload.emulated_costs import SegmentCosts
 from onebox.engine.workload.loss_reduction import LossReduction, check_reduction, resumed_reduction
-from onebox.engine.workload.parameter_groups import Optimizers
+from onebox.engine.workload.parameter_groups import Optimizers, mark_stepped
 from onebox.errors import UsageError
 from onebox.graph import Loss, Metrics, Precision
 from onebox.graph.capture.on_device_transform import OnDevice
@@ -173,6 +175,7 @@ class Trainer(Observed):
         overlap: bool = False,
         loss_reduction: LossReduction = None,
         pad: Buckets | None = None,
+        _start: ResumePoint | None = None,
     ) -> None:
         in_flight = steps_in_flight(pool.round_trip_s) if in_flight is None else in_flight
         check_settings(seed, precision, clip_grad_norm, check_every, in_flight, ahead_bytes)
@@ -183,7 +186,7 @@ class Trainer(Observed):
         self.precision: Precision = precision
         self.loss_reduction: LossReduction = loss_reduction
         self.pad = pad
-        self.extra: dict[str, Any] = {}
+        self.extra: dict[str, Any] = _start.extra if _start else {}
         self._metrics = dict(metrics or {})
         given = Plan.read(plan) if isinstance(plan, str | Path) else plan
         request = requested(pool, given, shares, micro_batch, sync, update, shard=shard_optimizer)
@@ -192,27 +195,24 @@ class Trainer(Observed):
         settings = with_lateness(settings, optimizer, request, staleness, delay, warm_up, overlap=overlap)
         self.staleness, self.delay, self.warm_up, self.overlap = staleness, delay, settings.warm_up, overlap
         self._in_flight = in_flight
-        remote = RemoteState(model, loss, optimizer, pool)
+        remote = RemoteState(model, loss, optimizer, pool, _start.state if _start else None)
         recipe = recipe_of(pool, remote, model, loss, self._metrics, precision, on_device, costs, fuse=fuse)
         recipe = replace(recipe, reduction=loss_reduction)
-        parts = (
+        run = TrainingSession(
             pool,
-            request,
+            partial(resolve_plan, request, pool, remote),
             Captures(recipe),
             remote,
             settings,
             BatchPrefetcher(pool, ahead_bytes, cache_bytes(cache)),
-        )
-        run = TrainingSession(
-            *parts, recover=recovery_enabled(pool, recover, snapshot_every), snapshot_every=snapshot_every
+            recover=recovery_enabled(pool, recover, snapshot_every),
+            snapshot_every=snapshot_every,
+            step=_start.step if _start else 0,
+            saved=_start.path if _start else None,
         )
         follow(run, adaptive, pool, optimizer)
-        super().__init__(run, remote, self._client_of(run, remote))
-        self._planned = request.said(len(pool))
-
-    def _client_of(self, run: TrainingSession, remote: RemoteState) -> ClientState | DetachedClientState:
-        """Return the object that synchronises the local model and optimizers with the workers."""
-        return ClientState(run, remote, self.model, self.loss)
+        planned = request.said(len(pool)) or (_start.plan if _start else None)
+        super().__init__(run, remote, ClientState(run, remote, model, loss), planned)
 
     def __enter__(self) -> Self:
         return self
@@ -288,8 +288,7 @@ class Trainer(Observed):
         self._client.bring()
         result = self._run.step(batch, uploaded)
         self._client.stepped()
-        for each in self._remote.optimizer:  # schedulers check whether the optimizer has stepped
-            each._opt_called = True  # type: ignore[attr-defined]
+        mark_stepped(self._remote.optimizer)
         return result
 
     # ---- evaluation
@@ -407,12 +406,8 @@ class Trainer(Observed):
             "loss_reduction": resumed_reduction(manifest.loss_reduction, options),
             **planned_options(manifest.plan, len(pool), options),
         }
-        trainer = cls(model, loss, optimizer, pool=pool, **{**settings, **options})
-        trainer._run.steps_done, trainer._run.saved = manifest.step, Path(path)
-        trainer._planned = trainer._planned or (None if said_of_plan(options) else manifest.plan)
-        trainer.extra = manifest.extra
-        trainer._remote.remembered, trainer._remote.first_versions = remembered(checkpoint), versions(checkpoint)
-        return trainer
+        start = resume_point(checkpoint, Path(path), options)
+        return cls(model, loss, optimizer, pool=pool, **{**settings, **options}, _start=start)
 
     def close(self) -> None:
         """Free everything that the trainer holds on the pool; the pool stays open. Idempotent.

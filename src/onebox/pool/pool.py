@@ -251,7 +251,7 @@ class Pool:
             >>> profile.latency_s[0][1]  # doctest: +SKIP
             7.1e-05
         """
-        key = profile_key(self)
+        key = profile_key(self.devices, self.links)
         known = load(key, PoolProfile) if cache and not fresh else None
         if known is not None:
             return known

@@ -1,4 +1,4 @@
-"""Routines of a trainer: compiled at the first batch of a shape, and cached."""
+"""Routines of a plan: made when a shape of batches is first seen, kept for the next time. Pure."""
 
 from __future__ import annotations
 
@@ -8,27 +8,32 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from onebox.engine.compile.batch_job import BatchJob, BufferNumbers
+from onebox.engine.compile.definition_numbers import DefinitionNumbers
 from onebox.engine.compile.lowering import Lowering
 from onebox.engine.compile.routine import InstructionLabel, StepRoutine
 from onebox.engine.compile.update.async_window import Window, WorkerWindows
-from onebox.engine.install.program_cache import ProgramCache
-from onebox.engine.partition.hierarchical_reduction import find_reductions
+from onebox.engine.partition.elementwise import check_elements
+from onebox.engine.partition.hierarchical_reduction import find_reductions, known_links
 from onebox.engine.partition.phase_programs import PhasePrograms
 from onebox.engine.partition.schedules import forward_only, make_schedule, make_window, plain_schedule
 from onebox.engine.partition.sharding_spec import Members, ShardingSpec, find_sharding_spec
 from onebox.engine.partition.stages import StageCutter
+from onebox.engine.partition.weight_versions import WeightVersions
 from onebox.engine.workload.batch import Batch
 from onebox.engine.workload.captures import Captures
 from onebox.engine.workload.emulated_costs import EmulatedCosts
 from onebox.engine.workload.loss_reduction import LossReduction, TravellingWeights, Weighted, weights_of
+from onebox.engine.workload.named_state import NamedState, footprints
+from onebox.engine.workload.parameter_groups import Optimizers
 from onebox.errors import CaptureError
 from onebox.graph import ModelPrograms
 from onebox.plan import MicroBatch, Plan
-from onebox.pool import Pool
+from onebox.pool import DeviceInfo
+from onebox.pool.network.emulated import LinkMap
 from onebox.wire import DTYPES
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class CompiledStep:
     """Routines for batches of one shape.
 
@@ -97,115 +102,121 @@ class Probe:
 
 
 class Compiler:
-    """Compiler of a trainer's routines, which stores them on the workers.
+    """Makes the routines of a plan; sends nothing.
 
     Args:
-        pool: The pool.
         plan: The plan.
         captures: The captured model.
-        new: Returns a new number for an object that stays on the workers.
-        library: Programs and constants on the workers, from any plan.
+        batch: A first batch; all later ones read the same of the state.
+        devices: All devices of the pool.
+        links: Its emulated links.
+        state: Parameters and buffers.
+        optimizers: The optimizers.
+        wanted: Names of the parameters that they update, in their order.
+        versions: Of these parameters, where steps overlap with older weights.
+        max_norm: For clipping; 0 for none.
+        optimizer: The definition of the optimizer on the workers.
+        new: Makes a number for something that stays on the workers.
+        numbers: The numbers of programs and constants.
+        group_number: Returns the number of a set of workers that exchange something.
+
+    Raises:
+        CaptureError: The model cannot be captured, or replicas cannot share it.
+        UsageError: The plan is for another model, or splits what an optimizer looks at as a whole.
     """
 
     def __init__(
-        self, pool: Pool, plan: Plan, captures: Captures, new: Callable[[], int], library: ProgramCache
+        self,
+        plan: Plan,
+        captures: Captures,
+        batch: Batch,
+        *,
+        devices: Sequence[DeviceInfo],
+        links: LinkMap,
+        state: NamedState,
+        optimizers: Optimizers,
+        wanted: Sequence[str],
+        versions: WeightVersions,
+        max_norm: float,
+        optimizer: int,
+        new: Callable[[], int],
+        numbers: DefinitionNumbers,
+        group_number: Callable[[Members], int],
     ) -> None:
-        self._pool = pool
-        self._plan = plan
-        self._new = new
-        self._captures = captures
-        self.library = library
-        self._constants = library.constants
-        self._stages = StageCutter(pool, plan, captures)
-        self._compiled: dict[Hashable, CompiledStep] = {}
-        self._there: set[Hashable] = set()
-        self._stored: dict[int, dict[int, int]] = {}
+        self.plan = plan
+        self.devices = devices
+        self.state = state
         self.windows = False
         """True if steps overlap from now on."""
-        self._lowering: Lowering | None = None
-        self._with_gradient: frozenset[str] = frozenset()
-
-    def first(self, batch: Batch) -> tuple[ModelPrograms, ShardingSpec]:
-        """Return the programs for the first micro-batch of a batch, and the sharding of the state.
-
-        Raises:
-            CaptureError: The model cannot be captured.
-            UsageError: The plan's stages do not match this model.
-        """
-        size = self._plan.micro_batches(batch.size)[0].size
-        self._stages.check(batch, size)
-        parts = self._stages.parts(batch, size, train=True)
-        holdings = find_sharding_spec(self._plan, parts)
-        self._with_gradient = frozenset(parts.programs.with_gradient)
-        if self._plan.sync == "workers":
-            replica_groups = (members for own in holdings.replica_groups.values() for members in own)
-            holdings = replace(holdings, ways=find_reductions(self._pool, replica_groups))
-        return parts.programs, holdings
-
-    def begin(
-        self,
-        model: ModelPrograms,
-        holdings: ShardingSpec,
-        *,
-        trained: Sequence[str],
-        state: Mapping[str, int],
-        optimizer: int,
-        groups: Mapping[Members, int],
-        max_norm: float,
-        previous: Mapping[str, int] | None = None,
-        ahead: Mapping[str, int] | None = None,
-    ) -> None:
-        """Set the values that all routines share.
-
-        Args:
-            model: From :meth:`first`.
-            holdings: From :meth:`first`.
-            trained: Trained parameters, in the optimizer's order.
-            state: Buffer numbers of parameters and buffers, by name.
-            optimizer: The optimizer's definition.
-            groups: Number of each communication group.
-            max_norm: Gradient clipping norm; 0 for none.
-            previous: Buffer numbers of trained parameters before the latest update, where steps overlap.
-            ahead: Buffer numbers of trained parameters as predicted after the next update, if used.
-        """
-        numbers = BufferNumbers(
-            state=state,
+        self._new = new
+        self._numbers = numbers
+        self._captures = captures
+        self._stages = StageCutter(plan, captures, known_links(devices, links))
+        self._compiled: dict[Hashable, CompiledStep] = {}
+        self.footprints = footprints(optimizers, state, versions.delay)
+        """The memory that the optimizers' state takes of each parameter."""
+        parts = self._first(batch)
+        model = parts.programs
+        self._with_gradient = frozenset(model.with_gradient)
+        self.holdings = self._sharding(parts, links)
+        self.trained = tuple(name for name in wanted if name in self._with_gradient)
+        """The parameters that have gradients, in the optimizer's order."""
+        self.versions = versions.only(self.trained)  # one that gets no gradient stays as it is
+        check_elements(optimizers, state, wanted, self.holdings)
+        affine = [name for name, update in model.updates.items() if update.kind == "affine"]
+        everybody = self.holdings.parted(self.trained) or len(plan.stages) > 1
+        groups = self.holdings.groups(self.trained, affine, everybody=everybody)
+        self.groups: Mapping[Members, int] = {members: group_number(members) for members in groups}
+        """The number of each set of workers that exchange something."""
+        costs = EmulatedCosts(
+            plan=plan,
+            speeds={worker: devices[worker].speed for worker in plan.devices},
+            segments=captures.recipe.costs,
+        )
+        buffers = BufferNumbers(
+            state=state.numbers,
             optimizer=optimizer,
-            groups=groups,
-            new=self._new,
-            previous=previous or {},
-            ahead=ahead or {},
-            program=self.library.number,
+            groups=self.groups,
+            new=new,
+            previous=self.versions.previous,
+            ahead=self.versions.ahead,
+            program=numbers.program,
         )
-        speeds = {worker: self._pool.devices[worker].speed for worker in self._plan.devices}
-        costs = EmulatedCosts(plan=self._plan, speeds=speeds, segments=self._captures.recipe.costs)
         self._lowering = Lowering(
-            self._plan, holdings, numbers, trained=trained, model=model, max_norm=max_norm, costs=costs
+            plan, self.holdings, buffers, trained=self.trained, model=model, max_norm=max_norm, costs=costs
         )
 
-    def step(self, batch: Batch) -> CompiledStep:
-        """Return the training routines for a batch, installed on the workers; compiled once for each shape."""
-        return self._sent(batch, self._plan, train=True)
+    def _first(self, batch: Batch) -> PhasePrograms:
+        """Return the programs for the first micro-batch of a batch."""
+        size = self.plan.micro_batches(batch.size)[0].size
+        self._stages.check(batch, size)
+        return self._stages.parts(batch, size, train=True)
+
+    def _sharding(self, parts: PhasePrograms, links: LinkMap) -> ShardingSpec:
+        """Return who is to hold what."""
+        holdings = find_sharding_spec(self.plan, parts)
+        if self.plan.sync != "workers":
+            return holdings
+        replica_groups = (members for own in holdings.replica_groups.values() for members in own)
+        return replace(holdings, ways=find_reductions(self.devices, links, replica_groups))
 
     def known(self, batch: Batch) -> CompiledStep | None:
-        """Return the training routines for a batch if they are installed on the workers; callable from any thread."""
-        key = self._key(batch, self._plan, train=True)
-        return self._compiled[key] if key in self._there else None
+        """Return the routines that train with a batch if they have been made; callable from any thread."""
+        return self._compiled.get(self._key(batch, self.plan, train=True))
 
-    def laid_out(self, batch: Batch) -> CompiledStep:
-        """Return the training routines for a batch, which may not be installed on the workers yet."""
-        return self._compile(batch, self._plan, train=True)
+    def step(self, batch: Batch) -> CompiledStep:
+        """Return the routines that train with a batch; made once for each shape."""
+        return self._compile(batch, self.plan, train=True)
 
-    def evaluation(self, batch: Batch, *, at_once: bool, send: bool = True) -> CompiledStep:
-        """Return the evaluation routines for a batch; compiled once for each shape.
+    def evaluation(self, batch: Batch, *, at_once: bool) -> CompiledStep:
+        """Return the routines that evaluate a batch; made once for each shape.
 
         Args:
             batch: The batch.
-            at_once: Whether each replica takes its part as one micro-batch, possible in plans of one stage.
-            send: Whether to install them on the workers.
+            at_once: Whether each replica takes its part as one micro-batch, which plans of one stage may do.
         """
-        plan = Plan(stages=self._plan.stages, sync=self._plan.sync) if at_once else self._plan
-        return self._sent(batch, plan, train=False) if send else self._compile(batch, plan, train=False)
+        plan = Plan(stages=self.plan.stages, sync=self.plan.sync) if at_once else self.plan
+        return self._compile(batch, plan, train=False)
 
     def probe(self, batch: Batch, sizes: Sequence[int]) -> Probe:
         """Return routines, not installed anywhere, that compute losses and gradients in eval mode without changing any
@@ -215,13 +226,12 @@ class Compiler:
             batch: The batch.
             sizes: Samples of each of its micro-batches.
         """
-        assert self._lowering is not None
         models = {size: self._stages.parts(batch, size, train=True, probe=True) for size in sizes}
         self._require_held(models, "in eval mode")
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
         cuts = enumerate(zip(starts, sizes, strict=True))
         parts = tuple(MicroBatch(index=index, start=start, size=size) for index, (start, size) in cuts)
-        routes = tuple((stage.replicas[0],) * len(sizes) for stage in self._plan.stages)
+        routes = tuple((stage.replicas[0],) * len(sizes) for stage in self.plan.stages)
         tensors = {size: model.programs.constants for size, model in models.items()}
         numbers = {size: {name: self._new() for name in own} for size, own in tensors.items()}
         job = BatchJob(
@@ -244,46 +254,33 @@ class Compiler:
                     return found.labels
         return ()
 
-    def constant_bytes(
-        self, batch: Batch, compiled: CompiledStep, worker: int, *, train: bool = True
-    ) -> dict[int, int]:
-        """Return the bytes of the constants on a worker while a batch is computed, by buffer number.
-
-        Constants of batches of other shapes stay there and are included.
+    def constants_of(
+        self, batch: Batch, compiled: CompiledStep, *, train: bool = True
+    ) -> dict[Hashable, Mapping[str, Tensor]]:
+        """Return the constants that routines read, by name, for each graph.
 
         Args:
             batch: The batch.
             compiled: Its routines.
-            worker: The worker.
-            train: Whether they are training routines.
+            train: Whether they train with it.
         """
-        found: dict[int, int] = self._constants.uploaded | self._stored.get(worker, {})
-        for size in {part.size for part in compiled.micro_batches}:
-            tensors = self._stages.parts(batch, size, train=train).programs.constants
-            for name, number in self._numbers_of_constants(batch, size, train=train).items():
-                found[number] = tensors[name].nbytes
-        return found
+        sizes = dict.fromkeys(part.size for part in compiled.micro_batches)
+        return dict(self._constants_of(batch, size, train=train) for size in sizes)
 
-    @property
-    def stored_bytes(self) -> dict[int, int]:
-        """Bytes of the constants that workers have from batches so far, by buffer number."""
-        return self._constants.uploaded | {n: size for own in self._stored.values() for n, size in own.items()}
+    def constant_bytes(self, batch: Batch, compiled: CompiledStep, *, train: bool = True) -> dict[int, int]:
+        """Return the bytes of the constants that routines read, by number of the buffer.
 
-    @property
-    def definitions(self) -> dict[int, set[int]]:
-        """Installed definitions that this plan uses, by worker."""
-        found: dict[int, set[int]] = {}
-        for key in self._there:
-            compiled = self._compiled[key]
-            for worker in compiled.routines:
-                own = (define.number for routine in compiled.all_of(worker) for define in routine.definitions)
-                found.setdefault(worker, set()).update(own)
+        Args are those of :meth:`constants_of`.
+        """
+        found: dict[int, int] = {}
+        for graph, tensors in self.constants_of(batch, compiled, train=train).items():
+            numbers = self._numbers.constants(graph, tensors)
+            found |= {number: tensors[name].nbytes for name, number in numbers.items()}
         return found
 
     @property
     def gradients(self) -> dict[int, str]:
         """Parameter of each gradient buffer."""
-        assert self._lowering is not None
         return self._lowering.gradients
 
     def _key(self, batch: Batch, plan: Plan, *, train: bool) -> Hashable:
@@ -320,7 +317,6 @@ class Compiler:
         Raises:
             CaptureError: State is missing; the message names it.
         """
-        assert self._lowering is not None
         for parts in models.values():
             missing = self._lowering.missing(parts.programs)
             if missing:
@@ -346,7 +342,6 @@ class Compiler:
                 )
 
     def _lower(self, job: BatchJob, *, train: bool) -> CompiledStep:
-        assert self._lowering is not None
         parts, reduction = tuple(job.micro_batches), self._captures.recipe.reduction
         travelling = None
         if train and isinstance(reduction, Weighted):
@@ -360,21 +355,10 @@ class Compiler:
             micro_batches=parts, routines=routines, windows=windows, reduction=reduction, travelling=travelling
         )
 
-    def _sent(self, batch: Batch, plan: Plan, *, train: bool) -> CompiledStep:
-        """Return routines, installing them on the workers if necessary."""
-        compiled = self._compile(batch, plan, train=train)
-        key = self._key(batch, plan, train=train)
-        if key not in self._there:
-            self._there.add(key)
-            for size in dict.fromkeys(part.size for part in compiled.micro_batches):
-                tensors = self._stages.parts(batch, size, train=train).programs.constants
-                graph = (batch.signature(size), train, *tensors)
-                self._constants.upload(graph, tensors, self._plan.devices)
-            for worker in compiled.routines:
-                for routine in compiled.all_of(worker):
-                    self._stored.setdefault(worker, {}).update(self.library.store(worker, routine))
-        return compiled
+    def _constants_of(self, batch: Batch, size: int, *, train: bool) -> tuple[Hashable, Mapping[str, Tensor]]:
+        """Return the key of the graph for micro-batches of a size, and its constants by name."""
+        tensors = self._stages.parts(batch, size, train=train).programs.constants
+        return (batch.signature(size), train, *tensors), tensors
 
     def _numbers_of_constants(self, batch: Batch, size: int, *, train: bool) -> dict[str, int]:
-        tensors = self._stages.parts(batch, size, train=train).programs.constants
-        return self._constants.numbers((batch.signature(size), train, *tensors), tensors)
+        return self._numbers.constants(*self._constants_of(batch, size, train=train))

@@ -95,7 +95,7 @@ class Lowering:
             rounding.finish()
             exchanges.finish()
             statistics.finish()
-            self._gradients.update(row.builder, worker).finish()
+            WorkerUpdate(self._gradients, row.builder, worker).finish()
             row.answer()
             found[worker] = row.builder.finish(row.leaves, row.results)
         return found
@@ -125,7 +125,7 @@ class Lowering:
         window: Window,
     ) -> StepRoutine:
         row = self._row(worker, job, values, actions, builder)
-        update = None if window == "fill" else self._gradients.update(builder, worker, age=1)
+        update = None if window == "fill" else WorkerUpdate(self._gradients, builder, worker, age=1)
         if self._numbers.previous:
             self._stale(row, job, worker, window, update)
         else:

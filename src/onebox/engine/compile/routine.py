@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from onebox.cost.estimate import program_s
-from onebox.engine.partition.early_send import RATES
+from onebox.cost.estimate import TYPICAL_RATES, program_s
 from onebox.plan import Action
 from onebox.wire import Program, TensorSpec
 from onebox.wire.protocol.instructions import Call, Step
@@ -87,7 +86,7 @@ class RoutineBuilder:
     def work(self, program: Program) -> float:
         """Return the relative time of a program; cached."""
         if id(program) not in self._works:
-            self._works[id(program)] = (program_s(program, RATES), program)
+            self._works[id(program)] = (program_s(program, TYPICAL_RATES), program)
         return self._works[id(program)][0]
 
     def define(self, program: Program, cost_s: float = 0.0) -> int:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from onebox.engine.compile.compiler import CompiledStep
 from onebox.engine.data.batch_transfer import BatchTransfer, WorkerBatch, batch_bytes, worker_batch, worker_batches
+from onebox.engine.data.compression import BatchCompression
 from onebox.engine.data.sample_cache import SampleCache
 from onebox.engine.install.installed_plan import InstalledPlan
 from onebox.engine.workload.batch import Batch
@@ -92,6 +93,7 @@ class BatchPrefetcher:
         self._ahead_bytes = ahead_bytes
         self._lock = threading.RLock()
         self._ready: InstalledPlan | None = None
+        self._packing: BatchCompression | None = None
         self._waiting: list[BatchTransfer] = []
         self._dropped: deque[BatchTransfer] = deque()  # filled by the garbage collector, which runs in any thread
         self._held = 0
@@ -195,12 +197,12 @@ class BatchPrefetcher:
         ready, cache = self._ready, self._cache
         assert ready is not None
         if cache is None or batch.samples is None:
-            return worker_batches(self._pool, batch, compiled, ready.packing)
+            return worker_batches(self._pool, batch, compiled, self.packing)
         found = {}
         for worker, needs in batch_bytes(batch, compiled).items():
             spare_bytes = ready.spare_bytes.get(worker, 0) - (AHEAD_STEPS + 1) * needs
-            part = cache.part_of(batch, compiled, worker, ready.packing, spare_bytes)
-            found[worker] = part or worker_batch(self._pool, batch, compiled, worker, ready.packing)
+            part = cache.part_of(batch, compiled, worker, self.packing, spare_bytes)
+            found[worker] = part or worker_batch(self._pool, batch, compiled, worker, self.packing)
         return found
 
     def parts_beside(self, batch: Batch, compiled: CompiledStep) -> dict[int, WorkerBatch]:
@@ -210,6 +212,12 @@ class BatchPrefetcher:
         with self._lock:
             self._make_room()
             return self.parts(dataclasses.replace(batch, samples=None), compiled)
+
+    @property
+    def packing(self) -> BatchCompression:
+        """How batches travel to the workers of the plan in use."""
+        assert self._packing is not None
+        return self._packing
 
     def kept(self, batch: Batch) -> Batch:
         """Return a copy of a batch that later writes to the user's tensors do not change."""
@@ -221,7 +229,10 @@ class BatchPrefetcher:
     def use(self, ready: InstalledPlan | None) -> None:
         """Set the installed plan that batches are for from now on; ``None`` for none.
 
-        Earlier transfers are void, and freed on the remaining workers.
+        What had been sent before is void, and freed on the workers that are left.
+
+        Raises:
+            OneboxError: A worker whose link is measured failed or ended.
         """
         if ready is self._ready:
             return
@@ -229,6 +240,7 @@ class BatchPrefetcher:
             self._return_all()
             if self._cache is not None:
                 self._cache.clear()
+            self._packing = None if ready is None else BatchCompression(self._pool, ready.plan.devices)
             self._ready = ready
 
     @contextlib.contextmanager
@@ -302,13 +314,13 @@ class BatchPrefetcher:
     def _prepare(self, parcel: BatchTransfer) -> bool:
         """Prepare the parts of a batch that do not depend on others; return whether its routines are available."""
         ready = self._ready
-        compiled = None if ready is None else ready.compiler.known(parcel.batch)
+        compiled = None if ready is None else ready.known(parcel.batch)
         if compiled is not parcel.compiled:
             parcel.parts, parcel.needs = {}, {}
             if compiled is not None and ready is not None:
                 parcel.needs = batch_bytes(parcel.batch, compiled)
                 if self._cache is None:
-                    parcel.parts = worker_batches(self._pool, parcel.batch, compiled, ready.packing)
+                    parcel.parts = worker_batches(self._pool, parcel.batch, compiled, self.packing)
             parcel.compiled = compiled
         return compiled is not None
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from onebox.engine.compile.definition_numbers import DefinitionNumbers
 from onebox.pool import Pool
 from onebox.wire import TensorSpec, spec_of, to_frame
 from onebox.wire.protocol.requests import Put
@@ -17,29 +18,23 @@ class ConstantTensors:
 
     Args:
         pool: The pool.
-        new: Returns a new number for an object that stays on the workers.
+        numbers: The numbers of the constants.
     """
 
-    def __init__(self, pool: Pool, new: Callable[[], int]) -> None:
+    def __init__(self, pool: Pool, numbers: DefinitionNumbers) -> None:
         self._pool = pool
-        self._new = new
         self.uploaded: dict[int, int] = {}  # from buffer to bytes
-        self._numbers: dict[Hashable, dict[str, int]] = {}
+        self._numbers = numbers
         self._there: set[tuple[Hashable, int]] = set()
-
-    def numbers(self, key: Hashable, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-        """Return the buffers of a graph's constants, by name."""
-        if key not in self._numbers:
-            self._numbers[key] = {name: self._new() for name in tensors}
-        return self._numbers[key]
 
     def upload(self, key: Hashable, tensors: Mapping[str, Tensor], workers: Sequence[int]) -> None:
         """Upload a graph's constants to workers, once."""
         lacking = [worker for worker in workers if (key, worker) not in self._there]
         self._there |= {(key, worker) for worker in lacking}
-        self.uploaded |= {self._numbers[key][name]: tensor.nbytes for name, tensor in tensors.items()}
+        numbers = self._numbers.constants(key, tensors)
+        self.uploaded |= {numbers[name]: tensor.nbytes for name, tensor in tensors.items()}
         if tensors and lacking:
-            put = Put(tuple(self._numbers[key].values()), tuple(spec_of(tensor) for tensor in tensors.values()))
+            put = Put(tuple(numbers.values()), tuple(spec_of(tensor) for tensor in tensors.values()))
             frames = [bytes(to_frame(tensor)) for tensor in tensors.values()]
             for worker in lacking:
                 self._pool.post(worker, [put], frames)

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Hashable, Mapping, Sequence
 
 from onebox.engine.compile.compiler import CompiledStep, Compiler, Probe
-from onebox.engine.config import PlanRequest
-from onebox.engine.data.compression import BatchCompression
+from onebox.engine.compile.definition_numbers import DefinitionNumbers
 from onebox.engine.install.deferred_replies import DeferredReplies, begin_group_formation
 from onebox.engine.install.program_cache import ProgramCache
+from onebox.engine.memory.initial_contents import evaluation_contents, probe_contents, step_contents, step_peaks
 from onebox.engine.memory.limits import IN_EVALUATION, host_shortage, out_of_memory_error
-from onebox.engine.memory.simulator import InitialContents, PersistentBuffer, peak_of, peaks_of
+from onebox.engine.memory.simulator import InitialContents, peak_of, peaks_of
 from onebox.engine.memory.timeline import memory_peak
 from onebox.engine.partition.sharding_spec import Members
-from onebox.engine.planning.device_shares import resolve_device_shares
-from onebox.engine.planning.measured_formats import measure_formats
-from onebox.engine.state.elementwise import check_elements
 from onebox.engine.state.remote import RemoteState
 from onebox.engine.workload.batch import Batch
 from onebox.engine.workload.captures import Captures
-from onebox.engine.workload.named_state import footprints
 from onebox.errors import OneboxError
 from onebox.plan import Plan
 from onebox.pool import Pool
@@ -66,44 +63,40 @@ class InstalledPlan:
     ) -> None:
         self.plan = plan
         self._remote = remote
-        self._on_host = plan.update == "host"  # then no optimizer state is on devices
-        self._footprints = footprints(remote.optimizer, remote.named, remote.versions.delay)
         self._made: list[int] = []
-        library = ProgramCache(pool, remote.new_number) if before is None else before.compiler.library
-        self.compiler: Compiler = Compiler(pool, plan, captures, self._new_number, library)
-        self.compiler.windows = windows
         self._pool = pool
         self._strict = strict
-        self._packing: BatchCompression | None = None
         self._fitting: set[Hashable] = set()
         self._at_once: dict[Hashable, bool] = {}  # by shape of evaluation batches
         self.spare_bytes: dict[int, int] = {}
         """Memory of each worker that training and evaluation batches so far leave free; only with ``strict``."""
-        self._groups: dict[Members, int] = {}
-        self._unformed: list[Members] = []
-        model, holdings = self.compiler.first(batch)
-        with_gradient = model.with_gradient
-        trained = tuple(name for name in remote.wanted if name in with_gradient)
-        self.holdings, self.trained = holdings, trained
-        remote.versions = remote.versions.only(trained)  # parameters without gradients have no versions
-        affine = [name for name, update in model.updates.items() if update.kind == "affine"]
-        check_elements(remote, holdings)
-        self._optimizer = remote.optimizer_number if before else remote.new_number()
-        for members in holdings.groups(trained, affine, everybody=holdings.parted(trained) or len(plan.stages) > 1):
-            known = before.group_of(members) if before and before.plan.sync == plan.sync else 0
-            self._groups[members] = known or pool.new_number()
-            self._unformed += [] if known else [members]
-        self.compiler.begin(
-            model,
-            holdings,
-            trained=trained,
-            state=remote.named.numbers,
-            optimizer=self._optimizer,
-            groups=self._groups,
-            max_norm=max_norm,
-            previous=remote.versions.previous,
-            ahead=remote.versions.ahead,
+        self._programs: ProgramCache = (
+            before._programs if before else ProgramCache(pool, DefinitionNumbers(remote.new_number))
         )
+        self._there: set[CompiledStep] = set()
+        self._stored: dict[int, dict[int, int]] = {}
+        self._unformed: list[Members] = []
+        self._optimizer = remote.optimizer_number if before else remote.new_number()
+        self.compiler = Compiler(
+            plan,
+            captures,
+            batch,
+            devices=pool.devices,
+            links=pool.links,
+            state=remote.named,
+            optimizers=remote.optimizer,
+            wanted=remote.wanted,
+            versions=remote.versions,
+            max_norm=max_norm,
+            optimizer=self._optimizer,
+            new=self._new_number,
+            numbers=self._programs.numbers,
+            group_number=functools.partial(self._group_number, before),
+        )
+        self.compiler.windows = windows
+        self.holdings, self.trained = self.compiler.holdings, self.compiler.trained
+        self._groups = dict(self.compiler.groups)
+        remote.versions = self.compiler.versions
         if steps:
             self._require_room(batch)
             self._require_room_for_late_steps(batch)
@@ -114,6 +107,12 @@ class InstalledPlan:
     def _new_number(self) -> int:
         self._made.append(self._remote.new_number())
         return self._made[-1]
+
+    def _group_number(self, before: InstalledPlan | None, members: Members) -> int:
+        """Return the number of a group, which serves on where the plan before has formed it."""
+        known = before.group_of(members) if before and before.plan.sync == self.plan.sync else 0
+        self._unformed += [] if known else [members]
+        return known or self._pool.new_number()
 
     def group_of(self, members: Members, *, to_be: bool = False) -> int:
         """Return the formed or planned group of some workers, or 0."""
@@ -136,8 +135,6 @@ class InstalledPlan:
         Raises:
             OneboxError: The pool is broken.
         """
-        if self._strict:
-            self._packing = BatchCompression(self._pool, self.plan.devices)
         asked = []
         while self._unformed:
             members = self._unformed[0]
@@ -155,7 +152,7 @@ class InstalledPlan:
             for asked in self.form():
                 asked.take()
             self._remote.upload(self.holdings.holders, self.holdings)
-            self._remote.define_optimizer(self._optimizer, self.trained, self.holdings, host=self._on_host)
+            self._remote.define_optimizer(self._optimizer, self.trained, self.holdings, host=self.plan.update == "host")
         except BaseException:
             with contextlib.suppress(OneboxError):
                 self.close()
@@ -179,10 +176,10 @@ class InstalledPlan:
         kept = set(after._groups.values())
         over = {group: members for members, group in self._groups.items() if group not in kept}
         self._groups = {}
-        wanted = after.compiler.definitions
-        for worker, own in self.compiler.definitions.items():  # kept in case the change is reverted
+        wanted = after._definitions
+        for worker, own in self._definitions.items():  # whose programs serve where the change is taken back
             wanted[worker] = wanted.get(worker, set()) | own.difference(self._made)
-        self.compiler.library.keep(wanted)
+        self._programs.keep(wanted)
         self._remote.retire(self._made)
         return over
 
@@ -194,7 +191,43 @@ class InstalledPlan:
                 workers.
         """
         self._require_room(batch)
-        return self.compiler.step(batch)
+        return self.routines(batch)
+
+    def routines(self, batch: Batch) -> CompiledStep:
+        """Return the routines that train with a batch, which are with the workers, whether there is room or not."""
+        return self._sent(batch, self.compiler.step(batch), train=True)
+
+    def known(self, batch: Batch) -> CompiledStep | None:
+        """Return the routines that train with a batch if they are with the workers; callable from any thread."""
+        compiled = self.compiler.known(batch)
+        return compiled if compiled in self._there else None
+
+    def _sent(self, batch: Batch, compiled: CompiledStep, *, train: bool) -> CompiledStep:
+        """Bring routines to the workers where they are not there yet, and return them."""
+        if compiled not in self._there:
+            self._there.add(compiled)
+            for graph, tensors in self.compiler.constants_of(batch, compiled, train=train).items():
+                self._programs.constants.upload(graph, tensors, self.plan.devices)
+            for worker in compiled.routines:
+                for routine in compiled.all_of(worker):
+                    self._stored.setdefault(worker, {}).update(self._programs.store(worker, routine))
+        return compiled
+
+    @property
+    def _definitions(self) -> dict[int, set[int]]:
+        """What of the definitions that are with the workers serves this plan, by worker."""
+        found: dict[int, set[int]] = {}
+        for compiled in self._there:
+            for worker in compiled.routines:
+                own = (define.number for routine in compiled.all_of(worker) for define in routine.definitions)
+                found.setdefault(worker, set()).update(own)
+        return found
+
+    @property
+    def _resident(self) -> dict[int, dict[int, int]]:
+        """The bytes of the constants that each worker has from batches so far, by number of the buffer."""
+        uploaded = self._programs.constants.uploaded
+        return {worker: uploaded | self._stored.get(worker, {}) for worker in self.plan.devices}
 
     def evaluation(self, batch: Batch, *, stepped: bool) -> CompiledStep:
         """Return the evaluation routines for a batch, installed on the workers.
@@ -209,7 +242,8 @@ class InstalledPlan:
         Raises:
             DeviceMemoryError: It needs more memory than a device has, or may use; nothing has changed on the workers.
         """
-        return self.compiler.evaluation(batch, at_once=self.at_once(batch, stepped=stepped))
+        compiled = self.compiler.evaluation(batch, at_once=self.at_once(batch, stepped=stepped))
+        return self._sent(batch, compiled, train=False)
 
     def at_once(self, batch: Batch, *, stepped: bool) -> bool:
         """Return whether a batch is evaluated at once rather than in micro-batches.
@@ -273,12 +307,6 @@ class InstalledPlan:
         """Record the memory of a worker that a step or an evaluation leaves free."""
         self.spare_bytes[worker] = min(spare_bytes, self.spare_bytes.get(worker, spare_bytes))
 
-    @property
-    def packing(self) -> BatchCompression:
-        """Compression of batches; only with ``strict``."""
-        assert self._packing is not None
-        return self._packing
-
     def peaks(self, batch: Batch, *, ahead: int = 0) -> dict[int, int]:
         """Return the peak bytes of each worker in a step with a batch, from buffer lifetimes alone.
 
@@ -286,15 +314,11 @@ class InstalledPlan:
             batch: The batch.
             ahead: Number of similar batches uploaded for later steps.
         """
-        found = {}
-        for worker, contents in self.contents(batch).items():
-            waiting = sum(contents.leaves[leaf] for leaf in contents.routine.leaves)
-            found[worker] = peak_of(contents) + ahead * waiting
-        return found
+        return step_peaks(self.contents(batch), ahead=ahead)
 
     def contents(self, batch: Batch) -> dict[int, InitialContents]:
         """Return the memory contents of each worker at the beginning of a step with a batch."""
-        return self._contents(batch, self.compiler.laid_out(batch), train=True, stepped=True)
+        return step_contents(self.compiler, batch, self._resident)
 
     def evaluation_contents(self, batch: Batch, *, at_once: bool, stepped: bool) -> dict[int, InitialContents]:
         """Return the memory contents of each worker at the beginning of the evaluation of a batch.
@@ -304,8 +328,7 @@ class InstalledPlan:
             at_once: Whether each replica takes its part as one micro-batch.
             stepped: Whether the optimizer's state exists.
         """
-        compiled = self.compiler.evaluation(batch, at_once=at_once, send=False)
-        return self._contents(batch, compiled, train=False, stepped=stepped)
+        return evaluation_contents(self.compiler, batch, self._resident, at_once=at_once, stepped=stepped)
 
     def probe(self, batch: Batch, sizes: Sequence[int]) -> Probe | None:
         """Return routines that compute losses and gradients without changing state; ``None`` if memory is insufficient.
@@ -315,71 +338,9 @@ class InstalledPlan:
             sizes: Samples of each of its micro-batches.
         """
         probe = self.compiler.probe(batch, sizes)
-        own = {number: tensor.nbytes for number, tensor in probe.constants.items()} | self.compiler.stored_bytes
-        contents = self._contents(batch, probe.compiled, train=True, stepped=True, constants=own)
+        contents = probe_contents(self.compiler, batch, probe, self._resident)
         fits = all(peak_of(found) <= self._room_bytes(worker) for worker, found in contents.items())
         return probe if fits else None
-
-    def _contents(
-        self,
-        batch: Batch,
-        compiled: CompiledStep,
-        *,
-        train: bool,
-        stepped: bool,
-        constants: Mapping[int, int] | None = None,
-    ) -> dict[int, InitialContents]:
-        leaves = {
-            (part.index, leaf): tensor[part.start : part.start + part.size].nbytes
-            for part in compiled.micro_batches
-            for leaf, tensor in enumerate(batch.leaves)
-        }
-        if compiled.travelling is not None:
-            weight = (compiled.travelling.leaf, compiled.travelling.dtype.itemsize)
-            leaves |= {(part.index, weight[0]): weight[1] for part in compiled.micro_batches}
-        state = self._remote.named
-        found = {}
-        for worker, routine in compiled.routines.items():
-            held = {
-                state.numbers[n]: PersistentBuffer(
-                    "parameter" if n in state.parameters else "buffer",
-                    n,
-                    self.holdings.spec(worker, n, state.spec(n)).size_bytes,
-                )
-                for n in self.holdings.held_by(worker, state.tensors)
-            }
-            versions = self._remote.versions
-            if train and self.compiler.windows:
-                held |= {
-                    number: PersistentBuffer("parameter", called, held[state.numbers[name]].size_bytes)
-                    for name in self.holdings.held_by(worker, self.trained)
-                    for number, called in versions.of(name).items()
-                }
-            sizes = constants or self.compiler.constant_bytes(batch, compiled, worker, train=train)
-            held |= {number: PersistentBuffer("constant", "", size_bytes) for number, size_bytes in sizes.items()}
-            trained = {
-                name: self.holdings.spec(worker, name, state.spec(name)).size_bytes
-                for name in self.holdings.stepped_by(worker, self.trained)
-            }
-            late = train and self.compiler.windows
-            remembered_bytes = sum(self._footprints[name].size_bytes(own, late=late) for name, own in trained.items())
-            cpu = self._pool.devices[worker].kind == "cpu"
-            copied_bytes = 0 if cpu else sum(trained.values())  # updated, and sent back
-            found[worker] = InitialContents(
-                routine=routine,
-                held=held,
-                leaves=leaves,
-                gradients=self.compiler.gradients,
-                optimizer_bytes=0 if self._on_host else stepped * remembered_bytes,
-                host_bytes=remembered_bytes + copied_bytes if self._on_host else 0,
-                ranks={number: ms.index(worker) for ms, number in self._groups.items() if worker in ms},
-                earlier=compiled.earlier(worker),
-                versions={
-                    previous: versions.ahead.get(name, state.numbers[name])
-                    for name, previous in versions.previous.items()
-                },
-            )
-        return found
 
     def close(self) -> None:
         """Leave the groups."""
@@ -387,36 +348,3 @@ class InstalledPlan:
             if members not in self._unformed:
                 self._pool.leave_group(group, members)
         self._groups = {}
-
-
-def install_plan(
-    request: PlanRequest,
-    pool: Pool,
-    captures: Captures,
-    remote: RemoteState,
-    batch: Batch,
-    max_norm: float,
-    *,
-    steps: bool = True,
-) -> InstalledPlan:
-    """Plan and compile for the first batch, a training batch unless ``steps`` is false."""
-    plan = request.plan
-    if plan is None:
-        devices = pool.present
-        if pool.gone:
-            shares: Sequence[float] = [1.0] * len(devices)
-        else:
-            shares = resolve_device_shares(request.shares, pool, captures, batch, remote)
-        plan = Plan.data_parallel(
-            devices,
-            shares,
-            micro_batch=request.micro_batch,
-            sync=request.sync,
-            update=request.update,
-            optimizer=request.optimizer,
-        )
-        if captures.recipe.precision == "auto" and not pool.gone:
-            plan = measure_formats(plan, pool, captures, remote, batch)
-    ready = InstalledPlan(plan, pool, captures, remote, batch, max_norm, strict=True, steps=steps)
-    ready.bring()
-    return ready

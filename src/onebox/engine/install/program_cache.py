@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Mapping, Set
 
-import msgspec
 import torch
 
+from onebox.engine.compile.definition_numbers import DefinitionNumbers
 from onebox.engine.compile.routine import StepRoutine
 from onebox.engine.install.constant_tensors import ConstantTensors
 from onebox.pool import Pool
-from onebox.wire import DTYPES, Program, spec_of, to_frame
+from onebox.wire import DTYPES, spec_of, to_frame
 from onebox.wire.protocol.instructions import Free
-from onebox.wire.protocol.requests import Put, StoredProgram
+from onebox.wire.protocol.requests import Put
 
 
 class ProgramCache:
@@ -21,31 +20,14 @@ class ProgramCache:
 
     Args:
         pool: The pool.
-        new: Returns a new number for an object that outlives any plan.
+        numbers: The numbers of programs and constants.
     """
 
-    def __init__(self, pool: Pool, new: Callable[[], int]) -> None:
-        self.constants = ConstantTensors(pool, new)
+    def __init__(self, pool: Pool, numbers: DefinitionNumbers) -> None:
+        self.numbers = numbers
+        self.constants = ConstantTensors(pool, numbers)
         self._pool = pool
-        self._new = new
-        self._numbers: dict[bytes, int] = {}
-        self._known: dict[tuple[int, float], tuple[Program, int]] = {}
         self._there: dict[int, set[int]] = {}
-
-    def number(self, program: Program, cost_s: float) -> int:
-        """Return the number of a program; equal programs share a number.
-
-        Args:
-            program: The program.
-            cost_s: Its cost on an emulated device.
-        """
-        key = (id(program), cost_s)
-        if key not in self._known:
-            digest = hashlib.blake2b(msgspec.msgpack.encode(StoredProgram(program, cost_s)), digest_size=20).digest()
-            if digest not in self._numbers:
-                self._numbers[digest] = self._new()
-            self._known[key] = program, self._numbers[digest]  # kept alive, so that its id stays unique
-        return self._known[key][1]
 
     def store(self, worker: int, routine: StepRoutine) -> dict[int, int]:
         """Send a worker a routine, with the programs that it lacks.
@@ -73,7 +55,7 @@ class ProgramCache:
         Raises:
             OneboxError: The pool is broken or closed.
         """
-        self._known = {}
+        self.numbers.release_programs()
         for worker, there in self._there.items():
             gone = there - wanted.get(worker, set())
             there.difference_update(gone)

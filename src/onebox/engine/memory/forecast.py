@@ -1,58 +1,29 @@
-"""Exact memory forecast of a plan, by compiling it without sending anything."""
+"""The exact memory of a plan, found by compiling it. Pure: nothing is sent anywhere."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 from torch import nn
 
-from onebox.engine.install.installed_plan import InstalledPlan
+from onebox.engine.compile.compiler import Compiler
+from onebox.engine.compile.definition_numbers import DefinitionNumbers
+from onebox.engine.memory.initial_contents import step_contents, step_peaks
 from onebox.engine.memory.limits import host_shortage
 from onebox.engine.memory.simulator import InitialContents, peaks_of
-from onebox.engine.partition.weight_versions import weight_versions
-from onebox.engine.state.remote import RemoteState
+from onebox.engine.partition.weight_versions import WeightVersions, weight_versions
 from onebox.engine.workload.batch import Batch
 from onebox.engine.workload.captures import Captures
-from onebox.engine.workload.parameter_groups import Optimizers
+from onebox.engine.workload.named_state import named_state, trained_names
+from onebox.engine.workload.parameter_groups import Optimizers, optimizers_in
 from onebox.graph import Loss
 from onebox.plan import ASYNC, Plan
-from onebox.pool import DeviceInfo, Pool, WorkerReply
+from onebox.pool import DeviceInfo
 from onebox.pool.network.emulated import LinkMap
 from onebox.wire.protocol.instructions import GroupDelays
-
-
-class Nowhere:
-    """Stand-in for a pool without workers: everything sent to them is dropped.
-
-    Args:
-        devices: Its devices.
-        links: Its emulated links, which decide which values are sent in chunks.
-    """
-
-    def __init__(self, devices: Sequence[DeviceInfo], links: LinkMap | None = None) -> None:
-        self.devices = tuple(devices)
-        self.links: LinkMap = links or {}
-        self._numbers = itertools.count(1)
-
-    def __len__(self) -> int:
-        return len(self.devices)
-
-    def new_number(self) -> int:
-        return next(self._numbers)
-
-    def post(self, worker: int, instructions: Any, frames: Any = (), *, answer: bool = False) -> Future[WorkerReply]:
-        done: Future[WorkerReply] = Future()
-        done.set_result(WorkerReply((), (), ()))
-        return done
-
-    def form_group(self, workers: Sequence[int], via: str) -> int:
-        return self.new_number()
-
-    def leave_group(self, group: int, workers: Sequence[int]) -> None:
-        pass
 
 
 class MemoryForecast(NamedTuple):
@@ -85,7 +56,7 @@ def count_memory(
     Args and errors are those of :func:`forecast_memory`.
     """
     given = plan, model, loss, optimizer, batch, devices, captures, max_norm, delay
-    contents = _ready(*given, links=links).contents(batch)
+    contents = step_contents(_compiler(*given, links=links), batch)
     peaks = {device: peaks_of(found) for device, found in contents.items()}
     lack = host_shortage({device: peaks[device][1] + found.host_bytes for device, found in contents.items()}, devices)
     return MemoryForecast({device: peak for device, (peak, _) in peaks.items()}, "" if lack is None else str(lack))
@@ -129,7 +100,8 @@ def forecast_memory(
         CaptureError: The model cannot be divided among replicas.
     """
     given = plan, model, loss, optimizer, batch, devices, captures, max_norm, delay
-    return _ready(*given, late=staleness > 0, overlap=overlap, links=links).peaks(batch, ahead=ahead)
+    compiler = _compiler(*given, late=staleness > 0, overlap=overlap, links=links)
+    return step_peaks(step_contents(compiler, batch), ahead=ahead)
 
 
 def forecast_contents(
@@ -148,10 +120,10 @@ def forecast_contents(
 
     Args and errors are those of :func:`forecast_memory`.
     """
-    return _ready(plan, model, loss, optimizer, batch, devices, captures, max_norm, delay).contents(batch)
+    return step_contents(_compiler(plan, model, loss, optimizer, batch, devices, captures, max_norm, delay), batch)
 
 
-def _ready(
+def _compiler(
     plan: Plan,
     model: nn.Module,
     loss: Loss,
@@ -165,11 +137,27 @@ def _ready(
     late: bool = False,
     overlap: bool = False,
     links: LinkMap | None = None,
-) -> InstalledPlan:
-    nowhere = cast(Pool, Nowhere(devices, links))
-    remote = RemoteState(model, loss, optimizer, nowhere)
-    if late := late or plan.schedule == ASYNC:
-        remote.versions = weight_versions(remote.wanted, delay, nowhere.new_number)
-    ready = InstalledPlan(plan, nowhere, captures, remote, batch, max_norm)
-    ready.compiler.windows = late or overlap
-    return ready
+) -> Compiler:
+    new = functools.partial(next, itertools.count(1))
+    optimizers = optimizers_in(optimizer)
+    state = named_state(model, loss, new)
+    wanted = trained_names(state, optimizers)
+    late = late or plan.schedule == ASYNC
+    compiler = Compiler(
+        plan,
+        captures,
+        batch,
+        devices=devices,
+        links=links or {},
+        state=state,
+        optimizers=optimizers,
+        wanted=wanted,
+        versions=weight_versions(wanted, delay, new) if late else WeightVersions(),
+        max_norm=max_norm,
+        optimizer=new(),
+        new=new,
+        numbers=DefinitionNumbers(new),
+        group_number=lambda members: new(),
+    )
+    compiler.windows = late or overlap
+    return compiler

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from onebox.cost.estimate import DeviceRates, operator_s
+from onebox.cost.estimate import TYPICAL_RATES, operator_s
 from onebox.graph import NamedProgram, PhaseKind, Port
 from onebox.plan import Links, Plan
 from onebox.plan.schedules.chunked_transfers import CALL_S, WORTH
@@ -18,9 +18,6 @@ from onebox.wire import Program, specs_by_slot
 
 WIRE_BPS = 1.1e9
 """Assumed bandwidth of unknown links, that of 10 Gbit Ethernet, which may underestimate the gain of sending early."""
-
-RATES = DeviceRates(flops=4e10, bandwidth_bps=8e9, operator_s=5e-6)
-"""Rates of a core of 2020. The time of a program is known; these only divide it among its operators."""
 
 
 def pays(left_s: float, transfer_s: float) -> bool:
@@ -41,7 +38,7 @@ def operator_times(program: Program, seconds: float) -> list[float]:
         seconds: Total time.
     """
     specs = specs_by_slot(program)
-    times = [operator_s(operator, specs, RATES) for operator in program.operators]
+    times = [operator_s(operator, specs, TYPICAL_RATES) for operator in program.operators]
     total = math.fsum(times)
     return [seconds * each / total for each in times] if total else times
 

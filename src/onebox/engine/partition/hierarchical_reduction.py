@@ -8,12 +8,13 @@ by bit.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from onebox.cost import AllReduceAlgorithm, DeviceGroups, PoolProfile, all_reduce_algorithms, choose_all_reduce, load
 from onebox.engine.partition.optimizer_sharding import Members
 from onebox.plan import Links
-from onebox.pool import Pool
+from onebox.pool import DeviceInfo
+from onebox.pool.network.emulated import LinkMap
 from onebox.pool.network.profile import profile_key
 
 _MEMORY_LATENCY_S, _MEMORY_BPS = 50e-6, 4e9
@@ -26,16 +27,20 @@ ring."""
 Matrix = dict[int, dict[int, float]]
 
 
-def find_reductions(pool: Pool, replica_groups: Iterable[Members]) -> dict[Members, tuple[AllReduceAlgorithm, ...]]:
-    """Return the algorithms that groups may use, a flat ring or hierarchical; groups that use only the flat ring are
-    left out.
+def find_reductions(
+    devices: Sequence[DeviceInfo], links: LinkMap, replica_groups: Iterable[Members]
+) -> dict[Members, tuple[AllReduceAlgorithm, ...]]:
+    """Return how groups may sum up: in one ring, or in parts first; only those that may do other than in one ring.
 
     Args:
-        pool: The pool.
-        circles: The groups.
+        devices: All devices of the pool.
+        links: Its emulated links.
+        replica_groups: The groups.
     """
-    several = [members for members in dict.fromkeys(replica_groups) if len(members) > 2 and _apart(pool, members)]
-    known = _matrices(pool) if several else None
+    several = [
+        members for members in dict.fromkeys(replica_groups) if len(members) > 2 and _apart(devices, links, members)
+    ]
+    known = _matrices(devices, links) if several else None
     if known is None:
         return {}
     found = {}
@@ -47,9 +52,9 @@ def find_reductions(pool: Pool, replica_groups: Iterable[Members]) -> dict[Membe
     return found
 
 
-def known_links(pool: Pool) -> Links | None:
+def known_links(devices: Sequence[DeviceInfo], links: LinkMap) -> Links | None:
     """Return the known speeds of the links between a pool's devices; ``None`` if unknown."""
-    known = _matrices(pool)
+    known = _matrices(devices, links)
     return None if known is None else Links(latency_s=known[0], bandwidth_bps=known[1])
 
 
@@ -67,21 +72,23 @@ def group_leaders(parts: DeviceGroups) -> Members:
     return tuple(part[0] for part in parts)
 
 
-def _apart(pool: Pool, members: Members) -> bool:
+def _apart(devices: Sequence[DeviceInfo], links: LinkMap, members: Members) -> bool:
     """Return whether members are on different hosts, or emulated as such."""
-    linked = any(pair in pool.links for pair in itertools.permutations(members, 2))
-    return linked or len({pool.devices[member].host for member in members}) > 1
+    linked = any(pair in links for pair in itertools.permutations(members, 2))
+    return linked or len({devices[member].host for member in members}) > 1
 
 
-def _matrices(pool: Pool) -> tuple[Mapping[int, Mapping[int, float]], Mapping[int, Mapping[int, float]]] | None:
+def _matrices(
+    devices: Sequence[DeviceInfo], links: LinkMap
+) -> tuple[Mapping[int, Mapping[int, float]], Mapping[int, Mapping[int, float]]] | None:
     """Return latencies and bandwidths between all devices; ``None`` if unknown."""
-    every = [device.number for device in pool.devices]
-    if not pool.links:
-        known = load(profile_key(pool), PoolProfile)
+    every = [device.number for device in devices]
+    if not links:
+        known = load(profile_key(devices, links), PoolProfile)
         return None if known is None else (known.latency_s, known.bandwidth_bps)
     latency_s: Matrix = {a: dict.fromkeys(every, _MEMORY_LATENCY_S) for a in every}
     bandwidth_bps: Matrix = {a: dict.fromkeys(every, _MEMORY_BPS) for a in every}
-    for (source, target), link in pool.links.items():
+    for (source, target), link in links.items():
         latency_s[source][target] += link.latency_s
         bandwidth_bps[source][target] = 1 / (1 / _MEMORY_BPS + 1 / link.bandwidth_bps)
     return latency_s, bandwidth_bps

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from onebox.cost.estimate import program_s
-from onebox.engine.partition.early_send import RATES, devices_of
+from onebox.cost.estimate import TYPICAL_RATES, program_s
+from onebox.engine.partition.early_send import devices_of
 from onebox.engine.partition.phase_programs import PhaseProgram, PhasePrograms
 from onebox.graph import PhaseKind, Piece, Port
 from onebox.plan import Plan
@@ -74,7 +74,7 @@ def _parts(parts: PhasePrograms, plan: Plan, stage: int, kind: PhaseKind, read: 
 def _made(part: PhaseProgram) -> Iterator[tuple[float, Port, int]]:
     """Yield (fraction of the part's time, port, bytes) for each output."""
     ports = {slot: (port, spec) for slot, port, spec in zip(part.slots, part.outputs, part.made, strict=True)}
-    works = [program_s(step.program, RATES) if isinstance(step, Piece) else 0.0 for step in part.steps]
+    works = [program_s(step.program, TYPICAL_RATES) if isinstance(step, Piece) else 0.0 for step in part.steps]
     total = math.fsum(works)
     for number, step in enumerate(part.steps):
         done = math.fsum(works[: number + 1]) / total if total and number + 1 < len(works) else 1.0

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from onebox.engine.partition.hierarchical_reduction import known_links
 from onebox.engine.partition.phase_programs import PhasePrograms
 from onebox.engine.workload.batch import Batch
 from onebox.engine.workload.captures import Captures
 from onebox.errors import UsageError
 from onebox.graph.memory_format import with_channels_last
 from onebox.graph.shard.placements import Placement
-from onebox.plan import Plan, block_numbers
-from onebox.pool import Pool
+from onebox.plan import Links, Plan, block_numbers
 
 _HALVES = ("zb-h1", "zbv", "auto", "table")
 """Schedules that may split backward into the gradients of inputs and of parameters."""
@@ -22,15 +20,15 @@ class StageCutter:
     """Divides a captured model into the stages of a plan, once for each micro-batch size.
 
     Args:
-        pool: The pool.
+        links: How fast the links between its devices are, as far as that is known.
         plan: The plan.
         captures: The captured model.
     """
 
-    def __init__(self, pool: Pool, plan: Plan, captures: Captures) -> None:
-        self._pool = pool
+    def __init__(self, plan: Plan, captures: Captures, links: Links | None) -> None:
         self._plan = plan
         self._captures = captures
+        self._links = links
         self._models: dict[Hashable, PhasePrograms] = {}
         self._settled: dict[str, Placement] = {}
 
@@ -77,9 +75,8 @@ class StageCutter:
             blocks = block_numbers(self._plan.stages)
             programs = traced.divide(stages, policies=policies, blocks=blocks, narrow=self._narrow)
             programs = with_channels_last(programs, self._plan.channels_last)
-            links = known_links(self._pool)
             self._models[key] = PhasePrograms(
-                programs, self._plan, halves=() if probe else self._halved, settled=self._settled, links=links
+                programs, self._plan, halves=() if probe else self._halved, settled=self._settled, links=self._links
             )
             self._settled = self._settled or self._models[key].placements
         return self._models[key]

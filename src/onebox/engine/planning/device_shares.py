@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from onebox.engine.compile.definition_numbers import DefinitionNumbers
 from onebox.engine.install.constant_tensors import ConstantTensors, put_leaves
 from onebox.engine.state.remote import RemoteState
 from onebox.engine.workload.batch import Batch
@@ -63,9 +64,9 @@ def measure_speeds(pool: Pool, captures: Captures, batch: Batch, remote: RemoteS
     model = captures.traced(batch, size, train=False).divide()
     everybody = tuple(workers)
     remote.upload(dict.fromkeys(remote.named.numbers, everybody))
-    constants = ConstantTensors(pool, remote.new_number)
-    numbers_of = constants.numbers("", model.constants)
-    constants.upload("", model.constants, everybody)
+    numbers = DefinitionNumbers(remote.new_number)
+    numbers_of = numbers.constants("", model.constants)
+    ConstantTensors(pool, numbers).upload("", model.constants, everybody)
     routine, programs = _measuring_routine(model, numbers_of, pool, remote.named.numbers, len(batch.leaves))
     times: dict[int, list[int]] = {worker: [] for worker in workers}
     for worker in workers:
@@ -73,8 +74,8 @@ def measure_speeds(pool: Pool, captures: Captures, batch: Batch, remote: RemoteS
     for _ in range(_ROUNDS):
         futures = []
         for worker in workers:
-            put, numbers, frames = put_leaves(pool, batch.slice(0, size))
-            futures.append(pool.post(worker, [put, Run(routine, numbers, trace=True)], frames, answer=True))
+            put, bound, frames = put_leaves(pool, batch.slice(0, size))
+            futures.append(pool.post(worker, [put, Run(routine, bound, trace=True)], frames, answer=True))
         for worker, answer in enumerate(raise_first(futures)):
             times[worker].append(answer.times_ns[1] - answer.times_ns[0])
     for worker in workers:

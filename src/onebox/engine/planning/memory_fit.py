@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 from torch import nn
 
 from onebox.cost.estimate import DeviceRates
-from onebox.engine.memory.forecast import Nowhere, count_memory, forecast_contents, forecast_memory
+from onebox.engine.memory.forecast import count_memory, forecast_contents, forecast_memory
 from onebox.engine.memory.timeline import MemoryPeak, MemoryTimeline, memory_peak, memory_timeline
 from onebox.engine.planning.bisection import LargestFit, find_largest
 from onebox.engine.problem.estimate import estimate_links, estimate_profile
 from onebox.engine.problem.memory_search import MemoryCounter, search_within
 from onebox.engine.problem.planner_problem import allowed_sizes, make_problem, measured_sizes
-from onebox.engine.state.remote import RemoteState
 from onebox.engine.workload.batch import Batch, as_batch
 from onebox.engine.workload.captures import Captures, CaptureSpec
-from onebox.engine.workload.parameter_groups import Optimizers
+from onebox.engine.workload.named_state import named_state, trained_names
+from onebox.engine.workload.parameter_groups import Optimizers, optimizers_in
 from onebox.errors import CaptureError, PlanError, UsageError
 from onebox.graph import Loss, Precision
 from onebox.plan import SCHEDULES, OptimizerStateLayout, Plan, UpdateAt, predict
@@ -198,14 +199,14 @@ def _captures(
     fuse: bool,
 ) -> Captures:
     """Return the captures of a model for some devices."""
-    remote = RemoteState(model, loss, optimizer, cast(Pool, Nowhere(devices)))
+    state = named_state(model, loss, itertools.count(1).__next__)
     recipe = CaptureSpec(
         model=model,
         loss=loss,
         metrics={},
         precision=precision,
         device_type="cuda" if any(device.kind == "cuda" for device in devices) else "cpu",
-        trained=frozenset(remote.wanted),
+        trained=frozenset(trained_names(state, optimizers_in(optimizer))),
         fuse=fuse,
     )
     return Captures(recipe)

@@ -8,6 +8,7 @@ training.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import statistics
 import time
@@ -20,13 +21,14 @@ from torch import nn
 
 from onebox.cost import load, store
 from onebox.cost.model_profile import AS_CAPTURED, ModelBytes, ModelProfile, SegmentTimes, SegmentVariant
-from onebox.engine.client_state import DetachedClientState
+from onebox.engine.assembly import exact_settings, recipe_of
+from onebox.engine.config import check_precision, steps_in_flight
+from onebox.engine.data.prefetch import AHEAD_BYTES, BatchPrefetcher
 from onebox.engine.problem.planner_problem import CachedTimes, device_type, divided_bytes, times_key
 from onebox.engine.problem.stage_formats import compared, ways_of
 from onebox.engine.session import TrainingSession
 from onebox.engine.state.remote import RemoteState
 from onebox.engine.steps.results import TraceEvent
-from onebox.engine.trainer import Trainer
 from onebox.engine.workload.batch import as_batch
 from onebox.engine.workload.captures import Captures
 from onebox.engine.workload.parameter_groups import Optimizers
@@ -47,9 +49,6 @@ _VISIT = 4
 
 _MICRO_BATCHES = 2
 """Micro-batches per step, so that gradients are accumulated as in a pipeline."""
-
-_UNCHECKED: dict[str, Any] = {"loss_reduction": "mean"}
-"""The weighting of a loss does not affect its time."""
 
 _LEAST_S = 1e-7
 """Lower bound of a time, which must be positive."""
@@ -94,6 +93,7 @@ def profile_model(
     batch = as_batch(inputs, targets)
     if not sizes or min(sizes) < 1 or max(sizes) > batch.size:
         raise UsageError(f"micro-batches of {list(sizes)} samples: allowed are 1 to {batch.size}, the batch")
+    check_precision(precision)
     measured: dict[str, list[SegmentTimes]] = {}
     runs: _Runs | None = None
     with contextlib.ExitStack() as stack:
@@ -151,15 +151,12 @@ def _roomier(pool: Pool, devices: Sequence[int]) -> Pool:
     return open_pool(names, threads=pool.devices[devices[0]].threads)
 
 
-class _Measuring(Trainer):
-    """A trainer for measurements, independent of other trainers of the same model."""
-
-    def _client_of(self, run: TrainingSession, remote: RemoteState) -> DetachedClientState:
-        return DetachedClientState()
-
-
 class _Runs:
-    """Profiling runs for one size of a micro-batch."""
+    """Profiling runs for one size of a micro-batch.
+
+    They train a copy of the model on the workers, in sessions without a trainer: the model and the optimizers in this
+    process, which a user may be training at the same time, have no part in it.
+    """
 
     def __init__(
         self,
@@ -185,9 +182,12 @@ class _Runs:
     def prepare(self, pool: Pool) -> None:
         """Capture the model."""
         if self.captures is None:
-            options: dict[str, Any] = {"precision": self._precision, "fuse": self._fuse, "recover": False, **_UNCHECKED}
-            with _Measuring(*self._arguments, pool=pool, **options) as probe:
-                self.captures = probe.captures
+            model, loss, _ = self._arguments
+            remote = RemoteState(*self._arguments, pool)
+            recipe = recipe_of(pool, remote, model, loss, {}, self._precision, None, None, fuse=self._fuse)
+            self.captures = Captures(
+                dataclasses.replace(recipe, reduction="mean")
+            )  # weights make no difference to time
         self._names = self.captures.segments(as_batch(*self._small), self._size)
 
     def key(self, pool: Pool) -> str:
@@ -218,54 +218,56 @@ class _Runs:
         self, pool: Pool, sides: Mapping[SegmentVariant, Sequence[int]]
     ) -> dict[SegmentVariant, dict[str, SegmentTimes]]:
         """Train on devices, alternating between formats; return the times of each type of device by format."""
-        trainers: dict[SegmentVariant, list[Trainer]] = {way: [] for way in sides}
+        sessions: dict[SegmentVariant, list[TrainingSession]] = {way: [] for way in sides}
         try:
             for way, devices in sides.items():
                 for device in devices:
-                    trainers[way].append(self._trainer(pool, device, way))
+                    sessions[way].append(self._session(pool, device, way))
             start_s, steps = time.monotonic(), 0
             while steps < _WARM + _STEPS or (time.monotonic() - start_s < _LONG_S * len(sides) and steps < _MOST):
-                for own in trainers.values():
+                for own in sessions.values():
                     self._visit(own)
                 steps += _VISIT
-            return {way: self._found(pool, devices, trainers[way]) for way, devices in sides.items()}
+            return {way: self._found(pool, devices, sessions[way]) for way, devices in sides.items()}
         finally:
-            for own in trainers.values():
-                for trainer in own:
-                    trainer.close()
+            for session in itertools.chain.from_iterable(sessions.values()):
+                with contextlib.suppress(Exception):  # the pool may be broken
+                    session.close()
 
-    def _visit(self, trainers: Sequence[Trainer]) -> None:
+    def _visit(self, sessions: Sequence[TrainingSession]) -> None:
         """Train some steps on all devices at once."""
         for _ in range(_VISIT):
-            for trainer in trainers:
-                trainer.step(*self._small)
-        for trainer in trainers:
-            trainer.wait()
+            for session in sessions:
+                session.step(as_batch(*self._small))
+        for session in sessions:
+            session.drain()
+            session.wait(0)
 
-    def _found(self, pool: Pool, devices: Sequence[int], trainers: Sequence[Trainer]) -> dict[str, SegmentTimes]:
+    def _found(
+        self, pool: Pool, devices: Sequence[int], sessions: Sequence[TrainingSession]
+    ) -> dict[str, SegmentTimes]:
         """Return the measurements of one format."""
         found: dict[str, list[SegmentTimes]] = {}
-        events = [[event for event in trainer.events() if event.step >= _WARM] for trainer in trainers]
+        events = [[event for event in session.traces.events() if event.step >= _WARM] for session in sessions]
         between_s = min(map(_between_s, events))  # of the slowest device: the others wait for it here
         for own, device in zip(events, devices, strict=True):
             info = pool.devices[device]
             found.setdefault(device_type(info), []).append(self._times(own, info.speed, between_s))
         return {kind: _median_of(times) for kind, times in found.items()}
 
-    def _trainer(self, pool: Pool, device: int, way: SegmentVariant) -> _Measuring:
+    def _session(self, pool: Pool, device: int, way: SegmentVariant) -> TrainingSession:
         assert self.captures is not None
         plan = _one_by_one(self._names, device, self._size, way)
-        trainer = _Measuring(
-            *self._arguments,
-            pool=pool,
-            plan=plan,
-            precision=self._precision,
-            check_every=0,
+        return TrainingSession(
+            pool,
+            lambda captures, batch: plan,
+            self.captures,
+            RemoteState(*self._arguments, pool),
+            exact_settings(0, 0, steps_in_flight(pool.round_trip_s), None, trace=True),
+            BatchPrefetcher(pool, AHEAD_BYTES, 0),
             recover=False,
-            **_UNCHECKED,
+            snapshot_every=None,
         )
-        trainer.captures = self.captures
-        return trainer
 
     def _times(self, events: Sequence[TraceEvent], speed: float, between_s: float) -> SegmentTimes:
         by_action: dict[tuple[str, int], list[float]] = {}

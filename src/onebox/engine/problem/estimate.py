@@ -5,12 +5,10 @@ the cache.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import cast
 
 from onebox.cost import PoolProfile, Speeds, load
-from onebox.cost.estimate import DeviceRates, program_s
+from onebox.cost.estimate import TYPICAL_RATES, DeviceRates, program_s
 from onebox.cost.model_profile import ModelBytes, ModelProfile, SegmentTimes
-from onebox.engine.memory.forecast import Nowhere
 from onebox.engine.problem.planner_problem import CachedTimes, device_type, divided_bytes, times_key
 from onebox.engine.workload.batch import Batch
 from onebox.engine.workload.captures import Captures
@@ -18,11 +16,8 @@ from onebox.engine.workload.named_state import PASSES
 from onebox.engine.workload.parameter_groups import Optimizers
 from onebox.graph import ModelPrograms, PhaseKind
 from onebox.plan import Links
-from onebox.pool import DeviceInfo, Pool
+from onebox.pool import DeviceInfo
 from onebox.pool.network.profile import profile_key
-
-_CORE = DeviceRates(flops=4e10, bandwidth_bps=8e9, operator_s=5e-6)
-"""Rates of one thread of a 2020 processor; matrix products with AVX2 at 3 GHz reach half of their 96 GFLOP/s."""
 
 _ACCELERATOR = DeviceRates(flops=2e13, bandwidth_bps=5e11, operator_s=1e-5)
 """Rates of a 2018 GPU, such as a T4 or an RTX 2080, with or without TensorFloat-32."""
@@ -89,7 +84,7 @@ def estimate_links(devices: Sequence[DeviceInfo]) -> Links:
 
 
 def _measured(devices: Sequence[DeviceInfo]) -> PoolProfile | None:
-    return load(profile_key(cast(Pool, Nowhere(devices))), PoolProfile)
+    return load(profile_key(devices, {}), PoolProfile)
 
 
 def _rates(
@@ -108,7 +103,7 @@ def _rates(
             words.append(f"{_text(found[kind])}, as it was measured, for {kind}")
         else:
             threads = max(1, device.threads)
-            found[kind] = _ACCELERATOR if device.kind == "cuda" else _share(_CORE, threads)
+            found[kind] = _ACCELERATOR if device.kind == "cuda" else _share(TYPICAL_RATES, threads)
             words.append(f"{_text(found[kind])}, which is a guess, for {kind}")
     return found, f"estimated for {'; '.join(words)}"
 

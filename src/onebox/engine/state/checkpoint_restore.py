@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,10 +20,10 @@ from onebox.engine.state.checkpoint_files import (
     Manifest,
     NumberEntry,
 )
-from onebox.engine.state.remote import RemoteState
+from onebox.engine.state.remote import RemoteState, StartState
 from onebox.engine.state.state_layout import Key
 from onebox.engine.state.transfer import StateTransfer
-from onebox.engine.workload.named_state import NamedState, OptimizerEntries, named_state
+from onebox.engine.workload.named_state import NamedState, named_state
 from onebox.engine.workload.parameter_groups import Optimizers, groups_of, optimizers_in
 from onebox.errors import CheckpointError
 from onebox.plan import Plan
@@ -108,17 +110,46 @@ def said_of_plan(options: Mapping[str, Any]) -> bool:
     return bool({"micro_batch", "sync", "shares", "update", "shard_optimizer"} & set(options))
 
 
-def remembered(checkpoint: Checkpoint) -> OptimizerEntries:
-    """Return the optimizer state of a checkpoint."""
-    return [
+@dataclass(frozen=True, kw_only=True)
+class ResumePoint:
+    """Point of a run from which a trainer continues.
+
+    Args:
+        step: Number of steps done.
+        path: Path of the checkpoint.
+        plan: Plan of the run, unless the user asks for another; ``None`` if unknown.
+        extra: Data saved with the checkpoint by the user.
+        state: State of the optimizer, and versions of parameters.
+    """
+
+    step: int
+    path: Path
+    plan: Plan | None
+    extra: dict[str, Any]
+    state: StartState
+
+
+def resume_point(checkpoint: Checkpoint, path: Path, options: Mapping[str, Any]) -> ResumePoint:
+    """Return the point of a run at which a checkpoint was saved.
+
+    Args:
+        checkpoint: The checkpoint.
+        path: Its path.
+        options: Arguments of the trainer that the user gives.
+    """
+    manifest = checkpoint.manifest
+    remembered = [
         *((name, key, tensor) for (name, key), tensor in checkpoint.optimizer.items() if key not in KEYS),
-        *((entry.parameter, entry.key, entry.value) for entry in checkpoint.manifest.numbers),
+        *((entry.parameter, entry.key, entry.value) for entry in manifest.numbers),
     ]
-
-
-def versions(checkpoint: Checkpoint) -> dict[tuple[str, str], Tensor]:
-    """Return the versions of parameters in a checkpoint, by parameter and kind."""
-    return {(name, key): tensor for (name, key), tensor in checkpoint.optimizer.items() if key in KEYS}
+    versions = {(name, key): tensor for (name, key), tensor in checkpoint.optimizer.items() if key in KEYS}
+    return ResumePoint(
+        step=manifest.step,
+        path=path,
+        plan=None if said_of_plan(options) else manifest.plan,
+        extra=manifest.extra,
+        state=StartState(optimizer=remembered, versions=versions),
+    )
 
 
 def restore(checkpoint: Checkpoint, model: nn.Module, loss: Any, optimizer: Optimizers) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,6 +31,19 @@ from onebox.wire.protocol.responses import WorkerMemory
 from onebox.wire.protocol.snapshots import Fill, Recall, StateEntry
 
 
+@dataclass(frozen=True, kw_only=True)
+class StartState:
+    """State of a checkpoint beside the weights.
+
+    Args:
+        optimizer: State of the optimizer.
+        versions: Versions of parameters, by parameter and kind.
+    """
+
+    optimizer: OptimizerEntries
+    versions: Mapping[tuple[str, str], Tensor]
+
+
 class RemoteState:
     """Parameters, buffers and optimizer on the workers of a trainer.
 
@@ -41,14 +55,16 @@ class RemoteState:
         loss: The user's loss; a module may have tensors of its own.
         optimizer: The user's optimizer, or several; their state is uploaded.
         pool: The pool.
+        start: Optimizer state, and versions of parameters, of a checkpoint; ``None`` for the optimizer's own state.
 
     Raises:
         UsageError: An optimizer is not supported, or has tensors outside the model, or shares tensors with another one.
     """
 
-    def __init__(self, model: nn.Module, loss: Any, optimizer: Optimizers, pool: Pool) -> None:
+    def __init__(
+        self, model: nn.Module, loss: Any, optimizer: Optimizers, pool: Pool, start: StartState | None = None
+    ) -> None:
         self.optimizer = optimizer = optimizers_in(optimizer)
-        self.remembered: OptimizerEntries
         self._pool = pool
         self._ledger: list[int] = []
         self._optimizer_number = 0
@@ -62,12 +78,12 @@ class RemoteState:
         self.versions = WeightVersions()
         self.branched = False
         """True if parameters have versions on the workers."""
-        self.first_versions: Mapping[tuple[str, str], Tensor] = {}
+        self.first_versions: Mapping[tuple[str, str], Tensor] = start.versions if start else {}
         """Initial versions, by parameter and kind."""
         self.named = named_state(model, loss, self.new_number)
         self.wanted = trained_names(self.named, optimizer)
         self.training = training_of(optimizer)
-        self.remembered = local_optimizer_state(optimizer, self.named)
+        self.remembered = start.optimizer if start else local_optimizer_state(optimizer, self.named)
 
     def new_number(self) -> int:
         """Return a number for an object that stays on the workers until the trainer is closed."""

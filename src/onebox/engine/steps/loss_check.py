@@ -18,6 +18,7 @@ from torch import nn
 
 from onebox.engine.compile.compiler import Probe
 from onebox.engine.data.batch_transfer import worker_batches
+from onebox.engine.data.compression import BatchCompression
 from onebox.engine.install.installed_plan import InstalledPlan
 from onebox.engine.workload.batch import Batch
 from onebox.engine.workload.captures import Captures
@@ -101,13 +102,16 @@ class MeanLossCheck:
         emulated = any(device.kind == "sim" for device in self._pool.devices)
         return checked and not emulated and key not in self._probed
 
-    def probe(self, batch: Batch, micro_batches: Sequence[MicroBatch], ready: InstalledPlan) -> None:
+    def probe(
+        self, batch: Batch, micro_batches: Sequence[MicroBatch], ready: InstalledPlan, packing: BatchCompression
+    ) -> None:
         """Compare the loss of some samples, and the norm of its gradient, with those of their halves.
 
         Args:
             batch: The batch.
-            micro_batches: Its micro-batches.
-            ready: The installed plan; no worker has a step in progress.
+            micro_batches: Its parts.
+            ready: What is with the workers, none of which has a step left to end.
+            packing: How batches travel to them.
 
         Raises:
             UsageError: They differ by more than rounding.
@@ -116,7 +120,7 @@ class MeanLossCheck:
         most = max(_LEAST, *(part.size for part in micro_batches))
         for size in dict.fromkeys(min(each, batch.size) // 2 * 2 for each in (most, _LEAST, 2)):
             try:
-                compared = self._compare(_spread(batch, size), size, ready)
+                compared = self._compare(_spread(batch, size), size, ready, packing)
             except (CaptureError, OperatorError) as error:
                 _LOG.warning("%s (%s)", _UNKNOWN, str(error).splitlines()[0])
                 if isinstance(error, OperatorError) and not ready.plan.whole:
@@ -157,8 +161,10 @@ class MeanLossCheck:
 
     # ---- the comparison on workers
 
-    def _compare(self, batch: Batch, size: int, ready: InstalledPlan) -> HalvesComparison | None:
-        """Return the comparison of some samples with their halves; ``None`` if memory is insufficient.
+    def _compare(
+        self, batch: Batch, size: int, ready: InstalledPlan, packing: BatchCompression
+    ) -> HalvesComparison | None:
+        """Return what some samples make together, and what their halves make; ``None`` where there is no room.
 
         If the model depends on micro-batches even in eval mode, only the loss function is compared.
         """
@@ -173,7 +179,7 @@ class MeanLossCheck:
         whole, halves = ready.probe(batch, [size]), ready.probe(batch, [size // 2] * 2)
         if whole is None or halves is None:
             return None
-        (loss, norm), (parts_loss, parts_norm) = (self._run(batch, probe, ready) for probe in (whole, halves))
+        (loss, norm), (parts_loss, parts_norm) = (self._run(batch, probe, packing) for probe in (whole, halves))
         return HalvesComparison(
             samples=size,
             loss=(loss, parts_loss),
@@ -181,11 +187,11 @@ class MeanLossCheck:
             tolerance=tolerance_of(_types([*whole.models, *halves.models])),
         )
 
-    def _run(self, batch: Batch, probe: Probe, ready: InstalledPlan) -> tuple[float, float]:
+    def _run(self, batch: Batch, probe: Probe, packing: BatchCompression) -> tuple[float, float]:
         """Return the loss of a batch, weighted by samples, and the norm of its gradient; no state is changed."""
         compiled = probe.compiled
         futures = []
-        for worker, part in worker_batches(self._pool, batch, compiled, ready.packing).items():
+        for worker, part in worker_batches(self._pool, batch, compiled, packing).items():
             routine = compiled.routines[worker]
             weights = {
                 n: torch.tensor(value, dtype=DTYPES[spec.dtype]) for n, (value, spec) in routine.constants.items()

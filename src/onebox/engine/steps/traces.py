@@ -9,7 +9,7 @@ from onebox.engine.compile.compiler import CompiledStep, Compiler
 from onebox.engine.compile.routine import InstructionLabel
 from onebox.engine.compile.update.async_window import Window
 from onebox.engine.steps.overlap_scheduler import Traced, UnfinishedStep
-from onebox.engine.steps.results import StepTrace
+from onebox.engine.steps.results import StepTrace, TraceEvent
 from onebox.pool import WorkerReply
 
 _STEPS = 200
@@ -31,6 +31,10 @@ class StepTraces:
 
     def __iter__(self) -> Iterator[StepTrace]:
         return iter(self._steps)
+
+    def events(self) -> list[TraceEvent]:
+        """Return what the workers did in the last steps, for a timeline."""
+        return [event for trace in self._steps for event in trace.events()]
 
     def add(
         self,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from onebox.engine.partition.early_send import RATES
+from onebox.cost.estimate import TYPICAL_RATES
 from onebox.engine.workload.parameter_groups import Optimizers, ParameterGroup, groups_of, remembered_of
 from onebox.errors import UsageError
 from onebox.wire import TensorSpec, spec_of
@@ -218,7 +218,9 @@ def update_bytes(optimizer: Optimizers, state: NamedState) -> dict[str, float]:
                 iterations = group.options["ns_steps"]
                 assert isinstance(iterations, int)
                 flops = iterations * (4.0 * rows**2 * columns + 2.0 * rows**3)
-            found[name] = factors[name] * parameter.nbytes + flops / RATES.flops * RATES.bandwidth_bps / PASSES
+            found[name] = (
+                factors[name] * parameter.nbytes + flops / TYPICAL_RATES.flops * TYPICAL_RATES.bandwidth_bps / PASSES
+            )
     return found
 
 

@@ -126,3 +126,9 @@ def require_training(optimizers: Sequence[torch.optim.Optimizer], before: Traine
             f"{had} in {had_groups}, and these have to be the same ones: pull() the weights, close this trainer and "
             "make another one; nothing was done of this step"
         )
+
+
+def mark_stepped(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Let learning rate schedulers know that optimizers have stepped, which workers do; else they warn."""
+    for each in optimizers:
+        each._opt_called = True  # type: ignore[attr-defined]

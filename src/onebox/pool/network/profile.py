@@ -18,7 +18,9 @@ from onebox.cost import PoolProfile, Speeds, key_of, near_groups
 from onebox.cost.benchmark_kernels import LEAST_BYTES, BenchmarkKernel, kernels, randoms
 from onebox.cost.pool_profile import FORMAT, DeviceProfile
 from onebox.errors import OneboxError, UsageError
+from onebox.pool.devices import DeviceInfo
 from onebox.pool.errors import raise_first
+from onebox.pool.network.emulated import LinkMap
 from onebox.pool.network.link_benchmark import LinkSpeeds, measure_links, tables
 from onebox.pool.network.transport_paths import shares_memory
 from onebox.sizes import size_text
@@ -41,12 +43,17 @@ _LEAST_BLOCKS, _MOST_BLOCKS, _MOST_CALLS = 5, 60, 100
 _ONE = TensorSpec("float32", (1,))
 
 
-def profile_key(pool: Pool) -> str:
-    """Return the cache key of the profile of such a pool: a hash of everything that it depends on."""
-    links = sorted((source, target, link) for (source, target), link in pool.links.items())
+def profile_key(devices: Sequence[DeviceInfo], links: LinkMap) -> str:
+    """Return the name under which the profile of such a pool is kept: a hash of all that it depends on.
+
+    Args:
+        devices: Its devices.
+        links: Its emulated links.
+    """
+    emulated = sorted((source, target, link) for (source, target), link in links.items())
     here = platform.node(), len(os.sched_getaffinity(0))
-    devices = [replace(device, host_free_bytes=0) for device in pool.devices]  # differs at every start
-    return key_of("pool", FORMAT, str(torch.__version__), here, devices, links, shares_memory())
+    alike = [replace(device, host_free_bytes=0) for device in devices]  # which is another each time
+    return key_of("pool", FORMAT, str(torch.__version__), here, alike, emulated, shares_memory())
 
 
 def measure_pool(pool: Pool) -> PoolProfile:

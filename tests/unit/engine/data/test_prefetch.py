@@ -15,7 +15,6 @@ from torch import Tensor
 
 from onebox.engine.compile.compiler import CompiledStep
 from onebox.engine.data.batch_transfer import BatchTransfer
-from onebox.engine.data.compression import BatchCompression
 from onebox.engine.data.prefetch import AHEAD_STEPS, BatchPrefetcher, UploadedBatch, cache_bytes
 from onebox.engine.install.installed_plan import InstalledPlan
 from onebox.engine.workload.batch import Batch, as_batch
@@ -98,8 +97,8 @@ class Steps:
         """Get ready, at first or anew."""
         self._compiled: dict[int, CompiledStep] = {}
         ready: Any = SimpleNamespace(
-            compiler=SimpleNamespace(known=self.compiled),
-            packing=BatchCompression(cast(Pool, self.pool), (0, 1)),
+            known=self.compiled,
+            plan=SimpleNamespace(devices=(0, 1)),
             spare_bytes=dict.fromkeys((0, 1), self.spare),
         )
         self.uploads.use(cast(InstalledPlan, ready))

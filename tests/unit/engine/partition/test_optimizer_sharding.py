@@ -22,6 +22,7 @@ from onebox.engine.partition.optimizer_sharding import assign_owners, buckets_by
 from onebox.engine.partition.sharding_spec import Members
 from onebox.plan import Plan
 from onebox.pool import Link
+from onebox.pool.network.emulated import LinkMap
 from onebox.wire import TensorSpec
 from onebox.wire.protocol.instructions import Broadcast, OptimizerStep, Reduce
 from tests.unit.engine.nets import PLANS, Lowered, batch, build, lower, plan, stage, state_of
@@ -214,20 +215,20 @@ def test_a_bucket_goes_the_way_that_is_quicker_for_its_size() -> None:
     assert holdings.parts((0, 1), 1 << 30) == ((0, 1),)
 
 
-def pool(hosts: Sequence[Members], link: Link | None) -> Any:
-    """Return what is asked of a pool whose hosts are joined by emulated links."""
+def pool(hosts: Sequence[Members], link: Link | None) -> tuple[Any, LinkMap]:
+    """Return the devices and links of a pool whose hosts are joined by emulated links."""
     host = {worker: number for number, members in enumerate(hosts) for worker in members}
     pairs = {(a, b): link for a in host for b in host if host[a] != host[b]} if link else {}
-    return SimpleNamespace(links=pairs, devices=[SimpleNamespace(number=w, host="localhost") for w in sorted(host)])
+    return [SimpleNamespace(number=worker, host="localhost") for worker in sorted(host)], pairs
 
 
 def test_ways_are_found_by_the_links_that_are_known() -> None:
     slow = Link(latency_s=1e-3, bandwidth_bps=1e7)
-    found = find_reductions(pool(HOSTS, slow), [(0, 1, 2, 3), (0, 1), (0, 1, 2, 3)])
+    found = find_reductions(*pool(HOSTS, slow), [(0, 1, 2, 3), (0, 1), (0, 1, 2, 3)])
     assert list(found) == [(0, 1, 2, 3)]
     ring, near = found[0, 1, 2, 3]
     assert (ring.parts, near.parts) == (((0, 1, 2, 3),), HOSTS)
     assert subgroups(found[0, 1, 2, 3]) == [(0, 1), (2, 3), (0, 2)]
     assert group_leaders(HOSTS) == (0, 2)
-    assert find_reductions(pool(HOSTS, None), [(0, 1, 2, 3)]) == {}, "nothing is known to be slow"
-    assert find_reductions(pool([(0,), (1,), (2,)], slow), [(0, 1, 2)]) == {}, "each is a host"
+    assert find_reductions(*pool(HOSTS, None), [(0, 1, 2, 3)]) == {}, "nothing is known to be slow"
+    assert find_reductions(*pool([(0,), (1,), (2,)], slow), [(0, 1, 2)]) == {}, "each is a host"

@@ -187,7 +187,7 @@ def test_it_is_measured_once_or_when_asked_to(open_pool: OpenPool, monkeypatch: 
 
 def test_a_pool_that_is_another_has_another_profile(open_pool: OpenPool) -> None:
     keys = [
-        profile_key(pool)
+        profile_key(pool.devices, pool.links)
         for pool in (
             open_pool(1),
             open_pool(2),
@@ -197,7 +197,8 @@ def test_a_pool_that_is_another_has_another_profile(open_pool: OpenPool) -> None
         )
     ]
     assert len(set(keys)) == 5
-    assert profile_key(open_pool(2)) == keys[1]
+    same = open_pool(2)
+    assert profile_key(same.devices, same.links) == keys[1]
 
 
 def test_a_device_without_memory_is_named(open_pool: OpenPool) -> None:

@@ -14,7 +14,6 @@ from onebox.engine.compile.batch_job import BatchJob, BufferNumbers
 from onebox.engine.compile.phase_emission import emit
 from onebox.engine.compile.routine import InstructionLabel, RoutineBuilder
 from onebox.engine.compile.update.collectives import GroupReduction, ReductionQueue
-from onebox.engine.compile.update.optimizer_update import WorkerUpdate
 from onebox.engine.partition.optimizer_sharding import GradientBucket, buckets_by_owner
 from onebox.engine.partition.phase_programs import PhaseProgram
 from onebox.engine.partition.sharding_spec import Members, ShardingSpec, all_workers_group
@@ -114,17 +113,6 @@ class Gradients:
             half: The part of the step's backward in the routine.
         """
         return WorkerGradients(self, builder, worker, actions, job, exchanges, half=half)
-
-    def update(self, builder: RoutineBuilder, worker: int, *, age: int = 0) -> WorkerUpdate:
-        """Begin the update of one worker in one routine.
-
-        Args:
-            builder: The routine.
-            worker: The worker.
-            age: Age of the gradients: how many steps before the routine's own.
-        """
-        stale = bool(age and self.numbers.previous)
-        return WorkerUpdate(self, builder, worker, self.late if stale else self.sums, age=age, versions=stale)
 
     def buckets_of(self, worker: int) -> list[tuple[Members, GradientBucket]]:
         """Return the buckets of a worker with the group of each, in order."""

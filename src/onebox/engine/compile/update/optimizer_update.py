@@ -8,29 +8,24 @@ group are distributed in one order on all of its members, before all other excha
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable, Sequence
 
 from onebox.engine.compile.routine import InstructionLabel, RoutineBuilder
+from onebox.engine.compile.update.gradients import Gradients
 from onebox.engine.partition.optimizer_sharding import GradientBucket
 from onebox.engine.partition.sharding_spec import Members
 from onebox.graph import square_norm
 from onebox.wire.protocol.instructions import Broadcast, Free, OptimizerStep, Reduce, Rename
 
-if TYPE_CHECKING:
-    from onebox.engine.compile.update.gradients import Gradients
-
 
 class WorkerUpdate:
-    """The update of the parameters of one worker in one routine; made by :meth:`Gradients.update`.
+    """The update of the parameters of one worker in one routine.
 
     Args:
         shared: The gradients of the trainer.
         builder: The routine.
         worker: The worker.
-        sums: The buffers of the gradients, by name.
-        age: Age of the gradients: how many steps before the routine's own.
-        versions: Whether the previous parameters are kept.
+        age: How many steps before the routine's own the one is whose gradients are applied.
     """
 
     def __init__(
@@ -38,17 +33,15 @@ class WorkerUpdate:
         shared: Gradients,
         builder: RoutineBuilder,
         worker: int,
-        sums: Mapping[str, int],
         *,
-        age: int,
-        versions: bool,
+        age: int = 0,
     ) -> None:
         self._shared = shared
         self._builder = builder
         self._worker = worker
-        self._sums = sums
         self._age = age
-        self._versions = versions
+        self._versions = bool(age and shared.numbers.previous)  # what the parameters are before it is kept
+        self._sums = shared.late if self._versions else shared.sums
         self._stepped = shared.holdings.stepped_by(worker, shared.trained)
         self._place = {name: place for place, name in enumerate(self._stepped)}
         handed: list[tuple[Members, GradientBucket]] = list(reversed(shared.buckets_of(worker)))

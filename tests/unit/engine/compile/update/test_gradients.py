@@ -12,6 +12,7 @@ import torch
 from onebox.engine.compile.routine import RoutineBuilder
 from onebox.engine.compile.update.collectives import ReductionQueue
 from onebox.engine.compile.update.gradients import Gradients
+from onebox.engine.compile.update.optimizer_update import WorkerUpdate
 from onebox.engine.partition.sharding_spec import ShardingSpec
 from onebox.errors import CaptureError
 from onebox.plan import Action, Plan
@@ -217,7 +218,7 @@ def _finish(lowered: Lowered, holdings: ShardingSpec, *, worker: int, actions: S
     gradients = Gradients(holdings, lowered.numbers, trained=lowered.trained, model=lowered.model, max_norm=1.0)
     exchanges = ReductionQueue(builder, worker, lowered.numbers.groups)
     gradients.begin(builder, worker, actions, lowered.job, exchanges)
-    gradients.update(builder, worker).finish()
+    WorkerUpdate(gradients, builder, worker).finish()
     return builder.steps
 
 

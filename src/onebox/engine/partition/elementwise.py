@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from onebox.engine.partition.sharding_spec import ShardingSpec
-from onebox.engine.state.remote import RemoteState
-from onebox.engine.workload.parameter_groups import groups_of
+from onebox.engine.workload.named_state import NamedState
+from onebox.engine.workload.parameter_groups import Optimizers, groups_of
 from onebox.errors import UsageError
 from onebox.graph.shard.placements import Shard
 
@@ -14,14 +16,20 @@ _BY_ELEMENT = frozenset(
 """Optimizers that treat each element of a parameter independently, so that shards can be updated separately."""
 
 
-def check_elements(remote: RemoteState, holdings: ShardingSpec) -> None:
-    """Refuse to shard a parameter whose optimizer is not elementwise.
+def check_elements(optimizers: Optimizers, state: NamedState, wanted: Sequence[str], holdings: ShardingSpec) -> None:
+    """Refuse to split a parameter whose optimizer looks at it as a whole.
+
+    Args:
+        optimizers: The optimizers.
+        state: Parameters and buffers.
+        wanted: Names of the parameters that they update.
+        holdings: Who holds what.
 
     Raises:
         UsageError: Such a parameter is sharded; the message names it, and the optimizers that allow it.
     """
-    names = {id(remote.named.tensors[name]): name for name in remote.wanted}
-    for group in groups_of(remote.optimizer):
+    names = {id(state.tensors[name]): name for name in wanted}
+    for group in groups_of(optimizers):
         own = (names[id(parameter)] for parameter in group.parameters if id(parameter) in names)
         split = [name for name in own if isinstance(holdings.placement(name), Shard)]
         if split and group.kind not in _BY_ELEMENT:

@@ -1,0 +1,150 @@
+"""The memory of each worker when a step or an evaluation of a plan begins, from which it can be followed. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from onebox.engine.compile.compiler import CompiledStep, Compiler, Probe
+from onebox.engine.memory.simulator import InitialContents, PersistentBuffer, peak_of
+from onebox.engine.workload.batch import Batch
+
+ConstantBytes = Mapping[int, Mapping[int, int]]
+"""For each worker the bytes of constants that earlier batches have brought there, by number of the buffer."""
+
+
+def step_contents(
+    compiler: Compiler, batch: Batch, resident: ConstantBytes | None = None
+) -> dict[int, InitialContents]:
+    """Return what each worker has when a step with a batch begins.
+
+    Args:
+        compiler: The plan's.
+        batch: The batch.
+        resident: Constants that stay there from earlier batches.
+    """
+    compiled = compiler.step(batch)
+    own = compiler.constant_bytes(batch, compiled)
+    return _contents(compiler, batch, compiled, _with(resident, own, compiled), train=True, stepped=True)
+
+
+def evaluation_contents(
+    compiler: Compiler, batch: Batch, resident: ConstantBytes, *, at_once: bool, stepped: bool
+) -> dict[int, InitialContents]:
+    """Return what each worker has when the evaluation of a batch begins.
+
+    Args:
+        compiler: The plan's.
+        batch: The batch.
+        resident: Constants that stay there from earlier batches.
+        at_once: Whether each replica takes its part as one micro-batch.
+        stepped: Whether the optimizer's state is there.
+    """
+    compiled = compiler.evaluation(batch, at_once=at_once)
+    own = compiler.constant_bytes(batch, compiled, train=False)
+    return _contents(compiler, batch, compiled, _with(resident, own, compiled), train=False, stepped=stepped)
+
+
+def probe_contents(
+    compiler: Compiler, batch: Batch, probe: Probe, resident: ConstantBytes
+) -> dict[int, InitialContents]:
+    """Return what each worker has when the probe of a batch begins.
+
+    Args:
+        compiler: The plan's.
+        batch: The batch.
+        probe: What is run.
+        resident: Constants that stay there from earlier batches.
+    """
+    own = {number: tensor.nbytes for number, tensor in probe.constants.items()}
+    constants = _with(resident, own, probe.compiled)
+    return _contents(compiler, batch, probe.compiled, constants, train=True, stepped=True)
+
+
+def step_peaks(contents: Mapping[int, InitialContents], *, ahead: int = 0) -> dict[int, int]:
+    """Return the most bytes that each worker will use in a step, from buffer lifetimes alone.
+
+    Args:
+        contents: What each has when the step begins.
+        ahead: How many batches like the step's lie there already for later steps.
+    """
+    found = {}
+    for worker, own in contents.items():
+        waiting = sum(own.leaves[leaf] for leaf in own.routine.leaves)
+        found[worker] = peak_of(own) + ahead * waiting
+    return found
+
+
+def _with(resident: ConstantBytes | None, own: Mapping[int, int], compiled: CompiledStep) -> ConstantBytes:
+    """Return the constants of each worker, with those of a batch."""
+    return {worker: {**(resident or {}).get(worker, {}), **own} for worker in compiled.routines}
+
+
+def _contents(
+    compiler: Compiler,
+    batch: Batch,
+    compiled: CompiledStep,
+    constants: ConstantBytes,
+    *,
+    train: bool,
+    stepped: bool,
+) -> dict[int, InitialContents]:
+    state, holdings, versions = compiler.state, compiler.holdings, compiler.versions
+    late = train and compiler.windows
+    on_host = compiler.plan.update == "host"  # then the devices hold nothing of the optimizer's state
+    leaves = _leaf_bytes(batch, compiled)
+    found = {}
+    for worker, routine in compiled.routines.items():
+        trained = {
+            name: holdings.spec(worker, name, state.spec(name)).size_bytes
+            for name in holdings.stepped_by(worker, compiler.trained)
+        }
+        optimizer_bytes = sum(compiler.footprints[name].size_bytes(own, late=late) for name, own in trained.items())
+        cpu = compiler.devices[worker].kind == "cpu"
+        copied_bytes = 0 if cpu else sum(trained.values())  # stepped, and sent back
+        found[worker] = InitialContents(
+            routine=routine,
+            held=_held(compiler, worker, constants[worker], late=late),
+            leaves=leaves,
+            gradients=compiler.gradients,
+            optimizer_bytes=0 if on_host else stepped * optimizer_bytes,
+            host_bytes=optimizer_bytes + copied_bytes if on_host else 0,
+            ranks={number: ms.index(worker) for ms, number in compiler.groups.items() if worker in ms},
+            earlier=compiled.earlier(worker),
+            versions={
+                previous: versions.ahead.get(name, state.numbers[name]) for name, previous in versions.previous.items()
+            },
+        )
+    return found
+
+
+def _leaf_bytes(batch: Batch, compiled: CompiledStep) -> dict[tuple[int, int], int]:
+    """Return the bytes of each tensor of each micro-batch."""
+    leaves = {
+        (part.index, leaf): tensor[part.start : part.start + part.size].nbytes
+        for part in compiled.micro_batches
+        for leaf, tensor in enumerate(batch.leaves)
+    }
+    if compiled.travelling is not None:
+        weight = (compiled.travelling.leaf, compiled.travelling.dtype.itemsize)
+        leaves |= {(part.index, weight[0]): weight[1] for part in compiled.micro_batches}
+    return leaves
+
+
+def _held(compiler: Compiler, worker: int, constants: Mapping[int, int], *, late: bool) -> dict[int, PersistentBuffer]:
+    """Return what stays on a worker from step to step, by number of the buffer."""
+    state, holdings = compiler.state, compiler.holdings
+    held = {
+        state.numbers[name]: PersistentBuffer(
+            "parameter" if name in state.parameters else "buffer",
+            name,
+            holdings.spec(worker, name, state.spec(name)).size_bytes,
+        )
+        for name in holdings.held_by(worker, state.tensors)
+    }
+    if late:
+        held |= {
+            number: PersistentBuffer("parameter", called, held[state.numbers[name]].size_bytes)
+            for name in holdings.held_by(worker, compiler.trained)
+            for number, called in compiler.versions.of(name).items()
+        }
+    return held | {number: PersistentBuffer("constant", "", size_bytes) for number, size_bytes in constants.items()}
