@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from onebox.engine import Evaluation, StepLoss, Trainer, Weighted
     from onebox.engine.planning.make_plan import make_plan
-    from onebox.engine.planning.memory_fit import fit
+    from onebox.engine.planning.memory_fit import estimate_memory
     from onebox.errors import OneboxError
     from onebox.feed import Feed
     from onebox.padding import Buckets
@@ -38,7 +38,7 @@ __all__ = [
     "StepLoss",
     "Trainer",
     "Weighted",
-    "fit",
+    "estimate_memory",
     "make_plan",
     "open",
 ]
@@ -54,7 +54,7 @@ _HOMES = {
     "StepLoss": "onebox.engine",
     "Trainer": "onebox.engine",
     "Weighted": "onebox.engine",
-    "fit": "onebox.engine.planning.memory_fit",
+    "estimate_memory": "onebox.engine.planning.memory_fit",
     "make_plan": "onebox.engine.planning.make_plan",
     "open": "onebox.vgpu",
 }

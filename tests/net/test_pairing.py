@@ -19,13 +19,13 @@ def test_a_code_makes_client_and_agent_known_to_each_other(fleet: Fleet, network
     red = network["red"].address
     with fleet.client("ana"), pytest.raises(UsageError, match="not paired"):
         connect_agent(red)
-    accepting = fleet.python("red", "red", "-m", "onebox", "pair", "--accept")
+    accepting = fleet.python("red", "red", "-m", "onebox", "pair", "accept")
     try:
         code = ""
         while not code and accepting.poll() is None:
             code = "".join(re.findall(r"^code, .*:  (\S+)$", fleet.printed("red"), re.MULTILINE))
             time.sleep(0.05)
-        command = (sys.executable, "-m", "onebox", "pair", red, "--name", "ana@desk")
+        command = (sys.executable, "-m", "onebox", "pair", "connect", red, "--name", "ana@desk")
         asked = network["client"].run(*command, env=fleet.environment("ana"), given=f"{code}\n")
         assert asked.returncode == 0, asked.stderr
         assert accepting.wait(20) == 0

@@ -24,7 +24,7 @@ from tests.process.shelf import Shelf
 
 LARGE_BYTES, SMALL_BYTES = 4 << 20, 192 << 10
 ADVICE = (
-    "smaller micro_batch, a plan with other policies .recompute, offload, swap; 'onebox fit'.*update='host'.*memory="
+    "smaller micro_batch, a plan with other policies .recompute, offload, swap; 'onebox memory'.*update='host'.*memory="
 )
 
 

@@ -7,7 +7,7 @@ import torch
 
 import onebox
 from onebox.cost.estimate import DeviceRates
-from onebox.engine.planning.memory_fit import FitReport, fit
+from onebox.engine.planning.memory_fit import FitReport, estimate_memory
 from onebox.engine.workload.batch import as_batch
 from onebox.errors import DeviceMemoryError, UsageError
 from onebox.plan import Plan
@@ -26,7 +26,7 @@ def asked(memory: int | str | None, batch: int = BATCH, name: str = NAME, **opti
     model = case.model()
     optimizer = OPTIMIZERS["adamw"](model)
     more = {"pool": "cpu", "memory": memory, "rates": RATES, **options}
-    return fit(model, case.loss, optimizer, *case.batches([batch])[0], **more)  # type: ignore[arg-type]
+    return estimate_memory(model, case.loss, optimizer, *case.batches([batch])[0], **more)  # type: ignore[arg-type]
 
 
 def train(memory: int, plan: Plan | None = None, batch: int = BATCH, name: str = NAME) -> list[float]:
@@ -85,14 +85,14 @@ def test_an_open_pool_is_asked_about_as_it_is(pools: Shelf) -> None:
     model = case.model()
     batch = case.batches([BATCH])[0]
     optimizer = OPTIMIZERS["adamw"](model)
-    found = onebox.fit(model, case.loss, optimizer, *batch, pool=pool)
+    found = onebox.estimate_memory(model, case.loss, optimizer, *batch, pool=pool)
     assert found.fits
     assert found.ways == ()
     assert found.largest.fits > BATCH
     with onebox.Trainer(model, case.loss, optimizer, pool=pool, recover=False) as trainer:
         assert trainer.predicted_memory(*batch) == {d: peak.size_bytes for d, peak in found.peaks.items()}
     with pytest.raises(UsageError, match="leave memory and threads out"):
-        onebox.fit(model, case.loss, optimizer, *batch, pool=pool, memory="1GiB")
+        onebox.estimate_memory(model, case.loss, optimizer, *batch, pool=pool, memory="1GiB")
 
 
 def test_questions_that_cannot_be_answered_are_refused() -> None:
@@ -115,7 +115,7 @@ def test_a_model_that_is_asked_about_stays_as_it_was() -> None:
     model = case.model()
     before = [tensor.clone() for tensor in model.state_dict().values()]
     optimizer = OPTIMIZERS["adamw"](model)
-    fit(model, case.loss, optimizer, *case.batches([4])[0], pool="sim", memory="1GiB")
+    estimate_memory(model, case.loss, optimizer, *case.batches([4])[0], pool="sim", memory="1GiB")
     assert all(torch.equal(*pair) for pair in zip(before, model.state_dict().values(), strict=True))
     assert not optimizer.state
     assert as_batch(*case.batches([4])[0]).size == 4

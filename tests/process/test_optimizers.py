@@ -284,5 +284,5 @@ def test_memory_is_predicted_to_the_byte(staleness: int, pools: Shelf) -> None:
         assert {worker: memory.peak_bytes for worker, memory in enumerate(trainer.memory())} == predicted
     if not staleness:
         model = CASES["mlp"].model()
-        foreseen = onebox.fit(model, CASES["mlp"].loss, both(model), *batch, pool="cpu*2", plan=plan)
+        foreseen = onebox.estimate_memory(model, CASES["mlp"].loss, both(model), *batch, pool="cpu*2", plan=plan)
         assert {device: peak.size_bytes for device, peak in foreseen.peaks.items()} == predicted

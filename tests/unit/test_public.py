@@ -23,7 +23,7 @@ PUBLIC = [
     "StepLoss",
     "Trainer",
     "Weighted",
-    "fit",
+    "estimate_memory",
     "make_plan",
     "open",
 ]

@@ -69,7 +69,7 @@ def check_address(bind: str, port: int, advertise: str, has_clients: bool) -> No
     if not address.is_loopback and not has_clients:
         raise UsageError(
             f"nobody is paired with this agent, so it does not listen at {bind}, where others could reach it: pair a "
-            "client first (onebox pair --accept), or listen at 127.0.0.1"
+            "client first (onebox pair accept), or listen at 127.0.0.1"
         )
     if advertise in ("", "0.0.0.0", "::") or not advertise.isprintable() or set(advertise) & set(" /[]@"):
         raise UsageError(f"{advertise!r} is no address that clients could connect to; advertise one of this host")

@@ -1,5 +1,5 @@
-"""The commands ``onebox train``, ``plan``, ``fit``, ``run``, ``devices``, ``profile`` and ``env``; and, for pools of
-several machines, ``serve``, ``pair``, ``status`` and ``logs``.
+"""The commands ``onebox train``, ``plan``, ``memory``, ``run``, ``devices``, ``profile`` and ``env``; and ``serve``,
+``pair``, ``status`` and ``logs`` for pools of several machines.
 
 An error is one message on standard error and an exit status: 2 for invalid input (a flag, a folder, a damaged file), 1
 for a failure during the command, 130 after Ctrl-C.

@@ -56,7 +56,7 @@ def addresses_of(spec: str) -> tuple[str, ...]:
     if not found:
         raise UsageError(
             f"--pool {spec}: there is no other machine in it; name some where onebox serve runs, and pair with them "
-            "first: onebox pair HOST"
+            "first: onebox pair connect HOST"
         )
     return found
 

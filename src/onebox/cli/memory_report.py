@@ -16,7 +16,7 @@ from onebox.cli.planning import PlanForecast, sample_batch
 from onebox.cli.run_setup import make_model, make_optimizer
 from onebox.engine import Trainer
 from onebox.engine.memory.timeline import MemoryTimeline
-from onebox.engine.planning.memory_fit import fit
+from onebox.engine.planning.memory_fit import estimate_memory
 from onebox.feed import Data
 from onebox.plan import Plan, PolicyReason, explain_policies
 from onebox.pool import Pool, raise_first
@@ -128,7 +128,7 @@ def _predicted(
     """Return the predicted memory of a plan that does not fit."""
     model = make_model(config, data)
     job = (model, functional.cross_entropy, make_optimizer(config, model), *sample_batch(config, data))
-    curves = fit(*job, pool=pool, plan=found.plan, precision=config.precision, budget_s=0.1).curves
+    curves = estimate_memory(*job, pool=pool, plan=found.plan, precision=config.precision, budget_s=0.1).curves
     return curves, (), predicted_rows(curves, found.simulation, budgets)
 
 

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import io
 import re
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import tyro
 
 from onebox import __version__
-from onebox.cli.options.agents import LogsConfig, MachinesConfig, PairConfig, ServeConfig, StatusConfig
+from onebox.cli.command_help import HELP, HELP_ALL, print_help
+from onebox.cli.options.agents import LogsConfig, MachinesConfig, ServeConfig, StatusConfig
 from onebox.cli.options.estimates import MemoryConfig
 from onebox.cli.options.jobs import PlanConfig, TrainConfig
+from onebox.cli.options.pairing import (
+    PairAcceptConfig,
+    PairConnectConfig,
+    PairForgetConfig,
+    PairListConfig,
+    PairRemoveConfig,
+)
 from onebox.cli.options.pools import DevicesConfig, EnvConfig, ProfileConfig, RunConfig
 from onebox.cli.options.run_config import changed_for_resume, read_config
 from onebox.errors import UsageError
@@ -23,22 +32,46 @@ Config = (
     TrainConfig | PlanConfig | MemoryConfig | RunConfig | DevicesConfig | ProfileConfig | EnvConfig | MachinesConfig
 )
 
-_Command = (
-    Annotated[TrainConfig, tyro.conf.subcommand("train")]
-    | Annotated[PlanConfig, tyro.conf.subcommand("plan")]
-    | Annotated[MemoryConfig, tyro.conf.subcommand("fit")]
-    | Annotated[RunConfig, tyro.conf.subcommand("run")]
-    | Annotated[DevicesConfig, tyro.conf.subcommand("devices")]
-    | Annotated[ProfileConfig, tyro.conf.subcommand("profile")]
-    | Annotated[ServeConfig, tyro.conf.subcommand("serve")]
-    | Annotated[PairConfig, tyro.conf.subcommand("pair")]
-    | Annotated[StatusConfig, tyro.conf.subcommand("status")]
-    | Annotated[LogsConfig, tyro.conf.subcommand("logs")]
-    | Annotated[EnvConfig, tyro.conf.subcommand("env")]
-)
-_COMMANDS = ("train", "plan", "fit", "run", "devices", "profile", "serve", "pair", "status", "logs", "env")
+OPTIONS: dict[str, type[Config]] = {
+    "train": TrainConfig,
+    "plan": PlanConfig,
+    "memory": MemoryConfig,
+    "run": RunConfig,
+    "devices": DevicesConfig,
+    "profile": ProfileConfig,
+    "serve": ServeConfig,
+    "pair accept": PairAcceptConfig,
+    "pair connect": PairConnectConfig,
+    "pair list": PairListConfig,
+    "pair remove": PairRemoveConfig,
+    "pair forget": PairForgetConfig,
+    "status": StatusConfig,
+    "logs": LogsConfig,
+    "env": EnvConfig,
+}
+"""The options of each command, of one word or two."""
 
-_BARE = ("--help", "-h", "--sync")
+_COMMANDS = tuple(dict.fromkeys(command.split()[0] for command in OPTIONS))
+
+_PAIR_OVERVIEW = """usage: onebox pair COMMAND
+
+Pair a client with an agent; an agent accepts only clients that were paired with it.
+
+on the agent's machine:
+  accept        print a code that works once, for ten minutes, and wait for a client
+  remove NAME   stop accepting a client
+
+on the client's machine:
+  connect HOST  ask for the code, and pair with the agent
+  forget HOST   delete the key of an agent
+
+on both:
+  list          the clients and agents that are paired, with their fingerprints
+
+onebox pair COMMAND --help says more of each.
+"""
+
+_BARE = (*HELP, HELP_ALL, "--synchronous")
 """Flags of ``onebox run`` that take no value."""
 
 _DESCRIPTION = "Every GPU that you can reach, as one box for training PyTorch models."
@@ -47,9 +80,9 @@ _OVERVIEW = f"""onebox {__version__}: {_DESCRIPTION[0].lower()}{_DESCRIPTION[1:]
 
 on a pool of devices, of this machine or of others:
   run      an ordinary PyTorch script; what it calls cuda:0, cuda:1 … are the pool's devices
-  train    one of the models that come with it, from a folder that tells of the run, and goes on with it
+  train    one of the models that come with it; a run has a folder, from which it can be resumed
   plan     which device should compute what, and when
-  fit      whether a model fits, and what would make it fit; nothing is run
+  memory   whether a model fits, and what would make it fit; nothing is run
   devices  what a pool has, and who has leased it
   profile  how fast devices and links are
 
@@ -61,7 +94,9 @@ several machines:
 
   env      versions, what this machine has, and what is missing
 
-onebox COMMAND --help says more of each. Without a GPU and without another machine:
+onebox COMMAND --help shows the usual options of each, --help-all the rest.
+
+Without a GPU and without another machine:
   onebox train --pool cpu*2 --data digits --model cnn --epochs 3
 """
 
@@ -80,25 +115,60 @@ def parse(arguments: Sequence[str]) -> Config:
     """
     if not arguments:
         raise UsageError(f"a command is needed: {', '.join(_COMMANDS)}; see onebox --help")
-    if arguments[0] in ("--help", "-h", "--version"):
+    if arguments[0] in (*HELP, HELP_ALL, "--version"):
         print(f"onebox {__version__}" if arguments[0] == "--version" else _OVERVIEW.rstrip())
         raise SystemExit(0)
+    command = _command(arguments)
     own, script = _without_script(arguments)
-    config = _tyro(_Command, own, prog="onebox", description=_DESCRIPTION)
+    own = own[len(command.split()) :]
+    if HELP_ALL in own or any(word in own for word in HELP):
+        print_help(OPTIONS[command], f"onebox {command}", full=HELP_ALL in own)
+    config: Config = _tyro(OPTIONS[command], own, prog=f"onebox {command}")
     if isinstance(config, RunConfig):
         return dataclasses.replace(config, script=_checked(script))
     if not isinstance(config, TrainConfig) or config.resume is None:
         return config
     stored = read_config(config.resume)
-    given: TrainConfig = _tyro(TrainConfig, arguments[1:], prog="onebox train", default=stored)
+    given: TrainConfig = _tyro(TrainConfig, own, prog="onebox train", default=stored)
     return changed_for_resume(stored, given)
+
+
+def _command(arguments: Sequence[str]) -> str:
+    """Return the command in the arguments, which is one of :data:`OPTIONS`.
+
+    Raises:
+        UsageError: There is none.
+        SystemExit: Help on ``onebox pair`` was requested and has been printed.
+    """
+    first, second = arguments[0], arguments[1] if len(arguments) > 1 else ""
+    if first not in _COMMANDS:
+        raise UsageError(
+            f"there is no command {first!r}{_nearest(first, _COMMANDS)}; the commands are {', '.join(_COMMANDS)}"
+        )
+    seconds = [command.split()[1] for command in OPTIONS if command.startswith(f"{first} ")]
+    if not seconds:
+        return first
+    if second in (*HELP, HELP_ALL):
+        print(_PAIR_OVERVIEW.rstrip())
+        raise SystemExit(0)
+    if second not in seconds:
+        what = f"has no command {second!r}{_nearest(second, seconds)}" if second else "needs a command"
+        raise UsageError(
+            f"onebox {first} {what}: on the agent's machine it is onebox pair accept, on the client's onebox pair "
+            "connect HOST; list, remove and forget are the others"
+        )
+    return f"{first} {second}"
+
+
+def _nearest(word: str, commands: Iterable[str]) -> str:
+    """Return the command with the most similar name, in the form of a parenthesis; empty if none is similar."""
+    near = difflib.get_close_matches(word.lower().lstrip("-"), commands, n=1)
+    return f" (perhaps {near[0]}?)" if near else ""
 
 
 def _without_script(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     """Split the arguments into those of ``onebox`` and, for ``onebox run``, the script with its own."""
     words = list(arguments)
-    if words[:1] == ["plan"]:
-        return _without_bare_memory(words), ()
     if words[:1] != ["run"]:
         return words, ()
     position = 1
@@ -110,15 +180,6 @@ def _without_script(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...
             return words[:position], tuple(words[position:])
         position += 1 if "=" in word or word in _BARE else 2
     return words, ()
-
-
-def _without_bare_memory(words: list[str]) -> list[str]:
-    """Replace ``--memory`` without a size in ``onebox plan`` by the flag that shows the memory."""
-    bare = [
-        word == "--memory" and (place + 1 == len(words) or words[place + 1].startswith("-"))
-        for place, word in enumerate(words)
-    ]
-    return ["--show-memory" if alone else word for word, alone in zip(words, bare, strict=True)]
 
 
 def _checked(script: tuple[str, ...]) -> tuple[str, ...]:
@@ -160,7 +221,6 @@ def _one_line(box: str) -> str:
     what, rest = _plain(sections[0].rstrip(".")), " ".join(sections[1:])
     for pattern, template in (
         (r"Perhaps you meant: (--[\w-]+)", "; perhaps {}?"),
-        (r"Available subcommands: ([\w, ]+?)(?: For |$)", "; the commands are {}"),
         (r"For full helptext, (?:run|see) (onebox.*? --help)", "; see {}"),
     ):
         match = re.search(pattern, rest)
@@ -173,6 +233,6 @@ def _plain(text: str) -> str:
     text = re.sub(r"no type matching .* Got errors: .*<class '\w+'>: ", "", text)
     text = re.sub(r"invalid literal for int\(\) with base 10: ('.*')", r"\1 is not a whole number", text)
     text = re.sub(r"could not convert string to float: ('.*')", r"\1 is not a number", text)
-    text = re.sub(r"^Missing from (onebox \w+): (\S+) (.*?)\.? \(required\)$", r"\1 needs \2: \3", text)
+    text = re.sub(r"^Missing from (onebox [\w ]+): (\S+) (.*?)\.? \(required\)$", r"\1 needs \2: \3", text)
     text = re.sub(r"^Missing value for argument '(--[\w-]+)'\. Expected 1 values?", r"\1 needs a value", text)
     return text.removeprefix("Error parsing ")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from onebox.errors import UsageError
+from onebox.pool.spec_suggestion import suggestion
 
 MOST_CPU_WORKERS = 4
 """Without accelerators, one CPU worker a core up to this number."""
@@ -80,7 +81,7 @@ def _expand(part: str, spec: str, accelerators: int) -> list[tuple[str, float]]:
     match = _PART.fullmatch(part)
     cuda = part.startswith("cuda")
     if not match or (cuda and match["count"]):
-        raise UsageError(f"pool {spec!r} is not understood at {part!r}; allowed: {_GRAMMAR}")
+        raise UsageError(f"pool {spec!r} is not understood at {part!r}{suggestion(part)}; allowed: {_GRAMMAR}")
     speed = float(match["speed"] or 1)
     if speed <= 0 or (speed > 1 and not part.startswith("sim")) or (cuda and match["speed"]):
         allowed = "above 0 for sim, above 0 and up to 1 for cpu (what slows it down), none for cuda"

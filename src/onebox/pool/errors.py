@@ -39,9 +39,8 @@ _ADVICE = {
 
 
 ADVICE_IN_STEPS = (
-    "use a smaller micro_batch, a plan with other policies (recompute, offload, swap; 'onebox fit' says which would "
-    "fit, "
-    "and what they cost), an optimizer on the host (update='host'), or a larger budget (memory=)"
+    "use a smaller micro_batch, a plan with other policies (recompute, offload, swap; 'onebox memory' says which would "
+    "fit, and what they cost), an optimizer on the host (update='host'), or a larger budget (memory=)"
 )
 """Advice where memory is lacking in a planned step."""
 

@@ -14,6 +14,7 @@ from msgspec import Meta, Struct
 from onebox.errors import UsageError
 from onebox.pool.discovery import MOST_CPU_WORKERS
 from onebox.pool.keys.keyring import full_address
+from onebox.pool.spec_suggestion import suggestion
 from onebox.sizes import Budgets, parse_budgets
 from onebox.wire.protocol.agents import Offer, Want
 
@@ -129,7 +130,8 @@ def _part(text: str, spec: str) -> LocalPart | AgentPart:
     try:
         full_address(address)
     except UsageError:
-        raise UsageError(f"pool {spec!r} is not understood at {text!r}; allowed: {GRAMMAR}") from None
+        near = suggestion(text)
+        raise UsageError(f"pool {spec!r} is not understood at {text!r}{near}; allowed: {GRAMMAR}") from None
     return AgentPart(address=address, devices=(_device(device, text, spec) if slash else "auto",))
 
 

@@ -1,4 +1,4 @@
-"""``onebox fit``: yes or no by its exit status, where the peak is, and what would make it fit."""
+"""``onebox memory``: yes or no by its exit status, where the peak is, and what would make it fit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ JOB = ("--model", "mlp", "--data", "digits", "--pool", "cpu", "--threads", "1")
 
 @pytest.mark.long
 def test_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["fit", *JOB, "--memory", "2MiB"]) == 0
+    assert main(["memory", *JOB, "--memory", "2MiB"]) == 0
     said = capsys.readouterr().out
     assert "mlp, batch 64, adamw: 1 stage on device 0, one micro-batch each" in said
     assert "it fits" in said
@@ -28,8 +28,8 @@ def test_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_does_not_fit_says_what_would(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     speeds = ("--gflops", "20", "--bandwidth", "5")
-    files = ("--out", str(tmp_path / "plan.json"), "--json", "-")
-    assert main(["fit", *JOB, "--batch", "256", "--memory", "1400KiB", *speeds, *files]) == 1
+    files = ("--out", str(tmp_path / "plan.json"), "--json")
+    assert main(["memory", *JOB, "--batch", "256", "--memory", "1400KiB", *speeds, *files]) == 1
     report = json.loads(capsys.readouterr().out)
     assert not report["fits"]
     assert report["batch"] == 256
@@ -44,8 +44,8 @@ def test_what_does_not_fit_says_what_would(capsys: pytest.CaptureFixture[str], t
 
 
 def test_what_is_wrong_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["fit", *JOB[:4], "--pool", "lab1"]) == 2
+    assert main(["memory", *JOB[:4], "--pool", "lab1"]) == 2
     assert "would have to be asked" in capsys.readouterr().err
-    assert main(["fit", *JOB, "--memory", "much"]) == 2
-    assert main(["fit", *JOB, "--plan", str(tmp_path / "none.json")]) == 2
-    assert main(["fit", *JOB, "--json", str(tmp_path / "no" / "report.json")]) == 2
+    assert main(["memory", *JOB, "--memory", "much"]) == 2
+    assert main(["memory", *JOB, "--plan", str(tmp_path / "none.json")]) == 2
+    assert main(["memory", *JOB, "--report", str(tmp_path / "no" / "report.json")]) == 2

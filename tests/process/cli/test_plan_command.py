@@ -45,7 +45,7 @@ class Made:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     """A plan for the MLP; tests only look at it."""
     folder = tmp_path_factory.mktemp("plan")
-    files = ("--out", "plan.json", "--figure", "plan.svg", "--json", "report.json")
+    files = ("--out", "plan.json", "--figure", "plan.svg", "--report", "report.json")
     done = command(["plan", *JOB, "--micro-batches", "16,32", "--budget", "1", *files], folder)
     assert done.returncode == 0, done.stderr
     assert not done.stderr
@@ -91,7 +91,7 @@ def test_an_edited_plan_is_checked(made: Made, tmp_path: Path, capsys: pytest.Ca
     )
     edited = msgspec.structs.replace(given, stages=stages, schedule="zb-h1", predicted=None)
     path = write(tmp_path, edited)
-    line = ["plan", *JOB, "--check", path, "--json", "-", "--out", str(tmp_path / "checked.json")]
+    line = ["plan", *JOB, "--check", path, "--json", "--out", str(tmp_path / "checked.json")]
     assert main(line) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["candidates"] == []
@@ -152,9 +152,9 @@ def test_a_file_that_is_no_plan_is_refused_before_anything_starts(
 @pytest.mark.parametrize(
     ("flags", "part"),
     [
-        ("--out nowhere/p.json", "--out nowhere/p.json: a file in a folder that is there is needed"),
+        ("--out nowhere/p.json", "--out nowhere/p.json: a file in an existing folder is needed"),
         ("--figure plan.jpg", "allowed are .png, .svg, .pdf"),
-        ("--json nowhere/p.json", "or - for standard output"),
+        ("--report nowhere/p.json", "a file in an existing folder"),
         ("--check nowhere.json", "cannot read plan nowhere.json"),
     ],
 )
@@ -315,8 +315,8 @@ def test_a_plan_for_more_devices_than_there_are(tmp_path: Path, capsys: pytest.C
 
 @pytest.mark.long
 def test_memory_is_shown_as_it_is_predicted_and_measured(tmp_path: Path) -> None:
-    files = ("--figure", "plan.svg", "--json", "report.json")
-    line = ["plan", *JOB, "--micro-batches", "32", "--schedules", "1f1b", "--budget", "0.5", "--memory", *files]
+    files = ("--figure", "plan.svg", "--report", "report.json")
+    line = ["plan", *JOB, "--micro-batches", "32", "--schedules", "1f1b", "--budget", "0.5", "--show-memory", *files]
     done = command(line, tmp_path)
     assert done.returncode == 0, done.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"plan.svg", "plan-memory.svg", "report.json"}

@@ -72,7 +72,7 @@ def test_a_worker_that_dies_is_named(cache: Path) -> None:
 
 
 def test_tables_and_file_measured_once(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    done = command(["profile", *SMALL, "--json", "p.json"], tmp_path)
+    done = command(["profile", *SMALL, "--report", "p.json"], tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     for part in ("sim*", "* emulated", "latency in µs", "bandwidth in GB/s", "localhost", "--fresh measures anew"):
         assert part in done.stdout
@@ -82,7 +82,7 @@ def test_tables_and_file_measured_once(tmp_path: Path, cache: Path, capsys: pyte
     first = path.read_bytes()
 
     def again(*flags: str) -> PoolProfile:
-        assert main(["profile", *SMALL, *flags, "--json", "-"]) == 0
+        assert main(["profile", *SMALL, *flags, "--json"]) == 0
         text = capsys.readouterr().out
         assert json.loads(text)["latency_s"]["0"]["1"] > 0
         return msgspec.json.decode(text, type=PoolProfile)
@@ -101,8 +101,8 @@ def test_tables_and_file_measured_once(tmp_path: Path, cache: Path, capsys: pyte
         (["--pool", "gpu"], "not paired with an agent at 'gpu'"),
         (["--pool", "sim", "--memory", "1KiB"], "has 1024 bytes of memory left"),
         (["--threads", "0"], "--threads 0: allowed are 1 and more"),
-        (["--json", "nowhere/p.json"], "--json nowhere/p.json: a file in a folder that is there"),
-        (["--json", "."], "--json .: a file in a folder"),
+        (["--report", "nowhere/p.json"], "--report nowhere/p.json: a file in an existing folder"),
+        (["--report", "."], "--report .: a file in an existing folder"),
     ],
     ids=str,
 )
@@ -132,7 +132,7 @@ def test_a_wide_matrix_is_not_cut(
 def test_a_model_is_measured_by_its_segments_and_kept(
     cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ("profile", "--pool", "cpu", "--model", "mlp", "--micro-batches", "4,8", "--json", "-")
+    arguments = ("profile", "--pool", "cpu", "--model", "mlp", "--micro-batches", "4,8", "--json")
     first = command(arguments, tmp_path)
     model = json.loads(first.stdout)["model"]
     names = [segment["name"] for segment in model["bytes"]["segments"]]

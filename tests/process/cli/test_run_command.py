@@ -186,7 +186,7 @@ print(y)  # read
 """
 
 
-@pytest.mark.parametrize(("flags", "line", "printed"), [([], 7, "issued\n"), (["--sync"], 4, "")])
+@pytest.mark.parametrize(("flags", "line", "printed"), [([], 7, "issued\n"), (["--synchronous"], 4, "")])
 def test_an_error_on_a_worker_is_raised_where_it_is_noticed(
     tmp_path: Path, flags: list[str], line: int, printed: str
 ) -> None:

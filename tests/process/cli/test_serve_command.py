@@ -122,12 +122,12 @@ def as_client(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> Serving:
 def test_pairing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     owner, client = tmp_path / "owner", tmp_path / "client"
     port = free_port()
-    line = ["pair", "--accept", "--bind", "127.0.0.1", "--pairing-port", str(port)]
+    line = ["pair", "accept", "--bind", "127.0.0.1", "--pairing-port", str(port)]
     with ended(start(line, owner, tmp_path, stdout=subprocess.PIPE)) as accepting:
         print_of_agent = line_with(accepting.stdout, r"fingerprint of the agent .*:  (\S+)$")
         code = line_with(accepting.stdout, r"code.*:  (\S+)$")
         monkeypatch.setenv("ONEBOX_CONFIG", str(client))
-        pairing = ("pair", "127.0.0.1:7300", "--pairing-port", str(port), "--name", "ana@desk")
+        pairing = ("pair", "connect", "127.0.0.1:7300", "--pairing-port", str(port), "--name", "ana@desk")
         monkeypatch.setattr("sys.stdin", io.StringIO("AAAA-AAAA\n"))
         assert "slip" in said(capsys, *pairing, status=2)
         monkeypatch.setattr("sys.stdin", io.StringIO(f"{code.lower()}\n"))
@@ -139,11 +139,11 @@ def test_pairing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert "ana@desk may lease" in rest
     assert print_of_client in rest
     assert print_of_client in shown
-    assert f"127.0.0.1:7300  {os.uname().nodename}  {print_of_agent}" in said(capsys, "pair", "--list")
+    assert f"127.0.0.1:7300  {os.uname().nodename}  {print_of_agent}" in said(capsys, "pair", "list")
     monkeypatch.setenv("ONEBOX_CONFIG", str(owner))
-    assert f"ana@desk  {print_of_client}" in said(capsys, "pair", "--list")
-    assert "no longer" in said(capsys, "pair", "--remove", "ana@desk")
-    assert "ana@desk" not in said(capsys, "pair", "--list")
+    assert f"ana@desk  {print_of_client}" in said(capsys, "pair", "list")
+    assert "no longer" in said(capsys, "pair", "remove", "ana@desk")
+    assert "ana@desk" not in said(capsys, "pair", "list")
 
 
 def test_devices_and_status_and_logs(as_client: Serving, capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,7 +171,7 @@ def test_devices_and_status_and_logs(as_client: Serving, capsys: pytest.CaptureF
 
 def test_the_live_table_ends_with_ctrl_c(as_client: Serving, tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
-    process = start(["status", "--every", "0.2"], as_client.client, tmp_path, stdout=theirs, stderr=theirs)
+    process = start(["status", "--interval", "0.2"], as_client.client, tmp_path, stdout=theirs, stderr=theirs)
     os.close(theirs)
     with ended(process), open(ours, errors="replace") as screen:
         line_with(screen, r"(1 agent)")
@@ -186,7 +186,7 @@ def test_who_is_let_in_no_longer(
 ) -> None:
     key = identity("client").public
     monkeypatch.setenv("ONEBOX_CONFIG", str(as_client.owner))
-    said(capsys, "pair", "--remove", "ana@desk")
+    said(capsys, "pair", "remove", "ana@desk")
     try:
         monkeypatch.setenv("ONEBOX_CONFIG", str(as_client.client))
         assert "pair" in said(capsys, "devices", "--pool", as_client.address, status=1)

@@ -41,7 +41,9 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("train --data mnist:nowhere", "nowhere is not a folder"),
         ("train --data cifar10:.", "cifar10-train.tar is missing"),
         ("train --resume nowhere", "nowhere"),
-        ("train --pool gpu", "'gpu'"),
+        ("train --pool gpu", "'gpu' (perhaps 'cuda'?)"),
+        ("devices --pool cpu:2", "'cpu:2' (perhaps 'cpu*2'?)"),
+        ("trian", "'trian' (perhaps train?)"),
         ("train --pool cuda:99", "cuda:99"),
         ("devices --pool cpu*0", "cpu*0"),
     ],
@@ -128,7 +130,7 @@ def test_an_interrupt_is_one_line_and_a_second_one_does_not_disturb(
 
 
 def test_help_is_no_failure(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--help"]) == 0
+    assert main(["train", "--help-all"]) == 0
     assert "--save-every" in capsys.readouterr().out
 
 

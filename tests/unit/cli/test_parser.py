@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from onebox.cli.options.common import Flag
 from onebox.cli.options.estimates import MemoryConfig
 from onebox.cli.options.jobs import PlanConfig, TrainConfig
 from onebox.cli.options.pools import DevicesConfig, EnvConfig, ProfileConfig, RunConfig
 from onebox.cli.options.run_config import read_config, to_stored
-from onebox.cli.parser import parse
+from onebox.cli.parser import OPTIONS, parse
 from onebox.errors import UsageError
 
 
@@ -31,9 +33,9 @@ def test_the_commands() -> None:
     assert parse(["env"]) == EnvConfig()
     assert parse(["plan"]) == PlanConfig()
     assert parse(["profile"]) == ProfileConfig()
-    line = "profile --pool cpu*3 --threads 1 --memory 1GiB --fresh --no-cache --json -"
+    line = "profile --pool cpu*3 --threads 1 --memory 1GiB --fresh --no-cache --json --report p.json"
     assert parse(line.split()) == ProfileConfig(
-        pool="cpu*3", threads=1, memory="1GiB", fresh=True, no_cache=True, json=Path("-")
+        pool="cpu*3", threads=1, memory="1GiB", fresh=True, no_cache=True, json=True, report=Path("p.json")
     )
 
 
@@ -42,12 +44,12 @@ def test_the_commands() -> None:
     [
         ("run x.py", {}, "x.py"),
         (
-            "run --pool cpu*2 --sync x.py --pool cuda -m --help",
-            {"pool": "cpu*2", "sync": True},
+            "run --pool cpu*2 --synchronous x.py --pool cuda -m --help",
+            {"pool": "cpu*2", "synchronous": True},
             "x.py --pool cuda -m --help",
         ),
         ("run --threads=2 --memory 1GiB -m there.x --sync", {"threads": 2, "memory": "1GiB"}, "-m there.x --sync"),
-        ("run --sync -- -odd.py 1", {"sync": True}, "-odd.py 1"),
+        ("run --synchronous -- -odd.py 1", {"synchronous": True}, "-odd.py 1"),
     ],
 )
 def test_what_follows_the_name_of_a_script_is_its_own(line: str, flags: dict[str, Any], script: str) -> None:
@@ -96,7 +98,7 @@ def test_all_flags_of_plan() -> None:
     line = (
         "plan --data digits --model gpt --batch 32 --optimizer sgd --lr 0.1 --weight-decay 0.001 --momentum 0.8 "
         "--precision bf16 --seed 7 --pool sim*4@2 --threads 1 --memory 2GiB --micro-batches 4,8 --schedules 1f1b,zb-h1 "
-        "--budget 2 --fresh --out plan.json --figure plan.svg --json -"
+        "--budget 2 --fresh --out plan.json --figure plan.svg --json"
     )
     parsed = parse(line.split())
     assert parsed == PlanConfig(
@@ -117,7 +119,7 @@ def test_all_flags_of_plan() -> None:
         fresh=True,
         out=Path("plan.json"),
         figure=Path("plan.svg"),
-        json=Path("-"),
+        json=True,
     )
     assert parse(["plan", "--check", "p.json"]) == PlanConfig(check=Path("p.json"))
     assert parse(["train", "--plan", "auto"]) == TrainConfig(plan="auto")
@@ -132,21 +134,19 @@ def test_flags_of_late_gradients() -> None:
     )
 
 
-def test_memory_without_a_size_asks_plan_to_show_it() -> None:
-    assert parse(["plan", "--memory"]) == PlanConfig(show_memory=True)
-    assert parse(["plan", "--memory", "--budget", "2"]) == PlanConfig(show_memory=True, budget=2.0)
+def test_plan_may_show_the_memory() -> None:
     assert parse(["plan", "--memory", "2GiB"]) == PlanConfig(memory="2GiB")
-    assert parse(["plan", "--memory", "2GiB", "--memory"]) == PlanConfig(memory="2GiB", show_memory=True)
+    assert parse(["plan", "--memory", "2GiB", "--show-memory"]) == PlanConfig(memory="2GiB", show_memory=True)
     assert parse(["plan", "--policies", "keep, offload"]) == PlanConfig(policies="keep, offload")
     assert PlanConfig(policies="keep, offload").policy_names == ("keep", "offload")
     assert PlanConfig(update="auto").updates == ("device", "host")
     assert parse(["plan", "--show-memory"]) == PlanConfig(show_memory=True)
 
 
-def test_all_flags_of_fit() -> None:
+def test_all_flags_of_memory() -> None:
     line = (
-        "fit --data digits --model gpt --batch 32 --pool sim*2 --memory 24GiB,16GiB --micro-batch 8 "
-        "--clip-grad-norm 0.5 --gflops 14000 --bandwidth 900 --out plan.json --json -"
+        "memory --data digits --model gpt --batch 32 --pool sim*2 --memory 24GiB,16GiB --micro-batch 8 "
+        "--clip-grad-norm 0.5 --gflops 14000 --bandwidth 900 --out plan.json --report r.json"
     )
     assert parse(line.split()) == MemoryConfig(
         data="digits",
@@ -159,9 +159,9 @@ def test_all_flags_of_fit() -> None:
         gflops=14000.0,
         bandwidth=900.0,
         out=Path("plan.json"),
-        json=Path("-"),
+        report=Path("r.json"),
     )
-    assert parse(["fit", "--plan", "p.json"]) == MemoryConfig(plan=Path("p.json"))
+    assert parse(["memory", "--plan", "p.json"]) == MemoryConfig(plan=Path("p.json"))
 
 
 @pytest.mark.parametrize(
@@ -169,11 +169,16 @@ def test_all_flags_of_fit() -> None:
     [
         ("", ["a command is needed: train, plan,", "see onebox --help"]),
         ("logs", ["onebox logs needs HOST[:PORT]"]),
-        ("pair --remove", ["--remove needs a value"]),
+        ("pair connect lab --name", ["--name needs a value"]),
         (
             "trian",
-            ["trian", "the commands are train, plan, fit, run, devices, profile, serve, pair, status, logs, env"],
+            [
+                "there is no command 'trian' (perhaps train?)",
+                "the commands are train, plan, memory, run",
+            ],
         ),
+        ("Device", ["there is no command 'Device' (perhaps devices?)"]),
+        ("xyz", ["there is no command 'xyz'; the commands are"]),
         ("train --modle cnn", ["--modle", "perhaps --model?"]),
         ("train --model vgg", ["'vgg'", "mlp", "cnn", "resnet", "gpt"]),
         ("train --precision fp16", ["'fp16'", "fp32", "bf16"]),
@@ -199,8 +204,8 @@ def test_all_flags_of_fit() -> None:
         ("train --staleness 1 --sync client", ["--staleness 1 and --sync client"]),
         ("train --overlap --sync client", ["--overlap and --sync client"]),
         ("train --overlap --update host", ["--overlap and --update host"]),
-        ("fit --plan p.json --micro-batch 8", ["--plan p.json and --micro-batch 8: a plan says that itself"]),
-        ("fit --plan p.json --update host", ["--plan p.json and --update host: a plan says that itself"]),
+        ("memory --plan p.json --micro-batch 8", ["--plan p.json and --micro-batch 8: a plan says that itself"]),
+        ("memory --plan p.json --update host", ["--plan p.json and --update host: a plan says that itself"]),
         (
             "plan --policies recompute",
             ["--policies recompute: allowed are keep, recompute, offload, swap, cpu", "always one"],
@@ -209,9 +214,11 @@ def test_all_flags_of_fit() -> None:
         ("plan --preparing -1", ["--preparing -1", "0 or more"]),
         ("plan --check p.json --policies keep", ["--check p.json and --policies keep", "give one of them"]),
         ("plan --check p.json --update auto", ["--check p.json and --update auto", "give one of them"]),
-        ("fit --gflops 100", ["--gflops and --bandwidth go together", "give both"]),
-        ("fit --gflops -1 --bandwidth 2", ["--gflops -1.0: allowed are numbers above 0"]),
-        ("fit --memory", ["--memory needs a value"]),
+        ("memory --gflops 100", ["--gflops and --bandwidth go together", "give both"]),
+        ("memory --gflops -1 --bandwidth 2", ["--gflops -1.0: allowed are numbers above 0"]),
+        ("memory --memory", ["--memory needs a value"]),
+        ("plan --memory --budget 2", ["--memory needs a value"]),
+        ("run --sync x.py", ["--sync"]),
         ("train --plan p.json --micro-batch 8", ["--plan p.json and --micro-batch 8", "give one of them"]),
         ("devices --jsn", ["--jsn", "perhaps --json?"]),
         ("run", ["a script is needed", "onebox run [flags] script.py"]),
@@ -228,7 +235,19 @@ def test_what_is_wrong_is_one_line(line: str, parts: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["--help", "train --help", "plan --help", "fit --help", "devices -h", "profile --help", "run --help"]
+    "line",
+    [
+        "--help",
+        "train --help",
+        "plan --help",
+        "memory --help",
+        "devices -h",
+        "profile --help",
+        "run --help",
+        "pair --help",
+        "pair accept --help",
+        "pair list -h",
+    ],
 )
 def test_help_is_printed(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -323,3 +342,11 @@ def test_a_resumed_run_may_have_another_plan_but_not_shares_beside_it(tmp_path: 
     assert resumed.plan == "other.json"
     text = message(f"train --resume {tmp_path} --shares 3,1")
     assert text == "--plan auto and --shares 3,1: a plan says that itself; give one of them"
+
+
+def test_a_flag_takes_values_of_one_kind_in_all_commands() -> None:
+    kinds: dict[str, set[bool]] = {}
+    for options in OPTIONS.values():
+        for field in dataclasses.fields(options):
+            kinds.setdefault(field.name, set()).add(field.type in ("Flag", Flag))
+    assert not [name for name, found in kinds.items() if len(found) > 1]

@@ -99,9 +99,9 @@ def test_a_host_that_is_not_known_is_said_before_anything_is_started(
 
     monkeypatch.setattr(LocalSource, "start", refuse)
     monkeypatch.setattr(agent_source, "AgentConnection", refuse)
-    known = "'lab-3'; it is paired with lab-1:7171, lab-2:7272"
+    known = r"'lab-3' \(perhaps 'lab-1'\?\); it is paired with lab-1:7171, lab-2:7272"
     with pytest.raises(
-        UsageError, match=rf"not paired with an agent at {known}: .*'onebox pair lab-3' here, .*; if no host"
+        UsageError, match=rf"not paired with an agent at {known}: .*'onebox pair connect lab-3' here, .*; if no host"
     ):
         open_("cpu,lab-1,lab-3/cpu")
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from onebox.cli.options.agents import MachinesConfig, PairConfig, ServeConfig, StatusConfig
+from onebox.cli.options.agents import MachinesConfig, ServeConfig, StatusConfig
+from onebox.cli.options.pairing import PairConfig
 
 
 def run_machines(config: MachinesConfig) -> None:

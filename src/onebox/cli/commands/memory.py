@@ -1,4 +1,4 @@
-"""``onebox fit``: memory of a model on some devices, and changes that would make it fit; nothing is run."""
+"""``onebox memory``: memory of a model on some devices, and changes that would make it fit; nothing is run."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ from pathlib import Path
 
 from torch.nn import functional
 
-from onebox.cli.commands.plan import check_target, write_json
+from onebox.cli.commands.plan import check_target, give_json
 from onebox.cli.console import OutputConsole
 from onebox.cli.exit_status import FAILED, OK
 from onebox.cli.options.estimates import MemoryConfig
 from onebox.cli.planning import sample_batch, write_plan
 from onebox.cli.run_setup import load_data, make_model, make_optimizer
 from onebox.cost.estimate import DeviceRates
-from onebox.engine.planning.memory_fit import FitReport, fit
+from onebox.engine.planning.memory_fit import FitReport, estimate_memory
 from onebox.report.tables.memory import curve_lines, peak_table, residents_table
 from onebox.report.tables.memory_estimate import estimate_data, largest_line, verdict_line, ways_table
 
 _WIDTH = 60
 _OPERATOR_S = 5e-6
-_STANDARD_OUTPUT = Path("-")
 
 
 def show_memory_estimate(config: MemoryConfig) -> int:
@@ -33,11 +32,11 @@ def show_memory_estimate(config: MemoryConfig) -> int:
         CaptureError: The model cannot be captured.
     """
     check_target("--out", config.out)
-    check_target("--json", config.json)
+    check_target("--report", config.report)
     job = config.resolved()
     data = load_data(job)
     model = make_model(job, data)
-    found = fit(
+    found = estimate_memory(
         model,
         functional.cross_entropy,
         make_optimizer(job, model),
@@ -53,10 +52,10 @@ def show_memory_estimate(config: MemoryConfig) -> int:
         clip_grad_norm=config.clip_grad_norm,
         rates=_rates(config),
     )
-    console = OutputConsole(highlight=False, quiet=config.json == _STANDARD_OUTPUT)
+    console = OutputConsole(highlight=False, quiet=config.json)
     _print(found, config, console)
-    if config.json is not None:
-        write_json(config.json, estimate_data(found))
+    if config.json or config.report is not None:
+        give_json(estimate_data(found), printed=config.json, path=config.report)
     if config.out is not None:
         _write(config.out, found, console)
     return OK if found.fits else FAILED

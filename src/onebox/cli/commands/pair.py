@@ -6,7 +6,16 @@ import platform
 import sys
 from collections.abc import Sequence
 
-from onebox.cli.options.agents import AGENT_PORT, PAIRING_PORT, PairConfig
+from onebox.cli.options.agents import AGENT_PORT
+from onebox.cli.options.pairing import (
+    PAIRING_PORT,
+    PairAcceptConfig,
+    PairConfig,
+    PairConnectConfig,
+    PairForgetConfig,
+    PairListConfig,
+    PairRemoveConfig,
+)
 from onebox.errors import UsageError
 from onebox.pool.backends.agents.agent_source import client_name
 from onebox.pool.keys.keyring import (
@@ -39,19 +48,20 @@ def pair(config: PairConfig) -> None:
         UsageError: A name, code or file is invalid, or the name is unknown.
         PoolError: The other side did not answer, or had another code.
     """
-    if config.host is not None:
-        _join(config, config.host)
-    elif config.accept:
-        _accept(config)
-    elif config.remove is not None:
-        _remove(config.remove)
-    elif config.forget is not None:
-        _forget(config.forget)
-    else:
-        _list()
+    match config:
+        case PairAcceptConfig():
+            _accept(config)
+        case PairConnectConfig():
+            _connect(config)
+        case PairRemoveConfig():
+            _remove(config.client)
+        case PairForgetConfig():
+            _forget(config.host)
+        case PairListConfig():
+            _list()
 
 
-def _accept(config: PairConfig) -> None:
+def _accept(config: PairAcceptConfig) -> None:
     keys = identity("agent")
     allowed_clients()  # report a damaged file before the user enters anything
     code = new_code()
@@ -60,15 +70,17 @@ def _accept(config: PairConfig) -> None:
         port = "" if config.pairing_port == PAIRING_PORT else f" --pairing-port {config.pairing_port}"
         _say(f"fingerprint of the agent on {host}:  {fingerprint(keys.public)}")
         _say(f"code, good once and for {GOOD_FOR_S / 60:.0f} minutes:  {code.text}")
-        _say(f"on the client:  onebox pair {host}{port}  (with the name or address that it reaches this machine by)")
+        _say(
+            f"on the client:  onebox pair connect {host}{port}  (the name or address by which it reaches this machine)"
+        )
         kept: list[str] = []
         found = door.wait(lambda client: kept.append(allow_client(client.client, client.key)))
     _say(f"paired: {kept[0]} may lease devices of this machine from now on")
     _say(f"fingerprint of that client:  {fingerprint(found.key)}")
 
 
-def _join(config: PairConfig, host: str) -> None:
-    address = full_address(host)
+def _connect(config: PairConnectConfig) -> None:
+    address = full_address(config.host)
     mine = identity("client")
     name = client_name() if config.name is None else config.name
     if not is_name(name):
@@ -94,24 +106,24 @@ def _asked_code(address: str) -> PairingCode:
         UsageError: The input is empty or not a code.
     """
     if sys.stdin.isatty():
-        print(f"code that onebox pair --accept has printed on {address.rpartition(':')[0]}: ", end="", flush=True)
+        print(f"code that onebox pair accept has printed on {address.rpartition(':')[0]}: ", end="", flush=True)
     text = sys.stdin.readline(_LONGEST_LINE)
     if not text.strip():
-        raise UsageError("no code was given: type the one that onebox pair --accept has printed on the agent's machine")
+        raise UsageError("no code was given: type the one that onebox pair accept has printed on the agent's machine")
     return read_code(text)
 
 
 def _remove(name: str) -> None:
     if not remove_client(name):
-        names = ", ".join(client.name for client in allowed_clients()) or "nobody"
-        raise UsageError(f"--remove {name}: there is no such client; let in is {names}")
-    _say(f"{name} is let in no longer")
+        names = ", ".join(client.name for client in allowed_clients()) or "none"
+        raise UsageError(f"onebox pair remove {name}: there is no such client; those that are accepted: {names}")
+    _say(f"{name} is no longer accepted")
 
 
 def _forget(address: str) -> None:
     if not forget_agent(address):
         known = ", ".join(agent.address for agent in known_agents()) or "none"
-        raise UsageError(f"--forget {address}: there is no such agent; known are: {known}")
+        raise UsageError(f"onebox pair forget {address}: there is no such agent; known are: {known}")
     _say(f"the agent at {full_address(address)} is known no longer")
 
 

@@ -26,7 +26,6 @@ from onebox.report.run.json_files import to_json, write_atomically
 from onebox.report.tables.plan import rejection_reason
 from onebox.report.tables.topology import topology_line
 
-_STANDARD_OUTPUT = Path("-")
 _PICTURE_WIDTH = 100
 
 
@@ -41,8 +40,7 @@ def show_plan(config: PlanConfig) -> None:
     given = Plan.read(config.check) if config.check is not None else None
     _check_targets(config)
     data = load_data(config.resolved())
-    quiet = config.json == _STANDARD_OUTPUT
-    console = OutputConsole(highlight=False, quiet=quiet)
+    console = OutputConsole(highlight=False, quiet=config.json)
     with open_pool(config.pool, threads=config.threads, memory=config.memory) as pool:
         print_devices(pool, console)
         if given is not None:
@@ -68,7 +66,7 @@ def show_plan(config: PlanConfig) -> None:
     if found.shortfall:
         raise UsageError(
             f"the plan does not fit: {found.shortfall}; smaller micro-batches, more stages, and stages that are "
-            f"recomputed, offloaded or swapped need less: onebox fit --plan {config.check} finds such plans"
+            f"recomputed, offloaded or swapped need less: onebox memory --plan {config.check} finds such plans"
         )
 
 
@@ -162,7 +160,7 @@ def command_line(config: JobConfig, more: Mapping[str, object], *, late: bool = 
 
 def _check_targets(config: PlanConfig) -> None:
     """Require that output files can be written, before time is spent on their contents."""
-    for flag, path in (("--out", config.out), ("--figure", config.figure), ("--json", config.json)):
+    for flag, path in (("--out", config.out), ("--figure", config.figure), ("--report", config.report)):
         check_target(flag, path)
     if config.figure is not None:
         check_suffix(config.figure)
@@ -170,16 +168,13 @@ def _check_targets(config: PlanConfig) -> None:
 
 
 def check_target(flag: str, path: Path | None) -> None:
-    """Require that an output file can be written; for ``--json`` it may be standard output.
+    """Require that an output file can be written.
 
     Raises:
         UsageError: It cannot.
     """
-    if path is None or (flag == "--json" and path == _STANDARD_OUTPUT):
-        return
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        also = ", or - for standard output" if flag == "--json" else ""
-        raise UsageError(f"{flag} {path}: a file in a folder that is there is needed{also}")
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise UsageError(f"{flag} {path}: a file in an existing folder is needed")
 
 
 def _write_files(
@@ -193,8 +188,8 @@ def _write_files(
             path = config.figure.with_stem(f"{config.figure.stem}-memory")
             draw_memory(seen.rows, path, emulated=emulated, title=found.plan.describe())
             _say(console, f"figure {path}")
-    if config.json is not None:
-        write_json(config.json, as_json(found, pool, seen))
+    if config.json or config.report is not None:
+        give_json(as_json(found, pool, seen), printed=config.json, path=config.report)
     file, late = config.out or config.check, found.plan.schedule == ASYNC
     if config.out is not None:
         write_plan(config.out, found.plan)
@@ -207,20 +202,21 @@ def _write_files(
         _say(console, f"plan {file}; run it with: {command_line(config, {'--plan': file}, late=late)}")
 
 
-def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Write JSON values into a file, or print them for ``-``.
+def give_json(data: Mapping[str, Any], *, printed: bool, path: Path | None) -> None:
+    """Print JSON values, write them into a file, or both.
 
     Raises:
         UsageError: The file cannot be written.
     """
     content = to_json(data) + b"\n"
-    if path == _STANDARD_OUTPUT:
+    if printed:
         print(content.decode(), end="")
+    if path is None:
         return
     try:
         write_atomically(path, content)
     except OSError as error:
-        raise UsageError(f"--json {path} cannot be written: {error.strerror}") from error
+        raise UsageError(f"--report {path} cannot be written: {error.strerror}") from error
 
 
 def _say(console: OutputConsole, text: str) -> None:

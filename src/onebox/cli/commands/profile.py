@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import msgspec
 from torch.nn import functional
 
 from onebox.cli.commands.devices import print_devices
+from onebox.cli.commands.plan import check_target, give_json
 from onebox.cli.console import OutputConsole
 from onebox.cli.options.common import ModelName
 from onebox.cli.options.jobs import JobConfig
@@ -16,12 +17,9 @@ from onebox.cli.run_setup import load_data, make_model, make_optimizer
 from onebox.cost import PoolProfile
 from onebox.cost.model_profile import ModelProfile
 from onebox.engine.planning.profile import profile_model
-from onebox.errors import UsageError
 from onebox.pool import Pool, open_pool
 from onebox.report import profile_tables, segment_tables
-from onebox.report.run.json_files import write_atomically
 
-_STANDARD_OUTPUT = Path("-")
 _WIDEST = 10_000
 
 
@@ -32,20 +30,16 @@ def show_profile(config: ProfileConfig) -> None:
         UsageError: The pool has not enough memory, or the file cannot be written.
         OneboxError: The pool cannot be opened, or a worker failed.
     """
-    if config.json is not None and config.json != _STANDARD_OUTPUT:
-        _check_target(config.json)
+    check_target("--report", config.report)
     with open_pool(config.pool, threads=config.threads, memory=config.memory) as pool:
         profile = pool.profile(fresh=config.fresh, cache=not config.no_cache)
         model = _measure(config, config.model, pool) if config.model is not None else None
-        if config.json == _STANDARD_OUTPUT:
-            print(_to_json(profile, model).decode(), end="")
-            return
-        console = OutputConsole(highlight=False)
+        console = OutputConsole(highlight=False, quiet=config.json)
         _print_tables(pool, profile, console)
         for table in segment_tables(model) if model is not None else ():
             console.print(table)
-    if config.json is not None:
-        _write(config.json, _to_json(profile, model))
+    if config.json or config.report is not None:
+        give_json(_as_data(profile, model), printed=config.json, path=config.report)
 
 
 def _measure(config: ProfileConfig, name: ModelName, pool: Pool) -> ModelProfile:
@@ -70,9 +64,9 @@ def _measure(config: ProfileConfig, name: ModelName, pool: Pool) -> ModelProfile
     return profile
 
 
-def _to_json(profile: PoolProfile, model: ModelProfile | None) -> bytes:
-    both = {**msgspec.to_builtins(profile, str_keys=True), "model": msgspec.to_builtins(model, str_keys=True)}
-    return msgspec.json.format(msgspec.json.encode(both if model is not None else profile)) + b"\n"
+def _as_data(profile: PoolProfile, model: ModelProfile | None) -> dict[str, Any]:
+    data: dict[str, Any] = msgspec.to_builtins(profile, str_keys=True)
+    return data if model is None else {**data, "model": msgspec.to_builtins(model, str_keys=True)}
 
 
 def _print_tables(pool: Pool, profile: PoolProfile, console: OutputConsole) -> None:
@@ -84,16 +78,3 @@ def _print_tables(pool: Pool, profile: PoolProfile, console: OutputConsole) -> N
     for table in tables:
         console.print(table)
     console.print(f"measured {profile.measured_at} with torch {profile.torch}; --fresh measures anew", soft_wrap=True)
-
-
-def _check_target(path: Path) -> None:
-    """Require that an output file can be written, before minutes are spent on its contents."""
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise UsageError(f"--json {path}: a file in a folder that is there is needed, or - for standard output")
-
-
-def _write(path: Path, content: bytes) -> None:
-    try:
-        write_atomically(path, content)
-    except OSError as error:
-        raise UsageError(f"--json {path} cannot be written: {error.strerror}") from error

@@ -42,7 +42,7 @@ def run_script(config: RunConfig) -> int:
     with _arguments(config.script) as run:
         open_devices(config.pool, threads=config.threads, memory=config.memory)
         alias_cuda()
-        set_synchronous(config.sync)
+        set_synchronous(config.synchronous)
         status = _status_of(run)
         for number in range(device_count() if status == OK else 0):  # none in a forked process that reaches this, too
             torch.cuda.synchronize(number)

@@ -138,7 +138,7 @@ def _listing(offers: list[Offered]) -> str:
 
 def _people(count: int) -> str:
     if count == 0:
-        return "nobody yet: pair a client with onebox pair --accept"
+        return "nobody yet: pair a client with onebox pair accept"
     return f"{count} paired client{'s' if count > 1 else ''}"
 
 

@@ -37,7 +37,7 @@ def show_status(config: StatusConfig) -> None:
     addresses = addresses_of(config.pool)
     console = OutputConsole()
     once = config.once or config.json or not console.is_terminal
-    watches = [HostWatch(address, config.every) for address in addresses]
+    watches = [HostWatch(address, config.interval) for address in addresses]
     try:
         if once:
             _print(_first(watches), console, json=config.json)

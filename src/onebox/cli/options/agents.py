@@ -1,10 +1,10 @@
-"""The options of the commands for pools of several machines: ``serve``, ``pair``, ``status`` and ``logs``."""
+"""The options of the commands for pools of several machines: ``serve``, ``status`` and ``logs``."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import tyro
 
@@ -13,7 +13,6 @@ from onebox.cli.options.common import (
     Bytes,
     File,
     Flag,
-    Host,
     Int,
     PortRange,
     Seconds,
@@ -22,11 +21,11 @@ from onebox.cli.options.common import (
     check_ip,
     check_port,
 )
+from onebox.cli.options.pairing import PairConfig
 from onebox.errors import UsageError
 from onebox.sizes import parse_size
 
 AGENT_PORT = 7171
-PAIRING_PORT = 7172
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +57,8 @@ class ServeConfig:
     Raises:
         UsageError: A value is out of range.
     """
+
+    EVERYDAY: ClassVar = ("devices", "memory", "cores", "port", "user", "worker_ports", "advertise")
 
     devices: str = "auto"
     memory: Bytes = None
@@ -113,58 +114,6 @@ class ServeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairConfig:
-    """Pair a client with an agent; an agent accepts only clients that were paired with it.
-
-    On the agent's machine, onebox pair --accept prints a code that works once, for ten minutes. On the client's, onebox
-    pair HOST prompts for it, and then each stores the other's key. An eavesdropper without the code learns nothing
-    useful.
-
-    Args:
-        host: The agent's address, as in pool specifications.
-        accept: Accept a client for the agents that this user runs on this machine.
-        list: List the clients that this user's agents accept, and the agents that this user was paired with.
-        remove: Stop accepting the client with this name or fingerprint.
-        forget: Delete the key of the agent at this address.
-        name: Name of this client for others, with HOST; without it USER@HOST.
-        bind: IP address to listen on, with --accept.
-        pairing_port: Port of the pairing, on both sides.
-
-    Raises:
-        UsageError: Not exactly one action is given, or a value is out of range.
-    """
-
-    host: Annotated[Host, tyro.conf.Positional] = None
-    accept: Flag = False
-    list: Flag = False
-    remove: Text = None
-    forget: Host = None
-    name: Text = None
-    bind: str = "0.0.0.0"
-    pairing_port: int = PAIRING_PORT
-
-    def __post_init__(self) -> None:
-        asked = {
-            f"HOST {self.host}": self.host is not None,
-            "--accept": self.accept,
-            "--list": self.list,
-            f"--remove {self.remove}": self.remove is not None,
-            f"--forget {self.forget}": self.forget is not None,
-        }
-        given = [what for what, there in asked.items() if there]
-        if len(given) != 1:
-            what = f"{given[0]} and {given[1]}: give one of them;" if given else "pair with whom?"
-            raise UsageError(
-                f"{what} on the agent's machine it is onebox pair --accept, on the client's onebox pair HOST; --list "
-                "shows who is paired, --remove and --forget end that"
-            )
-        if self.name is not None and self.host is None:
-            raise UsageError(f"--name {self.name} is for a client: onebox pair HOST --name {self.name}")
-        check_port("pairing-port", self.pairing_port, least=1)
-        check_ip("bind", self.bind)
-
-
-@dataclass(frozen=True, kw_only=True)
 class StatusConfig:
     """Show what agents offer, with holders, queues and load; nothing is leased.
 
@@ -174,7 +123,7 @@ class StatusConfig:
         pool: Hosts, such as lab1,lab2:7171, or a file NAME.toml; without it all that this client was paired with.
         once: Print it once.
         json: Print a JSON list, once.
-        every: Seconds between two queries of the agents.
+        interval: Seconds between two queries of the agents.
 
     Raises:
         UsageError: A value is out of range.
@@ -183,11 +132,11 @@ class StatusConfig:
     pool: str = "auto"
     once: Flag = False
     json: Flag = False
-    every: float = 1.0
+    interval: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0.1 <= self.every <= 3600:
-            raise UsageError(f"--every {self.every}: allowed are 0.1 to 3600 seconds")
+        if not 0.1 <= self.interval <= 3600:
+            raise UsageError(f"--interval {self.interval}: allowed are 0.1 to 3600 seconds")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,6 @@ Ints = Annotated[str | None, tyro.conf.arg(metavar="INT,INT,...", help_behavior_
 Names = Annotated[str | None, tyro.conf.arg(metavar="NAME,NAME,...", help_behavior_hint="")]
 Folder = Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")]
 Text = Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")]
-Host = Annotated[str | None, tyro.conf.arg(metavar="HOST[:PORT]", help_behavior_hint="")]
 Address = Annotated[str | None, tyro.conf.arg(metavar="ADDRESS", help_behavior_hint="")]
 PortRange = Annotated[str | None, tyro.conf.arg(metavar="FIRST-LAST", help_behavior_hint="")]
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]

@@ -1,9 +1,9 @@
-"""The options of ``onebox fit``. Nothing here imports PyTorch."""
+"""The options of ``onebox memory``. Nothing here imports PyTorch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from onebox.cli.options.common import File, Flag, Float, Int, at_least, positive
 from onebox.cli.options.jobs import JobConfig
@@ -29,11 +29,14 @@ class MemoryConfig(JobConfig):
             --bandwidth.
         bandwidth: Billions of bytes per second that it reads and writes; with --gflops.
         out: Write the plan that fits, the fastest of several, into this file.
-        json: Write the estimate as JSON into this file; - prints it instead of the tables.
+        json: Print the estimate as JSON instead of the tables.
+        report: Write the same JSON into this file.
 
     Raises:
         UsageError: A value is out of range, or two contradict each other.
     """
+
+    EVERYDAY: ClassVar = ("data", "model", "batch", "optimizer", "pool", "memory", "plan", "out", "json")
 
     plan: File = None
     micro_batch: Int = None
@@ -43,7 +46,8 @@ class MemoryConfig(JobConfig):
     gflops: Float = None
     bandwidth: Float = None
     out: File = None
-    json: File = None
+    json: Flag = False
+    report: File = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

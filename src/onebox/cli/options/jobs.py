@@ -10,7 +10,7 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self, TypeVar, cast
+from typing import ClassVar, Literal, Self, TypeVar, cast
 
 from onebox.cli.options.common import (
     Bytes,
@@ -29,7 +29,7 @@ from onebox.cli.options.common import (
     read_sizes,
 )
 from onebox.errors import UsageError
-from onebox.plan import ACTIVATION_POLICIES, ASYNC, SCHEDULES, ChainPolicy, UpdateAt
+from onebox.plan_names import ACTIVATION_POLICIES, ASYNC, SCHEDULES, ChainPolicy, UpdateAt
 
 OptimizerName = Literal["adamw", "adam", "sgd", "muon"]
 
@@ -179,6 +179,20 @@ class TrainConfig(StalenessConfig):
         UsageError: A value is out of range, or two contradict each other.
     """
 
+    EVERYDAY: ClassVar = (
+        "data",
+        "model",
+        "epochs",
+        "batch",
+        "optimizer",
+        "lr",
+        "pool",
+        "memory",
+        "plan",
+        "run",
+        "resume",
+    )
+
     epochs: int = 12
     plan: PlanFile = None
     micro_batch: Int = None
@@ -295,14 +309,28 @@ class PlanConfig(StalenessConfig):
         out: Write the plan into this file.
         figure: Draw the expected step into this file, a .png, .svg or .pdf.
         show_memory: Show for each stage the activation policies, what they save and cost, and why; and run three steps,
-            whose memory is shown beside the prediction. --memory without a size does the same. With --figure a figure
-            of the memory is written, too, with -memory added to the name.
-        json: Write the plan, its prediction and its alternatives as JSON into this file; - prints it instead of the
-            tables.
+            whose memory is shown beside the prediction. With --figure a figure of the memory is written, too, with
+            -memory added to the name.
+        json: Print the plan, its prediction and its alternatives as JSON instead of the tables.
+        report: Write the same JSON into this file.
 
     Raises:
         UsageError: A value is out of range, or two contradict each other.
     """
+
+    EVERYDAY: ClassVar = (
+        "data",
+        "model",
+        "batch",
+        "optimizer",
+        "pool",
+        "memory",
+        "check",
+        "out",
+        "figure",
+        "show_memory",
+        "json",
+    )
 
     micro_batches: Ints = None
     schedules: Names = None
@@ -315,7 +343,8 @@ class PlanConfig(StalenessConfig):
     out: File = None
     figure: File = None
     show_memory: Flag = False
-    json: File = None
+    json: Flag = False
+    report: File = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

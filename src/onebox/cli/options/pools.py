@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import tyro
 
@@ -59,11 +59,14 @@ class ProfileConfig(PoolOptions):
             some with 0:2GiB; without it there is no limit.
         fresh: Measure again, even if there are earlier measurements, and keep the new ones.
         no_cache: Measure without reading or writing the cache.
-        json: Write the profile as JSON into this file; - prints it instead of the tables.
+        json: Print the profile as JSON instead of the tables.
+        report: Write the profile as JSON into this file.
 
     Raises:
         UsageError: A value is out of range.
     """
+
+    EVERYDAY: ClassVar = ("pool", "model", "fresh", "json")
 
     model: Annotated[ModelName | None, tyro.conf.arg(help_behavior_hint="")] = None
     data: str = "digits"
@@ -74,7 +77,8 @@ class ProfileConfig(PoolOptions):
     memory: Bytes = None
     fresh: Flag = False
     no_cache: Flag = False
-    json: File = None
+    json: Flag = False
+    report: File = None
 
     def __post_init__(self) -> None:
         at_least(1, threads=self.threads)
@@ -102,14 +106,14 @@ class RunConfig(PoolOptions):
         threads: CPU threads of each worker; without it an equal share of the cores.
         memory: Limit of the memory of each device's buffers, such as 2GiB; one for each device with 2GiB,4GiB, or for
             some with 0:2GiB; without it there is no limit.
-        sync: Wait for each operator, so that an error is raised at its own line; slow, for debugging.
+        synchronous: Wait for each operator, so that an error is raised at its own line; slow, for debugging.
         script: The script, or -m and a module, and its arguments.
     """
 
     pool: str = "auto"
     threads: Int = None
     memory: Bytes = None
-    sync: Flag = False
+    synchronous: Flag = False
     script: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
 
     def __post_init__(self) -> None:

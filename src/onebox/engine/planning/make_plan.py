@@ -22,8 +22,8 @@ from onebox.errors import UsageError
 from onebox.graph import Loss, Precision
 from onebox.plan import ASYNC, SCHEDULES, Links, Plan, UpdateAt
 from onebox.plan.model.problem import Problem
-from onebox.plan.model.stage import ACTIVATION_POLICIES, ChainPolicy
 from onebox.plan.search.result import SearchResult
+from onebox.plan_names import ACTIVATION_POLICIES, ChainPolicy
 from onebox.pool import DeviceInfo, Pool
 from onebox.sizes import Memory, parse_budgets
 

@@ -99,7 +99,7 @@ class FitReport:
         return not _shortfall({device: peak.size_bytes for device, peak in self.peaks.items()}, self.budgets)
 
 
-def fit(
+def estimate_memory(
     model: nn.Module,
     loss: Loss,
     optimizer: Optimizers,
@@ -153,7 +153,8 @@ def fit(
         >>> model = torch.nn.Linear(1000, 1000)
         >>> optimizer = torch.optim.Adam(model.parameters())
         >>> x, y = torch.ones(8, 1000), torch.ones(8, 1000)
-        >>> found = onebox.fit(model, torch.nn.functional.mse_loss, optimizer, x, y, pool="cpu", memory="12MiB")
+        >>> loss = torch.nn.functional.mse_loss
+        >>> found = onebox.estimate_memory(model, loss, optimizer, x, y, pool="cpu", memory="12MiB")
         >>> found.fits, found.peaks[0].sorts["optimizer state"]
         (False, 8008008)
     """

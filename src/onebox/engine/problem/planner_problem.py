@@ -18,7 +18,7 @@ from onebox.errors import UsageError
 from onebox.graph import ModelPrograms, Precision
 from onebox.plan import SCHEDULES, Links, UpdateAt
 from onebox.plan.model.problem import HOST_BPS, ComputeTime, DeviceSpec, Problem, Segment, SegmentValue, Tie
-from onebox.plan.model.stage import ACTIVATION_POLICIES, ChainPolicy
+from onebox.plan_names import ACTIVATION_POLICIES, ChainPolicy
 from onebox.pool import DeviceInfo
 from onebox.pool.backends.local import LOCAL_HOST
 from onebox.pool.core_usage import busy_threads

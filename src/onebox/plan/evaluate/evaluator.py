@@ -12,7 +12,7 @@ from onebox.plan.evaluate.partition import numbered_matters
 from onebox.plan.model.cost_model import CostModel
 from onebox.plan.model.device_groups import kind, near
 from onebox.plan.model.layout import StageLayout, plan_of
-from onebox.plan.model.plan import ASYNC, MicroBatch
+from onebox.plan.model.plan import MicroBatch
 from onebox.plan.model.problem import Problem
 from onebox.plan.model.schedule import Routes, Schedule
 from onebox.plan.model.shares import deal
@@ -22,6 +22,7 @@ from onebox.plan.schedules.async_window import depths, steady_window
 from onebox.plan.schedules.blocks import block_schedule
 from onebox.plan.simulate.steady_state import simulate_steady_state
 from onebox.plan.simulate.step import Simulation, simulate
+from onebox.plan_names import ASYNC
 
 _BOUND_EFFORT = 20
 """Cost of a bound for each stage and each further replica, in simulated actions."""

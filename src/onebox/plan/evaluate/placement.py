@@ -15,8 +15,8 @@ from itertools import combinations
 
 from onebox.plan.evaluate.evaluator import CostedLayout, Evaluator
 from onebox.plan.model.layout import StageLayout
-from onebox.plan.model.plan import ASYNC
 from onebox.plan.model.problem import Problem
+from onebox.plan_names import ASYNC
 
 _EFFORT, _SUM_EFFORT = 1, 12
 """Cost of a surrogate for each stage, and for each device that sums gradients with others, in simulated actions."""

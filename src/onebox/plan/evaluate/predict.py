@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from onebox.plan.model.cost_model import CostModel
 from onebox.plan.model.layout import layout_of
-from onebox.plan.model.plan import ASYNC, Plan, Prediction
+from onebox.plan.model.plan import Plan, Prediction
 from onebox.plan.model.problem import Problem
 from onebox.plan.model.schedule import Routes, Schedule
 from onebox.plan.model.work import Edge, PlanWork, StageWork
@@ -16,6 +16,7 @@ from onebox.plan.schedules.blocks import block_schedule
 from onebox.plan.schedules.synthesis import auto_schedule
 from onebox.plan.simulate.steady_state import simulate_steady_state
 from onebox.plan.simulate.step import Simulation, simulate
+from onebox.plan_names import ASYNC
 
 
 def predict(

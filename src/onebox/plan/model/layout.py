@@ -8,7 +8,8 @@ from typing import NamedTuple
 from onebox.errors import UsageError
 from onebox.plan.model.plan import Plan
 from onebox.plan.model.problem import Problem
-from onebox.plan.model.stage import ActivationPolicy, Stage, UpdateAt
+from onebox.plan.model.stage import ActivationPolicy, Stage
+from onebox.plan_names import UpdateAt
 
 
 class LayoutStage(NamedTuple):

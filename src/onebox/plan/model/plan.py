@@ -14,13 +14,8 @@ import msgspec
 from onebox.errors import UsageError
 from onebox.plan.model.schedule import Routes
 from onebox.plan.model.shares import apportion, deal
-from onebox.plan.model.stage import POLICY_WORDS, OptimizerStateLayout, PlanPart, Stage, Sync, UpdateAt, quoted
-
-ASYNC = "async-1f1b"
-"""The schedule that never runs empty: gradients are applied one step late."""
-
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "auto")
-"""Names of exact schedules; ``table`` stands for one that the plan spells out."""
+from onebox.plan.model.stage import POLICY_WORDS, OptimizerStateLayout, PlanPart, Stage, Sync, quoted
+from onebox.plan_names import ASYNC, SCHEDULES, UpdateAt
 
 
 @dataclass(frozen=True, kw_only=True)

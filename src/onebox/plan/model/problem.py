@@ -8,9 +8,8 @@ from functools import cached_property
 from itertools import permutations
 
 from onebox.errors import UsageError
-from onebox.plan.model.plan import ASYNC, SCHEDULES
-from onebox.plan.model.stage import ACTIVATION_POLICIES, ChainPolicy, UpdateAt
 from onebox.plan.model.work import Links
+from onebox.plan_names import ACTIVATION_POLICIES, ASYNC, SCHEDULES, ChainPolicy, UpdateAt
 
 
 @dataclass(frozen=True, kw_only=True)

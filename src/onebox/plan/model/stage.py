@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from onebox.errors import UsageError
 from onebox.plan.model.shares import apportion
+from onebox.plan_names import ChainPolicy
 
 Sync = Literal["workers", "client"]
 
@@ -21,19 +22,11 @@ of a model are placements: a stage on a CPU worker, or on another device."""
 POLICY_WORDS: Mapping[ActivationPolicy, str] = {"recompute": "recomputed", "offload": "offloaded", "swap": "swapped"}
 """Descriptions of activation policies other than the default."""
 
-ChainPolicy = Literal["keep", "recompute", "offload", "swap", "cpu"]
-"""Activation policy of a span of a chain: one of a stage, or ``cpu`` for a span on the host's processor."""
-
-ACTIVATION_POLICIES: tuple[ChainPolicy, ...] = ("keep", "recompute", "offload", "swap", "cpu")
-
 OFFLOADING_POLICIES: frozenset[ChainPolicy] = frozenset({"offload", "swap"})
 """The policies of spans of one link whose values go to the host's memory."""
 
 StagePrecision = Literal["fp32", "bf16"]
 """Precision of a stage's matrix products and convolutions."""
-
-UpdateAt = Literal["device", "host"]
-"""Place of the optimizer's state and step."""
 
 OptimizerStateLayout = Literal["replicated", "sharded"]
 """Distribution of a parameter's optimizer state and update: on each of its holders, or on only one of them."""

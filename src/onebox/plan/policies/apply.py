@@ -10,11 +10,11 @@ from onebox.plan.evaluate.evaluator import Evaluator, LayoutEvaluation
 from onebox.plan.model.cost_model import CostModel
 from onebox.plan.model.layout import LayoutStage, StageLayout, single
 from onebox.plan.model.problem import DeviceSpec, Problem
-from onebox.plan.model.stage import ChainPolicy, UpdateAt
 from onebox.plan.policies.policy_costs import ChainCosts, ChainLink, PolicySpan
 from onebox.plan.policies.solver import choose_policies, least_budget
 from onebox.plan.schedules.named import warm_up
 from onebox.plan.simulate.instance import instance_of
+from onebox.plan_names import ChainPolicy, UpdateAt
 
 _MOST_LINKS = 64
 """Maximum number of links of a chain; longer ones are joined at the smallest boundaries."""

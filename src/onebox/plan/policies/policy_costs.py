@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from onebox.plan.model.stage import ACTIVATION_POLICIES, OFFLOADING_POLICIES, ChainPolicy
+from onebox.plan.model.stage import OFFLOADING_POLICIES
+from onebox.plan_names import ACTIVATION_POLICIES, ChainPolicy
 
 NEIGHBOUR_STATES = range(5)
 """State of the two spans before a span, as far as it affects that span's memory: neither has a policy in

@@ -36,7 +36,6 @@ from collections.abc import Collection
 import numpy as np
 from numpy.typing import NDArray
 
-from onebox.plan.model.stage import ACTIVATION_POLICIES, ChainPolicy
 from onebox.plan.policies.policy_costs import (
     NEIGHBOUR_STATES,
     ChainCosts,
@@ -45,6 +44,7 @@ from onebox.plan.policies.policy_costs import (
     chain_outcome,
     next_neighbour_state,
 )
+from onebox.plan_names import ACTIVATION_POLICIES, ChainPolicy
 
 _BUCKETS = 1500
 

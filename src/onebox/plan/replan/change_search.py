@@ -9,7 +9,7 @@ from itertools import accumulate, combinations, pairwise, permutations, product
 
 from onebox.errors import UsageError
 from onebox.plan.model.layout import LayoutStage, StageLayout, layout_of, single
-from onebox.plan.model.plan import ASYNC, Plan
+from onebox.plan.model.plan import Plan
 from onebox.plan.model.problem import Problem
 from onebox.plan.model.schedule import Schedule
 from onebox.plan.model.shares import apportion
@@ -18,6 +18,7 @@ from onebox.plan.replan.cut_solver import NEARLY, CutSolver
 from onebox.plan.replan.migration_cost import MigrationCost
 from onebox.plan.replan.step_times import StepTimes
 from onebox.plan.search.result import NAMED_BIAS
+from onebox.plan_names import ASYNC
 
 _STEPS = (1, 2, 4)
 """Numbers of segments by which a cut is moved."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 
 from onebox.plan.model.layout import LayoutStage, StageLayout
-from onebox.plan.model.plan import ASYNC
 from onebox.plan.model.problem import Problem
 from onebox.plan.replan.changes import holders
+from onebox.plan_names import ASYNC
 
 
 class MigrationCost:

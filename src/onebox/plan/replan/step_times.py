@@ -8,13 +8,14 @@ from functools import cached_property
 from onebox.errors import UsageError
 from onebox.plan.evaluate.evaluator import Evaluator
 from onebox.plan.model.layout import StageLayout, layout_of
-from onebox.plan.model.plan import ASYNC, Plan
+from onebox.plan.model.plan import Plan
 from onebox.plan.model.problem import DeviceSpec, Problem
 from onebox.plan.model.schedule import Schedule
 from onebox.plan.schedules.async_window import steady_window
 from onebox.plan.schedules.synthesis import auto_schedule
 from onebox.plan.simulate.steady_state import simulate_steady_state
 from onebox.plan.simulate.step import Simulation
+from onebox.plan_names import ASYNC
 
 _SYNTHESIS_S = 0.04
 """Nominal seconds for a synthesised order."""

@@ -11,9 +11,10 @@ from onebox.plan.evaluate.evaluator import Evaluator, LayoutEvaluation
 from onebox.plan.evaluate.infeasibility import Shortfall, shortfalls
 from onebox.plan.evaluate.predict import prediction_of
 from onebox.plan.model.layout import plan_of
-from onebox.plan.model.plan import ASYNC, Plan
+from onebox.plan.model.plan import Plan
 from onebox.plan.model.problem import Problem
 from onebox.plan.simulate.step import Simulation
+from onebox.plan_names import ASYNC
 
 NAMED_BIAS = 0.005
 """Relative slowdown up to which a simpler plan is preferred: one with a named schedule, then with fewer stages, then

@@ -11,7 +11,6 @@ from onebox.plan.evaluate.evaluator import Evaluator, LayoutEvaluation
 from onebox.plan.evaluate.infeasibility import infeasible_error
 from onebox.plan.evaluate.placement import placed
 from onebox.plan.model.layout import StageLayout
-from onebox.plan.model.plan import ASYNC
 from onebox.plan.model.problem import Problem
 from onebox.plan.policies.apply import apply_policies, baseline_layouts, least_memory_layout
 from onebox.plan.schedules.synthesis import auto_schedule
@@ -19,6 +18,7 @@ from onebox.plan.search.baselines import even_cuts, nested, one_stage, shared_by
 from onebox.plan.search.local_search import descend_cuts, local_search, perturb
 from onebox.plan.search.result import NAMED_BIAS, SearchResult, finished, notable, simplest
 from onebox.plan.search.seeds import PLAIN, every_layout, few, proposed
+from onebox.plan_names import ASYNC
 
 EFFORT = 340_000
 """Simulated actions per second of a search's budget; a core of a laptop simulates as many in 0.6 s."""

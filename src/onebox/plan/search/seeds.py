@@ -14,9 +14,9 @@ from onebox.plan.evaluate.placement import placed
 from onebox.plan.model.cost_model import CostModel
 from onebox.plan.model.device_groups import kind
 from onebox.plan.model.layout import LayoutStage, StageLayout, single
-from onebox.plan.model.plan import ASYNC
 from onebox.plan.model.problem import Problem
 from onebox.plan.search.baselines import cut, work_of
+from onebox.plan_names import ASYNC
 
 PLAIN = (ASYNC, "1f1b", "zb-h1", "gpipe")
 """Schedules for one stage a device, the likeliest to be quickest first."""

@@ -237,7 +237,7 @@ def find_listener(host: str, port: int, *, within_s: float = FIND_S) -> None:
 
 
 def _nobody(where: str) -> str:
-    return f"nobody waits for a pairing at {where}: run onebox pair --accept there, and let its port through"
+    return f"nobody waits for a pairing at {where}: run onebox pair accept there, and let its port through"
 
 
 def _addresses(host: str, port: int) -> list[str]:
@@ -291,7 +291,7 @@ def _heard(channel: zmq.Socket[bytes], events: zmq.Socket[bytes], where: str, en
         return _nobody(where)
     raise PoolError(
         f"{where} did not take the code: it is that of another host, was used already, or its time is over; begin "
-        "again with onebox pair --accept there"
+        "again with onebox pair accept there"
     )
 
 

@@ -73,7 +73,7 @@ def read_code(text: str) -> PairingCode:
     secret, check = whole[:_SECRET_BYTES], whole[_SECRET_BYTES:]
     if len(whole) != _CODE_BYTES or check != _check(secret):
         raise UsageError(
-            "that is no code, or one with a slip in it: type the seven groups that onebox pair --accept has printed"
+            "that is no code, or one with a slip in it: type the seven groups that onebox pair accept has printed"
         )
     return PairingCode(secret)
 

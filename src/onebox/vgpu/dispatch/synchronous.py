@@ -27,7 +27,7 @@ _KINDS: dict[str, type[Exception]] = {
 
 LATE = (
     "The operator that failed was issued before this line. For an error at its own line, wait for every operator: "
-    "onebox run --sync, or onebox.vgpu.set_synchronous(True)."
+    "onebox run --synchronous, or onebox.vgpu.set_synchronous(True)."
 )
 """Note on errors that are raised later than their operator."""
 

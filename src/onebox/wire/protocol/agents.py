@@ -23,7 +23,7 @@ AGENT_PORT = 7171
 """Default port of an agent."""
 
 PAIRING_PORT = 7172
-"""Default port of ``onebox pair --accept``."""
+"""Default port of ``onebox pair accept``."""
 
 GRACE_S = 30.0
 """Default time that a client may be silent before its leases end: a laptop that sleeps for a moment and a script that

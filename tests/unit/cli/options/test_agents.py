@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from onebox.cli import main
-from onebox.cli.options.agents import AGENT_PORT, PAIRING_PORT, LogsConfig, PairConfig, ServeConfig, StatusConfig
+from onebox.cli.options.agents import AGENT_PORT, LogsConfig, ServeConfig, StatusConfig
+from onebox.cli.options.pairing import (
+    PAIRING_PORT,
+    PairAcceptConfig,
+    PairConnectConfig,
+    PairForgetConfig,
+    PairListConfig,
+    PairRemoveConfig,
+)
 from onebox.cli.parser import parse
 from onebox.errors import UsageError
 from onebox.pool.keys.keyring import fingerprint, identity
@@ -17,11 +25,13 @@ from onebox.wire.protocol import agents
 
 def test_the_commands() -> None:
     assert parse(["serve"]) == ServeConfig()
-    assert parse(["pair", "--accept"]) == PairConfig(accept=True)
-    assert parse(["pair", "lab:7", "--name", "ana"]) == PairConfig(host="lab:7", name="ana")
-    assert parse(["pair", "--list"]) == PairConfig(list=True)
-    assert parse(["status", "--pool", "a,b", "--every", "2", "--once", "--json"]) == StatusConfig(
-        pool="a,b", every=2, once=True, json=True
+    assert parse(["pair", "accept"]) == PairAcceptConfig()
+    assert parse(["pair", "connect", "lab:7", "--name", "ana"]) == PairConnectConfig(host="lab:7", name="ana")
+    assert parse(["pair", "list"]) == PairListConfig()
+    assert parse(["pair", "remove", "ana"]) == PairRemoveConfig(client="ana")
+    assert parse(["pair", "forget", "lab"]) == PairForgetConfig(host="lab")
+    assert parse(["status", "--pool", "a,b", "--interval", "2", "--once", "--json"]) == StatusConfig(
+        pool="a,b", interval=2, once=True, json=True
     )
     assert parse(["logs", "lab", "--lines", "5"]) == LogsConfig(host="lab", lines=5)
 
@@ -75,14 +85,18 @@ def test_ports_are_those_of_the_wire() -> None:
         ("serve --max-lease 0", ["--max-lease 0"]),
         ("serve --max-lease nan", ["--max-lease nan"]),
         ("serve --prot 1", ["--prot", "--port"]),
-        ("pair", ["onebox pair --accept", "onebox pair HOST"]),
-        ("pair lab --accept", ["HOST lab and --accept", "one of them"]),
-        ("pair --list --remove ana", ["--list and --remove ana"]),
-        ("pair --accept --name ana", ["--name ana", "HOST"]),
-        ("pair --accept --pairing-port 0", ["--pairing-port 0", "1 to 65535"]),
-        ("pair --accept --bind here", ["--bind here"]),
-        ("pair --accept ABCD-EFGH --list", ["one of them"]),
-        ("status --every 0", ["--every 0"]),
+        ("pair", ["onebox pair needs a command", "onebox pair accept", "onebox pair connect HOST"]),
+        ("pair acept", ["no command 'acept' (perhaps accept?)"]),
+        ("pair --list", ["no command '--list' (perhaps list?)"]),
+        ("pair lab", ["no command 'lab'", "onebox pair connect HOST"]),
+        ("pair connect", ["onebox pair connect needs HOST[:PORT]"]),
+        ("pair remove", ["onebox pair remove needs NAME"]),
+        ("pair accept --name ana", ["--name"]),
+        ("pair accept --pairing-port 0", ["--pairing-port 0", "1 to 65535"]),
+        ("pair connect lab --pairing-port 0", ["--pairing-port 0", "1 to 65535"]),
+        ("pair accept --bind here", ["--bind here"]),
+        ("pair accept ABCD-EFGH", ["ABCD-EFGH"]),
+        ("status --interval 0", ["--interval 0"]),
         ("status lab", ["lab"]),
         ("logs", ["HOST"]),
         ("logs lab --lines 0", ["--lines 0", "1 to 1000"]),
@@ -109,11 +123,11 @@ def test_what_is_wrong_is_one_line(line: str, parts: list[str]) -> None:
         ("serve --allow-root --bind 192.0.2.1 --port 0 --devices cpu", "192.0.2.1"),
         ("serve --allow-root --bind 127.0.0.1 --port 0 --journal /nowhere/at/all", "/nowhere/at/all"),
         ("serve --allow-root --bind 127.0.0.1 --port 0 --metrics-port 0 --metrics-address 192.0.2.1", "192.0.2.1"),
-        ("pair ::1", "HOST:PORT"),
-        ("pair lab --name \x1b", "--name"),
-        ("pair --remove ana", "--remove ana"),
-        ("pair --forget lab", "--forget lab"),
-        ("pair --accept --bind 192.0.2.1", "192.0.2.1"),
+        ("pair connect ::1", "HOST:PORT"),
+        ("pair connect lab --name \x1b", "--name"),
+        ("pair remove ana", "onebox pair remove ana: there is no such client"),
+        ("pair forget lab", "onebox pair forget lab: there is no such agent"),
+        ("pair accept --bind 192.0.2.1", "192.0.2.1"),
         ("status", "onebox pair"),
         ("status --pool cpu*2", "--pool cpu*2"),
         ("status --pool lab", "not paired with"),
@@ -145,7 +159,7 @@ def test_a_code_that_is_none_is_not_repeated(
             (tmp_path / "typed").write_text(typed)
             with (tmp_path / "typed").open() as stdin:
                 monkeypatch.setattr("sys.stdin", stdin)
-                assert main(["pair", "127.0.0.1", "--pairing-port", port]) == 2
+                assert main(["pair", "connect", "127.0.0.1", "--pairing-port", port]) == 2
             said = capfd.readouterr()
             assert "code" in said.err
             assert "ABCD" not in said.err + said.out
@@ -156,7 +170,7 @@ def test_where_nobody_waits_for_a_pairing_no_code_is_asked_for(
 ) -> None:
     monkeypatch.setenv("ONEBOX_CONFIG", str(tmp_path / "keys"))
     monkeypatch.setattr("sys.stdin", None)  # whoever reads it fails
-    assert main(["pair", "127.0.0.1", "--pairing-port", "1"]) == 1
+    assert main(["pair", "connect", "127.0.0.1", "--pairing-port", "1"]) == 1
     assert "nobody waits for a pairing at 127.0.0.1:1" in capfd.readouterr().err
 
 
@@ -165,9 +179,9 @@ def test_the_list_shows_own_fingerprints_too(
 ) -> None:
     """They are what others compare; asking makes no keys."""
     monkeypatch.setenv("ONEBOX_CONFIG", str(tmp_path / "keys"))
-    assert main(["pair", "--list"]) == 0
+    assert main(["pair", "list"]) == 0
     assert capfd.readouterr().out.count("none yet") == 2
     assert not (tmp_path / "keys").exists()
     key = identity("agent").public
-    assert main(["pair", "--list"]) == 0
+    assert main(["pair", "list"]) == 0
     assert f"as agent   {fingerprint(key)}\n" in capfd.readouterr().out

@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onebox.plan.model.stage import ACTIVATION_POLICIES, OFFLOADING_POLICIES
+from onebox.plan.model.stage import OFFLOADING_POLICIES
 from onebox.plan.policies.policy_costs import ChainCosts, ChainLink, PolicyCosts, PolicySpan, chain_outcome
 from onebox.plan.policies.solver import choose_policies, least_budget
+from onebox.plan_names import ACTIVATION_POLICIES
 
 _FINE = 4000
 """Buckets for the comparisons: what rounding costs them stands beside."""

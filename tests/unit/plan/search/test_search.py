@@ -31,7 +31,7 @@ from onebox.plan import (
     validate,
 )
 from onebox.plan.evaluate import evaluator
-from onebox.plan.model.stage import ACTIVATION_POLICIES, ChainPolicy
+from onebox.plan_names import ACTIVATION_POLICIES, ChainPolicy
 from onebox.sizes import enough_text
 from tests.unit.plan.problems import KINDS, exhaustive, links, random_problem, segment
 

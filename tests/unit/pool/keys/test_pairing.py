@@ -160,7 +160,7 @@ def test_a_code_works_once() -> None:
     with waiting(code) as door:
         pair_with("127.0.0.1", door.port, code, CLIENT)
         assert door.ended() == ""
-        assert "onebox pair --accept" in failed("127.0.0.1", door.port, code)
+        assert "onebox pair accept" in failed("127.0.0.1", door.port, code)
     assert door.taken == [CLIENT]
 
 

@@ -95,7 +95,7 @@ class AgentSocket:
             if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 refusal = PoolError(
                     f"the agent at {self._address} does not let this client in; pair with it: "
-                    f"onebox pair {self._address}"
+                    f"onebox pair connect {self._address}"
                 )
             self._let_in += event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             self._mute += event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -112,8 +112,8 @@ class AgentSocket:
             f"WHAT LISTENS AT {self._address} HAS NOT THE KEY THAT THIS CLIENT WAS PAIRED WITH\n"
             f"  paired with:  {fingerprint(self._key)}\n"
             "  Its keys were made anew, or another program listens there; nothing was sent to it. Ask its owner, and "
-            "compare: 'onebox pair --list' there shows its fingerprint.\n"
-            f"  If it has new keys, pair again: 'onebox pair --accept' there, 'onebox pair {self._address}' here."
+            "compare: 'onebox pair list' there shows its fingerprint.\n"
+            f"  If it has new keys, pair again: 'onebox pair accept' there, 'onebox pair connect {self._address}' here."
         )
 
     def absent(self, waited_s: float) -> PoolError:

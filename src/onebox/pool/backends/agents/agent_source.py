@@ -21,7 +21,8 @@ from onebox.pool.errors import wait_in_slices
 from onebox.pool.keys.keyring import KnownAgent, identity, known_agent, known_agents
 from onebox.pool.liveness import SILENCE_S
 from onebox.pool.spec import GRAMMAR, AgentPart, wants
-from onebox.wire.protocol.agents import GRACE_S, Queued, Want
+from onebox.pool.spec_suggestion import suggestion
+from onebox.wire.protocol.agents import AGENT_PORT, GRACE_S, Queued, Want
 
 _log = logging.getLogger("onebox.pool")
 
@@ -66,9 +67,10 @@ def paired_agent(address: str) -> KnownAgent:
     if agent is None:
         others = [each.address for each in known_agents()]
         known = f"; it is paired with {', '.join(others[:_NAMED])}{' and others' * (len(others) > _NAMED)}"
+        near = suggestion(address, [each.removesuffix(f":{AGENT_PORT}") for each in others])
         raise UsageError(
-            f"this client is not paired with an agent at {address!r}{known if others else ''}: run 'onebox pair "
-            f"--accept' there and 'onebox pair {address}' here, then 'onebox serve' there"
+            f"this client is not paired with an agent at {address!r}{near}{known if others else ''}: run 'onebox pair "
+            f"accept' there and 'onebox pair connect {address}' here, then 'onebox serve' there"
             + ("" if ":" in address else f"; if no host was meant, a pool may be {GRAMMAR}")
         )
     return agent

@@ -48,6 +48,6 @@ def reach(address: str) -> None:
         if time.monotonic() - began_s > _REFUSED_S:
             raise PoolError(
                 f"nobody listens at {address}: run 'onebox serve' on that host, or mend the address ('onebox pair "
-                "--list' has those of the agents that you know)"
+                "list' has those of the agents that you know)"
             )
         time.sleep(_PAUSE_S)

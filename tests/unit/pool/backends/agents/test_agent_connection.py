@@ -305,7 +305,7 @@ def test_an_agent_with_another_key(agent: ScriptedAgent, monkeypatch: pytest.Mon
     with pytest.raises(PoolError, match="HAS NOT THE KEY") as caught:
         AgentConnection(agent.address, expected, new_keys(), "ana")
     assert fingerprint(expected) in str(caught.value)
-    assert f"onebox pair {agent.address}" in str(caught.value)
+    assert f"onebox pair connect {agent.address}" in str(caught.value)
 
 
 def test_whether_anybody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,7 +340,7 @@ def test_a_client_that_is_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
     refusing = threading.Thread(target=refuse, daemon=True)
     refusing.start()
     address = f"127.0.0.1:{port}"
-    with pytest.raises(PoolError, match=f"does not let this client in; pair with it: onebox pair {address}"):
+    with pytest.raises(PoolError, match=f"does not let this client in; pair with it: onebox pair connect {address}"):
         AgentConnection(address, keys.public, new_keys(), "ana")
     refusing.join(30)
     context.destroy(linger=0)
@@ -511,7 +511,7 @@ def test_a_host_that_this_client_is_not_paired_with(
     monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     monkeypatch.setenv("ONEBOX_CONFIG", str(tmp_path_factory.mktemp("keys")))
-    with pytest.raises(UsageError, match=r"not paired with an agent at 'lab-1': .* 'onebox pair lab-1' here"):
+    with pytest.raises(UsageError, match=r"not paired with an agent at 'lab-1': .* 'onebox pair connect lab-1' here"):
         connect_agent("lab-1")
     remember_agent(KnownAgent("lab-2", new_keys().public, "lab-2"))
     with pytest.raises(UsageError, match=r"'lab-2:7200'; it is paired with lab-2:7171: .* 'onebox serve' there$"):
