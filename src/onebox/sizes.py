@@ -83,7 +83,7 @@ class Budgets:
 
     @property
     def alike(self) -> bool:
-        """Whether all devices have the same."""
+        """True if all devices have the same budget."""
         return not self.listed and not self.own
 
     def of(self, count: int, whose: str = "the pool") -> tuple[int, ...]:

@@ -215,7 +215,7 @@ class InstalledPlan:
 
     @property
     def _definitions(self) -> dict[int, set[int]]:
-        """What of the definitions that are with the workers serves this plan, by worker."""
+        """Return the definitions on each worker that this plan uses."""
         found: dict[int, set[int]] = {}
         for compiled in self._there:
             for worker in compiled.routines:

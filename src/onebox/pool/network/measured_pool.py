@@ -1,4 +1,4 @@
-"""What measuring asks of a pool."""
+"""The interface of a pool that measurements use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class MeasuredPool(Protocol):
 
     @property
     def broken(self) -> bool:
-        """Whether nothing can be sent any more."""
+        """True if nothing can be sent any more."""
 
     def near(self, worker: int) -> bool:
         """Tell whether a worker is on this host, with nothing emulated on the way to it."""
