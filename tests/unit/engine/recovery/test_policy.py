@@ -104,7 +104,7 @@ def test_a_snapshot_of_what_has_been_brought_back_takes_no_step_away() -> None:
     assert history.restart().replay == (0, 1, 2)
 
 
-@example(["step"] * 8, every=1, first=0)
+@example(["step"] * 8, 1, 0)
 @given(
     st.lists(st.sampled_from(["step", "arrive", "again", "give up"]), max_size=60),
     st.integers(1, 5),
