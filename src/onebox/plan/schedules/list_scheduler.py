@@ -138,6 +138,14 @@ class MemoryReserve:
             need += work.late_bytes * self._scale[micro_batch]
         return all(self._level[member] + need <= self._capacity[member] for member in self._slots[slot].members)
 
+    def may_finish(self, slot: int) -> bool:
+        """Return whether the memory allows a weight gradient, which needs the work memory of a backward, to start.
+
+        Of those that wait, the one of the input gradient that ran last always fits.
+        """
+        need = self._work[slot].backward_work_bytes
+        return all(self._level[member] + need <= self._capacity[member] for member in self._slots[slot].members)
+
     def start(self, kind: Kind, slot: int, micro_batch: int) -> None:
         """Record an action; the memory that it frees at its end is available to the device's next action."""
         work, size = self._work[slot], self._scale[micro_batch]
@@ -264,7 +272,7 @@ class _Run:
                 node = keys + first + mine[inputs]
                 if not needs[node] and priority[node] < best and self._may_go_back(device, slot, node - keys):
                     best, choice, chosen = priority[node], node, slot
-            if self.weight[slot] < inputs:
+            if self.weight[slot] < inputs and (memory is None or memory.may_finish(slot)):
                 node = 2 * keys + first + mine[self.weight[slot]]
                 urgent = priority[node] if self.unfinished[device] < rule.device_unfinished[device] else URGENT
                 if urgent < best:
@@ -353,10 +361,11 @@ class _Run:
         for slot, (stage, _) in enumerate(self.instance.slots):
             mine, first = self.mine[slot], stage * self.instance.count
             for side, done, limit in (
+                (2, self.weight[slot], self.inputs[slot]),
                 (1, self.inputs[slot], self.forward[slot]),
                 (0, self.forward[slot], len(mine)),
             ):
-                if done < limit and not self.needs[side * self.keys + first + mine[done]]:
+                if done < limit and (side == 2 or not self.needs[side * self.keys + first + mine[done]]):
                     ready.append((mine[done], -side, -stage, side * self.keys + first + mine[done], slot))
         if not ready:
             return False

@@ -49,7 +49,9 @@ def test_convolutions_and_mixtures_inside_a_model() -> None:
             h_BK = self.enter(x_BD)
             return h_BK @ h_BK.double().mT @ h_BK
 
-    with pytest.raises(CaptureError, match=r"test_element_types.py:\d+: return h_BK @ h_BK.double\(\)[^$]*a product") as caught:
+    with pytest.raises(
+        CaptureError, match=r"test_element_types.py:\d+: return h_BK @ h_BK.double\(\)[^$]*a product"
+    ) as caught:
         traced(Mixed(), torch.zeros(6, 8))
     assert caught.value.where is not None
 

@@ -111,6 +111,18 @@ def test_every_rule_heeds_the_memory(case: Case, more: int) -> None:
         assert not found.over_bytes
 
 
+def test_weight_gradients_wait_for_room() -> None:
+    """One stage's weight gradient needs memory to work in, which the other's frees when it has run."""
+    routes: Routes = (((0,), (0,)), ((0,), (0,)))
+    work = work_for(routes, capacity={0: 2})
+    stages = (replace(work.stages[0], backward_work_bytes=1), replace(work.stages[1], late_bytes=1))
+    work = replace(work, stages=stages)
+    instance = instance_of(routes, work)
+    for rule in dispatch_rules(instance):
+        found = simulate(as_schedule(instance, list_schedule(instance, rule)), routes, work, detail=False)
+        assert not found.over_bytes
+
+
 def test_room_is_kept_for_the_oldest_micro_batch() -> None:
     """The first device waits for the way there and back with room for its last stage, not with two first ones."""
     routes = even(2, 4, 2, vee=True)
