@@ -7,7 +7,9 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 BENCHMARKS := $(patsubst %,benchmarks/%.py,opening remote eager coverage correctness lengths scaling replicas memory hybrid prediction pipeline adaptive staleness transfers recovery feed security simd)
 
-LONG := -m "long or hypothesis" --hypothesis-profile long
+# Of hypothesis, for the long tier: long (random examples) or repeatable (as many, the same each time).
+PROFILE ?= long
+LONG = -m "long or hypothesis" --hypothesis-profile $(PROFILE)
 
 .PHONY: demo test test-all net lint bench soak clean
 .NOTPARALLEL:

@@ -26,6 +26,7 @@ from hypothesis import is_hypothesis_test, settings
 
 settings.register_profile("short", deadline=None, derandomize=True, max_examples=25)
 settings.register_profile("long", deadline=None, derandomize=False, max_examples=100)
+settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=100)
 settings.load_profile("short")  # --hypothesis-profile, where it is given, is loaded later
 
 TOGETHER = {

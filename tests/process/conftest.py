@@ -28,7 +28,7 @@ def pools(shelf: Shelf) -> Iterator[Shelf]:
     shelf.look()
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)  # not longer: other folders are tested by the same process
 def nothing_too_small() -> Iterator[None]:
     """The models here are small: let all of their values go to the host that could."""
     with pytest.MonkeyPatch.context() as patch:  # a test's own is undone when the test ends, before other fixtures
@@ -36,7 +36,7 @@ def nothing_too_small() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def each_capture_once() -> Iterator[None]:
     """Let trainers share captures; those of ``tests/unit/graph`` and of all other models are made each time."""
     with pytest.MonkeyPatch.context() as patch:

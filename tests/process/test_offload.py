@@ -229,9 +229,9 @@ def test_a_worker_that_is_killed_while_it_copies_is_made_up_for() -> None:
 
 
 TRAIN = """
-from onebox.engine import offloading
+from onebox.engine.compile import offload
 from tests.process.test_offload import BATCH, FATED, chain, trainer_on as over
-offloading.LEAST_BYTES = 1
+offload.LEAST_BYTES = 1
 with open_pool("cpu", threads=1) as pool, over(pool, "vgg", chain("offload")) as trainer:
     given = FATED["vgg"].batches([BATCH])[0]
     trainer.step(*given).item()
