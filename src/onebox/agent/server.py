@@ -133,7 +133,7 @@ class Agent:
         >>> offers = [Offered(device="cpu", name="a CPU", memory_bytes=1 << 30, threads=2)]
         >>> agent = Agent(
         ...     keys=new_keys(), name_of=lambda key: None, bind="127.0.0.1", port=0, advertise="127.0.0.1",
-        ...     offers=offers, limits=Limits(), tell=lambda event, **fields: None,
+        ...     offers=offers, limits=ClientLimits(), tell=lambda event, **fields: None,
         ... )
         >>> agent.endpoint.startswith("tcp://127.0.0.1:")
         True

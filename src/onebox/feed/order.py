@@ -82,7 +82,7 @@ def epoch_order(count: int, *, seed: int, epoch: int, shuffle: bool = True) -> T
         UsageError: A negative epoch.
 
     Example:
-        >>> order_of(4, seed=0, epoch=0, shuffle=False)
+        >>> epoch_order(4, seed=0, epoch=0, shuffle=False)
         tensor([0, 1, 2, 3])
     """
     require_int("epoch", epoch, least=0)

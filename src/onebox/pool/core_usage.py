@@ -67,7 +67,7 @@ def explain_overcommitment(hosts: Sequence[HostCores]) -> str:
     """Return a line about hosts whose workers have more threads than cores; empty where there are none.
 
     Example:
-        >>> crowding([HostCores(host="localhost", cores=2, busy={0: 1, 1: 2})])
+        >>> explain_overcommitment([HostCores(host="localhost", cores=2, busy={0: 1, 1: 2})])
         'the workers of localhost have 3 busy threads for 2 cores and slow each other down; open fewer, or set threads'
     """
     over = [host for host in hosts if host.taken > host.cores]

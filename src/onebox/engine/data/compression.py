@@ -45,8 +45,8 @@ def choose_codec(link_bps: float, measured: Mapping[Codec, CodecMeasurement]) ->
         measured: Measurements of the codecs that both sides support.
 
     Example:
-        >>> lz4 = Measured(ratio=0.5, pack_bps=5e8, unpack_bps=2e9)
-        >>> choose(125e6, {"lz4": lz4}), choose(1e9, {"lz4": lz4})
+        >>> lz4 = CodecMeasurement(ratio=0.5, pack_bps=5e8, unpack_bps=2e9)
+        >>> choose_codec(125e6, {"lz4": lz4}), choose_codec(1e9, {"lz4": lz4})
         ('lz4', None)
     """
 

@@ -44,8 +44,8 @@ def find_largest(excess: Callable[[int], float], start: int, most: int, *, tries
         tries: Most sizes to try.
 
     Example:
-        >>> largest(lambda size: 10 * size - 123, 4, 1000)
-        Largest(fits=12, fails=13, tried=4)
+        >>> find_largest(lambda size: 10 * size - 123, 4, 1000)
+        LargestFit(fits=12, fails=13, tried=4)
     """
     known: dict[int, float] = {start: excess(start)}
     while len(known) < tries:

@@ -68,7 +68,8 @@ def choose_policies(
         buckets: Number of buckets of the budget; held bytes are rounded up to whole ones.
 
     Example:
-        >>> links = tuple(Link(1.0, 2.0, 100, 10) for _ in range(4))
+        >>> from onebox.plan.policies.policy_costs import ChainLink
+        >>> links = tuple(ChainLink(1.0, 2.0, 100, 10) for _ in range(4))
         >>> choose_policies(ChainCosts(links=links, host_bps=1.0), 250, ("keep", "recompute"))
         (PolicySpan(start=0, end=2, policy='recompute'), PolicySpan(start=2, end=4, policy='keep'))
     """

@@ -20,7 +20,7 @@ class GroupSockets:
     One thread forms groups in sequence; another may shut them down meanwhile.
 
     Example:
-        >>> sockets = Sockets()
+        >>> sockets = GroupSockets()
         >>> with sockets.making(1):
         ...     ours, theirs = socket.socketpair()
         >>> sockets.shut(1)
