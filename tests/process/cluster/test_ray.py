@@ -58,8 +58,7 @@ def test_two_nodes_train_as_one_process_does_and_a_killed_worker_is_replaced(nod
         assert pool.recover_workers().replaced == (1,)
         assert_same(run(pool, "mlp", replicas, SIZES), reference("mlp", replicas, SIZES))
         processes = pool.process_ids
-    left = [psutil.Process(process) for process in processes if psutil.pid_exists(process)]
-    assert psutil.wait_procs(left, timeout=5)[1] == [], "their nodes end them, which may take a moment"
+    assert not any(psutil.pid_exists(process) for process in processes)
 
 
 def test_a_killed_node_is_noticed_and_its_worker_moves_to_another_and_a_killed_actor_is_noticed(nodes: Nodes) -> None:

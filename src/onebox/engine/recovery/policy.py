@@ -93,9 +93,9 @@ class StepHistory(Generic[S, T]):
         """Return whether the snapshot under way must arrive before another step begins, so that the history stays
         bounded.
 
-        It may take as long as the interval between snapshots.
+        It may take as long as the interval between snapshots, and until twice as many steps would be repeated.
         """
-        return self._asked is not None and self._over(self._asked, every)
+        return self._asked is not None and (self._over(self._asked, every) or len(self._kept) >= 2 * every)
 
     def ask(self, *, again: bool = False) -> None:
         """Record the request of a snapshot of the state after all steps begun.

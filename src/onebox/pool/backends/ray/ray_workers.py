@@ -18,6 +18,9 @@ from onebox.pool.launch.worker_process import START_S
 from onebox.pool.liveness import Liveness
 from onebox.worker import Ports
 
+_END_S = 5.0
+"""How long the end of a worker by its actor is waited for."""
+
 ASK_S = 0.5
 """How long an actor waits for an event of its worker before it answers that there is none."""
 
@@ -86,7 +89,8 @@ class RayWorker:
             self.closed = True
             os.close(self.descriptor)
         with contextlib.suppress(Exception):  # of many types; it may be gone, and the cluster, too
-            self._actor.end.remote(self._launch)
+            ended = self._actor.end.remote(self._launch)
+            self._ray.get(ended, timeout=_END_S)  # so that its process is gone, where its node can be reached
 
     # ---- called by the monitor
 
