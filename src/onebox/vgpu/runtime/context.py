@@ -100,14 +100,15 @@ class DeviceContext:
         """Return the group of all devices, in which tensors go from worker to worker; formed on first use.
 
         A worker that cannot send a tensor, because an operator has failed, leaves the group, so that no other waits for
-        it. The group is then formed anew.
+        it. The group is then formed anew; also where only the failure of a worker that waited for it is known so far.
 
         Raises:
             OneboxError: It could not be formed.
         """
         everybody = range(len(self.pool))
         with self.transfers:
-            if self._group and not self.pool.is_whole(self._group):
+            lost = [queue.channel.take_lost_peer() for queue in self.queues]
+            if self._group and (any(lost) or not self.pool.is_whole(self._group)):
                 self.pool.leave_group(self._group, everybody)
                 self._group = 0
             if not self._group:

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any
 
-from onebox.errors import OperatorError
+from onebox.errors import OperatorError, PeerLost
 from onebox.pool import WorkerReply
 from onebox.pool.errors import CAUSE_S
 
@@ -31,6 +31,7 @@ class InFlight:
         self._messages: deque[tuple[Future[WorkerReply], int]] = deque()
         self._size_bytes = 0
         self._failed: BaseException | None = None
+        self._lost_peer = False
 
     def __len__(self) -> int:
         """Return the number of messages that have not been answered."""
@@ -59,11 +60,22 @@ class InFlight:
         self._look()
         self._failed = None
 
+    def note(self, error: BaseException | None) -> None:
+        """Note a failure, or that there was none."""
+        self._failed = self._failed or error
+        self._lost_peer = self._lost_peer or isinstance(error, PeerLost)
+
+    def take_lost_peer(self) -> bool:
+        """Return whether a message has failed since the last call because data from another worker did not come."""
+        self._look()
+        lost, self._lost_peer = self._lost_peer, False
+        return lost
+
     def _look(self) -> None:
         while self._messages and self._messages[0][0].done():
             message, size_bytes = self._messages.popleft()
             self._size_bytes -= size_bytes
-            self._failed = self._failed or message.exception()
+            self.note(message.exception())
 
 
 def first_failure(others: Sequence[tuple[AbstractContextManager[Any], InFlight]]) -> OperatorError | None:

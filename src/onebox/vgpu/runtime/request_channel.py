@@ -89,6 +89,7 @@ class RequestChannel:
             missed = isinstance(error, PeerLost)
             cause = first_failure([(each.lock, each._in_flight) for each in self.others]) if missed else None
             with self.lock:
+                self._in_flight.note(error)
                 self._in_flight.mark_reported()  # this failure is the cause of earlier ones, or hidden by them
             if cause is not None:
                 raise cause.with_traceback(None) from None
@@ -123,6 +124,11 @@ class RequestChannel:
                 raise failed
         finally:
             del failed
+
+    def take_lost_peer(self) -> bool:
+        """Return whether a message has failed since the last call because data from another worker did not come."""
+        with self.lock:
+            return self._in_flight.take_lost_peer()
 
     def reached(self, mark: int) -> bool:
         """Return whether the worker has executed everything up to a message."""

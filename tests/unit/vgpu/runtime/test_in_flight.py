@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Any
 
+from onebox.errors import PeerLost
 from onebox.vgpu.runtime.in_flight import BYTES, MESSAGES, InFlight
 
 
@@ -37,6 +38,18 @@ def test_the_first_failure_is_told_once() -> None:
     sent(ahead).set_exception(errors[1])
     ahead.mark_reported()
     assert ahead.failed() is None
+
+
+def test_a_lost_peer_is_noted_until_it_is_taken() -> None:
+    ahead = InFlight()
+    sent(ahead).set_exception(ValueError("no peer"))
+    assert not ahead.take_lost_peer()
+    sent(ahead).set_exception(PeerLost("rank 0 has left the group", worker=1, host="localhost", device="cpu"))
+    ahead.mark_reported()
+    assert ahead.take_lost_peer()
+    assert not ahead.take_lost_peer()
+    ahead.note(PeerLost("rank 0 has left the group", worker=1, host="localhost", device="cpu"))
+    assert ahead.take_lost_peer()
 
 
 def test_too_many_messages() -> None:
