@@ -87,7 +87,7 @@ class Bench:
         """Return a trainer: one step under way at a time, so that no other batch lies on the device."""
         model = self.case.model()
         found = onebox.Trainer(model, LOSS, sgd(model), pool=pool, plan=plan, in_flight=1, trace=False)
-        found.captures = self.captures
+        found.share_captures(self.captures)
         return found
 
     def predicted(self, plan: Plan, devices: Sequence[DeviceInfo]) -> int:

@@ -73,7 +73,7 @@ def trained(
     ]
     arguments = {"seed": SEED, "check_every": 1, "plan": plan, **options}
     with onebox.Trainer(model, case.loss, OPTIMIZERS[optimizer](model), pool=pool, **arguments) as trainer:
-        trainer.captures = CAPTURED.setdefault((name, dtype), trainer.captures)
+        trainer.share_captures(CAPTURED.setdefault((name, dtype), trainer.captures))
         losses = []
         for step, batch in enumerate(batches):
             if step in changes:

@@ -57,7 +57,7 @@ def trainer_on(pool: onebox.Pool, name: str, plan: Plan, *, recover: bool = Fals
     model = case.model()
     options: dict[str, Any] = {"pool": pool, "plan": plan, "seed": SEED, "recover": recover, "in_flight": 1}
     trainer = onebox.Trainer(model, case.loss, OPTIMIZERS["adamw"](model), **options)
-    trainer.captures = captures(name)
+    trainer.share_captures(captures(name))
     return trainer
 
 

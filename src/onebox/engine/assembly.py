@@ -8,10 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from onebox.engine.adaptive.controller import AdaptiveController
-from onebox.engine.adaptive.problem_source import problem_maker
 from onebox.engine.config import PlanRequest
-from onebox.engine.session import TrainingSession
 from onebox.engine.state.remote import RemoteState
 from onebox.engine.steps.launch import StepSettings
 from onebox.engine.steps.overlap_scheduler import check_overlap, choose_compensation
@@ -22,7 +19,6 @@ from onebox.engine.workload.parameter_groups import Optimizers
 from onebox.graph import Loss, Metrics, Precision
 from onebox.graph.capture.on_device_transform import OnDevice
 from onebox.plan import Plan, Sync, UpdateAt
-from onebox.plan.model.problem import Problem
 from onebox.pool import Pool
 
 _LOG = logging.getLogger("onebox")
@@ -121,11 +117,3 @@ def recipe_of(
         fuse=fuse,
         costs=costs,
     )
-
-
-def follow(run: TrainingSession, adaptive: bool | Problem, pool: Pool, optimizer: Optimizers) -> None:
-    """Enable adaptive replanning if requested, starting from the problem that the plan was made for if it is known."""
-    if adaptive:
-        known = adaptive if isinstance(adaptive, Problem) else None
-        make = problem_maker(pool, lambda: run.captures, optimizer, lambda: run.examples.largest, known)
-        run.adaptive = AdaptiveController(run, make, lambda: run.examples.samples)

@@ -78,14 +78,18 @@ class Observed:
         """The captured model; before the first step it may be shared with a trainer of the same model."""
         return self._run.captures
 
-    @captures.setter
-    def captures(self, captures: Captures) -> None:
-        self._run.captures = captures
+    def share_captures(self, captures: Captures) -> None:
+        """Use the captures of another trainer of an equal model instead of own ones.
+
+        Raises:
+            UsageError: The model has been captured.
+        """
+        self._run.share_captures(captures)
 
     @property
     def recoveries(self) -> tuple[RecoveryRecord, ...]:
         """Recoveries from losses so far."""
-        return tuple(self._run.guard.recoveries) if self._run.guard else ()
+        return tuple(self._run.recovery.recoveries)
 
     @property
     def delays(self) -> Mapping[int, int]:
@@ -100,12 +104,12 @@ class Observed:
     @property
     def snapshots_apart(self) -> int:
         """Present number of steps between snapshots; 0 without ``recover``."""
-        return self._run.guard.cadence.every if self._run.guard else 0
+        return self._run.snapshots.every if self._run.snapshots else 0
 
     def memory(self) -> list[WorkerMemory]:
         """Return the used bytes, the peak so far, and the quota of each device."""
         self._require_open()
-        return self._run.with_recovery(self._remote.memory)
+        return self._run.recovery.run(self._remote.memory)
 
     def predicted_memory(self, inputs: Any, targets: Any = None, *, ahead: int = 0) -> dict[int, int]:
         """Return the peak bytes of each device of the plan in a step with a batch, from lifetimes alone.
@@ -160,14 +164,14 @@ class Observed:
         self._require_open()
         self._client.bring()
         self.wait()
-        return self._run.with_recovery(self._run.transfer.tensors)
+        return self._run.recovery.run(self._run.transfer.tensors)
 
     def optimizer_state(self) -> OptimizerEntries:
         """Return the optimizer's state as (parameter, key, value)."""
         self._require_open()
         self._client.bring()
         self.wait()
-        return self._run.with_recovery(self._run.transfer.optimizer_state)
+        return self._run.recovery.run(self._run.transfer.optimizer_state)
 
     def save(self, path: str | Path, *, extra: Mapping[str, Any] | None = None, keep: int | None = 2) -> Path:
         """Write a checkpoint, atomically; a process killed meanwhile leaves the earlier ones intact.
@@ -207,8 +211,9 @@ class Observed:
             plan = self.plan or self._planned
             return write(Path(path), contents(remote, run.transfer, plan=plan, **settings), keep=keep)
 
-        run.saved = run.with_recovery(written)
-        return run.saved
+        saved = run.recovery.run(written)
+        run.recovery.saved(saved)
+        return saved
 
     def _require_open(self) -> None:
         if self._closed:

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 from torch import nn
 
 from onebox.engine.adaptive.problem_source import check_adaptive
-from onebox.engine.assembly import exact_settings, follow, recipe_of, requested, with_lateness
+from onebox.engine.assembly import exact_settings, recipe_of, requested, with_lateness
 from onebox.engine.client_state import ClientState
 from onebox.engine.config import check_settings, recovery_enabled, steps_in_flight
 from onebox.engine.data.prefetch import AHEAD_BYTES, BatchPrefetcher, UploadedBatch, cache_bytes
@@ -23,7 +23,6 @@ from onebox.engine.session import TrainingSession
 from onebox.engine.state.checkpoint_files import read
 from onebox.engine.state.checkpoint_restore import ResumePoint, planned_options, restore, resume_point
 from onebox.engine.state.remote import RemoteState
-from onebox.engine.steps.evaluation import evaluate
 from onebox.engine.steps.results import Evaluation, StepLoss
 from onebox.engine.workload.batch import as_pair
 from onebox.engine.workload.captures import Captures
@@ -194,7 +193,6 @@ class Trainer(Observed):
         settings = exact_settings(seed, check_every, in_flight, clip_grad_norm, trace=trace)
         settings = with_lateness(settings, optimizer, request, staleness, delay, warm_up, overlap=overlap)
         self.staleness, self.delay, self.warm_up, self.overlap = staleness, delay, settings.warm_up, overlap
-        self._in_flight = in_flight
         remote = RemoteState(model, loss, optimizer, pool, _start.state if _start else None)
         recipe = recipe_of(pool, remote, model, loss, self._metrics, precision, on_device, costs, fuse=fuse)
         recipe = replace(recipe, reduction=loss_reduction)
@@ -207,10 +205,10 @@ class Trainer(Observed):
             BatchPrefetcher(pool, ahead_bytes, cache_bytes(cache)),
             recover=recovery_enabled(pool, recover, snapshot_every),
             snapshot_every=snapshot_every,
+            adaptive=adaptive,
             step=_start.step if _start else 0,
             saved=_start.path if _start else None,
         )
-        follow(run, adaptive, pool, optimizer)
         planned = request.said(len(pool)) or (_start.plan if _start else None)
         super().__init__(run, remote, ClientState(run, remote, model, loss), planned)
 
@@ -310,17 +308,7 @@ class Trainer(Observed):
         self._require_open()
         self._client.bring()
         self.wait()
-        with self._run.uploads.out_of_the_way():
-            return evaluate(
-                (self._batch(*as_pair(item)) for item in batches),
-                pool=self.pool,
-                prepare=self._run.evaluation,
-                metrics=list(self._metrics),
-                parts=self._run.uploads.parts_beside,
-                in_flight=self._in_flight,
-                failed=self._run.recover,
-                parted=self._run.fail,
-            )
+        return self._run.evaluate((self._batch(*as_pair(item)) for item in batches), list(self._metrics))
 
     # ---- state
 
@@ -421,6 +409,6 @@ class Trainer(Observed):
             return
         self._closed = True
         with contextlib.suppress(Exception):  # the pool may be broken, or closed before
-            self._client.close(keep=keep)
+            self._client.release(keep=keep)
         with contextlib.suppress(Exception):
             self._run.close()

@@ -39,7 +39,7 @@ class InstalledPlan:
         strict: Whether to refuse batches that exceed the memory of the devices.
         steps: Whether the first batch is a training batch; else it is an evaluation batch.
         before: The installed plan that this one replaces; its groups are reused where possible.
-        windows: Whether steps overlap.
+        windows: Whether the next step overlaps with others.
 
     Raises:
         CaptureError: The model cannot be captured, or cannot be divided among replicas.
@@ -67,6 +67,8 @@ class InstalledPlan:
         self._pool = pool
         self._strict = strict
         self._fitting: set[Hashable] = set()
+        self._windows = windows
+        self._steps: dict[Hashable, CompiledStep] = {}
         self._at_once: dict[Hashable, bool] = {}  # by shape of evaluation batches
         self.spare_bytes: dict[int, int] = {}
         """Memory of each worker that training and evaluation batches so far leave free; only with ``strict``."""
@@ -93,13 +95,13 @@ class InstalledPlan:
             numbers=self._programs.numbers,
             group_number=functools.partial(self._group_number, before),
         )
-        self.compiler.windows = windows
         self.holdings, self.trained = self.compiler.holdings, self.compiler.trained
         self._groups = dict(self.compiler.groups)
-        remote.versions = self.compiler.versions
+        remote.use_versions(self.compiler.versions)
         if steps:
-            self._require_room(batch)
-            self._require_room_for_late_steps(batch)
+            self._require_room(batch, windows=windows)
+            if remote.versions.previous:  # exact steps, which need less, may come before those that overlap
+                self._require_room(batch, windows=True)
         else:
             self._may_be_at_once(batch, stepped=False)
         self.checks: Mapping[int, Sequence[tuple[Members, Ask]]] = {}
@@ -183,23 +185,32 @@ class InstalledPlan:
         self._remote.retire(self._made)
         return over
 
-    def step(self, batch: Batch) -> CompiledStep:
+    def step(self, batch: Batch, *, windows: bool | None = None) -> CompiledStep:
         """Return the training routines for a batch, installed on the workers.
+
+        Args:
+            batch: The batch.
+            windows: Whether the step overlaps with others; ``None``: as the latest step.
 
         Raises:
             DeviceMemoryError: A step needs more memory than a device has, or may use; nothing has changed on the
                 workers.
         """
-        self._require_room(batch)
-        return self.routines(batch)
+        self._windows = windows = self._windows if windows is None else windows
+        key = (batch.signature(batch.size), windows)
+        if key not in self._steps:
+            self._require_room(batch, windows=windows)
+            self._steps[key] = self.routines(batch, windows=windows)
+        return self._steps[key]
 
-    def routines(self, batch: Batch) -> CompiledStep:
-        """Return the routines that train with a batch, which are with the workers, whether there is room or not."""
-        return self._sent(batch, self.compiler.step(batch), train=True)
+    def routines(self, batch: Batch, *, windows: bool) -> CompiledStep:
+        """Return the routines of :meth:`step`, installed on the workers, without checking the memory."""
+        self._windows = windows
+        return self._sent(batch, self.compiler.step(batch, windows=windows), train=True)
 
     def known(self, batch: Batch) -> CompiledStep | None:
         """Return the routines that train with a batch if they are with the workers; callable from any thread."""
-        compiled = self.compiler.known(batch)
+        compiled = self.compiler.known(batch, windows=self._windows)
         return compiled if compiled in self._there else None
 
     def _sent(self, batch: Batch, compiled: CompiledStep, *, train: bool) -> CompiledStep:
@@ -277,13 +288,14 @@ class InstalledPlan:
         device = self._pool.devices[worker]
         return min(device.memory_bytes, budgets.get(worker) or device.memory_bytes)
 
-    def _require_room(self, batch: Batch) -> None:
+    def _require_room(self, batch: Batch, *, windows: bool) -> None:
         """Refuse a batch, the first of its shape, with which a step would not fit."""
-        shape = (batch.signature(batch.size), self.compiler.windows)
+        shape = (batch.signature(batch.size), windows)
         if not self._strict or shape in self._fitting:
             return
         on_hosts = {}
-        for worker, contents in self.contents(batch).items():
+        found = step_contents(self.compiler, batch, self._resident, windows=windows)
+        for worker, contents in found.items():
             room_bytes = self._room_bytes(worker)
             peak_bytes, waiting_bytes = peaks_of(contents)
             on_hosts[worker] = contents.host_bytes + waiting_bytes
@@ -295,13 +307,6 @@ class InstalledPlan:
         if lack is not None:
             raise lack.error()
         self._fitting.add(shape)
-
-    def _require_room_for_late_steps(self, batch: Batch) -> None:
-        """Refuse a batch that would not fit once steps overlap; exact steps, which need less, may come first."""
-        if self._remote.versions.previous:
-            before, self.compiler.windows = self.compiler.windows, True
-            self._require_room(batch)
-            self.compiler.windows = before
 
     def _leaves(self, worker: int, spare_bytes: int) -> None:
         """Record the memory of a worker that a step or an evaluation leaves free."""
@@ -318,7 +323,7 @@ class InstalledPlan:
 
     def contents(self, batch: Batch) -> dict[int, InitialContents]:
         """Return the memory contents of each worker at the beginning of a step with a batch."""
-        return step_contents(self.compiler, batch, self._resident)
+        return step_contents(self.compiler, batch, self._resident, windows=self._windows)
 
     def evaluation_contents(self, batch: Batch, *, at_once: bool, stepped: bool) -> dict[int, InitialContents]:
         """Return the memory contents of each worker at the beginning of the evaluation of a batch.
@@ -338,7 +343,7 @@ class InstalledPlan:
             sizes: Samples of each of its micro-batches.
         """
         probe = self.compiler.probe(batch, sizes)
-        contents = probe_contents(self.compiler, batch, probe, self._resident)
+        contents = probe_contents(self.compiler, batch, probe, self._resident, windows=self._windows)
         fits = all(peak_of(found) <= self._room_bytes(worker) for worker, found in contents.items())
         return probe if fits else None
 

@@ -55,8 +55,18 @@ def count_memory(
 
     Args and errors are those of :func:`forecast_memory`.
     """
-    given = plan, model, loss, optimizer, batch, devices, captures, max_norm, delay
-    contents = step_contents(_compiler(*given, links=links), batch)
+    contents = forecast_contents(
+        plan,
+        model,
+        loss,
+        optimizer,
+        batch,
+        devices=devices,
+        captures=captures,
+        max_norm=max_norm,
+        delay=delay,
+        links=links,
+    )
     peaks = {device: peaks_of(found) for device, found in contents.items()}
     lack = host_shortage({device: peaks[device][1] + found.host_bytes for device, found in contents.items()}, devices)
     return MemoryForecast({device: peak for device, (peak, _) in peaks.items()}, "" if lack is None else str(lack))
@@ -99,9 +109,21 @@ def forecast_memory(
         UsageError: The plan is for another model.
         CaptureError: The model cannot be divided among replicas.
     """
-    given = plan, model, loss, optimizer, batch, devices, captures, max_norm, delay
-    compiler = _compiler(*given, late=staleness > 0, overlap=overlap, links=links)
-    return step_peaks(step_contents(compiler, batch), ahead=ahead)
+    contents = forecast_contents(
+        plan,
+        model,
+        loss,
+        optimizer,
+        batch,
+        devices=devices,
+        captures=captures,
+        max_norm=max_norm,
+        delay=delay,
+        staleness=staleness,
+        overlap=overlap,
+        links=links,
+    )
+    return step_peaks(contents, ahead=ahead)
 
 
 def forecast_contents(
@@ -115,34 +137,19 @@ def forecast_contents(
     captures: Captures,
     max_norm: float = 0.0,
     delay: GroupDelays = "none",
+    staleness: int = 0,
+    overlap: bool = False,
+    links: LinkMap | None = None,
 ) -> dict[int, InitialContents]:
     """Return the contents of each device of a plan at the beginning of a step, from which its memory can be simulated.
 
     Args and errors are those of :func:`forecast_memory`.
     """
-    return step_contents(_compiler(plan, model, loss, optimizer, batch, devices, captures, max_norm, delay), batch)
-
-
-def _compiler(
-    plan: Plan,
-    model: nn.Module,
-    loss: Loss,
-    optimizer: Optimizers,
-    batch: Batch,
-    devices: Sequence[DeviceInfo],
-    captures: Captures,
-    max_norm: float,
-    delay: GroupDelays,
-    *,
-    late: bool = False,
-    overlap: bool = False,
-    links: LinkMap | None = None,
-) -> Compiler:
     new = functools.partial(next, itertools.count(1))
     optimizers = optimizers_in(optimizer)
     state = named_state(model, loss, new)
     wanted = trained_names(state, optimizers)
-    late = late or plan.schedule == ASYNC
+    late = staleness > 0 or plan.schedule == ASYNC
     compiler = Compiler(
         plan,
         captures,
@@ -159,5 +166,4 @@ def _compiler(
         numbers=DefinitionNumbers(new),
         group_number=lambda members: new(),
     )
-    compiler.windows = late or overlap
-    return compiler
+    return step_contents(compiler, batch, windows=late or overlap)

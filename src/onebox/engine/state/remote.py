@@ -74,7 +74,6 @@ class RemoteState:
         self._holdings: ShardingSpec | None = None
         self._sent_options: tuple[Options, ...] = ()
         self._copies: SnapshotLayout | None = None
-        self.keep_first = False
         self.versions = WeightVersions()
         self.branched = False
         """True if parameters have versions on the workers."""
@@ -84,6 +83,14 @@ class RemoteState:
         self.wanted = trained_names(self.named, optimizer)
         self.training = training_of(optimizer)
         self.remembered = start.optimizer if start else local_optimizer_state(optimizer, self.named)
+
+    def use_versions(self, versions: WeightVersions) -> None:
+        """Set the versions of parameters that steps need from now on."""
+        self.versions = versions
+
+    def use_optimizer_state(self, entries: OptimizerEntries) -> None:
+        """Set the optimizer state for the first upload."""
+        self.remembered = entries
 
     def new_number(self) -> int:
         """Return a number for an object that stays on the workers until the trainer is closed."""
@@ -192,8 +199,6 @@ class RemoteState:
         raise_first(futures)
         if self.versions.previous:
             self._bring_versions(holdings, trained)
-        if not self.keep_first:
-            self.forget_first()
 
     def _bring_versions(self, holdings: ShardingSpec, trained: tuple[str, ...]) -> None:
         """Upload versions of parameters to their holders, if there are initial versions."""
