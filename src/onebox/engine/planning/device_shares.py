@@ -8,6 +8,7 @@ from typing import Any
 
 from onebox.engine.compile.definition_numbers import DefinitionNumbers
 from onebox.engine.install.constant_tensors import ConstantTensors, put_leaves
+from onebox.engine.partition.sharding_spec import ShardingSpec
 from onebox.engine.state.remote import RemoteState
 from onebox.engine.workload.batch import Batch
 from onebox.engine.workload.captures import Captures
@@ -63,7 +64,10 @@ def measure_speeds(pool: Pool, captures: Captures, batch: Batch, remote: RemoteS
     size = max(1, batch.size // len(pool))
     model = captures.traced(batch, size, train=False).divide()
     everybody = tuple(workers)
-    remote.upload(dict.fromkeys(remote.named.numbers, everybody))
+    names = remote.named.numbers
+    groups = dict.fromkeys(names, (everybody,))
+    holders = dict.fromkeys(names, everybody)
+    remote.upload(ShardingSpec(devices=everybody, holders=holders, replica_groups=groups, stages=()))
     numbers = DefinitionNumbers(remote.new_number)
     numbers_of = numbers.constants("", model.constants)
     ConstantTensors(pool, numbers).upload("", model.constants, everybody)
