@@ -139,7 +139,7 @@ class ClientState:
         changed = self._detector.changed(fully=self._in_step)
         if not self._run.begun:
             if (entries := self._changed_optimizers()) is not None:
-                self._remote.replace_first(entries)
+                self._remote.use_optimizer_state(entries)
             return
         if changed and not self._in_step:
             changed = self._left_over(changed, overwrite=overwrite)

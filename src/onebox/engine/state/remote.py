@@ -428,8 +428,8 @@ class RemoteState:
         if copies is not None:
             self.forget_first()
 
-    def replace_first(self, entries: OptimizerEntries) -> None:
-        """Replace the initial optimizer state."""
+    def use_optimizer_state(self, entries: OptimizerEntries) -> None:
+        """Set the optimizer state for the first upload."""
         self.remembered = entries
 
     def forget_first(self) -> None:
