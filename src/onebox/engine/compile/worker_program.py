@@ -175,8 +175,9 @@ class WorkerProgramBuilder:
         """
         policies = [stage.policy for stage in self._plan.stages]
         builder = self.builder
-        given = builder.steps, builder.labels, builder.programs
-        builder.steps, builder.labels = with_offloading(*given, self._bounds, self.actions, policies, gradients)
+        builder.steps, builder.labels = with_offloading(
+            builder.steps, builder.labels, builder.programs, self._bounds, self.actions, policies, gradients
+        )
 
     def hand_on(self, more: Mapping[int, int]) -> None:
         """Renumber the buffers that the next window reads.

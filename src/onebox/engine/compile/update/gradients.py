@@ -12,8 +12,8 @@ from typing import Literal
 
 from onebox.engine.compile.batch_job import BatchJob, BufferNumbers
 from onebox.engine.compile.phase_emission import emit
-from onebox.engine.compile.routine import InstructionLabel, RoutineBuilder
-from onebox.engine.compile.update.collectives import GroupReduction, ReductionQueue
+from onebox.engine.compile.routine import InstructionLabel
+from onebox.engine.compile.update.collectives import GroupReduction, RoutineScope
 from onebox.engine.partition.optimizer_sharding import GradientBucket, buckets_by_owner
 from onebox.engine.partition.phase_programs import PhaseProgram
 from onebox.engine.partition.sharding_spec import Members, ShardingSpec, all_workers_group
@@ -21,7 +21,6 @@ from onebox.errors import CaptureError
 from onebox.graph import ModelPrograms, NamedProgram, Piece, Port, add_all, split, square_norm, zeros
 from onebox.graph.shard.placements import Shard
 from onebox.graph.shard.search import RankStep
-from onebox.plan import Action
 from onebox.wire import Program, TensorSpec
 from onebox.wire.protocol.instructions import Ask, Free
 
@@ -92,28 +91,6 @@ class Gradients:
             self._additions[specs] = add_all(specs)
         return self._additions[specs]
 
-    def begin(
-        self,
-        builder: RoutineBuilder,
-        worker: int,
-        actions: Sequence[Action],
-        job: BatchJob,
-        exchanges: ReductionQueue,
-        *,
-        half: Half = "whole",
-    ) -> WorkerGradients:
-        """Begin the gradients of one worker and one step in one routine.
-
-        Args:
-            builder: The routine.
-            worker: The worker.
-            actions: Its actions; in a window only those of the step are used.
-            job: The job.
-            exchanges: The worker's.
-            half: The part of the step's backward in the routine.
-        """
-        return WorkerGradients(self, builder, worker, actions, job, exchanges, half=half)
-
     def buckets_of(self, worker: int) -> list[tuple[Members, GradientBucket]]:
         """Return the buckets of a worker with the group of each, in order."""
         found = self.buckets.items()
@@ -137,30 +114,27 @@ def _in_order_of_making(part: NamedProgram) -> list[Port]:
 
 
 class WorkerGradients:
-    """The gradients of one worker in one routine; made by :meth:`Gradients.begin`."""
+    """The gradients of one worker and one step in one routine.
 
-    def __init__(
-        self,
-        shared: Gradients,
-        builder: RoutineBuilder,
-        worker: int,
-        actions: Sequence[Action],
-        job: BatchJob,
-        exchanges: ReductionQueue,
-        *,
-        half: Half,
-    ) -> None:
+    Args:
+        shared: The gradients of the trainer.
+        scope: The worker's part of the step.
+        half: The part of the step's backward in the routine.
+    """
+
+    def __init__(self, shared: Gradients, scope: RoutineScope, *, half: Half = "whole") -> None:
+        worker, job = scope.worker, scope.job
         self._shared = shared
-        self._builder = builder
+        self._builder = scope.builder
         self._worker = worker
-        self._exchanges = exchanges
+        self._exchanges = scope.exchanges
         self._held = shared.holdings.held_by(worker, shared.trained)
         self._specs = {name: shared.holdings.spec(worker, name, shared.specs[name]) for name in self._held}
         self._half = half
         self._sums = shared.late if half == "late" else shared.sums
         self._begun = self._made_early(job) if half == "late" else set[str]()
         self._last: dict[str, int] = {}
-        for position, action in enumerate(actions):
+        for position, action in enumerate(scope.actions):
             if (action.micro_batch < 0) == (half == "late"):
                 self._last |= dict.fromkeys(_gradients_of(job.part(worker, action)), position)
         strangers = sorted(set(self._last) - set(self._held))
