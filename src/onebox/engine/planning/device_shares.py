@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from onebox.engine.compile.definition_numbers import DefinitionNumbers
-from onebox.engine.install.constant_tensors import ConstantTensors, put_leaves
+from onebox.engine.data.batch_transfer import put_leaves
+from onebox.engine.install.program_cache import ConstantTensors
 from onebox.engine.partition.sharding_spec import ShardingSpec
 from onebox.engine.state.remote import RemoteState
 from onebox.engine.workload.batch import Batch
@@ -78,8 +79,8 @@ def measure_speeds(pool: Pool, captures: Captures, batch: Batch, remote: RemoteS
     for _ in range(_ROUNDS):
         futures = []
         for worker in workers:
-            put, bound, frames = put_leaves(pool, batch.slice(0, size))
-            futures.append(pool.post(worker, [put, Run(routine, bound, trace=True)], frames, answer=True))
+            put, frames = put_leaves(pool, batch.slice(0, size))
+            futures.append(pool.post(worker, [put, Run(routine, put.buffers, trace=True)], frames, answer=True))
         for worker, answer in enumerate(raise_first(futures)):
             times[worker].append(answer.times_ns[1] - answer.times_ns[0])
     for worker in workers:

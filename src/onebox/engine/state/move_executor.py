@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -76,10 +76,11 @@ def upload(
     pool: Pool,
     moves: Sequence[StateMove],
     placements: Mapping[str, Placement],
-    whole: Mapping[str, Callable[[], Tensor]],
+    tensors: Mapping[str, Tensor],
     numbers: Mapping[str, int],
     *,
     there: bool = False,
+    copy: bool = False,
 ) -> None:
     """Upload parts of tensors of the client, one tensor after the other.
 
@@ -87,9 +88,10 @@ def upload(
         pool: The pool.
         moves: The moves.
         placements: Sharding of the names that are split.
-        whole: Returns each whole tensor, in memory that nobody changes; in the order of the uploads.
+        tensors: The whole tensors, in the order of the uploads.
         numbers: The buffer of each.
         there: Whether the buffers exist.
+        copy: Whether tensors may change before they have been sent.
 
     Raises:
         OneboxError: The pool is broken or closed.
@@ -97,12 +99,12 @@ def upload(
     by_name: dict[str, list[StateMove]] = {}
     for move in moves:
         by_name.setdefault(move.item.name, []).append(move)
-    for name in (name for name in whole if name in by_name):
-        tensor = whole[name]()
+    for name, tensor in tensors.items():
         frames: dict[StateItem, tuple[TensorSpec, memoryview]] = {}
-        for move in by_name[name]:
+        for move in by_name.get(name, ()):
             if move.item not in frames:
-                part = shard_of(tensor, placements.get(name, REPLICATE), move.item.rank)
+                part = shard_of(tensor.detach(), placements.get(name, REPLICATE), move.item.rank)
+                part = part.clone() if copy and move.region is None else part
                 frames[move.item] = spec_of(part), to_frame(part)
             spec, frame = frames[move.item]
             pool.post(move.target, [Put((numbers[name],), (spec,), there=there)], [frame])

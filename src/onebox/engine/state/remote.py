@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from onebox.engine.partition.sharding_spec import Members, ShardingSpec
 from onebox.engine.partition.weight_versions import KEYS, WeightVersions, version_broadcasts
 from onebox.engine.state.move_executor import WantedPart, restore_parts, upload, wanted_spec
-from onebox.engine.state.moves import CLIENT, StateItem, StateLayout, WorkerStateSpec, plan_moves, released
+from onebox.engine.state.moves import CLIENT, StateItem, StateLayout, StateMove, WorkerStateSpec, plan_moves, released
 from onebox.engine.state.pieces import Key, TensorSource, find_tensor_sources
 from onebox.engine.state.snapshot_layout import SnapshotLayout
 from onebox.engine.workload.named_state import (
@@ -108,28 +107,13 @@ class RemoteState:
         if copies is not None:
             for worker in holdings.devices:
                 self._fill(copies, worker, [n for n in holdings.held_by(worker, holdings.holders) if copies.has(n)])
-        self._upload({n: self._own(n) for n in holdings.holders if copies is None or not copies.has(n)}, present)
+        own = {n: self.named.tensors[n] for n in holdings.holders if copies is None or not copies.has(n)}
+        upload(self._pool, self._moves(own, present), holdings.placements, own, self.named.numbers, copy=True)
 
-    def _own(self, name: str) -> Callable[[], Tensor]:
-        """Return a function that copies a tensor of the user's model."""
-        return lambda: self.named.tensors[name].detach().clone()
-
-    def _upload(
-        self, whole: Mapping[str, Callable[[], Tensor]], present: StateLayout, key: str = "", *, there: bool = False
-    ) -> None:
-        """Upload tensors, or versions of them, to the holders that lack them.
-
-        Args:
-            whole: Returns each tensor.
-            present: The parts that workers have.
-            key: Key of the version.
-            there: Whether their buffers exist.
-        """
-        holdings, numbers = self.holdings, self.versions.keys[key] if key else self.named.numbers
-        before = StateLayout(parts={CLIENT: [StateItem(name, key, 0) for name in whole], **present.parts})
-        after = _tensor_layout(holdings, whole, key)
-        moves = plan_moves(before, after)
-        upload(self._pool, moves, holdings.placements, whole, numbers, there=there)
+    def _moves(self, names: Collection[str], present: StateLayout, key: str = "") -> tuple[StateMove, ...]:
+        """Return the moves of tensors, or versions of them, from the client to the holders that lack them."""
+        before = StateLayout(parts={CLIENT: [StateItem(name, key, 0) for name in names], **present.parts})
+        return plan_moves(before, _tensor_layout(self.holdings, names, key))
 
     def write(self, changes: Mapping[str, Tensor]) -> None:
         """Replace parameters and buffers on all their holders.
@@ -142,7 +126,8 @@ class RemoteState:
         Raises:
             OneboxError: The pool is broken or closed.
         """
-        self._upload({name: partial(_same, tensor) for name, tensor in changes.items()}, _NOWHERE, there=True)
+        moves = self._moves(changes, _NOWHERE)
+        upload(self._pool, moves, self.holdings.placements, changes, self.named.numbers, there=True)
 
     def write_optimizer(self, entries: OptimizerEntries, *, host: bool) -> None:
         """Replace the whole optimizer state.
@@ -241,12 +226,13 @@ class RemoteState:
         known = self.first_versions if copies is None else {(n, key) for n in trained for key in copies.keys(n)}
         if not trained or not all((name, key) in known for name in trained for key in keys):
             return
-        for key in keys:
+        for key, numbers in keys.items():
             if copies is not None:
                 for worker in holdings.devices:
                     self._fill(copies, worker, holdings.held_by(worker, trained), key)
             else:
-                self._upload({n: partial(_same, self.first_versions[n, key]) for n in trained}, _NOWHERE, key)
+                first, moves = {n: self.first_versions[n, key] for n in trained}, self._moves(trained, _NOWHERE, key)
+                upload(self._pool, moves, holdings.placements, first, numbers)
         for worker, stepped in self._trained.items():
             self._pool.post(worker, [self.versions.branch(self._optimizer_number, stepped, behind=1)])
         self.branched = True
@@ -378,10 +364,8 @@ class RemoteState:
                     numbers.setdefault((name, entry.key), entry.value)
                     continue
                 share = self.holdings.share(worker, name)
-                item, reader = (
-                    StateItem(name, entry.key, share if entry.value.shape else 0),
-                    (share, worker, entry.parameter),
-                )
+                item = StateItem(name, entry.key, share if entry.value.shape else 0)
+                reader: tuple[int, int, int] = (share, worker, entry.parameter)
                 readers[item] = min(readers.get(item, reader), reader)
                 specs.setdefault(item, entry.value)
         parts: dict[int, list[StateItem]] = {}
@@ -483,7 +467,3 @@ def _layout(holdings: ShardingSpec, names: Mapping[int, Iterable[str]], key: str
 def _tensor_layout(holdings: ShardingSpec, names: Collection[str], key: str = "") -> StateLayout:
     """Return the layout of tensors, or versions of them, on all their holders."""
     return _layout(holdings, {worker: holdings.held_by(worker, names) for worker in holdings.devices}, key)
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor

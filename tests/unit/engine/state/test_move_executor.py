@@ -197,7 +197,7 @@ def test_a_tensor_is_uploaded_and_downloaded(placement: Placement, columns: int)
     parts = [[StateItem("w", "", rank if split else 0), StateItem("v", "", 0)] for rank in range(2)]
     layout = StateLayout(parts=dict(enumerate(parts)), placements={"w": placement})
     other = torch.arange(3)
-    numbers, wholes = {"w": 1, "v": 2}, {"w": lambda: whole, "v": lambda: other}
+    numbers, wholes = {"w": 1, "v": 2}, {"w": whole, "v": other}
     moves = plan_moves(StateLayout(parts={CLIENT: [StateItem(n, "", 0) for n in "wv"]}), layout)
     upload(rigs.pool, moves, layout.placements, wholes, numbers)
     for rank in range(2):
