@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from onebox.engine.compile.batch_job import BatchJob, BufferNumbers
-from onebox.engine.compile.phase_emission import emit
+from onebox.engine.compile.phase_emission import PhaseCall, emit
 from onebox.engine.compile.routine import InstructionLabel
 from onebox.engine.compile.update.collectives import GroupReduction, RoutineScope
 from onebox.engine.partition.optimizer_sharding import GradientBucket, buckets_by_owner
@@ -190,37 +190,24 @@ class WorkerGradients:
 
     def run(
         self,
-        part: PhaseProgram,
-        inputs: Sequence[int],
+        call: PhaseCall,
         values: Mapping[Port, int],
-        label: InstructionLabel,
-        *,
-        takes: Sequence[int],
-        group: int,
         position: int,
-        micro_batch: int,
-        age: int,
-        cost_s: float,
+        *,
         made: Callable[[Sequence[Port]], None],
         hand_on: Callable[[], None],
     ) -> None:
         """Call a backward program, split where a bucket or an awaited value is complete before its end.
 
         Args:
-            part: The worker's part.
-            inputs: The buffer of each input.
+            call: The run of the worker's part.
             values: The buffer of each output value.
-            label: Label of the instructions.
-            takes: Positions of inputs that are freed with it.
-            group: The group of the ranks that share it; 0 if there is one rank.
             position: Index of the action in the worker's sequence.
-            micro_batch: Its micro-batch.
-            age: Age of its step: how many steps before the routine's own.
-            cost_s: Its cost on an emulated device.
             made: Called with the completed values, piece by piece.
             hand_on: Adds the values that other workers wait for: called once, before the values that only this worker
                 needs.
         """
+        part = call.part
         if not part.steps:
             hand_on()
             return
@@ -242,21 +229,7 @@ class WorkerGradients:
                 hand_on()
             self._accumulate([str(port.name) for port in ports if port.kind == "gradient"], position)
 
-        emit(
-            self._builder,
-            part,
-            steps,
-            inputs,
-            number_of,
-            label,
-            takes=takes,
-            group=group,
-            micro_batch=micro_batch,
-            age=age,
-            cost_s=cost_s,
-            made=made,
-            done=done,
-        )
+        emit(self._builder, call, steps, number_of, made=made, done=done)
 
     def _ends(self, part: PhaseProgram, program: Program, position: int) -> list[int]:
         """Return the operators of a program after which a bucket is complete."""
