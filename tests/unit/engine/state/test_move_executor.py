@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import Future
-from typing import Any, cast
 
 import pytest
 import torch
@@ -27,43 +23,14 @@ from onebox.engine.state.moves import CLIENT, StateItem, StateLayout, StateMove,
 from onebox.engine.state.pieces import find_tensor_sources
 from onebox.engine.state.snapshot_layout import SnapshotLayout, SnapshotLocation, behind_runs, join_runs
 from onebox.graph.shard.placements import REPLICATE, Placement, Shard, shard_of
-from onebox.pool import Pool, WorkerReply
 from onebox.wire import TensorSpec, from_frame, spec_of
 from onebox.wire.protocol.instructions import Get, OptimizerStep, Receive, Send
-from onebox.wire.protocol.requests import Define, Instruction, OptimizerSpec
+from onebox.wire.protocol.requests import Define, OptimizerSpec
 from onebox.wire.protocol.responses import SnapshotContents, Tensors
 from onebox.wire.protocol.snapshots import PIECE_BYTES, Fill, Read, Snapshot, Write
-from tests.unit.machines import Rig
+from tests.unit.engine.state.rigs import Rigs
 
 WEIGHT = torch.arange(48, dtype=torch.float64).reshape(6, 8)
-
-
-class Rigs:
-    """Workers without processes, to which a client posts as to those of a pool."""
-
-    def __init__(self, count: int) -> None:
-        self.rigs = [Rig() for _ in range(count)]
-        self.posted: Counter[type[Instruction]] = Counter()
-        self._numbers = itertools.count(1000)
-
-    def new_number(self) -> int:
-        return next(self._numbers)
-
-    def post(
-        self, worker: int, instructions: Sequence[Any], frames: Sequence[Any] = (), *, answer: bool = False
-    ) -> Future[WorkerReply]:
-        self.posted.update(type(one) for one in instructions)
-        rig = self.rigs[worker]
-        results = rig.do(*instructions, frames=[bytes(frame) for frame in frames])
-        assert not rig.failures
-        future: Future[WorkerReply] = Future()
-        future.set_result(WorkerReply(tuple(results), [bytes(frame) for frame in rig.machine.frames_out], ()))
-        return future
-
-    @property
-    def pool(self) -> Pool:
-        """Itself, as the type that it stands in for."""
-        return cast("Pool", self)
 
 
 def snapshot_of(rigs: Rigs, placement: Placement, workers: Sequence[int], weight: Tensor = WEIGHT) -> SnapshotLayout:
