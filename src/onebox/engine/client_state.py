@@ -192,7 +192,7 @@ class ClientState(StepObserver):
         """Upload local tensors, and the optimizer's state if it is given."""
         tensors = self._remote.named.tensors
         chosen = list(names)
-        held = self._run.transfer.held()
+        held = self._remote.held
         copies = {name: tensors[name].detach().to("cpu", copy=True) for name in chosen if name in held}
         self._note(chosen, fully=True)
         self._have_news(chosen)
@@ -259,7 +259,7 @@ class ClientState(StepObserver):
             self._note(shared, fully=self._in_step)
             self._say(shared)
             if self._run.begun:
-                held = self._run.transfer.held()
+                held = self._remote.held
                 copies = {n: tensor.detach().to("cpu", copy=True) for n, tensor in shared.items() if n in held}
                 self._run.change(StateChanges(tensors=copies))
         self._seen[partner] = newest

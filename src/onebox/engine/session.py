@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from onebox.engine.adaptive.controller import AdaptiveController
@@ -16,7 +17,7 @@ from onebox.engine.compile.compiler import CompiledStep
 from onebox.engine.data.prefetch import BatchPrefetcher, UploadedBatch
 from onebox.engine.data.representative_batches import RepresentativeBatches
 from onebox.engine.install.deferred_replies import DeferredReplies
-from onebox.engine.install.installed_plan import InstalledPlan
+from onebox.engine.install.installed_plan import InstalledPlan, InstallInputs
 from onebox.engine.recovery.manager import RecoveryManager
 from onebox.engine.recovery.replan import ReplanWorkload, out_of_devices, replan_devices
 from onebox.engine.recovery.snapshot_schedule import SnapshotScheduler
@@ -111,6 +112,13 @@ class TrainingSession:
         self._latest: PreparedStep | None = None
         self._means = MeanLossCheck(pool, captures)
         self._running: deque[StepLoss] = deque()
+        self._inputs = InstallInputs(
+            pool=pool,
+            captures=captures,
+            remote=remote,
+            versions=self.overlap.versions,
+            max_norm=settings.max_norm,
+        )
         observers = self.snapshots, self.recovery, self.traces, self.adaptive, self.overlap
         self._observers: list[StepObserver] = [each for each in observers if each is not None]
 
@@ -326,6 +334,7 @@ class TrainingSession:
         if self.begun:
             raise UsageError("captures are shared before the first step or evaluation; make another trainer")
         self.captures = captures
+        self._inputs = replace(self._inputs, captures=captures)
         self._means = MeanLossCheck(self._pool, captures)
 
     def change(self, changes: StateChanges) -> None:
@@ -352,9 +361,9 @@ class TrainingSession:
             return
         with self.recovery.poisoning("a change by hand"):
             self.overlap.end()
-            self.transfer.write(changes.tensors)
+            self._remote.write(changes.tensors)
             if changes.entries is not None:
-                self.transfer.write_optimizer(changes.entries, host=self._ready.plan.update == "host")
+                self._remote.write_optimizer(changes.entries, host=self._ready.plan.update == "host")
         self._written = changes
 
     # ---- another plan
@@ -376,17 +385,8 @@ class TrainingSession:
         if ready is None or batch is None:
             return None
         check_successor(ready.plan, plan, batch.size)
-        after = InstalledPlan(
-            plan,
-            self._pool,
-            self.captures,
-            self._remote,
-            batch,
-            self._settings.max_norm,
-            strict=True,
-            before=ready,
-            windows=self.overlap.windows(self.steps_done),
-        )
+        windows = self.overlap.windows(self.steps_done)
+        after = InstalledPlan(plan, batch, self._inputs, strict=True, before=ready, windows=windows)
         self.examples.require_room(after)  # installs the programs before they are needed
         return Migration(self._pool, self._remote, ready, after)
 
@@ -474,16 +474,8 @@ class TrainingSession:
             steps: Whether it is a training batch; else it is an evaluation batch.
         """
         if self._ready is None:
-            installed = InstalledPlan(
-                self._next_plan or self._resolve_plan(self.captures, batch),
-                self._pool,
-                self.captures,
-                self._remote,
-                batch,
-                self._settings.max_norm,
-                strict=True,
-                steps=steps,
-            )
+            plan = self._next_plan or self._resolve_plan(self.captures, batch)
+            installed = InstalledPlan(plan, batch, self._inputs, strict=True, steps=steps)
             self.uploads.use(installed)
             installed.bring()
             try:
