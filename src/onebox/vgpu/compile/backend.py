@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from onebox.errors import PoolError
 from onebox.graph.lower.lowering import canonical
-from onebox.vgpu.compile.dynamo import BACKEND, teach_dynamo
+from onebox.vgpu.compile.dynamo import BACKEND, DYNAMO
 from onebox.vgpu.compile.graph_corrections import choose_kernels, correct, partition
 from onebox.vgpu.compile.sections import Section, copies_needed, output_nodes, sections, storage_of
 from onebox.vgpu.core.metadata import metadata_of
@@ -260,5 +260,5 @@ class _Call:
             queue.ended.append(number)
 
 
-teach_dynamo()
+DYNAMO.apply()
 __all__ = ["CompiledGraph", "onebox"]

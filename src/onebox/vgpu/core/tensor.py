@@ -166,6 +166,9 @@ class VirtualTensor(Tensor):
         _data.__set__(self, new)
         self._bind(new._handle, new._metadata)
 
+    def __coerce_same_metadata_as_tangent__(self, expected_metadata: Any, expected_type: Any = None) -> VirtualTensor:
+        return self  # a gradient as it was traced, where AOTAutograd expects a plain tensor
+
     def _bind(self, handle: Handle, metadata: Metadata) -> None:
         """Set the buffer and the layout."""
         self._handle = handle

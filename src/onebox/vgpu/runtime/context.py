@@ -12,8 +12,8 @@ import torch
 
 from onebox.errors import PoolError, UsageError
 from onebox.pool import Pool
-from onebox.vgpu.runtime import current_device as unnumbered
 from onebox.vgpu.runtime.command_queue import Buffer, CommandQueue, IdleFlusher
+from onebox.vgpu.runtime.current_device import patches_for
 
 Device = torch.device | str | int | None
 """A device in any form that PyTorch accepts."""
@@ -149,6 +149,10 @@ def current_device() -> int:
     return getattr(_local, "device", 0)
 
 
+NUMBERED = patches_for(current_device)
+"""Patches for scripts that use another device than the first; applied when a thread first chooses one."""
+
+
 def set_current_device(number: int) -> None:
     """Set this thread's current device.
 
@@ -157,7 +161,7 @@ def set_current_device(number: int) -> None:
     """
     queue_of(torch.device("vgpu", number))
     if number:
-        unnumbered.register(current_device)
+        NUMBERED.apply()
     _local.device = number
 
 

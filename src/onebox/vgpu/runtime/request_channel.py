@@ -47,7 +47,7 @@ def _settled(future: Future[WorkerReply]) -> bool:
     return True
 
 
-class Message(NamedTuple):
+class SentMessage(NamedTuple):
     """A message to a worker.
 
     Args:
@@ -71,13 +71,13 @@ class InFlight:
     """
 
     def __init__(self) -> None:
-        self._messages: deque[Message] = deque()
+        self._messages: deque[SentMessage] = deque()
         self._size_bytes = 0
         self._executed = 0
         self._failed: BaseException | None = None
         self._lost_peer = 0
 
-    def add(self, message: Message) -> None:
+    def add(self, message: SentMessage) -> None:
         """Add a message."""
         self._messages.append(message)
         self._size_bytes += message.size_bytes
@@ -123,7 +123,7 @@ class InFlight:
                 self._note_peer(message)
         return self._lost_peer
 
-    def _note_peer(self, message: Message) -> None:
+    def _note_peer(self, message: SentMessage) -> None:
         if isinstance(message.future.exception(), PeerLost):
             self._lost_peer = max(self._lost_peer, message.number)
 
@@ -174,7 +174,7 @@ class RequestChannel:
         """
         future = self._pool.post(self._worker, instructions, frames, answer=True)
         self.messages += 1
-        self._in_flight.add(Message(future, self.messages, sum([len(frame) for frame in frames]), awaited))
+        self._in_flight.add(SentMessage(future, self.messages, sum([len(frame) for frame in frames]), awaited))
         return future
 
     def answer(self, future: Future[WorkerReply] | None) -> WorkerReply:

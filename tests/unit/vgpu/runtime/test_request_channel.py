@@ -7,15 +7,14 @@ from concurrent.futures import Future
 from typing import Any
 
 from onebox.errors import PeerLost
-from onebox.vgpu.runtime.request_channel import BYTES, MESSAGES, InFlight, Message
-
+from onebox.vgpu.runtime.request_channel import BYTES, MESSAGES, InFlight, SentMessage
 
 numbers = itertools.count(1)
 
 
 def sent(ahead: InFlight, size_bytes: int = 0, *, awaited: bool = False, number: int = 0) -> Future[Any]:
     future: Future[Any] = Future()
-    ahead.add(Message(future, number or next(numbers), size_bytes, awaited))
+    ahead.add(SentMessage(future, number or next(numbers), size_bytes, awaited))
     return future
 
 
