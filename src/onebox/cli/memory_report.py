@@ -8,12 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch.nn import functional
-
 from onebox.cli.console import OutputConsole
 from onebox.cli.options.jobs import JobConfig
 from onebox.cli.planning import PlanForecast, sample_batch
-from onebox.cli.run_setup import make_model, make_optimizer
+from onebox.cli.run_setup import make_loss, make_model, make_optimizer
 from onebox.engine import Trainer
 from onebox.engine.memory.timeline import MemoryTimeline
 from onebox.engine.planning.memory_fit import estimate_memory
@@ -84,13 +82,13 @@ def make_memory_report(config: JobConfig, found: PlanForecast, data: Data, pool:
         model = make_model(config, data)
         with Trainer(
             model,
-            functional.cross_entropy,
+            make_loss(config),
             make_optimizer(config, model),
             pool=pool,
             plan=found.plan,
             precision=config.precision,
             recover=False,
-            loss_reduction="mean",
+            loss_reduction="mean" if config.loss is None else None,
         ) as trainer:
             for _ in range(_STEPS - 1):
                 trainer.step(*batch)
@@ -127,7 +125,7 @@ def _predicted(
 ) -> tuple[Mapping[int, MemoryTimeline], tuple[MemoryComparison, ...], tuple[MemoryRow, ...]]:
     """Return the predicted memory of a plan that does not fit."""
     model = make_model(config, data)
-    job = (model, functional.cross_entropy, make_optimizer(config, model), *sample_batch(config, data))
+    job = (model, make_loss(config), make_optimizer(config, model), *sample_batch(config, data))
     curves = estimate_memory(*job, pool=pool, plan=found.plan, precision=config.precision, budget_s=0.1).curves
     return curves, (), predicted_rows(curves, found.simulation, budgets)
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import io
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tyro
@@ -15,6 +14,7 @@ import tyro
 from onebox import __version__
 from onebox.cli.command_help import HELP, HELP_ALL, print_help
 from onebox.cli.options.agents import LogsConfig, MachinesConfig, ServeConfig, StatusConfig
+from onebox.cli.options.common import nearest
 from onebox.cli.options.estimates import MemoryConfig
 from onebox.cli.options.jobs import PlanConfig, TrainConfig
 from onebox.cli.options.pairing import (
@@ -143,7 +143,7 @@ def _command(arguments: Sequence[str]) -> str:
     first, second = arguments[0], arguments[1] if len(arguments) > 1 else ""
     if first not in _COMMANDS:
         raise UsageError(
-            f"there is no command {first!r}{_nearest(first, _COMMANDS)}; the commands are {', '.join(_COMMANDS)}"
+            f"there is no command {first!r}{nearest(first, _COMMANDS)}; the commands are {', '.join(_COMMANDS)}"
         )
     seconds = [command.split()[1] for command in OPTIONS if command.startswith(f"{first} ")]
     if not seconds:
@@ -152,18 +152,12 @@ def _command(arguments: Sequence[str]) -> str:
         print(_PAIR_OVERVIEW.rstrip())
         raise SystemExit(0)
     if second not in seconds:
-        what = f"has no command {second!r}{_nearest(second, seconds)}" if second else "needs a command"
+        what = f"has no command {second!r}{nearest(second, seconds)}" if second else "needs a command"
         raise UsageError(
             f"onebox {first} {what}: on the agent's machine it is onebox pair accept, on the client's onebox pair "
             "connect HOST; list, remove and forget are the others"
         )
     return f"{first} {second}"
-
-
-def _nearest(word: str, commands: Iterable[str]) -> str:
-    """Return the command with the most similar name, in the form of a parenthesis; empty if none is similar."""
-    near = difflib.get_close_matches(word.lower().lstrip("-"), commands, n=1)
-    return f" (perhaps {near[0]}?)" if near else ""
 
 
 def _without_script(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:

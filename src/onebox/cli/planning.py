@@ -8,11 +8,10 @@ from pathlib import Path
 
 import msgspec
 from torch import Tensor
-from torch.nn import functional
 
 from onebox.cli.options.jobs import JobConfig, StalenessConfig, TrainConfig
 from onebox.cli.options.run_config import read_config
-from onebox.cli.run_setup import make_model, make_optimizer
+from onebox.cli.run_setup import make_loss, make_model, make_optimizer
 from onebox.engine.memory.forecast import forecast_memory
 from onebox.engine.planning.make_plan import make_plan, pool_links
 from onebox.engine.planning.profile import profile_model
@@ -117,7 +116,7 @@ def search_plan(
     optimizer = make_optimizer(config, model)
     planned = make_plan(
         model,
-        functional.cross_entropy,
+        make_loss(config),
         optimizer,
         images,
         labels,
@@ -171,7 +170,7 @@ def predict_plan(
     optimizer = make_optimizer(config, model)
     profile, captures = profile_model(
         model,
-        functional.cross_entropy,
+        make_loss(config),
         optimizer,
         images,
         labels,
@@ -197,7 +196,7 @@ def predict_plan(
     peaks = forecast_memory(
         plan,
         model,
-        functional.cross_entropy,
+        make_loss(config),
         optimizer,
         as_batch(images, labels),
         devices=pool.devices,

@@ -66,7 +66,7 @@ def print_outcome(loop: TrainingLoop, console: OutputConsole, found: PlanCompari
     lines = []
     if not loop.computes:
         lines.append("sim devices compute nothing: times and memory are of use; there is no result, no checkpoint")
-    elif last is not None:
+    elif last is not None and last.test_accuracy is not None:
         lines.append(f"test accuracy {100 * last.test_accuracy:.1f} % after epoch {last.epoch}")
     lines += _delays(loop) + _recoveries(loop) + _decisions(loop)
     if found is not None and (reason := _no_figures()):

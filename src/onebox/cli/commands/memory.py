@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torch.nn import functional
-
 from onebox.cli.commands.plan import check_target, give_json
 from onebox.cli.console import OutputConsole
 from onebox.cli.exit_status import FAILED, OK
 from onebox.cli.options.estimates import MemoryConfig
 from onebox.cli.planning import sample_batch, write_plan
-from onebox.cli.run_setup import load_data, make_model, make_optimizer
+from onebox.cli.run_setup import load_data, make_loss, make_model, make_optimizer
 from onebox.cost.estimate import DeviceRates
 from onebox.engine.planning.memory_fit import FitReport, estimate_memory
 from onebox.report.tables.memory import curve_lines, peak_table, residents_table
@@ -38,7 +36,7 @@ def show_memory_estimate(config: MemoryConfig) -> int:
     model = make_model(job, data)
     found = estimate_memory(
         model,
-        functional.cross_entropy,
+        make_loss(job),
         make_optimizer(job, model),
         *sample_batch(job, data),
         memory=config.memory,

@@ -5,15 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from torch.nn import functional
 
 from onebox.cli.commands.devices import print_devices
 from onebox.cli.commands.plan import check_target, give_json
 from onebox.cli.console import OutputConsole
-from onebox.cli.options.common import ModelName
 from onebox.cli.options.jobs import JobConfig
 from onebox.cli.options.pools import ProfileConfig
-from onebox.cli.run_setup import load_data, make_model, make_optimizer
+from onebox.cli.run_setup import load_data, make_loss, make_model, make_optimizer
 from onebox.cost import PoolProfile
 from onebox.cost.model_profile import ModelProfile
 from onebox.engine.planning.profile import profile_model
@@ -42,16 +40,16 @@ def show_profile(config: ProfileConfig) -> None:
         give_json(_as_data(profile, model), printed=config.json, path=config.report)
 
 
-def _measure(config: ProfileConfig, name: ModelName, pool: Pool) -> ModelProfile:
+def _measure(config: ProfileConfig, name: str, pool: Pool) -> ModelProfile:
     """Measure a model's segments on a pool."""
-    job = JobConfig(model=name, data=config.data, batch=max(config.sizes)).resolved()
+    job = JobConfig(model=name, loss=config.loss, data=config.data, batch=max(config.sizes)).resolved()
     data = load_data(job)
     model = make_model(job, data)
     images, labels = data.example(job.batch)
     sizes = [size for size in config.sizes if size <= len(labels)] or [len(labels)]
     profile, _ = profile_model(
         model,
-        functional.cross_entropy,
+        make_loss(job),
         make_optimizer(job, model),
         images,
         labels,

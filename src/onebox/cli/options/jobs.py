@@ -20,11 +20,13 @@ from onebox.cli.options.common import (
     Folder,
     Int,
     Ints,
-    ModelName,
+    Model,
     Names,
+    OwnFunction,
     PlanFile,
     PoolOptions,
     at_least,
+    check_model,
     positive,
     read_sizes,
 )
@@ -55,7 +57,10 @@ class JobConfig(PoolOptions):
             or parquet:PATTERN; for these, a test set follows after a comma.
         image_size: Height and width to which pictures of folder, tar and parquet are resized and cropped at their
             centre; without it those of the first picture.
-        model: The model: mlp, cnn, resnet (18 layers) or gpt (reads an image row by row).
+        model: The model: mlp, cnn, resnet (18 layers), gpt (reads an image row by row), or your own with
+            package.module:function, a function or class of a module, here or installed, that returns a torch.nn.Module.
+        loss: Your own loss, a function of outputs and targets that returns the mean over the samples; without it
+            cross-entropy.
         batch: Samples of a step, on all devices together.
         optimizer: Class of torch.optim: adamw, adam, sgd, or muon, which is Muon for matrices and AdamW for the rest.
         lr: Learning rate; without it 1e-3 for adamw, adam and muon, 5e-2 for sgd.
@@ -78,7 +83,8 @@ class JobConfig(PoolOptions):
 
     data: str = "digits"
     image_size: Int = None
-    model: ModelName = "cnn"
+    model: Model = "cnn"
+    loss: OwnFunction = None
     batch: int = 64
     optimizer: OptimizerName = "adamw"
     lr: Float = None
@@ -91,6 +97,7 @@ class JobConfig(PoolOptions):
     memory: Bytes = None
 
     def __post_init__(self) -> None:
+        check_model(self.model, self.loss)
         at_least(1, batch=self.batch, threads=self.threads, image_size=self.image_size)
         positive(lr=self.lr)
         if self.weight_decay is not None and not 0 <= self.weight_decay < math.inf:

@@ -7,7 +7,19 @@ from typing import Annotated, ClassVar, Literal
 
 import tyro
 
-from onebox.cli.options.common import Bytes, File, Flag, Int, Ints, ModelName, PoolOptions, at_least, read_sizes
+from onebox.cli.options.common import (
+    Bytes,
+    File,
+    Flag,
+    Int,
+    Ints,
+    OwnFunction,
+    PoolOptions,
+    Text,
+    at_least,
+    check_model,
+    read_sizes,
+)
 from onebox.errors import UsageError
 
 _LARGEST = 4096
@@ -48,7 +60,9 @@ class ProfileConfig(PoolOptions):
     link. Measurements are kept in the user's cache folder, and shown from there the next time.
 
     Args:
-        model: Measure the segments of this model too, the parts that plans move: mlp, cnn, resnet or gpt.
+        model: Measure the segments of this model too, the parts that plans move: mlp, cnn, resnet, gpt, or your own
+            with package.module:function.
+        loss: Its loss, if that is your own; see onebox train.
         data: Data set that the model is for; see onebox train.
         micro_batches: Sizes of micro-batches with which to measure the model, such as 8,32; without it 16.
         precision: Precision of the model: fp32, bf16 for autocast, or auto to measure its matrix products in both.
@@ -68,7 +82,8 @@ class ProfileConfig(PoolOptions):
 
     EVERYDAY: ClassVar = ("pool", "model", "fresh", "json")
 
-    model: Annotated[ModelName | None, tyro.conf.arg(help_behavior_hint="")] = None
+    model: Text = None
+    loss: OwnFunction = None
     data: str = "digits"
     micro_batches: Ints = None
     precision: Literal["fp32", "bf16", "auto"] = "fp32"
@@ -83,8 +98,10 @@ class ProfileConfig(PoolOptions):
     def __post_init__(self) -> None:
         at_least(1, threads=self.threads)
         _ = self.budgets
-        if self.micro_batches is not None and self.model is None:
-            raise UsageError(f"--micro-batches {self.micro_batches} is for --model; name one")
+        check_model(self.model, self.loss)
+        for flag, value in (("--micro-batches", self.micro_batches), ("--loss", self.loss)):
+            if value is not None and self.model is None:
+                raise UsageError(f"{flag} {value} is for --model; name one")
         _ = self.sizes
 
     @property
