@@ -20,6 +20,9 @@ from torch import nn
 
 import onebox
 from onebox.cli.models import seeded
+from onebox.cli.options.common import BUILT_IN_MODELS
+from onebox.cli.options.jobs import JobConfig
+from onebox.cli.options.pools import ProfileConfig
 from onebox.errors import UsageError
 from onebox.feed import Data
 
@@ -54,6 +57,18 @@ def own_model(reference: str, data: Data, seed: int) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise UsageError(f"{flag} returned {type(model).__qualname__}; it has to return a torch.nn.Module")
     return model
+
+
+def import_functions(config: JobConfig | ProfileConfig) -> None:
+    """Import a user's own model and loss, if the options name any, so that errors come before devices are opened.
+
+    Raises:
+        UsageError: One cannot be imported.
+    """
+    if config.model is not None and config.model not in BUILT_IN_MODELS:
+        load_callable("--model", config.model)
+    if config.loss is not None:
+        load_callable("--loss", config.loss)
 
 
 def load_callable(flag: str, reference: str) -> Callable[..., object]:

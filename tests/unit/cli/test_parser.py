@@ -180,7 +180,11 @@ def test_all_flags_of_memory() -> None:
         ("Device", ["there is no command 'Device' (perhaps devices?)"]),
         ("xyz", ["there is no command 'xyz'; the commands are"]),
         ("train --modle cnn", ["--modle", "perhaps --model?"]),
-        ("train --model vgg", ["'vgg'", "mlp", "cnn", "resnet", "gpt"]),
+        (
+            "train --model vgg",
+            ["--model vgg: allowed are mlp, cnn, resnet, gpt, and for your own model"],
+        ),
+        ("train --loss mse", ["--loss mse: allowed is package.module:function"]),
         ("train --precision fp16", ["'fp16'", "fp32", "bf16"]),
         ("train --epochs", ["--epochs", "onebox train --help"]),
         ("train --epochs many", ["--epochs: 'many' is not a whole number"]),
@@ -322,7 +326,7 @@ def test_a_value_that_cannot_be_is_refused(tmp_path: Path, key: str, value: obje
 
 def test_a_run_of_an_earlier_version_is_resumed(tmp_path: Path) -> None:
     values = to_stored(TrainConfig(epochs=7).resolved())
-    for name in ("image_size", "read", "process", "on_error", "staleness", "delay", "warm_up"):
+    for name in ("image_size", "read", "process", "on_error", "staleness", "delay", "warm_up", "loss"):
         del values[name]
     (tmp_path / "config.json").write_bytes(msgspec.json.encode(values))
     assert read_config(tmp_path) == TrainConfig(epochs=7).resolved()

@@ -14,6 +14,7 @@ from onebox.cli.memory_report import MemoryReport, make_memory_report, memory_da
 from onebox.cli.options.jobs import JobConfig, PlanConfig, StalenessConfig
 from onebox.cli.planning import PlanForecast, predict_plan, search_plan, write_plan
 from onebox.cli.run_setup import load_data
+from onebox.cli.user_code import import_functions
 from onebox.engine.workload.delay_compensation import extra_copies, predicts
 from onebox.errors import UsageError
 from onebox.extras import import_extra
@@ -39,6 +40,7 @@ def show_plan(config: PlanConfig) -> None:
     """
     given = Plan.read(config.check) if config.check is not None else None
     _check_targets(config)
+    import_functions(config)
     data = load_data(config.resolved())
     console = OutputConsole(highlight=False, quiet=config.json)
     with open_pool(config.pool, threads=config.threads, memory=config.memory) as pool:

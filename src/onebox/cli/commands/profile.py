@@ -12,6 +12,7 @@ from onebox.cli.console import OutputConsole
 from onebox.cli.options.jobs import JobConfig
 from onebox.cli.options.pools import ProfileConfig
 from onebox.cli.run_setup import load_data, make_loss, make_model, make_optimizer
+from onebox.cli.user_code import import_functions
 from onebox.cost import PoolProfile
 from onebox.cost.model_profile import ModelProfile
 from onebox.engine.planning.profile import profile_model
@@ -29,6 +30,7 @@ def show_profile(config: ProfileConfig) -> None:
         OneboxError: The pool cannot be opened, or a worker failed.
     """
     check_target("--report", config.report)
+    import_functions(config)
     with open_pool(config.pool, threads=config.threads, memory=config.memory) as pool:
         profile = pool.profile(fresh=config.fresh, cache=not config.no_cache)
         model = _measure(config, config.model, pool) if config.model is not None else None

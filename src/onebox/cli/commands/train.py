@@ -18,6 +18,7 @@ from onebox.cli.planning import plan_of_run, write_plan
 from onebox.cli.run_setup import StartedRun, load_data, run_folder, start_run
 from onebox.cli.run_summary import print_outcome, write_outcome
 from onebox.cli.training_loop import TrainingLoop
+from onebox.cli.user_code import import_functions
 from onebox.engine.workload.delay_compensation import choose_delays
 from onebox.errors import OneboxError, UsageError
 from onebox.feed import Data, Feed
@@ -42,6 +43,7 @@ def train(config: TrainConfig) -> None:
     """
     console = OutputConsole()
     config = config.resolved()
+    import_functions(config)
     data = load_data(config)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(run_folder(config, data.name))
