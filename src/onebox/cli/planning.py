@@ -20,6 +20,7 @@ from onebox.engine.workload.batch import as_batch
 from onebox.engine.workload.delay_compensation import delays_of, extra_copies
 from onebox.errors import UsageError
 from onebox.feed import Data
+from onebox.files import put_file
 from onebox.plan import (
     ACTIVATION_POLICIES,
     ASYNC,
@@ -37,7 +38,6 @@ from onebox.plan import (
 from onebox.plan.model.stage import OFFLOADING_POLICIES
 from onebox.pool import Pool, open_pool
 from onebox.report import RunFolder
-from onebox.report.run.json_files import write_atomically
 from onebox.sizes import enough_text
 from onebox.wire.protocol.instructions import GroupDelays
 
@@ -288,6 +288,6 @@ def write_plan(path: Path, plan: Plan, flag: str = "--out") -> None:
         UsageError: It cannot be written.
     """
     try:
-        write_atomically(path, plan.to_json().encode())
+        put_file(path, plan.to_json().encode(), private=False)
     except OSError as error:
         raise UsageError(f"{flag} {path} cannot be written: {error.strerror}") from error

@@ -26,7 +26,7 @@ from onebox.cli.options.pools import ProfileConfig
 from onebox.errors import UsageError
 from onebox.feed import Data
 
-_NOT_THE_USERS = (*(str(Path(each.__file__).parent) for each in (onebox, torch, importlib)), "<frozen ")
+_NOT_THE_USERS = (*(f"{Path(str(each.__file__)).parent}{os.sep}" for each in (onebox, torch, importlib)), "<frozen ")
 
 
 def own_model(reference: str, data: Data, seed: int) -> nn.Module:

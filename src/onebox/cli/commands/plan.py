@@ -18,12 +18,13 @@ from onebox.cli.user_code import import_functions
 from onebox.engine.workload.delay_compensation import extra_copies, predicts
 from onebox.errors import UsageError
 from onebox.extras import import_extra
+from onebox.files import put_file
 from onebox.plan import ASYNC, Plan, as_data, draw_timeline, in_flight_of, stage_work, steady_window
 from onebox.pool import Pool, open_pool
 from onebox.report import candidate_table, plan_device_table, stage_table, summary_line
 from onebox.report.figures.memory_figure import draw_memory
 from onebox.report.figures.step_figure import check_suffix, draw_simulation
-from onebox.report.run.json_files import to_json, write_atomically
+from onebox.report.run.json_files import to_json
 from onebox.report.tables.plan import rejection_reason
 from onebox.report.tables.topology import topology_line
 
@@ -216,7 +217,7 @@ def give_json(data: Mapping[str, Any], *, printed: bool, path: Path | None) -> N
     if path is None:
         return
     try:
-        write_atomically(path, content)
+        put_file(path, content, private=False)
     except OSError as error:
         raise UsageError(f"--report {path} cannot be written: {error.strerror}") from error
 

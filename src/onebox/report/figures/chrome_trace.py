@@ -13,7 +13,8 @@ from itertools import count
 from pathlib import Path
 
 from onebox.errors import UsageError
-from onebox.report.run.json_files import to_json, write_atomically
+from onebox.files import put_file
+from onebox.report.run.json_files import to_json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +80,7 @@ class Timeline:
             OSError: The file cannot be written.
         """
         trace = {"displayTimeUnit": "ms", "traceEvents": self._events()}
-        write_atomically(Path(path), to_json(trace))
+        put_file(Path(path), to_json(trace), private=False)
 
     def _events(self) -> list[dict[str, object]]:
         tracks = [track for process in self._processes.values() for track in process.values()]
