@@ -22,8 +22,9 @@ from onebox.files import put_file
 from onebox.plan import ASYNC, Plan, as_data, draw_timeline, in_flight_of, stage_work, steady_window
 from onebox.pool import Pool, open_pool
 from onebox.report import candidate_table, plan_device_table, stage_table, summary_line
+from onebox.report.figures.canvas import check_suffix
 from onebox.report.figures.memory_figure import draw_memory
-from onebox.report.figures.step_figure import check_suffix, draw_simulation
+from onebox.report.figures.step_figure import draw_simulation
 from onebox.report.run.json_files import to_json
 from onebox.report.tables.plan import rejection_reason
 from onebox.report.tables.topology import topology_line
