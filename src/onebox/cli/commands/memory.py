@@ -8,8 +8,8 @@ from onebox.cli.commands.plan import check_target, give_json
 from onebox.cli.console import OutputConsole
 from onebox.cli.exit_status import FAILED, OK
 from onebox.cli.options.estimates import MemoryConfig
-from onebox.cli.planning import sample_batch, write_plan
-from onebox.cli.run_setup import load_data, make_loss, make_model, make_optimizer
+from onebox.cli.planning import job_of, write_plan
+from onebox.cli.run_setup import load_data
 from onebox.cost.estimate import DeviceRates
 from onebox.engine.planning.memory_fit import FitReport, estimate_memory
 from onebox.report.tables.memory import curve_lines, peak_table, residents_table
@@ -32,13 +32,8 @@ def show_memory_estimate(config: MemoryConfig) -> int:
     check_target("--out", config.out)
     check_target("--report", config.report)
     job = config.resolved()
-    data = load_data(job)
-    model = make_model(job, data)
     found = estimate_memory(
-        model,
-        make_loss(job),
-        make_optimizer(job, model),
-        *sample_batch(job, data),
+        *job_of(job, load_data(job)),
         memory=config.memory,
         pool=config.pool,
         threads=config.threads,

@@ -11,7 +11,8 @@ from onebox.cli.commands.plan import check_target, give_json
 from onebox.cli.console import OutputConsole
 from onebox.cli.options.jobs import JobConfig
 from onebox.cli.options.pools import ProfileConfig
-from onebox.cli.run_setup import load_data, make_loss, make_model, make_optimizer
+from onebox.cli.planning import job_of
+from onebox.cli.run_setup import load_data
 from onebox.cli.user_code import import_functions
 from onebox.cost import PoolProfile
 from onebox.cost.model_profile import ModelProfile
@@ -45,18 +46,12 @@ def show_profile(config: ProfileConfig) -> None:
 def _measure(config: ProfileConfig, name: str, pool: Pool) -> ModelProfile:
     """Measure a model's segments on a pool."""
     job = JobConfig(model=name, loss=config.loss, data=config.data, batch=max(config.sizes)).resolved()
-    data = load_data(job)
-    model = make_model(job, data)
-    images, labels = data.example(job.batch)
-    sizes = [size for size in config.sizes if size <= len(labels)] or [len(labels)]
+    made = job_of(job, load_data(job))
+    batch = len(made[-1])
     profile, _ = profile_model(
-        model,
-        make_loss(job),
-        make_optimizer(job, model),
-        images,
-        labels,
+        *made,
         pool=pool,
-        sizes=sizes,
+        sizes=[size for size in config.sizes if size <= batch] or [batch],
         precision=config.precision,
         fresh=config.fresh,
         cache=not config.no_cache,
