@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from onebox.cli.options.jobs import JobConfig, StalenessConfig, TrainConfig
 from onebox.cli.options.run_config import read_config
+from onebox.cli.output_files import write_output
 from onebox.cli.run_setup import make_loss, make_model, make_optimizer
 from onebox.engine.memory.forecast import forecast_memory
 from onebox.engine.planning.make_plan import make_plan, pool_links
@@ -21,7 +22,6 @@ from onebox.engine.workload.delay_compensation import delays_of, extra_copies
 from onebox.engine.workload.parameter_groups import Optimizers
 from onebox.errors import UsageError
 from onebox.feed import Data
-from onebox.files import put_file
 from onebox.graph import Loss
 from onebox.plan import (
     ACTIVATION_POLICIES,
@@ -277,7 +277,4 @@ def write_plan(path: Path, plan: Plan, flag: str = "--out") -> None:
     Raises:
         UsageError: It cannot be written.
     """
-    try:
-        put_file(path, plan.to_json().encode(), private=False)
-    except OSError as error:
-        raise UsageError(f"{flag} {path} cannot be written: {error.strerror}") from error
+    write_output(flag, path, plan.to_json().encode())

@@ -55,7 +55,7 @@ def train(config: TrainConfig) -> None:
         _check_shares(config, pool)
         print_devices(pool, console)
         if plan is not None and plan.predicted is not None:
-            console.print(f"predicted: {summary_line(plan)}", highlight=False, soft_wrap=True)
+            console.write_line(f"predicted: {summary_line(plan)}")
         begun = start_run(config, folder, data, pool, plan)
         stack.enter_context(begun.trainer)
         folder.write_config(to_stored(_as_opened(config, pool)))
