@@ -80,7 +80,7 @@ _OVERVIEW = f"""onebox {__version__}: {_DESCRIPTION[0].lower()}{_DESCRIPTION[1:]
 
 on a pool of devices, of this machine or of others:
   run      an ordinary PyTorch script; what it calls cuda:0, cuda:1 … are the pool's devices
-  train    one of the models that come with it; a run has a folder, from which it can be resumed
+  train    a model, yours or one of onebox's; a run has a folder, from which it can be resumed
   plan     which device should compute what, and when
   memory   whether a model fits, and what would make it fit; nothing is run
   devices  what a pool has, and who has leased it

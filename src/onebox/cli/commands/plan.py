@@ -10,6 +10,7 @@ from typing import Any
 from onebox.cli.commands.devices import print_devices
 from onebox.cli.console import OutputConsole
 from onebox.cli.memory_report import MemoryReport, make_memory_report, memory_data, print_memory
+from onebox.cli.options.common import PoolOptions
 from onebox.cli.options.jobs import JobConfig, PlanConfig, StalenessConfig
 from onebox.cli.output_files import check_target, give_json
 from onebox.cli.planning import PlanForecast, predict_plan, search_plan, write_plan
@@ -153,7 +154,8 @@ def command_line(config: JobConfig, more: Mapping[str, object], *, late: bool = 
     words = ["onebox", "train", *(["--staleness", "1"] if late else [])]
     if late and isinstance(config, StalenessConfig) and config.delay != "auto":
         words += ["--delay", config.delay]
-    for field in dataclasses.fields(JobConfig):
+    pool = {field.name for field in dataclasses.fields(PoolOptions)}
+    for field in sorted(dataclasses.fields(JobConfig), key=lambda field: field.name in pool):
         value = getattr(config, field.name)
         if value != field.default:
             words += [f"--{field.name.replace('_', '-')}", str(value)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated
@@ -31,13 +32,33 @@ Folder = Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hi
 Text = Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")]
 Address = Annotated[str | None, tyro.conf.arg(metavar="ADDRESS", help_behavior_hint="")]
 PortRange = Annotated[str | None, tyro.conf.arg(metavar="FIRST-LAST", help_behavior_hint="")]
-Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")]
 
 
+@dataclass(frozen=True, kw_only=True)
 class PoolOptions:
-    """The common options of all commands that open a pool."""
+    """The common options of all commands that open a pool.
 
-    memory: str | None
+    Args:
+        pool: Devices: auto, or a list such as cuda:0,cuda:1 or cpu*2; of other machines, where onebox serve runs, such
+            as lab1,lab2/cuda:0; a Ray cluster, ray; or a file NAME.toml. Emulated ones: cpu@0.5 is a CPU worker at
+            half of its speed, sim*4@2 are four devices that compute nothing and only sleep, for half of the time that
+            a core of this machine would take.
+        threads: CPU threads of each worker; without it an equal share of the cores.
+        memory: Limit of the memory of each device's buffers, such as 2GiB; one for each device with 2GiB,4GiB, or for
+            some with 0:2GiB; without it there is no limit.
+
+    Raises:
+        UsageError: A value is out of range.
+    """
+
+    pool: str = "auto"
+    threads: Int = None
+    memory: Bytes = None
+
+    def __post_init__(self) -> None:
+        at_least(1, threads=self.threads)
+        _ = self.budgets
 
     @property
     def budgets(self) -> Budgets:
