@@ -13,12 +13,13 @@ import tyro
 
 from onebox import __version__
 from onebox.cli.command_help import HELP, HELP_ALL, print_help
-from onebox.cli.options.agents import LogsConfig, MachinesConfig, ServeConfig, StatusConfig
+from onebox.cli.options.agents import LogsConfig, ServeConfig, StatusConfig
 from onebox.cli.options.common import nearest
 from onebox.cli.options.estimates import MemoryConfig
 from onebox.cli.options.jobs import PlanConfig, TrainConfig
 from onebox.cli.options.pairing import (
     PairAcceptConfig,
+    PairConfig,
     PairConnectConfig,
     PairForgetConfig,
     PairListConfig,
@@ -29,29 +30,42 @@ from onebox.cli.options.run_config import changed_for_resume, read_config
 from onebox.errors import UsageError
 
 Config = (
-    TrainConfig | PlanConfig | MemoryConfig | RunConfig | DevicesConfig | ProfileConfig | EnvConfig | MachinesConfig
+    TrainConfig
+    | PlanConfig
+    | MemoryConfig
+    | RunConfig
+    | DevicesConfig
+    | ProfileConfig
+    | EnvConfig
+    | ServeConfig
+    | PairConfig
+    | StatusConfig
+    | LogsConfig
 )
 
-OPTIONS: dict[str, type[Config]] = {
-    "train": TrainConfig,
-    "plan": PlanConfig,
-    "memory": MemoryConfig,
-    "run": RunConfig,
-    "devices": DevicesConfig,
-    "profile": ProfileConfig,
-    "serve": ServeConfig,
-    "pair accept": PairAcceptConfig,
-    "pair connect": PairConnectConfig,
-    "pair list": PairListConfig,
-    "pair remove": PairRemoveConfig,
-    "pair forget": PairForgetConfig,
-    "status": StatusConfig,
-    "logs": LogsConfig,
-    "env": EnvConfig,
+COMMANDS: dict[str, tuple[type[Config], str]] = {
+    "train": (TrainConfig, "train"),
+    "plan": (PlanConfig, "show_plan"),
+    "memory": (MemoryConfig, "show_memory_estimate"),
+    "run": (RunConfig, "run_script"),
+    "devices": (DevicesConfig, "show_devices"),
+    "profile": (ProfileConfig, "show_profile"),
+    "serve": (ServeConfig, "serve"),
+    "pair accept": (PairAcceptConfig, "pair"),
+    "pair connect": (PairConnectConfig, "pair"),
+    "pair list": (PairListConfig, "pair"),
+    "pair remove": (PairRemoveConfig, "pair"),
+    "pair forget": (PairForgetConfig, "pair"),
+    "status": (StatusConfig, "show_status"),
+    "logs": (LogsConfig, "show_log"),
+    "env": (EnvConfig, "show_environment"),
 }
-"""The options of each command, of one word or two."""
+"""The options of each command, of one word or two, and the name of its function, in the module of
+:mod:`onebox.cli.commands` that has the name of the first word."""
 
-_COMMANDS = tuple(dict.fromkeys(command.split()[0] for command in OPTIONS))
+OPTIONS: dict[str, type[Config]] = {command: kind for command, (kind, _) in COMMANDS.items()}
+
+_FIRST_WORDS = tuple(dict.fromkeys(command.split()[0] for command in OPTIONS))
 
 _PAIR_OVERVIEW = """usage: onebox pair COMMAND
 
@@ -114,7 +128,7 @@ def parse(arguments: Sequence[str]) -> Config:
         SystemExit: Help or the version was requested and has been printed.
     """
     if not arguments:
-        raise UsageError(f"a command is needed: {', '.join(_COMMANDS)}; see onebox --help")
+        raise UsageError(f"a command is needed: {', '.join(_FIRST_WORDS)}; see onebox --help")
     if arguments[0] in (*HELP, HELP_ALL, "--version"):
         print(f"onebox {__version__}" if arguments[0] == "--version" else _OVERVIEW.rstrip())
         raise SystemExit(0)
@@ -141,9 +155,9 @@ def _command(arguments: Sequence[str]) -> str:
         SystemExit: Help on ``onebox pair`` was requested and has been printed.
     """
     first, second = arguments[0], arguments[1] if len(arguments) > 1 else ""
-    if first not in _COMMANDS:
+    if first not in _FIRST_WORDS:
         raise UsageError(
-            f"there is no command {first!r}{nearest(first, _COMMANDS)}; the commands are {', '.join(_COMMANDS)}"
+            f"there is no command {first!r}{nearest(first, _FIRST_WORDS)}; the commands are {', '.join(_FIRST_WORDS)}"
         )
     seconds = [command.split()[1] for command in OPTIONS if command.startswith(f"{first} ")]
     if not seconds:

@@ -21,7 +21,6 @@ from onebox.cli.options.common import (
     check_ip,
     check_port,
 )
-from onebox.cli.options.pairing import PairConfig
 from onebox.errors import UsageError
 from onebox.sizes import parse_size
 
@@ -157,6 +156,3 @@ class LogsConfig:
     def __post_init__(self) -> None:
         if not 1 <= self.lines <= 1000:
             raise UsageError(f"--lines {self.lines}: allowed are 1 to 1000")
-
-
-MachinesConfig = ServeConfig | PairConfig | StatusConfig | LogsConfig
