@@ -76,8 +76,8 @@ class Migration:
         old, new = _layout(self._parts, before.holdings), _layout(self._wanted, after.holdings)
         sizes = {name: remote.named.spec(name).size_bytes for name in remote.named.tensors}
         moves = plan_moves(old, new, sizes=sizes, hosts={device.number: device.host for device in pool.devices})
-        self.tensors = [move for move in moves if move.item.key != ENTRIES]
-        self.entries = [move for move in moves if move.item.key == ENTRIES]
+        self._tensors = [move for move in moves if move.item.key != ENTRIES]
+        self._entries = [move for move in moves if move.item.key == ENTRIES]
         self._released = released(old, new)
         self._told: dict[int, Future[WorkerReply]] = {}
         self._written: _Written | None = None
@@ -88,7 +88,7 @@ class Migration:
         Raises:
             OneboxError: The pool is broken or closed.
         """
-        for worker in sorted({move.source for move in self.entries}):
+        for worker in sorted({move.source for move in self._entries}):
             self._told[worker] = self._pool.post(worker, [Lay(self._remote.optimizer_number)], answer=True)
 
     def write(self, patience_s: float) -> bool:
@@ -130,7 +130,7 @@ class Migration:
         over = self.before.retire(self.after)
         if written.group and self.after.group_of(written.members) != written.group:
             over[written.group] = written.members
-        return MigrationReport(names=len(self.tensors), size_bytes=written.size_bytes, over=over, asked=tuple(asked))
+        return MigrationReport(names=len(self._tensors), size_bytes=written.size_bytes, over=over, asked=tuple(asked))
 
     def _answers(self) -> dict[int, Remembered]:
         """Wait for the listings of optimizer state."""
@@ -152,18 +152,18 @@ class Migration:
         group, members, forms = self._group()
         remembered_bytes = sum(
             entry.value.size_bytes
-            for move in self.entries
+            for move in self._entries
             for entry in told[move.source].get(move.item.name, ())
             if isinstance(entry.value, TensorSpec)
         )
-        tensor_bytes = sum(self._spec(move.target, move.item.name).size_bytes for move in self.tensors)
+        tensor_bytes = sum(self._spec(move.target, move.item.name).size_bytes for move in self._tensors)
         exchange = PeerExchange(group=group, members=members)
         instructions = self._instructions(told, exchange, self._remote.versions if branched else WeightVersions())
         return _Written(group, members, forms, instructions, tensor_bytes + remembered_bytes, branched)
 
     def _group(self) -> tuple[int, Members, bool]:
         """Return a group of all senders and receivers, its members, and whether it is formed for the migration only."""
-        involved = {worker for move in (*self.tensors, *self.entries) for worker in (move.source, move.target)}
+        involved = {worker for move in (*self._tensors, *self._entries) for worker in (move.source, move.target)}
         if not involved:
             return 0, (), False
         for ready in (self.after, self.before):
@@ -179,10 +179,10 @@ class Migration:
         numbers, sent = self._remote.named.numbers, exchange.sent
         recalls: dict[int, tuple[list[StateEntry], list[int]]] = {}
         for version in (versions.previous, numbers, versions.ahead):  # in the order in which they are read
-            for move in self.tensors:
+            for move in self._tensors:
                 if move.item.name in version:
                     exchange.carry(move, version[move.item.name], self._spec(move.target, move.item.name))
-        for move in self.entries:
+        for move in self._entries:
             found = told[move.source].get(move.item.name, ())
             laid = {entry.key: self._pool.new_number() for entry in found if isinstance(entry.value, TensorSpec)}
             if laid:

@@ -96,6 +96,9 @@ class RemoteState:
 
         Args:
             holdings: The sharding spec.
+
+        Raises:
+            OneboxError: The pool is broken or closed, or a worker was lost.
         """
         before, self._holdings, copies = self._holdings, holdings, self._copies
         present = _NOWHERE
