@@ -189,7 +189,7 @@ def predict_plan(
         batch=len(labels),
         micro_batches=sizes,
         preparing=preparing,
-        staleness=int(plan.schedule == ASYNC),
+        staleness=int(plan.late),
         versions=2 + extra_copies(late),
     )
     _check_table(problem, plan)
@@ -250,7 +250,7 @@ def plan_of_run(
                 policy for policy in ACTIVATION_POLICIES if policy not in OFFLOADING_POLICIES or not config.overlap
             ]
             found = search_plan(config, data, pool, micro_batches=[size] if size else None, policies=policies)
-            if config.overlap and found.plan.schedule != ASYNC:
+            if config.overlap and not found.plan.late:
                 found = replace(found, simulation=predict(found.problem, found.plan, overlap=True)[1])
         plan, simulation = found.plan, found.simulation
     else:
@@ -270,12 +270,12 @@ def check_staleness(config: TrainConfig, plan: Plan) -> None:
     Raises:
         UsageError: Only one of them has late gradients.
     """
-    if plan.schedule == ASYNC and not config.staleness:
+    if plan.late and not config.staleness:
         raise UsageError(
             f"--plan {config.plan} has the schedule {ASYNC}, with which gradients are applied a step late: train it "
             "with --staleness 1, or make an exact plan"
         )
-    if config.staleness and config.plan != "auto" and len(plan.stages) > 1 and plan.schedule != ASYNC:
+    if config.staleness and config.plan != "auto" and len(plan.stages) > 1 and not plan.late:
         raise UsageError(
             f"--staleness 1 needs a plan with the schedule {ASYNC}, and --plan {config.plan} has {plan.schedule}: "
             "onebox plan --staleness 1 makes one; or leave --staleness out"

@@ -17,7 +17,7 @@ from onebox.cli.run_setup import load_data
 from onebox.engine.workload.delay_compensation import extra_copies, predicts
 from onebox.errors import UsageError
 from onebox.extras import import_extra
-from onebox.plan import ASYNC, Plan, as_data, draw_timeline, in_flight_of, stage_work, steady_window
+from onebox.plan import Plan, as_data, draw_timeline, in_flight_of, stage_work, steady_window
 from onebox.pool import Pool, open_pool
 from onebox.report import candidate_table, plan_device_table, stage_table, summary_line
 from onebox.report.figures.memory_figure import draw_memory
@@ -83,7 +83,7 @@ def print_plan(found: PlanForecast, pool: Pool, console: OutputConsole) -> None:
     console.widen(tables)
     _say(console, f"\n{found.plan.describe()}")
     _say(console, summary_line(found.plan) + (", with emulated devices" if emulated & set(found.plan.devices) else ""))
-    if found.plan.schedule == ASYNC:
+    if found.plan.late:
         _say(console, staleness_line(found))
     if line := topology_line(found.problem, found.plan):
         _say(console, line)
@@ -190,7 +190,7 @@ def _write_files(
             _say(console, f"figure {path}")
     if config.json or config.report is not None:
         give_json(as_json(found, pool, seen), printed=config.json, path=config.report)
-    file, late = config.out or config.check, found.plan.schedule == ASYNC
+    file, late = config.out or config.check, found.plan.late
     if config.out is not None:
         write_plan(config.out, found.plan)
     if file is None:

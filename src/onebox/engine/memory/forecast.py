@@ -20,7 +20,7 @@ from onebox.engine.workload.captures import Captures
 from onebox.engine.workload.named_state import named_state, trained_names
 from onebox.engine.workload.parameter_groups import Optimizers, optimizers_in
 from onebox.graph import Loss
-from onebox.plan import ASYNC, Plan
+from onebox.plan import Plan
 from onebox.pool import DeviceInfo
 from onebox.pool.network.emulated import LinkMap
 from onebox.wire.protocol.instructions import GroupDelays
@@ -142,7 +142,7 @@ def _compiler(
     optimizers = optimizers_in(optimizer)
     state = named_state(model, loss, new)
     wanted = trained_names(state, optimizers)
-    late = late or plan.schedule == ASYNC
+    late = late or plan.late
     compiler = Compiler(
         plan,
         captures,

@@ -20,10 +20,10 @@ from onebox.engine.workload.delay_compensation import delays_of, extra_copies
 from onebox.engine.workload.parameter_groups import Optimizers
 from onebox.errors import UsageError
 from onebox.graph import Loss, Precision
-from onebox.plan import ASYNC, SCHEDULES, Links, Plan, UpdateAt
+from onebox.plan import Links, Plan, UpdateAt
 from onebox.plan.model.problem import Problem
 from onebox.plan.search.result import SearchResult
-from onebox.plan_names import ACTIVATION_POLICIES, ChainPolicy
+from onebox.plan_names import ACTIVATION_POLICIES, ChainPolicy, searchable_schedules
 from onebox.pool import DeviceInfo, Pool
 from onebox.sizes import Memory, parse_budgets
 
@@ -119,7 +119,7 @@ def make_plan(
     allowed = allowed_sizes(batch.size, micro_batches)
     budgets = parse_budgets("memory", memory).of(len(pool))
     late = delays_of(optimizer, delay)
-    names = tuple(schedules) if schedules is not None else (*SCHEDULES, ASYNC) if staleness else SCHEDULES
+    names = tuple(schedules) if schedules is not None else searchable_schedules(staleness)
     profile, captures = profile_model(
         model,
         loss,
@@ -179,7 +179,7 @@ def _limited(plan: Plan, budgets: Sequence[int]) -> Plan:
 def formatted(plan: Plan, profile: ModelProfile, devices: Sequence[DeviceInfo]) -> Plan:
     """Return a plan with the fastest measured formats; versions of weights have the run's precision."""
     found = with_formats(plan, profile, devices)
-    if found.schedule != ASYNC:
+    if not found.late:
         return found
     stages = tuple(msgspec.structs.replace(stage, precision=None) for stage in found.stages)
     return msgspec.structs.replace(found, stages=stages)

@@ -16,7 +16,6 @@ from itertools import combinations
 from onebox.plan.evaluate.evaluator import CostedLayout, Evaluator
 from onebox.plan.model.layout import StageLayout
 from onebox.plan.model.problem import Problem
-from onebox.plan_names import ASYNC
 
 _EFFORT, _SUM_EFFORT = 1, 12
 """Cost of a surrogate for each stage, and for each device that sums gradients with others, in simulated actions."""
@@ -105,7 +104,7 @@ class _Places:
                     loads[other, one] = loads.get((other, one), 0.0) + part * back
         cycle_s, round_s = max(loads.values(), default=0.0), 0.0
         rings = [links.ring_seconds([(order[place],) for place in places], size) for places, size in self._sums]
-        if self._layout.schedule == ASYNC:
+        if self._layout.late:
             round_s = sum(ways) + sum(busy_s for busy_s, _ in self._busy)
             return max(max(self._floor, cycle_s) * self._count, max(rings, default=0.0)) + _FILLING * round_s
         for stage in range(last - 1, -1, -1):

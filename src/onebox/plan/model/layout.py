@@ -9,7 +9,7 @@ from onebox.errors import UsageError
 from onebox.plan.model.plan import Plan
 from onebox.plan.model.problem import Problem
 from onebox.plan.model.stage import ActivationPolicy, Stage
-from onebox.plan_names import UpdateAt
+from onebox.plan_names import SCHEDULE_TRAITS, UpdateAt
 
 
 class LayoutStage(NamedTuple):
@@ -42,6 +42,11 @@ class StageLayout(NamedTuple):
     micro_batch: int | None
     schedule: str
     update: UpdateAt | None = None
+
+    @property
+    def late(self) -> bool:
+        """Return whether its gradients are applied a step late, in a pipeline that never runs empty."""
+        return SCHEDULE_TRAITS[self.schedule].late
 
     @property
     def places(self) -> int:

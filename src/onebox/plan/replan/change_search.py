@@ -18,7 +18,6 @@ from onebox.plan.replan.cut_solver import NEARLY, CutSolver
 from onebox.plan.replan.migration_cost import MigrationCost
 from onebox.plan.replan.step_times import StepTimes
 from onebox.plan.search.result import NAMED_BIAS
-from onebox.plan_names import ASYNC
 
 _STEPS = (1, 2, 4)
 """Numbers of segments by which a cut is moved."""
@@ -91,7 +90,7 @@ class ChangeSearch:
         ordered = [self._ordered(self._now)]
         for layout in self._worth((*ends, *starts)):
             ordered.append(self._ordered(layout))
-            if ordered[-1].step_s <= self._value(layout) * _AS_GOOD or same != ASYNC:
+            if ordered[-1].step_s <= self._value(layout) * _AS_GOOD or not self._now.late:
                 break  # the step times of the others are known, or at least as long
         least_s = min(map(self._worth_s, ordered))
         best = (one for one in ordered if self._worth_s(one) <= least_s * NEARLY)
@@ -241,9 +240,9 @@ class ChangeSearch:
         """Return a proposal with the best order of actions: the layout's own unless another is clearly better."""
         best = self._proposal(layout, None)
         own = self._plan.schedule
-        if own == ASYNC and layout == self._now:
+        if self._plan.late and layout == self._now:
             return self._deeper(best)
-        if own == ASYNC or layout.blocks == 1:
+        if self._plan.late or layout.blocks == 1:
             return best
         names = [name for name in self._problem.schedules if name not in ("auto", own)]
         found = [self._proposal(layout._replace(schedule=name), None) for name in names]
@@ -283,10 +282,10 @@ class ChangeSearch:
         """
         if layout not in self._known:
             try:
-                step_s = self._pace.bound_s(layout) if layout.schedule == ASYNC else self._proposal(layout, None).step_s
+                step_s = self._pace.bound_s(layout) if layout.late else self._proposal(layout, None).step_s
             except UsageError:  # a value would go to an earlier stage
                 step_s = float("inf")
-            barred = layout.schedule == ASYNC and layout != self._now and self._barred(layout)
+            barred = layout.late and layout != self._now and self._barred(layout)
             self._known[layout] = float("inf") if barred else step_s + self._cost(layout)[1] / self._terms.horizon
         return self._known[layout]
 

@@ -7,7 +7,6 @@ from collections.abc import Hashable, Mapping, Sequence
 from onebox.plan.model.layout import LayoutStage, StageLayout
 from onebox.plan.model.problem import Problem
 from onebox.plan.replan.changes import holders
-from onebox.plan_names import ASYNC
 
 
 class MigrationCost:
@@ -20,8 +19,7 @@ class MigrationCost:
 
     def __init__(self, problem: Problem, now: StageLayout) -> None:
         self._problem, self._before = problem, holders(now)
-        late = now.schedule == ASYNC
-        self.sizes = [segment.state_bytes + segment.parameter_bytes * late for segment in problem.segments]
+        self.sizes = [segment.state_bytes + segment.parameter_bytes * now.late for segment in problem.segments]
 
     def brought(self, index: int, part: LayoutStage) -> int:
         """Return the bytes of a segment that the devices of a stage receive if it joins that stage."""

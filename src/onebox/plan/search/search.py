@@ -111,7 +111,7 @@ def search(
     if best is None or best.over_bytes:
         raise infeasible_error(evaluator)
     best = simplest(evaluator, best)
-    if best.layout.schedule == ASYNC and not evaluator.expired():  # the gain from staleness
+    if best.layout.late and not evaluator.expired():  # the gain from staleness
         for name in PLAIN:
             evaluator.evaluate(best.layout._replace(schedule=name))
     return SearchResult(
@@ -311,7 +311,7 @@ def _policies(evaluator: Evaluator, devices: Iterable[int]) -> dict[str, LayoutE
 def _synthesise(evaluator: Evaluator, best: LayoutEvaluation) -> LayoutEvaluation:
     """Synthesise schedules for the best layouts; return the best evaluation, the named one if it is as good."""
     found = best
-    if best.layout.schedule == ASYNC and not best.over_bytes:
+    if best.layout.late and not best.over_bytes:
         return best  # no exact schedule is quicker on its devices
     layouts = _first_of_each(_ranked(evaluator), _SYNTHESISED)
     if evaluator.case(best.layout).actions > _LONG:
