@@ -8,10 +8,9 @@ from functools import cached_property
 
 from onebox.cost import DeviceGroups
 from onebox.plan.evaluate.bounds import least_bytes, least_period, lower_bound
-from onebox.plan.evaluate.partition import numbered_matters
 from onebox.plan.evaluate.predict import order_of, simulate_order
 from onebox.plan.model.cost_model import CostModel
-from onebox.plan.model.device_groups import kind, near
+from onebox.plan.model.device_groups import kind, near, numbered_matters
 from onebox.plan.model.layout import StageLayout, plan_of
 from onebox.plan.model.plan import MicroBatch
 from onebox.plan.model.problem import Problem

@@ -139,6 +139,11 @@ class CostModel:
         whole = self.seconds(tuple(range(len(self.problem.segments))))[device.type]
         return device.speed / max(sum(fixed + each * samples for fixed, each in whole[:3]), 1e-12)
 
+    def shares(self, numbers: Sequence[int], samples: int) -> tuple[float, ...]:
+        """Return shares of some devices in proportion to their throughput with micro-batches of some samples."""
+        powers = [self.power(number, samples) for number in numbers]
+        return tuple(power / sum(powers) for power in powers)
+
     def ties(self, segments: tuple[int, ...]) -> set[int]:
         """Return the numbers of the ties that include any of some segments."""
         return {number for index in segments for number in self._ties[index]}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from onebox.errors import UsageError
@@ -58,6 +59,23 @@ class StageLayout(NamedTuple):
         """Number of stages of the schedule: consecutive ones with the same replicas count once."""
         places = [(part.devices, part.shares) for part in self.parts]
         return 1 + sum(one != other for one, other in pairwise(places))
+
+    def with_parts(self, first: int, *parts: LayoutStage, until: int | None = None) -> StageLayout:
+        """Return the layout with the stages from ``first`` on replaced, up to ``until`` or as many as are given."""
+        end = first + len(parts) if until is None else until
+        return self._replace(parts=(*self.parts[:first], *parts, *self.parts[end:]))
+
+    def with_sizes(self, sizes: Sequence[int]) -> StageLayout:
+        """Return the layout with other numbers of segments in its stages, along the same chain."""
+        every = tuple(index for part in self.parts for index in part.segments)
+        ends = tuple(accumulate(sizes))
+        ranges = zip((0, *ends), ends, self.parts, strict=False)
+        return self._replace(parts=tuple(part._replace(segments=every[a:b]) for a, b, part in ranges))
+
+    def with_devices(self, names: Mapping[int, int]) -> StageLayout:
+        """Return the layout with some devices replaced by others, by their numbers."""
+        parts = (part._replace(devices=tuple(names.get(d, d) for d in part.devices)) for part in self.parts)
+        return self._replace(parts=tuple(parts))
 
     @property
     def plain(self) -> bool:

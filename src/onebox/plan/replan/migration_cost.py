@@ -58,8 +58,7 @@ class MigrationCost:
             work = {device: self._segments(layout, device) for device in group}
             costs = [[self._brought_to(other, work[device]) for other in group] for device in group]
             names |= {group[row]: group[column] for row, column in enumerate(assigned(costs))}
-        parts = (part._replace(devices=tuple(names.get(d, d) for d in part.devices)) for part in layout.parts)
-        return layout._replace(parts=tuple(parts))
+        return layout.with_devices(names)
 
     def _segments(self, layout: StageLayout, device: int) -> list[int]:
         return [index for part in layout.parts if device in part.devices for index in part.segments]

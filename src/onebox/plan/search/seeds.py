@@ -9,13 +9,13 @@ from math import comb, perm
 
 from onebox.cost import DeviceGroups
 from onebox.plan.evaluate.evaluator import Evaluator
-from onebox.plan.evaluate.partition import PartitionLimits, alike, numbered_matters, partitions
-from onebox.plan.evaluate.placement import placed
 from onebox.plan.model.cost_model import CostModel
-from onebox.plan.model.device_groups import kind
+from onebox.plan.model.device_groups import kind, numbered_matters
 from onebox.plan.model.layout import LayoutStage, StageLayout, single
 from onebox.plan.model.problem import Problem
 from onebox.plan.search.baselines import cut, work_of
+from onebox.plan.search.partition import PartitionLimits, alike, partitions
+from onebox.plan.search.placement import placed
 from onebox.plan_names import ASYNC, NAMED, SCHEDULE_TRAITS
 
 PLAIN = (ASYNC, "1f1b", "zb-h1", "gpipe")

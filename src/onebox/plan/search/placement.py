@@ -150,9 +150,7 @@ class _Places:
 
     def moved(self, order: Sequence[int]) -> StageLayout:
         """Return the layout with a device for each place."""
-        now = dict(zip(self.own, order, strict=True))
-        parts = (part._replace(devices=tuple(now[device] for device in part.devices)) for part in self._layout.parts)
-        return self._layout._replace(parts=tuple(parts))
+        return self._layout.with_devices(dict(zip(self.own, order, strict=True)))
 
 
 _Edge = tuple[int, list[tuple[int, int, float]], int, int]

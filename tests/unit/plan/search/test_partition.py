@@ -29,10 +29,10 @@ from onebox.plan import (
     stage_work,
 )
 from onebox.plan.evaluate.bounds import SPLIT, least_bytes, lower_bound
-from onebox.plan.evaluate.partition import PartitionLimits, alike, partitions
 from onebox.plan.model.cost_model import CostModel
 from onebox.plan.model.layout import LayoutStage
 from onebox.plan.search.baselines import cut
+from onebox.plan.search.partition import PartitionLimits, alike, partitions
 from onebox.plan.search.seeds import orders
 from tests.unit.plan.problems import every_plan, links, random_problem, segment
 
