@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from onebox.cli.options.jobs import JobConfig, StalenessConfig, TrainConfig
 from onebox.cli.options.run_config import read_config
 from onebox.cli.run_setup import make_model, make_optimizer
-from onebox.engine.memory.forecast import forecast_memory
+from onebox.engine.memory.forecast import TrainingJob
 from onebox.engine.planning.make_plan import make_plan, pool_links
 from onebox.engine.planning.profile import profile_model
+from onebox.engine.problem.memory_search import with_peaks
 from onebox.engine.problem.planner_problem import make_problem
 from onebox.engine.workload.batch import as_batch
 from onebox.engine.workload.delay_compensation import delays_of, extra_copies
+from onebox.engine.workload.parameter_groups import Optimizers
 from onebox.errors import UsageError
 from onebox.feed import Data
+from onebox.graph import Loss
 from onebox.plan import (
     ACTIVATION_POLICIES,
     ASYNC,
@@ -76,9 +79,10 @@ class PlanForecast:
         return dict(zip(self.plan.devices, self.plan.predicted.peak_bytes, strict=True))
 
 
-def sample_batch(config: JobConfig, data: Data) -> tuple[Tensor, Tensor]:
-    """Return a batch of a data set in the form of a step's input."""
-    return data.example(config.batch)
+def job_of(config: JobConfig, data: Data) -> tuple[nn.Module, Loss, Optimizers, Tensor, Tensor]:
+    """Return the model, the loss, the optimizer, and a batch in the form of a step's input."""
+    model = make_model(config, data)
+    return model, functional.cross_entropy, make_optimizer(config, model), *data.example(config.batch)
 
 
 def search_plan(
@@ -93,6 +97,7 @@ def search_plan(
     preparing: float = 0.0,
     budget_s: float = 5.0,
     fresh: bool = False,
+    overlap: bool = False,
 ) -> PlanForecast:
     """Measure, and search for the best plan.
 
@@ -107,20 +112,15 @@ def search_plan(
         preparing: Cores of this machine that the preparation of batches keeps busy.
         budget_s: Approximate time limit of the search in seconds.
         fresh: Whether to measure again what is cached.
+        overlap: Whether exact steps overlap, for the simulation.
 
     Raises:
         UsageError: The batch cannot be divided as requested.
         PlanError: Nothing fits.
     """
-    model = make_model(config, data)
-    images, labels = sample_batch(config, data)
-    optimizer = make_optimizer(config, model)
+    job = job_of(config, data)
     planned = make_plan(
-        model,
-        functional.cross_entropy,
-        optimizer,
-        images,
-        labels,
+        *job,
         pool=pool,
         micro_batches=micro_batches,
         schedules=schedules,
@@ -134,13 +134,14 @@ def search_plan(
         staleness=config.staleness,
         delay=config.delay,
     )
-    _, simulation = predict(planned.problem, planned.plan)  # with every action and message, which a search leaves out
     return PlanForecast(
         plan=planned.plan,
-        simulation=simulation,
+        simulation=predict(planned.problem, planned.plan, overlap=overlap)[
+            1
+        ],  # with details, which a search leaves out
         problem=planned.problem,
         candidates=planned.result.candidates,
-        delays=delays_of(optimizer, config.delay),
+        delays=delays_of(job[2], config.delay),
     )
 
 
@@ -163,18 +164,13 @@ def predict_plan(
     strangers = [device for device in plan.devices if device >= len(pool)]
     if strangers:
         raise UsageError(f"the plan uses device {strangers[0]}, but the pool has {len(pool)}, numbered from 0")
-    model = make_model(config, data)
-    images, labels = sample_batch(config, data)
+    job = job_of(config, data)
+    optimizer, images, labels = job[2:]
     if plan.micro_batch is not None and plan.micro_batch > len(labels):
         raise UsageError(f"the plan has micro-batches of {plan.micro_batch}, but the batch has {len(labels)} samples")
     sizes = sorted({part.size for part in plan.micro_batches(len(labels))})
-    optimizer = make_optimizer(config, model)
     profile, captures = profile_model(
-        model,
-        functional.cross_entropy,
-        optimizer,
-        images,
-        labels,
+        *job,
         pool=pool,
         sizes=sizes,
         precision="auto" if plan.narrow and config.precision == "fp32" else config.precision,
@@ -192,27 +188,15 @@ def predict_plan(
         staleness=int(plan.late),
         versions=2 + extra_copies(late),
     )
-    _check_table(problem, plan)
-    predicted, simulation = predict(problem, plan)
-    peaks = forecast_memory(
-        plan,
-        model,
-        functional.cross_entropy,
-        optimizer,
-        as_batch(images, labels),
-        devices=pool.devices,
-        captures=captures,
-        delay=late,
-    )
-    exact = msgspec.structs.replace(predicted, peak_bytes=tuple(peaks[device] for device in plan.devices))
-    plan = msgspec.structs.replace(plan, predicted=exact)
-    return PlanForecast(plan=plan, simulation=simulation, problem=problem, delays=late)
-
-
-def _check_table(problem: Problem, plan: Plan) -> None:
     if plan.schedule == "table":
         edges = [(edge.source, edge.target) for edge in stage_work(problem, plan).edges]
         validate(Schedule.parse(plan.table), plan.routes(problem.batch), edges)
+    predicted, simulation = predict(problem, plan)
+    counted = TrainingJob(
+        captures=captures, optimizer=optimizer, batch=as_batch(images, labels), devices=pool.devices, delay=late
+    )
+    plan = with_peaks(msgspec.structs.replace(plan, predicted=predicted), counted.peaks(plan))
+    return PlanForecast(plan=plan, simulation=simulation, problem=problem, delays=late)
 
 
 def plan_of_run(
@@ -249,9 +233,8 @@ def plan_of_run(
             policies = [
                 policy for policy in ACTIVATION_POLICIES if policy not in OFFLOADING_POLICIES or not config.overlap
             ]
-            found = search_plan(config, data, pool, micro_batches=[size] if size else None, policies=policies)
-            if config.overlap and not found.plan.late:
-                found = replace(found, simulation=predict(found.problem, found.plan, overlap=True)[1])
+            sizes = [size] if size else None
+            found = search_plan(config, data, pool, micro_batches=sizes, policies=policies, overlap=config.overlap)
         plan, simulation = found.plan, found.simulation
     else:
         plan = Plan.read(Path(config.plan).expanduser())

@@ -10,7 +10,7 @@ import msgspec
 from torch import nn
 
 from onebox.cost.model_profile import ModelProfile
-from onebox.engine.memory.forecast import MemoryForecast, count_memory
+from onebox.engine.memory.forecast import MemoryForecast, TrainingJob
 from onebox.engine.planning.profile import profile_model
 from onebox.engine.problem.memory_search import search_sharing, search_within, short_of_memory
 from onebox.engine.problem.planner_problem import allowed_sizes, make_problem, measured_sizes
@@ -148,10 +148,12 @@ def make_plan(
     if short_of_memory(problem):
         problem = with_host_speeds(problem, pool, fresh=fresh)
 
+    job = TrainingJob(
+        captures=captures, optimizer=optimizer, batch=batch, devices=pool.devices, links=pool.links, delay=late
+    )
+
     def exact(plan: Plan) -> MemoryForecast:
-        made = formatted(plan, profile, pool.devices)
-        given = made, model, loss, optimizer, batch
-        return count_memory(*given, devices=pool.devices, captures=captures, delay=late, links=pool.links)
+        return job.count(formatted(plan, profile, pool.devices))
 
     if shard_optimizer and len(pool) > 1 and short_of_memory(problem):
         result, plan, problem = search_sharing(problem, exact, budget_s)
