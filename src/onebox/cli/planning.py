@@ -134,11 +134,10 @@ def search_plan(
         staleness=config.staleness,
         delay=config.delay,
     )
+    _, simulation = predict(planned.problem, planned.plan, overlap=overlap)  # with details, which a search leaves out
     return PlanForecast(
         plan=planned.plan,
-        simulation=predict(planned.problem, planned.plan, overlap=overlap)[
-            1
-        ],  # with details, which a search leaves out
+        simulation=simulation,
         problem=planned.problem,
         candidates=planned.result.candidates,
         delays=delays_of(job[2], config.delay),

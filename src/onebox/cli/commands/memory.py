@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torch.nn import functional
-
 from onebox.cli.commands.plan import check_target, give_json
 from onebox.cli.console import OutputConsole
 from onebox.cli.exit_status import FAILED, OK
 from onebox.cli.options.estimates import MemoryConfig
-from onebox.cli.planning import sample_batch, write_plan
-from onebox.cli.run_setup import load_data, make_model, make_optimizer
+from onebox.cli.planning import job_of, write_plan
+from onebox.cli.run_setup import load_data
 from onebox.cost.estimate import DeviceRates
 from onebox.engine.planning.memory_fit import FitReport, estimate_memory
 from onebox.report.tables.memory import curve_lines, peak_table, residents_table
@@ -34,13 +32,8 @@ def show_memory_estimate(config: MemoryConfig) -> int:
     check_target("--out", config.out)
     check_target("--report", config.report)
     job = config.resolved()
-    data = load_data(job)
-    model = make_model(job, data)
     found = estimate_memory(
-        model,
-        functional.cross_entropy,
-        make_optimizer(job, model),
-        *sample_batch(job, data),
+        *job_of(job, load_data(job)),
         memory=config.memory,
         pool=config.pool,
         threads=config.threads,

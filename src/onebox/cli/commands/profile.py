@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from torch.nn import functional
 
 from onebox.cli.commands.devices import print_devices
 from onebox.cli.commands.plan import check_target, give_json
@@ -13,7 +12,8 @@ from onebox.cli.console import OutputConsole
 from onebox.cli.options.common import ModelName
 from onebox.cli.options.jobs import JobConfig
 from onebox.cli.options.pools import ProfileConfig
-from onebox.cli.run_setup import load_data, make_model, make_optimizer
+from onebox.cli.planning import job_of
+from onebox.cli.run_setup import load_data
 from onebox.cost import PoolProfile
 from onebox.cost.model_profile import ModelProfile
 from onebox.engine.planning.profile import profile_model
@@ -45,18 +45,12 @@ def show_profile(config: ProfileConfig) -> None:
 def _measure(config: ProfileConfig, name: ModelName, pool: Pool) -> ModelProfile:
     """Measure a model's segments on a pool."""
     job = JobConfig(model=name, data=config.data, batch=max(config.sizes)).resolved()
-    data = load_data(job)
-    model = make_model(job, data)
-    images, labels = data.example(job.batch)
-    sizes = [size for size in config.sizes if size <= len(labels)] or [len(labels)]
+    made = job_of(job, load_data(job))
+    batch = len(made[-1])
     profile, _ = profile_model(
-        model,
-        functional.cross_entropy,
-        make_optimizer(job, model),
-        images,
-        labels,
+        *made,
         pool=pool,
-        sizes=sizes,
+        sizes=[size for size in config.sizes if size <= batch] or [batch],
         precision=config.precision,
         fresh=config.fresh,
         cache=not config.no_cache,
