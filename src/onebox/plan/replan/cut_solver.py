@@ -13,6 +13,7 @@ from itertools import combinations
 
 import numpy as np
 
+from onebox.plan.hill_climbing import climb
 from onebox.plan.model.cost_model import CostModel
 from onebox.plan.model.layout import LayoutStage, StageLayout
 from onebox.plan.replan.migration_cost import MigrationCost
@@ -74,17 +75,18 @@ class CutSolver:
 
     def _reordered(self, parts: tuple[LayoutStage, ...]) -> tuple[LayoutStage, ...]:
         """Return the stages with their devices reordered by successive exchanges of two."""
-        value = self._estimate(parts)
-        for _ in range(_ROUNDS):
-            others = [exchanged(parts, *pair) for pair in combinations(range(len(parts)), 2)]
-            others += list(self._relieved(parts))
+        rounds = iter(range(_ROUNDS))
+
+        def improved(at: tuple[float, tuple[LayoutStage, ...]]) -> tuple[float, tuple[LayoutStage, ...]] | None:
+            others = [exchanged(at[1], *pair) for pair in combinations(range(len(parts)), 2)]
+            others += list(self._relieved(at[1]))
             values = [self._estimate(other) for other in others]
-            if not values or min(values) >= value * (1 - 1e-6):
-                break
-            value = min(values)
-            near = [other for other, one in zip(others, values, strict=True) if one <= value * NEARLY]
-            parts = min(near, key=self._least_moved) if len(near) > 1 else near[0]
-        return parts
+            if not values or (least := min(values)) >= at[0] * (1 - 1e-6):
+                return None
+            near = [other for other, one in zip(others, values, strict=True) if one <= least * NEARLY]
+            return least, min(near, key=self._least_moved) if len(near) > 1 else near[0]
+
+        return climb((self._estimate(parts), parts), improved, lambda: next(rounds, None) is None)[1]
 
     def _least_moved(self, parts: Sequence[LayoutStage]) -> int:
         """Return the least bytes to be moved if the slowest stage is to be about as quick as possible."""

@@ -8,33 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from itertools import combinations, pairwise
 from random import Random
-from typing import TypeVar
 
 from onebox.plan.evaluate.evaluator import Evaluator, LayoutEvaluation
+from onebox.plan.hill_climbing import climb
 from onebox.plan.model.layout import LayoutStage, StageLayout, single
 from onebox.plan.model.problem import Problem
 from onebox.plan.search.placement import placed
 
 _STEPS = (1, 2, 4)
 """Numbers of segments by which a cut is moved."""
-
-_State = TypeVar("_State")
-
-
-def follow(start: _State, improved: Callable[[_State], _State | None], spent: Callable[[], bool]) -> _State:
-    """Follow improvements until there are none, or until the effort is used up.
-
-    Args:
-        start: The state to begin with.
-        improved: Returns a better state near another one, or ``None``.
-        spent: Returns whether the effort is used up.
-    """
-    while not spent():
-        better = improved(start)
-        if better is None:
-            break
-        start = better
-    return start
 
 
 def descend(
@@ -63,7 +45,7 @@ def descend(
                 return value, layout
         return None
 
-    return follow((rate(start, float("inf")), start), improved, spent)[1]
+    return climb((rate(start, float("inf")), start), improved, spent)[1]
 
 
 def local_search(evaluator: Evaluator, start: LayoutEvaluation) -> LayoutEvaluation:
@@ -81,7 +63,7 @@ def local_search(evaluator: Evaluator, start: LayoutEvaluation) -> LayoutEvaluat
         near, best = neighbours(evaluator, at.layout), _best_placement(evaluator, at.layout)
         return evaluator.first_better(near, at) or evaluator.first_better(best, at)
 
-    return follow(start, improved, lambda: evaluator.spent)
+    return climb(start, improved, lambda: evaluator.spent)
 
 
 def _best_placement(evaluator: Evaluator, layout: StageLayout) -> Iterator[StageLayout]:
