@@ -158,17 +158,39 @@ def simulate_instance(
     peaks = {
         device: peak(instance, held, row).size_bytes for device, held, row in zip(devices, state, rows, strict=True)
     }
-    caps = instance.work.capacity_bytes
-    return Simulation(
-        step_s=step,
+    return simulation_of(
+        instance.work,
+        step,
+        dict(zip(devices, busy, strict=True)),
+        peaks,
         spans=_spans(instance, rows, played) if detail else (),
         transfers=_transfers(instance, rows, played) if detail else (),
         updates=tuple(updates),
-        busy_s=dict(zip(devices, busy, strict=True)),
-        bubble=max(0.0, 1 - math.fsum(busy) / (len(devices) * step)) if step > 0 else 0.0,
-        peak_bytes=peaks,
+    )
+
+
+def simulation_of(
+    work: PlanWork,
+    step_s: float,
+    busy_s: Mapping[int, float],
+    peak_bytes: Mapping[int, int],
+    *,
+    spans: tuple[ActionSpan, ...],
+    transfers: tuple[Transfer, ...],
+    updates: tuple[UpdateSpan, ...],
+) -> Simulation:
+    """Return a simulation with its idle part and with the memory that devices lack; see :class:`Simulation`."""
+    caps = work.capacity_bytes
+    return Simulation(
+        step_s=step_s,
+        spans=spans,
+        transfers=transfers,
+        updates=updates,
+        busy_s=busy_s,
+        bubble=max(0.0, 1 - math.fsum(busy_s.values()) / (len(busy_s) * step_s)) if step_s > 0 else 0.0,
+        peak_bytes=peak_bytes,
         over_bytes={
-            device: most - caps[device] for device, most in peaks.items() if device in caps and most > caps[device]
+            device: most - caps[device] for device, most in peak_bytes.items() if device in caps and most > caps[device]
         },
     )
 
