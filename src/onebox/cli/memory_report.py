@@ -86,7 +86,7 @@ def make_memory_report(config: JobConfig, found: PlanForecast, data: Data, pool:
             plan=found.plan,
             precision=config.precision,
             recover=False,
-            loss_reduction="mean",
+            loss_reduction="mean" if config.loss is None else None,
         ) as trainer:
             for _ in range(_STEPS - 1):
                 trainer.step(*batch)
@@ -134,13 +134,13 @@ def print_memory(seen: MemoryReport, console: OutputConsole) -> None:
         peak_table(seen.curves, seen.budgets, seen.compared, seen.emulated, seen.allocated),
     ]
     console.widen(tables)
-    _say(console, "\nwhat becomes of the activations of each stage until its backward")
+    console.write_line("\nwhat becomes of the activations of each stage until its backward")
     console.print(tables[0])
     measured = f"; measured in step {_STEPS} of {_STEPS}" if seen.compared else ""
-    _say(console, f"memory over a step, by instruction{measured}")
+    console.write_line(f"memory over a step, by instruction{measured}")
     console.print(tables[1])
     for line in curve_lines(seen.curves, seen.budgets, _WIDTH):
-        _say(console, line)
+        console.write_line(line)
 
 
 def memory_data(seen: MemoryReport) -> dict[str, Any]:
@@ -166,7 +166,3 @@ def memory_data(seen: MemoryReport) -> dict[str, Any]:
         ],
         "compared": [one.to_data() for one in seen.compared],
     }
-
-
-def _say(console: OutputConsole, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import msgspec
 from torch import Tensor, nn
-from torch.nn import functional
 
 from onebox.cli.options.jobs import JobConfig, StalenessConfig, TrainConfig
 from onebox.cli.options.run_config import read_config
-from onebox.cli.run_setup import make_model, make_optimizer
+from onebox.cli.output_files import write_output
+from onebox.cli.run_setup import make_loss, make_model, make_optimizer
 from onebox.engine.memory.forecast import TrainingJob
 from onebox.engine.planning.make_plan import make_plan, pool_links
 from onebox.engine.planning.profile import profile_model
@@ -41,7 +41,6 @@ from onebox.plan import (
 from onebox.plan.model.stage import OFFLOADING_POLICIES
 from onebox.pool import Pool, open_pool
 from onebox.report import RunFolder
-from onebox.report.run.json_files import write_atomically
 from onebox.sizes import enough_text
 from onebox.wire.protocol.instructions import GroupDelays
 
@@ -82,7 +81,7 @@ class PlanForecast:
 def job_of(config: JobConfig, data: Data) -> tuple[nn.Module, Loss, Optimizers, Tensor, Tensor]:
     """Return the model, the loss, the optimizer, and a batch in the form of a step's input."""
     model = make_model(config, data)
-    return model, functional.cross_entropy, make_optimizer(config, model), *data.example(config.batch)
+    return model, make_loss(config), make_optimizer(config, model), *data.example(config.batch)
 
 
 def search_plan(
@@ -270,7 +269,4 @@ def write_plan(path: Path, plan: Plan, flag: str = "--out") -> None:
     Raises:
         UsageError: It cannot be written.
     """
-    try:
-        write_atomically(path, plan.to_json().encode())
-    except OSError as error:
-        raise UsageError(f"{flag} {path} cannot be written: {error.strerror}") from error
+    write_output(flag, path, plan.to_json().encode())
