@@ -18,7 +18,7 @@ from hybrid_models import Workload, sgd
 from torch import nn
 
 import onebox
-from onebox.engine.memory.forecast import forecast_memory
+from onebox.engine.memory.forecast import TrainingJob
 from onebox.engine.workload.batch import as_batch
 from onebox.engine.workload.captures import Captures, CaptureSpec
 from onebox.errors import DeviceMemoryError, PlanError
@@ -92,9 +92,9 @@ class Bench:
 
     def predicted(self, plan: Plan, devices: Sequence[DeviceInfo]) -> int:
         """Return the predicted peak of the device, in bytes."""
-        model = self.case.model()
-        job = (plan, model, LOSS, sgd(model), as_batch(*self.data))
-        return forecast_memory(*job, devices=devices, captures=self.captures)[DEVICE]
+        optimizer, batch = sgd(self.captures.recipe.model), as_batch(*self.data)
+        job = TrainingJob(captures=self.captures, optimizer=optimizer, batch=batch, devices=devices)
+        return job.peaks(plan)[DEVICE]
 
     # ---- policies
 

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 import onebox
 from onebox.engine.compile import offload
-from onebox.engine.memory.forecast import forecast_contents
+from onebox.engine.memory.forecast import TrainingJob
 from onebox.engine.memory.simulator import InitialContents, peak_of, peaks_of
 from onebox.engine.steps.results import TraceEvent
 from onebox.engine.workload.batch import as_batch
@@ -139,10 +139,14 @@ def chain(policy: ActivationPolicy) -> Plan:
 
 def forecast(pool: onebox.Pool, name: str, plan: Plan) -> dict[int, InitialContents]:
     """Return what each worker will have in its memory, of which nothing is run."""
-    case = FATED[name]
-    model, batch = case.model(), as_batch(*case.batches([BATCH])[0])
-    job = (plan, model, case.loss, OPTIMIZERS["adamw"](model), batch)
-    return forecast_contents(*job, devices=pool.devices, captures=captures(name))
+    case, known = FATED[name], captures(name)
+    job = TrainingJob(
+        captures=known,
+        optimizer=OPTIMIZERS["adamw"](known.recipe.model),
+        batch=as_batch(*case.batches([BATCH])[0]),
+        devices=pool.devices,
+    )
+    return job.contents(plan)
 
 
 def test_a_budget_that_only_the_offloaded_run_fits_into(pools: Shelf) -> None:

@@ -70,9 +70,9 @@ def check_overlap_of(plan: Plan, staleness: int, *, overlap: bool) -> None:
     Raises:
         UsageError: They cannot; the message gives the reason.
     """
-    if plan.schedule == ASYNC and not staleness:
+    if plan.late and not staleness:
         raise UsageError(f"the plan's schedule is {ASYNC}, which needs staleness=1; or give it another schedule")
-    if staleness and len(plan.stages) > 1 and plan.schedule != ASYNC:
+    if staleness and len(plan.stages) > 1 and not plan.late:
         raise UsageError(
             f"staleness=1 with the schedule {plan.schedule}: a plan of several stages needs the schedule {ASYNC!r}; "
             "make_plan(staleness=1) makes one"

@@ -28,12 +28,13 @@ from onebox.plan import (
     simulate,
     stage_work,
 )
-from onebox.plan.evaluate.bounds import SPLIT, least_bytes, lower_bound
-from onebox.plan.evaluate.partition import PartitionLimits, alike, partitions
+from onebox.plan.evaluate.bounds import least_bytes, lower_bound
 from onebox.plan.model.cost_model import CostModel
 from onebox.plan.model.layout import LayoutStage
 from onebox.plan.search.baselines import cut
+from onebox.plan.search.partition import PartitionLimits, alike, partitions
 from onebox.plan.search.seeds import orders
+from onebox.plan_names import SCHEDULE_TRAITS
 from tests.unit.plan.problems import every_plan, links, random_problem, segment
 
 
@@ -176,7 +177,7 @@ def test_no_schedule_beats_the_bound(seed: int, segments: int, devices: int, ran
         sizes = [part.size / (plan.micro_batch or max(one.size for one in parts)) for part in parts]
         edges = [(edge.source, edge.target) for edge in work.edges]
         step_s = simulate(named_schedule(plan.schedule, routes, edges=edges), routes, work, sizes).step_s
-        assert lower_bound(work, routes, sizes, split=plan.schedule in SPLIT) <= step_s * (1 + 1e-9)
+        assert lower_bound(work, routes, sizes, split=SCHEDULE_TRAITS[plan.schedule].halves) <= step_s * (1 + 1e-9)
         if plan in (replicated, plans[0]):
             table = auto_schedule(routes, work, sizes, budget_s=0.01)
             bound_s = lower_bound(work, routes, sizes, split=True)

@@ -1,15 +1,17 @@
 """Cuts of a chain of segments for uneven devices and links, by dynamic programming. Pure.
 
-For a bottleneck time T, stages are laid from the last segment to the first. A state is the number of used devices of
-each class and the stage laid last; of all ways to reach it the one that got furthest is kept, since each stage takes as
-many segments as T, its memory and its links allow. T is found by bisection. Going backward, the number of stages behind
-is known, and with it the micro-batches that 1F1B keeps in flight. Where there are more states than the beam is wide,
-those are kept whose remaining devices have most time to spare for the remaining segments; otherwise the result is exact
-but for ties between devices of a class.
+For devices in a given order, each place of a cut is tried (:meth:`Chain.best_cuts`).
+
+Otherwise, for a bottleneck time T, stages are laid from the last segment to the first (:func:`partitions`). A state is
+the number of used devices of each class and the stage laid last; of all ways to reach it the one that got furthest is
+kept, since each stage takes as many segments as T, its memory and its links allow. T is found by bisection. Going
+backward, the number of stages behind is known, and with it the micro-batches that 1F1B keeps in flight. Where there are
+more states than the beam is wide, those are kept whose remaining devices have most time to spare for the remaining
+segments; otherwise the result is exact but for ties between devices of a class.
 
 Stages are placed on units: single devices, or several that become replicas of one stage. Units of a class are laid in
 the order of their numbers, over the links that they have there; or, where their placement is refined afterwards
-(:mod:`onebox.plan.evaluate.placement`), as if the best link between two classes were between any two of their units.
+(:mod:`onebox.plan.search.placement`), as if the best link between two classes were between any two of their units.
 One bad link within a class then does not exclude its devices.
 """
 
@@ -23,13 +25,19 @@ from operator import mul
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from onebox.cost import DeviceGroups
 from onebox.plan.model.cost_model import CostModel
+from onebox.plan.model.device_groups import LinkWay, ways_between
 from onebox.plan.model.layout import LayoutStage
 from onebox.plan.model.problem import DeviceSpec
 from onebox.plan.model.shares import apportion
-from onebox.plan.model.work import Links
+
+Array = NDArray[np.float64]
+
+CutWeights = tuple[Sequence[Array], Sequence[Array]]
+"""For each stage the prefix sums of its segments' weights along a chain, and the weight of a cut at each place."""
 
 _PRECISION = 0.01
 """Relative precision of the bisection; the local search that follows moves whole segments anyway."""
@@ -53,9 +61,6 @@ class _Laid(NamedTuple):
     end: int
     behind: _Laid | None
 
-
-_UNLIKE = 1.5
-"""Ratio of bandwidths from which links count as different; measurements scatter by less."""
 
 _MORE = 1
 """Maximum number of stages beyond the fewest possible ones for a T."""
@@ -102,7 +107,7 @@ def partitions(costs: CostModel, order: Sequence[int], limits: PartitionLimits) 
     Returns:
         Stages in order of the chain, for each T and number of stages; empty if none fits.
     """
-    program = _Chain(costs, order, limits)
+    program = _ChainProgram(costs, order, limits)
     low = program.least_s()
     most = program.most_s()
     if not program.lay(most, first=True):
@@ -144,43 +149,109 @@ def alike(units: Sequence[tuple[DeviceSpec, ...]], near: DeviceGroups = ()) -> l
     return list(groups.values())
 
 
-_Way = tuple[float, float]
-"""Bytes per second there and back."""
-
-
-def ways_between(links: Links, classes: Sequence[Sequence[tuple[int, ...]]]) -> list[list[set[_Way]]]:
-    """Return for each pair of classes the bandwidths between a device of one and a device of the other.
+class Chain:
+    """A chain of segments: times and bytes along it for micro-batches of one size, and its best cuts for given devices.
 
     Args:
-        links: The links.
-        classes: Units, as for :class:`PartitionLimits`.
+        costs: Costs of the segments.
+        order: The segments, in an order in which values go from earlier to later ones.
+        samples: Samples of a micro-batch.
+
+    Attributes:
+        crossing: Bytes of values and of gradients that cross each cut, and of values kept by their receivers.
     """
-    bps = links.bandwidth_bps
 
-    def ways(one: Sequence[tuple[int, ...]], other: Sequence[tuple[int, ...]]) -> set[_Way]:
-        pairs = ((a, b) for unit in one for peer in other if unit != peer for a in unit for b in peer)
-        return {(bps[a][b], bps[b][a]) for a, b in pairs}
+    def __init__(self, costs: CostModel, order: Sequence[int], samples: int) -> None:
+        self.costs, self.order, self.samples, self.length = costs, tuple(order), samples, len(order)
+        self.links = costs.problem.links
+        place = {index: position for position, index in enumerate(order)}
+        sums = np.zeros((3, self.length + 2), np.int64)
+        for value in costs.problem.values:
+            if not value.consumers:
+                continue
+            first, last = place[value.source] + 1, max(place[consumer] for consumer in value.consumers) + 1
+            row = np.array([value.forward_bytes, value.backward_bytes, value.forward_bytes * value.kept]) * samples
+            sums[:, first] += row
+            sums[:, last] -= row
+        self.crossing = np.cumsum(sums, axis=1)
+        self._seconds: dict[tuple[object, ...], Array] = {}
 
-    return [[ways(one, other) for other in classes] for one in classes]
+    def seconds(self, devices: tuple[int, ...], fractions: tuple[float, ...]) -> Array:
+        """Return prefix sums of a micro-batch's seconds on some devices, with the slowest one's time of each segment.
+
+        Args:
+            devices: The devices.
+            fractions: The part of all micro-batches that each computes.
+        """
+        key = devices, fractions
+        if key not in self._seconds:
+            rows = []
+            for number, fraction in zip(devices, fractions, strict=True):
+                device = self.costs.problem.device[number]
+                one = (self.costs.seconds((index,))[device.type] for index in self.order)
+                each = [sum(fixed + part * self.samples for fixed, part in seconds[:3]) for seconds in one]
+                rows.append(np.array(each) / device.speed * fraction)
+            self._seconds[key] = np.concatenate([[0.0], np.cumsum(np.max(rows, axis=0))])
+        return self._seconds[key]
+
+    def stage_s(self, part: LayoutStage) -> Array:
+        """Return prefix sums of a micro-batch's seconds on the devices of a stage."""
+        total = sum(part.shares)
+        return self.seconds(part.devices, tuple(share / total for share in part.shares))
+
+    def link_s(self, parts: Sequence[LayoutStage], number: int) -> Array:
+        """Return a micro-batch's seconds on the slower direction of the link before a stage, by the stage's start."""
+        if not number:
+            return np.zeros(self.length + 1)
+        bandwidth, bps = np.zeros(2), self.links.bandwidth_bps
+        for a in parts[number - 1].devices:  # each pair carries its part of the micro-batches
+            for b in parts[number].devices:
+                bandwidth += (bps[a][b] if a != b else np.inf, bps[b][a] if a != b else np.inf)
+        return np.asarray((self.crossing[:2, : self.length + 1] / bandwidth[:, None]).max(axis=0))
+
+    def best_cuts(
+        self, parts: Sequence[LayoutStage], most_s: float = np.inf, weights: CutWeights | None = None
+    ) -> list[int] | None:
+        """Return the ends of stages that minimise the slowest stage or link, or a sum with none above a limit.
+
+        Args:
+            parts: The stages, with their devices in order; their segments do not matter.
+            most_s: The limit, in seconds of a micro-batch.
+            weights: The terms of the sum; ``None`` minimises the slowest.
+
+        Returns:
+            The ends along the chain; ``None`` where no cuts are within the limit.
+        """
+        size = self.length + 1
+        value = np.full(size, np.inf)
+        value[0] = 0.0
+        empty = np.tril(np.ones((size, size), dtype=np.bool_))
+        choices = []
+        for number, part in enumerate(parts):
+            took, link = self.stage_s(part), self.link_s(parts, number)
+            each = np.where(empty, np.inf, took[None, :] - took[:, None])
+            if weights is None:
+                reached = np.maximum(each, np.maximum(link, value)[:, None])
+            else:
+                own, cut = weights[0][number], weights[1][number]
+                beyond = (each > most_s) | (link > most_s)[:, None]
+                reached = np.where(beyond, np.inf, own[None, :] - own[:, None]) + (cut + value)[:, None]
+            choices.append(np.argmin(reached, axis=0))
+            value = reached[choices[-1], np.arange(size)]
+        if not value[-1] < np.inf:
+            return None
+        ends = [size - 1]
+        for choice in choices[:0:-1]:
+            ends.insert(0, int(choice[ends[0]]))
+        return ends
 
 
-def numbered_matters(links: Links, classes: Sequence[Sequence[tuple[int, ...]]]) -> bool:
-    """Return whether links between two classes differ much in bandwidth, so that the placement of units matters."""
-    for found in (found for row in ways_between(links, classes) for found in row if found):
-        for side in range(2):
-            carried = [way[side] for way in found]
-            if max(carried) > _UNLIKE * min(carried):
-                return True
-    return False
-
-
-class _Chain:
-    """Prefix sums over a chain, and the dynamic program."""
+class _ChainProgram(Chain):
+    """The dynamic program that places the stages of a chain on free devices."""
 
     def __init__(self, costs: CostModel, order: Sequence[int], limits: PartitionLimits) -> None:
-        self.costs, self.order, self.limits = costs, tuple(order), limits
-        problem = costs.problem
-        self.links, self.length = problem.links, len(order)
+        super().__init__(costs, order, limits.samples)
+        self.limits, problem = limits, costs.problem
         self.classes = limits.units
         self.call_s = 2 * problem.call_s
         self.times = [self._times(units[0]) for units in self.classes]
@@ -189,33 +260,20 @@ class _Chain:
             min((problem.capacity_bytes[d] for d in units[0] if d in problem.capacity_bytes), default=None)
             for units in self.classes
         ]
-        self.forward, self.backward, self.kept = self._crossing()
+        self.forward, self.backward, self.kept = self.crossing.tolist()
         self.ways = [[self._common(found) for found in row] for row in ways_between(self.links, self.classes)]
         self._memory: dict[int, list[list[int]]] = {}
 
-    def _common(self, ways: set[_Way]) -> list[_Way]:
+    def _common(self, ways: set[LinkWay]) -> list[LinkWay]:
         """Return the bandwidth between two classes if it is the same for all, or taken to be; else an empty list."""
         if self.limits.unplaced and ways:
             return [(max(there for there, _ in ways), max(back for _, back in ways))]
         return list(ways) if len(ways) == 1 else []
 
-    def _shares(self, unit: tuple[int, ...]) -> tuple[float, ...]:
-        """Return the shares of a unit's devices, by their speeds."""
-        if len(unit) == 1:
-            return (1.0,)
-        powers = [self.costs.power(number, self.limits.samples) for number in unit]
-        return tuple(power / sum(powers) for power in powers)
-
     def _times(self, unit: tuple[int, ...]) -> list[float]:
-        """Return prefix sums of a micro-batch's seconds on a unit, with the slowest device's time of each segment."""
-        turns = apportion(self.limits.count, self._shares(unit))
-        rows = []
-        for number, turn in zip(unit, turns, strict=True):
-            device = self.costs.problem.device[number]
-            one = (self.costs.seconds((index,))[device.type] for index in self.order)
-            each = [sum(fixed + part * self.limits.samples for fixed, part in seconds[:3]) for seconds in one]
-            rows.append(np.array(each) / device.speed * (turn / self.limits.count))
-        return [0.0, *np.cumsum(np.max(rows, axis=0)).tolist()]
+        """Return prefix sums of a micro-batch's seconds on a unit."""
+        turns = apportion(self.limits.count, self.costs.shares(unit, self.samples))
+        return self.seconds(unit, tuple(turn / self.limits.count for turn in turns)).tolist()
 
     def _power(self, times: list[float]) -> float:
         """Return the largest speed ratio of a class to the first class at any segment."""
@@ -223,24 +281,10 @@ class _Chain:
         some = other > 0
         return float((nominal[some] / other[some]).max()) if some.any() else 1.0
 
-    def _crossing(self) -> tuple[list[int], list[int], list[int]]:
-        """Return the bytes of values and of gradients that cross each cut, and of values kept by their receivers."""
-        place = {index: position for position, index in enumerate(self.order)}
-        sums = np.zeros((3, self.length + 2), np.int64)
-        for value in self.costs.problem.values:
-            if not value.consumers:
-                continue
-            first, last = place[value.source] + 1, max(place[consumer] for consumer in value.consumers) + 1
-            row = np.array([value.forward_bytes, value.backward_bytes, value.forward_bytes * value.kept])
-            sums[:, first] += row * self.limits.samples
-            sums[:, last] -= row * self.limits.samples
-        forward, backward, kept = np.cumsum(sums, axis=1).tolist()
-        return forward, backward, kept
-
     def memory(self, in_flight: int) -> list[list[int]]:
         """Return ``[end][start]``, the bytes of a stage with a number of micro-batches in flight."""
         if in_flight not in self._memory:
-            samples, more = self.limits.samples, self.limits.versions - 1
+            samples, more = self.samples, self.limits.versions - 1
             sizes = [self.costs.sizes((index,)) for index in self.order]
             own = [size.state + more * size.parameter + size.saved * samples * in_flight for size in sizes]
             each = [max(size.forward_work, size.backward_work + size.late) * samples for size in sizes]
@@ -373,6 +417,6 @@ class _Chain:
         found, start = [], 0
         while laid is not None:
             segments = self.order[start : laid.end]  # a stage may begin later than possible, at a smaller cut
-            found.append(LayoutStage(segments, laid.devices, self._shares(laid.devices)))
+            found.append(LayoutStage(segments, laid.devices, self.costs.shares(laid.devices, self.samples)))
             start, laid = laid.end, laid.behind
         return tuple(found)

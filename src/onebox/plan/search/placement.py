@@ -11,12 +11,12 @@ shifts by one the devices of a row of stages, as with tours (Lin, Computer solut
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import combinations
+from itertools import combinations, cycle, islice
 
 from onebox.plan.evaluate.evaluator import CostedLayout, Evaluator
+from onebox.plan.hill_climbing import climb
 from onebox.plan.model.layout import StageLayout
 from onebox.plan.model.problem import Problem
-from onebox.plan_names import ASYNC
 
 _EFFORT, _SUM_EFFORT = 1, 12
 """Cost of a surrogate for each stage, and for each device that sums gradients with others, in simulated actions."""
@@ -105,7 +105,7 @@ class _Places:
                     loads[other, one] = loads.get((other, one), 0.0) + part * back
         cycle_s, round_s = max(loads.values(), default=0.0), 0.0
         rings = [links.ring_seconds([(order[place],) for place in places], size) for places, size in self._sums]
-        if self._layout.schedule == ASYNC:
+        if self._layout.late:
             round_s = sum(ways) + sum(busy_s for busy_s, _ in self._busy)
             return max(max(self._floor, cycle_s) * self._count, max(rings, default=0.0)) + _FILLING * round_s
         for stage in range(last - 1, -1, -1):
@@ -115,16 +115,22 @@ class _Places:
 
     def settle(self, order: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
         """Follow improving changes until there are none; return the final cost and order."""
-        value, turn, tried = self.cost(order), 0, 0
-        evaluator = self._evaluator
-        while tried < len(self._changes) and evaluator.left > self._limit and not evaluator.expired():
-            evaluator.left -= self._effort
-            change = tuple(order[place] for place in self._changes[turn])
-            found, tried = self.cost(change), tried + 1
-            if found < value * _WORTH:
-                value, order, tried = found, change, 0
-            turn = (turn + 1) % len(self._changes)
-        return value, order
+        evaluator, turns = self._evaluator, cycle(self._changes)
+
+        def spent() -> bool:
+            return evaluator.left <= self._limit or evaluator.expired()
+
+        def improved(at: tuple[float, tuple[int, ...]]) -> tuple[float, tuple[int, ...]] | None:
+            for change in islice(turns, len(self._changes)):  # goes on behind the last change
+                if spent():
+                    return None
+                evaluator.left -= self._effort
+                found = tuple(at[1][place] for place in change)
+                if (value := self.cost(found)) < at[0] * _WORTH:
+                    return value, found
+            return None
+
+        return climb((self.cost(order), order), improved, spent)
 
     def _permutations(self) -> Iterator[tuple[int, ...]]:
         """Yield for each change the place from which the device of each place comes."""
@@ -151,9 +157,7 @@ class _Places:
 
     def moved(self, order: Sequence[int]) -> StageLayout:
         """Return the layout with a device for each place."""
-        now = dict(zip(self.own, order, strict=True))
-        parts = (part._replace(devices=tuple(now[device] for device in part.devices)) for part in self._layout.parts)
-        return self._layout._replace(parts=tuple(parts))
+        return self._layout.with_devices(dict(zip(self.own, order, strict=True)))
 
 
 _Edge = tuple[int, list[tuple[int, int, float]], int, int]

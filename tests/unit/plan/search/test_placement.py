@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from onebox.plan import ASYNC, DeviceSpec, Links, Problem, SegmentValue, predict, search
 from onebox.plan.evaluate.evaluator import Evaluator
-from onebox.plan.evaluate.placement import placed
 from onebox.plan.model.layout import LayoutStage, StageLayout, single
+from onebox.plan.search.placement import placed
 from tests.unit.clusters import CLUSTERS, Cluster, bad_ring, laptop_and_desktops, slow_uplink, two_hosts
 from tests.unit.plan.problems import segment
 
