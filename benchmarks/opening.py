@@ -36,7 +36,7 @@ FIRST_STEP = """
 import json, time
 import psutil, torch
 from onebox.worker.process import main as worker
-from onebox.worker.optimizer.optimizer_patch import without_compiler
+from onebox.worker.optimizer.native import without_compiler
 
 weight = torch.zeros(8, 8)
 weight.grad = torch.ones(8, 8)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, get_args
 
 from onebox.errors import WireError
 from onebox.wire import BlockSpec, GeneratorSpec, KernelSpec, TensorSpec, from_frame, rows_of, spec_of, unpack
-from onebox.wire.protocol.eager import EagerWork, Operate, Perform, Replay
+from onebox.wire.protocol.eager import EagerWork, KeepGenerator, Operate, Perform, Replay
 from onebox.wire.protocol.groups import FormGroup, LeaveGroup, Retime
 from onebox.wire.protocol.instructions import (
     Ask,
@@ -23,6 +23,7 @@ from onebox.wire.protocol.instructions import (
     Offload,
     OptimizerStep,
     Prefetch,
+    Receive,
     Reduce,
     Rename,
     Send,
@@ -30,26 +31,23 @@ from onebox.wire.protocol.instructions import (
 )
 from onebox.wire.protocol.requests import Define, Instruction, OptimizerSpec, Put, Routine, Run, StoredProgram
 from onebox.wire.protocol.responses import Digest, OptimizerState, Result, Scalars, Tensors, WorkerFailure
-from onebox.wire.protocol.snapshots import Lay, Read, Recall, Remembered, SlotInstruction, Snapshot
+from onebox.wire.protocol.snapshots import Fill, Lay, Read, Recall, Remembered, SlotInstruction, Snapshot, Write
 from onebox.worker.comm.api import ClientChannel
 from onebox.worker.comm.manager import GroupManager, groups_of
 from onebox.worker.device import ComputeDevice
 from onebox.worker.execution.collectives import CollectiveExecutor, Communication, Resolve
 from onebox.worker.execution.eager import EagerExecutor, VoidKernel
-from onebox.worker.execution.effects import frame_count, writes
 from onebox.worker.execution.errors import describe_failure
 from onebox.worker.execution.optimizer_steps import OptimizerSteps
-from onebox.worker.execution.program_calls import ProgramCalls
 from onebox.worker.faults import FaultInjector
-from onebox.worker.memory.buffers import BufferStore, Poisoned
+from onebox.worker.memory.buffers import BufferStore, Poisoned, QuotaExceeded
 from onebox.worker.memory.host import HostMemory
 from onebox.worker.memory.offload import Offloader
 from onebox.worker.optimizer.deferred import DeferredOptimizer
 from onebox.worker.optimizer.native import NativeOptimizer
-from onebox.worker.programs.interpreter import CompiledProgram
-from onebox.worker.progress import WorkerProgress
+from onebox.worker.programs.interpreter import CompiledProgram, OperatorFailed
+from onebox.worker.progress import Trace, WorkerProgress
 from onebox.worker.snapshots.service import SnapshotService
-from onebox.worker.trace import Trace
 
 _Kind = TypeVar("_Kind")
 Report = Callable[[WorkerFailure], None]
@@ -98,7 +96,6 @@ class Executor:
         self._updates = OptimizerSteps(
             device, self.store, self._offloader, self._definition, self._before_update, self.progress
         )
-        self._calls = ProgramCalls(device, self.store, self._updates.versions, self.progress)
         self._trace = Trace()
         self._run = Run(0)
         self._place: tuple[int, int] | None = None  # number of the running routine, and index of its instruction
@@ -119,7 +116,7 @@ class Executor:
         """
         if isinstance(instruction, Run):
             return self._run_routine(instruction)
-        own = iter(list(itertools.islice(frames, frame_count(instruction))))
+        own = iter(list(itertools.islice(frames, _frame_count(instruction))))
         return self._guarded(instruction, own, _same)
 
     def interrupt(self, group: int) -> None:
@@ -210,7 +207,7 @@ class Executor:
             self.store.void(
                 optimizer.numbers if isinstance(optimizer, NativeOptimizer | DeferredOptimizer) else (), failure
             )
-        self.store.void([resolve(reference) for reference in writes(instruction)], failure)
+        self.store.void([resolve(reference) for reference in _writes(instruction)], failure)
         if isinstance(instruction, Define):
             self._undefine(instruction.number)
             what = instruction.what
@@ -273,8 +270,37 @@ class Executor:
         return []
 
     def _call(self, call: Call, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
-        tape = self._definition(call.program, CompiledProgram)
-        self._calls.run(call, tape, resolve, self._run, self._trace)
+        tape, store, device = self._definition(call.program, CompiledProgram), self.store, self._device
+        program, run = tape.program, self._run
+        if len(call.inputs) != len(program.inputs) or len(call.outputs) != len(program.outputs):
+            raise WireError(f"program {call.program} has other inputs or outputs than its call")
+        if call.age < 0:
+            raise WireError(f"an age of {call.age} steps; allowed is 0 or more")
+        step = run.step - call.age
+        numbers = [resolve(reference) for reference in call.inputs]
+        inputs = store.many(numbers)
+        if self._updates.versions:
+            self._updates.versions.note(numbers, inputs, step)
+        self._trace.ready()
+        start_ns = time.monotonic_ns()
+        need = tape.footprint(call.takes)
+        try:
+            store.reserve(need.peak_bytes)
+        except QuotaExceeded as error:
+            raise OperatorFailed(program.operators[need.peak_operator].name, "") from error
+        for position in call.takes:
+            store.forget(numbers[position])
+
+        def seed(position: int) -> None:
+            device.seed(run.seed, step, call.micro_batch, position)
+
+        try:
+            outputs = tape.laid_out(tape.run(inputs, seed, self.progress))
+        finally:
+            device.unseed()
+        for reference, tensor in zip(call.outputs, outputs, strict=True):
+            store.put(resolve(reference), tensor)
+        device.pace(start_ns, tape.cost_s, self.progress)
         return []
 
     def _free(self, free: Free, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
@@ -401,3 +427,33 @@ class Executor:
 
 def _same(reference: int) -> int:
     return reference
+
+
+def _writes(instruction: Instruction) -> Sequence[int]:
+    """Return the references of buffers that an instruction would write, or that would be lost without it."""
+    match instruction:
+        case Call():
+            return instruction.outputs
+        case OptimizerStep() | Branch():
+            return (*instruction.previous, *instruction.ahead)
+        case Rename():
+            return instruction.into
+        case Put() | Reduce() | Broadcast() | Fill() | Lay() | Offload() | Evict() | Prefetch():
+            return instruction.buffers
+        case Receive() | KeepGenerator():
+            return (instruction.buffer,)
+        case Gather():
+            return (instruction.into,)
+        case _:
+            return ()
+
+
+def _frame_count(instruction: Instruction) -> int:
+    """Return the number of frames of its message that belong to an instruction."""
+    if isinstance(instruction, Put):
+        return len(instruction.specs)
+    if isinstance(instruction, Write):
+        return 1
+    if isinstance(instruction, Define) and isinstance(instruction.what, OptimizerSpec):
+        return sum(isinstance(entry.value, TensorSpec) for entry in instruction.what.state)
+    return 0

@@ -19,8 +19,7 @@ from onebox.worker.faults import FaultInjector
 from onebox.worker.memory.async_copy import AsyncCopier, PendingCopy, copier_for
 from onebox.worker.memory.buffers import BufferStore
 from onebox.worker.memory.host import HostMemory
-from onebox.worker.progress import WorkerProgress
-from onebox.worker.trace import Trace
+from onebox.worker.progress import Trace, WorkerProgress
 
 _SPARE = 2
 """Limit of spare blocks as a multiple of the peak use: sizes recur in each step, and new memory costs as much as a copy

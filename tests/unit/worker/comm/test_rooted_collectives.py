@@ -19,15 +19,14 @@ from onebox.wire.protocol.groups import EmulatedLink, FormGroup
 from onebox.wire.protocol.instructions import Broadcast, Reduce
 from onebox.wire.protocol.requests import Routine
 from onebox.worker.comm.api import Begun, RankLost, WorkerGroup
+from onebox.worker.comm.client import ClientGroup
 from onebox.worker.comm.emulated_links import EmulatedLinks
-from onebox.worker.comm.formation import ClientGroup, form_group
 from onebox.worker.comm.hybrid import HybridGroup
-from onebox.worker.comm.manager import groups_of
+from onebox.worker.comm.manager import form_group, groups_of
 from onebox.worker.comm.shm.segment import supported
 from onebox.worker.execution.collectives import CollectiveExecutor
 from onebox.worker.memory.buffers import BufferStore, QuotaExceeded
-from onebox.worker.progress import WorkerProgress
-from onebox.worker.trace import Trace
+from onebox.worker.progress import Trace, WorkerProgress
 from tests.unit.programs import CPU
 from tests.unit.ranks import Hub, run_ranks
 

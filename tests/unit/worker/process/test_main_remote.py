@@ -27,7 +27,7 @@ from onebox.wire import (
 from onebox.wire.protocol.instructions import Ask, Call, Free, Get
 from onebox.wire.protocol.requests import Envelope, Instruction, Put, Shutdown
 from onebox.wire.protocol.responses import Hello, Left, Reply
-from onebox.wire.transport.reliable import Reliable
+from onebox.wire.reliable import Reliable
 from onebox.worker import WorkerConfig
 from onebox.worker.process import main
 from onebox.worker.process.main import WorkerServer

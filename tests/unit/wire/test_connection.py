@@ -9,8 +9,8 @@ import pytest
 import zmq
 
 from onebox.wire import Connection, detect_dead_peers
-from onebox.wire.transport.reliable import Reliable
-from tests.unit.wire.transport.test_channel import Socket
+from onebox.wire.reliable import Reliable
+from tests.unit.wire.test_channel import Socket
 
 
 class Wire:
