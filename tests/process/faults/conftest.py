@@ -43,7 +43,7 @@ class Belongings:
 
 def belongings() -> Belongings:
     """Look what this process holds, but for nurseries without workers, which stay a while for the next pool."""
-    found = OWN._nurseries._found.values()
+    found = OWN._found.values()
     nurseries = {nursery.pid for nursery in found}
     theirs = {str(number) for nursery in found for number in (nursery.channel, nursery._words.fileno())}
     folders = [Path(tempfile.gettempdir()), Path("/dev/shm")]

@@ -211,7 +211,7 @@ def test_a_lease_that_ends_while_its_workers_are_started_starts_no_more(fakes: l
     assert workers.attend({fake.descriptor for fake in fakes}, 1.0) == [LeaseClosed(1)] and len(fakes) == STARTS
 
 
-def test_workers_wait_for_their_nursery_which_ends_after_them(fakes: list[Fake]) -> None:
+def test_workers_wait_for_their_fork_server_which_ends_after_them(fakes: list[Fake]) -> None:
     FakeForkServer.ready = False
     workers = started(2)
     (fork_server,) = FakeForkServer.made
@@ -228,7 +228,7 @@ def test_workers_wait_for_their_nursery_which_ends_after_them(fakes: list[Fake])
     assert fork_server.closed
 
 
-def test_a_lease_whose_nursery_is_never_ready_fails_in_time(fakes: list[Fake]) -> None:
+def test_a_lease_whose_fork_server_is_never_ready_fails_in_time(fakes: list[Fake]) -> None:
     FakeForkServer.ready = False
     workers = started(2)
     assert workers.attend(set(), START_S - 1) == []

@@ -18,7 +18,7 @@ import msgspec
 
 from onebox.errors import PoolError, WorkerDied
 from onebox.pool.errors import AFTERWARDS, WorkerLocation
-from onebox.pool.launch.fork_server import ForkedProcess, WorkerSpawner
+from onebox.pool.launch.fork_server import ForkedWorker, WorkerSpawner
 from onebox.pool.launch.worker_user import WorkerUser
 from onebox.worker import Ports, WorkerConfig
 
@@ -104,7 +104,7 @@ class WorkerProcess:
         self._stderr: IO[bytes] = tempfile.TemporaryFile(prefix="onebox-")  # noqa: SIM115 (closed by close)
         environment = worker_environment(config.threads, account)
         forked = None if spawner is None else spawner.spawn_worker(environment, self._stderr, account)
-        self._process: subprocess.Popen[bytes] | ForkedProcess = forked or self._start(environment, account)
+        self._process: subprocess.Popen[bytes] | ForkedWorker = forked or self._start(environment, account)
         self.descriptor = forked.descriptor if forked else os.pidfd_open(self._process.pid)
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
@@ -183,7 +183,7 @@ class WorkerProcess:
             status = None
         words = self.last_words()
         said = f"; its last words:\n{words}" if words else "; it said nothing"
-        how = _UNKNOWN if status is None and isinstance(self._process, ForkedProcess) else how_it_ended(status)
+        how = _UNKNOWN if status is None and isinstance(self._process, ForkedWorker) else how_it_ended(status)
         return WorkerDied(
             f"{self.place}, process {self.pid}, {how}{said}\n  {AFTERWARDS}",
             exit_status=status,

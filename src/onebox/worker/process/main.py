@@ -21,6 +21,7 @@ import zmq
 from msgspec import Struct
 
 from onebox.errors import WireError
+from onebox.forking import signal_at_end_of_parent
 from onebox.wire import Connection, KeyPair, codecs, configure, decode_envelope, detect_dead_peers, encode, listen, send
 from onebox.wire.protocol.groups import Reduced, Rendezvous, TicketCancelled
 from onebox.wire.protocol.requests import PROTOCOL, Envelope, Shutdown
@@ -40,7 +41,7 @@ SEND_TIMEOUT_S = 300.0
 
 _DEAF = f"the client has taken nothing for {SEND_TIMEOUT_S:.0f} s; this worker ends"
 
-_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+_PR_SET_NAME = 15
 
 
 class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -336,7 +337,7 @@ def wake_with_owner() -> None:
     The signal is SIGCONT rather than SIGKILL because it is also sent when only the thread that started this process has
     ended; it does not affect a running process.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGCONT), 0, 0, 0)
+    signal_at_end_of_parent(signal.SIGCONT)
 
 
 def name_process(name: str) -> None:
