@@ -90,7 +90,7 @@ def trained(threads: int) -> dict[str, torch.Tensor]:
     model = nn.Sequential(nn.Conv2d(3, 24, 3), nn.BatchNorm2d(24), nn.ReLU(), nn.Flatten(), nn.Linear(24 * 14 * 14, 10))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     with open_pool("cpu*2", threads=threads) as pool:
-        assert isinstance(pool._members[0], WorkerProcess)
+        assert isinstance(pool._handles[0], WorkerProcess)
         with onebox.Trainer(model, nn.functional.cross_entropy, optimizer, pool=pool) as trainer:
             for _ in range(3):
                 trainer.step(torch.randn(16, 3, 16, 16), torch.randint(10, (16,)))

@@ -63,8 +63,8 @@ def test_a_lease_brings_workers_that_let_its_client_in_and_nobody_else(shared: H
     first, second = leased.workers
     assert first.process != second.process and first.key != second.key
     assert greeted(first.commands, first.key, client.keys, 30)
-    assert greeted(first.beats, first.key, client.keys, 30)
-    assert not greeted(second.beats, second.key, new_keys(), 1)
+    assert greeted(first.heartbeats, first.key, client.keys, 30)
+    assert not greeted(second.heartbeats, second.key, new_keys(), 1)
 
     client.say(Inspect(client.number()))
     (offer,) = client.take(Stock).offers
@@ -340,7 +340,7 @@ def test_workers_bind_the_ports_that_they_are_given_and_no_others() -> None:
     with house(worker_ports=range(23417, 23419)) as made:  # below those that systems choose by themselves
         client = made.client("ana")
         (worker,) = client.lease(HALF, grace_s=60.0).workers
-        ports = {int(endpoint.rpartition(":")[2]) for endpoint in (worker.commands, worker.beats)}
-        assert ports == {23417, 23418} and greeted(worker.beats, worker.key, client.keys, 30)
+        ports = {int(endpoint.rpartition(":")[2]) for endpoint in (worker.commands, worker.heartbeats)}
+        assert ports == {23417, 23418} and greeted(worker.heartbeats, worker.key, client.keys, 30)
         client.ask(HALF)
         assert "no port from 23417 to 23418 is free" in client.take(Refused).reason

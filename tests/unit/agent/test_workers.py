@@ -128,7 +128,7 @@ def test_a_lease_is_ready_when_all_its_workers_are(fakes: list[Fake]) -> None:
 def test_an_address_of_ipv6_is_advertised_in_brackets(fakes: list[Fake]) -> None:
     workers = started(1, advertise="2001:db8::7")
     (ready,) = workers.attend({fakes[0].outlet}, 1.0)
-    assert isinstance(ready, LeaseReady) and ready.workers[0].beats == "tcp://[2001:db8::7]:1001"
+    assert isinstance(ready, LeaseReady) and ready.workers[0].heartbeats == "tcp://[2001:db8::7]:1001"
 
 
 def test_a_worker_that_ends_later_is_news_and_the_others_go_on(fakes: list[Fake]) -> None:

@@ -29,8 +29,8 @@ def load_cifar10(folder: Path) -> DataSet:
     splits = _load(train, folder), _load(Cifar10(folder, "test"), folder)
     sizes = [list(split.images.shape[2:]) for split in splits]
     if sizes[0] != sizes[1]:
-        said = f"{folder}: training images have {sizes[0]} pixels, test images {sizes[1]}"
-        raise DataError(f"{said}; they do not belong together.", path=folder)
+        problem = f"{folder}: training images have {sizes[0]} pixels, test images {sizes[1]}"
+        raise DataError(f"{problem}; they do not belong together.", path=folder)
     return DataSet(name="cifar10", classes=len(train.classes), train=splits[0], test=splits[1])
 
 
@@ -41,12 +41,12 @@ def _load(source: Cifar10, folder: Path) -> Split:
         image_CHW, label = source.decode(source.read(index), index)
         if images and image_CHW.shape != images[0].shape:
             came, first = list(image_CHW.shape[1:]), list(images[0].shape[1:])
-            said = f"{source.name(index)} has {came} pixels; the first image has {first}"
-            raise DataError(f"{said}, and all need the same.", path=folder, sample=index)
+            problem = f"{source.name(index)} has {came} pixels; the first image has {first}"
+            raise DataError(f"{problem}, and all need the same.", path=folder, sample=index)
         total_bytes += image_CHW.nbytes
         if total_bytes > MAX_TOTAL_BYTES:
-            said = f"{folder}: pictures take more than the allowed {MAX_TOTAL_BYTES} bytes in memory"
-            raise DataError(f"{said}; use a Feed of onebox.feed.sources.Cifar10, which reads them as needed.")
+            problem = f"{folder}: pictures take more than the allowed {MAX_TOTAL_BYTES} bytes in memory"
+            raise DataError(f"{problem}; use a Feed of onebox.feed.sources.Cifar10, which reads them as needed.")
         images.append(image_CHW)
         labels.append(label)
     return Split(images=torch.stack(images), labels=torch.stack(labels))

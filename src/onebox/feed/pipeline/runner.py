@@ -177,8 +177,8 @@ class Pipeline:
             thread.join(max(0.0, end_s - time.monotonic()))
         stuck = next((thread.name for thread in self._threads if thread.is_alive()), None)
         if stuck is not None:
-            said = f"{stuck} has been inside one item for {STOP_S:g} s since the feed ended"
-            warnings.warn(f"{said}; the thread ends when the work on it returns.", RuntimeWarning, stacklevel=2)
+            problem = f"{stuck} has been inside one item for {STOP_S:g} s since the feed ended"
+            warnings.warn(f"{problem}; the thread ends when the work on it returns.", RuntimeWarning, stacklevel=2)
 
     def _wait_for_result(self) -> Any:
         """Return the next result, or a failure in its place; with the lock held."""

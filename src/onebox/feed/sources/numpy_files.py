@@ -159,8 +159,8 @@ class _Rows:
 
     def _check_rest(self, came: int, header: Header) -> None:
         if came != header.values_bytes:
-            said = f"its header says {header.dtype} {list(header.shape)}, {header.values_bytes} bytes of values"
-            raise self._bad(f"is cut off or damaged: {said}, and {came} came. Fetch it again")
+            problem = f"its header says {header.dtype} {list(header.shape)}, {header.values_bytes} bytes of values"
+            raise self._bad(f"is cut off or damaged: {problem}, and {came} came. Fetch it again")
 
     def _bad(self, what: str) -> DataError:
         return DataError(f"{self.path}{self._array} {what}.", path=self.path)

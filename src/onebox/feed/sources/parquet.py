@@ -113,8 +113,8 @@ class Parquet:
             return {name: _plain(table.column(name)[row]) for name in self._columns.names}
         except (ValueError, TypeError, NotImplementedError, OSError) as error:
             path = self._groups.path(group)
-            said = f"{self.name(index)} cannot be read: {error}"
-            raise DataError(f"{said}. Fetch the file again.", path=path, sample=index) from error
+            problem = f"{self.name(index)} cannot be read: {error}"
+            raise DataError(f"{problem}. Fetch the file again.", path=path, sample=index) from error
 
     def decode(self, raw: dict[str, Any], index: int) -> Any:
         """The sample of a row.

@@ -28,7 +28,7 @@ START_S = 90.0
 _UNKNOWN = "ended with or after its fork server, the process onebox-fork-srv, which would have said how"
 
 _LAST_WORDS = 4000
-_SAID_BYTES = 4096
+_REPORT_BYTES = 4096
 
 _HANDED_ON = ("HOME", "LANG", "LD_LIBRARY_PATH", "LD_PRELOAD", "PATH", "TMPDIR", "TZ", "VIRTUAL_ENV")
 _FAMILIES = (
@@ -110,7 +110,7 @@ class WorkerProcess:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(msgspec.json.encode(config) + b"\n")
             self._process.stdin.flush()
-        self._said = b""
+        self._output = b""
 
     def _start(self, environment: dict[str, str], account: WorkerUser | None) -> subprocess.Popen[bytes]:
         """Start the process from scratch."""
@@ -141,7 +141,7 @@ class WorkerProcess:
         poll.register(self.outlet, select.POLLIN)
         while poll.poll(max(0.0, end_s - time.monotonic()) * 1000):
             try:
-                found = self.hear()
+                found = self.read_ports()
             except EOFError:
                 raise self.death() from None
             if found is not None:
@@ -154,7 +154,7 @@ class WorkerProcess:
         assert self._process.stdout is not None
         return self._process.stdout.fileno()
 
-    def hear(self) -> Ports | None:
+    def read_ports(self) -> Ports | None:
         """Read the worker's report of its ports; does not block where :attr:`outlet` is readable.
 
         Returns:
@@ -164,16 +164,16 @@ class WorkerProcess:
             EOFError: Its output is closed: it is about to end.
             PoolError: It sent something else.
         """
-        part = os.read(self.outlet, _SAID_BYTES)
+        part = os.read(self.outlet, _REPORT_BYTES)
         if not part:
             raise EOFError(f"{self.place} ends")
-        self._said += part
-        if not self._said.endswith(b"\n") and len(self._said) < _SAID_BYTES:
+        self._output += part
+        if not self._output.endswith(b"\n") and len(self._output) < _REPORT_BYTES:
             return None
         try:
-            return msgspec.json.decode(self._said, type=Ports)
+            return msgspec.json.decode(self._output, type=Ports)
         except (msgspec.DecodeError, UnicodeDecodeError):
-            raise PoolError(f"{self.place} said {self._said[:200]!r} where its ports were expected") from None
+            raise PoolError(f"{self.place} said {self._output[:200]!r} where its ports were expected") from None
 
     def death(self) -> WorkerDied:
         """Return the error that describes the end of the process."""

@@ -90,8 +90,8 @@ class Executor:
         self._eager = EagerExecutor(device, self.store, self._definitions, self.progress, report)
         self._groups = GroupManager(channel, device.device, self.progress)
         self._owed: dict[int, tuple[int, ...]] = {}  # groups of the routines that could not be defined
-        self._keeper = SnapshotService(device.device, self.store, self.host, self._groups, self._definition, faults)
-        self._traffic = CollectiveExecutor(self.store, self._groups, self._before_update)
+        self._snapshots = SnapshotService(device.device, self.store, self.host, self._groups, self._definition, faults)
+        self._collectives = CollectiveExecutor(self.store, self._groups, self._before_update)
         self._offloader = Offloader(device.device, self.store, self.host, faults, self.progress)
         self._updates = OptimizerSteps(
             device, self.store, self._offloader, self._definition, self._before_update, self.progress
@@ -127,7 +127,7 @@ class Executor:
         """Leave all groups, and end pending work."""
         self._groups.close()
         self._offloader.close()
-        self._keeper.close()
+        self._snapshots.close()
 
     # ---- running
 
@@ -223,10 +223,10 @@ class Executor:
     # ---- one method for each instruction
 
     def _define(self, define: Define, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
-        what, successor = define.what, None
+        what, deferred = define.what, None
         if isinstance(what, OptimizerSpec) and what.succeeds:
             there = define.number in self._definitions
-            successor = DeferredOptimizer(what, self._definition(define.number, NativeOptimizer) if there else None)
+            deferred = DeferredOptimizer(what, self._definition(define.number, NativeOptimizer) if there else None)
         self._undefine(define.number)
         if isinstance(what, StoredProgram):
             self._definitions[define.number] = self._device.load(what)
@@ -237,7 +237,7 @@ class Executor:
         elif isinstance(what, KernelSpec | BlockSpec | GeneratorSpec):
             self._definitions[define.number] = self._eager.define(define.number, what)
         else:
-            self._definitions[define.number] = optimizer = successor or self._optimizer(what, frames)
+            self._definitions[define.number] = optimizer = deferred or self._optimizer(what, frames)
             self.store.charge(optimizer.charged_bytes)
         return []
 
@@ -315,17 +315,19 @@ class Executor:
         self.frames_out += [self._device.read(tensor) for tensor in tensors]
         return [Tensors(tuple(spec_of(tensor) for tensor in tensors))]
 
-    def _keep(self, what: SlotInstruction, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
-        if isinstance(what, Recall) and isinstance(later := self._definitions.get(what.optimizer), DeferredOptimizer):
-            later.said.append(what)
+    def _run_on_slots(self, what: SlotInstruction, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+        if isinstance(what, Recall) and isinstance(
+            deferred := self._definitions.get(what.optimizer), DeferredOptimizer
+        ):
+            deferred.postponed.append(what)
             return []
-        return self._keeper.run(what, frames, self.frames_out)
+        return self._snapshots.run(what, frames, self.frames_out)
 
     def _ask(self, ask: Ask, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
         if ask.about in ("memory", "peak"):
-            return [self._keeper.memory(anew=ask.about == "peak")]
+            return [self._snapshots.memory(anew=ask.about == "peak")]
         if ask.about == "slots":
-            return [self._keeper.filled(ask.buffers)]
+            return [self._snapshots.filled(ask.buffers)]
         if ask.about == "optimizer":
             entries, tensors = self._definition(ask.buffers[0], NativeOptimizer).state()
             self.frames_out += [self._device.read(tensor) for tensor in tensors]
@@ -336,7 +338,7 @@ class Executor:
         return [Scalars(tuple(self._device.scalar(tensor) for tensor in tensors))]
 
     def _exchange(self, what: Communication, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
-        self._traffic.run(what, resolve, self._trace)
+        self._collectives.run(what, resolve, self._trace)
         return []
 
     def _move(self, what: Offload | Evict | Prefetch, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
@@ -347,10 +349,10 @@ class Executor:
         return self._updates.step(step, resolve, self._run, self._trace)
 
     def _branch(self, branch: Branch, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
-        later = self._definitions.get(branch.optimizer)
-        if branch.behind and isinstance(later, DeferredOptimizer) and resolve is _same:
-            self._updates.expect(branch, later.numbers)
-            later.said.append(branch)
+        deferred = self._definitions.get(branch.optimizer)
+        if branch.behind and isinstance(deferred, DeferredOptimizer) and resolve is _same:
+            self._updates.expect(branch, deferred.numbers)
+            deferred.postponed.append(branch)
         else:
             self._updates.branch(branch, resolve)
         return []
@@ -362,7 +364,7 @@ class Executor:
     def _before_update(self) -> None:
         """Separate replies and copies from buffers that are about to be written in place."""
         self.frames_out = [bytes(frame) for frame in self.frames_out]
-        self._keeper.before_update()
+        self._snapshots.before_update()
         self._offloader.settle()
 
     def _run_eager(self, what: EagerWork, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
@@ -376,7 +378,7 @@ class Executor:
         return [self._groups.form(form)]
 
     def _leave_group(self, leave: LeaveGroup, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
-        self._keeper.leave(leave.group)
+        self._snapshots.leave(leave.group)
         self._groups.leave(leave.group)
         return []
 
@@ -391,17 +393,17 @@ class Executor:
         if isinstance(found, WorkerFailure):
             raise Poisoned(found)
         if isinstance(found, DeferredOptimizer) and kind is NativeOptimizer:
-            found = self._succeed(number, found)
+            found = self._create_deferred(number, found)
         if not isinstance(found, kind):
             raise WireError(f"definition {number} is not there, or no {kind.__name__}")
         return found
 
-    def _succeed(self, number: int, successor: DeferredOptimizer) -> NativeOptimizer:
+    def _create_deferred(self, number: int, deferred: DeferredOptimizer) -> NativeOptimizer:
         """Create an optimizer whose creation was deferred until first use."""
-        charged_bytes = successor.charged_bytes
-        self._definitions[number] = optimizer = successor.make(self.store.many, self._device.optimizer, self.host)
+        charged_bytes = deferred.charged_bytes
+        self._definitions[number] = optimizer = deferred.make(self.store.many, self._device.optimizer, self.host)
         self.store.charge(optimizer.charged_bytes - charged_bytes)
-        for instruction in successor.said:
+        for instruction in deferred.postponed:
             self._handlers[type(instruction)](self, instruction, iter(()), _same)
         return optimizer
 
@@ -418,7 +420,7 @@ class Executor:
         Branch: _branch,
         Rename: _rename,
         **dict.fromkeys(get_args(EagerWork), _run_eager),
-        **dict.fromkeys(get_args(SlotInstruction), _keep),
+        **dict.fromkeys(get_args(SlotInstruction), _run_on_slots),
         FormGroup: _form,
         LeaveGroup: _leave_group,
         Retime: _retime,

@@ -1,4 +1,4 @@
-"""The worker process: reads its configuration, opens its channel, and executes messages until told to end."""
+"""The worker process: reads its configuration, opens its channel, and executes messages until its end."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Ports(Struct, frozen=True, forbid_unknown_fields=True):
     """Reply of a worker on its standard output, as one line of JSON: the endpoints that it has bound."""
 
     commands: str
-    beats: str
+    heartbeats: str
 
 
 class WorkerServer:
@@ -183,7 +183,7 @@ class WorkerServer:
     # ---- the loop
 
     def serve(self) -> None:
-        """Execute messages until told to end."""
+        """Execute messages until its end."""
         memory = self._device.memory_bytes()
         quota = self.machine.store.quota_bytes
         torch_version = str(torch.__version__)

@@ -38,13 +38,13 @@ class GpuShmSender:
     A thread waits for copies and posts them in order, so that the worker can wait for other ranks that depend on them.
 
     Args:
-        outbox: The sender of this rank.
-        carrier: The copier.
+        sender: The sender of this rank.
+        copier: The copier.
     """
 
-    def __init__(self, outbox: ShmSender, carrier: ShmCopier) -> None:
-        self._outbox = outbox
-        self._carrier = carrier
+    def __init__(self, sender: ShmSender, copier: ShmCopier) -> None:
+        self._sender = sender
+        self._copier = copier
         self._failure = ""
         self._reading: deque[tuple[ShmCopy, PendingReceive]] = deque()
         self._queue: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
@@ -60,16 +60,16 @@ class GpuShmSender:
         self.settle()
         if self._failure:
             raise RankLost(f"the group has been left: {self._failure}")
-        block = place.block or self._outbox.take(place.whole.size_bytes)
-        done = self._carrier.out(tensor, self._outbox.memory, block.offset, place.start, place.whole.size_bytes)
+        block = place.block or self._sender.take(place.whole.size_bytes)
+        done = self._copier.out(tensor, self._sender.memory, block.offset, place.start, place.whole.size_bytes)
         self._queue.put(_Waiting(done, peer, channel, block, place.whole if place.last else None))
         return place._replace(block=block)
 
-    def receive(self, expected: PendingReceive, letter: ShmMessage, memory: SharedMemory) -> Tensor:
+    def receive(self, expected: PendingReceive, message: ShmMessage, memory: SharedMemory) -> Tensor:
         """Return a tensor of the device with the elements of a message, which is returned when they have been
         copied.
         """
-        made, done = self._carrier.into(memory, letter.offset, letter.spec)
+        made, done = self._copier.into(memory, message.offset, message.spec)
         self._reading.append((done, expected))
         return made
 
@@ -82,7 +82,7 @@ class GpuShmSender:
         """Post pending sends, wait for reads, and release all memory. Idempotent."""
         self._queue.put(None)
         self._thread.join(_CLOSE_S)
-        self._carrier.release()
+        self._copier.release()
         while self._reading:
             self._reading.popleft()[1].give_back()
 
@@ -92,8 +92,8 @@ class GpuShmSender:
                 waiting.done.wait()
             except Exception as error:  # reported everywhere: peers see the group left, this worker the next call
                 self._failure = str(error) or type(error).__name__
-                self._outbox.leave()
+                self._sender.leave()
                 return
             if waiting.spec is not None:
-                self._outbox.post(waiting.peer, waiting.channel, waiting.block, waiting.spec)
+                self._sender.post(waiting.peer, waiting.channel, waiting.block, waiting.spec)
             del waiting

@@ -83,7 +83,7 @@ def test_a_lease_brings_members_and_is_released_with_the_line(agent: ScriptedAge
         f"worker {number} (cpu on {agent.address})" for number in (4, 5)
     ]
     assert members[0].address == "192.0.2.7"
-    assert (members[0].ports().commands, members[0].ports().beats, members[0].pid) == (
+    assert (members[0].ports().commands, members[0].ports().heartbeats, members[0].pid) == (
         "tcp://192.0.2.7:1",
         "tcp://192.0.2.7:2",
         7,
