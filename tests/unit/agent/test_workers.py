@@ -44,7 +44,7 @@ class Fake:
         self.bad = False
         self.made.append(self)
 
-    def hear(self) -> Ports | None:
+    def read_ports(self) -> Ports | None:
         if self.bad:
             raise PoolError("it said nonsense")
         if self.part:
@@ -57,7 +57,7 @@ class Fake:
     def kill(self) -> None:
         self.killed += 1
 
-    def bury(self) -> None:
+    def release(self) -> None:
         self.ended = True
 
     def close(self, *, grace_s: float) -> None:

@@ -176,12 +176,12 @@ def test_a_worker_that_does_not_end_is_killed(worker: tuple[WorkerProcess, Any])
 def test_what_a_worker_says_in_parts_is_put_together_without_a_wait(worker: tuple[WorkerProcess, Any]) -> None:
     made, started = worker
     os.write(started.says, b'{"commands": "tcp://')
-    assert made.hear() is None
+    assert made.read_ports() is None
     os.write(started.says, b'1:2", "beats": "tcp://1:3"}\n')
-    assert made.hear() == Ports("tcp://1:2", "tcp://1:3")
+    assert made.read_ports() == Ports("tcp://1:2", "tcp://1:3")
     os.close(started.says)
     with pytest.raises(EOFError):
-        made.hear()
+        made.read_ports()
     started.says = os.open(os.devnull, os.O_WRONLY)
 
 
@@ -189,4 +189,4 @@ def test_a_worker_that_never_ends_its_line_is_not_read_for_ever(worker: tuple[Wo
     made, started = worker
     os.write(started.says, b"x" * 5000)
     with pytest.raises(PoolError, match="where its ports were expected"):
-        made.hear()
+        made.read_ports()

@@ -109,11 +109,11 @@ def test_letters_leave_when_their_copies_are_made_and_in_their_order() -> None:
         for tensor in tensors:
             group.send(tensor, 1, 0)
             tensor.zero_()  # who sends may write to it at once
-        assert group._outbox is not None
-        assert group._outbox._lanes[1].sent == 0
+        assert group._sender is not None
+        assert group._sender._lanes[1].sent == 0
         carrier.outs[1].make()
         time.sleep(0.05)
-        assert group._outbox._lanes[1].sent == 0, "the first is on its way, and the other behind it"
+        assert group._sender._lanes[1].sent == 0, "the first is on its way, and the other behind it"
         carrier.outs[0].make()
 
     run_ranks(2, rank, carriers={0: carrier})
@@ -134,8 +134,8 @@ def test_a_tensor_leaves_when_all_of_its_parts_are_copied() -> None:
         carrier.outs[0].make()
         group.send(second, 1, 0, RowRange(LARGE, rows[0]))
         time.sleep(0.05)
-        assert group._outbox is not None
-        assert group._outbox._lanes[1].sent == 0, "one part is still on its way"
+        assert group._sender is not None
+        assert group._sender._lanes[1].sent == 0, "one part is still on its way"
         carrier.outs[1].make()
 
     run_ranks(2, rank, carriers={0: carrier})
@@ -146,13 +146,13 @@ def test_what_is_read_is_given_back_when_its_copy_is_made() -> None:
     carrier = LateCarrier()
 
     def rank(which: int, group: ShmGroup) -> list[int]:
-        assert group._outbox is not None
+        assert group._sender is not None
         if which == 0:
             group.send(number(0, 0), 1, 0)
             unread = []
             for _ in range(2):
                 group.receive(FLAG, 1, 0)()
-                unread.append(group._outbox.unread_bytes)
+                unread.append(group._sender.unread_bytes)
                 group.send(torch.tensor(True), 1, 1)
             return unread
         made = group.receive(LARGE, 0, 0)().tensor
@@ -214,8 +214,8 @@ def test_a_copy_that_fails_ends_the_group_for_everybody() -> None:
         group.send(number(0, 0), 1, 0)
         carrier.outs[0].failure = "the device is on fire"
         carrier.outs[0].make()
-        assert group._poster is not None
-        group._poster._thread.join(20)
+        assert group._gpu_sender is not None
+        group._gpu_sender._thread.join(20)
         with pytest.raises(RankLost, match="the group has been left: the device is on fire"):
             group.send(number(0, 1), 1, 0)
 
@@ -227,8 +227,8 @@ def test_pages_that_a_driver_knows_stay_until_the_group_is_left() -> None:
     carrier = LateCarrier()
 
     def rank(which: int, group: ShmGroup) -> int:
-        assert group._outbox is not None
-        arena = group._outbox._arena
+        assert group._sender is not None
+        arena = group._sender._arena
         if which == 0:
             for block in [arena.take(8 << 20) for _ in range(40)]:
                 arena.give(block)

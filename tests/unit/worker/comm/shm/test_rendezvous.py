@@ -44,7 +44,7 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(places: str, rank: Callable[[int, WorkerGroup], Any]) -> list[Any]:
-    """Form a group of ranks in places, each named by a letter, and run a function in each."""
+    """Form a group of ranks in places, each named by a message, and run a function in each."""
     hub = Hub()
 
     def one(number: int) -> Any:
