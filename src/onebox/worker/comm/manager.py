@@ -15,7 +15,7 @@ from onebox.worker.comm.api import ClientChannel, RankLost, WorkerGroup
 from onebox.worker.comm.client import ChannelStore, ClientGroup
 from onebox.worker.comm.emulated_links import EmulatedLinks
 from onebox.worker.comm.hybrid import HybridGroup
-from onebox.worker.comm.shm.gpu_copy import shm_copier_for
+from onebox.worker.comm.shm.gpu_sender import shm_copier_for
 from onebox.worker.comm.shm.group import ShmGroup
 from onebox.worker.comm.shm.rendezvous import find_shm_peers
 from onebox.worker.comm.shm.segment import supported

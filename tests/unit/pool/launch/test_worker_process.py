@@ -131,7 +131,7 @@ def test_ports_are_read_also_in_pieces(worker: tuple[WorkerProcess, Any]) -> Non
     assert made.ports() == Ports("ipc:///a", "ipc:///b")
 
 
-@pytest.mark.parametrize("line", [b"hello\n", b"{}\n", b'{"commands": 1, "beats": 2}\n', b"\xff\n"])
+@pytest.mark.parametrize("line", [b"hello\n", b"{}\n", b'{"commands": 1, "heartbeats": 2}\n', b"\xff\n"])
 def test_something_else_than_ports(worker: tuple[WorkerProcess, Any], line: bytes) -> None:
     made, started = worker
     os.write(started.says, line)
@@ -177,7 +177,7 @@ def test_what_a_worker_says_in_parts_is_put_together_without_a_wait(worker: tupl
     made, started = worker
     os.write(started.says, b'{"commands": "tcp://')
     assert made.read_ports() is None
-    os.write(started.says, b'1:2", "beats": "tcp://1:3"}\n')
+    os.write(started.says, b'1:2", "heartbeats": "tcp://1:3"}\n')
     assert made.read_ports() == Ports("tcp://1:2", "tcp://1:3")
     os.close(started.says)
     with pytest.raises(EOFError):

@@ -188,7 +188,7 @@ def test_nothing_is_held_of_what_nobody_waits_for() -> None:
             group.broadcast([TensorSpec("float32", (10_000,))], [torch.zeros(10_000)] if number else (), 1)
         for _ in range(2):
             assert group.reduce([torch.ones(1)])().tensor.item() == 2
-        return int(group._outbox.unread_bytes)
+        return int(group._sender.unread_bytes)
 
     assert max(run_ranks(2, rank)) < 40_000
 

@@ -251,8 +251,8 @@ def test_configuration_and_ports_travel_as_strict_json() -> None:
     assert b"\n" not in text
     for broken in (
         b'{"commands": "a"}',
-        b'{"commands": "a", "beats": "b", "more": 3}',
-        b'{"commands": 1, "beats": ""}',
+        b'{"commands": "a", "heartbeats": "b", "more": 3}',
+        b'{"commands": 1, "heartbeats": ""}',
     ):
         with pytest.raises(msgspec.ValidationError):
             msgspec.json.decode(broken, type=Ports)

@@ -31,8 +31,7 @@ from onebox.worker.comm.api import Begun, Finish, RankLost, ReceivedTensor, RowR
 from onebox.worker.comm.emulated_links import EmulatedLinks, EmulatedRing
 from onebox.worker.comm.shm.arena import MemoryBlock
 from onebox.worker.comm.shm.collective import ShmCollective, code_of, disagreement, flat_spec, is_gather
-from onebox.worker.comm.shm.gpu_copy import ShmCopier
-from onebox.worker.comm.shm.gpu_sender import GpuShmSender
+from onebox.worker.comm.shm.gpu_sender import GpuShmSender, ShmCopier
 from onebox.worker.comm.shm.layout import ShmMessage, check_dimensions
 from onebox.worker.comm.shm.receiver import PendingReceive, ShmReceiver
 from onebox.worker.comm.shm.rendezvous import ShmPeers, note_speed, speed_in
