@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from onebox.errors import DataError, UsageError
+from onebox.feed.checks import check_classes
 from onebox.feed.decode import EXTENSIONS, ImageDecoder
 from onebox.feed.sources.formats.files import MAX_FILE_BYTES, OpenFiles, Paths, expand, unreadable
 from onebox.feed.sources.formats.npy import parse_npy
 from onebox.feed.sources.formats.tar_index import members
-from onebox.feed.sources.labels import check_classes
 
 FOLDER = "folder"
 """The field of a sample whose value is the class that its folder names."""

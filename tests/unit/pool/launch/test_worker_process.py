@@ -126,7 +126,7 @@ def test_it_is_not_hit_by_ctrl_c_and_has_its_share_of_threads(worker: tuple[Work
 
 def test_ports_are_read_also_in_pieces(worker: tuple[WorkerProcess, Any]) -> None:
     made, started = worker
-    os.write(started.says, b'{"commands": "ipc:///a", "be')
+    os.write(started.says, b'{"commands": "ipc:///a", "heartbe')
     os.write(started.says, b'ats": "ipc:///b"}\n')
     assert made.ports() == Ports("ipc:///a", "ipc:///b")
 

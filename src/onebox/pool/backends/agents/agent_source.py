@@ -13,8 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from onebox.errors import PoolError, UsageError
 from onebox.pool.backends.agents.agent_connection import AgentConnection, Busy
+from onebox.pool.backends.agents.agent_socket import reach
 from onebox.pool.backends.agents.keep_alive import CUT_S
-from onebox.pool.backends.agents.reachability import reach
 from onebox.pool.backends.agents.remote_worker import RemoteWorker
 from onebox.pool.backends.base import WorkerHandle
 from onebox.pool.errors import wait_in_slices

@@ -17,11 +17,10 @@ import zmq
 
 from onebox.errors import PoolError, UsageError
 from onebox.pool.backends.agents import agent_connection as lines
-from onebox.pool.backends.agents import reachability as reaching
+from onebox.pool.backends.agents import agent_socket as reaching
 from onebox.pool.backends.agents.agent_connection import AgentConnection, Busy
-from onebox.pool.backends.agents.agent_socket import own_address, resolve, split
+from onebox.pool.backends.agents.agent_socket import own_address, reach, resolve, split
 from onebox.pool.backends.agents.agent_source import AgentSource, acquire_all, connect_agent
-from onebox.pool.backends.agents.reachability import reach
 from onebox.pool.backends.agents.remote_worker import RemoteWorker
 from onebox.pool.backends.compatibility import own_versions
 from onebox.pool.keys.keyring import KnownAgent, fingerprint, remember_agent
