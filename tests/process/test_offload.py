@@ -18,7 +18,7 @@ from msgspec.structs import replace
 import onebox
 from onebox.engine.compile import offload
 from onebox.engine.memory.forecast import forecast_contents
-from onebox.engine.memory.simulator import InitialContents, host_peak_of, peak_of
+from onebox.engine.memory.simulator import InitialContents, peak_of, peaks_of
 from onebox.engine.steps.results import TraceEvent
 from onebox.engine.workload.batch import as_batch
 from onebox.errors import DeviceMemoryError, OneboxError, OperatorError, WorkerHung
@@ -161,7 +161,7 @@ def test_a_budget_that_only_the_offloaded_run_fits_into(pools: Shelf) -> None:
             assert isinstance(memory, WorkerMemory)
             assert memory.peak_bytes == memory.quota_bytes, "not a byte less would do"
             contents = forecast(pool, "vgg", chain("offload"))
-            assert memory.host_peak_bytes == host_peak_of(contents[0]) > 0
+            assert memory.host_peak_bytes == peaks_of(contents[0])[1] > 0
         assert untouched(pool)
 
 

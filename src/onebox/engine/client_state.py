@@ -139,7 +139,7 @@ class ClientState:
         changed = self._detector.changed(fully=self._in_step)
         if not self._run.begun:
             if (entries := self._changed_optimizers()) is not None:
-                self._remote.remembered = entries
+                self._remote.use_optimizer_state(entries)
             return
         if changed and not self._in_step:
             changed = self._left_over(changed, overwrite=overwrite)
@@ -190,7 +190,7 @@ class ClientState:
         """Upload local tensors, and the optimizer's state if it is given."""
         tensors = self._remote.named.tensors
         chosen = list(names)
-        held = self._run.transfer.held()
+        held = self._remote.held
         copies = {name: tensors[name].detach().to("cpu", copy=True) for name in chosen if name in held}
         self._note(chosen, fully=True)
         self._have_news(chosen)
@@ -257,7 +257,7 @@ class ClientState:
             self._note(shared, fully=self._in_step)
             self._say(shared)
             if self._run.begun:
-                held = self._run.transfer.held()
+                held = self._remote.held
                 copies = {n: tensor.detach().to("cpu", copy=True) for n, tensor in shared.items() if n in held}
                 self._run.change(StateChanges(tensors=copies))
         self._seen[partner] = newest

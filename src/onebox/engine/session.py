@@ -18,7 +18,7 @@ from onebox.engine.compile.update.async_window import Window
 from onebox.engine.data.prefetch import BatchPrefetcher, UploadedBatch
 from onebox.engine.data.representative_batches import RepresentativeBatches
 from onebox.engine.install.deferred_replies import DeferredReplies, RetiredGroups
-from onebox.engine.install.installed_plan import InstalledPlan
+from onebox.engine.install.installed_plan import InstalledPlan, InstallInputs
 from onebox.engine.recovery.manager import RECOVERABLE, RecoveryManager
 from onebox.engine.recovery.replan import ReplanWorkload, out_of_devices, replan_devices
 from onebox.engine.state.remote import RemoteState
@@ -93,6 +93,13 @@ class TrainingSession:
         self._means = MeanLossCheck(pool, captures)
         self._running: deque[StepLoss] = deque()
         self.overlap = OverlapScheduler(pool, remote, settings, self.traces.draining)
+        self._inputs = InstallInputs(
+            pool=pool,
+            captures=captures,
+            remote=remote,
+            versions=self.overlap.versions,
+            max_norm=settings.max_norm,
+        )
         self._old_groups = RetiredGroups(pool)
         self.adaptive: AdaptiveController | None = None
         if recover:
@@ -235,9 +242,9 @@ class TrainingSession:
             return
         with poison_on_interrupt("a change by hand", self.fail):
             self.overlap.end()
-            self.transfer.write(changes.tensors)
+            self._remote.write(changes.tensors)
             if changes.entries is not None:
-                self.transfer.write_optimizer(changes.entries, host=self._ready.plan.update == "host")
+                self._remote.write_optimizer(changes.entries, host=self._ready.plan.update == "host")
         self._written = changes
 
     def _post(self, work: StepRequest) -> Mapping[int, Future[WorkerReply]]:
@@ -374,8 +381,8 @@ class TrainingSession:
         if ready is None or batch is None:
             return None
         check_successor(ready.plan, plan, batch.size)
-        given = plan, self._pool, self.captures, self._remote, batch, self._settings.max_norm
-        after = InstalledPlan(*given, strict=True, before=ready, windows=self.overlap.windows(self.steps_done))
+        windows = self.overlap.windows(self.steps_done)
+        after = InstalledPlan(plan, batch, self._inputs, strict=True, before=ready, windows=windows)
         self.examples.require_room(after)  # installs the programs before they are needed
         return Migration(self._pool, self._remote, ready, after)
 
@@ -435,20 +442,13 @@ class TrainingSession:
             if self.guard is not None:
                 self.guard.begin(self.steps_done)
             plan = self._next_plan or self._resolve_plan(self.captures, batch)
-            ready = InstalledPlan(
-                plan,
-                self._pool,
-                self.captures,
-                self._remote,
-                batch,
-                self._settings.max_norm,
-                strict=True,
-                steps=steps,
-            )
+            ready = InstalledPlan(plan, batch, self._inputs, strict=True, steps=steps)
             self.uploads.use(ready)
             ready.bring()
             if self.guard is not None:
                 self.guard.keep(ready)
+            else:
+                self._remote.forget_first()
             self._ready = ready
             self.plan = self._next_plan = plan
             self.examples.add(batch, steps=steps)

@@ -10,7 +10,7 @@ from onebox.pool import Pool, open_pool
 from onebox.vgpu.core.tensor import VirtualTensor
 from onebox.vgpu.cuda_alias import alias_cuda
 from onebox.vgpu.distributed.ranks import Ranks, spawn
-from onebox.vgpu.registration import install
+from onebox.vgpu.registration import install, uninstall
 from onebox.vgpu.runtime.context import attach, current_context
 
 P = ParamSpec("P")
@@ -55,4 +55,5 @@ __all__ = [
     "open_devices",
     "set_synchronous",
     "spawn",
+    "uninstall",
 ]

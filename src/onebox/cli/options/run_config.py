@@ -20,7 +20,7 @@ _MAY_CHANGE = (
 
 _LATER = {
     *("image_size", "adaptive", "shard_optimizer", "staleness", "delay", "warm_up", "overlap"),
-    *("read", "process", "on_error"),
+    *("read", "process", "on_error", "loss"),
 }
 """Options that runs of earlier versions lack, with their defaults at the time."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 
 from onebox.engine.compile.compiler import CompiledStep, Compiler, Probe
 from onebox.engine.compile.definition_numbers import DefinitionNumbers
@@ -15,6 +16,7 @@ from onebox.engine.memory.limits import IN_EVALUATION, host_shortage, out_of_mem
 from onebox.engine.memory.simulator import InitialContents, peak_of, peaks_of
 from onebox.engine.memory.timeline import memory_peak
 from onebox.engine.partition.sharding_spec import Members
+from onebox.engine.partition.weight_versions import WeightVersions
 from onebox.engine.state.remote import RemoteState
 from onebox.engine.workload.batch import Batch
 from onebox.engine.workload.captures import Captures
@@ -24,6 +26,25 @@ from onebox.pool import Pool
 from onebox.wire.protocol.instructions import Ask
 
 
+@dataclass(frozen=True, kw_only=True)
+class InstallInputs:
+    """Everything besides a plan and a batch that an installation needs; the same for all plans of a run.
+
+    Args:
+        pool: The pool.
+        captures: The captured model.
+        remote: The remote state.
+        versions: Buffers of versions of parameters, where steps overlap with older weights.
+        max_norm: Gradient clipping norm; 0 for none.
+    """
+
+    pool: Pool
+    captures: Captures
+    remote: RemoteState
+    versions: WeightVersions
+    max_norm: float
+
+
 class InstalledPlan:
     """An installed plan: a trainer that has received its first batch.
 
@@ -31,11 +52,8 @@ class InstalledPlan:
 
     Args:
         plan: Its plan.
-        pool: The pool.
-        captures: The captured model.
-        remote: The remote state.
         batch: The first batch.
-        max_norm: Gradient clipping norm; 0 for none.
+        inputs: Further inputs.
         strict: Whether to refuse batches that exceed the memory of the devices.
         steps: Whether the first batch is a training batch; else it is an evaluation batch.
         before: The installed plan that this one replaces; its groups are reused where possible.
@@ -50,11 +68,8 @@ class InstalledPlan:
     def __init__(
         self,
         plan: Plan,
-        pool: Pool,
-        captures: Captures,
-        remote: RemoteState,
         batch: Batch,
-        max_norm: float,
+        inputs: InstallInputs,
         *,
         strict: bool = False,
         steps: bool = True,
@@ -62,9 +77,9 @@ class InstalledPlan:
         windows: bool = False,
     ) -> None:
         self.plan = plan
-        self._remote = remote
+        self._remote = remote = inputs.remote
         self._made: list[int] = []
-        self._pool = pool
+        self._pool = pool = inputs.pool
         self._strict = strict
         self._fitting: set[Hashable] = set()
         self._at_once: dict[Hashable, bool] = {}  # by shape of evaluation batches
@@ -79,15 +94,15 @@ class InstalledPlan:
         self._optimizer = remote.optimizer_number if before else remote.new_number()
         self.compiler = Compiler(
             plan,
-            captures,
+            inputs.captures,
             batch,
             devices=pool.devices,
             links=pool.links,
             state=remote.named,
             optimizers=remote.optimizer,
             wanted=remote.wanted,
-            versions=remote.versions,
-            max_norm=max_norm,
+            versions=inputs.versions,
+            max_norm=inputs.max_norm,
             optimizer=self._optimizer,
             new=self._new_number,
             numbers=self._programs.numbers,
@@ -96,7 +111,6 @@ class InstalledPlan:
         self.compiler.windows = windows
         self.holdings, self.trained = self.compiler.holdings, self.compiler.trained
         self._groups = dict(self.compiler.groups)
-        remote.versions = self.compiler.versions
         if steps:
             self._require_room(batch)
             self._require_room_for_late_steps(batch)
@@ -151,8 +165,9 @@ class InstalledPlan:
         try:
             for asked in self.form():
                 asked.take()
-            self._remote.upload(self.holdings.holders, self.holdings)
-            self._remote.define_optimizer(self._optimizer, self.trained, self.holdings, host=self.plan.update == "host")
+            self._remote.upload(self.holdings)
+            versions, on_host = self.compiler.versions, self.plan.update == "host"
+            self._remote.define_optimizer(self._optimizer, self.trained, versions, host=on_host)
         except BaseException:
             with contextlib.suppress(OneboxError):
                 self.close()
@@ -298,7 +313,7 @@ class InstalledPlan:
 
     def _require_room_for_late_steps(self, batch: Batch) -> None:
         """Refuse a batch that would not fit once steps overlap; exact steps, which need less, may come first."""
-        if self._remote.versions.previous:
+        if self.compiler.versions.previous:
             before, self.compiler.windows = self.compiler.windows, True
             self._require_room(batch)
             self.compiler.windows = before

@@ -92,7 +92,6 @@ class RecoveryManager:
         self._asking_s = 0.0
         self._tries = 0
         self._furthest = -1
-        remote.keep_first = True
 
     # ---- normal operation
 

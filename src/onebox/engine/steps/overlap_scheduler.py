@@ -131,8 +131,8 @@ class OverlapScheduler:
         self._counted: set[int] = set()  # steps, counted from the next one, whose delays are known
         self._next: int | None = None
         stale = settings.staleness > 0
-        self._versions = weight_versions(remote.wanted, settings.delay, pool.new_number) if stale else WeightVersions()
-        remote.versions = self._versions
+        self.versions = weight_versions(remote.wanted, settings.delay, pool.new_number) if stale else WeightVersions()
+        """Buffers of versions of all parameters, where steps overlap with older weights."""
 
     def windows(self, step: int) -> bool:
         """Return whether a step may overlap with the one after it."""
@@ -158,7 +158,7 @@ class OverlapScheduler:
             self.end()
         if compiled.windows:
             self._next = work.number if self._next is None else self._next
-            if self._versions.previous and not self._remote.branched:
+            if self.versions.previous and not self._remote.branched:
                 self._remote.branch(work.options, group_of)
         return self.open, "fill" if self.open is None else "steady"
 
@@ -264,6 +264,6 @@ class OverlapScheduler:
         Raises:
             OneboxError: The pool is broken.
         """
-        numbers = (*self._versions.previous.values(), *self._versions.ahead.values())
+        numbers = (*self.versions.previous.values(), *self.versions.ahead.values())
         for worker in self._pool.present if numbers else ():
             self._pool.post(worker, [Free(numbers)])

@@ -2,65 +2,35 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import Future
-from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
 from onebox.engine.recovery.snapshot_fetch import SnapshotFetch
-from onebox.engine.state.snapshot_layout import (
-    CLIENT,
-    SnapshotLayout,
-    SnapshotLocation,
-    StateItem,
-    WorkerStateSpec,
-    behind_runs,
-    join_runs,
+from onebox.engine.state.move_executor import (
+    PeerExchange,
+    WantedPart,
+    download,
+    download_wholes,
+    restore_parts,
+    upload,
+    wanted_spec,
+    write_piece,
 )
-from onebox.engine.state.snapshot_restore import WantedPart, restore_parts, wanted_spec
+from onebox.engine.state.moves import CLIENT, StateItem, StateLayout, StateMove, WorkerStateSpec, plan_moves
+from onebox.engine.state.pieces import find_tensor_sources
+from onebox.engine.state.snapshot_layout import SnapshotLayout, SnapshotLocation, behind_runs, join_runs
 from onebox.graph.shard.placements import REPLICATE, Placement, Shard, shard_of
-from onebox.pool import Pool, WorkerReply
 from onebox.wire import TensorSpec, from_frame, spec_of
-from onebox.wire.protocol.instructions import Get, OptimizerStep
-from onebox.wire.protocol.requests import Define, Instruction, OptimizerSpec
+from onebox.wire.protocol.instructions import Get, OptimizerStep, Receive, Send
+from onebox.wire.protocol.requests import Define, OptimizerSpec
 from onebox.wire.protocol.responses import SnapshotContents, Tensors
 from onebox.wire.protocol.snapshots import PIECE_BYTES, Fill, Read, Snapshot, Write
-from tests.unit.machines import Rig
+from tests.unit.engine.state.rigs import Rigs
 
 WEIGHT = torch.arange(48, dtype=torch.float64).reshape(6, 8)
-
-
-class Rigs:
-    """Workers without processes, to which a client posts as to those of a pool."""
-
-    def __init__(self, count: int) -> None:
-        self.rigs = [Rig() for _ in range(count)]
-        self.posted: Counter[type[Instruction]] = Counter()
-        self._numbers = itertools.count(1000)
-
-    def new_number(self) -> int:
-        return next(self._numbers)
-
-    def post(
-        self, worker: int, instructions: Sequence[Any], frames: Sequence[Any] = (), *, answer: bool = False
-    ) -> Future[WorkerReply]:
-        self.posted.update(type(one) for one in instructions)
-        rig = self.rigs[worker]
-        results = rig.do(*instructions, frames=[bytes(frame) for frame in frames])
-        assert not rig.failures
-        future: Future[WorkerReply] = Future()
-        future.set_result(WorkerReply(tuple(results), [bytes(frame) for frame in rig.machine.frames_out], ()))
-        return future
-
-    @property
-    def pool(self) -> Pool:
-        """Itself, as the type that it stands in for."""
-        return cast("Pool", self)
 
 
 def snapshot_of(rigs: Rigs, placement: Placement, workers: Sequence[int], weight: Tensor = WEIGHT) -> SnapshotLayout:
@@ -178,3 +148,50 @@ def test_what_is_split_otherwise_is_put_together(before: Placement, now: Placeme
         for share, each in zip(found, expected, strict=True):
             assert torch.equal(share, shard_of(each, now, rank) if each.dim() else each)
     assert all(place.worker != 3 for places in copies.places.values() for place in places), "it is no copy of these"
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [REPLICATE, Shard(0, (4, 2)), Shard(1, (5, 3)), Shard(1, (1, 3), blocks=2)],
+    ids=["whole", "rows", "columns", "columns of two blocks"],
+)
+@pytest.mark.parametrize("columns", [8, PIECE_BYTES // 8], ids=["short", "long"])
+def test_a_tensor_is_uploaded_and_downloaded(placement: Placement, columns: int) -> None:
+    rigs, whole = Rigs(2), torch.randn(6, columns, dtype=torch.float64)
+    if isinstance(placement, Shard) and placement.dim and columns > 8:
+        placement = Shard(1, tuple(size * columns // 8 for size in placement.sizes), placement.blocks)
+    split = isinstance(placement, Shard)
+    parts = [[StateItem("w", "", rank if split else 0), StateItem("v", "", 0)] for rank in range(2)]
+    layout = StateLayout(parts=dict(enumerate(parts)), placements={"w": placement})
+    other = torch.arange(3)
+    numbers, wholes = {"w": 1, "v": 2}, {"w": whole, "v": other}
+    moves = plan_moves(StateLayout(parts={CLIENT: [StateItem(n, "", 0) for n in "wv"]}), layout)
+    upload(rigs.pool, moves, layout.placements, wholes, numbers)
+    for rank in range(2):
+        assert torch.equal(rigs.rigs[rank].get(1), shard_of(whole, placement, rank))
+        assert torch.equal(rigs.rigs[rank].get(2), other)
+    read = StateLayout(parts=layout.parts if split else {1: parts[1]}, placements=layout.placements)
+    specs = {item: spec_of(rigs.rigs[w].get(numbers[item.name])) for w, own in read.parts.items() for item in own}
+    sources = find_tensor_sources(read, specs, lambda item, first, rows: Get((numbers[item.name],), first, rows))
+    assert sources["w", ""].split == split
+    found = dict(download_wholes(rigs.pool, sources))
+    assert torch.equal(found["w", ""], whole)
+    assert torch.equal(found["v", ""], other)
+    chunks = [rows for key, rows in download_wholes(rigs.pool, sources, chunks=True) if key == ("w", "")]
+    assert torch.equal(torch.cat(chunks), whole)
+    assert (len(chunks) > 1) == (columns > 8 and not split)
+    target = torch.zeros_like(whole)
+    for piece, rows in download(rigs.pool, [sources["w", ""]]):
+        write_piece(target, piece, rows)
+    assert torch.equal(target, whole)
+
+
+def test_a_worker_sends_its_parts_before_it_receives_any() -> None:
+    exchange = PeerExchange(group=9, members=(2, 5))
+    part, spec = StateItem("w", "", 0), spec_of(WEIGHT)
+    exchange.carry(StateMove(5, 2, part, part, None, "peer"), 1, spec)
+    exchange.carry(StateMove(2, 5, part, part, None, "peer"), 3, spec)
+    assert exchange.instructions == {
+        2: [Send(3, 9, 1, 0), Receive(1, spec, 9, 1, 0)],
+        5: [Send(1, 9, 0, 0), Receive(3, spec, 9, 0, 0)],
+    }
