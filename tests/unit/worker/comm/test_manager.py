@@ -23,8 +23,9 @@ from onebox.wire import TensorSpec, spec_of, to_frame
 from onebox.wire.protocol.groups import FormGroup, Reduced, Rendezvous
 from onebox.wire.protocol.responses import Contribution
 from onebox.worker.comm.api import RankLost, ReceivedTensor, RowRange, WorkerGroup
+from onebox.worker.comm.client import ChannelStore, ClientGroup
 from onebox.worker.comm.emulated_links import EmulatedLinks
-from onebox.worker.comm.formation import ChannelStore, ClientGroup, form_group
+from onebox.worker.comm.manager import form_group
 from onebox.worker.execution.collectives import PendingBucket
 from onebox.worker.progress import WorkerProgress
 from tests.unit.programs import CPU

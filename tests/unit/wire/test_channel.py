@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from zmq.auth.thread import ThreadAuthenticator
 
 from onebox.errors import UsageError, WireError
-from onebox.wire import KeyPair, configure, listen, new_keys, receive, send
-from onebox.wire.transport import channel
+from onebox.wire import KeyPair, channel, configure, listen, new_keys, receive, send
 
 
 class Socket:

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onebox.errors import WireError
-from onebox.wire.transport import reliable
-from onebox.wire.transport.reliable import ACK_S, ASK_MOST_S, ASK_S, Reliable, Restarted
+from onebox.wire import reliable
+from onebox.wire.reliable import ACK_S, ASK_MOST_S, ASK_S, Reliable, Restarted
 
 MESSAGES = 4
 BYTES = 40
