@@ -17,6 +17,7 @@ comes first.
 from __future__ import annotations
 
 import gc
+import os
 import unittest
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -135,6 +136,12 @@ def scale_examples(test: Any) -> None:
     own, usual = getattr(test, name), settings.default.max_examples
     if own.max_examples != usual:
         setattr(test, name, settings(own, max_examples=max(1, own.max_examples * usual // 100)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Return the number of processes that take tests: one more than cores, as tests with processes wait a good deal."""
+    return min(4, len(os.sched_getaffinity(0)) + 1)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,4 +1,6 @@
-"""Put each fault of the table back in a copy of the tree, and see that its tests fail: ``python -m tests.seeded_faults``.
+"""Put each fault of the table back in a copy of the tree, and require that its tests fail.
+
+Run it by ``python -m tests.seeded_faults``.
 
 The user's tree is only read. The tests have passed in the copy before; with the fault one of them has to fail. A fault
 whose tests do not run does not count as caught. The exit status is 1 unless all are caught.
