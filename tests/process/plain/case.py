@@ -89,7 +89,7 @@ class Case:
     expected: dict[str, Expected]
     tolerance: float
     devices: int
-    short: bool
+    short: bool = False
 
 
 CASES: list[Case] = []

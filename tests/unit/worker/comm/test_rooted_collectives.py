@@ -41,7 +41,7 @@ def run(size: int, way: str, rank: Callable[[WorkerGroup], Any], *, timeout_s: f
     """Form a group of threads and run a function in each rank; ``both`` is a group as of several hosts."""
     if way != "sockets" and not supported():
         pytest.skip("groups through shared memory need Linux on x86-64")
-    hub = Hub()
+    hub, formed = Hub(), threading.Barrier(size)
 
     def one(number: int) -> Any:
         def form(group: int, *, shared: bool) -> WorkerGroup:
@@ -52,6 +52,7 @@ def run(size: int, way: str, rank: Callable[[WorkerGroup], Any], *, timeout_s: f
         if way == "both":
             group = HybridGroup(group, form(4, shared=False))  # type: ignore[arg-type]
         try:
+            formed.wait(60)  # one that leaves at once would be missed by those that still form the group
             return rank(group)
         finally:
             group.close()
