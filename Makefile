@@ -10,6 +10,7 @@ BENCHMARKS := $(patsubst %,benchmarks/%.py,opening remote eager coverage correct
 # Of hypothesis, for the long tier: long (random examples) or repeatable (as many, the same each time).
 PROFILE ?= long
 LONG = -m "long or hypothesis" --hypothesis-profile $(PROFILE)
+TOGETHER = -q --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-all net lint bench soak clean
 .NOTPARALLEL:
@@ -18,19 +19,17 @@ LONG = -m "long or hypothesis" --hypothesis-profile $(PROFILE)
 demo: $(VENV)/.stamp-run
 	$(BIN)/onebox train --data digits --model cnn
 
-# The short tier, for every commit: eight minutes on two cores. tests/conftest.py says which test is of which tier.
-# Three at a time on two cores: tests with processes wait a good deal. Those of tests/net skip where there is no root
-# or no iproute2, those of tests/gpu where there is no GPU.
+# The short tier, for every commit: less than eight minutes on two cores. tests/conftest.py says which test is of which
+# tier, in which order they come, and how many at a time. Those of tests/net skip where there is no root or no iproute2,
+# those of tests/gpu where there is no GPU.
 # Bytecode is kept, whatever the environment says: dozens of processes import the same files.
 test test-all: export PYTHONDONTWRITEBYTECODE :=
 test: lint
-	$(BIN)/pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile -m "not long" tests/unit
-	$(BIN)/pytest -q --numprocesses 3 --dist loadfile --no-loadscope-reorder -m "not long" --ignore tests/unit
+	$(BIN)/pytest $(TOGETHER) -m "not long"
 
 # The long tier: all other tests, and those by hypothesis once more, with more examples, at random.
 test-all: $(VENV)/.stamp-test
-	$(BIN)/pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile $(LONG) tests/unit
-	$(BIN)/pytest -q --numprocesses 3 --dist loadfile --no-loadscope-reorder $(LONG) --ignore tests/unit
+	$(BIN)/pytest $(TOGETHER) $(LONG)
 
 # Hosts as network namespaces: as root, on a machine with iproute2.
 net: $(VENV)/.stamp-test
@@ -39,7 +38,7 @@ net: $(VENV)/.stamp-test
 lint: $(VENV)/.stamp-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 	$(BIN)/lint-imports --no-logo
 
 bench: $(VENV)/.stamp-test

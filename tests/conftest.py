@@ -16,6 +16,8 @@ comes first.
 
 from __future__ import annotations
 
+import gc
+import os
 import unittest
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -94,6 +96,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
+def pytest_collection_finish() -> None:
+    """Let collections of garbage leave out what has been imported and collected: each would take half a second."""
+    gc.collect()
+    gc.freeze()
+
+
 def mark_long(items: Sequence[pytest.Item]) -> None:
     """Mark what is of a long folder, and all but a sample of the cases of a test."""
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
@@ -128,6 +136,12 @@ def scale_examples(test: Any) -> None:
     own, usual = getattr(test, name), settings.default.max_examples
     if own.max_examples != usual:
         setattr(test, name, settings(own, max_examples=max(1, own.max_examples * usual // 100)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Return the number of processes that take tests: one more than cores, as tests with processes wait a good deal."""
+    return min(4, len(os.sched_getaffinity(0)) + 1)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -58,8 +58,8 @@ def planned(name: str, devices: Any, **more: Any) -> Plan:
 @pytest.mark.parametrize(
     ("name", "devices", "more"),
     [
-        ("gpt2", (0, 1), {"schedule": "1f1b"}),
         ("cnn", (0, 1), {"schedule": "zb-h1"}),
+        ("gpt2", (0, 1), {"schedule": "1f1b"}),
         ("unet", (0, 1, 2), {"schedule": "1f1b"}),
         ("mlp", ((0, 1), (1, 2)), {"schedule": "gpipe", "optimizer": "sharded"}),
     ],

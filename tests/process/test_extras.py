@@ -118,6 +118,7 @@ def test_every_module_is_imported_without_them(said: dict[str, Any]) -> None:
     assert said["modules"] > 200
 
 
+@pytest.mark.long
 def test_the_demo_works_without_them(tmp_path: Path) -> None:
     demo = "-m onebox train --data digits --model cnn --epochs 1"
     done = python(tmp_path, *demo.split())

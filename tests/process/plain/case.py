@@ -80,6 +80,7 @@ class Case:
         expected: For each of :data:`WAYS` that it is for.
         tolerance: The most by which results may differ.
         devices: Workers of the pool.
+        short: Whether it is of the short tier in any case.
     """
 
     name: str
@@ -88,6 +89,7 @@ class Case:
     expected: dict[str, Expected]
     tolerance: float
     devices: int
+    short: bool = False
 
 
 CASES: list[Case] = []
@@ -100,15 +102,24 @@ def case(
     vgpu: Expected | None = EQUAL,
     tolerance: float = TOLERANCE,
     devices: int = 2,
+    short: bool = False,
 ) -> Callable[[Callable[[Way], None]], Callable[[Way], None]]:
     """Make a function a case; ``None`` for a way that it is not for."""
 
     def declare(script: Callable[[Way], None]) -> Callable[[Way], None]:
         given = {"trainer": trainer, "vgpu": vgpu}
         expected = {way: each for way, each in given.items() if each is not None}
-        name, module = script.__name__, script.__module__
-        made = Case(name=name, module=module, script=script, expected=expected, tolerance=tolerance, devices=devices)
-        CASES.append(made)
+        CASES.append(
+            Case(
+                name=script.__name__,
+                module=script.__module__,
+                script=script,
+                expected=expected,
+                tolerance=tolerance,
+                devices=devices,
+                short=short,
+            )
+        )
         return script
 
     return declare

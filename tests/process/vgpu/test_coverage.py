@@ -40,7 +40,7 @@ ALSO_REFUSED_BY_THE_CPU = "Jiterator is only supported on CUDA"
 
 @pytest.mark.short
 @pytest.mark.parametrize(
-    ("operators", "modules", "optimizers"), [(6, 2, 1), pytest.param(150, 30, 99, marks=pytest.mark.long)]
+    ("operators", "modules", "optimizers"), [(3, 1, 1), pytest.param(150, 30, 99, marks=pytest.mark.long)]
 )
 def test_a_part_of_the_databases_gives_what_the_cpu_gives(operators: int, modules: int, optimizers: int) -> None:
     choose = random.Random(SEED)

@@ -242,6 +242,15 @@ def test_mistakes_are_told_as_on_the_cpu(case: Case) -> None:
     fails_beside(case)
 
 
+def test_batch_norm_of_inputs_without_gradients() -> None:
+    def case(device: str) -> Any:
+        module = fill(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))).to(device)
+        module(normal(4, 3, device=device)).pow(2).sum().backward()
+        return [each.grad for each in module.parameters()], list(module.buffers())
+
+    beside(case)
+
+
 def test_numbers_out_of_range_are_told_when_somebody_looks() -> None:
     fails_beside(lambda device: nn.Embedding(7, 3).to(device)(torch.tensor([9], device=device)).sum().item(), late=True)
     targets = torch.tensor([1, 7])

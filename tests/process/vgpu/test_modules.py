@@ -92,7 +92,11 @@ def gradients_clipped(device: str) -> Any:
     return made, flat, module.state_dict()
 
 
-@works
+@fails
+def modules_without_elements(device: str) -> Any:
+    nn.Linear(2, 2, device="meta").to(device)
+
+
 def tied_weights_take_room_once(device: str) -> Any:
     module: Any = fill(nn.Sequential(nn.Linear(30, 30), nn.Linear(30, 30)))
     module[1].weight = module[0].weight
@@ -107,9 +111,8 @@ def tied_weights_take_room_once(device: str) -> Any:
     return size // 2048, again.tell() // 2048, loaded
 
 
-@fails
-def modules_without_elements(device: str) -> Any:
-    nn.Linear(2, 2, device="meta").to(device)
+def test_tied_weights_take_room_in_a_file_once() -> None:
+    beside(tied_weights_take_room_once)
 
 
 def test_other_processes_get_no_tensors() -> None:

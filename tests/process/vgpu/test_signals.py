@@ -164,3 +164,45 @@ def test_a_handler_does_not_wait_for_ever(heard: list[str], monkeypatch: pytest.
     with pytest.raises(Heard):
         _shielded(lambda: _until(10))
     assert heard == ["_until"]
+
+
+def test_a_signal_whose_repetition_another_handler_ends_is_not_lost_for_good(
+    heard: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Other(Exception):
+        pass
+
+    raise_signal = signal.raise_signal
+
+    def ended(number: int) -> None:
+        raise_signal(number)
+        if threading.current_thread() is threading.main_thread():
+            raise Other  # the handler of another signal that was pending
+
+    with monkeypatch.context() as patch, pytest.raises(Other):
+        _shielded(lambda: patch.setattr(signal, "raise_signal", ended))
+        _until(10)
+    assert heard == []
+    with pytest.raises(Heard):
+        signal.raise_signal(signal.SIGALRM)
+
+
+def test_a_signal_that_comes_again_meanwhile_calls_its_handler_once(
+    alarm: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handled: list[str] = []
+    signal.signal(alarm, lambda number, frame: handled.append(frame.f_code.co_name))
+    must_wait, times = signals._must_wait, iter(range(10))
+
+    def come_again(frame: Any) -> bool:
+        if next(times) == 1:  # the first signal is deferred; while it is let through, it comes once more
+            signal.raise_signal(alarm)
+        return must_wait(frame)
+
+    monkeypatch.setattr(signals, "_must_wait", come_again)
+    _shielded(lambda: None)
+    end_s = time.monotonic() + 10
+    while not handled and time.monotonic() < end_s:
+        pass
+    time.sleep(20 * signals.AGAIN_S)
+    assert len(handled) == 1

@@ -43,6 +43,11 @@ def test_new_sessions_of_a_key_come_no_faster_than_old_ones_may_talk() -> None:
     assert sessions.find(client(2), 10.0, nobody) is not None
 
 
+def test_a_client_that_connects_anew_ten_times_a_second_is_heard_each_time() -> None:
+    sessions = Sessions()
+    assert all(sessions.find(client(1, number), number / 10, nobody) for number in range(10 * SESSIONS_OF_ONE))
+
+
 def test_of_all_keys_there_are_not_too_many() -> None:
     sessions = Sessions()
     for number in range(SESSIONS):

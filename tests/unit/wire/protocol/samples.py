@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -21,6 +22,7 @@ _PLAIN: dict[Any, st.SearchStrategy[Any]] = {
 }
 
 
+@functools.cache
 def values_of(kind: Any) -> st.SearchStrategy[Any]:
     """Return a strategy for any value of an annotated type."""
     origin, arguments = get_origin(kind), get_args(kind)

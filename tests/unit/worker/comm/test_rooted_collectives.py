@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -39,7 +40,7 @@ def run(size: int, way: str, rank: Callable[[WorkerGroup], Any], *, timeout_s: f
     """Form a group of threads and run a function in each rank; ``both`` is a group as of several hosts."""
     if way != "sockets" and not supported():
         pytest.skip("groups through shared memory need Linux on x86-64")
-    hub = Hub()
+    hub, formed = Hub(), threading.Barrier(size)
 
     def one(number: int) -> Any:
         def form(group: int, *, shared: bool) -> WorkerGroup:
@@ -50,6 +51,7 @@ def run(size: int, way: str, rank: Callable[[WorkerGroup], Any], *, timeout_s: f
         if way == "both":
             group = HybridGroup(group, form(4, shared=False))  # type: ignore[arg-type]
         try:
+            formed.wait(60)  # one that leaves at once would be missed by those that still form the group
             return rank(group)
         finally:
             group.close()
@@ -94,6 +96,24 @@ def test_what_is_broadcast_comes_to_all_others(way: str) -> None:
         for root, each in zip((2, 0), found, strict=True):
             expected = torch.cat([part(root, 6).view(2, 3).t().reshape(-1), part(10 + root, 4)])
             assert each is None if root == number else torch.equal(each.reshape(-1), expected)
+
+
+@every_way
+def test_what_is_sent_is_what_it_was_then(way: str) -> None:
+    both = threading.Barrier(2, timeout=20)
+    sent = part(0, 1 << 20)  # more than a socket holds
+
+    def rank(group: WorkerGroup) -> Tensor | None:
+        if group.rank == 0:
+            mine = sent.clone()
+            group.send(mine, 1, 5)
+            mine.zero_()
+        both.wait()
+        came = group.receive(spec_of(sent), 0, 5)().tensor.clone() if group.rank else None
+        both.wait()
+        return came
+
+    assert torch.equal(run(2, way, rank)[1], sent)
 
 
 @pytest.mark.sample(4)

@@ -1,0 +1,32 @@
+"""The table of seeded faults fits the code: each can be put back, and names tests that there are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.seeded_faults.table import SeededFault, seeded_faults
+
+ROOT = Path(__file__).parents[2]
+FAULTS = seeded_faults()
+
+
+def test_there_are_thirty_and_more() -> None:
+    assert len(FAULTS) >= 30
+    assert len({(fault.file, fault.old) for fault in FAULTS}) == len(FAULTS)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_can_be_put_back_and_its_tests_are_there(fault: SeededFault) -> None:
+    assert re.fullmatch(r"[0-9a-f]{7} \S.*", fault.origin)
+    before = (ROOT / fault.file).read_text(encoding="utf-8")
+    seeded = fault.seeded(before)
+    assert seeded != before
+    compile(seeded, fault.file, "exec")
+    assert fault.tests
+    for test in fault.tests:
+        file, _, name = test.partition("::")
+        text = (ROOT / file).read_text(encoding="utf-8")
+        assert not name or f"def {name.partition('[')[0].rpartition('::')[2]}(" in text, f"{file} has no {name}"
