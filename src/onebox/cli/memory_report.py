@@ -89,7 +89,7 @@ def make_memory_report(config: JobConfig, found: PlanForecast, data: Data, pool:
             pool=pool,
             plan=found.plan,
             precision=config.precision,
-            recover=False,
+            recovery=None,
             loss_reduction="mean",
         ) as trainer:
             for _ in range(_STEPS - 1):

@@ -131,8 +131,7 @@ def search_plan(
         precision=config.precision,
         budget_s=budget_s,
         fresh=fresh,
-        staleness=config.staleness,
-        delay=config.delay,
+        stale=config.stale,
     )
     _, simulation = predict(planned.problem, planned.plan)  # with every action and message, which a search leaves out
     return PlanForecast(
@@ -140,7 +139,7 @@ def search_plan(
         simulation=simulation,
         problem=planned.problem,
         candidates=planned.result.candidates,
-        delays=delays_of(optimizer, config.delay),
+        delays=delays_of(optimizer, config.correction),
     )
 
 
@@ -181,7 +180,7 @@ def predict_plan(
         fresh=fresh,
     )
     links = pool_links(pool, fresh=fresh)
-    late = delays_of(optimizer, config.delay)
+    late = delays_of(optimizer, config.correction)
     problem = make_problem(
         profile,
         pool.devices,

@@ -35,6 +35,7 @@ from onebox.engine.workload.parameter_groups import options_of, require_training
 from onebox.errors import OneboxError, OperatorError, PlanError, ReplicasParted
 from onebox.plan import Plan
 from onebox.pool import Pool, WorkerReply
+from onebox.trainer_options import Recovery
 
 _T = TypeVar("_T")
 
@@ -49,8 +50,7 @@ class TrainingSession:
         remote: The remote state.
         settings: Settings shared by all steps.
         uploads: The uploads of batches.
-        recover: Whether to recover from losses.
-        snapshot_every: Steps between snapshots; ``None`` chooses an interval that keeps their cost low.
+        recovery: Recovery from losses; ``None`` for none.
         step: Number of steps done before, by the run that is resumed.
         saved: Path of its checkpoint.
     """
@@ -64,8 +64,7 @@ class TrainingSession:
         settings: StepSettings,
         uploads: BatchPrefetcher,
         *,
-        recover: bool,
-        snapshot_every: int | None,
+        recovery: Recovery | None,
         step: int = 0,
         saved: Path | None = None,
     ) -> None:
@@ -95,8 +94,9 @@ class TrainingSession:
         self.overlap = OverlapScheduler(pool, remote, settings, self.traces.draining)
         self._old_groups = RetiredGroups(pool)
         self.adaptive: AdaptiveController | None = None
-        if recover:
-            self.guard = RecoveryManager(pool, remote, self, every=snapshot_every, in_flight=settings.in_flight)
+        if recovery is not None:
+            every = recovery.snapshot_every
+            self.guard = RecoveryManager(pool, remote, self, every=every, in_flight=settings.in_flight)
 
     # ---- steps
 

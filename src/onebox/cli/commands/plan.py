@@ -147,8 +147,8 @@ def command_line(config: JobConfig, more: Mapping[str, object], *, late: bool = 
         late: Whether gradients are a step late.
     """
     words = ["onebox", "train", *(["--staleness", "1"] if late else [])]
-    if late and isinstance(config, StalenessConfig) and config.delay != "auto":
-        words += ["--delay", config.delay]
+    if late and isinstance(config, StalenessConfig) and config.correction != "auto":
+        words += ["--correction", config.correction]
     for field in dataclasses.fields(JobConfig):
         value = getattr(config, field.name)
         if value != field.default:

@@ -19,7 +19,7 @@ _MAY_CHANGE = (
 """Options that may differ when a run is resumed: those of its length, place and display, not of its computation."""
 
 _LATER = {
-    *("image_size", "adaptive", "shard_optimizer", "staleness", "delay", "warm_up", "overlap"),
+    *("image_size", "adaptive", "shard_optimizer", "staleness", "correction", "warm_up", "overlap"),
     *("read", "process", "on_error"),
 }
 """Options that runs of earlier versions lack, with their defaults at the time."""
