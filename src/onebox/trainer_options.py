@@ -205,8 +205,8 @@ def _checked_shares(shares: Any) -> Shares:
         weights = ()
     if not all(0 <= weight < math.inf for weight in weights) or not sum(weights):
         raise UsageError(
-            f"shares={shares!r}: allowed are auto, equal, measured, or one weight for each device, such as 3,1, from 0 up "
-            "and not all 0"
+            f"shares={shares!r}: allowed are auto, equal, measured, or one weight for each device, such as 3,1, from 0 "
+            "up and not all 0"
         )
     return weights
 
