@@ -25,6 +25,7 @@ from pipeline_sides import segments_of
 
 import onebox
 from onebox.plan import Plan
+from tests.trainer_arguments import grouped
 
 WARM = 3
 """Steps of any side that are not counted: the pipeline fills in the first, and workers are slow."""
@@ -78,11 +79,7 @@ class Ours:
                 model,
                 case.loss,
                 sgd(model.parameters()),
-                pool=world.pool,
-                plan=plan,
-                costs=costs_of(segments_of(case)),
-                warm_up=0,
-                **options,
+                **grouped(pool=world.pool, plan=plan, costs=costs_of(segments_of(case)), warm_up=0, **options),
             )
         )
         self._data = case.data()

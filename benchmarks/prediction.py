@@ -27,6 +27,7 @@ from onebox.engine.problem.planner_problem import make_problem
 from onebox.graph import TracedModel, capture
 from onebox.plan import ASYNC, ComputeTime, DeviceSpec, Links, Plan, Problem, Segment, SegmentValue, Stage, predict
 from onebox.pool import Link
+from tests.trainer_arguments import grouped
 
 BATCH = 64
 STEPS = 8
@@ -188,7 +189,7 @@ def run_on_cpus(plan: Plan, rounds: int) -> tuple[list[float], list[tuple[int, i
     model, optimizer = fresh()
     with (
         onebox.open("cpu*2", threads=1) as pool,
-        onebox.Trainer(model, LOSS, optimizer, pool=pool, plan=plan, check_every=0) as trainer,
+        onebox.Trainer(model, LOSS, optimizer, pool=pool, plan=plan, engine=onebox.Engine(check_every=0)) as trainer,
     ):
         seconds = timed(trainer, data(), rounds)
         expected = trainer.predicted_memory(*data())
@@ -250,12 +251,7 @@ def on_sims(rounds: int) -> list[Row]:
                 blocks,
                 nn.functional.mse_loss,
                 optimizer,
-                pool=pool,
-                plan=plan,
-                check_every=0,
-                staleness=int(late),
-                delay="none",
-                warm_up=0,
+                **grouped(pool=pool, plan=plan, check_every=0, staleness=int(late), delay="none", warm_up=0),
             ) as trainer:
                 measured = (apart if late else timed)(trainer, batch, rounds)
                 rows.append(Row("emulated", name, prediction.step_s, measured, []))

@@ -24,6 +24,7 @@ import onebox
 from onebox.cost import AllReduceAlgorithm
 from onebox.engine.compile import compiler
 from onebox.pool import Link
+from tests.trainer_arguments import grouped
 
 WIDTH, LAYERS, BATCH = 1024, 6, 64
 STEPS = 12
@@ -52,7 +53,9 @@ def trainer(pool: onebox.Pool, stack: ExitStack, **options: Any) -> onebox.Train
     """Return a trainer."""
     model, optimizer = make()
     return stack.enter_context(
-        onebox.Trainer(model, nn.functional.mse_loss, optimizer, pool=pool, trace=False, check_every=0, **options)
+        onebox.Trainer(
+            model, nn.functional.mse_loss, optimizer, **grouped(pool=pool, trace=False, check_every=0, **options)
+        )
     )
 
 

@@ -20,6 +20,7 @@ from onebox.engine.workload.parameter_groups import options_of
 from onebox.wire.protocol.requests import OptimizerSpec
 from onebox.worker import AHEAD
 from onebox.worker.optimizer.native import NativeOptimizer
+from tests.trainer_arguments import grouped
 
 RULES: Mapping[str, dict[str, Any]] = {
     "SGD": {"momentum": 0.9, "weight_decay": 1e-4},
@@ -129,7 +130,9 @@ def through(pool: onebox.Pool, name: str, rule: str, side: str, seed: int) -> Ou
     options: dict[str, Any] = {} if side == "sync" else {"staleness": 1, "delay": side, "warm_up": warm_up(task)}
     options["clip_grad_norm"] = task.clip or None
     plan = onebox.Plan.data_parallel([0], [1.0])
-    trainer = onebox.Trainer(model, nn.functional.cross_entropy, optimizer, pool=pool, plan=plan, seed=seed, **options)
+    trainer = onebox.Trainer(
+        model, nn.functional.cross_entropy, optimizer, **grouped(pool=pool, plan=plan, seed=seed, **options)
+    )
     with trainer:
         for inputs, targets in batches(task, seed):
             trainer.step(inputs, targets)

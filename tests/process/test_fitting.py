@@ -36,7 +36,7 @@ def train(memory: int, plan: Plan | None = None, batch: int = BATCH, name: str =
     optimizer = OPTIMIZERS["adamw"](model)
     with (
         onebox.open("cpu", threads=1, memory=memory) as pool,
-        onebox.Trainer(model, case.loss, optimizer, pool=pool, plan=plan, recover=False) as trainer,
+        onebox.Trainer(model, case.loss, optimizer, pool=pool, plan=plan, recovery=None) as trainer,
     ):
         losses = [trainer.step(*case.batches([batch])[0]) for _ in range(STEPS)]
         return [loss.item() for loss in losses]
@@ -89,7 +89,7 @@ def test_an_open_pool_is_asked_about_as_it_is(pools: Shelf) -> None:
     assert found.fits
     assert found.ways == ()
     assert found.largest.fits > BATCH
-    with onebox.Trainer(model, case.loss, optimizer, pool=pool, recover=False) as trainer:
+    with onebox.Trainer(model, case.loss, optimizer, pool=pool, recovery=None) as trainer:
         assert trainer.predicted_memory(*batch) == {d: peak.size_bytes for d, peak in found.peaks.items()}
     with pytest.raises(UsageError, match="leave memory and threads out"):
         onebox.estimate_memory(model, case.loss, optimizer, *batch, pool=pool, memory="1GiB")

@@ -14,6 +14,7 @@ import onebox
 from onebox.errors import CaptureError, UsageError
 from tests.models import CASES, sgd
 from tests.process.shelf import Shelf
+from tests.trainer_arguments import grouped
 
 CASE = CASES["mlp"]
 X_BD, Y_B = CASE.batches([4])[0]
@@ -101,7 +102,7 @@ def test_options_are_checked(options: dict[str, Any], message: str, pools: Shelf
     model = CASE.model()
     with (
         pytest.raises(UsageError, match=message),
-        onebox.Trainer(model, CASE.loss, sgd(model), pool=pools(2), **options) as trainer,
+        onebox.Trainer(model, CASE.loss, sgd(model), **grouped(pool=pools(2), **options)) as trainer,
     ):
         trainer.step(X_BD, Y_B)
 
@@ -124,7 +125,9 @@ def test_a_closed_trainer_leaves_nothing_on_the_workers(pools: Shelf) -> None:
             return [memory.used_bytes for memory in probe.memory()]
 
     before = used_bytes()
-    with onebox.Trainer(model, CASE.loss, sgd(model), pool=pools(2), micro_batch=3) as trainer:
+    with onebox.Trainer(
+        model, CASE.loss, sgd(model), pool=pools(2), plan=onebox.DataParallel(micro_batch=3)
+    ) as trainer:
         trainer.step(X_BD, Y_B)
         trainer.evaluate([(X_BD, Y_B)])
     assert used_bytes() == before

@@ -25,6 +25,7 @@ from tests.models import CASES, sgd
 from tests.process.shelf import Shelf
 from tests.process.stages import staged
 from tests.reference import Outcome, assert_same, train
+from tests.trainer_arguments import grouped
 
 MICRO_BATCH = 3
 SIZES = [8, 8, 8, 5, 8, 8]
@@ -44,7 +45,7 @@ def cut(size: int) -> list[int]:
 def trainer_of(pool: Pool, **options: Any) -> onebox.Trainer:
     case = CASES["mlp"]
     model = case.model()
-    return onebox.Trainer(model, case.loss, sgd(model), pool=pool, **{"micro_batch": MICRO_BATCH, **options})
+    return onebox.Trainer(model, case.loss, sgd(model), **grouped(pool=pool, **{"micro_batch": MICRO_BATCH, **options}))
 
 
 def planned(pool: Pool, plan: Plan, **options: Any) -> onebox.Trainer:

@@ -16,6 +16,7 @@ from onebox.engine.state.checkpoint_files import Checkpoint, GroupEntry, read
 from onebox.engine.state.checkpoint_restore import group_entries, restore
 from onebox.engine.workload.named_state import named_state
 from onebox.errors import CheckpointError
+from tests.trainer_arguments import grouped
 from tests.unit.engine.conftest import Pools
 from tests.unit.engine.state.test_checkpoint_files import manifest
 
@@ -118,7 +119,7 @@ def batches(count: int) -> list[tuple[Tensor, Tensor]]:
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, workers: int, sync: Any, pools: Pools) -> None:
     options: dict[str, Any] = {"pool": pools(workers), "micro_batch": 2, "seed": 3, "sync": sync, "clip_grad_norm": 0.5}
     model, loss, optimizer = make(1)
-    with onebox.Trainer(model, loss, optimizer, **options) as trainer:
+    with onebox.Trainer(model, loss, optimizer, **grouped(**options)) as trainer:
         for batch in batches(3):
             trainer.step(*batch)
         trainer.save(tmp_path, extra={"epoch": 1})
