@@ -25,7 +25,6 @@ from pipeline_sides import segments_of
 
 import onebox
 from onebox.plan import Plan
-from tests.trainer_arguments import grouped
 
 WARM = 3
 """Steps of any side that are not counted: the pipeline fills in the first, and workers are slow."""
@@ -79,7 +78,10 @@ class Ours:
                 model,
                 case.loss,
                 sgd(model.parameters()),
-                **grouped(pool=world.pool, plan=plan, costs=costs_of(segments_of(case)), warm_up=0, **options),
+                pool=world.pool,
+                plan=plan,
+                engine=onebox.Engine(costs=costs_of(segments_of(case))),
+                **options,
             )
         )
         self._data = case.data()

@@ -27,7 +27,6 @@ from onebox.engine.problem.planner_problem import make_problem
 from onebox.graph import TracedModel, capture
 from onebox.plan import ASYNC, ComputeTime, DeviceSpec, Links, Plan, Problem, Segment, SegmentValue, Stage, predict
 from onebox.pool import Link
-from tests.trainer_arguments import grouped
 
 BATCH = 64
 STEPS = 8
@@ -251,7 +250,10 @@ def on_sims(rounds: int) -> list[Row]:
                 blocks,
                 nn.functional.mse_loss,
                 optimizer,
-                **grouped(pool=pool, plan=plan, check_every=0, staleness=int(late), delay="none", warm_up=0),
+                pool=pool,
+                plan=plan,
+                stale=onebox.StaleGradients(correction="none", warm_up=0) if late else None,
+                engine=onebox.Engine(check_every=0),
             ) as trainer:
                 measured = (apart if late else timed)(trainer, batch, rounds)
                 rows.append(Row("emulated", name, prediction.step_s, measured, []))

@@ -25,7 +25,6 @@ from torch import nn
 import onebox
 from onebox.graph import TracedModel, capture
 from onebox.plan import Plan, Stage
-from tests.trainer_arguments import grouped
 
 WARM_STEPS = 12
 STEPS = {"cnn": 24, "mlp": 120}
@@ -84,7 +83,15 @@ def trainer(name: str, kind: str, stack: ExitStack, *, recover: bool) -> onebox.
         )
         plan = Plan(stages=stages, micro_batch=BATCH // 2)
     return stack.enter_context(
-        onebox.Trainer(model, loss, optimizer, **grouped(pool=pool, plan=plan, trace=False, recover=recover))
+        onebox.Trainer(
+            model,
+            loss,
+            optimizer,
+            pool=pool,
+            plan=plan,
+            recovery=onebox.Recovery() if recover else None,
+            engine=onebox.Engine(trace=False),
+        )
     )
 
 

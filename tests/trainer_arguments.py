@@ -18,8 +18,8 @@ _GROUPS: dict[str, tuple[Any, dict[str, str]]] = {
 def grouped(**settings: Any) -> dict[str, Any]:
     """Return settings with those of a group of options in the group.
 
-    ``staleness`` is 0 or 1, ``delay`` the correction, and ``recover`` true, false, or ``None`` for what the pool
-    suggests. A plan of ``None`` is data parallel training.
+    ``staleness`` is 0 or 1, ``delay`` the correction of stale gradients, and ``recover`` true, false, or ``None`` for
+    what the pool suggests. A plan of ``None`` is data parallel training.
 
     Example:
         >>> grouped(seed=1, micro_batch=2, staleness=0)
@@ -37,7 +37,6 @@ shard_optimizer=False)}
     for name, (kind, other_names) in _GROUPS.items():
         found = _taken(rest, kind, other_names)
         if name == "stale":
-            assert late or not found, "only stale gradients are corrected"
             rest |= {name: kind(**found)} if late else {}
         elif name == "recovery" and recover is False:
             assert not found, "without recovery there are no snapshots"

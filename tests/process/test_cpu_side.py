@@ -70,7 +70,7 @@ def test_fused_activations_train_as_one_process(pool: onebox.Pool, tmp_path: pat
     assert all(fused < plain for plain, fused in zip(peaks[0].values(), peaks[1].values(), strict=True))
     model = case.model()
     with onebox.Trainer.resume(tmp_path, model, case.loss, sgd(model), pool=pool) as trainer:
-        assert trainer.fuse
+        assert trainer.engine.fuse
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

@@ -68,7 +68,7 @@ def test_the_largest_batch_trains_and_one_more_sample_fails() -> None:
 @pytest.mark.long
 def test_a_way_that_fits_trains_within_the_budget() -> None:
     budget = asked(None, name="unet").peaks[0].size_bytes * 3 // 4
-    found = asked(budget, name="unet", micro_batch=BATCH)
+    found = asked(budget, name="unet", plan=onebox.DataParallel(micro_batch=BATCH))
     assert found.basis == "estimated for 10 GFLOP/s and 1 GB/s, as was said"
     assert found.ways[0].fits, "those that fit come first"
     assert all(one.plan.micro_batch == BATCH for one in found.ways), "the micro-batch was given"

@@ -19,7 +19,6 @@ from tests.models import CASES, adamw, sgd
 from tests.process.shelf import Shelf
 from tests.process.stages import SEED, reference, run, segments, staged
 from tests.reference import Outcome, assert_same
-from tests.trainer_arguments import grouped
 
 SIZES = [8, 5, 12, 8, 2, 8]
 
@@ -246,15 +245,6 @@ def test_a_plan_for_more_devices_than_there_are_is_refused_at_once(pool: onebox.
     model = CASES["mlp"].model()
     with pytest.raises(UsageError, match="the plan uses device 4, but the pool has 4, numbered from 0"):
         onebox.Trainer(model, CASES["mlp"].loss, sgd(model), pool=pool, plan=staged("mlp", (0, 4)))
-
-
-@pytest.mark.parametrize("options", [{"micro_batch": 2}, {"shares": "equal"}, {"sync": "client"}], ids=str)
-def test_a_plan_says_itself_what_options_would(options: dict[str, Any], pool: onebox.Pool) -> None:
-    model = CASES["mlp"].model()
-    with pytest.raises(UsageError, match=r"a plan says itself what micro_batch, .* and shard_optimizer are"):
-        onebox.Trainer(
-            model, CASES["mlp"].loss, sgd(model), **grouped(pool=pool, plan=staged("mlp", (0, 1)), **options)
-        )
 
 
 def test_a_plan_may_come_from_a_file(pool: onebox.Pool, tmp_path: Path) -> None:

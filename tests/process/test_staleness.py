@@ -214,7 +214,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(delay: str, pool: on
         trainer.save(tmp_path)
     model = case.model()
     with onebox.Trainer.resume(tmp_path, model, case.loss, OPTIMIZERS["sgd"](model), pool=pool) as trainer:
-        assert (trainer.staleness, trainer.delay) == (1, delay)
+        assert trainer.stale == onebox.StaleGradients(correction=delay, warm_up=0)
         losses += [float(trainer.step(*batch)) for batch in batches[5:]]
         found = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
         assert trainer.delays == {1: len(SIZES) - 5}

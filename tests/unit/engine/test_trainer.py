@@ -399,28 +399,28 @@ def test_steps_are_under_way_while_those_before_travel(open_pool: OpenPool) -> N
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"micro_batch": 0}, "at least one sample"),
         ({"precision": "fp8"}, "fp32"),
         ({"clip_grad_norm": 0.0}, "positive"),
         ({"clip_grad_norm": float("nan")}, "positive"),
-        ({"in_flight": 0}, "in_flight"),
-        ({"check_every": -1}, "check_every"),
-        ({"sync": "somewhere"}, "'workers' and 'client'"),
         ({"seed": 2**70}, "seed"),
+        ({"plan": None}, "'auto', and onebox.DataParallel"),
+        ({"plan": Plan.data_parallel([1], [1.0])}, "uses device 1, but the pool has 1"),
+        ({"stale": True}, r"StaleGradients\(\.\.\.\), and None"),
+        ({"recovery": True}, r"onebox.Recovery\(\.\.\.\)"),
+        ({"staging": None}, r"onebox.Staging\(\.\.\.\)"),
+        ({"engine": {}}, r"onebox.Engine\(\.\.\.\)"),
     ],
 )
 def test_arguments_that_are_wrong(arguments: dict[str, Any], message: str, pools: Pools) -> None:
     model = build(Counting)
     with pytest.raises(UsageError, match=message):
-        onebox.Trainer(model, functional.mse_loss, sgd(model), **grouped(pool=pools(1), **arguments))
+        onebox.Trainer(model, functional.mse_loss, sgd(model), pool=pools(1), **arguments)
 
 
-@pytest.mark.parametrize("shares", ["best", (1.0,), (0.0, 0.0), (-1.0, 2.0)])
-def test_shares_that_are_wrong(shares: Any, pools: Pools) -> None:
+def test_shares_of_other_devices(pools: Pools) -> None:
     model = build(Counting)
-    trainer = onebox.Trainer(
-        model, functional.mse_loss, sgd(model), pool=pools(2), plan=onebox.DataParallel(shares=shares)
-    )
+    asked = onebox.DataParallel(shares=(1.0,))
+    trainer = onebox.Trainer(model, functional.mse_loss, sgd(model), pool=pools(2), plan=asked)
     with trainer, pytest.raises(UsageError, match="shares"):
         trainer.step(*batches()[0])
 
