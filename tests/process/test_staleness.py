@@ -295,9 +295,6 @@ def fated(policy: ActivationPolicy) -> Plan:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"staleness": 2}, "staleness=2"),
-        ({"staleness": 1, "warm_up": -1}, "warm_up=-1"),
-        ({"staleness": 1, "delay": "later"}, "delay='later'"),
         ({"staleness": 1, "sync": "client"}, "sync='client'"),
         ({"overlap": True, "update": "host"}, "update='host'"),
         ({"staleness": 1, "plan": fated("offload")}, "stages offloaded or swapped"),
