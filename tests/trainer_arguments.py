@@ -31,8 +31,9 @@ shard_optimizer=False)}
     if rest.get("plan", ...) is None:
         del rest["plan"]
     parallel = _taken(rest, onebox.DataParallel, {})
-    if parallel:
-        assert "plan" not in rest, "a plan has its own micro-batches"
+    if "plan" in rest:
+        assert not any(parallel.values()), "a plan has its own micro-batches"
+    elif parallel:
         rest["plan"] = onebox.DataParallel(**parallel)
     for name, (kind, other_names) in _GROUPS.items():
         found = _taken(rest, kind, other_names)

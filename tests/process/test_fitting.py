@@ -18,6 +18,7 @@ NAME = "cnn"
 BATCH = 24
 RATES = DeviceRates(flops=1e10, bandwidth_bps=1e9, operator_s=1e-6)
 STEPS = 2
+PARALLEL = onebox.DataParallel()
 
 
 def asked(memory: int | str | None, batch: int = BATCH, name: str = NAME, **options: object) -> FitReport:
@@ -30,7 +31,7 @@ def asked(memory: int | str | None, batch: int = BATCH, name: str = NAME, **opti
 
 
 def train(
-    memory: int, plan: Plan | onebox.DataParallel = onebox.DataParallel(), batch: int = BATCH, name: str = NAME
+    memory: int, plan: Plan | onebox.DataParallel = PARALLEL, batch: int = BATCH, name: str = NAME
 ) -> list[float]:
     """Train a case on one CPU worker with so much memory."""
     case = CASES[name]

@@ -265,7 +265,7 @@ def test_late_steps_refuse_a_change(pools: Shelf) -> None:
         trainer.step(*batch)
         trainer.pull()
         clamp(trainer.model)
-        with pytest.raises(UsageError, match="while staleness=1: there are several versions"):
+        with pytest.raises(UsageError, match="while gradients are stale: there are several versions"):
             trainer.step(*batch)
         with pytest.raises(UsageError, match="while staleness=1"):
             trainer.push()

@@ -93,7 +93,7 @@ def test_an_optimizer_that_workers_cannot_run_is_refused(
         ({"in_flight": 0}, "in_flight=0"),
         ({"check_every": -1}, "check_every=-1"),
         ({"shares": [1.0]}, "1 weights for 2 devices"),
-        ({"shares": [1.0, -1.0]}, "finite numbers from 0 up"),
+        ({"shares": [1.0, -1.0]}, "from 0 up and not all 0"),
         ({"shares": [0.0, 0.0]}, "not all 0"),
         ({"shares": "fair"}, "shares='fair'"),
     ],
