@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
 from pathlib import Path
 
 
-def put_file(path: Path, content: bytes) -> None:
-    """Put a file in place whole or not at all, readable for this user alone; other writers of it do not disturb.
+def put_file(path: Path, content: bytes, *, private: bool = True) -> None:
+    """Put a file in place whole or not at all; other writers of it do not disturb.
 
     Args:
-        path: Where, in a folder that is there.
-        content: What it holds.
+        path: The file, in a folder that exists; an earlier one is replaced.
+        content: All of its bytes.
+        private: Whether this user alone may read it; else the process's umask decides.
 
     Raises:
-        OSError: It cannot be written; what was there before stays.
+        OSError: It cannot be written; an earlier one is unchanged.
     """
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)  # mode 0600
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    descriptor = os.open(temporary, flags, 0o600 if private else 0o666)
     try:
         with open(descriptor, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        Path(temporary).replace(path)
+        temporary.replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise

@@ -70,6 +70,7 @@ def test_the_short_interface(tmp_path: Path) -> None:
 def test_commands(block: list[list[str]], tmp_path: Path) -> None:
     shutil.copy(ROOT / "examples" / "mnist_cnn.py", tmp_path / "train.py")  # any script of the reader's own
     shutil.copy(ROOT / "examples" / "digits.csv.gz", tmp_path)
+    shutil.copy(ROOT / "examples" / "trainer" / "own_model.py", tmp_path)
     for program, *arguments in block:
         # of make what it would run: running the tests inside the tests would not end
         make = program == "make"

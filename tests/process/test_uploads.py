@@ -97,9 +97,7 @@ def test_each_worker_is_sent_what_its_stages_read_and_nothing_else(name: str, po
 @pytest.mark.parametrize(
     ("name", "ahead"), [("three replicas", 0), ("three replicas", 700), ("two replicas of two stages", 1 << 20)]
 )
-def test_what_is_uploaded_ahead_by_another_thread_trains_like_one_process(
-    name: str, ahead: int, pools: Shelf
-) -> None:
+def test_what_is_uploaded_ahead_by_another_thread_trains_like_one_process(name: str, ahead: int, pools: Shelf) -> None:
     plan = PLANS[name]
     batches = CASES["mlp"].batches(SIZES)
     with planned(pools(len(plan.devices)), plan, ahead=ahead) as trainer:

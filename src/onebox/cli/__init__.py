@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import math
 import os
 import signal
@@ -67,44 +68,14 @@ def _run(arguments: Sequence[str]) -> int:
     return command(config) or OK
 
 
-def _command(config: Any) -> Callable[[Any], int | None]:
-    """Return the function of a configuration's command, which is imported only when it is called."""
-    from onebox.cli.options.agents import MachinesConfig
-    from onebox.cli.options.estimates import MemoryConfig
-    from onebox.cli.options.jobs import PlanConfig, TrainConfig
-    from onebox.cli.options.pools import DevicesConfig, ProfileConfig, RunConfig
+def _command(config: object) -> Callable[[Any], int | None]:
+    """Return the function of a configuration's command, whose module is imported now."""
+    from onebox.cli.parser import COMMANDS
 
-    if isinstance(config, TrainConfig):
-        from onebox.cli.commands.train import train
-
-        return train
-    if isinstance(config, PlanConfig):
-        from onebox.cli.commands.plan import show_plan
-
-        return show_plan
-    if isinstance(config, MemoryConfig):
-        from onebox.cli.commands.memory import show_memory_estimate
-
-        return show_memory_estimate
-    if isinstance(config, RunConfig):
-        from onebox.cli.commands.run import run_script
-
-        return run_script
-    if isinstance(config, DevicesConfig):
-        from onebox.cli.commands.devices import show_devices
-
-        return show_devices
-    if isinstance(config, ProfileConfig):
-        from onebox.cli.commands.profile import show_profile
-
-        return show_profile
-    if isinstance(config, MachinesConfig):
-        from onebox.cli.commands.agents_dispatch import run_machines
-
-        return run_machines
-    from onebox.cli.commands.env import show_environment
-
-    return show_environment
+    command, name = next((command, name) for command, (kind, name) in COMMANDS.items() if kind is type(config))
+    module = importlib.import_module(f"onebox.cli.commands.{command.split()[0]}")
+    function: Callable[[Any], int | None] = getattr(module, name)
+    return function
 
 
 @contextlib.contextmanager

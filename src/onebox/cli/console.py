@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 
 _WIDEST = 120
-_UNLIMITED = 10_000
+UNLIMITED = 10_000
 
 
 class OutputConsole(Console):
@@ -19,10 +19,14 @@ class OutputConsole(Console):
         """Re-raise the error that is being handled; rich itself would end the program here."""
         raise BrokenPipeError
 
-    def widen(self, tables: Iterable[Table]) -> None:
-        """Let tables exceed a narrow terminal, up to 120 columns, rather than be cut."""
+    def write_line(self, text: str) -> None:
+        """Print a text literally; the terminal wraps it."""
+        self.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def widen(self, tables: Iterable[RenderableType], most: int = _WIDEST) -> None:
+        """Let tables exceed a narrow terminal, up to a number of columns, rather than be cut."""
         widest = max(map(self._natural, tables))
-        self.width = max(self.width, min(widest, _WIDEST))
+        self.width = max(self.width, min(widest, most))
 
     def fitting(self, make: Callable[[bool], Table]) -> Table:
         """Return a table, or its narrow form where the terminal is not wide enough.
@@ -37,6 +41,6 @@ class OutputConsole(Console):
         room = self.width if told else _WIDEST
         return wide if self._natural(wide) <= room else make(True)
 
-    def _natural(self, table: Table) -> int:
+    def _natural(self, table: RenderableType) -> int:
         """Return the natural width of a table in columns."""
-        return self.measure(table, options=self.options.update(max_width=_UNLIMITED)).maximum
+        return self.measure(table, options=self.options.update(max_width=UNLIMITED)).maximum

@@ -8,12 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch.nn import functional
-
 from onebox.cli.console import OutputConsole
 from onebox.cli.options.jobs import JobConfig
-from onebox.cli.planning import PlanForecast, sample_batch
-from onebox.cli.run_setup import make_model, make_optimizer
+from onebox.cli.planning import PlanForecast, job_of
 from onebox.engine import Trainer
 from onebox.engine.memory.timeline import MemoryTimeline
 from onebox.engine.planning.memory_fit import estimate_memory
@@ -75,22 +72,21 @@ def make_memory_report(config: JobConfig, found: PlanForecast, data: Data, pool:
     Raises:
         OneboxError: A worker failed.
     """
-    batch = sample_batch(config, data)
     budgets: dict[int, int | None] = {device.number: device.memory_bytes for device in pool.devices}
     allocated: dict[int, int] = {}
     if found.shortfall:
         curves, compared, rows = _predicted(config, found, data, pool, budgets)
     else:
-        model = make_model(config, data)
+        model, loss, optimizer, *batch = job_of(config, data)
         with Trainer(
             model,
-            functional.cross_entropy,
-            make_optimizer(config, model),
+            loss,
+            optimizer,
             pool=pool,
             plan=found.plan,
             precision=config.precision,
+            loss_reduction="mean" if config.loss is None else None,
             recovery=None,
-            loss_reduction="mean",
         ) as trainer:
             for _ in range(_STEPS - 1):
                 trainer.step(*batch)
@@ -126,8 +122,7 @@ def _predicted(
     config: JobConfig, found: PlanForecast, data: Data, pool: Pool, budgets: Mapping[int, int | None]
 ) -> tuple[Mapping[int, MemoryTimeline], tuple[MemoryComparison, ...], tuple[MemoryRow, ...]]:
     """Return the predicted memory of a plan that does not fit."""
-    model = make_model(config, data)
-    job = (model, functional.cross_entropy, make_optimizer(config, model), *sample_batch(config, data))
+    job = job_of(config, data)
     curves = estimate_memory(*job, pool=pool, plan=found.plan, precision=config.precision, budget_s=0.1).curves
     return curves, (), predicted_rows(curves, found.simulation, budgets)
 
@@ -139,13 +134,13 @@ def print_memory(seen: MemoryReport, console: OutputConsole) -> None:
         peak_table(seen.curves, seen.budgets, seen.compared, seen.emulated, seen.allocated),
     ]
     console.widen(tables)
-    _say(console, "\nwhat becomes of the activations of each stage until its backward")
+    console.write_line("\nwhat becomes of the activations of each stage until its backward")
     console.print(tables[0])
     measured = f"; measured in step {_STEPS} of {_STEPS}" if seen.compared else ""
-    _say(console, f"memory over a step, by instruction{measured}")
+    console.write_line(f"memory over a step, by instruction{measured}")
     console.print(tables[1])
     for line in curve_lines(seen.curves, seen.budgets, _WIDTH):
-        _say(console, line)
+        console.write_line(line)
 
 
 def memory_data(seen: MemoryReport) -> dict[str, Any]:
@@ -171,7 +166,3 @@ def memory_data(seen: MemoryReport) -> dict[str, Any]:
         ],
         "compared": [one.to_data() for one in seen.compared],
     }
-
-
-def _say(console: OutputConsole, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)

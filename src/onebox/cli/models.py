@@ -9,8 +9,9 @@ N heads, K features of a head.
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -87,10 +88,17 @@ def build_model(
     image = ImageShape(channels=channels, height=height, width=width)
     if len(mean) != channels:
         raise UsageError(f"{len(mean)} means for {channels} channels; give one per channel")
+    with seeded(seed):
+        return nn.Sequential(OrderedDict(normalize=Normalize(mean, std), body=_BODIES[name](image, classes)))
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Make modules on the CPU, with weights drawn from a seed; the global random state is restored afterwards."""
     # The CPU generator alone: torch.manual_seed would also seed those of all devices.
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        return nn.Sequential(OrderedDict(normalize=Normalize(mean, std), body=_BODIES[name](image, classes)))
+        yield
 
 
 class Normalize(nn.Module):

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import io
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tyro
 
 from onebox import __version__
 from onebox.cli.command_help import HELP, HELP_ALL, print_help
-from onebox.cli.options.agents import LogsConfig, MachinesConfig, ServeConfig, StatusConfig
+from onebox.cli.options.agents import LogsConfig, ServeConfig, StatusConfig
+from onebox.cli.options.common import nearest
 from onebox.cli.options.estimates import MemoryConfig
 from onebox.cli.options.jobs import PlanConfig, TrainConfig
 from onebox.cli.options.pairing import (
     PairAcceptConfig,
+    PairConfig,
     PairConnectConfig,
     PairForgetConfig,
     PairListConfig,
@@ -29,29 +30,42 @@ from onebox.cli.options.run_config import changed_for_resume, read_config
 from onebox.errors import UsageError
 
 Config = (
-    TrainConfig | PlanConfig | MemoryConfig | RunConfig | DevicesConfig | ProfileConfig | EnvConfig | MachinesConfig
+    TrainConfig
+    | PlanConfig
+    | MemoryConfig
+    | RunConfig
+    | DevicesConfig
+    | ProfileConfig
+    | EnvConfig
+    | ServeConfig
+    | PairConfig
+    | StatusConfig
+    | LogsConfig
 )
 
-OPTIONS: dict[str, type[Config]] = {
-    "train": TrainConfig,
-    "plan": PlanConfig,
-    "memory": MemoryConfig,
-    "run": RunConfig,
-    "devices": DevicesConfig,
-    "profile": ProfileConfig,
-    "serve": ServeConfig,
-    "pair accept": PairAcceptConfig,
-    "pair connect": PairConnectConfig,
-    "pair list": PairListConfig,
-    "pair remove": PairRemoveConfig,
-    "pair forget": PairForgetConfig,
-    "status": StatusConfig,
-    "logs": LogsConfig,
-    "env": EnvConfig,
+COMMANDS: dict[str, tuple[type[Config], str]] = {
+    "train": (TrainConfig, "train"),
+    "plan": (PlanConfig, "show_plan"),
+    "memory": (MemoryConfig, "show_memory_estimate"),
+    "run": (RunConfig, "run_script"),
+    "devices": (DevicesConfig, "show_devices"),
+    "profile": (ProfileConfig, "show_profile"),
+    "serve": (ServeConfig, "serve"),
+    "pair accept": (PairAcceptConfig, "pair"),
+    "pair connect": (PairConnectConfig, "pair"),
+    "pair list": (PairListConfig, "pair"),
+    "pair remove": (PairRemoveConfig, "pair"),
+    "pair forget": (PairForgetConfig, "pair"),
+    "status": (StatusConfig, "show_status"),
+    "logs": (LogsConfig, "show_log"),
+    "env": (EnvConfig, "show_environment"),
 }
-"""The options of each command, of one word or two."""
+"""The options of each command, of one word or two, and the name of its function, in the module of
+:mod:`onebox.cli.commands` that has the name of the first word."""
 
-_COMMANDS = tuple(dict.fromkeys(command.split()[0] for command in OPTIONS))
+OPTIONS: dict[str, type[Config]] = {command: kind for command, (kind, _) in COMMANDS.items()}
+
+_FIRST_WORDS = tuple(dict.fromkeys(command.split()[0] for command in OPTIONS))
 
 _PAIR_OVERVIEW = """usage: onebox pair COMMAND
 
@@ -80,7 +94,7 @@ _OVERVIEW = f"""onebox {__version__}: {_DESCRIPTION[0].lower()}{_DESCRIPTION[1:]
 
 on a pool of devices, of this machine or of others:
   run      an ordinary PyTorch script; what it calls cuda:0, cuda:1 … are the pool's devices
-  train    one of the models that come with it; a run has a folder, from which it can be resumed
+  train    a model, yours or one of onebox's; a run has a folder, from which it can be resumed
   plan     which device should compute what, and when
   memory   whether a model fits, and what would make it fit; nothing is run
   devices  what a pool has, and who has leased it
@@ -114,7 +128,7 @@ def parse(arguments: Sequence[str]) -> Config:
         SystemExit: Help or the version was requested and has been printed.
     """
     if not arguments:
-        raise UsageError(f"a command is needed: {', '.join(_COMMANDS)}; see onebox --help")
+        raise UsageError(f"a command is needed: {', '.join(_FIRST_WORDS)}; see onebox --help")
     if arguments[0] in (*HELP, HELP_ALL, "--version"):
         print(f"onebox {__version__}" if arguments[0] == "--version" else _OVERVIEW.rstrip())
         raise SystemExit(0)
@@ -141,9 +155,9 @@ def _command(arguments: Sequence[str]) -> str:
         SystemExit: Help on ``onebox pair`` was requested and has been printed.
     """
     first, second = arguments[0], arguments[1] if len(arguments) > 1 else ""
-    if first not in _COMMANDS:
+    if first not in _FIRST_WORDS:
         raise UsageError(
-            f"there is no command {first!r}{_nearest(first, _COMMANDS)}; the commands are {', '.join(_COMMANDS)}"
+            f"there is no command {first!r}{nearest(first, _FIRST_WORDS)}; the commands are {', '.join(_FIRST_WORDS)}"
         )
     seconds = [command.split()[1] for command in OPTIONS if command.startswith(f"{first} ")]
     if not seconds:
@@ -152,18 +166,12 @@ def _command(arguments: Sequence[str]) -> str:
         print(_PAIR_OVERVIEW.rstrip())
         raise SystemExit(0)
     if second not in seconds:
-        what = f"has no command {second!r}{_nearest(second, seconds)}" if second else "needs a command"
+        what = f"has no command {second!r}{nearest(second, seconds)}" if second else "needs a command"
         raise UsageError(
             f"onebox {first} {what}: on the agent's machine it is onebox pair accept, on the client's onebox pair "
             "connect HOST; list, remove and forget are the others"
         )
     return f"{first} {second}"
-
-
-def _nearest(word: str, commands: Iterable[str]) -> str:
-    """Return the command with the most similar name, in the form of a parenthesis; empty if none is similar."""
-    near = difflib.get_close_matches(word.lower().lstrip("-"), commands, n=1)
-    return f" (perhaps {near[0]}?)" if near else ""
 
 
 def _without_script(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:

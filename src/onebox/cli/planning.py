@@ -7,20 +7,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
-from torch import Tensor
-from torch.nn import functional
+from torch import Tensor, nn
 
 from onebox.cli.options.jobs import JobConfig, StalenessConfig, TrainConfig
 from onebox.cli.options.run_config import read_config
-from onebox.cli.run_setup import make_model, make_optimizer
+from onebox.cli.output_files import write_output
+from onebox.cli.run_setup import make_loss, make_model, make_optimizer
 from onebox.engine.memory.forecast import forecast_memory
 from onebox.engine.planning.make_plan import make_plan, pool_links
 from onebox.engine.planning.profile import profile_model
 from onebox.engine.problem.planner_problem import make_problem
 from onebox.engine.workload.batch import as_batch
 from onebox.engine.workload.delay_compensation import delays_of, extra_copies
+from onebox.engine.workload.parameter_groups import Optimizers
 from onebox.errors import UsageError
 from onebox.feed import Data
+from onebox.graph import Loss
 from onebox.plan import (
     ACTIVATION_POLICIES,
     ASYNC,
@@ -38,7 +40,6 @@ from onebox.plan import (
 from onebox.plan.model.stage import OFFLOADING_POLICIES
 from onebox.pool import Pool, open_pool
 from onebox.report import RunFolder
-from onebox.report.run.json_files import write_atomically
 from onebox.sizes import enough_text
 from onebox.wire.protocol.instructions import GroupDelays
 
@@ -76,9 +77,10 @@ class PlanForecast:
         return dict(zip(self.plan.devices, self.plan.predicted.peak_bytes, strict=True))
 
 
-def sample_batch(config: JobConfig, data: Data) -> tuple[Tensor, Tensor]:
-    """Return a batch of a data set in the form of a step's input."""
-    return data.example(config.batch)
+def job_of(config: JobConfig, data: Data) -> tuple[nn.Module, Loss, Optimizers, Tensor, Tensor]:
+    """Return the model, the loss, the optimizer, and a batch in the form of a step's input."""
+    model = make_model(config, data)
+    return model, make_loss(config), make_optimizer(config, model), *data.example(config.batch)
 
 
 def search_plan(
@@ -112,15 +114,9 @@ def search_plan(
         UsageError: The batch cannot be divided as requested.
         PlanError: Nothing fits.
     """
-    model = make_model(config, data)
-    images, labels = sample_batch(config, data)
-    optimizer = make_optimizer(config, model)
+    job = job_of(config, data)
     planned = make_plan(
-        model,
-        functional.cross_entropy,
-        optimizer,
-        images,
-        labels,
+        *job,
         pool=pool,
         micro_batches=micro_batches,
         schedules=schedules,
@@ -139,7 +135,7 @@ def search_plan(
         simulation=simulation,
         problem=planned.problem,
         candidates=planned.result.candidates,
-        delays=delays_of(optimizer, config.correction),
+        delays=delays_of(job[2], config.correction),
     )
 
 
@@ -162,18 +158,13 @@ def predict_plan(
     strangers = [device for device in plan.devices if device >= len(pool)]
     if strangers:
         raise UsageError(f"the plan uses device {strangers[0]}, but the pool has {len(pool)}, numbered from 0")
-    model = make_model(config, data)
-    images, labels = sample_batch(config, data)
+    job = job_of(config, data)
+    optimizer, images, labels = job[2:]
     if plan.micro_batch is not None and plan.micro_batch > len(labels):
         raise UsageError(f"the plan has micro-batches of {plan.micro_batch}, but the batch has {len(labels)} samples")
     sizes = sorted({part.size for part in plan.micro_batches(len(labels))})
-    optimizer = make_optimizer(config, model)
     profile, captures = profile_model(
-        model,
-        functional.cross_entropy,
-        optimizer,
-        images,
-        labels,
+        *job,
         pool=pool,
         sizes=sizes,
         precision="auto" if plan.narrow and config.precision == "fp32" else config.precision,
@@ -195,9 +186,7 @@ def predict_plan(
     predicted, simulation = predict(problem, plan)
     peaks = forecast_memory(
         plan,
-        model,
-        functional.cross_entropy,
-        optimizer,
+        *job[:3],
         as_batch(images, labels),
         devices=pool.devices,
         captures=captures,
@@ -287,7 +276,4 @@ def write_plan(path: Path, plan: Plan, flag: str = "--out") -> None:
     Raises:
         UsageError: It cannot be written.
     """
-    try:
-        write_atomically(path, plan.to_json().encode())
-    except OSError as error:
-        raise UsageError(f"{flag} {path} cannot be written: {error.strerror}") from error
+    write_output(flag, path, plan.to_json().encode())

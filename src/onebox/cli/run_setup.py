@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import math
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from onebox.cli.models import build_model
+from onebox.cli.options.common import BUILT_IN_MODELS
 from onebox.cli.options.jobs import JobConfig, TrainConfig
 from onebox.cli.options.run_config import read_config
 from onebox.cli.training_loop import RunProgress
+from onebox.cli.user_code import load_callable, own_model
 from onebox.engine import Trainer
 from onebox.engine.workload.parameter_groups import Optimizers
 from onebox.errors import CheckpointError, DataError, UsageError
@@ -41,8 +45,10 @@ class StartedRun:
     saved: Path | None
 
 
-def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the fraction of samples that are classified correctly."""
+def accuracy(outputs: object, targets: Tensor) -> Tensor:
+    """Return the fraction of correctly classified samples; NaN for outputs that are not logits [B, classes]."""
+    if not isinstance(outputs, Tensor) or outputs.dim() != 2:
+        return torch.full((), math.nan)
     return (outputs.argmax(1) == targets).float().mean()
 
 
@@ -71,7 +77,7 @@ def run_folder(config: TrainConfig, data: str) -> Iterator[RunFolder]:
         return
     path = config.run.expanduser() if config.run else None
     try:
-        folder = RunFolder.create(f"{config.model}-{data}", path=path)
+        folder = RunFolder.create(re.sub(r"\W+", "-", f"{config.model}-{data}", flags=re.ASCII).strip("-"), path=path)
     except OSError as error:
         place = error.filename or path or "under runs/"
         raise UsageError(f"the run folder {place} cannot be made: {error.strerror}; --run names another") from None
@@ -103,7 +109,7 @@ def start_run(config: TrainConfig, folder: RunFolder, data: Data, pool: Pool, pl
     model = make_model(config, data)
     trainer = Trainer(
         model,
-        functional.cross_entropy,
+        make_loss(config),
         make_optimizer(config, model),
         pool=pool,
         plan=plan or config.data_parallel,
@@ -112,7 +118,7 @@ def start_run(config: TrainConfig, folder: RunFolder, data: Data, pool: Pool, pl
         seed=config.seed,
         metrics={"accuracy": accuracy},
         adaptive=config.adaptive,
-        loss_reduction="mean",
+        loss_reduction="mean" if config.loss is None else None,  # None: checked before the first step
         stale=config.stale,
         recovery=config.recovery,
         engine=config.engine,
@@ -134,7 +140,7 @@ def _resumed(config: TrainConfig, saved: Path, data: Data, pool: Pool, plan: Pla
         trainer = Trainer.resume(
             saved,
             model,
-            functional.cross_entropy,
+            make_loss(config),
             make_optimizer(config, model),
             pool=pool,
             plan=plan or placement,
@@ -149,7 +155,13 @@ def _resumed(config: TrainConfig, saved: Path, data: Data, pool: Pool, plan: Pla
 
 
 def make_model(config: JobConfig, data: Data) -> nn.Module:
-    """Return the model of a run, for the images of its data."""
+    """Return the model of a run, for the images of its data.
+
+    Raises:
+        UsageError: A model of the user's own cannot be made.
+    """
+    if config.model not in BUILT_IN_MODELS:
+        return own_model(config.model, data, config.seed)
     channels, height, width = data.shape
     return build_model(
         config.model,
@@ -161,6 +173,15 @@ def make_model(config: JobConfig, data: Data) -> nn.Module:
         std=data.std,
         seed=config.seed,
     )
+
+
+def make_loss(config: JobConfig) -> Callable[..., Any]:
+    """Return the loss of a run.
+
+    Raises:
+        UsageError: A loss of the user's own cannot be imported.
+    """
+    return functional.cross_entropy if config.loss is None else load_callable("--loss", config.loss)
 
 
 def make_optimizer(config: JobConfig, model: nn.Module) -> Optimizers:

@@ -66,7 +66,7 @@ def print_outcome(loop: TrainingLoop, console: OutputConsole, found: PlanCompari
     lines = []
     if not loop.computes:
         lines.append("sim devices compute nothing: times and memory are of use; there is no result, no checkpoint")
-    elif last is not None:
+    elif last is not None and last.test_accuracy is not None:
         lines.append(f"test accuracy {100 * last.test_accuracy:.1f} % after epoch {last.epoch}")
     lines += _delays(loop) + _recoveries(loop) + _decisions(loop)
     if found is not None and (reason := _no_figures()):
@@ -77,7 +77,7 @@ def print_outcome(loop: TrainingLoop, console: OutputConsole, found: PlanCompari
         if (loop.folder.path / name).exists():
             lines.append(f"  {name:<{width}}  {what}")
     for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.write_line(line)
 
 
 def _delays(loop: TrainingLoop) -> list[str]:
@@ -194,7 +194,7 @@ def _print_comparison(found: PlanComparison, loop: TrainingLoop, console: Output
         console.print(table)
     if found.step_s.predicted is None:
         text = f"the plan predicts nothing for batches of {found.batch}; onebox plan --check {loop.folder.plan} does"
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        console.write_line(text)
 
 
 def _summary(loop: TrainingLoop, pool: Pool, seconds: float, found: PlanComparison | None) -> dict[str, object]:

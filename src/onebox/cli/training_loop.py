@@ -36,7 +36,7 @@ class EpochResult:
         epoch: Its number, from 1.
         train_loss: Mean over its samples, each with the weights of its step.
         test_loss: Mean over the test set.
-        test_accuracy: Accuracy on the test set, 0 to 1.
+        test_accuracy: Accuracy on the test set, 0 to 1; ``None`` for a model whose outputs are not logits.
         samples_per_s: Training samples per second, without the time between epochs.
     """
 
@@ -44,7 +44,7 @@ class EpochResult:
     epoch: int
     train_loss: float | None
     test_loss: float | None
-    test_accuracy: float
+    test_accuracy: float | None
     samples_per_s: float | None
 
 
@@ -241,7 +241,7 @@ class TrainingLoop:
             epoch=epoch,
             train_loss=self._loss_sum / (len(self.data.train) - skipped),
             test_loss=found.loss,
-            test_accuracy=found.metrics["accuracy"],
+            test_accuracy=None if math.isnan(found.metrics["accuracy"]) else found.metrics["accuracy"],
             samples_per_s=self.meter.epoch_samples_per_s,
         )
         self._tell_news()

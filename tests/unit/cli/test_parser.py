@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 import pytest
@@ -14,7 +15,7 @@ from onebox.cli.options.estimates import MemoryConfig
 from onebox.cli.options.jobs import PlanConfig, TrainConfig
 from onebox.cli.options.pools import DevicesConfig, EnvConfig, ProfileConfig, RunConfig
 from onebox.cli.options.run_config import read_config, to_stored
-from onebox.cli.parser import OPTIONS, parse
+from onebox.cli.parser import COMMANDS, OPTIONS, parse
 from onebox.errors import UsageError
 
 
@@ -180,7 +181,11 @@ def test_all_flags_of_memory() -> None:
         ("Device", ["there is no command 'Device' (perhaps devices?)"]),
         ("xyz", ["there is no command 'xyz'; the commands are"]),
         ("train --modle cnn", ["--modle", "perhaps --model?"]),
-        ("train --model vgg", ["'vgg'", "mlp", "cnn", "resnet", "gpt"]),
+        (
+            "train --model vgg",
+            ["--model vgg: allowed are mlp, cnn, resnet, gpt, and for your own model"],
+        ),
+        ("train --loss mse", ["--loss mse: allowed is package.module:function"]),
         ("train --precision fp16", ["'fp16'", "fp32", "bf16"]),
         ("train --epochs", ["--epochs", "onebox train --help"]),
         ("train --epochs many", ["--epochs: 'many' is not a whole number"]),
@@ -342,6 +347,14 @@ def test_a_resumed_run_may_have_another_plan_but_not_shares_beside_it(tmp_path: 
     assert resumed.plan == "other.json"
     text = message(f"train --resume {tmp_path} --shares 3,1")
     assert text == "--plan auto and --shares 3,1: a plan says that itself; give one of them"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_its_function(command: str) -> None:
+    options, name = COMMANDS[command]
+    function = getattr(importlib.import_module(f"onebox.cli.commands.{command.split(maxsplit=1)[0]}"), name)
+    config = get_type_hints(function)["config"]
+    assert options in (get_args(config) or (config,))
 
 
 def test_a_flag_takes_values_of_one_kind_in_all_commands() -> None:

@@ -44,7 +44,7 @@ def show_environment(config: EnvConfig) -> None:
     for title, content in found.items():
         console.print(title, style="bold")
         for line in _lines(content) or ["nothing"]:
-            console.print(f"  {line}", markup=False, soft_wrap=True)
+            console.write_line(f"  {line}")
 
 
 def environment() -> dict[str, dict[str, str] | list[str]]:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torch.nn import functional
-
-from onebox.cli.commands.plan import check_target, give_json
 from onebox.cli.console import OutputConsole
 from onebox.cli.exit_status import FAILED, OK
 from onebox.cli.options.estimates import MemoryConfig
-from onebox.cli.planning import sample_batch, write_plan
-from onebox.cli.run_setup import load_data, make_model, make_optimizer
+from onebox.cli.output_files import check_target, give_json
+from onebox.cli.planning import job_of, write_plan
+from onebox.cli.run_setup import load_data
 from onebox.cost.estimate import DeviceRates
 from onebox.engine.planning.memory_fit import FitReport, estimate_memory
 from onebox.report.tables.memory import curve_lines, peak_table, residents_table
@@ -34,13 +32,8 @@ def show_memory_estimate(config: MemoryConfig) -> int:
     check_target("--out", config.out)
     check_target("--report", config.report)
     job = config.resolved()
-    data = load_data(job)
-    model = make_model(job, data)
     found = estimate_memory(
-        model,
-        functional.cross_entropy,
-        make_optimizer(job, model),
-        *sample_batch(job, data),
+        *job_of(job, load_data(job)),
         memory=config.memory,
         pool=config.pool,
         threads=config.threads,
@@ -73,20 +66,20 @@ def _print(found: FitReport, config: MemoryConfig, console: OutputConsole) -> No
     if found.ways:
         tables.append(ways_table(found.ways, found.step_s or 0.0))
     console.widen(tables)
-    _say(console, f"{config.model}, batch {found.batch}, {config.optimizer}: {found.plan.describe()}")
-    _say(console, verdict_line(found))
+    console.write_line(f"{config.model}, batch {found.batch}, {config.optimizer}: {found.plan.describe()}")
+    console.write_line(verdict_line(found))
     console.print(tables[0])
     for line in curve_lines(found.curves, budgets, _WIDTH):
-        _say(console, line)
+        console.write_line(line)
     during = f", {worst.operator}" if worst.operator else ""
-    _say(console, f"\nat the peak of device {worst.device}, in {worst.name}{during}")
+    console.write_line(f"\nat the peak of device {worst.device}, in {worst.name}{during}")
     console.print(tables[1])
-    _say(console, largest_line(found))
+    console.write_line(largest_line(found))
     if found.ways:
-        _say(console, f"\nwhat would make it fit; times are {found.basis}")
+        console.write_line(f"\nwhat would make it fit; times are {found.basis}")
         console.print(tables[2])
     if found.refusal:
-        _say(console, found.refusal)
+        console.write_line(found.refusal)
 
 
 def _write(path: Path, found: FitReport, console: OutputConsole) -> None:
@@ -94,8 +87,4 @@ def _write(path: Path, found: FitReport, console: OutputConsole) -> None:
     plans = [found.plan] if found.fits else [way.plan for way in found.ways if way.fits]
     if plans:
         write_plan(path, plans[0])
-        _say(console, f"plan {path}: {plans[0].describe()}")
-
-
-def _say(console: OutputConsole, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+        console.write_line(f"plan {path}: {plans[0].describe()}")

@@ -5,24 +5,26 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from onebox.cli.commands.devices import print_devices
 from onebox.cli.console import OutputConsole
 from onebox.cli.memory_report import MemoryReport, make_memory_report, memory_data, print_memory
+from onebox.cli.options.common import PoolOptions
 from onebox.cli.options.jobs import JobConfig, PlanConfig, StalenessConfig
+from onebox.cli.output_files import check_target, give_json
 from onebox.cli.planning import PlanForecast, predict_plan, search_plan, write_plan
 from onebox.cli.run_setup import load_data
+from onebox.cli.user_code import import_functions
 from onebox.engine.workload.delay_compensation import extra_copies, predicts
 from onebox.errors import UsageError
 from onebox.extras import import_extra
 from onebox.plan import ASYNC, Plan, as_data, draw_timeline, in_flight_of, stage_work, steady_window
 from onebox.pool import Pool, open_pool
 from onebox.report import candidate_table, plan_device_table, stage_table, summary_line
+from onebox.report.figures.canvas import check_suffix
 from onebox.report.figures.memory_figure import draw_memory
-from onebox.report.figures.step_figure import check_suffix, draw_simulation
-from onebox.report.run.json_files import to_json, write_atomically
+from onebox.report.figures.step_figure import draw_simulation
 from onebox.report.tables.plan import rejection_reason
 from onebox.report.tables.topology import topology_line
 
@@ -39,6 +41,7 @@ def show_plan(config: PlanConfig) -> None:
     """
     given = Plan.read(config.check) if config.check is not None else None
     _check_targets(config)
+    import_functions(config)
     data = load_data(config.resolved())
     console = OutputConsole(highlight=False, quiet=config.json)
     with open_pool(config.pool, threads=config.threads, memory=config.memory) as pool:
@@ -81,18 +84,20 @@ def print_plan(found: PlanForecast, pool: Pool, console: OutputConsole) -> None:
         *([candidate_table(found.candidates)] if found.candidates else []),
     ]
     console.widen(tables)
-    _say(console, f"\n{found.plan.describe()}")
-    _say(console, summary_line(found.plan) + (", with emulated devices" if emulated & set(found.plan.devices) else ""))
+    console.write_line(f"\n{found.plan.describe()}")
+    console.write_line(
+        summary_line(found.plan) + (", with emulated devices" if emulated & set(found.plan.devices) else "")
+    )
     if found.plan.schedule == ASYNC:
-        _say(console, staleness_line(found))
+        console.write_line(staleness_line(found))
     if line := topology_line(found.problem, found.plan):
-        _say(console, line)
+        console.write_line(line)
     for table in tables[:2]:
         console.print(table)
-    _say(console, "schedule: stage, F forward, B backward or I and W its halves, micro-batch; one row a device")
-    _say(console, draw_timeline(found.simulation, _PICTURE_WIDTH))
+    console.write_line("schedule: stage, F forward, B backward or I and W its halves, micro-batch; one row a device")
+    console.write_line(draw_timeline(found.simulation, _PICTURE_WIDTH))
     if found.candidates:
-        _say(console, "\nwhat it was compared with, all predicted")
+        console.write_line("\nwhat it was compared with, all predicted")
         console.print(tables[2])
 
 
@@ -149,7 +154,8 @@ def command_line(config: JobConfig, more: Mapping[str, object], *, late: bool = 
     words = ["onebox", "train", *(["--staleness", "1"] if late else [])]
     if late and isinstance(config, StalenessConfig) and config.correction != "auto":
         words += ["--correction", config.correction]
-    for field in dataclasses.fields(JobConfig):
+    pool = {field.name for field in dataclasses.fields(PoolOptions)}
+    for field in sorted(dataclasses.fields(JobConfig), key=lambda field: field.name in pool):
         value = getattr(config, field.name)
         if value != field.default:
             words += [f"--{field.name.replace('_', '-')}", str(value)]
@@ -167,57 +173,25 @@ def _check_targets(config: PlanConfig) -> None:
         import_extra("matplotlib", "--figure")
 
 
-def check_target(flag: str, path: Path | None) -> None:
-    """Require that an output file can be written.
-
-    Raises:
-        UsageError: It cannot.
-    """
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise UsageError(f"{flag} {path}: a file in an existing folder is needed")
-
-
 def _write_files(
     config: PlanConfig, found: PlanForecast, seen: MemoryReport | None, pool: Pool, console: OutputConsole
 ) -> None:
     if config.figure is not None:
         emulated = [device.number for device in pool.devices if device.emulated]
         draw_simulation(found.simulation, config.figure, emulated=emulated, title=found.plan.describe())
-        _say(console, f"figure {config.figure}")
+        console.write_line(f"figure {config.figure}")
         if seen is not None:
             path = config.figure.with_stem(f"{config.figure.stem}-memory")
             draw_memory(seen.rows, path, emulated=emulated, title=found.plan.describe())
-            _say(console, f"figure {path}")
+            console.write_line(f"figure {path}")
     if config.json or config.report is not None:
         give_json(as_json(found, pool, seen), printed=config.json, path=config.report)
     file, late = config.out or config.check, found.plan.schedule == ASYNC
     if config.out is not None:
         write_plan(config.out, found.plan)
     if file is None:
-        _say(
-            console,
+        console.write_line(
             f"keep it with --out plan.json, or run it at once: {command_line(config, {'--plan': 'auto'}, late=late)}",
         )
     elif not found.shortfall:
-        _say(console, f"plan {file}; run it with: {command_line(config, {'--plan': file}, late=late)}")
-
-
-def give_json(data: Mapping[str, Any], *, printed: bool, path: Path | None) -> None:
-    """Print JSON values, write them into a file, or both.
-
-    Raises:
-        UsageError: The file cannot be written.
-    """
-    content = to_json(data) + b"\n"
-    if printed:
-        print(content.decode(), end="")
-    if path is None:
-        return
-    try:
-        write_atomically(path, content)
-    except OSError as error:
-        raise UsageError(f"--report {path} cannot be written: {error.strerror}") from error
-
-
-def _say(console: OutputConsole, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+        console.write_line(f"plan {file}; run it with: {command_line(config, {'--plan': file}, late=late)}")

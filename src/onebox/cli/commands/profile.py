@@ -5,22 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from torch.nn import functional
 
 from onebox.cli.commands.devices import print_devices
-from onebox.cli.commands.plan import check_target, give_json
-from onebox.cli.console import OutputConsole
-from onebox.cli.options.common import ModelName
+from onebox.cli.console import UNLIMITED, OutputConsole
 from onebox.cli.options.jobs import JobConfig
 from onebox.cli.options.pools import ProfileConfig
-from onebox.cli.run_setup import load_data, make_model, make_optimizer
+from onebox.cli.output_files import check_target, give_json
+from onebox.cli.planning import job_of
+from onebox.cli.run_setup import load_data
+from onebox.cli.user_code import import_functions
 from onebox.cost import PoolProfile
 from onebox.cost.model_profile import ModelProfile
 from onebox.engine.planning.profile import profile_model
 from onebox.pool import Pool, open_pool
 from onebox.report import profile_tables, segment_tables
-
-_WIDEST = 10_000
 
 
 def show_profile(config: ProfileConfig) -> None:
@@ -31,6 +29,7 @@ def show_profile(config: ProfileConfig) -> None:
         OneboxError: The pool cannot be opened, or a worker failed.
     """
     check_target("--report", config.report)
+    import_functions(config)
     with open_pool(config.pool, threads=config.threads, memory=config.memory) as pool:
         profile = pool.profile(fresh=config.fresh, cache=not config.no_cache)
         model = _measure(config, config.model, pool) if config.model is not None else None
@@ -42,21 +41,15 @@ def show_profile(config: ProfileConfig) -> None:
         give_json(_as_data(profile, model), printed=config.json, path=config.report)
 
 
-def _measure(config: ProfileConfig, name: ModelName, pool: Pool) -> ModelProfile:
+def _measure(config: ProfileConfig, name: str, pool: Pool) -> ModelProfile:
     """Measure a model's segments on a pool."""
-    job = JobConfig(model=name, data=config.data, batch=max(config.sizes)).resolved()
-    data = load_data(job)
-    model = make_model(job, data)
-    images, labels = data.example(job.batch)
-    sizes = [size for size in config.sizes if size <= len(labels)] or [len(labels)]
+    job = JobConfig(model=name, loss=config.loss, data=config.data, batch=max(config.sizes)).resolved()
+    made = job_of(job, load_data(job))
+    batch = len(made[-1])
     profile, _ = profile_model(
-        model,
-        functional.cross_entropy,
-        make_optimizer(job, model),
-        images,
-        labels,
+        *made,
         pool=pool,
-        sizes=sizes,
+        sizes=[size for size in config.sizes if size <= batch] or [batch],
         precision=config.precision,
         fresh=config.fresh,
         cache=not config.no_cache,
@@ -71,10 +64,8 @@ def _as_data(profile: PoolProfile, model: ModelProfile | None) -> dict[str, Any]
 
 def _print_tables(pool: Pool, profile: PoolProfile, console: OutputConsole) -> None:
     tables = profile_tables(profile)
-    # A matrix that is wider than the terminal exceeds its edge rather than be cut.
-    unlimited = console.options.update(max_width=_WIDEST)
-    console.width = max(console.width, *(console.measure(table, options=unlimited).maximum for table in tables))
+    console.widen(tables, UNLIMITED)  # a matrix that is wider than the terminal exceeds its edge rather than be cut
     print_devices(pool, console)
     for table in tables:
         console.print(table)
-    console.print(f"measured {profile.measured_at} with torch {profile.torch}; --fresh measures anew", soft_wrap=True)
+    console.write_line(f"measured {profile.measured_at} with torch {profile.torch}; --fresh measures anew")

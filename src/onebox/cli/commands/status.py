@@ -67,7 +67,7 @@ def _print(states: list[HostState], console: OutputConsole, *, json: bool) -> No
         console.widen([table])
         console.print(table)
         for line in status_lines(states):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            console.write_line(line)
     lost = [state for state in states if state.stock is None]
     if len(lost) == len(states):
         raise Exit(FAILED, f"no agent could be looked at; {lost[0].problem or 'none answered in time'}")

@@ -18,6 +18,7 @@ from onebox.cli.planning import plan_of_run, write_plan
 from onebox.cli.run_setup import StartedRun, load_data, run_folder, start_run
 from onebox.cli.run_summary import print_outcome, write_outcome
 from onebox.cli.training_loop import TrainingLoop
+from onebox.cli.user_code import import_functions
 from onebox.engine.workload.delay_compensation import choose_delays
 from onebox.errors import OneboxError, UsageError
 from onebox.feed import Data, Feed
@@ -42,6 +43,7 @@ def train(config: TrainConfig) -> None:
     """
     console = OutputConsole()
     config = config.resolved()
+    import_functions(config)
     data = load_data(config)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(run_folder(config, data.name))
@@ -53,7 +55,7 @@ def train(config: TrainConfig) -> None:
         _check_shares(config, pool)
         print_devices(pool, console)
         if plan is not None and plan.predicted is not None:
-            console.print(f"predicted: {summary_line(plan)}", highlight=False, soft_wrap=True)
+            console.write_line(f"predicted: {summary_line(plan)}")
         begun = start_run(config, folder, data, pool, plan)
         stack.enter_context(begun.trainer)
         folder.write_config(to_stored(_as_opened(config, pool)))

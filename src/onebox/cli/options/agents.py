@@ -21,7 +21,6 @@ from onebox.cli.options.common import (
     check_ip,
     check_port,
 )
-from onebox.cli.options.pairing import PairConfig
 from onebox.errors import UsageError
 from onebox.sizes import parse_size
 
@@ -36,7 +35,7 @@ class ServeConfig:
     as JSON lines.
 
     Args:
-        devices: The offered devices: auto (all GPUs, and the CPU), or a list such as cuda:0,cuda:1 or cuda,cpu.
+        devices: Devices to offer: auto (all GPUs and the CPU), or a list such as cuda:0,cuda:1 or cuda,cpu.
         memory: Limit of the offered memory of each device, such as 20GiB; without it all.
         cores: Limit of the offered cores; without it all that this process may use.
         bind: IP address to listen on: 0.0.0.0 for all of this machine's, 127.0.0.1 for this machine alone.
@@ -157,6 +156,3 @@ class LogsConfig:
     def __post_init__(self) -> None:
         if not 1 <= self.lines <= 1000:
             raise UsageError(f"--lines {self.lines}: allowed are 1 to 1000")
-
-
-MachinesConfig = ServeConfig | PairConfig | StatusConfig | LogsConfig

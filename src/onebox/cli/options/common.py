@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import re
+from collections.abc import Iterable
+from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import tyro
 
@@ -17,7 +20,10 @@ from onebox.trainer_options import DataParallel, Engine, Recovery, StaleGradient
 
 _Group = TypeVar("_Group", DataParallel, StaleGradients, Recovery, Engine)
 
-ModelName = Literal["mlp", "cnn", "resnet", "gpt"]
+BUILT_IN_MODELS = ("mlp", "cnn", "resnet", "gpt")
+
+Model = Annotated[str, tyro.conf.arg(metavar="NAME")]
+OwnFunction = Annotated[str | None, tyro.conf.arg(metavar="MODULE:FUNCTION", help_behavior_hint="")]
 
 Int = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
 Float = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")]
@@ -31,13 +37,33 @@ Folder = Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hi
 Text = Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")]
 Address = Annotated[str | None, tyro.conf.arg(metavar="ADDRESS", help_behavior_hint="")]
 PortRange = Annotated[str | None, tyro.conf.arg(metavar="FIRST-LAST", help_behavior_hint="")]
-Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")]
 
 
+@dataclass(frozen=True, kw_only=True)
 class PoolOptions:
-    """The common options of all commands that open a pool."""
+    """The common options of all commands that open a pool.
 
-    memory: str | None
+    Args:
+        pool: Devices: auto, or a list such as cuda:0,cuda:1 or cpu*2; of other machines, where onebox serve runs, such
+            as lab1,lab2/cuda:0; a Ray cluster, ray; or a file NAME.toml. Emulated ones: cpu@0.5 is a CPU worker at
+            half of its speed, sim*4@2 are four devices that compute nothing and only sleep, for half of the time that
+            a core of this machine would take.
+        threads: CPU threads of each worker; without it an equal share of the cores.
+        memory: Limit of the memory of each device's buffers, such as 2GiB; one for each device with 2GiB,4GiB, or for
+            some with 0:2GiB; without it there is no limit.
+
+    Raises:
+        UsageError: A value is out of range.
+    """
+
+    pool: str = "auto"
+    threads: Int = None
+    memory: Bytes = None
+
+    def __post_init__(self) -> None:
+        at_least(1, threads=self.threads)
+        _ = self.budgets
 
     @property
     def budgets(self) -> Budgets:
@@ -100,6 +126,41 @@ def positive(**values: float | None) -> None:
     for name, value in values.items():
         if value is not None and not 0 < value < math.inf:
             raise UsageError(f"{_flag(name)} {value}: allowed are numbers above 0")
+
+
+def check_model(name: str | None, loss: str | None) -> None:
+    """Require the name of a model that comes with onebox, or references to a model and a loss of the user's own.
+
+    Nothing is imported.
+
+    Args:
+        name: The model.
+        loss: The loss; ``None`` for cross-entropy.
+
+    Raises:
+        UsageError: One is neither.
+    """
+    if name is not None and name not in BUILT_IN_MODELS and ":" not in name:
+        raise UsageError(
+            f"--model {name}: allowed are {', '.join(BUILT_IN_MODELS)}{nearest(name, BUILT_IN_MODELS)}, and for your "
+            "own model package.module:function, a function that returns it"
+        )
+    for flag, reference in (("--model", name), ("--loss", loss)):
+        if reference is None or (reference in BUILT_IN_MODELS and flag == "--model"):
+            continue
+        module, colon, path = reference.partition(":")
+        if module.endswith(".py") or "/" in module:
+            raise UsageError(
+                f"{flag} {reference}: a module is named as in an import, without .py and with dots between folders"
+            )
+        if not colon or not all(part.isidentifier() for part in (*module.split("."), *path.split("."))):
+            raise UsageError(f"{flag} {reference}: allowed is package.module:function, such as my_models:make")
+
+
+def nearest(word: str, names: Iterable[str]) -> str:
+    """Return the most similar name, in the form of a parenthesis; empty if none is similar."""
+    near = difflib.get_close_matches(word.lower().lstrip("-"), names, n=1)
+    return f" (perhaps {near[0]}?)" if near else ""
 
 
 def read_sizes(text: str, most: int, what: str) -> tuple[int, ...]:

@@ -13,18 +13,19 @@ from pathlib import Path
 from typing import ClassVar, Literal, Self, TypeVar, cast
 
 from onebox.cli.options.common import (
-    Bytes,
     File,
     Flag,
     Float,
     Folder,
     Int,
     Ints,
-    ModelName,
+    Model,
     Names,
+    OwnFunction,
     PlanFile,
     PoolOptions,
     at_least,
+    check_model,
     group_of,
     positive,
     read_sizes,
@@ -57,7 +58,10 @@ class JobConfig(PoolOptions):
             or parquet:PATTERN; for these, a test set follows after a comma.
         image_size: Height and width to which pictures of folder, tar and parquet are resized and cropped at their
             centre; without it those of the first picture.
-        model: The model: mlp, cnn, resnet (18 layers) or gpt (reads an image row by row).
+        model: The model: mlp, cnn, resnet (18 layers), gpt (reads an image row by row), or your own with
+            package.module:function, a function or class of a module, here or installed, that returns a torch.nn.Module.
+        loss: Your own loss, a function of outputs and targets that returns the mean over the samples; without it
+            cross-entropy.
         batch: Samples of a step, on all devices together.
         optimizer: Class of torch.optim: adamw, adam, sgd, or muon, which is Muon for matrices and AdamW for the rest.
         lr: Learning rate; without it 1e-3 for adamw, adam and muon, 5e-2 for sgd.
@@ -66,13 +70,6 @@ class JobConfig(PoolOptions):
         precision: fp32, bf16 for autocast (parameters stay fp32), or auto: bf16 for the matrix products of stages that
             are faster with it.
         seed: Seed of the weights, the order of samples and dropout.
-        pool: Devices: auto, or a list such as cuda:0,cuda:1 or cpu*2; of other machines, where onebox serve runs, such
-            as lab1,lab2/cuda:0; a Ray cluster, ray; or a file NAME.toml. Emulated ones: cpu@0.5 is a CPU worker at
-            half of its speed, sim*4@2 are four devices that compute nothing and only sleep, for half of the time that
-            a core of this machine would take.
-        threads: CPU threads of each worker; without it an equal share of the cores.
-        memory: Limit of the memory of each device's buffers, such as 2GiB; one for each device with 2GiB,4GiB, or for
-            some with 0:2GiB; without it there is no limit.
 
     Raises:
         UsageError: A value is out of range, or two contradict each other.
@@ -80,7 +77,8 @@ class JobConfig(PoolOptions):
 
     data: str = "digits"
     image_size: Int = None
-    model: ModelName = "cnn"
+    model: Model = "cnn"
+    loss: OwnFunction = None
     batch: int = 64
     optimizer: OptimizerName = "adamw"
     lr: Float = None
@@ -88,12 +86,11 @@ class JobConfig(PoolOptions):
     momentum: Float = None
     precision: Literal["fp32", "bf16", "auto"] = "fp32"
     seed: int = 0
-    pool: str = "auto"
-    threads: Int = None
-    memory: Bytes = None
 
     def __post_init__(self) -> None:
-        at_least(1, batch=self.batch, threads=self.threads, image_size=self.image_size)
+        super().__post_init__()
+        check_model(self.model, self.loss)
+        at_least(1, batch=self.batch, image_size=self.image_size)
         positive(lr=self.lr)
         if self.weight_decay is not None and not 0 <= self.weight_decay < math.inf:
             raise UsageError(f"--weight-decay {self.weight_decay}: allowed are 0 and more")
@@ -103,7 +100,6 @@ class JobConfig(PoolOptions):
             raise UsageError(f"--momentum is for --optimizer sgd; {self.optimizer} has none")
         if not 0 <= self.seed < 2**63:
             raise UsageError(f"--seed {self.seed}: allowed are 0 to 2**63 - 1")
-        _ = self.budgets
 
     def resolved(self) -> Self:
         """Return the same with the optimizer's defaults filled in and the data folder made absolute."""
@@ -153,7 +149,7 @@ class StalenessConfig(JobConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(StalenessConfig):
-    """Train a model on a pool of this machine's devices.
+    """Train a model on a pool of devices, of this machine or of others.
 
     Args:
         epochs: Passes through the training set.

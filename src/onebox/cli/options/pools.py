@@ -7,7 +7,16 @@ from typing import Annotated, ClassVar, Literal
 
 import tyro
 
-from onebox.cli.options.common import Bytes, File, Flag, Int, Ints, ModelName, PoolOptions, at_least, read_sizes
+from onebox.cli.options.common import (
+    File,
+    Flag,
+    Ints,
+    OwnFunction,
+    PoolOptions,
+    Text,
+    check_model,
+    read_sizes,
+)
 from onebox.errors import UsageError
 
 _LARGEST = 4096
@@ -19,25 +28,13 @@ class DevicesConfig(PoolOptions):
     """Show the devices of a pool; those of other machines with their leases, and without leasing them.
 
     Args:
-        pool: Devices: auto, or a list such as cuda:0,cuda:1 or cpu*2; of other machines, such as lab1,lab2/cuda:0; a
-            Ray cluster, ray; a file NAME.toml; emulated ones: cpu@0.5, sim*4@2.
-        threads: CPU threads of each worker; without it an equal share of the cores.
-        memory: Limit of the memory of each device's buffers, such as 2GiB; one for each device with 2GiB,4GiB, or for
-            some with 0:2GiB; without it there is no limit.
         json: Print a JSON list.
 
     Raises:
         UsageError: A value is out of range.
     """
 
-    pool: str = "auto"
-    threads: Int = None
-    memory: Bytes = None
     json: Flag = False
-
-    def __post_init__(self) -> None:
-        at_least(1, threads=self.threads)
-        _ = self.budgets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,15 +45,12 @@ class ProfileConfig(PoolOptions):
     link. Measurements are kept in the user's cache folder, and shown from there the next time.
 
     Args:
-        model: Measure the segments of this model too, the parts that plans move: mlp, cnn, resnet or gpt.
+        model: Measure the segments of this model too, the parts that plans move: mlp, cnn, resnet, gpt, or your own
+            with package.module:function.
+        loss: Its loss, if that is your own; see onebox train.
         data: Data set that the model is for; see onebox train.
         micro_batches: Sizes of micro-batches with which to measure the model, such as 8,32; without it 16.
         precision: Precision of the model: fp32, bf16 for autocast, or auto to measure its matrix products in both.
-        pool: Devices: auto, or a list such as cuda:0,cuda:1 or cpu*2; of other machines, such as lab1,lab2/cuda:0; a
-            Ray cluster, ray; a file NAME.toml; emulated ones: cpu@0.5, sim*4@2.
-        threads: CPU threads of each worker; without it an equal share of the cores.
-        memory: Limit of the memory of each device's buffers, such as 2GiB; one for each device with 2GiB,4GiB, or for
-            some with 0:2GiB; without it there is no limit.
         fresh: Measure again, even if there are earlier measurements, and keep the new ones.
         no_cache: Measure without reading or writing the cache.
         json: Print the profile as JSON instead of the tables.
@@ -68,23 +62,22 @@ class ProfileConfig(PoolOptions):
 
     EVERYDAY: ClassVar = ("pool", "model", "fresh", "json")
 
-    model: Annotated[ModelName | None, tyro.conf.arg(help_behavior_hint="")] = None
+    model: Text = None
+    loss: OwnFunction = None
     data: str = "digits"
     micro_batches: Ints = None
     precision: Literal["fp32", "bf16", "auto"] = "fp32"
-    pool: str = "auto"
-    threads: Int = None
-    memory: Bytes = None
     fresh: Flag = False
     no_cache: Flag = False
     json: Flag = False
     report: File = None
 
     def __post_init__(self) -> None:
-        at_least(1, threads=self.threads)
-        _ = self.budgets
-        if self.micro_batches is not None and self.model is None:
-            raise UsageError(f"--micro-batches {self.micro_batches} is for --model; name one")
+        super().__post_init__()
+        check_model(self.model, self.loss)
+        for flag, value in (("--micro-batches", self.micro_batches), ("--loss", self.loss)):
+            if value is not None and self.model is None:
+                raise UsageError(f"{flag} {value} is for --model; name one")
         _ = self.sizes
 
     @property
@@ -103,22 +96,13 @@ class RunConfig(PoolOptions):
     Args:
         pool: Devices: auto, or a list such as cuda:0,cuda:1 or cpu*2; of other machines, such as lab1,lab2/cuda:0; a
             Ray cluster, ray; a file NAME.toml; emulated ones: cpu@0.5.
-        threads: CPU threads of each worker; without it an equal share of the cores.
-        memory: Limit of the memory of each device's buffers, such as 2GiB; one for each device with 2GiB,4GiB, or for
-            some with 0:2GiB; without it there is no limit.
         synchronous: Wait for each operator, so that an error is raised at its own line; slow, for debugging.
         script: The script, or -m and a module, and its arguments.
     """
 
     pool: str = "auto"
-    threads: Int = None
-    memory: Bytes = None
     synchronous: Flag = False
     script: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
-
-    def __post_init__(self) -> None:
-        at_least(1, threads=self.threads)
-        _ = self.budgets
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,13 +7,17 @@ Format: "Trace Event Format", Google, 2016,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from typing import TypeVar
 
 from onebox.errors import UsageError
-from onebox.report.run.json_files import to_json, write_atomically
+from onebox.files import put_file
+from onebox.report.run.json_files import to_json
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +83,7 @@ class Timeline:
             OSError: The file cannot be written.
         """
         trace = {"displayTimeUnit": "ms", "traceEvents": self._events()}
-        write_atomically(Path(path), to_json(trace))
+        put_file(Path(path), to_json(trace), private=False)
 
     def _events(self) -> list[dict[str, object]]:
         tracks = [track for process in self._processes.values() for track in process.values()]
@@ -90,7 +94,8 @@ class Timeline:
             pid = next(numbers)
             events.append(_name("process_name", process, pid, pid))
             for track, spans in tracks_by_name.items():
-                for lane_number, lane in enumerate(_lanes(spans), start=1):
+                own_lanes = lanes(spans, lambda span: (span.start_ns, span.end_ns)) or [[]]
+                for lane_number, lane in enumerate(own_lanes, start=1):
                     tid = next(numbers)
                     name = track if lane_number == 1 else f"{track} #{lane_number}"
                     events.append(_name("thread_name", name, pid, tid))
@@ -98,17 +103,20 @@ class Timeline:
         return events
 
 
-def _lanes(spans: Iterable[Span]) -> list[list[Span]]:
-    """Distribute spans over the fewest lanes without overlap; there is at least one lane."""
-    lanes: list[list[Span]] = [[]]
-    for span in sorted(spans, key=lambda span: (span.start_ns, span.end_ns)):
-        for lane in lanes:
-            if not lane or lane[-1].end_ns <= span.start_ns:
-                lane.append(span)
-                break
-        else:
-            lanes.append([span])
-    return lanes
+def lanes(spans: Iterable[T], times: Callable[[T], tuple[float, float]]) -> list[list[T]]:
+    """Distribute spans over the fewest lanes without overlap.
+
+    Args:
+        spans: The spans.
+        times: Returns the beginning and the end of one.
+    """
+    found: list[list[T]] = []
+    for span in sorted(spans, key=times):
+        lane = next((lane for lane in found if times(lane[-1])[1] <= times(span)[0]), None)
+        if lane is None:
+            found.append(lane := [])
+        lane.append(span)
+    return found
 
 
 def _name(kind: str, name: str, pid: int, tid: int) -> dict[str, object]:

@@ -1,7 +1,6 @@
 """A figure of a step's memory: for each device its curve over time, its budget, and its peak.
 
-The prediction is an area, the measurement a line on top of it. Matplotlib is used without pyplot, so that nothing
-global changes, and is imported on first use.
+The prediction is an area, the measurement a line on top of it.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from onebox.errors import UsageError
 from onebox.plan import Simulation
-from onebox.report.figures.step_figure import COLOURS, MEANINGS, canvas, check_suffix, matplotlib, save
+from onebox.report.figures.canvas import COLOURS, FONT, MEANINGS, canvas, check_suffix, legend, matplotlib, save
 from onebox.report.tables.memory import bytes_text, measured_instructions
 
 if TYPE_CHECKING:  # importing the engine takes a second, and figures of simulations do not need it
@@ -24,7 +23,6 @@ if TYPE_CHECKING:  # importing the engine takes a second, and figures of simulat
     from onebox.engine.memory.timeline import MemoryTimeline
 
 _ROW_IN = 2.1
-_FONT = 7.5
 _STRIP = 0.05
 """Height of the strip that shows the computations, as a fraction of the axes."""
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))
@@ -213,9 +211,9 @@ def _draw_row(axes: Axes, row: MemoryRow, emulated: bool) -> None:
     budget = "" if row.budget_bytes is None else f", budget {bytes_text(row.budget_bytes)}"
     mark = ", emulated" if emulated else ""
     text = f"device {row.device}{mark}: peak {bytes_text(peak.predicted_peak)} in {row.peak_name}{budget}"
-    axes.set_title(text, fontsize=_FONT + 1.5, loc="left")
-    axes.set_ylabel(name, fontsize=_FONT + 0.5)
-    axes.tick_params(labelsize=_FONT + 0.5, labelbottom=True)
+    axes.set_title(text, fontsize=FONT + 1.5, loc="left")
+    axes.set_ylabel(name, fontsize=FONT + 0.5)
+    axes.tick_params(labelsize=FONT + 0.5, labelbottom=True)
     axes.grid(axis="y", color="#d9dce1", lw=0.5, zorder=0)
     axes.set_axisbelow(True)
     axes.margins(x=0.005)
@@ -253,12 +251,4 @@ def _draw_legend(figure: Figure, rows: Sequence[MemoryRow]) -> None:
     handles.append(line([], [], color="#1d2026", marker="v", ms=4, lw=0, label="peak"))
     there = {one.kind for row in rows for one in row.moments}
     handles += [patch(facecolor=COLOURS[kind], label=text) for kind, text in MEANINGS.items() if kind in there]
-    figure.legend(
-        handles=handles,
-        loc="outside lower left",
-        ncols=len(handles),
-        fontsize=_FONT + 0.5,
-        frameon=False,
-        handlelength=1.6,
-        columnspacing=1.4,
-    )
+    legend(figure, handles, 1.6)

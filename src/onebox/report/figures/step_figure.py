@@ -1,7 +1,6 @@
 """A figure of a step: computation, transfers and sums of each device over time; predicted, measured, or both.
 
-One row a device, time from left to right. Matplotlib is used without pyplot, so that nothing global changes, and is
-imported on first use.
+One row a device, time from left to right.
 """
 
 from __future__ import annotations
@@ -10,51 +9,32 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import wrap
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from onebox.errors import UsageError
-from onebox.extras import import_extra
 from onebox.plan import Simulation
+from onebox.report.figures.canvas import (
+    COLOURS,
+    FONT,
+    MEANINGS,
+    WIDTH_IN,
+    canvas,
+    check_suffix,
+    legend,
+    matplotlib,
+    save,
+)
+from onebox.report.figures.chrome_trace import lanes
 from onebox.report.tables.text import time_text
 
 if TYPE_CHECKING:  # importing the engine takes a second, and tables do not need it
-    from onebox.engine import TraceEvent
-
-if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SUFFIXES = (".png", ".svg", ".pdf")
+    from onebox.engine import TraceEvent
 
-COLOURS = {
-    "F": "#3f74b5",
-    "B": "#d9702b",
-    "I": "#e8a13c",
-    "W": "#4f9d57",
-    "optimizer": "#7d5ba6",
-    "other": "#b9bec6",
-    "transfer": "#5f6b7a",
-    "sum": "#c2464a",
-}
-"""Blue and orange differ for all kinds of colour vision; green, purple and red also differ in position."""
-
-MEANINGS = {
-    "F": "forward",
-    "B": "backward",
-    "I": "input gradient",
-    "W": "weight gradient",
-    "optimizer": "optimizer",
-    "other": "other work",
-    "transfer": "transfer",
-    "sum": "sum of gradients",
-}
 _THIN = ("transfer", "sum")
-_WIDTH_IN = 13.0
 _ROW_IN = 0.55
-_DPI = 150
-_FONT = 7.5
 _LIGHTEST = 0.5
 """Fraction of white in the colours of the last stage."""
 
@@ -92,16 +72,6 @@ class StepChart:
     title: str
     bars: tuple[Bar, ...]
     step_s: float
-
-
-def check_suffix(path: Path | str) -> None:
-    """Require that a file name has the suffix of a supported figure format.
-
-    Raises:
-        UsageError: It has another suffix than ``.png``, ``.svg`` or ``.pdf``.
-    """
-    if Path(path).suffix.lower() not in SUFFIXES:
-        raise UsageError(f"figure {path}: the suffix says the format; allowed are {', '.join(SUFFIXES)}")
 
 
 def draw_simulation(
@@ -226,55 +196,6 @@ def draw(pictures: Sequence[StepChart], path: Path | str, *, title: str = "", em
     save(figure, path, title)
 
 
-def matplotlib(module: str = "") -> ModuleType:
-    """Return matplotlib, or a module of it.
-
-    Raises:
-        MissingExtra: It is not installed.
-    """
-    return import_extra(f"matplotlib.{module}".rstrip("."), "A figure")
-
-
-def canvas(height_in: float, places: int) -> tuple[Figure, Sequence[Axes]]:
-    """Return an empty figure, with axes one below the other, which share their time in milliseconds.
-
-    Args:
-        height_in: Its height, in inches.
-        places: Number of axes.
-
-    Raises:
-        MissingExtra: Matplotlib is not installed.
-    """
-    figure: Figure = matplotlib("figure").Figure(figsize=(_WIDTH_IN, height_in), layout="constrained")
-    matplotlib("backends.backend_agg").FigureCanvasAgg(figure)
-    axes = list(figure.subplots(places, 1, sharex=True, squeeze=False)[:, 0])
-    axes[-1].set_xlabel("time in ms", fontsize=_FONT + 1.5)
-    return figure, axes
-
-
-def save(figure: Figure, path: Path | str, title: str = "") -> None:
-    """Write a figure without the date, so that equal figures are equal files.
-
-    Args:
-        figure: The figure.
-        path: The file.
-        title: Title above the figure.
-
-    Raises:
-        UsageError: The file cannot be written.
-    """
-    if title:
-        figure.suptitle("\n".join(wrap(title, 150)), fontsize=_FONT + 3, x=0.01, ha="left")
-    metadata: dict[str, Any] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(
-        Path(path).suffix.lower(), {}
-    )
-    try:
-        with matplotlib().rc_context({"svg.hashsalt": "onebox"}):  # else ids inside the file are random
-            figure.savefig(path, dpi=_DPI, metadata=metadata)
-    except OSError as error:
-        raise UsageError(f"figure {path} cannot be written: {error.strerror}") from error
-
-
 def _draw_rows(
     axes: Axes, picture: StepChart, devices: Sequence[int], stages: int, emulated: Collection[int], figure: Figure
 ) -> None:
@@ -284,15 +205,17 @@ def _draw_rows(
         for bar in own:
             if bar.kind not in _THIN:
                 _draw_block(axes, bar, row, stages, digits)
-        for lane, bars in enumerate(lanes := _lanes([bar for bar in own if bar.kind in _THIN])):
-            height = 0.16 / len(lanes)
+        for lane, bars in enumerate(
+            thin := lanes((bar for bar in own if bar.kind in _THIN), lambda bar: (bar.start_s, bar.end_s))
+        ):
+            height = 0.16 / len(thin)
             spans = [(bar.start_s * 1e3, (bar.end_s - bar.start_s) * 1e3) for bar in bars]
             colours = [COLOURS[bar.kind] for bar in bars]
             axes.broken_barh(spans, (row + 0.27 + lane * height, height * 0.9), facecolors=colours, lw=0)
     axes.set_ylim(len(devices) - 0.45, -0.55)
     axes.set_yticks(range(len(devices)), [_row_name(picture, device, emulated) for device in devices])
-    axes.tick_params(axis="y", length=0, labelsize=_FONT + 0.5)
-    axes.tick_params(axis="x", labelsize=_FONT + 0.5, labelbottom=True)
+    axes.tick_params(axis="y", length=0, labelsize=FONT + 0.5)
+    axes.tick_params(axis="x", labelsize=FONT + 0.5, labelbottom=True)
     axes.grid(axis="x", color="#d9dce1", lw=0.5, zorder=0)
     axes.set_axisbelow(True)
     for side in ("top", "right", "left"):
@@ -300,7 +223,7 @@ def _draw_rows(
     idle = 1 - _busy(picture) / (picture.step_s * len(devices)) if picture.step_s else 0.0
     note = ", emulated devices are marked *" if set(emulated) & set(devices) else ""
     text = f"{picture.title}: {time_text(picture.step_s)}, {idle:.1%} idle{note}"
-    axes.set_title(text, fontsize=_FONT + 1.5, loc="left")
+    axes.set_title(text, fontsize=FONT + 1.5, loc="left")
     axes.axvline(picture.step_s * 1e3, color="#30343b", lw=0.8, ls=(0, (4, 3)), zorder=3)
 
 
@@ -318,8 +241,8 @@ def _draw_block(axes: Axes, bar: Bar, row: int, stages: int, digits: int) -> Non
     if bar.micro_batch is None:
         return
     text = str(bar.micro_batch)
-    room_pt = width / axes.get_xlim()[1] * (_WIDTH_IN - 1.3) * 72
-    size = min(_FONT, (room_pt - 1.5) / (0.62 * digits))
+    room_pt = width / axes.get_xlim()[1] * (WIDTH_IN - 1.3) * 72
+    size = min(FONT, (room_pt - 1.5) / (0.62 * digits))
     if size >= 4.5:
         middle = bar.start_s * 1e3 + width / 2
         tone = "white" if _luminance(colour) < 0.5 else "#1d2026"
@@ -346,28 +269,7 @@ def _draw_legend(figure: Figure, pictures: Sequence[StepChart], stages: int) -> 
     if any(len(found) > 1 for found in homes.values()):
         shown = range(stages) if stages <= 8 else (0, stages - 1)
         handles += [patch(facecolor=_shade("#555b66", stage, stages), label=f"stage {stage}") for stage in shown]
-    figure.legend(
-        handles=handles,
-        loc="outside lower left",
-        ncols=len(handles),
-        fontsize=_FONT + 0.5,
-        frameon=False,
-        handlelength=1.2,
-        columnspacing=1.4,
-    )
-
-
-def _lanes(bars: Iterable[Bar]) -> list[list[Bar]]:
-    """Distribute bars over the fewest lanes without overlap."""
-    lanes: list[list[Bar]] = []
-    for bar in sorted(bars, key=lambda bar: (bar.start_s, bar.end_s)):
-        for lane in lanes:
-            if lane[-1].end_s <= bar.start_s:
-                lane.append(bar)
-                break
-        else:
-            lanes.append([bar])
-    return lanes
+    legend(figure, handles, 1.2)
 
 
 def _shade(colour: str, stage: int | None, stages: int) -> tuple[float, float, float]:

@@ -11,7 +11,8 @@ from pathlib import Path
 import msgspec
 
 from onebox.errors import UsageError
-from onebox.report.run.json_files import to_json, write_atomically
+from onebox.files import put_file
+from onebox.report.run.json_files import to_json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,4 +160,4 @@ def _fresh(root: Path, name: str) -> Path:
 
 
 def _write(path: Path, content: Mapping[str, object]) -> None:
-    write_atomically(path, msgspec.json.format(to_json(content), indent=2) + b"\n")
+    put_file(path, msgspec.json.format(to_json(content), indent=2) + b"\n", private=False)

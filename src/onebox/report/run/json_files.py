@@ -1,9 +1,8 @@
-"""JSON encoding and atomic writes for all files of a run."""
+"""JSON encoding for all files of a run."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path, PurePath
+from pathlib import PurePath
 
 import msgspec
 
@@ -36,28 +35,6 @@ def to_json(value: object) -> bytes:
             f"cannot write this as JSON: {error}; allowed are numbers, texts, true and false, None, paths, "
             "and mappings, lists and dataclasses of these"
         ) from error
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file atomically: temporary file, flush to disk, rename.
-
-    Args:
-        path: The file; one that exists is replaced.
-        content: All of its bytes.
-
-    Raises:
-        OSError: The file cannot be written; an earlier one is unchanged.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def _plain(value: object) -> object:

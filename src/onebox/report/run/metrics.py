@@ -11,7 +11,8 @@ from typing import Any, Self
 import msgspec
 
 from onebox.errors import UsageError
-from onebox.report.run.json_files import to_json, write_atomically
+from onebox.files import put_file
+from onebox.report.run.json_files import to_json
 
 _WAITING_BYTES = 16 << 20
 """Limit of buffered lines that cannot be written; later lines are lost."""
@@ -98,7 +99,7 @@ def rewind_metrics(path: Path | str, *, step: int) -> None:
         return
     content = path.read_bytes()
     kept = [line for line in content[: content.rfind(b"\n") + 1].splitlines(keepends=True) if _step(path, line) <= step]
-    write_atomically(path, b"".join(kept))
+    put_file(path, b"".join(kept), private=False)
 
 
 def _step(path: Path, line: bytes) -> float:

@@ -13,7 +13,7 @@ from rich.text import Text
 from onebox.plan import Plan, PolicyReason
 from onebox.report.tables.comparison import PredictedMeasured
 from onebox.report.tables.plan import segments_text
-from onebox.report.tables.text import time_text
+from onebox.report.tables.text import emulated_caption, marked, share_text, time_text
 
 if TYPE_CHECKING:  # importing the engine takes a second, and tables do not need it
     from onebox.engine import TraceEvent
@@ -152,9 +152,7 @@ def peak_table(
         allocated: Peak of each GPU's allocator in a step.
     """
     allocated = allocated or {}
-    table = Table(
-        "device", "peak in", caption="* emulated" if set(curves) & set(emulated) else None, caption_justify="left"
-    )
+    table = Table("device", "peak in", caption=emulated_caption(curves, emulated), caption_justify="left")
     measured = {one.device: one for one in compared}
     headings = ["predicted", *(["measured", "differ by at most"] if measured else [])]
     headings += [*(["by the allocator"] if allocated else []), "budget", ""]
@@ -169,9 +167,8 @@ def peak_table(
             cells += ["-" if value is None else bytes_text(int(value)) for value in both]
         if allocated:
             cells.append(bytes_text(allocated[device]) if device in allocated else "-")
-        share = "-" if not budget else f"{peak / budget:.1%}" + (" too much" if peak > budget else "")
-        name = f"{device}*" if device in emulated else str(device)
-        table.add_row(name, Text(curve.peak.name), *cells, bytes_text(budget) if budget else "-", share)
+        cells += [bytes_text(budget) if budget else "-", share_text(peak, budget)]
+        table.add_row(marked(device, emulated), Text(curve.peak.name), *cells)
     return table
 
 
@@ -186,20 +183,17 @@ def activation_policy_table(
         names: All segments of the model, in their order.
         emulated: Numbers of the emulated devices.
     """
-    there = set(plan.devices) & set(emulated)
-    table = Table(
-        "stage", "segments", "device", "policy", caption="* emulated" if there else None, caption_justify="left"
-    )
+    caption = emulated_caption(plan.devices, emulated)
+    table = Table("stage", "segments", "device", "policy", caption=caption, caption_justify="left")
     for heading in ("would keep\nof a micro-batch", "saved", "paid\nin a step"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("why")
     for one in reasons:
-        device = f"{one.device}*" if one.device in emulated else str(one.device)
         segments = segments_text(plan.stages[one.stage], names)
         saved = bytes_text(one.saved_bytes) if one.saved_bytes else ""
         paid = time_text(one.paid_s) if one.saved_bytes else ""
         made = bytes_text(one.activation_bytes)
-        cells = (str(one.stage), segments, device, one.policy, made, saved, paid, one.text)
+        cells = (str(one.stage), segments, marked(one.device, emulated), one.policy, made, saved, paid, one.text)
         table.add_row(*(Text(cell) for cell in cells))
     return table
 

@@ -11,7 +11,7 @@ from rich.text import Text
 from onebox.plan import Kind, Plan, PlanCandidate, Simulation, Stage
 from onebox.plan.model.stage import POLICY_WORDS
 from onebox.report.tables.comparison import PlanComparison, PredictedMeasured
-from onebox.report.tables.text import rate_text, time_text
+from onebox.report.tables.text import emulated_caption, marked, rate_text, share_text, time_text
 from onebox.sizes import size_text
 
 _LONG_RUN = 4
@@ -50,7 +50,7 @@ def stage_table(plan: Plan, names: Sequence[str], emulated: Collection[int] = ()
         *(["activations"] if policies else []),
         *(["formats"] if formats else []),
     )
-    table = Table(*headings, caption=_caption(plan.devices, emulated), caption_justify="left")
+    table = Table(*headings, caption=emulated_caption(plan.devices, emulated), caption_justify="left")
     for heading in ("forward\nms", "input grad.\nms", "weight grad.\nms"):
         table.add_column(heading, justify="right")
     for number, stage in enumerate(plan.stages):
@@ -72,7 +72,7 @@ def plan_device_table(
         capacity_bytes: Memory of each device; ``None`` for one without limit.
         emulated: Numbers of the emulated devices.
     """
-    table = Table("device", "stages", caption=_caption(plan.devices, emulated), caption_justify="left")
+    table = Table("device", "stages", caption=emulated_caption(plan.devices, emulated), caption_justify="left")
     for heading in ("memory", "of", "", "busy"):
         table.add_column(heading, justify="right")
     assert plan.predicted is not None, "a plan that was predicted"
@@ -81,9 +81,10 @@ def plan_device_table(
         own = [str(n) for n, stage in enumerate(plan.stages) if any(device in replica for replica in stage.replicas)]
         peak, most = peaks[device], capacity_bytes.get(device)
         busy = simulation.busy_s.get(device, 0.0) / simulation.step_s if simulation.step_s else 0.0
-        share = "-" if not most else f"{peak / most:.1%}" + (" too much" if peak > most else "")
         room = "-" if most is None else size_text(most)
-        table.add_row(_marked(device, emulated), ", ".join(own), _bytes(peak), room, share, f"{busy:.1%}")
+        table.add_row(
+            marked(device, emulated), ", ".join(own), _bytes(peak), room, share_text(peak, most), f"{busy:.1%}"
+        )
     return table
 
 
@@ -163,7 +164,7 @@ def segments_text(stage: Stage, names: Sequence[str]) -> str:
 def devices_text(stage: Stage, emulated: Collection[int] = ()) -> str:
     """Describe the devices of a stage: replicas with their shares; ``+`` joins devices that split its layers."""
     total = sum(stage.shares)
-    replicas = ["+".join(_marked(device, emulated) for device in replica) for replica in stage.replicas]
+    replicas = ["+".join(marked(device, emulated) for device in replica) for replica in stage.replicas]
     if len(replicas) == 1:
         return replicas[0]
     shares = (f"{share / total:.0%}" for share in stage.shares)
@@ -199,11 +200,3 @@ def _milliseconds(pair: PredictedMeasured) -> str:
 
 def _bytes(value: float) -> str:
     return size_text(int(value)) if value >= 100 * 2**20 else f"{value / 2**20:.3g} MiB"
-
-
-def _marked(device: int, emulated: Collection[int]) -> str:
-    return f"{device}*" if device in emulated else str(device)
-
-
-def _caption(devices: Sequence[int], emulated: Collection[int]) -> str | None:
-    return "* emulated" if set(devices) & set(emulated) else None

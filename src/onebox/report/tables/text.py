@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from rich.table import Table
@@ -95,6 +95,21 @@ def epoch_line(
     if samples_per_s is not None:
         parts.append(rate_text(samples_per_s))
     return "  ".join(parts)
+
+
+def marked(device: int, emulated: Collection[int]) -> str:
+    """Return a device's number, with a star if it is emulated."""
+    return f"{device}*" if device in emulated else str(device)
+
+
+def emulated_caption(devices: Iterable[int], emulated: Collection[int]) -> str | None:
+    """Return the caption of a table of devices, which explains the stars of :func:`marked`, if there are any."""
+    return "* emulated" if set(devices) & set(emulated) else None
+
+
+def share_text(part: int, whole: int | None) -> str:
+    """Return memory as a share of a limit, if there is one."""
+    return "-" if not whole else f"{part / whole:.1%}" + (" too much" if part > whole else "")
 
 
 def loss_text(value: float) -> str:
