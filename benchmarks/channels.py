@@ -87,8 +87,8 @@ class Client:
     def __init__(self, pool: onebox.Pool, server_key: str, ports: Sequence[int]) -> None:
         self.pool = pool
         self._board = board = pool._client_loop
-        (self._line,) = board._lines.values()
-        self._ends = [(self._line.commands, self._line.link)]
+        (self._connection,) = board._connections.values()
+        self._ends = [(self._connection.commands, self._connection.link)]
         for channel, port in zip(list(CHANNELS.values())[1:], ports, strict=True):
             made = channel.socket(board._context, board._keys, server_key)
             made.connect(f"tcp://{LOOPBACK}:{port}")
@@ -99,11 +99,11 @@ class Client:
         self._board._call_in_loop(partial(self._go_to, list(CHANNELS).index(name)))
 
     def _go_to(self, index: int, poller: zmq.Poller) -> None:
-        line = self._line
-        line.link.send([_GO_TO, bytes([index])])
-        poller.unregister(line.commands)
-        line.commands, line.link = self._ends[index]
-        poller.register(line.commands, zmq.POLLIN)
+        connection = self._connection
+        connection.link.send([_GO_TO, bytes([index])])
+        poller.unregister(connection.commands)
+        connection.commands, connection.link = self._ends[index]
+        poller.register(connection.commands, zmq.POLLIN)
 
     def close(self) -> None:
         """Close the sockets that are not the pool's."""

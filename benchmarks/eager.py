@@ -26,7 +26,7 @@ from torch import Tensor
 
 import onebox
 from onebox.vgpu.core import tensor
-from onebox.vgpu.core.handle import Handle
+from onebox.vgpu.core.tensor import Handle
 from onebox.vgpu.dispatch import dispatch
 from onebox.vgpu.runtime.context import current_context
 

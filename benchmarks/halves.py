@@ -3,10 +3,9 @@
 Four EMULATED devices in a row (they sleep), links of 1, 2.5 and 10 gigabits a second, 1F1B of few micro-batches, exact
 steps that overlap: what stages exchange is large, and a step waits for it again and again. Both sides run the same plan
 in turn in every round: all values sent whole, and in as many parts as the trainer chooses, which is one where that is
-not predicted to pay. The step of each is also predicted by the simulator, which is told when what leaves.
+not predicted to pay.
 
-``gain_<link>`` is the step time with whole values over that with parts, a median over the rounds; ``off_<link>`` how
-far the prediction for parts is from the measured step.
+``gain_<link>`` is the step time with whole values over that with parts, a median over the rounds.
 """
 
 from __future__ import annotations
@@ -25,12 +24,8 @@ from torch import nn
 
 import onebox
 from onebox.engine.partition import value_chunks
-from onebox.engine.partition.phase_programs import PhasePrograms
-from onebox.engine.partition.send_times import leaving_of
 from onebox.graph import TracedModel, capture
-from onebox.plan import Links, Plan, PlanWork, Prediction, Stage, block_schedule, simulate_steady_state
-from onebox.plan.evaluate.predict import with_parts
-from onebox.plan.model.work import Edge, StageWork
+from onebox.plan import Plan, Prediction, Stage
 from onebox.pool import Link
 
 DEVICES, COUNT, SAMPLES = 4, 4, 64
@@ -55,11 +50,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=6)
     options = parser.parse_args()
-    model, names = wide()
+    names = segments()
     rows, result = [], {}
     for link, speed in LINKS.items():
         plan = plan_of(names)
-        expected = {parts: predicted(model, plan, speed, parts=parts) for parts in (False, True)}
         with ExitStack() as stack:
             row = {(device, device + 1): speed for device in range(DEVICES - 1)}
             pool = stack.enter_context(onebox.open(f"sim*{DEVICES}", threads=1, links=row))
@@ -68,17 +62,14 @@ def main() -> None:
             found = in_turn(runs, options.rounds, options.steps, most_s=40.0)
         gain = ratios(found["whole"], found["parts"])
         for name, parts in sides.items():
-            off = expected[parts] / statistics.median(found[name]) - 1
             told = spread(gain) if parts else "-"
             times = spread([1e3 * one for one in found[name]], 0)
-            rows.append([link.replace("_", " "), name, times, f"{1e3 * expected[parts]:.0f} ({off:+.1%})", told])
+            rows.append([link.replace("_", " "), name, times, told])
         result[f"gain_{link}"] = round(statistics.median(gain), 4)
-        result[f"predicted_gain_{link}"] = round(expected[False] / expected[True], 4)
-        result[f"off_{link}"] = round(expected[True] / statistics.median(found["parts"]) - 1, 4)
     show(
         f"EMULATED: {DEVICES} devices in a row, 1F1B of {COUNT} micro-batches, {1e3 * WORK_S:.0f} ms for each of "
         f"forward and both gradients, {SAMPLES * WIDTH * 4 / 1e6:.1f} MB between stages: median (least to most)",
-        ["link", "values", "step, ms", "predicted", "gain"],
+        ["link", "values", "step, ms", "gain"],
         rows,
     )
     finish(result, as_json=options.json)
@@ -90,13 +81,12 @@ def layers() -> nn.Module:
     return nn.Sequential(nn.Linear(NARROW, WIDTH), *stages, nn.Linear(WIDTH, NARROW))
 
 
-def wide() -> tuple[TracedModel, tuple[tuple[str, ...], ...]]:
-    """Return the model, traced for a micro-batch, and the segments of each stage."""
+def segments() -> tuple[tuple[str, ...], ...]:
+    """Return the segments of each stage."""
     batch = torch.zeros(SAMPLES, NARROW), torch.zeros(SAMPLES, NARROW)
-    traced = TracedModel(capture(layers(), nn.functional.mse_loss, batch), backward=True)
-    names = traced.segments
+    names = TracedModel(capture(layers(), nn.functional.mse_loss, batch), backward=True).segments
     bounds = [0, *(1 + 2 * stage for stage in range(1, DEVICES)), len(names)]
-    return traced, tuple(names[a:b] for a, b in itertools.pairwise(bounds))
+    return tuple(names[a:b] for a, b in itertools.pairwise(bounds))
 
 
 def plan_of(names: tuple[tuple[str, ...], ...]) -> Plan:
@@ -113,34 +103,6 @@ def plan_of(names: tuple[tuple[str, ...], ...]) -> Plan:
             stages_s=((WORK_S, WORK_S, WORK_S),) * DEVICES,
         ),
     )
-
-
-def predicted(model: TracedModel, plan: Plan, speed: Link, *, parts: bool) -> float:
-    """Return what the simulator says of a step."""
-    numbers = range(DEVICES)
-    near = {a: {b: speed.latency_s if abs(a - b) == 1 else 0.0 for b in numbers} for a in numbers}
-    quick = {a: {b: speed.bandwidth_bps if abs(a - b) == 1 else 4e9 for b in numbers} for a in numbers}
-    links = Links(latency_s=near, bandwidth_bps=quick)
-    programs = model.divide([stage.segments for stage in plan.stages])
-    whole = PhasePrograms(programs, plan, links=links)
-    made = whole.in_chunks(SAMPLES) if parts else whole
-    leaving = leaving_of(made, plan)
-    forward, back = ([CALL_S * (len(made.of(n, n, kind).steps) - 1) for n in numbers] for kind in ("F", "B"))
-    stages = tuple(
-        StageWork(
-            forward_s={n: WORK_S + forward[n]},
-            input_s={n: WORK_S},
-            weight_s={n: WORK_S + back[n]},
-            update_s={n: 0.0},
-        )
-        for n in numbers
-    )
-    size = SAMPLES * WIDTH * 4
-    edges = tuple(Edge(source=n, target=n + 1, forward_bytes=size, backward_bytes=size) for n in range(DEVICES - 1))
-    work = PlanWork(stages=stages, edges=edges, links=links, capacity_bytes={}, call_s=CALL_S)
-    routes = plan.routes(SAMPLES * COUNT)
-    schedule = block_schedule("1f1b", routes)
-    return simulate_steady_state(schedule, routes, with_parts(work, leaving), updates="overlap").step_s
 
 
 class Side:

@@ -18,7 +18,7 @@ from hybrid_models import Workload, sgd
 from torch import nn
 
 import onebox
-from onebox.engine.memory.forecast import forecast_memory
+from onebox.engine.memory.forecast import TrainingJob
 from onebox.engine.workload.batch import as_batch
 from onebox.engine.workload.captures import Captures, CaptureSpec
 from onebox.errors import DeviceMemoryError, PlanError
@@ -89,14 +89,14 @@ class Bench:
         found = onebox.Trainer(
             model, LOSS, sgd(model), pool=pool, plan=plan, engine=onebox.Engine(in_flight=1, trace=False)
         )
-        found.captures = self.captures
+        found.share_captures(self.captures)
         return found
 
     def predicted(self, plan: Plan, devices: Sequence[DeviceInfo]) -> int:
         """Return the predicted peak of the device, in bytes."""
-        model = self.case.model()
-        job = (plan, model, LOSS, sgd(model), as_batch(*self.data))
-        return forecast_memory(*job, devices=devices, captures=self.captures)[DEVICE]
+        optimizer, batch = sgd(self.captures.recipe.model), as_batch(*self.data)
+        job = TrainingJob(captures=self.captures, optimizer=optimizer, batch=batch, devices=devices)
+        return job.peaks(plan)[DEVICE]
 
     # ---- policies
 

@@ -36,7 +36,7 @@ FIRST_STEP = """
 import json, time
 import psutil, torch
 from onebox.worker.process import main as worker
-from onebox.worker.optimizer.optimizer_patch import without_compiler
+from onebox.worker.optimizer.native import without_compiler
 
 weight = torch.zeros(8, 8)
 weight.grad = torch.ones(8, 8)
@@ -95,16 +95,16 @@ def show_first_steps(rounds: int) -> dict[str, float]:
 def measure(workers: int) -> dict[str, tuple[float, float]]:
     """Open a pool in each way; return seconds until it is open, and processor time of all processes."""
     own: Any = local
-    nurseries = ForkServers()
+    fork_servers = ForkServers()
     try:
         found = {}
-        for side, spawner in zip(SIDES, (None, nurseries, nurseries), strict=True):
+        for side, spawner in zip(SIDES, (None, fork_servers, fork_servers), strict=True):
             own.OWN = spawner
             found[side] = opened(workers)
         return found
     finally:
         own.OWN = OWN
-        nurseries.close()
+        fork_servers.close()
 
 
 def opened(workers: int) -> tuple[float, float]:

@@ -352,7 +352,7 @@ def intruders() -> list[tuple[str, str, bool]]:
         victim.close()
     target = Worker("127.0.0.1")
     try:
-        for port in (target.ports.commands, target.ports.beats):
+        for port in (target.ports.commands, target.ports.heartbeats):
             where = "worker's commands" if port == target.ports.commands else "worker's signs of life"
             for name, disguise in disguises(target.own.public, target.keys.public).items():
                 tried.append((name, where, hears(port, disguise, question)))

@@ -22,7 +22,7 @@ from onebox.agent import Agent, ClientLimits, Offered
 from onebox.errors import WireError
 from onebox.wire import KeyPair, decode_envelope, decode_worker_message, encode
 from onebox.wire.protocol.agents import GRACE_S, decode_agent_response, decode_pair, decode_paired, decode_request
-from onebox.wire.transport.reliable import Reliable
+from onebox.wire.reliable import Reliable
 
 SLOW_S = 1.0
 """A message that takes longer is a hang: a decoder is one pass over at most some hundred kilobytes here."""

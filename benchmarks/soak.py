@@ -179,7 +179,7 @@ def workers() -> Iterator[tuple[onebox.Pool, Network]]:
 
     def through(member: RemoteWorker) -> Ports:
         ports = found(member)
-        return Ports(network.door(ports.commands, wears=False), network.door(ports.beats, wears=False))
+        return Ports(network.door(ports.commands, wears=False), network.door(ports.heartbeats, wears=False))
 
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         os.environ["ONEBOX_CONFIG"] = folder  # for keys that nobody else knows

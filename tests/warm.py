@@ -4,7 +4,7 @@ To import these is most of the work of a short program. What is started here is 
 with its own standard streams, folder, environment and signals, and runs what ``python FILE``, ``python -m MODULE`` or
 ``python -c TEXT`` would; a program that is to differ in what is read before the first import is started as usual.
 
-A module or text that is run has a process of its own to fork as well, for the nurseries and single workers that it
+A module or text that is run has a process of its own to fork as well, for the fork servers and single workers that it
 starts. Those of tests themselves, of files and of the hosts of ``tests/net`` are started as a user's are.
 """
 

@@ -104,6 +104,6 @@ def test_workers_of_a_host_have_cores_of_their_own(tmp_path: pathlib.Path, monke
     with onebox.open("cpu", threads=len(every)) as again:
         assert cores_of(again) == [every]
         dealt = CoreAllocator(tmp_path)
-        assert dealt.deal([1]) == ((),), "all cores are taken"
-    assert dealt.deal([1, 0]) == ((min(one),), ())
+        assert dealt.allocate([1]) == ((),), "all cores are taken"
+    assert dealt.allocate([1, 0]) == ((min(one),), ())
     dealt.close()

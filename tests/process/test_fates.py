@@ -60,7 +60,7 @@ def run(pool: onebox.Pool, name: str, plan: Plan) -> Outcome:
     with onebox.Trainer(
         model, case.loss, optimizer, pool=pool, plan=plan, seed=SEED, engine=onebox.Engine(check_every=1)
     ) as trainer:
-        trainer.captures = CAPTURES.setdefault(name, trainer.captures)
+        trainer.share_captures(CAPTURES.setdefault(name, trainer.captures))
         losses = [trainer.step(*batch) for batch in case.batches(list(SIZES))]
         tensors = {key.removeprefix("model."): tensor for key, tensor in trainer.tensors().items()}
     return Outcome(losses=[float(loss) for loss in losses], norms=[], tensors=tensors)

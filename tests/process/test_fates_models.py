@@ -84,7 +84,7 @@ def fated(pool: onebox.Pool, name: str, plan: Plan, sizes: Sequence[int]) -> Out
     batches = case.batches(list(sizes))
     options = {"plan": plan, "seed": SEED, "check_every": 1, "in_flight": 1}
     with onebox.Trainer(model, case.loss, OPTIMIZERS["adamw"](model), **grouped(pool=pool, **options)) as trainer:
-        trainer.captures = captures(name)
+        trainer.share_captures(captures(name))
         losses = [trainer.step(*batch) for batch in batches[:2]]
         curves = trainer.predicted_curves(*batches[1])  # before another size leaves losses there
         losses += [trainer.step(*batch) for batch in batches[2:]]

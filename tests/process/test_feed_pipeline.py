@@ -218,8 +218,8 @@ def test_without_whoever_forks_there_is_an_error():
     before = {child.pid for child in feed_children()}  # of earlier tests: what forks programs, or workers
     with Pipeline(range(1000), [StageSpec("process", lambda number: number, 1, "processes")]) as ready:
         next(ready)
-        (nursery,) = {child.ppid() for child in feed_children() if child.pid not in before} - {os.getpid()}
-        os.kill(nursery, signal.SIGKILL)
+        (server,) = {child.ppid() for child in feed_children() if child.pid not in before} - {os.getpid()}
+        os.kill(server, signal.SIGKILL)
         with pytest.raises(DataError, match=r"^process failed at item \d+: the process that forks its processes has"):
             list(ready)
 

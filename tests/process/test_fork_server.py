@@ -21,12 +21,12 @@ from torch import nn
 
 import onebox
 from onebox.errors import WorkerDied
+from onebox.forking import ForkServerEnded
 from onebox.pool import open_pool
 from onebox.pool.backends import local as local_module
 from onebox.pool.errors import WorkerLocation
 from onebox.pool.launch import fork_server as fork_server_module
-from onebox.pool.launch import fork_server as nursery_module
-from onebox.pool.launch.fork_server import ForkedProcess, ForkServerEnded, ForkServerProcess, ForkServers, inheritance
+from onebox.pool.launch.fork_server import ForkedWorker, ForkServerProcess, ForkServers, inheritance
 from onebox.pool.launch.worker_process import WorkerProcess, worker_environment
 from onebox.pool.launch.worker_user import WorkerUser, worker_user
 from onebox.wire import new_keys
@@ -38,7 +38,7 @@ WAIT_S = 20.0
 
 @pytest.fixture(scope="module")
 def own() -> Iterator[ForkServers]:
-    """Nurseries of this module alone."""
+    """Fork servers of this module alone."""
     made = ForkServers()
     yield made
     made.close()
@@ -72,7 +72,7 @@ def worker(spawner: Any, threads: int = 1, account: WorkerUser | None = None) ->
         made.close(grace_s=WAIT_S)
 
 
-def end(forked: ForkedProcess) -> int | None:
+def end(forked: ForkedWorker) -> int | None:
     """Let a worker end that was told nothing; return how it did."""
     forked.stdin.close()
     status = forked.wait(WAIT_S)
@@ -90,7 +90,7 @@ def trained(threads: int) -> dict[str, torch.Tensor]:
     model = nn.Sequential(nn.Conv2d(3, 24, 3), nn.BatchNorm2d(24), nn.ReLU(), nn.Flatten(), nn.Linear(24 * 14 * 14, 10))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     with open_pool("cpu*2", threads=threads) as pool:
-        assert isinstance(pool._members[0], WorkerProcess)
+        assert isinstance(pool._handles[0], WorkerProcess)
         with onebox.Trainer(model, nn.functional.cross_entropy, optimizer, pool=pool) as trainer:
             for _ in range(3):
                 trainer.step(torch.randn(16, 3, 16, 16), torch.randint(10, (16,)))
@@ -107,9 +107,9 @@ def test_it_computes_the_same_to_the_last_bit(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.long
-def test_it_is_a_child_of_the_nursery_in_a_session_of_its_own_with_nothing_open_of_others(own: ForkServers) -> None:
+def test_it_is_a_child_of_the_fork_server_in_a_session_of_its_own_with_nothing_open_of_others(own: ForkServers) -> None:
     with worker(own) as one, worker(own) as two:
-        assert isinstance(one._process, ForkedProcess) and isinstance(two._process, ForkedProcess)
+        assert isinstance(one._process, ForkedWorker) and isinstance(two._process, ForkedWorker)
         first, second = psutil.Process(one.pid), psutil.Process(two.pid)
         assert first.parent() == second.parent() != psutil.Process()
         assert os.getsid(one.pid) == one.pid and os.getsid(two.pid) == two.pid
@@ -146,7 +146,7 @@ def test_those_of_another_user_have_nothing_of_root(own: ForkServers) -> None:
         pytest.skip(str(error))
     assert account is not None
     with worker(own, account=account) as made:
-        assert isinstance(made._process, ForkedProcess)
+        assert isinstance(made._process, ForkedWorker)
         parent = psutil.Process(made.pid).parent()
         assert parent is not None
         for process in (made.pid, parent.pid):
@@ -187,10 +187,12 @@ def test_where_a_library_starts_threads_workers_are_started_from_nothing_and_it_
 
 
 @pytest.mark.long
-def test_a_nursery_that_cannot_import_says_why(
+def test_a_fork_server_that_cannot_import_says_why(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, words: IO[bytes]
 ) -> None:
-    monkeypatch.setattr(nursery_module, "COMMAND", (sys.executable, "-P", "-c", "raise ImportError('no torch here')"))
+    monkeypatch.setattr(
+        fork_server_module, "COMMAND", (sys.executable, "-P", "-c", "raise ImportError('no torch here')")
+    )
     made = ForkServers()
     with caplog.at_level(logging.WARNING, "onebox"), worker(made) as started:
         assert isinstance(started._process, subprocess.Popen), "it works all the same"
@@ -201,13 +203,13 @@ def test_a_nursery_that_cannot_import_says_why(
 def test_what_was_born_to_a_question_that_was_interrupted_ends_and_the_next_is_answered(
     fork_server: ForkServerProcess, words: IO[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hear = fork_server._hear
+    receive = fork_server._receive
 
     def interrupted(end_s: float) -> Any:
-        monkeypatch.setattr(fork_server, "_hear", hear)
+        monkeypatch.setattr(fork_server, "_receive", receive)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(fork_server, "_hear", interrupted)
+    monkeypatch.setattr(fork_server, "_receive", interrupted)
     with pytest.raises(KeyboardInterrupt):
         fork_server.spawn_worker(words)
     forked = fork_server.spawn_worker(words)
@@ -236,7 +238,7 @@ def test_several_threads_get_workers_of_their_own(own: ForkServers) -> None:
 
 
 @pytest.mark.parametrize("status", [-signal.SIGKILL, -signal.SIGSEGV])
-def test_a_worker_that_is_killed_is_told_of(own: ForkServers, status: int) -> None:
+def test_the_end_of_a_killed_worker_is_reported(own: ForkServers, status: int) -> None:
     with worker(own) as made:
         os.kill(made.pid, -status)
         assert made.death().exit_status == status
@@ -278,7 +280,7 @@ def test_more_environments_than_are_kept_get_processes_of_their_own(
 
 
 @pytest.mark.long
-def test_a_nursery_that_has_ended_is_replaced(words: IO[bytes]) -> None:
+def test_a_fork_server_that_has_ended_is_replaced(words: IO[bytes]) -> None:
     made = ForkServers()
     first = made.spawn_worker(worker_environment(1), words)
     assert first is not None
@@ -296,7 +298,7 @@ def test_a_nursery_that_has_ended_is_replaced(words: IO[bytes]) -> None:
 
 
 @pytest.mark.long
-def test_workers_end_with_their_nursery_and_what_is_known_is_said() -> None:
+def test_workers_end_with_their_fork_server_and_what_is_known_is_said() -> None:
     made = ForkServers()
     with worker(made) as started:
         (fork_server,) = made._found.values()
@@ -310,7 +312,7 @@ def test_workers_end_with_their_nursery_and_what_is_known_is_said() -> None:
 
 
 @pytest.mark.long
-def test_a_stopped_nursery_of_a_killed_process_ends_and_so_do_its_workers(tmp_path: Path) -> None:
+def test_a_stopped_fork_server_of_a_killed_process_ends_and_so_do_its_workers(tmp_path: Path) -> None:
     body = """
 import psutil
 with open_pool("cpu*1", threads=1) as pool:
@@ -331,14 +333,14 @@ def test_a_fork_of_a_client_has_its_own(tmp_path: Path) -> None:
     body = """
 import psutil
 from onebox.wire.protocol.instructions import Ask
-def nurseries():
+def fork_servers():
     return {psutil.Process(process).parent() for process in pool.process_ids}
 with open_pool("cpu*2", threads=1) as pool:
-    mine = nurseries()
+    mine = fork_servers()
     child = os.fork()
     if child == 0:
         pool = open_pool("cpu*1", threads=1)
-        print(len(mine), mine & nurseries(), flush=True)
+        print(len(mine), mine & fork_servers(), flush=True)
         pool.close()
         sys.exit(0)  # runs what is registered with atexit
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 import onebox
-from onebox.engine.memory.forecast import forecast_contents, forecast_memory
+from onebox.engine.memory.forecast import TrainingJob
 from onebox.engine.memory.timeline import MemoryTimeline, memory_peak, memory_timeline
 from onebox.engine.workload.batch import as_batch
 from onebox.engine.workload.captures import Captures, CaptureSpec
@@ -88,11 +88,16 @@ def forecast_curves(name: str, plan: Plan, pool: onebox.Pool, max_norm: float) -
     model = case.model()
     trained = frozenset(f"model.{key}" for key, _ in model.named_parameters())
     recipe = CaptureSpec(model=model, loss=case.loss, metrics={}, precision="fp32", device_type="cpu", trained=trained)
-    job = (plan, model, case.loss, OPTIMIZERS["adamw"](model), as_batch(*case.batches([BATCH])[0]))
-    more: dict[str, Any] = {"devices": pool.devices, "captures": Captures(recipe), "max_norm": max_norm}
-    contents = forecast_contents(*job, **more)
+    job = TrainingJob(
+        captures=Captures(recipe),
+        optimizer=OPTIMIZERS["adamw"](model),
+        batch=as_batch(*case.batches([BATCH])[0]),
+        devices=pool.devices,
+        max_norm=max_norm,
+    )
+    contents = job.contents(plan)
     peaks = {device: memory_peak(device, found) for device, found in contents.items()}
-    assert {device: peak.size_bytes for device, peak in peaks.items()} == forecast_memory(*job, **more)
+    assert {device: peak.size_bytes for device, peak in peaks.items()} == job.peaks(plan)
     for peak in peaks.values():
         assert sum(one.size_bytes for one in peak.residents) == peak.size_bytes
         assert {"parameters", "activations"} <= set(peak.sorts)

@@ -74,7 +74,7 @@ def trained(
     ]
     arguments = {"seed": SEED, "check_every": 1, "plan": plan, **options}
     with onebox.Trainer(model, case.loss, OPTIMIZERS[optimizer](model), **grouped(pool=pool, **arguments)) as trainer:
-        trainer.captures = CAPTURED.setdefault((name, dtype), trainer.captures)
+        trainer.share_captures(CAPTURED.setdefault((name, dtype), trainer.captures))
         losses = []
         for step, batch in enumerate(batches):
             if step in changes:

@@ -17,8 +17,8 @@ from msgspec.structs import replace
 
 import onebox
 from onebox.engine.compile import offload
-from onebox.engine.memory.forecast import forecast_contents
-from onebox.engine.memory.simulator import InitialContents, host_peak_of, peak_of
+from onebox.engine.memory.forecast import TrainingJob
+from onebox.engine.memory.simulator import InitialContents, peak_of, peaks_of
 from onebox.engine.steps.results import TraceEvent
 from onebox.engine.workload.batch import as_batch
 from onebox.errors import DeviceMemoryError, OneboxError, OperatorError, WorkerHung
@@ -58,7 +58,7 @@ def trainer_on(pool: onebox.Pool, name: str, plan: Plan, *, recover: bool = Fals
     model = case.model()
     options: dict[str, Any] = {"pool": pool, "plan": plan, "seed": SEED, "recover": recover, "in_flight": 1}
     trainer = onebox.Trainer(model, case.loss, OPTIMIZERS["adamw"](model), **grouped(**options))
-    trainer.captures = captures(name)
+    trainer.share_captures(captures(name))
     return trainer
 
 
@@ -140,10 +140,14 @@ def chain(policy: ActivationPolicy) -> Plan:
 
 def forecast(pool: onebox.Pool, name: str, plan: Plan) -> dict[int, InitialContents]:
     """Return what each worker will have in its memory, of which nothing is run."""
-    case = FATED[name]
-    model, batch = case.model(), as_batch(*case.batches([BATCH])[0])
-    job = (plan, model, case.loss, OPTIMIZERS["adamw"](model), batch)
-    return forecast_contents(*job, devices=pool.devices, captures=captures(name))
+    case, known = FATED[name], captures(name)
+    job = TrainingJob(
+        captures=known,
+        optimizer=OPTIMIZERS["adamw"](known.recipe.model),
+        batch=as_batch(*case.batches([BATCH])[0]),
+        devices=pool.devices,
+    )
+    return job.contents(plan)
 
 
 def test_a_budget_that_only_the_offloaded_run_fits_into(pools: Shelf) -> None:
@@ -162,7 +166,7 @@ def test_a_budget_that_only_the_offloaded_run_fits_into(pools: Shelf) -> None:
             assert isinstance(memory, WorkerMemory)
             assert memory.peak_bytes == memory.quota_bytes, "not a byte less would do"
             contents = forecast(pool, "vgg", chain("offload"))
-            assert memory.host_peak_bytes == host_peak_of(contents[0]) > 0
+            assert memory.host_peak_bytes == peaks_of(contents[0])[1] > 0
         assert untouched(pool)
 
 

@@ -13,7 +13,7 @@ import torch
 from msgspec.structs import replace
 
 import onebox
-from onebox.engine.memory.forecast import forecast_contents
+from onebox.engine.memory.forecast import TrainingJob
 from onebox.engine.memory.timeline import memory_timeline
 from onebox.engine.workload.batch import as_batch
 from onebox.engine.workload.captures import Captures, CaptureSpec
@@ -192,9 +192,14 @@ def test_memory_is_what_was_predicted(
     ]
     trained = frozenset(f"model.{key}" for key, _ in model.named_parameters())
     recipe = CaptureSpec(model=model, loss=case.loss, metrics={}, precision="fp32", device_type="cpu", trained=trained)
-    job = plan, model, case.loss, OPTIMIZERS["sgd"](model), as_batch(*batch)
-    ahead = forecast_contents(*job, devices=pool.devices, captures=Captures(recipe), delay=delay)
-    for device, contents in ahead.items():
+    job = TrainingJob(
+        captures=Captures(recipe),
+        optimizer=OPTIMIZERS["sgd"](model),
+        batch=as_batch(*batch),
+        devices=pool.devices,
+        delay=delay,
+    )
+    for device, contents in job.contents(plan).items():
         forecast, seen = memory_timeline(device, contents), curves[device]
         assert [use.used_bytes for use in forecast.uses] == [use.used_bytes for use in seen.uses], "for nobody, too"
 

@@ -14,7 +14,7 @@ from onebox.wire.protocol.groups import EmulatedLink, FormGroup, Reduced, Rendez
 from onebox.wire.protocol.responses import Contribution, Left, Lookup
 from onebox.worker.comm.api import RankLost
 from onebox.worker.comm.emulated_links import EmulatedLinks
-from onebox.worker.comm.shm.gpu_copy import ShmCopier
+from onebox.worker.comm.shm.gpu_sender import ShmCopier
 from onebox.worker.comm.shm.group import ShmGroup
 from onebox.worker.comm.shm.rendezvous import find_shm_peers
 from onebox.worker.progress import WorkerProgress
@@ -99,7 +99,7 @@ def run_ranks(
     timeout_s: float = 30.0,
     devices: Sequence[torch.device] = (),
     links: Mapping[int, Sequence[EmulatedLink]] | None = None,
-    carriers: Mapping[int, ShmCopier] | None = None,
+    copiers: Mapping[int, ShmCopier] | None = None,
 ) -> list[Any]:
     """Form a group, run a function for each rank, in threads, and return what each returns.
 
@@ -109,18 +109,18 @@ def run_ranks(
         timeout_s: Bound of every wait.
         devices: Of each rank; CPUs where left out.
         links: Emulated links that each rank has to others.
-        carriers: What copies for ranks whose device is an accelerator.
+        copiers: What copies for ranks whose device is an accelerator.
     """
     keys = Keys()
 
     def one(number: int) -> Any:
         own = tuple((links or {}).get(number, ()))
         form = FormGroup(3, number, size, "gloo", "127.0.0.1", timeout_s, True, own)
-        carrier = (carriers or {}).get(number)
-        met = find_shm_peers(form, keys, "cpu" if carrier is None else "cuda")
+        copier = (copiers or {}).get(number)
+        met = find_shm_peers(form, keys, "cpu" if copier is None else "cuda")
         if len(met.memories) < size:
             raise RankLost(f"only ranks {sorted(met.memories)} share memory")
-        group = ShmGroup(form, met, devices[number] if devices else CPU, WorkerProgress(), EmulatedLinks(), carrier)
+        group = ShmGroup(form, met, devices[number] if devices else CPU, WorkerProgress(), EmulatedLinks(), copier)
         del met
         try:
             return rank(number, group)

@@ -36,16 +36,16 @@ class LeaseService:
     Args:
         leases: State of the leases.
         workers: The workers of all leases.
-        say: Function that sends a message to a session.
+        send: Function that sends a message to a session.
         report: Sink of events.
     """
 
     def __init__(
-        self, leases: Leases, workers: Workers, say: Callable[[Client, AgentResponse, float], None], report: Reporter
+        self, leases: Leases, workers: Workers, send: Callable[[Client, AgentResponse, float], None], report: Reporter
     ) -> None:
         self._leases = leases
         self._workers = workers
-        self._say = say
+        self._send = send
         self._report = report
         self.guard = SessionFaultIsolator(report, self._part)
         self._asked: dict[tuple[Client, int], Lease] = {}
@@ -65,7 +65,7 @@ class LeaseService:
         for lease, grant in self._granted.items():  # repeated request: the answer was lost, or does not exist yet
             if (grant.client, grant.number) == (client, request.number):
                 if lease in self._ready:
-                    self._say(client, self._ready[lease], now_s)
+                    self._send(client, self._ready[lease], now_s)
                 return
         self._asked[client, request.number] = request
         decisions = self._leases.ask(
@@ -80,8 +80,8 @@ class LeaseService:
             left = self._leases.leave(client, request.request, now_s)
             if left is not None:
                 self._asked.pop((client, request.request), None)
-                self._tell("left", client, now_s)
-                self._say(client, Done(request.number), now_s)
+                self._record("left", client, now_s)
+                self._send(client, Done(request.number), now_s)
                 self._apply(left, now_s)
                 return
             of_request = (key for key, g in self._granted.items() if (g.client, g.number) == (client, request.request))
@@ -89,13 +89,13 @@ class LeaseService:
         grant = self._granted.get(lease)
         if grant is None or grant.client.key != client.key:
             why = f"you have no lease {lease}" if request.lease else f"no request {request.request} waits"
-            self._say(client, Refused(request.number, "ended", f"{why}, or no longer"), now_s)
+            self._send(client, Refused(request.number, "ended", f"{why}, or no longer"), now_s)
             return
         if request.worker is not None and self._workers.kill(lease, request.worker):
             self._parting.setdefault((lease, request.worker), []).append((client, request.number))
             return
         if request.worker is not None:
-            self._say(client, Done(request.number), now_s)
+            self._send(client, Done(request.number), now_s)
             return
         self._releasing.setdefault(lease, []).append((client, request.number))
         self._apply(self._leases.release(client, lease), now_s)
@@ -119,7 +119,7 @@ class LeaseService:
     def close(self, why: str, now_s: float) -> None:
         """End all workers, and notify their clients."""
         for lease, grant in self._granted.items():
-            self._say(grant.client, LeaseEnded(lease, why), now_s)
+            self._send(grant.client, LeaseEnded(lease, why), now_s)
         self._workers.close()
 
     # ---- decisions
@@ -138,27 +138,27 @@ class LeaseService:
             case Grant():
                 self._start(decision, now_s)
             case Wait():
-                self._tell("queued", client, now_s, place=decision.place, behind=decision.behind)
-                self._say(client, Queued(decision.number, decision.place, decision.behind), now_s)
+                self._record("queued", client, now_s, place=decision.place, behind=decision.behind)
+                self._send(client, Queued(decision.number, decision.place, decision.behind), now_s)
             case Refuse():
                 self._asked.pop((client, decision.number), None)
                 self._report.refusal(
                     "lease-refused", client.name, now_s, client=client.name, kind=decision.kind, reason=decision.reason
                 )
-                self._say(client, Refused(decision.number, decision.kind, decision.reason), now_s)
+                self._send(client, Refused(decision.number, decision.kind, decision.reason), now_s)
             case End():
                 self._end(decision, now_s)
             case Dequeue():
                 self._asked.pop((client, decision.number), None)
-                self._tell("dropped", client, now_s, reason=decision.why)
-                self._say(client, Refused(decision.number, "ended", decision.why), now_s)
+                self._record("dropped", client, now_s, reason=decision.why)
+                self._send(client, Refused(decision.number, "ended", decision.why), now_s)
 
     def _start(self, grant: Grant, now_s: float) -> None:
         """Start the workers of a lease."""
         asked = self._asked.pop((grant.client, grant.number))
         self._granted[grant.lease] = grant
         devices = ", ".join(share.device for share in grant.shares)
-        self._tell("leased", grant.client, now_s, lease=grant.lease, devices=devices)
+        self._record("leased", grant.client, now_s, lease=grant.lease, devices=devices)
         why = self._workers.start(grant.lease, grant.shares, asked.key, asked.speed, now_s)
         if why is not None:
             self._learn(LeaseNotStarted(grant.lease, why), now_s)
@@ -167,11 +167,11 @@ class LeaseService:
         """End the workers of a lease, and notify its client unless the client ended it."""
         started = self._ready.pop(end.lease, None) is not None
         self._workers.end(end.lease, RELEASE_S if end.cause == "released" else 0.0, now_s)
-        self._tell(_EVENTS[end.cause], end.client, now_s, lease=end.lease, reason=end.why)
+        self._record(_EVENTS[end.cause], end.client, now_s, lease=end.lease, reason=end.why)
         if end.cause == "failed" and not started:
-            self._say(end.client, Refused(self._granted[end.lease].number, "failed", end.why), now_s)
+            self._send(end.client, Refused(self._granted[end.lease].number, "failed", end.why), now_s)
         elif end.cause != "released":
-            self._say(end.client, LeaseEnded(end.lease, end.why), now_s)
+            self._send(end.client, LeaseEnded(end.lease, end.why), now_s)
 
     # ---- events of workers
 
@@ -190,7 +190,7 @@ class LeaseService:
         match news:
             case LeaseReady():
                 for started in news.workers:
-                    self._tell(
+                    self._record(
                         "worker-started",
                         client,
                         now_s,
@@ -199,11 +199,11 @@ class LeaseService:
                         process=started.process,
                     )
                 self._ready[news.lease] = Leased(grant.number, news.lease, news.workers)
-                self._say(client, self._ready[news.lease], now_s)
+                self._send(client, self._ready[news.lease], now_s)
             case LeaseNotStarted():
                 self._apply(self._leases.failed(news.lease, news.why), now_s)
             case LeasedWorkerExited():
-                self._tell(
+                self._record(
                     "worker-left" if news.exit_status == 0 else "worker-ended",  # left: its client asked it to end
                     client,
                     now_s,
@@ -211,23 +211,23 @@ class LeaseService:
                     device=grant.shares[news.worker].device,
                     exit_status=news.exit_status,
                 )
-                self._say(client, WorkerEnded(news.lease, news.worker, news.exit_status, news.last_words), now_s)
+                self._send(client, WorkerEnded(news.lease, news.worker, news.exit_status, news.last_words), now_s)
                 self._apply(self._leases.worker_ended(news.lease, news.worker, now_s), now_s)
                 for releaser, number in self._parting.pop((news.lease, news.worker), ()):
-                    self._say(releaser, Done(number), now_s)
+                    self._send(releaser, Done(number), now_s)
 
     def _free(self, lease: int, grant: Grant | None, now_s: float) -> None:
         self._granted.pop(lease, None)
         if grant is not None:
-            self._tell("freed", grant.client, now_s, lease=lease)
+            self._record("freed", grant.client, now_s, lease=lease)
         waiting = self._releasing.pop(lease, [])
         for key in [key for key in self._parting if key[0] == lease]:
             waiting += self._parting.pop(key)
         for releaser, number in waiting:
-            self._say(releaser, Done(number), now_s)
+            self._send(releaser, Done(number), now_s)
         self._apply(self._leases.freed(lease, now_s), now_s)
 
-    def _tell(self, event: str, client: Client, now_s: float, **fields: LogValue) -> None:
+    def _record(self, event: str, client: Client, now_s: float, **fields: LogValue) -> None:
         self._report.dealing(event, client.name, now_s, client=client.name, **fields)
 
 

@@ -67,7 +67,7 @@ class TokenBucket:
 @dataclass
 class _Cause:
     rate: TokenBucket
-    untold: int = 0
+    unreported: int = 0
     fields: dict[str, LogValue] = field(default_factory=dict)
 
 
@@ -101,9 +101,9 @@ class LogRateLimiter:
         self._known.move_to_end((event, cause))
         if len(self._known) > CAUSES:
             self._known.popitem(last=False)
-        who.untold += 1
+        who.unreported += 1
         who.fields = fields
-        return self._told(who, now_s)
+        return self._take_count(who, now_s)
 
     def overdue(self, now_s: float, *, last: bool = False) -> list[tuple[str, dict[str, LogValue], int]]:
         """Return the suppressed events that may be reported now: the newest of each cause, with their number.
@@ -114,19 +114,19 @@ class LogRateLimiter:
         """
         found: list[tuple[str, dict[str, LogValue], int]] = []
         for (event, _), who in self._known.items():
-            untold = who.untold
-            if untold and (last or self._told(who, now_s)):
-                found.append((event, who.fields, untold))
-                who.untold = 0
+            unreported = who.unreported
+            if unreported and (last or self._take_count(who, now_s)):
+                found.append((event, who.fields, unreported))
+                who.unreported = 0
         return found
 
-    def _told(self, who: _Cause, now_s: float) -> int:
+    def _take_count(self, who: _Cause, now_s: float) -> int:
         if self._all is None:
             self._all = TokenBucket(_ALL_AT_ONCE * self._burst, self._every_s / _ALL_AT_ONCE, now_s)
         if not who.rate.allows(now_s) or not self._all.allows(now_s):
             return 0
-        told, who.untold = who.untold, 0
-        return told
+        count, who.unreported = who.unreported, 0
+        return count
 
 
 class Reporter:
@@ -137,12 +137,12 @@ class Reporter:
     """
 
     def __init__(self, tell: EventSink) -> None:
-        self._tell = tell
+        self._record = tell
         self._refusals, self._dealings = LogRateLimiter(), LogRateLimiter(*_DEALINGS)
 
     def __call__(self, event: str, **fields: LogValue) -> None:
         """Report an event of the agent itself, without a limit."""
-        self._tell(event, **fields)
+        self._record(event, **fields)
 
     def refusal(self, event: str, cause: str, now_s: float, **fields: LogValue) -> None:
         """Report an event that a client can cause at will; see :meth:`LogRateLimiter.happened`."""
@@ -160,4 +160,4 @@ class Reporter:
 
     def _pass_on(self, event: str, times: int, fields: dict[str, LogValue]) -> None:
         if times:
-            self._tell(event, **fields, **({"times": times} if times > 1 else {}))
+            self._record(event, **fields, **({"times": times} if times > 1 else {}))

@@ -175,7 +175,7 @@ class Agent:
             self._socket = self._context.socket(zmq.ROUTER)
             self.endpoint = listen_at(self._socket, keys, bind, port)
             self._mail = SessionChannel(self._socket, name_of, self._leases.busy, self._report)
-            self._desk = LeaseService(self._leases, self._workers, self._mail.say, self._report)
+            self._lease_service = LeaseService(self._leases, self._workers, self._mail.send, self._report)
         except BaseException:
             os.close(self._bell)
             self._context.destroy(linger=0)
@@ -205,7 +205,7 @@ class Agent:
                 return
             self._closed = True
             os.close(self._bell)
-            self._desk.close("the agent has ended", time.monotonic())
+            self._lease_service.close("the agent has ended", time.monotonic())
         self._socket.close(200)  # milliseconds for the last messages to be sent
         self._door.close()
         self._context.term()
@@ -240,23 +240,23 @@ class Agent:
         """Handle all pending work once; return whether nothing failed."""
         parts: dict[str, Callable[[float], None]] = {
             "door": self._door.attend,
-            "workers": partial(self._desk.attend, ready),
+            "workers": partial(self._lease_service.attend, ready),
             "clients": self._listen,
             "time": self._tick,
         }
-        done = [self._desk.guard(name, None, partial(do, now_s), now_s) for name, do in parts.items()]
+        done = [self._lease_service.guard(name, None, partial(do, now_s), now_s) for name, do in parts.items()]
         return all(done)
 
     def _listen(self, now_s: float) -> None:
         """Handle received messages; a failure ends the session that sent the message."""
         for session, route, frame in self._mail.take(now_s):
             take = partial(self._take, session, route, frame, now_s)
-            if not self._desk.guard("message", session.client, take, now_s):
-                self._mail.say(session.client, Refused(0, "failed", _FAILED), now_s)
+            if not self._lease_service.guard("message", session.client, take, now_s):
+                self._mail.send(session.client, Refused(0, "failed", _FAILED), now_s)
                 self._mail.end(session.client)
 
     def _tick(self, now_s: float) -> None:
-        self._desk.tick(now_s)
+        self._lease_service.tick(now_s)
         self._mail.tick(now_s)
         self._report.tick(now_s)
 
@@ -268,12 +268,12 @@ class Agent:
             request = decode_request(frame)
         except WireError as error:
             self._report.refusal("refused", client.name, now_s, client=client.name, reason=str(error))
-            self._mail.say(client, Refused(0, "usage", str(error)), now_s)
+            self._mail.send(client, Refused(0, "usage", str(error)), now_s)
             return
         self._leases.heard(client, now_s)
         if not session.introduced and not isinstance(request, Introduce | Renew):
             refused = Refused(request.number, "versions", "introduce yourself first: say your versions")
-            self._mail.say(client, refused, now_s)
+            self._mail.send(client, refused, now_s)
             return
         self._answer(session, request, now_s)
 
@@ -283,23 +283,23 @@ class Agent:
             case Introduce():
                 self._introduce(session, request, now_s)
             case Renew():
-                self._mail.say(client, Renewed(number, self._leases.of(client)), now_s)
+                self._mail.send(client, Renewed(number, self._leases.of(client)), now_s)
             case Inspect():
-                self._mail.say(client, self._stock(number), now_s)
+                self._mail.send(client, self._stock(number), now_s)
             case Lease():
-                self._desk.lease(client, request, now_s)
+                self._lease_service.lease(client, request, now_s)
             case Release():
-                self._desk.release(client, request, now_s)
+                self._lease_service.release(client, request, now_s)
             case ReadLog():
                 lines = self._read_log(max(0, min(request.lines, LOG_LINES)))
-                self._mail.say(client, LogLines(number, newest(lines)), now_s)
+                self._mail.send(client, LogLines(number, newest(lines)), now_s)
 
     def _introduce(self, session: Session, request: Introduce, now_s: float) -> None:
         client, mine = session.client, own_versions()
         wrong = mismatch(request.versions, mine, self._host)
         if wrong is not None:
             self._report.refusal("refused", client.name, now_s, client=client.name, reason=wrong)
-            self._mail.say(client, Refused(request.number, "versions", wrong), now_s)
+            self._mail.send(client, Refused(request.number, "versions", wrong), now_s)
             return
         if not session.introduced:
             theirs = request.versions
@@ -307,7 +307,7 @@ class Agent:
                 "connected", client.name, now_s, client=client.name, version=theirs.onebox, torch=theirs.torch
             )
         session.introduced = True
-        self._mail.say(client, Introduced(request.number, mine, self._host, self._advertise), now_s)
+        self._mail.send(client, Introduced(request.number, mine, self._host, self._advertise), now_s)
 
     def _stock(self, number: int) -> Stock:
         now_s = time.monotonic()

@@ -65,12 +65,12 @@ class SessionChannel:
             if session is not None and session.rate.allows(now_s):
                 yield session, frames[0].bytes, frames[2].bytes
 
-    def say(self, client: Client, saying: AgentResponse, now_s: float) -> None:
+    def send(self, client: Client, message: AgentResponse, now_s: float) -> None:
         """Send a message to a session, and store it in case it is lost with a connection."""
         session = self._sessions.get(client)
         if session is not None:
-            session.said(saying, now_s)
-            self._send(session, saying, now_s)
+            session.sent(message, now_s)
+            self._transmit(session, message, now_s)
 
     def hear(self, session: Session, route: bytes, now_s: float) -> None:
         """Record a session's heartbeat, and send again the messages that it may have missed.
@@ -80,8 +80,8 @@ class SessionChannel:
             route: The connection that it was heard on.
             now_s: The time.
         """
-        for saying in session.heard(now_s, route):
-            self._send(session, saying, now_s)
+        for message in session.heard(now_s, route):
+            self._transmit(session, message, now_s)
 
     def end(self, client: Client) -> None:
         """Remove a session: its client has to introduce itself again."""
@@ -99,13 +99,13 @@ class SessionChannel:
             return None
         return None if name is None else self._sessions.find(Client(key, token, name), now_s, self._busy)
 
-    def _send(self, session: Session, saying: AgentResponse, now_s: float) -> None:
+    def _transmit(self, session: Session, message: AgentResponse, now_s: float) -> None:
         """Send a message to a client; it is dropped where the client does not read, or has gone."""
         name = session.client.name
         try:
-            frame = encode_agent(saying)
+            frame = encode_agent(message)
         except WireError as error:
-            self._report.refusal("unsaid", name, now_s, client=name, what=type(saying).__name__, reason=str(error))
+            self._report.refusal("unsaid", name, now_s, client=name, what=type(message).__name__, reason=str(error))
             return
         with suppress(zmq.Again):
             self._socket.send_multipart([session.route, frame], zmq.NOBLOCK)

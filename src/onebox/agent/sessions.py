@@ -55,12 +55,12 @@ class Session:
     heard_s: float
     route: bytes = b""
     introduced: bool = False
-    _said: deque[tuple[float, AgentResponse]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    _sent: deque[tuple[float, AgentResponse]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
 
-    def said(self, saying: AgentResponse, now_s: float) -> None:
+    def sent(self, message: AgentResponse, now_s: float) -> None:
         """Store a message to the client, unless the client would ask again for it."""
-        if not isinstance(saying, Renewed | Stock | LogLines):
-            self._said.append((now_s, saying))
+        if not isinstance(message, Renewed | Stock | LogLines):
+            self._sent.append((now_s, message))
 
     def heard(self, now_s: float, route: bytes = b"") -> list[AgentResponse]:
         """Record a heartbeat, and return the messages that the client may have missed.
@@ -74,7 +74,7 @@ class Session:
         self.route = route
         if now_s - since_s < CUT_S and not cut:
             return []
-        return [saying for said_s, saying in self._said if said_s > since_s - _FLIGHT_S]
+        return [message for sent_s, message in self._sent if sent_s > since_s - _FLIGHT_S]
 
 
 class Sessions:

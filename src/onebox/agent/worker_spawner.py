@@ -13,7 +13,8 @@ from subprocess import SubprocessError
 from typing import IO
 
 from onebox.agent.admission import Share
-from onebox.pool.launch.fork_server import ForkedProcess, ForkServerEnded, ForkServerProcess, SpawnFailed
+from onebox.forking import ForkServerEnded, SpawnFailed
+from onebox.pool.launch.fork_server import ForkedWorker, ForkServerProcess
 from onebox.pool.launch.worker_process import worker_environment
 from onebox.pool.launch.worker_user import WorkerUser
 
@@ -57,7 +58,7 @@ class LeaseForkServer:
 
     def spawn_worker(
         self, environment: Mapping[str, str], stderr: IO[bytes], account: WorkerUser | None
-    ) -> ForkedProcess | None:
+    ) -> ForkedWorker | None:
         """Start a worker; see :class:`~onebox.pool.launch.fork_server.WorkerSpawner`."""
         if self._server is None or environment != self._environment:
             return None

@@ -41,7 +41,7 @@ class LeasedWorker(WorkerProcess):
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.descriptor, signal.SIGKILL)
 
-    def bury(self) -> None:
+    def release(self) -> None:
         """Release the resources of a process that has ended."""
         self.ended = True
         self.close(grace_s=0.0)
@@ -123,7 +123,7 @@ class Workers:
         self._ports = ports
         self._crews: dict[int, _Crew] = {}
         self._closed = False
-        self._dealer = CoreAllocator()
+        self._core_allocator = CoreAllocator()
 
     def start(self, lease: int, shares: Sequence[Share], client_key: str, speed: float, now_s: float) -> str | None:
         """Start the workers of a lease, which takes seconds; events follow.
@@ -138,7 +138,7 @@ class Workers:
         Returns:
             The reason for an immediate failure; None if there was none.
         """
-        cores = self._dealer.deal([share.threads if share.device == "cpu" else 0 for share in shares])
+        cores = self._core_allocator.allocate([share.threads if share.device == "cpu" else 0 for share in shares])
         fork_server = LeaseForkServer(shares, self._account)
         crew = _Crew(lease, now_s + START_S, fork_server, client_key, speed, deque(shares), cores=cores)
         self._crews[lease] = crew
@@ -199,7 +199,7 @@ class Workers:
             if crew.ending and now_s >= crew.until_s:
                 self._kill(crew)
             if crew.ending and all(worker.ended for worker in crew.workers):
-                self._dealer.give_back([core for own in crew.cores for core in own])
+                self._core_allocator.give_back([core for own in crew.cores for core in own])
                 crew.fork_server.close()
                 del self._crews[crew.lease]
                 news.append(LeaseClosed(crew.lease))
@@ -214,7 +214,7 @@ class Workers:
             for worker in crew.workers:
                 worker.close(grace_s=CLOSE_S)
             crew.fork_server.close()
-        self._dealer.close()
+        self._core_allocator.close()
 
     def _start_some(self, crew: _Crew) -> str | None:
         """Start the next few workers of a lease: each start delays all other clients.
@@ -259,7 +259,7 @@ class Workers:
         """Process the events of one worker."""
         if worker.descriptor in ready:
             death = worker.death()
-            worker.bury()
+            worker.release()
             if crew.ending or crew.failed:
                 return []
             if not crew.ready:
@@ -268,7 +268,7 @@ class Workers:
         if crew.ready or crew.failed or crew.ending or worker.ports_found is not None or worker.outlet not in ready:
             return []
         try:
-            worker.ports_found = worker.hear()
+            worker.ports_found = worker.read_ports()
         except EOFError:
             worker.mute = True  # its end follows, or its time limit
         except PoolError as error:
@@ -287,7 +287,7 @@ class Workers:
         if ports is None:
             return None
         return Started(
-            worker.place.device, worker.pid, key, self._advertised(ports.commands), self._advertised(ports.beats)
+            worker.place.device, worker.pid, key, self._advertised(ports.commands), self._advertised(ports.heartbeats)
         )
 
     def _advertised(self, endpoint: str) -> str:

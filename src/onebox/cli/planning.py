@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -13,9 +13,10 @@ from onebox.cli.options.jobs import JobConfig, StalenessConfig, TrainConfig
 from onebox.cli.options.run_config import read_config
 from onebox.cli.output_files import write_output
 from onebox.cli.run_setup import make_loss, make_model, make_optimizer
-from onebox.engine.memory.forecast import forecast_memory
+from onebox.engine.memory.forecast import TrainingJob
 from onebox.engine.planning.make_plan import make_plan, pool_links
 from onebox.engine.planning.profile import profile_model
+from onebox.engine.problem.memory_search import with_peaks
 from onebox.engine.problem.planner_problem import make_problem
 from onebox.engine.workload.batch import as_batch
 from onebox.engine.workload.delay_compensation import delays_of, extra_copies
@@ -95,6 +96,7 @@ def search_plan(
     preparing: float = 0.0,
     budget_s: float = 5.0,
     fresh: bool = False,
+    overlap: bool = False,
 ) -> PlanForecast:
     """Measure, and search for the best plan.
 
@@ -109,6 +111,7 @@ def search_plan(
         preparing: Cores of this machine that the preparation of batches keeps busy.
         budget_s: Approximate time limit of the search in seconds.
         fresh: Whether to measure again what is cached.
+        overlap: Whether exact steps overlap, for the simulation.
 
     Raises:
         UsageError: The batch cannot be divided as requested.
@@ -129,7 +132,7 @@ def search_plan(
         fresh=fresh,
         stale=config.stale,
     )
-    _, simulation = predict(planned.problem, planned.plan)  # with every action and message, which a search leaves out
+    _, simulation = predict(planned.problem, planned.plan, overlap=overlap)  # with details, which a search leaves out
     return PlanForecast(
         plan=planned.plan,
         simulation=simulation,
@@ -179,28 +182,18 @@ def predict_plan(
         batch=len(labels),
         micro_batches=sizes,
         preparing=preparing,
-        staleness=int(plan.schedule == ASYNC),
+        staleness=int(plan.late),
         versions=2 + extra_copies(late),
     )
-    _check_table(problem, plan)
-    predicted, simulation = predict(problem, plan)
-    peaks = forecast_memory(
-        plan,
-        *job[:3],
-        as_batch(images, labels),
-        devices=pool.devices,
-        captures=captures,
-        delay=late,
-    )
-    exact = msgspec.structs.replace(predicted, peak_bytes=tuple(peaks[device] for device in plan.devices))
-    plan = msgspec.structs.replace(plan, predicted=exact)
-    return PlanForecast(plan=plan, simulation=simulation, problem=problem, delays=late)
-
-
-def _check_table(problem: Problem, plan: Plan) -> None:
     if plan.schedule == "table":
         edges = [(edge.source, edge.target) for edge in stage_work(problem, plan).edges]
         validate(Schedule.parse(plan.table), plan.routes(problem.batch), edges)
+    predicted, simulation = predict(problem, plan)
+    counted = TrainingJob(
+        captures=captures, optimizer=optimizer, batch=as_batch(images, labels), devices=pool.devices, delay=late
+    )
+    plan = with_peaks(msgspec.structs.replace(plan, predicted=predicted), counted.peaks(plan))
+    return PlanForecast(plan=plan, simulation=simulation, problem=problem, delays=late)
 
 
 def plan_of_run(
@@ -237,9 +230,8 @@ def plan_of_run(
             policies = [
                 policy for policy in ACTIVATION_POLICIES if policy not in OFFLOADING_POLICIES or not config.overlap
             ]
-            found = search_plan(config, data, pool, micro_batches=[size] if size else None, policies=policies)
-            if config.overlap and found.plan.schedule != ASYNC:
-                found = replace(found, simulation=predict(found.problem, found.plan, overlap=True)[1])
+            sizes = [size] if size else None
+            found = search_plan(config, data, pool, micro_batches=sizes, policies=policies, overlap=config.overlap)
         plan, simulation = found.plan, found.simulation
     else:
         plan = Plan.read(Path(config.plan).expanduser())
@@ -258,12 +250,12 @@ def check_staleness(config: TrainConfig, plan: Plan) -> None:
     Raises:
         UsageError: Only one of them has late gradients.
     """
-    if plan.schedule == ASYNC and not config.staleness:
+    if plan.late and not config.staleness:
         raise UsageError(
             f"--plan {config.plan} has the schedule {ASYNC}, with which gradients are applied a step late: train it "
             "with --staleness 1, or make an exact plan"
         )
-    if config.staleness and config.plan != "auto" and len(plan.stages) > 1 and plan.schedule != ASYNC:
+    if config.staleness and config.plan != "auto" and len(plan.stages) > 1 and not plan.late:
         raise UsageError(
             f"--staleness 1 needs a plan with the schedule {ASYNC}, and --plan {config.plan} has {plan.schedule}: "
             "onebox plan --staleness 1 makes one; or leave --staleness out"

@@ -14,11 +14,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from onebox.engine.install.installed_plan import InstalledPlan
 from onebox.engine.session import TrainingSession
 from onebox.engine.state.change_detection import ChangeDetector
 from onebox.engine.state.optimizer_state import OptimizersOnWorkers, StaleState
 from onebox.engine.state.remote import RemoteState
 from onebox.engine.state.transfer import StateChanges
+from onebox.engine.steps.observer import StepObserver
 from onebox.engine.workload.named_state import OptimizerEntries
 from onebox.errors import UsageError
 from onebox.sizes import size_text
@@ -31,7 +33,7 @@ _OPEN: weakref.WeakSet[ClientState] = weakref.WeakSet()
 _clock = itertools.count(1)
 
 
-class ClientState:
+class ClientState(StepObserver):
     """The client's side of a training state.
 
     Args:
@@ -54,7 +56,7 @@ class ClientState:
         self._optimizers = OptimizersOnWorkers(
             remote.optimizer, remote.named, self._fetch_optimizers, lambda: self._run.steps_done
         )
-        run.when_set_up = self._brought
+        run.subscribe(self)
         _OPEN.add(self)
 
     # ---- called by the trainer
@@ -87,7 +89,7 @@ class ClientState:
         """
         run, tensors = self._run, self._remote.named.tensors
         try:
-            run.with_recovery(lambda: run.transfer.into(tensors))
+            run.recovery.run(lambda: run.transfer.into(tensors))
         finally:
             self._note(tensors, fully=True)
         if run.begun:
@@ -110,7 +112,7 @@ class ClientState:
         self._change(named.tensors, self._changed_optimizers())
         self._at = run.steps_done
 
-    def close(self, *, keep: bool) -> None:
+    def release(self, *, keep: bool) -> None:
         """Return the model and the optimizers to their user.
 
         Args:
@@ -139,7 +141,7 @@ class ClientState:
         changed = self._detector.changed(fully=self._in_step)
         if not self._run.begun:
             if (entries := self._changed_optimizers()) is not None:
-                self._remote.remembered = entries
+                self._remote.use_optimizer_state(entries)
             return
         if changed and not self._in_step:
             changed = self._left_over(changed, overwrite=overwrite)
@@ -190,13 +192,13 @@ class ClientState:
         """Upload local tensors, and the optimizer's state if it is given."""
         tensors = self._remote.named.tensors
         chosen = list(names)
-        held = self._run.transfer.held()
+        held = self._remote.held
         copies = {name: tensors[name].detach().to("cpu", copy=True) for name in chosen if name in held}
         self._note(chosen, fully=True)
         self._have_news(chosen)
         self._run.change(StateChanges(tensors=copies, entries=entries))
 
-    def _brought(self) -> None:
+    def installed(self, plan: InstalledPlan) -> None:
         """Record the first upload of the local model to the workers."""
         if self._at < 0:
             self._detector.note(fully=True)
@@ -252,12 +254,12 @@ class ClientState:
         if theirs:
             run.drain()
             run.wait(0)
-            run.with_recovery(lambda: run.transfer.into(theirs))
+            run.recovery.run(lambda: run.transfer.into(theirs))
             shared = {own[id(tensor)]: tensor for tensor in theirs.values()}
             self._note(shared, fully=self._in_step)
             self._say(shared)
             if self._run.begun:
-                held = self._run.transfer.held()
+                held = self._remote.held
                 copies = {n: tensor.detach().to("cpu", copy=True) for n, tensor in shared.items() if n in held}
                 self._run.change(StateChanges(tensors=copies))
         self._seen[partner] = newest
@@ -286,7 +288,7 @@ class ClientState:
             return self._remote.remembered
         run.drain()
         run.wait(0)
-        return run.with_recovery(run.transfer.optimizer_state)
+        return run.recovery.run(run.transfer.optimizer_state)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -5,43 +5,49 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 from onebox.engine.adaptive.controller import AdaptiveController
 from onebox.engine.adaptive.measurements import step_context
 from onebox.engine.adaptive.migration import Migration, MigrationReport, check_successor
+from onebox.engine.adaptive.problem_source import problem_maker
 from onebox.engine.compile.compiler import CompiledStep
-from onebox.engine.compile.update.async_window import Window
 from onebox.engine.data.prefetch import BatchPrefetcher, UploadedBatch
 from onebox.engine.data.representative_batches import RepresentativeBatches
-from onebox.engine.install.deferred_replies import DeferredReplies, RetiredGroups
-from onebox.engine.install.installed_plan import InstalledPlan
-from onebox.engine.recovery.manager import RECOVERABLE, RecoveryManager
+from onebox.engine.install.deferred_replies import DeferredReplies
+from onebox.engine.install.installed_plan import InstalledPlan, InstallInputs
+from onebox.engine.recovery.manager import RecoveryManager
 from onebox.engine.recovery.replan import ReplanWorkload, out_of_devices, replan_devices
+from onebox.engine.recovery.snapshot_schedule import SnapshotScheduler
 from onebox.engine.state.remote import RemoteState
 from onebox.engine.state.snapshot_layout import SnapshotLayout
 from onebox.engine.state.transfer import StateChanges, StateTransfer
-from onebox.engine.steps.launch import StepRequest, StepSettings, launch
+from onebox.engine.steps.evaluation import evaluate
+from onebox.engine.steps.launch import LaunchedStep, PreparedStep, StepRequest, StepSettings
 from onebox.engine.steps.loss_check import MeanLossCheck
-from onebox.engine.steps.overlap_scheduler import OverlapScheduler, UnfinishedStep
-from onebox.engine.steps.results import StepLoss, StepValues, locate, poison_on_interrupt, step_values
-from onebox.engine.steps.traces import StepTraces
+from onebox.engine.steps.observer import EndedStep, StepObserver
+from onebox.engine.steps.overlap_scheduler import OverlapScheduler
+from onebox.engine.steps.results import Evaluation, StepLoss, StepValues, step_values
+from onebox.engine.steps.traces import StepTraces, step_trace
 from onebox.engine.workload.batch import Batch
 from onebox.engine.workload.captures import Captures
 from onebox.engine.workload.parameter_groups import options_of, require_training
-from onebox.errors import OneboxError, OperatorError, PlanError, ReplicasParted
+from onebox.errors import OneboxError, OperatorError, PlanError, UsageError
 from onebox.plan import Plan
+from onebox.plan.model.problem import Problem
 from onebox.pool import Pool, WorkerReply
 from onebox.trainer_options import Recovery
-
-_T = TypeVar("_T")
+from onebox.wire.protocol.requests import Run
 
 
 class TrainingSession:
     """The state of a trainer on a pool.
+
+    What follows the steps subscribes as a :class:`~onebox.engine.steps.observer.StepObserver`. Three collaborators are
+    called by name, since they decide on the next instruction: the overlap scheduler on the window of a step, adaptive
+    replanning on the plan of the next one, and the recovery manager on what follows a failure.
 
     Args:
         pool: The pool.
@@ -51,6 +57,7 @@ class TrainingSession:
         settings: Settings shared by all steps.
         uploads: The uploads of batches.
         recovery: Recovery from losses; ``None`` for none.
+        adaptive: Whether to adapt the plan to devices and links; the problem that the plan was made for, if known.
         step: Number of steps done before, by the run that is resumed.
         saved: Path of its checkpoint.
     """
@@ -65,38 +72,66 @@ class TrainingSession:
         uploads: BatchPrefetcher,
         *,
         recovery: Recovery | None,
+        adaptive: bool | Problem = False,
         step: int = 0,
         saved: Path | None = None,
     ) -> None:
         self.steps_done = step
         self.plan: Plan | None = None
-        self.error: Exception | None = None
-        self.saved = saved
-        self.traces = StepTraces(settings.trace, uploads.beside_bytes)
-        self.guard: RecoveryManager | None = None
+        self.captures = captures
+        self.uploads = uploads
         self._pool = pool
+        self._remote = remote
+        self.transfer = StateTransfer(pool, remote)
+        self.examples = RepresentativeBatches()
+        self.traces = StepTraces(settings.trace, uploads.beside_bytes)
+        self.overlap = OverlapScheduler(pool, remote, settings, self.traces.draining)
+        self.snapshots = (
+            SnapshotScheduler(pool, remote, self.overlap, step=step, every=recovery.snapshot_every)
+            if recovery
+            else None
+        )
+        self.recovery = RecoveryManager(
+            pool,
+            self,
+            self.overlap,
+            self.snapshots,
+            self.traces.locate,
+            in_flight=settings.in_flight,
+            checkpoint=saved,
+        )
+        self.adaptive = self._adaptive_controller(adaptive, pool) if adaptive else None
         self._resolve_plan = resolve_plan
         self._next_plan: Plan | None = None
         """The plan that is to be installed; none before it is resolved."""
-        self.captures = captures
-        self._remote = remote
-        self.transfer = StateTransfer(pool, remote)
-        self.when_set_up: Callable[[], None] = lambda: None
-        """Called when the user's model has been uploaded as the state."""
         self._changes: StateChanges | None = None
         self._written: StateChanges | None = None
         self._settings = settings
-        self.uploads = uploads
         self._ready: InstalledPlan | None = None
-        self.examples = RepresentativeBatches()
+        self._prepared: dict[CompiledStep, PreparedStep] = {}
+        """Of the plan in use, with the routines that have passed the check of the loss."""
+        self._latest: PreparedStep | None = None
         self._means = MeanLossCheck(pool, captures)
         self._running: deque[StepLoss] = deque()
-        self.overlap = OverlapScheduler(pool, remote, settings, self.traces.draining)
-        self._old_groups = RetiredGroups(pool)
-        self.adaptive: AdaptiveController | None = None
-        if recovery is not None:
-            every = recovery.snapshot_every
-            self.guard = RecoveryManager(pool, remote, self, every=every, in_flight=settings.in_flight)
+        self._inputs = InstallInputs(
+            pool=pool,
+            captures=captures,
+            remote=remote,
+            versions=self.overlap.versions,
+            max_norm=settings.max_norm,
+        )
+        observers = self.snapshots, self.recovery, self.traces, self.adaptive, self.overlap
+        self._observers: list[StepObserver] = [each for each in observers if each is not None]
+
+    def _adaptive_controller(self, adaptive: bool | Problem, pool: Pool) -> AdaptiveController:
+        known = adaptive if isinstance(adaptive, Problem) else None
+        make = problem_maker(pool, lambda: self.captures, self._remote.optimizer, lambda: self.examples.largest, known)
+        context = functools.partial(step_context, pool=pool)
+        return AdaptiveController(self, make, lambda: self.examples.samples, context)
+
+    def subscribe(self, observer: StepObserver) -> None:
+        """Call an observer at the events of all later steps, after the earlier subscribers."""
+        self._observers.append(observer)
 
     # ---- steps
 
@@ -105,61 +140,68 @@ class TrainingSession:
         require_training(self._remote.optimizer, self._remote.training)
         batch = self.captures.stamped(batch)
         parcel = None if uploaded is None else self.uploads.claim(uploaded)
-        number, guard = self.steps_done, self.guard
-        self.with_recovery(lambda: self._get_ready(batch, number).step(batch))
-        self.with_recovery(lambda: self._require_mean(batch))
-        self.examples.add(batch, steps=True)
+        number = self.steps_done
+        prepared = self.recovery.run(lambda: self._prepare(batch, number))
         self.wait(self._settings.in_flight - 1)
-        if self.adaptive is not None and self.adaptive.between_steps(under_way=self._under_way):
-            self.with_recovery(lambda: self._get_ready(batch, number).step(batch))
-        kept = self.uploads.kept(batch) if parcel is None else batch
-        result = StepLoss(number, self._failed, self.drain)
+        if self.adaptive is not None:
+            self.adaptive.between_steps(under_way=self._under_way)
+        if prepared.installed is not self._ready:  # another plan has taken over, or a recovery installed one
+            prepared = self.recovery.run(lambda: self._prepare(batch, number))
+        result = StepLoss(number, self._retry, self.drain)
         work = StepRequest(
             number=number,
-            batch=kept,
+            batch=self.uploads.kept(batch) if parcel is None else batch,
             options=options_of(self._remote.optimizer),
             loss=result,
             parcel=parcel,
             changes=self._changes,
         )
         self._changes = None
-        if guard is None:
-            self._post(work)
-            self._begun(result)
-            return result
-        guard.record(work)
-        self._begun(result)
-        try:
-            guard.posted(self._post(work))
-        except RECOVERABLE as error:
-            self.recover(error)  # begins this step, too
-        except OneboxError as error:
-            self.fail(error)
-            raise
+        for observer in self._observers:
+            observer.requested(work)
+        self._running.append(result)
+        self.steps_done += 1
+        self.recovery.once(lambda: self._begin(work, prepared))
         return result
 
-    def _require_mean(self, batch: Batch) -> None:
-        """Refuse a batch whose loss is not the mean of its micro-batches' losses; see :class:`MeanLossCheck`."""
-        ready = self.set_up(batch)
-        micro_batches = ready.plan.micro_batches(batch.size)
+    def _retry(self, action: Callable[[], StepValues]) -> StepValues:
+        """Read a step's values, again after each recovery."""
+        return self.recovery.run(action, void=True)
+
+    def _prepare(self, batch: Batch, number: int) -> PreparedStep:
+        """Look up all that a step needs, and refuse a batch whose loss is not the mean over its micro-batches."""
+        installed = self.set_up(batch)
+        compiled = installed.step(batch, windows=self.overlap.windows(number))
+        prepared = self._prepared.get(compiled)
+        if prepared is None:
+            self._require_mean(batch, installed, compiled)
+            compared = self._means.compares(batch, compiled.micro_batches)
+            prepared = PreparedStep(installed=installed, compiled=compiled, compared=compared)
+            self._prepared[compiled] = prepared
+        elif prepared.compared:
+            self._means.require(batch, compiled.micro_batches)
+        if prepared is not self._latest:
+            self.examples.add(batch, steps=True)
+            self._latest = prepared
+        return prepared
+
+    def _require_mean(self, batch: Batch, installed: InstalledPlan, compiled: CompiledStep) -> None:
+        """Check the first batch of a shape; see :class:`MeanLossCheck`."""
+        micro_batches = compiled.micro_batches
         self._means.require(batch, micro_batches)
         if self._means.due(batch, micro_batches):
             self.drain()
             try:
-                with self.uploads.out_of_the_way(), poison_on_interrupt("a check of the loss", self.fail):
-                    self._means.probe(batch, micro_batches, ready, self.uploads.packing)
+                with self.uploads.out_of_the_way(), self.recovery.poisoning("a check of the loss"):
+                    self._means.probe(batch, micro_batches, installed, self.uploads.packing)
             except OperatorError as error:
-                self.fail(error)
+                self.recovery.fail(error)
                 raise
 
     @property
     def _under_way(self) -> bool:
         """Return whether a step is in flight."""
         return not all(loss.done for loss in self._running)
-
-    def _begun(self, loss: StepLoss) -> None:
-        self._running.append(loss)
-        self.steps_done += 1
 
     def wait(self, most: int) -> None:
         """Wait until at most a given number of steps are in flight.
@@ -171,27 +213,70 @@ class TrainingSession:
             self._running[0].values()
             self._running.popleft()
 
-    def launch(self, work: StepRequest) -> Mapping[int, Future[WorkerReply]]:
-        """Begin or repeat a step; see :class:`~onebox.engine.recovery.manager.RecoverableRun`."""
-        ready, overlap = self._get_ready(work.batch, work.number), self.overlap
-        self._write(work.changes)
-        compiled = ready.routines(work.batch)
-        before, window = overlap.begin(work, compiled, ready.group_of)
-        deferred = overlap.deferred
-        changed = self._remote.changed_options(work.options)
-        given = self._pool, self.uploads, self._settings, work, compiled, ready.checks, changed
-        answers, beside = launch(*given, window=window, optimizer=self._remote.optimizer_number)
-        finish = functools.partial(self._finish, work, compiled, window, before, ready, beside, deferred)
-        work.loss.expect([*(future for asked in deferred for future in asked.futures), *answers.values()], finish)
-        overlap.begun(work, compiled, before)
-        self._old_groups.step()
-        return answers
+    def _begin(self, work: StepRequest, prepared: PreparedStep) -> None:
+        """Launch a step; if only some devices receive their part, it is void."""
+        with self.recovery.poisoning(f"step {work.number}"):
+            launched = self._launch(work, prepared)
+        for observer in self._observers:
+            observer.began(launched)
 
-    def _get_ready(self, batch: Batch, step: int) -> InstalledPlan:
-        """Return the installed plan for a step; steps overlap from some step on."""
-        ready = self.set_up(batch)
-        ready.compiler.windows = self.overlap.windows(step)
-        return ready
+    def repeat(self, work: StepRequest) -> LaunchedStep:
+        """Launch a step again; see :class:`~onebox.engine.recovery.manager.RecoverableRun`."""
+        installed = self.set_up(work.batch)
+        compiled = installed.routines(work.batch, windows=self.overlap.windows(work.number))
+        return self._launch(work, PreparedStep(installed=installed, compiled=compiled))
+
+    def _launch(self, work: StepRequest, prepared: PreparedStep) -> LaunchedStep:
+        """Send each worker its part of a step."""
+        settings, compiled, checks = self._settings, prepared.compiled, prepared.installed.checks
+        self._write(work.changes)
+        before, window = self.overlap.begin(work, prepared)
+        deferred = self.overlap.deferred
+        changed, optimizer = self._remote.changed_options(work.options), self._remote.optimizer_number
+        check = settings.check_every and (work.number + 1) % settings.check_every == 0
+        answers = {}
+        with self.uploads.bringing(work.batch, compiled, work.parcel) as parts:
+            beside = {worker: self.uploads.beside_bytes(worker) for worker in compiled.routines}
+            for worker, routine in compiled.of(window).items():
+                part = parts[worker]
+                run = Run(routine.number, part.bindings, work.number, settings.seed, changed, settings.trace, optimizer)
+                asks = [ask for _, ask in checks.get(worker, ())] if check else []
+                answers[worker] = self._pool.post(worker, [*part.instructions, run, *asks], part.frames, answer=True)
+        launched = LaunchedStep(work=work, prepared=prepared, window=window, beside=beside, answers=answers)
+        futures = [*(future for asked in deferred for future in asked.futures), *answers.values()]
+        work.loss.expect(futures, functools.partial(self._finish, launched, before, deferred))
+        self.overlap.begun(launched, before)
+        return launched
+
+    def _finish(
+        self,
+        launched: LaunchedStep,
+        before: LaunchedStep | None,
+        deferred: Sequence[DeferredReplies],
+        answers: list[WorkerReply],
+    ) -> StepValues:
+        """Combine the workers' replies."""
+        for asked in deferred:
+            asked.take()
+        installed, compiled = launched.prepared.installed, launched.prepared.compiled
+        number, routines = launched.work.number, compiled.of(launched.window)
+        answers = answers[len(answers) - len(routines) :]
+        values = step_values(number, compiled.weights_of(launched.work.batch), routines, answers, installed.checks)
+        if compiled.windows:
+            values = self.overlap.values_of(values, before, answers)
+        trace = (
+            step_trace(number, compiled, launched.window, answers, launched.beside) if self._settings.trace else None
+        )
+        ended = EndedStep(
+            number=number,
+            plan=installed.plan,
+            current=installed is self._ready,
+            micro_batches=compiled.micro_batches,
+            trace=trace,
+        )
+        for observer in self._observers:
+            observer.ended(ended)
+        return values
 
     def drain(self) -> None:
         """Finish the newest step and wait for it.
@@ -200,20 +285,58 @@ class TrainingSession:
             OneboxError: It failed.
         """
         while self.error is None and not self.overlap.settled:
-            try:
-                with poison_on_interrupt("what is left of a step", self.fail):
-                    self.overlap.drain()
-            except OneboxError as error:
-                self._failed(error)
+            self.recovery.once(self._drain)
         if self.error is not None:
             raise self.error
 
+    def _drain(self) -> None:
+        with self.recovery.poisoning("what is left of a step"):
+            self.overlap.drain()
+
+    def evaluate(self, batches: Iterable[Batch], metrics: Sequence[str]) -> Evaluation:
+        """Return the loss and metrics over batches; see :meth:`Trainer.evaluate`."""
+        with self.uploads.out_of_the_way():
+            return evaluate(
+                batches,
+                pool=self._pool,
+                prepare=self._evaluation,
+                parts=self.uploads.parts_beside,
+                metrics=metrics,
+                in_flight=self._settings.in_flight,
+                retry=self.recovery.run,
+                poisoning=self.recovery.poisoning,
+            )
+
+    def _evaluation(self, batch: Batch) -> CompiledStep:
+        """Return the evaluation routines for a batch, installed on the workers."""
+        batch = self.captures.stamped(batch)
+        compiled = self.set_up(batch, steps=False).evaluation(batch, stepped=self.steps_done > 0)
+        self.examples.add(batch, steps=False)
+        return compiled
+
     # ---- user changes
+
+    @property
+    def error(self) -> Exception | None:
+        """The failure that made the state on the workers void, if there was one."""
+        return self.recovery.error
 
     @property
     def begun(self) -> bool:
         """True if the state is on the workers rather than in the user's model."""
         return self._ready is not None or self.error is not None
+
+    def share_captures(self, captures: Captures) -> None:
+        """Use the captures of another trainer of an equal model instead of own ones.
+
+        Raises:
+            UsageError: The model has been captured.
+        """
+        if self.begun:
+            raise UsageError("captures are shared before the first step or evaluation; make another trainer")
+        self.captures = captures
+        self._inputs = replace(self._inputs, captures=captures)
+        self._means = MeanLossCheck(self._pool, captures)
 
     def change(self, changes: StateChanges) -> None:
         """Change the state on the workers for all later readers and steps.
@@ -225,135 +348,24 @@ class TrainingSession:
             OneboxError: The run cannot recover from a loss.
         """
         self._changes = changes if self._changes is None else self._changes.then(changes)
-        self.with_recovery(lambda: None)
-        if self.guard is None:
+        self.recovery.run(self.write_changes)
+        if self.snapshots is None:
             self._changes = None
+
+    def write_changes(self) -> None:
+        """Upload the user changes since the last step, unless the workers have them."""
+        self._write(self._changes)
 
     def _write(self, changes: StateChanges | None) -> None:
         """Upload user changes, unless that was the latest operation."""
         if changes is None or changes is self._written or self._ready is None:
             return
-        with poison_on_interrupt("a change by hand", self.fail):
+        with self.recovery.poisoning("a change by hand"):
             self.overlap.end()
-            self.transfer.write(changes.tensors)
+            self._remote.write(changes.tensors)
             if changes.entries is not None:
-                self.transfer.write_optimizer(changes.entries, host=self._ready.plan.update == "host")
+                self._remote.write_optimizer(changes.entries, host=self._ready.plan.update == "host")
         self._written = changes
-
-    def _post(self, work: StepRequest) -> Mapping[int, Future[WorkerReply]]:
-        """Send each device its part of a step; if only some receive theirs, the step is void."""
-        try:
-            with poison_on_interrupt(f"step {work.number}", self.fail):
-                return self.launch(work)
-        except OneboxError as error:
-            if self.guard is None or not isinstance(error, RECOVERABLE):
-                self.fail(error)
-            raise
-
-    def _finish(
-        self,
-        work: StepRequest,
-        compiled: CompiledStep,
-        window: Window,
-        before: UnfinishedStep | None,
-        ready: InstalledPlan,
-        beside: Mapping[int, int],
-        deferred: Sequence[DeferredReplies],
-        answers: list[WorkerReply],
-    ) -> StepValues:
-        """Combine the workers' replies, subtracting the memory of later batches."""
-        for asked in deferred:
-            asked.take()
-        step, routines = work.number, compiled.of(window)
-        answers = answers[len(answers) - len(routines) :]
-        values = step_values(step, compiled.weights_of(work.batch), routines, answers, ready.checks)
-        if compiled.windows:
-            values = self.overlap.ended(values, before, answers)
-        if self.guard is not None:
-            self.guard.ended(step)
-        if ready is self._ready:
-            self.traces.forget_replaced()
-        trace = self.traces.add(step, compiled, window, answers, beside)
-        if trace is not None and self.adaptive is not None:
-            self.adaptive.ended(step_context(trace, compiled.micro_batches, ready.plan, self._pool), ready.plan)
-        return values
-
-    # ---- failures and losses
-
-    def fail(self, error: Exception) -> None:
-        """Store the first failure: the state on the workers is void, and every later call raises it."""
-        self._locate(error)
-        self.error = self.error or error
-
-    def _locate(self, error: Exception) -> None:
-        """Add the location in the step to an error."""
-        if isinstance(error, OperatorError):
-            compiler = None if self._ready is None else self._ready.compiler
-            locate(error, functools.partial(self.traces.labels, compiler))
-
-    def _failed(self, error: Exception) -> None:
-        if self.guard is None or not isinstance(error, RECOVERABLE):
-            self.fail(error)
-        self.recover(error)
-
-    def recover(self, error: Exception) -> None:
-        """Recover from a loss, or raise the error if that is impossible."""
-        self._locate(error)
-        if self.guard is None or not isinstance(error, RECOVERABLE):
-            raise error
-        try:
-            self.guard.recover(error)
-        except Exception as final:
-            self.fail(final)
-            raise
-        except BaseException:  # such as KeyboardInterrupt
-            self.fail(ReplicasParted("a recovery was interrupted; resume from the last checkpoint"))
-            raise
-
-    def with_recovery(self, action: Callable[[], _T]) -> _T:
-        """Perform an action, repeating it after each recoverable loss."""
-        while True:
-            try:
-                self._write(self._changes)
-                return action()
-            except RECOVERABLE as error:
-                self.recover(error)
-
-    def rebuild(self, copies: SnapshotLayout | None) -> str | None:
-        """Restore a state on the workers; see :class:`~onebox.engine.recovery.manager.RecoverableRun`."""
-        self._written = None
-        self.uploads.use(None)
-        self.overlap.reset()
-        self.traces.forget_replaced()
-        if self.adaptive is not None:
-            self.adaptive.restart()
-        if self._ready is not None:
-            with contextlib.suppress(OneboxError):
-                self._old_groups.leave()
-                self._ready.close()
-            self._ready = None
-        self._remote.reset(copies)
-        batch = self.examples.largest
-        if self.plan is None or batch is None:
-            return None
-        work = ReplanWorkload(
-            captures=self.captures,
-            optimizer=self._remote.optimizer,
-            batch=batch,
-            max_norm=self._settings.max_norm,
-            in_flight=self._settings.in_flight,
-            staleness=self._settings.staleness,
-            delay=self._settings.delay,
-            overlap=self._settings.overlap,
-        )
-        try:
-            plan = replan_devices(self.plan, work, self._pool)
-        except PlanError as error:
-            raise out_of_devices(error, self._pool, self.saved) from error
-        new = None if plan is self.plan else plan.describe()
-        self._next_plan = plan
-        self.set_up(batch, steps=self.examples.trains)
-        return new
 
     # ---- another plan
 
@@ -374,8 +386,8 @@ class TrainingSession:
         if ready is None or batch is None:
             return None
         check_successor(ready.plan, plan, batch.size)
-        given = plan, self._pool, self.captures, self._remote, batch, self._settings.max_norm
-        after = InstalledPlan(*given, strict=True, before=ready, windows=self.overlap.windows(self.steps_done))
+        windows = self.overlap.windows(self.steps_done)
+        after = InstalledPlan(plan, batch, self._inputs, strict=True, before=ready, windows=windows)
         self.examples.require_room(after)  # installs the programs before they are needed
         return Migration(self._pool, self._remote, ready, after)
 
@@ -387,40 +399,71 @@ class TrainingSession:
             prepared: The result of :meth:`prepare`; prepared now if it is not given.
 
         Returns:
-            The transfers; empty if a worker is known to be lost, in which case the run recovers with the previous plan.
+            The transfers; empty if a worker was lost, in which case the run recovers.
 
         Raises:
             OneboxError: The plan cannot take over, and the previous one stays; or the run cannot recover from a loss.
         """
-        moved = MigrationReport()
-        try:
-            migration = prepared or self.prepare(plan)
-        except RECOVERABLE as error:
-            self.recover(error)
-            return moved
-        if migration is None:
+        if prepared is None and self._ready is None:
             self._next_plan = plan
-            return moved
-        try:
-            with poison_on_interrupt("a change of plan", self.fail):
-                self.overlap.end()
-                migration.after.compiler.windows = self.overlap.windows(self.steps_done)
-                moved = migration.make()
-                for asked in moved.asked:
-                    self.overlap.defer(asked)
-                self._old_groups.add(moved.over, 2 if self._settings.staleness else 1)
-                self.traces.replaced(migration.before.compiler)
-                self._ready, self.plan = migration.after, plan
-                self._next_plan = plan
-                self.uploads.use(migration.after)
-                if self.guard is not None:
-                    self.guard.moved(reachable=plan.sync == "workers")
-        except RECOVERABLE as error:
-            self.recover(error)
-        except OneboxError as error:
-            self.fail(error)
-            raise
+            return MigrationReport()
+        migration = prepared or self.recovery.once(lambda: self.prepare(plan), void=False)
+        moved = None if migration is None else self.recovery.once(lambda: self._switch(migration))
+        return moved or MigrationReport()
+
+    def _switch(self, migration: Migration) -> MigrationReport:
+        """Carry out a change of plan."""
+        after = migration.after
+        with self.recovery.poisoning("a change of plan"):
+            self.overlap.end()
+            moved = migration.make()
+            for asked in moved.asked:
+                self.overlap.defer(asked)
+            self.overlap.retire(moved.over)
+            self._use(after)
+            self.uploads.use(after)
+            for observer in self._observers:
+                observer.replaced(migration.before, after)
         return moved
+
+    def _use(self, installed: InstalledPlan) -> None:
+        self._ready, self._prepared, self._latest = installed, {}, None
+        self.plan = self._next_plan = installed.plan
+
+    # ---- recovery
+
+    def rebuild(self, copies: SnapshotLayout | None) -> str | None:
+        """Restore a state on the workers; see :class:`~onebox.engine.recovery.manager.RecoverableRun`."""
+        self._written = None
+        self.uploads.use(None)
+        for observer in self._observers:
+            observer.reset()
+        if self._ready is not None:
+            with contextlib.suppress(OneboxError):
+                self._ready.close()
+            self._ready = None
+        self._remote.reset(copies)
+        batch = self.examples.largest
+        if self.plan is None or batch is None:
+            return None
+        work = ReplanWorkload(
+            captures=self.captures,
+            optimizer=self._remote.optimizer,
+            batch=batch,
+            max_norm=self._settings.max_norm,
+            in_flight=self._settings.in_flight,
+            staleness=self._settings.staleness,
+            delay=self._settings.delay,
+            overlap=self._settings.overlap,
+        )
+        try:
+            plan = replan_devices(self.plan, work, self._pool)
+        except PlanError as error:
+            raise out_of_devices(error, self._pool, self.recovery.checkpoint) from error
+        new = None if plan is self.plan else plan.describe()
+        self._next_plan = plan
+        self.set_up(batch, steps=self.examples.trains)
+        return new
 
     # ---- setting up
 
@@ -432,48 +475,28 @@ class TrainingSession:
             steps: Whether it is a training batch; else it is an evaluation batch.
         """
         if self._ready is None:
-            if self.guard is not None:
-                self.guard.begin(self.steps_done)
             plan = self._next_plan or self._resolve_plan(self.captures, batch)
-            ready = InstalledPlan(
-                plan,
-                self._pool,
-                self.captures,
-                self._remote,
-                batch,
-                self._settings.max_norm,
-                strict=True,
-                steps=steps,
-            )
-            self.uploads.use(ready)
-            ready.bring()
-            if self.guard is not None:
-                self.guard.keep(ready)
-            self._ready = ready
-            self.plan = self._next_plan = plan
+            installed = InstalledPlan(plan, batch, self._inputs, strict=True, steps=steps)
+            self.uploads.use(installed)
+            installed.bring()
+            try:
+                for observer in self._observers:
+                    observer.installed(installed)
+            except BaseException:
+                with contextlib.suppress(OneboxError):
+                    installed.close()
+                raise
+            self._remote.forget_first()
+            self._use(installed)
             self.examples.add(batch, steps=steps)
-            self.when_set_up()
+            return installed
         return self._ready
-
-    def evaluation(self, batch: Batch) -> CompiledStep:
-        """Return the evaluation routines for a batch; see
-        :meth:`~onebox.engine.install.installed_plan.InstalledPlan.evaluation`."""
-        batch = self.captures.stamped(batch)
-        compiled = self.set_up(batch, steps=False).evaluation(batch, stepped=self.steps_done > 0)
-        self.examples.add(batch, steps=False)
-        self._write(self._changes)
-        return compiled
 
     def close(self) -> None:
         """Free everything on the workers."""
-        if self.adaptive is not None:
-            self.adaptive.close()
         self.uploads.close()
-        self.overlap.reset()
-        self.overlap.free()
-        self._old_groups.leave()
+        for observer in self._observers:
+            observer.close()
         if self._ready is not None:
             self._ready.close()
-        if self.guard is not None:
-            self.guard.close()
         self._remote.free()

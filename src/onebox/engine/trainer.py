@@ -11,8 +11,8 @@ from typing import Any, Literal, Self
 
 from torch import Tensor, nn
 
-from onebox.engine.adaptive.controller import AdaptiveController, AppliedDecision
-from onebox.engine.adaptive.problem_source import check_adaptive, problem_maker
+from onebox.engine.adaptive.controller import AppliedDecision
+from onebox.engine.adaptive.problem_source import check_adaptive
 from onebox.engine.client_state import ClientState
 from onebox.engine.config import check_numerics, chosen_recovery, steps_in_flight
 from onebox.engine.data.prefetch import BatchPrefetcher, UploadCounters, UploadedBatch
@@ -31,7 +31,6 @@ from onebox.engine.state.checkpoint_restore import (
     resumed_reduction,
 )
 from onebox.engine.state.remote import RemoteState
-from onebox.engine.steps.evaluation import evaluate
 from onebox.engine.steps.launch import StepSettings
 from onebox.engine.steps.overlap_scheduler import with_staleness
 from onebox.engine.steps.results import Evaluation, StepLoss, TraceEvent
@@ -166,7 +165,6 @@ class Trainer:
         )
         settings = with_staleness(settings, optimizer, stale, request.sample(len(pool)))
         self.stale = replace(stale, warm_up=settings.warm_up) if stale else None
-        self._in_flight = settings.in_flight
         self._remote = RemoteState(model, loss, optimizer, pool, _start.state if _start else None)
         spec = CaptureSpec(
             model=model,
@@ -188,13 +186,10 @@ class Trainer:
             settings,
             BatchPrefetcher(pool, staging.ahead_bytes, staging.cache_bytes),
             recovery=chosen_recovery(pool, recovery),
+            adaptive=adaptive,
             step=_start.step if _start else 0,
             saved=_start.path if _start else None,
         )
-        if adaptive:
-            run, known = self._run, adaptive if isinstance(adaptive, Problem) else None
-            make = problem_maker(pool, lambda: run.captures, optimizer, lambda: run.examples.largest, known)
-            run.adaptive = AdaptiveController(run, make, lambda: run.examples.samples)
         self._client = ClientState(self._run, self._remote, model, loss)
         usual = request.plan in [DataParallel(shares=shares) for shares in ("auto", "equal", "measured")]
         self._planned = None if usual else request.sample(len(pool))
@@ -297,17 +292,7 @@ class Trainer:
         self._require_open()
         self._client.bring()
         self.wait()
-        with self._run.uploads.out_of_the_way():
-            return evaluate(
-                (self._batch(*as_pair(item)) for item in batches),
-                pool=self.pool,
-                prepare=self._run.evaluation,
-                metrics=list(self._metrics),
-                parts=self._run.uploads.parts_beside,
-                in_flight=self._in_flight,
-                failed=self._run.recover,
-                parted=self._run.fail,
-            )
+        return self._run.evaluate((self._batch(*as_pair(item)) for item in batches), list(self._metrics))
 
     # ---- observation
 
@@ -326,14 +311,18 @@ class Trainer:
         """The captured model; before the first step it may be shared with a trainer of the same model."""
         return self._run.captures
 
-    @captures.setter
-    def captures(self, captures: Captures) -> None:
-        self._run.captures = captures
+    def share_captures(self, captures: Captures) -> None:
+        """Use the captures of another trainer of an equal model instead of own ones.
+
+        Raises:
+            UsageError: The model has been captured.
+        """
+        self._run.share_captures(captures)
 
     @property
     def recoveries(self) -> tuple[RecoveryRecord, ...]:
         """Recoveries from losses so far."""
-        return tuple(self._run.guard.recoveries) if self._run.guard else ()
+        return tuple(self._run.recovery.recoveries)
 
     @property
     def delays(self) -> Mapping[int, int]:
@@ -348,12 +337,12 @@ class Trainer:
     @property
     def snapshots_apart(self) -> int:
         """Present number of steps between snapshots; 0 without recovery."""
-        return self._run.guard.cadence.every if self._run.guard else 0
+        return self._run.snapshots.every if self._run.snapshots else 0
 
     def memory(self) -> list[WorkerMemory]:
         """Return the used bytes, the peak so far, and the quota of each device."""
         self._require_open()
-        return self._run.with_recovery(self._remote.memory)
+        return self._run.recovery.run(self._remote.memory)
 
     def predicted_memory(self, inputs: Any, targets: Any = None, *, ahead: int = 0) -> dict[int, int]:
         """Return the peak bytes of each device of the plan in a step with a batch, from lifetimes alone.
@@ -448,14 +437,14 @@ class Trainer:
         self._require_open()
         self._client.bring()
         self.wait()
-        return self._run.with_recovery(self._run.transfer.tensors)
+        return self._run.recovery.run(self._run.transfer.tensors)
 
     def optimizer_state(self) -> OptimizerEntries:
         """Return the optimizer's state as (parameter, key, value)."""
         self._require_open()
         self._client.bring()
         self.wait()
-        return self._run.with_recovery(self._run.transfer.optimizer_state)
+        return self._run.recovery.run(self._run.transfer.optimizer_state)
 
     def save(self, path: str | Path, *, extra: Mapping[str, Any] | None = None, keep: int | None = 2) -> Path:
         """Write a checkpoint, atomically; a process killed meanwhile leaves the earlier ones intact.
@@ -494,8 +483,9 @@ class Trainer:
             plan = self.plan or self._planned
             return write(Path(path), contents(self._remote, run.transfer, plan=plan, **settings), keep=keep)
 
-        run.saved = run.with_recovery(written)
-        return run.saved
+        saved = run.recovery.run(written)
+        run.recovery.saved(saved)
+        return saved
 
     @classmethod
     def resume(
@@ -579,7 +569,7 @@ class Trainer:
             return
         self._closed = True
         with contextlib.suppress(Exception):  # the pool may be broken, or closed before
-            self._client.close(keep=keep)
+            self._client.release(keep=keep)
         with contextlib.suppress(Exception):
             self._run.close()
 

@@ -176,5 +176,5 @@ def _torchvision() -> Any:
     return vision
 
 
-def _bad(said: str, path: object, sample: object) -> DataError:
-    return DataError(f"{said}. Replace it, or take it away.", path=path, sample=sample)
+def _bad(problem: str, path: object, sample: object) -> DataError:
+    return DataError(f"{problem}. Replace it, or take it away.", path=path, sample=sample)

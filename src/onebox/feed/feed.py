@@ -13,7 +13,6 @@ from onebox.errors import UsageError
 from onebox.feed.adapt import as_source
 from onebox.feed.checks import require_int
 from onebox.feed.collate import Collate
-from onebox.feed.epoch import Epoch
 from onebox.feed.order import Position, batch_count
 from onebox.feed.pipeline.autotune import bottleneck_line
 from onebox.feed.pipeline.counters import StageCounters
@@ -24,6 +23,38 @@ from onebox.feed.prepare.randomness import ProcessBy
 from onebox.feed.prepare.skip_log import SkipLog
 from onebox.feed.sample_ids import namespace
 from onebox.padding import Buckets
+
+
+class Epoch:
+    """The batches of an epoch, one after the other.
+
+    Nothing runs before the first is requested. The threads and processes that prepare batches end when the epoch is
+    exhausted, after :meth:`close`, after a ``with`` block, and when this object is garbage-collected.
+
+    Args:
+        batches: Generator of the batches; closing it ends its threads and processes.
+    """
+
+    def __init__(self, batches: Generator[Any, None, None]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the epoch with its threads and processes. Idempotent."""
+        self._batches.close()
 
 
 class Feed:

@@ -16,7 +16,7 @@ from onebox.plan.replan.decisions import ReplanDecision, ReplanOptions, ReplanOu
 from onebox.plan.replan.measurements import LinkTime, StepMeasurement, TaskTime, TimedTask
 from onebox.plan.schedules.async_window import steady_window
 from onebox.plan.schedules.blocks import block_numbers, block_schedule
-from onebox.plan.schedules.named import NAMED, ideal_step_time, named_schedule
+from onebox.plan.schedules.named import ideal_step_time, named_schedule
 from onebox.plan.schedules.synthesis import auto_schedule
 from onebox.plan.search.baselines import even_plan
 from onebox.plan.search.result import PlanCandidate, SearchResult
@@ -25,7 +25,7 @@ from onebox.plan.simulate.steady_state import simulate_steady_state
 from onebox.plan.simulate.step import ActionSpan, Simulation, Transfer, UpdateSpan, simulate
 from onebox.plan.simulate.text_timeline import draw_timeline
 from onebox.plan.simulate.validate import validate
-from onebox.plan_names import ACTIVATION_POLICIES, ASYNC, SCHEDULES, ChainPolicy, Sync, UpdateAt
+from onebox.plan_names import ACTIVATION_POLICIES, ASYNC, NAMED, SCHEDULES, ChainPolicy, Sync, UpdateAt
 
 __all__ = [
     "ACTIVATION_POLICIES",

@@ -73,18 +73,18 @@ class DeviceInfo:
         return bool({"bf16", "AMX"} & set(self.instructions.hardware)) and "bf" in self.instructions.onednn
 
 
-def welcome(member: WorkerHandle, future: Future[Hello]) -> DeviceInfo:
+def welcome(handle: WorkerHandle, future: Future[Hello]) -> DeviceInfo:
     """Return the device that a worker's hello message describes.
 
     Args:
-        member: The worker.
+        handle: The worker.
         future: Its hello message.
 
     Raises:
         PoolError: The message did not come, or the worker is of another version.
         WorkerDied: It ended instead.
     """
-    place = member.place
+    place = handle.place
     try:
         hello = future.result(START_S)
     except FutureTimeout:
@@ -106,7 +106,7 @@ def welcome(member: WorkerHandle, future: Future[Hello]) -> DeviceInfo:
         capability=hello.capability,
         processors=hello.processors,
         nccl=hello.nccl,
-        address=member.address,
+        address=handle.address,
         instructions=hello.instructions,
         cores=hello.cores,
         codecs=hello.codecs,

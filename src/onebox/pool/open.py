@@ -156,7 +156,7 @@ def connect_pool(
         for source in sources:
             undo.callback(source.close)
         started: list[tuple[WorkerHandle, str]] = []
-        undo.callback(lambda: end_all([member for member, _ in started], grace_s=0.0))
+        undo.callback(lambda: end_all([handle for handle, _ in started], grace_s=0.0))
         agents = [source for source in sources if isinstance(source, AgentSource)]
         if agents:
             acquire_all(agents, mine.public, wait=wait)
@@ -164,17 +164,17 @@ def connect_pool(
         for source in sources:
             made = source.start(len(started), mine.public)
             if isinstance(source, AgentSource):
-                patience_s |= {member.place.worker: source.patience_s for member, _ in made}
+                patience_s |= {handle.place.worker: source.patience_s for handle, _ in made}
             started += made
-        members = [member for member, _ in started]
-        client_loop = ClientLoop(mine, channel_latency_s, len(members), patience_s, channel_bandwidth_bps)
+        handles = [handle for handle, _ in started]
+        client_loop = ClientLoop(mine, channel_latency_s, len(handles), patience_s, channel_bandwidth_bps)
         undo.callback(client_loop.stop)
-        hellos = [client_loop.connect(member, key) for member, key in started]
+        hellos = [client_loop.connect(handle, key) for handle, key in started]
         client_loop.start()
-        devices = [welcome(member, hello) for member, hello in zip(members, hellos, strict=True)]
+        devices = [welcome(handle, hello) for handle, hello in zip(handles, hellos, strict=True)]
         for source in sources:
             source.connected()
-        pool = Pool(members, sources, client_loop, devices, links, channel_latency_s, channel_bandwidth_bps)
+        pool = Pool(handles, sources, client_loop, devices, links, channel_latency_s, channel_bandwidth_bps)
         if channel_latency_s or not all(isinstance(source, LocalSource) for source in sources):
             pool.round_trip_s = _round_trip_s(pool)
         undo.pop_all()

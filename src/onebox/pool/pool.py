@@ -46,7 +46,7 @@ class Pool:
 
     def __init__(
         self,
-        members: Sequence[WorkerHandle],
+        handles: Sequence[WorkerHandle],
         sources: Sequence[WorkerSource],
         client_loop: ClientLoop,
         devices: Sequence[DeviceInfo],
@@ -58,7 +58,7 @@ class Pool:
         self.links: LinkMap = directed(links or {}, devices)
         self.channel_latency_s = channel_latency_s
         self.channel_bandwidth_bps = channel_bandwidth_bps
-        self._members = list(members)
+        self._handles = list(handles)
         self._sources = sources
         self._client_loop = client_loop
         self._forming: dict[int, list[Future[WorkerReply]]] = {}  # of groups that no member has left
@@ -95,7 +95,7 @@ class Pool:
     @property
     def process_ids(self) -> tuple[int, ...]:
         """The process id of each worker."""
-        return tuple(member.pid for member in self._members)
+        return tuple(handle.pid for handle in self._handles)
 
     @property
     def present(self) -> tuple[int, ...]:
@@ -325,7 +325,7 @@ class Pool:
             OneboxError: The pool is closed, has another error than lost workers, or loses workers repeatedly.
         """
         report = recover_workers(
-            self._client_loop, self._members, self._replace, present=self.present, patience_s=patience_s
+            self._client_loop, self._handles, self._replace, present=self.present, patience_s=patience_s
         )
         for source in self._sources:
             source.connected()
@@ -353,6 +353,6 @@ class Pool:
             call()
         broken = self._client_loop.broken is not None
         self._client_loop.stop(Shutdown())
-        end_all(self._members, grace_s=0.0 if broken else 2.0)
+        end_all(self._handles, grace_s=0.0 if broken else 2.0)
         for source in self._sources:
             source.close()

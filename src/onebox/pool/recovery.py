@@ -51,18 +51,18 @@ class _Recovery:
 
     Args:
         client_loop: The pool's client loop.
-        members: The workers' handles, by number; replaced in place.
+        handles: The workers' handles, by number; replaced in place.
         replace: Function that restarts a worker; returns ``None`` where that is impossible.
     """
 
     def __init__(
         self,
         client_loop: ClientLoop,
-        members: list[WorkerHandle],
+        handles: list[WorkerHandle],
         replace: Callable[[int], tuple[WorkerHandle, str] | None],
     ) -> None:
         self._client_loop = client_loop
-        self._members = members
+        self._handles = handles
         self._replace = replace
         self._starts: dict[int, int] = {}
         self.lost: dict[int, OneboxError] = {}
@@ -76,7 +76,7 @@ class _Recovery:
         for worker, error in list(self._client_loop.lost.items()):
             self.lost.setdefault(worker, error)
             self.groups.update(self._client_loop.drop(worker))
-            self._members[worker].close(grace_s=0.0)
+            self._handles[worker].close(grace_s=0.0)
             self.devices.pop(worker, None)
             self.missing.add(worker)
 
@@ -94,17 +94,17 @@ class _Recovery:
                 self._client_loop.miss(worker, self.lost[worker])
             else:
                 started[worker] = made
-                self._members[worker] = made[0]
+                self._handles[worker] = made[0]
         self.missing.clear()
-        for worker, (member, key) in started.items():
+        for worker, (handle, key) in started.items():
             try:
-                hello = self._client_loop.replace(member, key)
-                self.devices[worker] = welcome(member, hello)
+                hello = self._client_loop.replace(handle, key)
+                self.devices[worker] = welcome(handle, hello)
             except OneboxError:
                 if worker not in self._client_loop.lost:  # a worker that was never connected, or did not say hello
                     with contextlib.suppress(KeyError):
                         self._client_loop.drop(worker)
-                    member.close(grace_s=0.0)
+                    handle.close(grace_s=0.0)
                     self.missing.add(worker)
 
     def settle(self, survivors: Sequence[int], patience_s: float) -> None:
@@ -136,7 +136,7 @@ class _Recovery:
             late = wait(late, timeout=min(left_s, _AGAIN_S)).not_done
         for worker, future in asked.items():
             if future in late:
-                place = self._members[worker].place
+                place = self._handles[worker].place
                 what = f"{place} made no progress for {patience_s:.0f} s with what it had been given before a loss"
                 error = WorkerHung(what, worker=worker, host=place.host, device=place.device)
                 self._client_loop.give_up(worker, error)
@@ -146,7 +146,7 @@ class _Recovery:
 
 def recover_workers(
     client_loop: ClientLoop,
-    members: list[WorkerHandle],
+    handles: list[WorkerHandle],
     replace: Callable[[int], tuple[WorkerHandle, str] | None],
     *,
     present: Sequence[int],
@@ -156,7 +156,7 @@ def recover_workers(
 
     Args:
         client_loop: The pool's client loop.
-        members: The workers' handles, by number; replaced in place.
+        handles: The workers' handles, by number; replaced in place.
         replace: Function that restarts a worker; returns ``None`` where that is impossible.
         present: The workers that were not given up before.
         patience_s: How long a survivor may make no progress with its earlier work.
@@ -164,7 +164,7 @@ def recover_workers(
     Raises:
         OneboxError: The pool is closed or broken in another way, or workers are lost repeatedly.
     """
-    recovery = _Recovery(client_loop, members, replace)
+    recovery = _Recovery(client_loop, handles, replace)
     last: OneboxError | None = None
     for _ in range(_ROUNDS):
         recovery.drop()

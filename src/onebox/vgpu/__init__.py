@@ -11,7 +11,7 @@ from onebox.sizes import Memory
 from onebox.vgpu.core.tensor import VirtualTensor
 from onebox.vgpu.cuda_alias import alias_cuda
 from onebox.vgpu.distributed.ranks import Ranks, spawn
-from onebox.vgpu.registration import install
+from onebox.vgpu.registration import install, uninstall
 from onebox.vgpu.runtime.context import attach, current_context
 from onebox.worker import Fault
 
@@ -111,4 +111,5 @@ __all__ = [
     "open_devices",
     "set_synchronous",
     "spawn",
+    "uninstall",
 ]

@@ -1,22 +1,33 @@
-"""Registration of ``vgpu`` as a device of PyTorch; the one place that touches its internals for that.
+"""Registration of ``vgpu`` as a device of PyTorch, and the patches of PyTorch for it.
 
-Done once in a process, when the first pool is opened. The internals of torch 2.11 to 2.13 that it uses are checked in
-tests/unit/vgpu/test_registration.py: the setup of a Python backend in ``torch.utils.backend_registration`` and the
-parts of ``torch.utils._foreach_utils`` that optimizers use.
+Registered once in a process, when the first pool with virtual devices is opened; patched from then until
+:func:`uninstall`. The internals of torch 2.11 to 2.13 that it uses are checked in
+tests/unit/vgpu/test_registration.py.
 """
 
 from __future__ import annotations
 
+import functools
+import signal
+import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.utils._foreach_utils as foreach_utils
+from torch import nn
+from torch.cuda import nccl
+from torch.distributed import distributed_c10d
 from torch.fx.experimental import proxy_tensor
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from onebox.errors import PoolError
+from onebox.vgpu import patches as patching
 from onebox.vgpu import signals
 from onebox.vgpu.compile import default_backend
 from onebox.vgpu.core.tensor import VirtualTensor
@@ -42,80 +53,161 @@ from onebox.vgpu.ops import (
     sequence_lengths,
     sparse,
 )
+from onebox.vgpu.patches import Patch, Patches
 from onebox.vgpu.runtime import context
 
 _lock = threading.Lock()
-_done: list[bool] = []
+_registered: list[bool] = []
 
 
 def install() -> None:
-    """Register ``vgpu`` as a device of PyTorch. Idempotent.
+    """Register ``vgpu`` as a device of PyTorch and apply its patches. Idempotent.
 
     Raises:
-        PoolError: Another extension has taken PyTorch's one name for private devices.
+        PoolError: Another extension has taken PyTorch's one name for private devices; or this version of PyTorch lacks
+            what virtual devices replace.
     """
     with _lock:
-        if _done:
-            return
-        name = torch._C._get_privateuse1_backend_name()
-        if name not in ("privateuseone", "vgpu"):
-            raise PoolError(f"PyTorch has a device {name!r} of its own kind already, and room for one only")
-        _setup_privateuseone_for_python_backend(
-            rename="vgpu", backend_module=device_module.as_module(), device_guard=backward.VirtualDeviceGuard()
-        )
-        factories.register()
-        default_dtype.register()
-        serialization.register()
-        autocast.register()
-        accelerator.register()
-        sequence_lengths.register()
-        data_parallel.register()
-        process_group.register()
-        ranks.register()
-        ddp_reducer.register()
-        out_arguments.register()
-        sparse.register()
-        lazy_modules.register()
-        attention.register()
-        default_backend.register()
-        torch.Generator = VirtualGenerator  # type: ignore[misc]
-        backward.register()
-        signals.register()
-        _let_optimizers_group()
-        _let_graphs_record()
-        module_conversion.register()
-        torch_optimizer.register_optimizer_step_post_hook(_after_step)
-        _done.append(True)
+        if not _registered:
+            name = torch._C._get_privateuse1_backend_name()
+            if name not in ("privateuseone", "vgpu"):
+                raise PoolError(f"PyTorch has a device {name!r} of its own kind already, and room for one only")
+            _setup_privateuseone_for_python_backend(
+                rename="vgpu", backend_module=device_module.as_module(), device_guard=backward.VirtualDeviceGuard()
+            )
+            process_group.register()
+            _registered.append(True)
+        PATCHES.apply()
 
 
-def _let_optimizers_group() -> None:
-    """Make optimizers update all parameters in one operator, as on a GPU; they check exact types."""
-    kinds = torch_optimizer._foreach_supported_types
-    if VirtualTensor not in kinds:
-        kinds.append(VirtualTensor)
-    names = foreach_utils._get_foreach_kernels_supported_devices()
-    if "vgpu" not in names:
-        wider = [*names, "vgpu"]
-        foreach_utils._get_foreach_kernels_supported_devices = lambda: wider
-        torch_optimizer._get_foreach_kernels_supported_devices = lambda: wider
+def uninstall() -> None:
+    """Remove all patches of PyTorch, also those of ``alias_cuda``; the name ``vgpu`` stays registered. Idempotent.
 
-
-def _let_graphs_record() -> None:
-    """Make ``make_fx``, and so ``torch.func.linearize``, record operators on virtual tensors.
-
-    It ignores unknown tensor classes: their operators would be missing from the graph, and their results be constants
-    in it.
+    Virtual devices do not work from then on, until a pool with such devices is opened.
     """
-    kinds = proxy_tensor.HANDLED_TYPES
-    if VirtualTensor not in kinds:
-        proxy_tensor.HANDLED_TYPES = (*kinds, VirtualTensor)  # type: ignore[assignment]
+    patching.remove_all()
+
+
+# ---- entries that are no plain replacements
+
+
+def _implement_operators(patches: Patches) -> None:
+    """Register operators that PyTorch calls above or below virtual tensors, or without one."""
+    aten, everything = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
+    patches.on_removal(aten._destroy)
+    patches.on_removal(everything._destroy)
+    for module in (factories, autocast, sequence_lengths, out_arguments, sparse, attention):
+        module.implement(aten)
+    autocast.implement_others(everything)
+
+
+def _let_optimizers_group(patches: Patches) -> None:
+    """Make optimizers update all parameters in one operator, as on a GPU; they check exact types."""
+    patches.append(torch_optimizer._foreach_supported_types, VirtualTensor)
+
+
+def _flush_after_steps(patches: Patches) -> None:
+    """Flush each step's operators: equal boundaries in each step give equal batches."""
+    patches.on_removal(torch_optimizer.register_optimizer_step_post_hook(_after_step).remove)
 
 
 def _after_step(*_: Any) -> None:
-    """Flush a step's operators: equal boundaries in each step give equal batches."""
     if context.device_count():
         for queue in context.current_context().queues:
             queue.flush()
 
 
-__all__ = ["copies", "histogram", "host_arguments", "install", "padded_batches", "recurrent_cells", "sync_batchnorm"]
+def _parallel(name: str = "") -> Any:
+    """Return a module of ``torch.nn.parallel``, some of which functions of the same name hide."""
+    return sys.modules["torch.nn.parallel" + name]
+
+
+def _by(value: Any) -> Callable[[Any], Any]:
+    return lambda _: value
+
+
+def _with_vgpu(original: Callable[[], list[str]]) -> Callable[[], list[str]]:
+    names = [*original(), "vgpu"]
+    return lambda: names
+
+
+def _backward(engine: Callable[..., Any]) -> Callable[..., Any]:
+    return ddp_reducer.unpinned(backward.in_calling_thread(engine))
+
+
+# ---- the table
+
+_core: Any = torch._C
+_lazy: Any = nn.parameter.UninitializedTensorMixin  # type: ignore[attr-defined]
+
+PATCHES = Patches(
+    (
+        # operators, tensors and their types
+        _implement_operators,
+        Patch(_core, "_set_default_dtype", default_dtype.followed),
+        Patch(_core, "_set_default_tensor_type", default_dtype.followed),
+        Patch(torch, "Generator", _by(VirtualGenerator)),
+        # torch.accelerator
+        *(
+            Patch(_core, f"_accelerator_{name}", _by(answer), since=(2, 13) if name in accelerator.RECENT else (2, 11))
+            for name, answer in accelerator.ANSWERS.items()
+        ),
+        # autograd, and transformations of functions: make_fx ignores operators on unknown classes of tensors
+        Patch(torch.autograd.graph, "_engine_run_backward", _backward, also=(torch.autograd,)),
+        Patch(proxy_tensor, "HANDLED_TYPES", lambda kinds: (*kinds, VirtualTensor)),
+        # modules
+        Patch(torch.__future__, "get_swap_module_params_on_conversion", module_conversion.swapping),
+        Patch(nn.Module, "_load_from_state_dict", module_conversion.loading),
+        Patch(nn.Module, "_apply", module_conversion.moving),
+        Patch(LazyModuleMixin, "_apply", _by(lazy_modules.apply_lazily), added=True),
+        Patch(_lazy, "materialize", lazy_modules.materializer),
+        # optimizers
+        _let_optimizers_group,
+        _flush_after_steps,
+        Patch(foreach_utils, "_get_foreach_kernels_supported_devices", _with_vgpu, also=(torch_optimizer,)),
+        # files
+        serialization.add_to_pickle,
+        Patch(torch._utils, "_rebuild_tensor", serialization.rebuilding),
+        Patch(torch.serialization, "_legacy_load", serialization.filling_afterwards),
+        # nn.DataParallel
+        *(
+            Patch(_core, name, functools.partial(data_parallel.either, function), added=True)
+            for name, function in data_parallel.PRIMITIVES.items()
+        ),
+        Patch(nccl, "is_available", data_parallel.without_virtual),
+        Patch(_parallel("._functions"), "_get_stream", data_parallel.copying_stream),
+        Patch(_parallel(".parallel_apply"), "_get_device_index", _by(torch._utils._get_device_index)),  # of any device
+        Patch(
+            _parallel(".parallel_apply"),
+            "parallel_apply",
+            data_parallel.with_autocast,
+            also=(_parallel(), _parallel(".data_parallel")),
+        ),
+        # torch.distributed
+        Patch(distributed_c10d, "init_process_group", ranks.beginning, also=(dist,)),
+        Patch(DistributedDataParallel, "__init__", ddp_reducer.noting),
+        Patch(DistributedDataParallel, "_set_static_graph", ddp_reducer.noting),
+        Patch(dist.Reducer, "_set_forward_pass_work_handle", ddp_reducer.keeping),
+        # torch.compile
+        Patch(torch, "compile", default_backend.compiling),
+        Patch(torch._TorchCompileInductorWrapper, "__call__", default_backend.either_backend),
+        # Python
+        signals.wrap_handlers,
+        Patch(signal, "signal", signals.wrapping_set),
+        Patch(signal, "getsignal", signals.unwrapping_get),
+    )
+)
+"""The patches of PyTorch for any script on virtual devices."""
+
+
+__all__ = [
+    "PATCHES",
+    "copies",
+    "histogram",
+    "host_arguments",
+    "install",
+    "padded_batches",
+    "recurrent_cells",
+    "sync_batchnorm",
+    "uninstall",
+]

@@ -23,6 +23,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar
 
+from onebox.vgpu.patches import Patches
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 AGAIN_S = 0.002
@@ -142,29 +144,55 @@ def _theirs(handler: Any) -> Any:
     return handler.handler if isinstance(handler, _Patient) else handler
 
 
-def register() -> None:
-    """Wrap the existing handlers, and make ``signal.signal`` wrap later ones; ``getsignal`` unwraps them.
+def wrapping_set(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``signal.signal``, to wrap handlers."""
+
+    @functools.wraps(original)
+    def set_(number: int, handler: Any, /) -> Any:
+        patient = handler if isinstance(handler, int) or not callable(handler) else _Patient(_theirs(handler))
+        return _theirs(original(number, patient))
+
+    return set_
+
+
+def unwrapping_get(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``signal.getsignal``, to unwrap handlers."""
+
+    @functools.wraps(original)
+    def get(number: int, /) -> Any:
+        return _theirs(original(number))
+
+    return get
+
+
+def wrap_handlers(patches: Patches) -> None:
+    """Wrap the existing handlers; before the functions are replaced that set and return them.
 
     Python sets handlers in the main thread only. Where another thread opens the devices, existing handlers stay
     unwrapped.
     """
-    really_set, really_get = signal.signal, signal.getsignal
-
-    @functools.wraps(really_set)
-    def set_(number: int, handler: Any, /) -> Any:
-        patient = handler if isinstance(handler, int) or not callable(handler) else _Patient(_theirs(handler))
-        return _theirs(really_set(number, patient))
-
-    @functools.wraps(really_get)
-    def get(number: int, /) -> Any:
-        return _theirs(really_get(number))
-
-    signal.signal, signal.getsignal = set_, get  # type: ignore[assignment]  # their overloads for enums
     if threading.current_thread() is threading.main_thread():
         for number in signal.valid_signals():
-            handler = really_get(number)
-            if callable(handler) and not isinstance(handler, int):
-                really_set(number, _Patient(handler))
+            handler = signal.getsignal(number)
+            if callable(handler) and not isinstance(handler, int | _Patient):
+                signal.signal(number, _Patient(handler))
+    patches.on_removal(_unwrap_handlers)
 
 
-__all__ = ["DeviceGuardState", "deliver_signals", "interruptible", "register", "shielded"]
+def _unwrap_handlers() -> None:
+    if threading.current_thread() is threading.main_thread():
+        for number in signal.valid_signals():
+            handler = signal.getsignal(number)
+            if isinstance(handler, _Patient):
+                signal.signal(number, handler.handler)
+
+
+__all__ = [
+    "DeviceGuardState",
+    "deliver_signals",
+    "interruptible",
+    "shielded",
+    "unwrapping_get",
+    "wrap_handlers",
+    "wrapping_set",
+]

@@ -1,5 +1,15 @@
 """Message types, tensor framing and the encrypted channel between a client and its workers."""
 
+from onebox.wire.channel import (
+    Connection,
+    KeyPair,
+    configure,
+    detect_dead_peers,
+    listen,
+    new_keys,
+    receive,
+    send,
+)
 from onebox.wire.compression import MOST_BYTES, Codec, codecs, pack, unpack
 from onebox.wire.operators import is_known, is_random, overload, shares_memory
 from onebox.wire.program import (
@@ -34,6 +44,7 @@ from onebox.wire.protocol.eager import (
 )
 from onebox.wire.recurrent import KINDS as RECURRENT_KINDS
 from onebox.wire.recurrent import RECURRENT, RECURRENT_BACKWARD
+from onebox.wire.reliable import Restarted
 from onebox.wire.tensors import (
     DTYPES,
     check_elements,
@@ -44,17 +55,6 @@ from onebox.wire.tensors import (
     spec_of,
     to_frame,
 )
-from onebox.wire.transport.channel import (
-    KeyPair,
-    configure,
-    detect_dead_peers,
-    listen,
-    new_keys,
-    receive,
-    send,
-)
-from onebox.wire.transport.connection import Connection
-from onebox.wire.transport.reliable import Restarted
 
 __all__ = [
     "DTYPES",

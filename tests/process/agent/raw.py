@@ -59,7 +59,7 @@ class Raw:
     def disconnect(self) -> None:
         self.socket.disconnect(self.endpoint)
 
-    def say(self, request: Request | bytes) -> None:
+    def send(self, request: Request | bytes) -> None:
         self.socket.send_multipart([self.token, request if isinstance(request, bytes) else encode_agent(request)])
 
     def number(self) -> int:
@@ -70,25 +70,25 @@ class Raw:
         """Return the first saying of a kind that has not been taken; what comes before it is kept."""
         end_s = time.monotonic() + within_s
         while True:
-            for saying in self.heard:
-                if isinstance(saying, kind):
-                    self.heard.remove(saying)
-                    return saying
+            for message in self.heard:
+                if isinstance(message, kind):
+                    self.heard.remove(message)
+                    return message
             if time.monotonic() > end_s:
                 raise AssertionError(f"no {kind.__name__} within {within_s} s, but {self.heard}")
             if self.socket.poll(300):
                 self.heard.append(decode_agent_response(self.socket.recv()))
             elif renew:
-                self.say(Renew(0))
+                self.send(Renew(0))
 
     def introduce(self) -> Introduced:
-        self.say(Introduce(self.number(), own_versions(), "somebody"))
+        self.send(Introduce(self.number(), own_versions(), "somebody"))
         return self.take(Introduced)
 
     def ask(self, *wants: Want, **more: Any) -> int:
         """Ask for a lease and return the number of the request."""
         number = self.number()
-        self.say(Lease(number, wants, self.keys.public, **more))
+        self.send(Lease(number, wants, self.keys.public, **more))
         return number
 
     def lease(self, *wants: Want, **more: Any) -> Leased:

@@ -53,7 +53,7 @@ def shared() -> Iterator[House]:
 
 
 def release(client: Raw, lease: int) -> None:
-    client.say(Release(client.number(), lease))
+    client.send(Release(client.number(), lease))
     client.take(Done)
 
 
@@ -63,10 +63,10 @@ def test_a_lease_brings_workers_that_let_its_client_in_and_nobody_else(shared: H
     first, second = leased.workers
     assert first.process != second.process and first.key != second.key
     assert greeted(first.commands, first.key, client.keys, 30)
-    assert greeted(first.beats, first.key, client.keys, 30)
-    assert not greeted(second.beats, second.key, new_keys(), 1)
+    assert greeted(first.heartbeats, first.key, client.keys, 30)
+    assert not greeted(second.heartbeats, second.key, new_keys(), 1)
 
-    client.say(Inspect(client.number()))
+    client.send(Inspect(client.number()))
     (offer,) = client.take(Stock).offers
     assert [holder.client for holder in offer.holders] == ["ana", "ana"]
     assert offer.free_bytes == offer.memory_bytes - 2 * (1 << 20)
@@ -76,7 +76,7 @@ def test_a_lease_brings_workers_that_let_its_client_in_and_nobody_else(shared: H
     assert (ended.lease, ended.worker, ended.exit_status) == (leased.lease, 1, -signal.SIGKILL)
     release(client, leased.lease)
     assert gone([first.process])
-    client.say(Release(client.number(), leased.lease))
+    client.send(Release(client.number(), leased.lease))
     assert client.take(Refused).kind == "ended"
     assert shared.told("worker-ended")[-1]["exit_status"] == -9
 
@@ -89,14 +89,14 @@ def test_one_worker_of_a_lease_can_be_given_back_even_if_it_hangs(shared: House)
     other.ask(HALF)
     assert other.take(Queued).place == 1
     os.kill(first.process, signal.SIGSTOP)
-    client.say(Release(client.number(), leased.lease, worker=0))
+    client.send(Release(client.number(), leased.lease, worker=0))
     client.take(Done)
     assert gone([first.process], within_s=0.5)
     theirs = other.take(Leased)
     for worker in (0, 2, -1):  # it has gone; there is none such
-        client.say(Release(client.number(), leased.lease, worker=worker))
+        client.send(Release(client.number(), leased.lease, worker=worker))
         client.take(Done)
-    other.say(Release(other.number(), leased.lease, worker=1))
+    other.send(Release(other.number(), leased.lease, worker=1))
     assert other.take(Refused).kind == "ended"
     assert greeted(second.commands, second.key, client.keys, 30)
     release(other, theirs.lease)
@@ -113,7 +113,7 @@ def test_of_two_clients_one_gets_a_device_and_the_other_waits_at_a_visible_place
     assert third.take(Queued) == Queued(third.numbers, 2, "ana, ben")
     third.ask(HALF, wait=False)
     assert third.take(Refused).kind == "busy"
-    second.say(Release(second.number(), request=second.numbers - 1))
+    second.send(Release(second.number(), request=second.numbers - 1))
     second.take(Done)
     assert third.take(Queued).place == 1
     release(first, leased.lease)
@@ -131,10 +131,10 @@ def test_the_workers_of_a_silent_client_end_and_those_of_its_other_connection_do
     end_s = time.monotonic() + 20
     while not shared.told("expired"):
         assert time.monotonic() < end_s
-        alive.say(Renew(alive.number()))
+        alive.send(Renew(alive.number()))
         assert alive.take(Renewed).leases == (kept.lease,)
     assert gone([lost.workers[0].process])
-    alive.say(Renew(alive.number()))
+    alive.send(Renew(alive.number()))
     assert alive.take(Renewed).leases == (kept.lease,)
     release(alive, kept.lease)
 
@@ -148,7 +148,7 @@ def test_a_worker_that_does_not_start_fails_the_lease_and_frees_what_it_had() ->
         refused = client.take(Refused)
         assert (refused.number, refused.kind) == (number, "failed")
         made.until("freed")
-        client.say(Inspect(client.number()))
+        client.send(Inspect(client.number()))
         (offer,) = client.take(Stock).offers
         assert offer.holders == ()
 
@@ -191,7 +191,7 @@ def test_an_agent_that_was_stopped_for_a_while_takes_nobody_for_silent() -> None
         time.sleep(2.5)
         process.send_signal(signal.SIGCONT)
         client.heard.clear()
-        client.say(Renew(client.number()))
+        client.send(Renew(client.number()))
         assert client.take(Renewed).leases == (leased.lease,)
 
 
@@ -208,7 +208,7 @@ def test_limits_hold_for_all_connections_of_a_client() -> None:
 
 def test_whom_the_agent_does_not_know_gets_nothing(shared: House) -> None:
     stranger = shared.raw(None)
-    stranger.say(Introduce(1, own_versions(), "ana"))
+    stranger.send(Introduce(1, own_versions(), "ana"))
     shared.until("handshake-refused")
     assert not stranger.socket.poll(500)
     assert shared.told("handshake-refused")[0]["address"] == "127.0.0.1"
@@ -222,31 +222,31 @@ def test_who_is_no_longer_known_loses_what_it_has() -> None:
         made.until("leased")
         del made.known[client.keys.public]
         client.heard.clear()
-        client.say(Inspect(client.number()))
+        client.send(Inspect(client.number()))
         made.until("expired")
         made.until("freed")
-        assert not any(isinstance(saying, Stock) for saying in client.heard)
+        assert not any(isinstance(message, Stock) for message in client.heard)
 
 
 def test_other_versions_are_refused_and_both_named(shared: House) -> None:
     old = shared.raw("ben")
-    old.say(Inspect(1))
+    old.send(Inspect(1))
     assert old.take(Refused) == Refused(1, "versions", "introduce yourself first: say your versions")
     mine = own_versions()
-    old.say(Introduce(2, msgspec.structs.replace(mine, torch="1.0.0"), "ben"))
+    old.send(Introduce(2, msgspec.structs.replace(mine, torch="1.0.0"), "ben"))
     refused = old.take(Refused)
     assert (refused.number, refused.kind) == (2, "versions")
     assert "torch 1.0.0" in refused.reason and f"torch {mine.torch}" in refused.reason
-    old.say(Lease(3, (HALF,), old.keys.public))
+    old.send(Lease(3, (HALF,), old.keys.public))
     assert old.take(Refused).kind == "versions"
-    old.say(Introduce(4, msgspec.structs.replace(mine, torch=mine.torch.split("+")[0] + "+other"), "ben"))
+    old.send(Introduce(4, msgspec.structs.replace(mine, torch=mine.torch.split("+")[0] + "+other"), "ben"))
     assert old.take(Introduced).number == 4
 
 
 def test_what_is_no_request_is_refused_and_the_agent_goes_on(shared: House) -> None:
     client = shared.client("ana")
     for frame in (b"", b"\x93\x01", bytes(1000), encode_agent(Done(1))):
-        client.say(frame)
+        client.send(frame)
         assert client.take(Refused).number == 0
     client.socket.send_multipart([b"one", b"two"])  # no answer: it is not even a message
     for bad, why in (
@@ -260,7 +260,7 @@ def test_what_is_no_request_is_refused_and_the_agent_goes_on(shared: House) -> N
         ({"wants": (Want("cuda"),)}, "cuda is not offered; offered is cpu"),
     ):
         number = client.number()
-        client.say(msgspec.structs.replace(Lease(number, (HALF,), client.keys.public), **bad))
+        client.send(msgspec.structs.replace(Lease(number, (HALF,), client.keys.public), **bad))
         refused = client.take(Refused)
         assert (refused.number, refused.kind) == (number, "usage") and why in refused.reason
     assert client.introduce()
@@ -276,7 +276,7 @@ def test_a_cut_connection_keeps_its_lease_and_hears_what_it_missed(shared: House
     time.sleep(CUT_S)
     client.connect()
     assert client.take(WorkerEnded).lease == leased.lease
-    client.say(Renew(client.number()))
+    client.send(Renew(client.number()))
     assert client.take(Renewed).leases == (leased.lease,)
     release(client, leased.lease)
 
@@ -293,7 +293,7 @@ def test_who_waits_in_silence_loses_its_place_and_is_told_when_it_is_back(shared
     second.connect()
     refused = second.take(Refused)
     assert (refused.number, refused.kind) == (number, "ended")
-    first.say(Release(first.number(), request=first.numbers - 1))  # its workers are starting still, or have just
+    first.send(Release(first.number(), request=first.numbers - 1))  # its workers are starting still, or have just
     first.take(Done)
     assert shared.agent.stock().offers[0].holders == ()
 
@@ -315,7 +315,7 @@ def test_renewals_are_answered_while_workers_start(shared: House) -> None:
     leased, started = len(shared.told("leased")), len(shared.told("worker-started"))
     client.ask(HALF)
     shared.until("leased", leased + 1)
-    other.say(Renew(other.number()))
+    other.send(Renew(other.number()))
     other.take(Renewed)
     assert len(shared.told("worker-started")) == started  # it is still importing torch
     release(client, client.take(Leased).lease)
@@ -331,7 +331,7 @@ def test_workers_end_with_an_agent_that_is_killed() -> None:
 
 def test_the_log_can_be_read_by_clients(shared: House) -> None:
     client = shared.client("ana")
-    client.say(ReadLog(client.number(), 3))
+    client.send(ReadLog(client.number(), 3))
     assert client.take(LogLines).lines == ('{"line": 0}', '{"line": 1}', '{"line": 2}')
 
 
@@ -340,7 +340,7 @@ def test_workers_bind_the_ports_that_they_are_given_and_no_others() -> None:
     with house(worker_ports=range(23417, 23419)) as made:  # below those that systems choose by themselves
         client = made.client("ana")
         (worker,) = client.lease(HALF, grace_s=60.0).workers
-        ports = {int(endpoint.rpartition(":")[2]) for endpoint in (worker.commands, worker.beats)}
-        assert ports == {23417, 23418} and greeted(worker.beats, worker.key, client.keys, 30)
+        ports = {int(endpoint.rpartition(":")[2]) for endpoint in (worker.commands, worker.heartbeats)}
+        assert ports == {23417, 23418} and greeted(worker.heartbeats, worker.key, client.keys, 30)
         client.ask(HALF)
         assert "no port from 23417 to 23418 is free" in client.take(Refused).reason

@@ -44,7 +44,7 @@ def shared() -> Iterator[House]:
 
 def renewed(client: Raw) -> tuple[int, ...]:
     number = client.number()
-    client.say(Renew(number))
+    client.send(Renew(number))
     while (found := client.take(Renewed)).number != number:
         pass
     return found.leases
@@ -55,7 +55,7 @@ def test_a_message_that_the_agent_fails_at_costs_its_session_and_nobody_elses(sh
     ben, ana = shared.client("ben"), shared.client("ana")
     other = shared.client("ana", ana.keys)
     kept, lost = ben.lease(HALF, grace_s=60.0), ana.lease(HALF, grace_s=60.0)
-    ana.say(ReadLog(ana.number(), POISON))
+    ana.send(ReadLog(ana.number(), POISON))
     assert ana.take(LeaseEnded).lease == lost.lease
     assert "journal" in ana.take(Refused).reason
     (told,) = shared.told("failed")
@@ -65,9 +65,9 @@ def test_a_message_that_the_agent_fails_at_costs_its_session_and_nobody_elses(sh
 
     assert renewed(ben) == (kept.lease,) and renewed(other) == () == renewed(ana)
     ana.introduce()
-    ana.say(ReadLog(ana.number(), 1))
+    ana.send(ReadLog(ana.number(), 1))
     assert ana.take(LogLines).lines == ("{}",)
-    ben.say(Release(ben.number(), kept.lease))
+    ben.send(Release(ben.number(), kept.lease))
     assert gone([kept.workers[0].process])
 
 
@@ -95,11 +95,11 @@ def test_a_list_of_clients_that_cannot_be_read_for_a_while_costs_nobody_a_lease(
     before, known = len(shared.told("failed")), shared.known
     try:
         shared.known = None  # type: ignore[assignment]
-        client.say(Renew(client.number()))
+        client.send(Renew(client.number()))
         shared.until("failed", before + 1)
     finally:
         shared.known = known
-    client.say(Release(client.number(), request=number))
+    client.send(Release(client.number(), request=number))
     client.take(Done)
 
 
@@ -109,9 +109,9 @@ def test_who_takes_the_name_of_anothers_connection_hears_nothing_of_his(shared: 
     ana = shared.raw("ana", route=name)
     ana.introduce()
     thief = shared.raw("eve", route=name)
-    thief.say(Inspect(thief.number()))
+    thief.send(Inspect(thief.number()))
     for _ in range(3):
-        ana.say(Inspect(ana.number()))
+        ana.send(Inspect(ana.number()))
         ana.take(Stock)
     assert not thief.socket.poll(500)
     thief.disconnect()
@@ -126,12 +126,12 @@ def test_who_has_anothers_token_has_a_session_of_his_own(shared: House) -> None:
     thief.introduce()
     leased = ana.lease(HALF, grace_s=60.0)
     assert renewed(thief) == () and renewed(ana) == (leased.lease,)
-    thief.say(Release(thief.number(), leased.lease))
+    thief.send(Release(thief.number(), leased.lease))
     assert thief.take(Refused).kind == "ended"
-    thief.say(Release(thief.number(), request=leased.number))
+    thief.send(Release(thief.number(), request=leased.number))
     assert thief.take(Refused).kind == "ended"
-    assert not any(getattr(saying, "lease", 0) == leased.lease for saying in thief.heard)
-    ana.say(Release(ana.number(), leased.lease))
+    assert not any(getattr(message, "lease", 0) == leased.lease for message in thief.heard)
+    ana.send(Release(ana.number(), leased.lease))
     assert gone([leased.workers[0].process])
 
 
@@ -139,7 +139,7 @@ def test_who_has_anothers_token_has_a_session_of_his_own(shared: House) -> None:
 def test_a_message_with_another_token_than_agents_know_is_none(shared: House, token: bytes) -> None:
     client = shared.raw("finn")
     client.token = token
-    client.say(Inspect(1))
+    client.send(Inspect(1))
     client.socket.send(encode_agent(Inspect(1)))
     assert not client.socket.poll(300)
     client.token = bytes(TOKEN_BYTES)
@@ -150,7 +150,7 @@ def test_of_a_flood_of_nonsense_a_few_lines_are_told(shared: House) -> None:
     before = len(shared.told("refused"))
     client = shared.client("greta")
     for _ in range(90):
-        client.say(b"nonsense")
-    client.say(Inspect(client.number()))
+        client.send(b"nonsense")
+    client.send(Inspect(client.number()))
     client.take(Stock)
     assert len(shared.told("refused")) - before <= 6

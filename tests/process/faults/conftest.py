@@ -42,13 +42,13 @@ class Belongings:
 
 
 def belongings() -> Belongings:
-    """Look what this process holds, but for nurseries without workers, which stay a while for the next pool."""
-    found = OWN._nurseries._found.values()
-    nurseries = {nursery.pid for nursery in found}
-    theirs = {str(number) for nursery in found for number in (nursery.channel, nursery._words.fileno())}
+    """Look what this process holds, but for fork servers without workers, which stay a while for the next pool."""
+    found = OWN._found.values()
+    fork_servers = {fork_server.pid for fork_server in found}
+    theirs = {str(number) for fork_server in found for number in (fork_server.channel, fork_server._words.fileno())}
     folders = [Path(tempfile.gettempdir()), Path("/dev/shm")]
     return Belongings(
-        children=frozenset(child.pid for child in psutil.Process().children(recursive=True)) - nurseries,
+        children=frozenset(child.pid for child in psutil.Process().children(recursive=True)) - fork_servers,
         threads=tuple(t.name for t in threading.enumerate() if t.name.startswith("onebox")),
         descriptors=frozenset(each for each in descriptors() if each[0] not in theirs),
         files=frozenset(path for folder in folders if folder.is_dir() for path in folder.glob("*onebox*")),

@@ -51,7 +51,7 @@ class FarWorker(WorkerProcess):
     def ports(self) -> Ports:
         ports = super().ports()
         commands = self._network.door(ports.commands, wears=True)
-        return Ports(commands, self._network.door(ports.beats, wears=False))
+        return Ports(commands, self._network.door(ports.heartbeats, wears=False))
 
 
 @contextmanager

@@ -240,6 +240,17 @@ def test_a_worker_that_reaches_no_other_has_its_state_kept_by_the_client(
 
 
 @pytest.mark.long
+def test_a_worker_that_died_before_the_first_step_is_replaced(pool: onebox.Pool) -> None:
+    kind = KINDS["workers"]
+    with trainer_on(pool, kind) as trainer:
+        os.kill(pool.process_ids[1], signal.SIGKILL)
+        assert len(trainer.memory()) == len(pool)
+        (story,) = trainer.recoveries
+        assert (story.lost, story.redone, story.plan) == ((1,), 0, None)
+        assert trainer.step(*batches(kind.case)[0]).item() > 0
+
+
+@pytest.mark.long
 def test_a_worker_dies_while_a_run_begins(undisturbed: Callable[[str], Outcome]) -> None:
     with disturbed({0: [Fault("kill", "define", 2)]}) as pool:
         found = run(pool, KINDS["stages"])

@@ -211,7 +211,7 @@ def test_a_stranger_cannot_fill_the_memory_of_a_worker(opened: Open, working: on
 def test_workers_listen_on_loopback_only(opened: Open, working: onebox.Trainer) -> None:
     for worker in range(len(opened.pool)):
         addresses = opened.listening(worker)
-        assert len(addresses) >= 2  # commands and beats; of a group that goes over sockets, also its own
+        assert len(addresses) >= 2  # commands and heartbeats; of a group that goes over sockets, also its own
         assert {address.ip for address in addresses} <= {"127.0.0.1", "::1"}
 
 

@@ -161,6 +161,62 @@ def test_a_copy_of_what_failed_fails_and_later_ones_do_not() -> None:
             assert torch.ones(2, device=f"vgpu:{number}").to("vgpu:0").tolist() == [1.0, 1.0]
 
 
+def test_a_group_that_is_formed_after_a_failure_is_kept() -> None:
+    """The failure of the worker that waited for the tensor becomes known later, and is not one of the new group."""
+    for _ in range(3):
+        table = torch.ones(3, 2, device="vgpu:0")
+        void = nn.functional.embedding(torch.tensor([5], device="vgpu:0"), table)
+        away = void.to("vgpu:1")
+        with pytest.raises(onebox.OneboxError, match="index out of range"):
+            void.cpu()
+        assert table.to("vgpu:2").sum().item() == 6.0
+        formed = current_context().group()
+        with pytest.raises(onebox.OneboxError):
+            away.cpu()
+        assert current_context().group() == formed
+
+
+class Interposed:
+    """A lock that runs an action when it is released for the first time, as another thread may do.
+
+    Args:
+        lock: The lock.
+        action: The action.
+    """
+
+    def __init__(self, lock: Any, action: Callable[[], object]) -> None:
+        self._lock = lock
+        self._actions = [action]
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._depth += 1
+
+    def __exit__(self, *exit_info: object) -> None:
+        self._depth -= 1
+        self._lock.release()
+        if not self._depth and self._actions:
+            self._actions.pop()()
+
+
+def test_a_group_that_another_thread_forms_anew_during_a_copy(
+    pool: onebox.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = current_context()
+    x = torch.arange(4.0, device="vgpu:0")
+    torch.vgpu.synchronize(0)  # type: ignore[attr-defined]
+    formed = context.group()
+
+    def form_anew() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(pool, "is_whole", lambda group: False)
+            assert context.group() != formed
+
+    monkeypatch.setattr(context, "transfers", Interposed(context.transfers, form_anew))
+    assert x.to("vgpu:1").tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
 # ---- a model over devices
 
 

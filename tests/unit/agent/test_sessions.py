@@ -66,14 +66,14 @@ def test_who_says_nothing_and_has_nothing_is_forgotten() -> None:
 def test_after_a_cut_a_client_is_told_again_what_it_may_have_missed() -> None:
     session = Sessions().find(client(1), 0.0, nobody)
     assert session is not None
-    session.said(Done(1), 0.1)
+    session.sent(Done(1), 0.1)
     assert session.heard(0.6) == []
-    session.said(Done(2), 1.1)
+    session.sent(Done(2), 1.1)
     assert session.heard(1.2) == []
     assert session.heard(1.7) == []
-    session.said(Done(3), 1.8)
-    session.said(Renewed(4, ()), 1.9)
-    session.said(Done(5), 4.0)
+    session.sent(Done(3), 1.8)
+    session.sent(Renewed(4, ()), 1.9)
+    session.sent(Done(5), 4.0)
     assert session.heard(6.0) == [Done(2), Done(3), Done(5)]  # the first of them was on its way, perhaps
     assert session.heard(6.8) == []
     assert session.heard(9.0) == []
@@ -100,7 +100,7 @@ def test_over_another_connection_a_client_is_told_again_what_went_over_the_old_o
     assert session is not None
     session.heard(0.0, b"old")
     session.introduced = True
-    session.said(Done(1), 0.1)
+    session.sent(Done(1), 0.1)
     assert session.heard(0.2, b"old") == []
     assert session.heard(0.3, b"new") == [Done(1)] and session.route == b"new"
     assert session.heard(0.4, b"new") == []

@@ -44,7 +44,7 @@ class Fake:
         self.bad = False
         self.made.append(self)
 
-    def hear(self) -> Ports | None:
+    def read_ports(self) -> Ports | None:
         if self.bad:
             raise PoolError("it said nonsense")
         if self.part:
@@ -57,7 +57,7 @@ class Fake:
     def kill(self) -> None:
         self.killed += 1
 
-    def bury(self) -> None:
+    def release(self) -> None:
         self.ended = True
 
     def close(self, *, grace_s: float) -> None:
@@ -128,7 +128,7 @@ def test_a_lease_is_ready_when_all_its_workers_are(fakes: list[Fake]) -> None:
 def test_an_address_of_ipv6_is_advertised_in_brackets(fakes: list[Fake]) -> None:
     workers = started(1, advertise="2001:db8::7")
     (ready,) = workers.attend({fakes[0].outlet}, 1.0)
-    assert isinstance(ready, LeaseReady) and ready.workers[0].beats == "tcp://[2001:db8::7]:1001"
+    assert isinstance(ready, LeaseReady) and ready.workers[0].heartbeats == "tcp://[2001:db8::7]:1001"
 
 
 def test_a_worker_that_ends_later_is_news_and_the_others_go_on(fakes: list[Fake]) -> None:
@@ -211,7 +211,7 @@ def test_a_lease_that_ends_while_its_workers_are_started_starts_no_more(fakes: l
     assert workers.attend({fake.descriptor for fake in fakes}, 1.0) == [LeaseClosed(1)] and len(fakes) == STARTS
 
 
-def test_workers_wait_for_their_nursery_which_ends_after_them(fakes: list[Fake]) -> None:
+def test_workers_wait_for_their_fork_server_which_ends_after_them(fakes: list[Fake]) -> None:
     FakeForkServer.ready = False
     workers = started(2)
     (fork_server,) = FakeForkServer.made
@@ -228,7 +228,7 @@ def test_workers_wait_for_their_nursery_which_ends_after_them(fakes: list[Fake])
     assert fork_server.closed
 
 
-def test_a_lease_whose_nursery_is_never_ready_fails_in_time(fakes: list[Fake]) -> None:
+def test_a_lease_whose_fork_server_is_never_ready_fails_in_time(fakes: list[Fake]) -> None:
     FakeForkServer.ready = False
     workers = started(2)
     assert workers.attend(set(), START_S - 1) == []

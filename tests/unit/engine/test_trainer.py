@@ -332,7 +332,7 @@ def test_evaluation_is_that_of_the_model_in_eval_mode_and_changes_nothing(worker
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_step_leaves_nothing_behind_and_closing_frees_all(workers: int, pools: Pools) -> None:
     pool = pools(workers)
-    stores = [process.server.machine for process in pool._members]  # type: ignore[attr-defined]
+    stores = [process.server.machine for process in pool._handles]  # type: ignore[attr-defined]
     before = [(machine.store.used_bytes, len(machine.store), len(machine._definitions)) for machine in stores]
     model = build(Normed)
     with onebox.Trainer(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from onebox.graph import Port
-from onebox.graph.shard.placements import PARTIAL, Replicate, shard_of, unshard
+from onebox.graph.shard.placements import PARTIAL, Partial, Placement, Replicate, shard_of
 from onebox.graph.shard.search import AllGather, AllReduce, NamedTape, RankTape, Sharded
 from onebox.wire import Program, spec_of
 from onebox.worker.programs.interpreter import CompiledProgram
@@ -19,6 +19,17 @@ from tests.unit.programs import CPU
 def seed(position: int) -> None:
     """Seed a random operator by its position, as workers do."""
     torch.default_generator.manual_seed(1000 + position)
+
+
+def unshard(parts: Sequence[Tensor], placement: Placement) -> Tensor:
+    """Return the whole tensor from the shares of all ranks, in their order: the inverse of :func:`shard_of`."""
+    if isinstance(placement, Replicate):
+        return parts[0]
+    if isinstance(placement, Partial):
+        return torch.stack(list(parts)).sum(0)
+    dim = placement.dim
+    rows = [part.unflatten(dim, (placement.blocks, size)) for part, size in zip(parts, placement.sizes, strict=True)]
+    return torch.cat(rows, dim + 1).flatten(dim, dim + 1)
 
 
 def run_tape(program: Program, inputs: Sequence[Tensor]) -> list[Tensor]:

@@ -157,7 +157,7 @@ def test_junk_from_a_worker_breaks_the_pool_and_nothing_else(pool: Pool, parts: 
     result(futures[0])
     pending: Future[Any] = Future()
     pool._client_loop._pending.futures[1, 1000] = pending
-    server = pool._members[0].server  # type: ignore[attr-defined]
+    server = pool._handles[0].server  # type: ignore[attr-defined]
     server.machine.execute = lambda instruction, frames: server._socket.send_multipart(parts) or []
     pool.post(0, [Ask("scalars", ())])
     with pytest.raises(WireError):
@@ -166,7 +166,7 @@ def test_junk_from_a_worker_breaks_the_pool_and_nothing_else(pool: Pool, parts: 
 
 
 def test_a_worker_that_ends_is_what_everybody_hears_of(pool: Pool) -> None:
-    server = pool._members[1].server  # type: ignore[attr-defined]
+    server = pool._handles[1].server  # type: ignore[attr-defined]
 
     posted = threading.Event()
 
@@ -260,7 +260,7 @@ def test_sockets_that_a_thread_still_uses_are_left_to_it(pool: Pool, monkeypatch
         goes_on.set()
     board._thread.join(SOON_S)
     assert board._context.closed
-    assert all(line.commands.closed and line.beats.closed for line in board._connections.values())
+    assert all(each.commands.closed and each.heartbeat_socket.closed for each in board._connections.values())
 
 
 # ---- groups

@@ -19,7 +19,7 @@ from onebox.cli.user_code import import_functions
 from onebox.engine.workload.delay_compensation import extra_copies, predicts
 from onebox.errors import UsageError
 from onebox.extras import import_extra
-from onebox.plan import ASYNC, Plan, as_data, draw_timeline, in_flight_of, stage_work, steady_window
+from onebox.plan import Plan, as_data, draw_timeline, in_flight_of, stage_work, steady_window
 from onebox.pool import Pool, open_pool
 from onebox.report import candidate_table, plan_device_table, stage_table, summary_line
 from onebox.report.figures.canvas import check_suffix
@@ -88,7 +88,7 @@ def print_plan(found: PlanForecast, pool: Pool, console: OutputConsole) -> None:
     console.write_line(
         summary_line(found.plan) + (", with emulated devices" if emulated & set(found.plan.devices) else "")
     )
-    if found.plan.schedule == ASYNC:
+    if found.plan.late:
         console.write_line(staleness_line(found))
     if line := topology_line(found.problem, found.plan):
         console.write_line(line)
@@ -186,7 +186,7 @@ def _write_files(
             console.write_line(f"figure {path}")
     if config.json or config.report is not None:
         give_json(as_json(found, pool, seen), printed=config.json, path=config.report)
-    file, late = config.out or config.check, found.plan.schedule == ASYNC
+    file, late = config.out or config.check, found.plan.late
     if config.out is not None:
         write_plan(config.out, found.plan)
     if file is None:

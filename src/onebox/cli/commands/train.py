@@ -22,7 +22,7 @@ from onebox.cli.user_code import import_functions
 from onebox.engine.workload.delay_compensation import choose_delays
 from onebox.errors import OneboxError, UsageError
 from onebox.feed import Data, Feed
-from onebox.plan import ASYNC, Simulation
+from onebox.plan import Simulation
 from onebox.pool import Pool, open_pool
 from onebox.pool.backends.local import LOCAL_HOST
 from onebox.pool.spec import POOL_VARIABLE
@@ -48,7 +48,7 @@ def train(config: TrainConfig) -> None:
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(run_folder(config, data.name))
         plan, expected = plan_of_run(config, folder, data, say=lambda text: console.print(text, highlight=False))
-        if config.staleness and config.plan == "auto" and plan is not None and plan.schedule != ASYNC:
+        if config.staleness and config.plan == "auto" and plan is not None and not plan.late:
             console.print("being late gains nothing here: the plan is exact, and so are the steps", highlight=False)
             config = dataclasses.replace(config, staleness=0, correction="auto", warm_up=None)
         pool = stack.enter_context(open_pool(config.pool, threads=config.threads, memory=config.memory))

@@ -31,7 +31,7 @@ from onebox.cli.options.common import (
     read_sizes,
 )
 from onebox.errors import UsageError
-from onebox.plan_names import ACTIVATION_POLICIES, ASYNC, SCHEDULES, ChainPolicy, Sync, UpdateAt
+from onebox.plan_names import ACTIVATION_POLICIES, ASYNC, ChainPolicy, Sync, UpdateAt, searchable_schedules
 from onebox.trainer_options import Correction, DataParallel, Engine, Recovery, StaleGradients
 
 OptimizerName = Literal["adamw", "adam", "sgd", "muon"]
@@ -389,7 +389,7 @@ class PlanConfig(StalenessConfig):
         if self.schedules is None:
             return None
         names = tuple(part.strip() for part in self.schedules.split(","))
-        allowed = (*SCHEDULES, ASYNC) if self.staleness else SCHEDULES
+        allowed = searchable_schedules(self.staleness)
         if not set(names) <= set(allowed):
             hint = f"; {ASYNC} needs --staleness 1" if ASYNC in names and not self.staleness else ""
             raise UsageError(

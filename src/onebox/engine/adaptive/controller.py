@@ -17,6 +17,8 @@ from typing import Any, Protocol
 
 from onebox.engine.adaptive.measurements import StepContext, measure_step, seconds_between, without_jitter
 from onebox.engine.adaptive.migration import Migration, MigrationReport
+from onebox.engine.steps.observer import EndedStep, StepObserver
+from onebox.engine.steps.results import StepTrace
 from onebox.errors import OneboxError
 from onebox.plan import Plan
 from onebox.plan.model.problem import Problem
@@ -115,20 +117,28 @@ class _Done:
     under_way: bool
 
 
-class AdaptiveController:
+class AdaptiveController(StepObserver):
     """Adaptive replanning of one run.
 
     Args:
         run: The run.
         make_problem: Builds the problem from measurements.
         batch: Returns the number of samples of a typical batch.
+        context: Returns the times of a step with their context.
     """
 
-    def __init__(self, run: AdaptableRun, make_problem: MakeProblem, batch: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        run: AdaptableRun,
+        make_problem: MakeProblem,
+        batch: Callable[[], int],
+        context: Callable[[EndedStep, StepTrace], StepContext],
+    ) -> None:
         self.decisions: tuple[AppliedDecision, ...] = ()
         self._run = run
         self._make_problem = make_problem
         self._batch = batch
+        self._context = context
         self._told: queue.Queue[_Step | _Done | None] = queue.Queue()
         self._ready: _Ready | None = None
         self._changed = threading.Condition()
@@ -138,15 +148,15 @@ class AdaptiveController:
 
     # ---- the thread that begins steps
 
-    def ended(self, whole: StepContext, plan: Plan) -> None:
+    def ended(self, step: EndedStep) -> None:
         """Record the times of a step that has ended."""
-        if self._stopped.is_set() or self._told.qsize() > _BEHIND:
+        if step.trace is None or self._stopped.is_set() or self._told.qsize() > _BEHIND:
             return
         if self._thread is None:
             work = _Work(self, self._told, self._stopped)
             self._thread = threading.Thread(target=work.run, name="onebox-adaptive", daemon=True)
             self._thread.start()
-        self._told.put(_Step(whole=whole, plan=plan))
+        self._told.put(_Step(whole=self._context(step, step.trace), plan=step.plan))
 
     def between_steps(self, *, under_way: bool = False) -> bool:
         """Switch to a plan that is ready, or about to be because a change is certain.
@@ -184,7 +194,7 @@ class AdaptiveController:
             self._changed.wait(left_s)
         self._patience_s = 0.0
 
-    def restart(self) -> None:
+    def reset(self) -> None:
         """Discard all measurements and decisions: the run continues after a loss, perhaps with another plan and other
         devices.
         """

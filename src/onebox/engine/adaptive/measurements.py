@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from onebox.engine.compile.routine import InstructionLabel
+from onebox.engine.steps.observer import EndedStep
 from onebox.engine.steps.results import StepTrace
-from onebox.plan import Action, Links, MicroBatch, Plan
+from onebox.plan import Action, Links, MicroBatch
 from onebox.plan.replan.measurements import LinkTime, StepMeasurement, TaskTime, TimedTask
 from onebox.pool import Pool
 
@@ -51,20 +52,19 @@ class StepContext:
     timed: Timed
 
 
-def step_context(trace: StepTrace, micro_batches: Sequence[MicroBatch], plan: Plan, pool: Pool) -> StepContext:
+def step_context(step: EndedStep, trace: StepTrace, *, pool: Pool) -> StepContext:
     """Return a step's times with their context.
 
     Args:
+        step: The step.
         trace: Its times.
-        micro_batches: Micro-batches of its batch.
-        plan: The plan that it ran under.
         pool: The devices.
     """
     devices, links, shared = pool.devices, pool.links, pool.shared
     return StepContext(
         trace=trace,
-        micro_batches=micro_batches,
-        full=plan.micro_batch or max(part.size for part in micro_batches),
+        micro_batches=step.micro_batches,
+        full=step.plan.micro_batch or max(part.size for part in step.micro_batches),
         hosts={device.number: device.host for device in devices},
         timed=lambda a, b: (a, b) in links or (shared and devices[a].host == devices[b].host),
     )

@@ -14,23 +14,21 @@ from typing import NamedTuple
 
 from onebox.engine.install.deferred_replies import DeferredReplies, begin_group_formation
 from onebox.engine.install.installed_plan import InstalledPlan
-from onebox.engine.partition.sharding_spec import Members
+from onebox.engine.partition.sharding_spec import Members, ShardingSpec
 from onebox.engine.partition.weight_versions import WeightVersions
-from onebox.engine.state.redistribution import StateMove, find_redistribution
-from onebox.engine.state.remote import RemoteState
+from onebox.engine.state.move_executor import PeerExchange
+from onebox.engine.state.moves import ENTRIES, StateLayout, WorkerStateSpec, plan_moves, released
+from onebox.engine.state.remote import RemoteState, worker_parts
 from onebox.engine.workload.named_state import optimizer_definition
 from onebox.errors import UsageError
 from onebox.graph.shard.placements import Shard
 from onebox.plan import Plan
 from onebox.pool import Pool, WorkerReply, raise_first
 from onebox.wire import TensorSpec
-from onebox.wire.protocol.instructions import Free, Receive, Send
+from onebox.wire.protocol.instructions import Free
 from onebox.wire.protocol.requests import Define, Instruction
 from onebox.wire.protocol.responses import SnapshotContents
 from onebox.wire.protocol.snapshots import Lay, Recall, StateEntry
-
-_CHANNEL = 0
-"""Shared with steps: their earlier messages have been requested before, their later ones are requested after."""
 
 Remembered = Mapping[str, Sequence[StateEntry]]
 """Optimizer state entries of each parameter."""
@@ -72,11 +70,15 @@ class Migration:
         self._pool = pool
         self._remote = remote
         _check_placements(before, after)
-        sizes = {name: remote.named.spec(name).size_bytes for name in remote.named.tensors}
-        hosts = {device.number: device.host for device in pool.devices}
         self._parts = remote.parts()
-        self._wanted = remote.parts_under(after.holdings, after.trained)
-        self.moves = find_redistribution(self._parts, self._wanted, sizes, hosts)
+        stepped = {worker: after.holdings.stepped_by(worker, after.trained) for worker in after.holdings.devices}
+        self._wanted = worker_parts(after.holdings, stepped)
+        old, new = _layout(self._parts, before.holdings), _layout(self._wanted, after.holdings)
+        sizes = {name: remote.named.spec(name).size_bytes for name in remote.named.tensors}
+        moves = plan_moves(old, new, sizes=sizes, hosts={device.number: device.host for device in pool.devices})
+        self._tensors = [move for move in moves if move.item.key != ENTRIES]
+        self._entries = [move for move in moves if move.item.key == ENTRIES]
+        self._released = released(old, new)
         self._told: dict[int, Future[WorkerReply]] = {}
         self._written: _Written | None = None
 
@@ -86,7 +88,7 @@ class Migration:
         Raises:
             OneboxError: The pool is broken or closed.
         """
-        for worker in sorted({move.source for move in self.moves.remembered}):
+        for worker in sorted({move.source for move in self._entries}):
             self._told[worker] = self._pool.post(worker, [Lay(self._remote.optimizer_number)], answer=True)
 
     def write(self, patience_s: float) -> bool:
@@ -123,14 +125,12 @@ class Migration:
             asked.append(begin_group_formation(self._pool, written.members, "workers", written.group))
         for worker, instructions in written.instructions.items():
             self._pool.post(worker, instructions)
-        remote.settle(self.after.holdings, self.after.trained)
+        remote.settle(self.after.holdings, self.after.trained, self.after.compiler.versions)
         self.after.settled()
         over = self.before.retire(self.after)
         if written.group and self.after.group_of(written.members) != written.group:
             over[written.group] = written.members
-        return MigrationReport(
-            names=len(self.moves.tensors), size_bytes=written.size_bytes, over=over, asked=tuple(asked)
-        )
+        return MigrationReport(names=len(self._tensors), size_bytes=written.size_bytes, over=over, asked=tuple(asked))
 
     def _answers(self) -> dict[int, Remembered]:
         """Wait for the listings of optimizer state."""
@@ -150,20 +150,20 @@ class Migration:
         """Return the instructions of the workers, given the listings of their optimizer state."""
         branched = self._remote.branched
         group, members, forms = self._group()
-        way = _Way(group, {worker: place for place, worker in enumerate(members)})
         remembered_bytes = sum(
             entry.value.size_bytes
-            for move in self.moves.remembered
-            for entry in told[move.source].get(move.name, ())
+            for move in self._entries
+            for entry in told[move.source].get(move.item.name, ())
             if isinstance(entry.value, TensorSpec)
         )
-        tensor_bytes = sum(self._spec(move.target, move.name).size_bytes for move in self.moves.tensors)
-        instructions = self._instructions(told, way, self._remote.versions if branched else WeightVersions())
+        tensor_bytes = sum(self._spec(move.target, move.item.name).size_bytes for move in self._tensors)
+        exchange = PeerExchange(group=group, members=members)
+        instructions = self._instructions(told, exchange, self._remote.versions if branched else WeightVersions())
         return _Written(group, members, forms, instructions, tensor_bytes + remembered_bytes, branched)
 
     def _group(self) -> tuple[int, Members, bool]:
         """Return a group of all senders and receivers, its members, and whether it is formed for the migration only."""
-        involved = self.moves.workers
+        involved = {worker for move in (*self._tensors, *self._entries) for worker in (move.source, move.target)}
         if not involved:
             return 0, (), False
         for ready in (self.after, self.before):
@@ -173,46 +173,42 @@ class Migration:
         return self._pool.new_number(), tuple(sorted(involved)), True
 
     def _instructions(
-        self, told: Mapping[int, Remembered], way: _Way, versions: WeightVersions
-    ) -> dict[int, list[Instruction]]:
+        self, told: Mapping[int, Remembered], exchange: PeerExchange, versions: WeightVersions
+    ) -> Mapping[int, Sequence[Instruction]]:
         """Return the instructions of each worker: send, free, receive, and redefine the optimizer."""
-        moves, numbers = self.moves, self._remote.named.numbers
-        sent: dict[int, list[Instruction]] = {}
-        come: dict[int, list[Instruction]] = {}
+        numbers, sent = self._remote.named.numbers, exchange.sent
         recalls: dict[int, tuple[list[StateEntry], list[int]]] = {}
-
-        def carry(move: StateMove, number: int, spec: TensorSpec) -> None:
-            sent.setdefault(move.source, []).append(Send(number, way.group, way.ranks[move.target], _CHANNEL))
-            receive = Receive(number, spec, way.group, way.ranks[move.source], _CHANNEL)
-            come.setdefault(move.target, []).append(receive)
-
         for version in (versions.previous, numbers, versions.ahead):  # in the order in which they are read
-            for move in moves.tensors:
-                if move.name in version:
-                    carry(move, version[move.name], self._spec(move.target, move.name))
-        for move in moves.remembered:
-            found = told[move.source].get(move.name, ())
+            for move in self._tensors:
+                if move.item.name in version:
+                    exchange.carry(move, version[move.item.name], self._spec(move.target, move.item.name))
+        for move in self._entries:
+            found = told[move.source].get(move.item.name, ())
             laid = {entry.key: self._pool.new_number() for entry in found if isinstance(entry.value, TensorSpec)}
             if laid:
-                place = self._parts[move.source].trained.index(move.name)
+                place = self._parts[move.source].trained.index(move.item.name)
                 lay = Lay(self._remote.optimizer_number, (place,), tuple(laid.values()))
                 sent.setdefault(move.source, []).append(lay)
             entries, buffers = recalls.setdefault(move.target, ([], []))
             for entry in found:
-                place = self._wanted[move.target].trained.index(move.name)
+                place = self._wanted[move.target].trained.index(move.item.name)
                 entries.append(StateEntry(place, entry.key, entry.value))
                 if isinstance(entry.value, TensorSpec):
-                    carry(move, laid[entry.key], entry.value)
+                    exchange.carry(move, laid[entry.key], entry.value)
             buffers += laid.values()
             if laid:
                 sent[move.source].append(Free(tuple(laid.values())))
-        for worker, names in moves.freed.items():
+        for worker, items in self._released.items():
+            names = [item.name for item in items if item.key != ENTRIES]
             gone = [number for name in names for number in (numbers[name], *versions.of(name))]
-            sent.setdefault(worker, []).append(Free(tuple(gone)))
-        for worker in sorted(moves.changed):
-            entries, buffers = recalls.get(worker, ([], []))
-            come.setdefault(worker, []).extend(self._succeeded(worker, entries, buffers, versions))
-        return {worker: [*sent.get(worker, ()), *come.get(worker, ())] for worker in sorted({*sent, *come})}
+            sent.setdefault(worker, []).extend([Free(tuple(gone))] if gone else [])
+        for worker in sorted({*self._parts, *self._wanted}):
+            old, new = (parts[worker].trained if worker in parts else () for parts in (self._parts, self._wanted))
+            if old != new:
+                entries, buffers = recalls.get(worker, ([], []))
+                redefined = self._succeeded(worker, entries, buffers, versions)
+                exchange.received.setdefault(worker, []).extend(redefined)
+        return exchange.instructions
 
     def _succeeded(
         self, worker: int, entries: Sequence[StateEntry], buffers: Sequence[int], versions: WeightVersions
@@ -231,7 +227,7 @@ class Migration:
                 trained,
                 (),
                 host=self.after.plan.update == "host",
-                delay=remote.versions.delay,
+                delay=self.after.compiler.versions.delay,
                 succeeds=True,
             ),
         )
@@ -265,16 +261,15 @@ class _Written(NamedTuple):
     branched: bool
 
 
-class _Way(NamedTuple):
-    """The group of the transfers, and the rank of each worker in it."""
-
-    group: int
-    ranks: Mapping[int, int]
-
-
 def _counts(entry: StateEntry) -> bool:
     """Return whether an entry is a scalar that may change with each step."""
     return isinstance(entry.value, int | float) and not isinstance(entry.value, bool)
+
+
+def _layout(parts: Mapping[int, WorkerStateSpec], holdings: ShardingSpec) -> StateLayout:
+    """Return the layout of the workers' tensors and optimizer entries."""
+    items = {w: [*map(p.item, p.names), *(p.item(name, ENTRIES) for name in p.trained)] for w, p in parts.items()}
+    return StateLayout(parts=items, placements=holdings.placements)
 
 
 def _check_placements(before: InstalledPlan, after: InstalledPlan) -> None:

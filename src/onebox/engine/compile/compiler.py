@@ -146,8 +146,6 @@ class Compiler:
         self.plan = plan
         self.devices = devices
         self.state = state
-        self.windows = False
-        """True if steps overlap from now on."""
         self._new = new
         self._numbers = numbers
         self._captures = captures
@@ -200,13 +198,18 @@ class Compiler:
         replica_groups = (members for own in holdings.replica_groups.values() for members in own)
         return replace(holdings, ways=find_reductions(self.devices, links, replica_groups))
 
-    def known(self, batch: Batch) -> CompiledStep | None:
-        """Return the routines that train with a batch if they have been made; callable from any thread."""
-        return self._compiled.get(self._key(batch, self.plan, train=True))
+    def known(self, batch: Batch, *, windows: bool = False) -> CompiledStep | None:
+        """Return the routines of :meth:`step` if they have been made; callable from any thread."""
+        return self._compiled.get(self._key(batch, self.plan, train=True, windows=windows))
 
-    def step(self, batch: Batch) -> CompiledStep:
-        """Return the routines that train with a batch; made once for each shape."""
-        return self._compile(batch, self.plan, train=True)
+    def step(self, batch: Batch, *, windows: bool = False) -> CompiledStep:
+        """Return the routines that train with a batch; made once for each shape.
+
+        Args:
+            batch: The batch.
+            windows: Whether steps overlap.
+        """
+        return self._compile(batch, self.plan, train=True, windows=windows)
 
     def evaluation(self, batch: Batch, *, at_once: bool) -> CompiledStep:
         """Return the routines that evaluate a batch; made once for each shape.
@@ -283,20 +286,20 @@ class Compiler:
         """Parameter of each gradient buffer."""
         return self._lowering.gradients
 
-    def _key(self, batch: Batch, plan: Plan, *, train: bool) -> Hashable:
-        return (batch.signature(batch.size), train, plan.micro_batch, self.windows and train)
+    def _key(self, batch: Batch, plan: Plan, *, train: bool, windows: bool) -> Hashable:
+        return (batch.signature(batch.size), train, plan.micro_batch, windows)
 
-    def _compile(self, batch: Batch, plan: Plan, *, train: bool) -> CompiledStep:
-        key = self._key(batch, plan, train=train)
+    def _compile(self, batch: Batch, plan: Plan, *, train: bool, windows: bool = False) -> CompiledStep:
+        key = self._key(batch, plan, train=train, windows=windows)
         if key not in self._compiled:
             parts, routes = plan.micro_batches(batch.size), plan.routes(batch.size)
             models = {part.size: self._stages.parts(batch, part.size, train=train) for part in parts}
             self._require_held(models, "in training" if train else "in an evaluation")
             if train:
                 self._require_gradients(models)
-            if self.windows and train:
+            if windows:
                 models = {size: model.in_chunks(size) for size, model in models.items()}
-            make = make_window if self.windows and train else make_schedule
+            make = make_window if windows else make_schedule
             schedule = make(plan, parts, routes, next(iter(models.values())).programs)
             job = BatchJob(
                 micro_batches=parts,
@@ -307,7 +310,7 @@ class Compiler:
                 leaves=len(batch.leaves),
                 summed=self._captures.recipe.reduction == "sum",
             )
-            self._compiled[key] = self._lower(job, train=train)
+            self._compiled[key] = self._lower(job, train=train, windows=windows)
         return self._compiled[key]
 
     def _require_held(self, models: Mapping[int, PhasePrograms], doing: str) -> None:
@@ -341,18 +344,18 @@ class Compiler:
                     "(vgpu) it runs as it is"
                 )
 
-    def _lower(self, job: BatchJob, *, train: bool) -> CompiledStep:
+    def _lower(self, job: BatchJob, *, train: bool, windows: bool) -> CompiledStep:
         parts, reduction = tuple(job.micro_batches), self._captures.recipe.reduction
         travelling = None
         if train and isinstance(reduction, Weighted):
             travelling = TravellingWeights(reduction=reduction, leaf=job.leaves, dtype=DTYPES[job.loss(0).dtype])
-        if train and self.windows:
-            windows = self._lowering.windows(job)
-            routines = {worker: own.steady for worker, own in windows.items()}
+        if windows:
+            found = self._lowering.windows(job)
+            routines = {worker: own.steady for worker, own in found.items()}
         else:
-            windows, routines = {}, self._lowering.train(job) if train else self._lowering.evaluate(job)
+            found, routines = {}, self._lowering.train(job) if train else self._lowering.evaluate(job)
         return CompiledStep(
-            micro_batches=parts, routines=routines, windows=windows, reduction=reduction, travelling=travelling
+            micro_batches=parts, routines=routines, windows=found, reduction=reduction, travelling=travelling
         )
 
     def _constants_of(self, batch: Batch, size: int, *, train: bool) -> tuple[Hashable, Mapping[str, Tensor]]:

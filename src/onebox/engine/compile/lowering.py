@@ -1,8 +1,8 @@
 """Lowering: a step of a plan becomes one routine for each worker. Pure.
 
-A worker executes its row of the schedule (``rows.py``). The other work of a step has its own modules:
-``gradients.py`` (accumulate, sum over holders, clip, step) and ``statistics.py`` (buffers that replicas share). Steps
-that overlap are cut into windows (``windows.py``).
+A worker executes its row of the schedule (``worker_program.py``). The other work of a step is in ``update``:
+gradients (accumulate, sum over holders, clip), the optimizer's step, buffers that replicas share, and the windows of
+steps that overlap.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from onebox.engine.compile.batch_job import BatchJob, BufferNumbers
 from onebox.engine.compile.routine import RoutineBuilder, StepRoutine
 from onebox.engine.compile.update.async_window import DueUpdate, LateUpdate, Window, WindowWeights, WorkerWindows
-from onebox.engine.compile.update.batchnorm import BatchNormStatistics
-from onebox.engine.compile.update.collectives import ReductionQueue
-from onebox.engine.compile.update.gradients import Gradients
+from onebox.engine.compile.update.batchnorm import BatchNormStatistics, WorkerStatistics
+from onebox.engine.compile.update.collectives import ReductionQueue, RoutineScope
+from onebox.engine.compile.update.gradients import Gradients, WorkerGradients
 from onebox.engine.compile.update.optimizer_update import WorkerUpdate
 from onebox.engine.compile.value_numbers import ValueNumbers
 from onebox.engine.compile.worker_program import WorkerProgramBuilder
@@ -86,14 +86,13 @@ class Lowering:
         found = {}
         for worker in self._plan.devices:
             row = self._row(worker, job, values, job.schedule.rows.get(worker, ()))
-            exchanges = self._exchanges(row.builder, worker)
-            statistics = shared.begin(row.builder, worker, row.actions, job, exchanges)
-            gradients = self._gradients.begin(row.builder, worker, row.actions, job, exchanges)
+            scope = self._scope(row, worker, job)
+            statistics, gradients = WorkerStatistics(shared, scope), WorkerGradients(self._gradients, scope)
             rounding = row.round()
             row.run(lambda action, own=gradients: own, [statistics], moved=statistics.moved)  # type: ignore[misc]
             row.offload(gradients.own if self._plan.update == "host" else ())
             rounding.finish()
-            exchanges.finish()
+            scope.exchanges.finish()
             statistics.finish()
             WorkerUpdate(self._gradients, row.builder, worker).finish()
             row.answer()
@@ -137,15 +136,14 @@ class Lowering:
         self, row: WorkerProgramBuilder, job: BatchJob, worker: int, window: Window, update: WorkerUpdate | None
     ) -> None:
         """Add a window that uses older weights, and the rest of the previous step."""
-        exchanges = self._exchanges(row.builder, worker)
-        given = (row.builder, worker, row.actions, job, exchanges)
+        scope, shared = self._scope(row, worker, job), self._gradients
         weights = WindowWeights(self._numbers, window)
-        late = None if window == "fill" else self._gradients.begin(*given, half="late")
-        statistics = None if window == "drain" else self._statistics(job).begin(*given)
-        early = None if window == "drain" else self._gradients.begin(*given, half="early")
+        late = None if window == "fill" else WorkerGradients(shared, scope, half="late")
+        statistics = None if window == "drain" else WorkerStatistics(self._statistics(job), scope)
+        early = None if window == "drain" else WorkerGradients(shared, scope, half="early")
         updating, before = LateUpdate(update, weights, row.actions), row.rounded_before()
         rounding = None if window == "drain" else row.round_for_step(weights.number)
-        exchanges.flush()
+        scope.exchanges.flush()
         updating.begin()
         row.run(
             lambda action: late if action.micro_batch < 0 else early,  # type: ignore[arg-type, return-value]
@@ -155,7 +153,7 @@ class Lowering:
         )
         if rounding is not None:
             rounding.finish(before.handed_on)
-        exchanges.finish()
+        scope.exchanges.finish()
         if statistics is not None:
             statistics.finish()
         updating.finish()
@@ -171,24 +169,26 @@ class Lowering:
             updating.finish()
         if window == "drain":
             return
-        exchanges = self._exchanges(row.builder, worker, before=updating.finish)
-        given = (row.builder, worker, row.actions, job, exchanges)
-        statistics, gradients = self._statistics(job).begin(*given), self._gradients.begin(*given)
+        scope = self._scope(row, worker, job, before=updating.finish)
+        statistics = WorkerStatistics(self._statistics(job), scope)
+        gradients = WorkerGradients(self._gradients, scope)
         rounding = row.round()
         row.run(lambda action: gradients, [updating, statistics], moved=statistics.moved)
         rounding.finish()
-        exchanges.finish()
+        scope.exchanges.finish()
         updating.finish()
         statistics.finish()
 
     def _statistics(self, job: BatchJob) -> BatchNormStatistics:
         return BatchNormStatistics(self._holdings, self._numbers, job.programs(0), self._moved)
 
-    def _exchanges(
-        self, builder: RoutineBuilder, worker: int, before: Callable[[], None] = lambda: None
-    ) -> ReductionQueue:
+    def _scope(
+        self, row: WorkerProgramBuilder, worker: int, job: BatchJob, before: Callable[[], None] = lambda: None
+    ) -> RoutineScope:
+        """Return a worker's part of a step; ``before`` adds the instructions that precede its reductions."""
         shared, alone = self._holdings.shared_groups, len(self._plan.stages) == 1 and not self._plan.split
-        return ReductionQueue(builder, worker, self._numbers.groups, shared=shared, early=alone, before=before)
+        queue = ReductionQueue(row.builder, worker, self._numbers.groups, shared=shared, early=alone, before=before)
+        return RoutineScope(builder=row.builder, worker=worker, actions=row.actions, job=job, exchanges=queue)
 
     def evaluate(self, job: BatchJob) -> dict[int, StepRoutine]:
         """Return the routine of each worker for an evaluation; its schedule is forward only."""
@@ -212,8 +212,7 @@ class Lowering:
         for worker in self._plan.devices:
             actions = job.schedule.rows.get(worker, ())
             row = self._row(worker, job, values, actions, RoutineBuilder(self._numbers.new))
-            exchanges = self._exchanges(row.builder, worker)
-            gradients = self._gradients.begin(row.builder, worker, actions, job, exchanges, half="early")
+            gradients = WorkerGradients(self._gradients, self._scope(row, worker, job), half="early")
             rounding = row.round()
             row.run(lambda action, own=gradients: own)  # type: ignore[misc]
             rounding.finish()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from onebox.engine.compile.routine import InstructionLabel, RoutineBuilder
 from onebox.engine.partition.phase_programs import PhaseProgram
@@ -12,19 +13,37 @@ from onebox.graph.shard.search import AllReduce, RankStep
 from onebox.wire.protocol.instructions import Free, Gather, Reduce
 
 
+@dataclass(frozen=True, kw_only=True)
+class PhaseCall:
+    """A run of a part on a micro-batch.
+
+    Args:
+        part: The part.
+        inputs: The buffer of each input.
+        takes: Positions of inputs that are freed with it.
+        label: Label of the instructions.
+        group: The group of the ranks that share it; 0 if there is one rank.
+        micro_batch: The micro-batch.
+        age: Age of its step: how many steps before the routine's own.
+        cost_s: Its cost on an emulated device.
+    """
+
+    part: PhaseProgram
+    inputs: Sequence[int]
+    takes: Sequence[int]
+    label: InstructionLabel
+    group: int
+    micro_batch: int = 0
+    age: int = 0
+    cost_s: float = 0.0
+
+
 def emit(
     builder: RoutineBuilder,
-    part: PhaseProgram,
+    call: PhaseCall,
     steps: Sequence[RankStep],
-    inputs: Sequence[int],
     number_of: Callable[[Port], int],
-    label: InstructionLabel,
     *,
-    takes: Sequence[int],
-    group: int,
-    micro_batch: int = 0,
-    age: int = 0,
-    cost_s: float = 0.0,
     made: Callable[[Sequence[Port]], None] = lambda ports: None,
     done: Callable[[Sequence[Port]], None] = lambda ports: None,
 ) -> None:
@@ -32,24 +51,18 @@ def emit(
 
     Args:
         builder: The routine.
-        part: The part.
-        steps: Its steps, or the pieces that its program was split into.
-        inputs: The buffer of each input.
+        call: The run.
+        steps: The steps of the part, or the pieces that its program was split into.
         number_of: Returns the buffer for an output.
-        label: Label of the instructions.
-        takes: Positions of inputs that are freed with it.
-        group: The group of the ranks that share it; 0 if there is one rank.
-        micro_batch: The micro-batch.
-        age: Age of its step: how many steps before the routine's own.
-        cost_s: Its cost on an emulated device.
         made: Called after each step with the outputs that are complete.
         done: Called after that with the outputs that no later step writes or reads.
     """
+    part = call.part
     ports = dict(zip(part.slots, part.outputs, strict=True))
-    place = dict(enumerate(inputs))
-    mortal = set(takes)
+    place = dict(enumerate(call.inputs))
+    mortal = set(call.takes)
     target_of = {step.source: step.target for step in steps if isinstance(step, AllReduce)}
-    share_s = _shares(builder, steps, cost_s)
+    share_s = _shares(builder, steps, call.cost_s)
 
     def number(slot: int) -> int:
         end = target_of.get(slot, slot)
@@ -71,18 +84,18 @@ def emit(
                 step.program,
                 [place[slot] for slot in step.inputs],
                 [place[slot] for slot in step.outputs],
-                label,
+                call.label,
                 takes=[i for i, slot in enumerate(step.inputs) if slot in mortal and slot not in later],
-                micro_batch=micro_batch,
-                age=age,
+                micro_batch=call.micro_batch,
+                age=call.age,
                 cost_s=share_s[index],
             )
         elif isinstance(step, AllReduce):
             place[step.target] = place[step.source]
-            builder.add(Reduce((place[step.source],), group), InstructionLabel("reduce", "transfer"))
+            builder.add(Reduce((place[step.source],), call.group), InstructionLabel("reduce", "transfer"))
         else:
             place[step.target] = number(step.target)
-            gather = Gather(place[step.source], place[step.target], step.spec, group, step.dim)
+            gather = Gather(place[step.source], place[step.target], step.spec, call.group, step.dim)
             builder.add(gather, InstructionLabel("gather", "transfer"))
             if step.source in mortal and step.source not in later:
                 builder.add(Free((place[step.source],)), InstructionLabel("free"))

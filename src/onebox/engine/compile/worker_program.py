@@ -13,7 +13,7 @@ from typing import Protocol
 from onebox.engine.compile.batch_job import BatchJob, BufferNumbers
 from onebox.engine.compile.mixed_precision import EARLIER_STEP, EarlierStepCasts, ParameterCasts
 from onebox.engine.compile.offload import with_offloading
-from onebox.engine.compile.phase_emission import emit
+from onebox.engine.compile.phase_emission import PhaseCall, emit
 from onebox.engine.compile.routine import LATE, InstructionLabel, RoutineBuilder
 from onebox.engine.compile.update.gradients import WorkerGradients
 from onebox.engine.compile.value_numbers import ValueNumbers
@@ -175,8 +175,9 @@ class WorkerProgramBuilder:
         """
         policies = [stage.policy for stage in self._plan.stages]
         builder = self.builder
-        given = builder.steps, builder.labels, builder.programs
-        builder.steps, builder.labels = with_offloading(*given, self._bounds, self.actions, policies, gradients)
+        builder.steps, builder.labels = with_offloading(
+            builder.steps, builder.labels, builder.programs, self._bounds, self.actions, policies, gradients
+        )
 
     def hand_on(self, more: Mapping[int, int]) -> None:
         """Renumber the buffers that the next window reads.
@@ -208,16 +209,21 @@ class WorkerProgramBuilder:
     def _execute(self, position: int, action: Action, gradients: Callable[[Action], WorkerGradients] | None) -> None:
         part = self._part(action)
         stage, micro_batch = action.stage, action.micro_batch
-        inputs = [self._number(port, action) for port in part.inputs]
-        takes = [
-            index
-            for index, port in enumerate(part.inputs)
-            if port.kind in ("value", "leaf") and self._last[port, micro_batch] == position
-        ]
-        label = InstructionLabel(self._name(action), "compute", action)
-        cost_s = self._cost_s(action)
         replica = self._job.routes[stage][micro_batch]
-        group = self._numbers.groups[replica] if len(replica) > 1 else 0
+        call = PhaseCall(
+            part=part,
+            inputs=[self._number(port, action) for port in part.inputs],
+            takes=[
+                index
+                for index, port in enumerate(part.inputs)
+                if port.kind in ("value", "leaf") and self._last[port, micro_batch] == position
+            ],
+            label=InstructionLabel(self._name(action), "compute", action),
+            group=self._numbers.groups[replica] if len(replica) > 1 else 0,
+            micro_batch=micro_batch % self._count,
+            age=int(micro_batch < 0),
+            cost_s=self._cost_s(action),
+        )
         sent: set[Port] = set()
 
         def send(ports: Sequence[Port]) -> None:
@@ -231,37 +237,11 @@ class WorkerProgramBuilder:
         if action.kind == "F" or gradients is None:
             outputs = [self._number(port, action) for port in part.outputs]
             numbers = dict(zip(part.outputs, outputs, strict=True))
-            emit(
-                self.builder,
-                part,
-                part.steps,
-                inputs,
-                numbers.__getitem__,
-                label,
-                takes=takes,
-                group=group,
-                micro_batch=micro_batch % self._count,
-                age=int(micro_batch < 0),
-                cost_s=cost_s,
-                made=send,
-            )
+            emit(self.builder, call, part.steps, numbers.__getitem__, made=send)
             hand_on()
         else:
             values = {p: self._values.number(p, micro_batch) for p in part.outputs if p.kind in ("value", "chunk")}
-            gradients(action).run(
-                part,
-                inputs,
-                values,
-                label,
-                takes=takes,
-                group=group,
-                position=position,
-                micro_batch=micro_batch % self._count,
-                age=int(micro_batch < 0),
-                cost_s=cost_s,
-                made=send,
-                hand_on=hand_on,
-            )
+            gradients(action).run(call, values, position, made=send, hand_on=hand_on)
 
     def _number(self, port: Port, action: Action) -> int:
         name, micro_batch = str(port.name), action.micro_batch

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from onebox.engine.compile.compiler import CompiledStep
 from onebox.engine.data.compression import BatchCompression
-from onebox.engine.install.constant_tensors import put_leaves
 from onebox.engine.workload.batch import Batch
 from onebox.pool import Pool
+from onebox.wire import spec_of, to_frame
 from onebox.wire.protocol.requests import Instruction, Put
 
 
@@ -56,6 +56,15 @@ def worker_batch(
     )
 
 
+def put_leaves(pool: Pool, leaves: Sequence[Tensor]) -> tuple[Put, list[memoryview]]:
+    """Return the instruction that uploads tensors into new buffers, and their elements.
+
+    Elements of dense tensors are not copied: do not write to them until the worker has received them.
+    """
+    put = Put(tuple(pool.new_number() for _ in leaves), tuple(spec_of(leaf) for leaf in leaves))
+    return put, [to_frame(leaf) for leaf in leaves]
+
+
 def put_packed(
     pool: Pool, tensors: Sequence[Tensor], leaves: Sequence[int], worker: int, packing: BatchCompression
 ) -> tuple[Put, list[memoryview | bytes]]:
@@ -68,7 +77,7 @@ def put_packed(
         worker: The receiver.
         packing: The compression.
     """
-    put, _, frames = put_leaves(pool, tensors)
+    put, frames = put_leaves(pool, tensors)
     packed = [packing.packed(worker, leaf, frame) for leaf, frame in zip(leaves, frames, strict=True)]
     if any(codec for codec, _ in packed):
         put = Put(put.buffers, put.specs, tuple(codec or "" for codec, _ in packed))

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from onebox.engine.compile.compiler import CompiledStep
-from onebox.engine.data.batch_transfer import WorkerBatch, put_packed
+from onebox.engine.data.batch_transfer import WorkerBatch, put_leaves, put_packed
 from onebox.engine.data.compression import BatchCompression
-from onebox.engine.install.constant_tensors import put_leaves
 from onebox.engine.workload.batch import Batch
 from onebox.errors import OneboxError
 from onebox.pool import Pool
@@ -216,7 +215,7 @@ class SampleCache:
 
     def _places(self, places: list[int], dtype: torch.dtype = torch.int64) -> tuple[Put, list[memoryview | bytes]]:
         """Return the upload of row indices into a new buffer."""
-        put, _, frames = put_leaves(self._pool, [torch.tensor(places, dtype=dtype)])
+        put, frames = put_leaves(self._pool, [torch.tensor(places, dtype=dtype)])
         return put, list(frames)
 
     # ---- kernels

@@ -70,6 +70,11 @@ class RetiredGroups:
         """
         self._groups.update({group: (members, steps) for group, members in groups.items()})
 
+    @property
+    def left(self) -> bool:
+        """True if there are groups to leave."""
+        return bool(self._groups)
+
     def step(self) -> None:
         """Record that a step has begun; groups that are not formed yet are left later.
 

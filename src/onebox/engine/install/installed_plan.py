@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 
 from onebox.engine.compile.compiler import CompiledStep, Compiler, Probe
 from onebox.engine.compile.definition_numbers import DefinitionNumbers
@@ -15,6 +16,7 @@ from onebox.engine.memory.limits import IN_EVALUATION, host_shortage, out_of_mem
 from onebox.engine.memory.simulator import InitialContents, peak_of, peaks_of
 from onebox.engine.memory.timeline import memory_peak
 from onebox.engine.partition.sharding_spec import Members
+from onebox.engine.partition.weight_versions import WeightVersions
 from onebox.engine.state.remote import RemoteState
 from onebox.engine.workload.batch import Batch
 from onebox.engine.workload.captures import Captures
@@ -24,6 +26,25 @@ from onebox.pool import Pool
 from onebox.wire.protocol.instructions import Ask
 
 
+@dataclass(frozen=True, kw_only=True)
+class InstallInputs:
+    """Everything besides a plan and a batch that an installation needs; the same for all plans of a run.
+
+    Args:
+        pool: The pool.
+        captures: The captured model.
+        remote: The remote state.
+        versions: Buffers of versions of parameters, where steps overlap with older weights.
+        max_norm: Gradient clipping norm; 0 for none.
+    """
+
+    pool: Pool
+    captures: Captures
+    remote: RemoteState
+    versions: WeightVersions
+    max_norm: float
+
+
 class InstalledPlan:
     """An installed plan: a trainer that has received its first batch.
 
@@ -31,15 +52,12 @@ class InstalledPlan:
 
     Args:
         plan: Its plan.
-        pool: The pool.
-        captures: The captured model.
-        remote: The remote state.
         batch: The first batch.
-        max_norm: Gradient clipping norm; 0 for none.
+        inputs: Further inputs.
         strict: Whether to refuse batches that exceed the memory of the devices.
         steps: Whether the first batch is a training batch; else it is an evaluation batch.
         before: The installed plan that this one replaces; its groups are reused where possible.
-        windows: Whether steps overlap.
+        windows: Whether the next step overlaps with others.
 
     Raises:
         CaptureError: The model cannot be captured, or cannot be divided among replicas.
@@ -50,11 +68,8 @@ class InstalledPlan:
     def __init__(
         self,
         plan: Plan,
-        pool: Pool,
-        captures: Captures,
-        remote: RemoteState,
         batch: Batch,
-        max_norm: float,
+        inputs: InstallInputs,
         *,
         strict: bool = False,
         steps: bool = True,
@@ -62,11 +77,13 @@ class InstalledPlan:
         windows: bool = False,
     ) -> None:
         self.plan = plan
-        self._remote = remote
+        self._remote = remote = inputs.remote
         self._made: list[int] = []
-        self._pool = pool
+        self._pool = pool = inputs.pool
         self._strict = strict
         self._fitting: set[Hashable] = set()
+        self._windows = windows
+        self._steps: dict[Hashable, CompiledStep] = {}
         self._at_once: dict[Hashable, bool] = {}  # by shape of evaluation batches
         self.spare_bytes: dict[int, int] = {}
         """Memory of each worker that training and evaluation batches so far leave free; only with ``strict``."""
@@ -79,27 +96,26 @@ class InstalledPlan:
         self._optimizer = remote.optimizer_number if before else remote.new_number()
         self.compiler = Compiler(
             plan,
-            captures,
+            inputs.captures,
             batch,
             devices=pool.devices,
             links=pool.links,
             state=remote.named,
             optimizers=remote.optimizer,
             wanted=remote.wanted,
-            versions=remote.versions,
-            max_norm=max_norm,
+            versions=inputs.versions,
+            max_norm=inputs.max_norm,
             optimizer=self._optimizer,
             new=self._new_number,
             numbers=self._programs.numbers,
             group_number=functools.partial(self._group_number, before),
         )
-        self.compiler.windows = windows
         self.holdings, self.trained = self.compiler.holdings, self.compiler.trained
         self._groups = dict(self.compiler.groups)
-        remote.versions = self.compiler.versions
         if steps:
-            self._require_room(batch)
-            self._require_room_for_late_steps(batch)
+            self._require_room(batch, windows=windows)
+            if self.compiler.versions.previous:  # exact steps, which need less, may come before those that overlap
+                self._require_room(batch, windows=True)
         else:
             self._may_be_at_once(batch, stepped=False)
         self.checks: Mapping[int, Sequence[tuple[Members, Ask]]] = {}
@@ -151,8 +167,9 @@ class InstalledPlan:
         try:
             for asked in self.form():
                 asked.take()
-            self._remote.upload(self.holdings.holders, self.holdings)
-            self._remote.define_optimizer(self._optimizer, self.trained, self.holdings, host=self.plan.update == "host")
+            self._remote.upload(self.holdings)
+            versions, on_host = self.compiler.versions, self.plan.update == "host"
+            self._remote.define_optimizer(self._optimizer, self.trained, versions, host=on_host)
         except BaseException:
             with contextlib.suppress(OneboxError):
                 self.close()
@@ -183,23 +200,32 @@ class InstalledPlan:
         self._remote.retire(self._made)
         return over
 
-    def step(self, batch: Batch) -> CompiledStep:
+    def step(self, batch: Batch, *, windows: bool | None = None) -> CompiledStep:
         """Return the training routines for a batch, installed on the workers.
+
+        Args:
+            batch: The batch.
+            windows: Whether the step overlaps with others; ``None``: as the latest step.
 
         Raises:
             DeviceMemoryError: A step needs more memory than a device has, or may use; nothing has changed on the
                 workers.
         """
-        self._require_room(batch)
-        return self.routines(batch)
+        self._windows = windows = self._windows if windows is None else windows
+        key = (batch.signature(batch.size), windows)
+        if key not in self._steps:
+            self._require_room(batch, windows=windows)
+            self._steps[key] = self.routines(batch, windows=windows)
+        return self._steps[key]
 
-    def routines(self, batch: Batch) -> CompiledStep:
-        """Return the routines that train with a batch, which are with the workers, whether there is room or not."""
-        return self._sent(batch, self.compiler.step(batch), train=True)
+    def routines(self, batch: Batch, *, windows: bool) -> CompiledStep:
+        """Return the routines of :meth:`step`, installed on the workers, without checking the memory."""
+        self._windows = windows
+        return self._sent(batch, self.compiler.step(batch, windows=windows), train=True)
 
     def known(self, batch: Batch) -> CompiledStep | None:
         """Return the routines that train with a batch if they are with the workers; callable from any thread."""
-        compiled = self.compiler.known(batch)
+        compiled = self.compiler.known(batch, windows=self._windows)
         return compiled if compiled in self._there else None
 
     def _sent(self, batch: Batch, compiled: CompiledStep, *, train: bool) -> CompiledStep:
@@ -277,13 +303,14 @@ class InstalledPlan:
         device = self._pool.devices[worker]
         return min(device.memory_bytes, budgets.get(worker) or device.memory_bytes)
 
-    def _require_room(self, batch: Batch) -> None:
+    def _require_room(self, batch: Batch, *, windows: bool) -> None:
         """Refuse a batch, the first of its shape, with which a step would not fit."""
-        shape = (batch.signature(batch.size), self.compiler.windows)
+        shape = (batch.signature(batch.size), windows)
         if not self._strict or shape in self._fitting:
             return
         on_hosts = {}
-        for worker, contents in self.contents(batch).items():
+        found = step_contents(self.compiler, batch, self._resident, windows=windows)
+        for worker, contents in found.items():
             room_bytes = self._room_bytes(worker)
             peak_bytes, waiting_bytes = peaks_of(contents)
             on_hosts[worker] = contents.host_bytes + waiting_bytes
@@ -295,13 +322,6 @@ class InstalledPlan:
         if lack is not None:
             raise lack.error()
         self._fitting.add(shape)
-
-    def _require_room_for_late_steps(self, batch: Batch) -> None:
-        """Refuse a batch that would not fit once steps overlap; exact steps, which need less, may come first."""
-        if self._remote.versions.previous:
-            before, self.compiler.windows = self.compiler.windows, True
-            self._require_room(batch)
-            self.compiler.windows = before
 
     def _leaves(self, worker: int, spare_bytes: int) -> None:
         """Record the memory of a worker that a step or an evaluation leaves free."""
@@ -318,7 +338,7 @@ class InstalledPlan:
 
     def contents(self, batch: Batch) -> dict[int, InitialContents]:
         """Return the memory contents of each worker at the beginning of a step with a batch."""
-        return step_contents(self.compiler, batch, self._resident)
+        return step_contents(self.compiler, batch, self._resident, windows=self._windows)
 
     def evaluation_contents(self, batch: Batch, *, at_once: bool, stepped: bool) -> dict[int, InitialContents]:
         """Return the memory contents of each worker at the beginning of the evaluation of a batch.
@@ -338,7 +358,7 @@ class InstalledPlan:
             sizes: Samples of each of its micro-batches.
         """
         probe = self.compiler.probe(batch, sizes)
-        contents = probe_contents(self.compiler, batch, probe, self._resident)
+        contents = probe_contents(self.compiler, batch, probe, self._resident, windows=self._windows)
         fits = all(peak_of(found) <= self._room_bytes(worker) for worker, found in contents.items())
         return probe if fits else None
 

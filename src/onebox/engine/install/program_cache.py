@@ -2,17 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Hashable, Mapping, Sequence, Set
 
 import torch
+from torch import Tensor
 
 from onebox.engine.compile.definition_numbers import DefinitionNumbers
 from onebox.engine.compile.routine import StepRoutine
-from onebox.engine.install.constant_tensors import ConstantTensors
 from onebox.pool import Pool
 from onebox.wire import DTYPES, spec_of, to_frame
 from onebox.wire.protocol.instructions import Free
 from onebox.wire.protocol.requests import Put
+
+
+class ConstantTensors:
+    """Constants of graphs on the workers.
+
+    Args:
+        pool: The pool.
+        numbers: The numbers of the constants.
+    """
+
+    def __init__(self, pool: Pool, numbers: DefinitionNumbers) -> None:
+        self._pool = pool
+        self.uploaded: dict[int, int] = {}  # from buffer to bytes
+        self._numbers = numbers
+        self._there: set[tuple[Hashable, int]] = set()
+
+    def upload(self, key: Hashable, tensors: Mapping[str, Tensor], workers: Sequence[int]) -> None:
+        """Upload a graph's constants to workers, once."""
+        lacking = [worker for worker in workers if (key, worker) not in self._there]
+        self._there |= {(key, worker) for worker in lacking}
+        numbers = self._numbers.constants(key, tensors)
+        self.uploaded |= {numbers[name]: tensor.nbytes for name, tensor in tensors.items()}
+        if tensors and lacking:
+            put = Put(tuple(numbers.values()), tuple(spec_of(tensor) for tensor in tensors.values()))
+            frames = [bytes(to_frame(tensor)) for tensor in tensors.values()]
+            for worker in lacking:
+                self._pool.post(worker, [put], frames)
 
 
 class ProgramCache:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from torch import nn
+from msgspec.structs import replace
 
 from onebox.engine.compile.compiler import Compiler
 from onebox.engine.compile.definition_numbers import DefinitionNumbers
-from onebox.engine.memory.initial_contents import step_contents, step_peaks
+from onebox.engine.memory.initial_contents import step_contents
 from onebox.engine.memory.limits import host_shortage
 from onebox.engine.memory.simulator import InitialContents, peaks_of
 from onebox.engine.partition.weight_versions import WeightVersions, weight_versions
@@ -19,8 +20,7 @@ from onebox.engine.workload.batch import Batch
 from onebox.engine.workload.captures import Captures
 from onebox.engine.workload.named_state import named_state, trained_names
 from onebox.engine.workload.parameter_groups import Optimizers, optimizers_in
-from onebox.graph import Loss
-from onebox.plan import ASYNC, Plan
+from onebox.plan import Plan
 from onebox.pool import DeviceInfo
 from onebox.pool.network.emulated import LinkMap
 from onebox.wire.protocol.instructions import GroupDelays
@@ -38,126 +38,88 @@ class MemoryForecast(NamedTuple):
     lack: str = ""
 
 
-def count_memory(
-    plan: Plan,
-    model: nn.Module,
-    loss: Loss,
-    optimizer: Optimizers,
-    batch: Batch,
-    *,
-    devices: Sequence[DeviceInfo],
-    captures: Captures,
-    max_norm: float = 0.0,
-    delay: GroupDelays = "none",
-    links: LinkMap | None = None,
-) -> MemoryForecast:
-    """Return the peak memory of each device of a plan in a step, and the host memory that is missing.
-
-    Args and errors are those of :func:`forecast_memory`.
-    """
-    given = plan, model, loss, optimizer, batch, devices, captures, max_norm, delay
-    contents = step_contents(_compiler(*given, links=links), batch)
-    peaks = {device: peaks_of(found) for device, found in contents.items()}
-    lack = host_shortage({device: peaks[device][1] + found.host_bytes for device, found in contents.items()}, devices)
-    return MemoryForecast({device: peak for device, (peak, _) in peaks.items()}, "" if lack is None else str(lack))
-
-
-def forecast_memory(
-    plan: Plan,
-    model: nn.Module,
-    loss: Loss,
-    optimizer: Optimizers,
-    batch: Batch,
-    *,
-    devices: Sequence[DeviceInfo],
-    captures: Captures,
-    max_norm: float = 0.0,
-    ahead: int = 0,
-    delay: GroupDelays = "none",
-    staleness: int = 0,
-    overlap: bool = False,
-    links: LinkMap | None = None,
-) -> dict[int, int]:
-    """Return the peak memory of each device of a plan in a step, from buffer lifetimes alone.
+@dataclass(frozen=True, kw_only=True)
+class TrainingJob:
+    """A model, its optimizer, a batch and devices: all that the memory of a step depends on, except the plan.
 
     Args:
-        plan: The plan.
-        model: The model.
-        loss: The loss.
+        captures: The captured model.
         optimizer: The optimizer.
         batch: A batch.
         devices: All devices of the pool.
-        captures: The captured model.
+        links: The pool's emulated links, if it has any.
         max_norm: Gradient clipping norm; 0 for none.
         ahead: Number of similar batches that are uploaded in advance.
         delay: Treatment of late gradients, if any.
         staleness: 1 if steps use older weights under plans of one stage, too; asynchronous plans always do.
         overlap: Whether exact steps overlap.
-        links: The pool's emulated links, if it has any.
-
-    Raises:
-        UsageError: The plan is for another model.
-        CaptureError: The model cannot be divided among replicas.
     """
-    given = plan, model, loss, optimizer, batch, devices, captures, max_norm, delay
-    compiler = _compiler(*given, late=staleness > 0, overlap=overlap, links=links)
-    return step_peaks(step_contents(compiler, batch), ahead=ahead)
 
+    captures: Captures
+    optimizer: Optimizers
+    batch: Batch
+    devices: Sequence[DeviceInfo]
+    links: LinkMap | None = None
+    max_norm: float = 0.0
+    ahead: int = 0
+    delay: GroupDelays = "none"
+    staleness: int = 0
+    overlap: bool = False
+    _counted: dict[Plan, MemoryForecast] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-def forecast_contents(
-    plan: Plan,
-    model: nn.Module,
-    loss: Loss,
-    optimizer: Optimizers,
-    batch: Batch,
-    *,
-    devices: Sequence[DeviceInfo],
-    captures: Captures,
-    max_norm: float = 0.0,
-    delay: GroupDelays = "none",
-) -> dict[int, InitialContents]:
-    """Return the contents of each device of a plan at the beginning of a step, from which its memory can be simulated.
+    def count(self, plan: Plan) -> MemoryForecast:
+        """Return the peak memory of each device of a plan in a step, and the host memory that is missing.
 
-    Args and errors are those of :func:`forecast_memory`.
-    """
-    return step_contents(_compiler(plan, model, loss, optimizer, batch, devices, captures, max_norm, delay), batch)
+        It follows from buffer lifetimes alone. A plan is counted once, whatever peaks it predicts.
 
+        Raises:
+            UsageError: The plan is for another model.
+            CaptureError: The model cannot be divided among replicas.
+        """
+        told = plan.predicted
+        key = plan if told is None else replace(plan, predicted=replace(told, peak_bytes=(0,) * len(told.peak_bytes)))
+        if key not in self._counted:
+            contents = self.contents(plan)
+            peaks = {device: peaks_of(own) for device, own in contents.items()}
+            needs = {device: peaks[device][1] + own.host_bytes for device, own in contents.items()}
+            waiting = {device: sum(own.leaves[leaf] for leaf in own.routine.leaves) for device, own in contents.items()}
+            lack = host_shortage(needs, self.devices)
+            self._counted[key] = MemoryForecast(
+                {device: peak + self.ahead * waiting[device] for device, (peak, _) in peaks.items()},
+                "" if lack is None else str(lack),
+            )
+        return self._counted[key]
 
-def _compiler(
-    plan: Plan,
-    model: nn.Module,
-    loss: Loss,
-    optimizer: Optimizers,
-    batch: Batch,
-    devices: Sequence[DeviceInfo],
-    captures: Captures,
-    max_norm: float,
-    delay: GroupDelays,
-    *,
-    late: bool = False,
-    overlap: bool = False,
-    links: LinkMap | None = None,
-) -> Compiler:
-    new = functools.partial(next, itertools.count(1))
-    optimizers = optimizers_in(optimizer)
-    state = named_state(model, loss, new)
-    wanted = trained_names(state, optimizers)
-    late = late or plan.schedule == ASYNC
-    compiler = Compiler(
-        plan,
-        captures,
-        batch,
-        devices=devices,
-        links=links or {},
-        state=state,
-        optimizers=optimizers,
-        wanted=wanted,
-        versions=weight_versions(wanted, delay, new) if late else WeightVersions(),
-        max_norm=max_norm,
-        optimizer=new(),
-        new=new,
-        numbers=DefinitionNumbers(new),
-        group_number=lambda members: new(),
-    )
-    compiler.windows = late or overlap
-    return compiler
+    def peaks(self, plan: Plan) -> Mapping[int, int]:
+        """Return the peak memory of each device of a plan in a step; see :meth:`count`."""
+        return self.count(plan).peaks
+
+    def contents(self, plan: Plan) -> dict[int, InitialContents]:
+        """Return the contents of each device at the beginning of a step, from which its memory can be simulated.
+
+        Raises:
+            UsageError: The plan is for another model.
+            CaptureError: The model cannot be divided among replicas.
+        """
+        new = functools.partial(next, itertools.count(1))
+        optimizers = optimizers_in(self.optimizer)
+        state = named_state(self.captures.recipe.model, self.captures.recipe.loss, new)
+        wanted = trained_names(state, optimizers)
+        late = self.staleness > 0 or plan.late
+        compiler = Compiler(
+            plan,
+            self.captures,
+            self.batch,
+            devices=self.devices,
+            links=self.links or {},
+            state=state,
+            optimizers=optimizers,
+            wanted=wanted,
+            versions=weight_versions(wanted, self.delay, new) if late else WeightVersions(),
+            max_norm=self.max_norm,
+            optimizer=new(),
+            new=new,
+            numbers=DefinitionNumbers(new),
+            group_number=lambda members: new(),
+        )
+        return step_contents(compiler, self.batch, windows=late or self.overlap)

@@ -13,7 +13,7 @@ ConstantBytes = Mapping[int, Mapping[int, int]]
 
 
 def step_contents(
-    compiler: Compiler, batch: Batch, resident: ConstantBytes | None = None
+    compiler: Compiler, batch: Batch, resident: ConstantBytes | None = None, *, windows: bool = False
 ) -> dict[int, InitialContents]:
     """Return what each worker has when a step with a batch begins.
 
@@ -21,10 +21,11 @@ def step_contents(
         compiler: The plan's.
         batch: The batch.
         resident: Constants that stay there from earlier batches.
+        windows: Whether steps overlap.
     """
-    compiled = compiler.step(batch)
+    compiled = compiler.step(batch, windows=windows)
     own = compiler.constant_bytes(batch, compiled)
-    return _contents(compiler, batch, compiled, _with(resident, own, compiled), train=True, stepped=True)
+    return _contents(compiler, batch, compiled, _with(resident, own, compiled), late=windows, stepped=True)
 
 
 def evaluation_contents(
@@ -41,23 +42,24 @@ def evaluation_contents(
     """
     compiled = compiler.evaluation(batch, at_once=at_once)
     own = compiler.constant_bytes(batch, compiled, train=False)
-    return _contents(compiler, batch, compiled, _with(resident, own, compiled), train=False, stepped=stepped)
+    return _contents(compiler, batch, compiled, _with(resident, own, compiled), late=False, stepped=stepped)
 
 
 def probe_contents(
-    compiler: Compiler, batch: Batch, probe: Probe, resident: ConstantBytes
+    compiler: Compiler, batch: Batch, probe: Probe, resident: ConstantBytes, *, windows: bool
 ) -> dict[int, InitialContents]:
     """Return what each worker has when the probe of a batch begins.
 
     Args:
         compiler: The plan's.
         batch: The batch.
-        probe: What is run.
+        probe: The routines of the probe.
         resident: Constants that stay there from earlier batches.
+        windows: Whether steps overlap.
     """
     own = {number: tensor.nbytes for number, tensor in probe.constants.items()}
     constants = _with(resident, own, probe.compiled)
-    return _contents(compiler, batch, probe.compiled, constants, train=True, stepped=True)
+    return _contents(compiler, batch, probe.compiled, constants, late=windows, stepped=True)
 
 
 def step_peaks(contents: Mapping[int, InitialContents], *, ahead: int = 0) -> dict[int, int]:
@@ -85,11 +87,10 @@ def _contents(
     compiled: CompiledStep,
     constants: ConstantBytes,
     *,
-    train: bool,
+    late: bool,
     stepped: bool,
 ) -> dict[int, InitialContents]:
     state, holdings, versions = compiler.state, compiler.holdings, compiler.versions
-    late = train and compiler.windows
     on_host = compiler.plan.update == "host"  # then the devices hold nothing of the optimizer's state
     leaves = _leaf_bytes(batch, compiled)
     found = {}

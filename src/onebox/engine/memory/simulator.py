@@ -100,11 +100,6 @@ def peak_of(contents: InitialContents) -> int:
     return peaks_of(contents)[0]
 
 
-def host_peak_of(contents: InitialContents) -> int:
-    """Return the peak bytes of offloaded storages in the host's memory."""
-    return peaks_of(contents)[1]
-
-
 def simulate_memory(contents: InitialContents) -> Iterator[MemorySimulator]:
     """Simulate a step: yield the simulator before the first instruction, and after each.
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from onebox.graph import ModelPrograms
 from onebox.plan import (
-    ASYNC,
     Action,
     Edge,
     Kind,
@@ -21,8 +20,8 @@ from onebox.plan import (
     block_schedule,
     validate,
 )
+from onebox.plan.evaluate.predict import order_of
 from onebox.plan.model.window import check_window, repeated_routes, unrolled
-from onebox.plan.schedules.async_window import steady_window
 
 _STEPS = 4
 """Number of consecutive windows that are checked: one fill, one drain, and two that follow a steady one."""
@@ -52,7 +51,7 @@ def make_schedule(plan: Plan, micro_batches: Sequence[MicroBatch], routes: Route
     if len(plan.stages) == 1:
         return _one_stage(routes)
     edges = stage_edges(model)
-    if plan.schedule == ASYNC:  # for steps that do not overlap
+    if plan.late:  # for steps that do not overlap
         return block_schedule("1f1b", routes, edges=edges)
     if plan.schedule in ("auto", "table"):
         return _in_halves(_free_schedule(plan, micro_batches, routes, edges), plan)
@@ -110,12 +109,12 @@ def make_window(plan: Plan, micro_batches: Sequence[MicroBatch], routes: Routes,
     Raises:
         UsageError: The plan's schedule does not overlap steps.
     """
-    if plan.schedule != ASYNC:
+    if not plan.late:
         return make_schedule(plan, micro_batches, routes, model)
     if len(plan.stages) == 1:
         return _one_stage(routes)
     edges, count = stage_edges(model), len(micro_batches)
-    window = steady_window(routes, edges, plan.in_flight)
+    window = order_of(plan.schedule, routes, edges, plan.in_flight)
     check_window(window, count)
     validate(unrolled(window, count, _STEPS), repeated_routes(routes, _STEPS), edges)
     return window

@@ -12,9 +12,6 @@ from onebox.graph.memory_format import with_channels_last
 from onebox.graph.shard.placements import Placement
 from onebox.plan import Links, Plan, block_numbers
 
-_HALVES = ("zb-h1", "zbv", "auto", "table")
-"""Schedules that may split backward into the gradients of inputs and of parameters."""
-
 
 class StageCutter:
     """Divides a captured model into the stages of a plan, once for each micro-batch size.
@@ -43,7 +40,7 @@ class StageCutter:
             CaptureError: The model cannot be captured.
             UsageError: The plan's stages do not match this model.
         """
-        known = self._captures.traced(batch, size, train=True, halves=self._halves).segments
+        known = self._captures.traced(batch, size, train=True, halves=self._plan.halves).segments
         if len(self._plan.stages) == 1:
             return
         named = [name for stage in self._plan.stages for name in stage.segments]
@@ -68,7 +65,7 @@ class StageCutter:
         """
         key = (batch.signature(size), train, probe)
         if key not in self._models:
-            halves = train and self._halves and not probe
+            halves = train and self._plan.halves and not probe
             traced = self._captures.traced(batch, size, train=train, halves=halves, probe=probe)
             stages = None if len(self._plan.stages) == 1 else [stage.segments for stage in self._plan.stages]
             policies = [stage.policy for stage in self._plan.stages]
@@ -93,10 +90,6 @@ class StageCutter:
         return frozenset() if whole else self._plan.narrow
 
     @property
-    def _halves(self) -> bool:
-        return self._plan.schedule in _HALVES and len(self._plan.stages) > 1
-
-    @property
     def _halved(self) -> range:
         """Split stages whose backward is divided into input and weight gradients."""
-        return range(len(self._plan.stages)) if self._halves else range(0)
+        return range(len(self._plan.stages)) if self._plan.halves else range(0)

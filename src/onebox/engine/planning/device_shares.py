@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from onebox.engine.compile.definition_numbers import DefinitionNumbers
-from onebox.engine.install.constant_tensors import ConstantTensors, put_leaves
+from onebox.engine.data.batch_transfer import put_leaves
+from onebox.engine.install.program_cache import ConstantTensors
+from onebox.engine.partition.sharding_spec import ShardingSpec
 from onebox.engine.state.remote import RemoteState
 from onebox.engine.workload.batch import Batch
 from onebox.engine.workload.captures import Captures
@@ -63,7 +65,10 @@ def measure_speeds(pool: Pool, captures: Captures, batch: Batch, remote: RemoteS
     size = max(1, batch.size // len(pool))
     model = captures.traced(batch, size, train=False).divide()
     everybody = tuple(workers)
-    remote.upload(dict.fromkeys(remote.named.numbers, everybody))
+    names = remote.named.numbers
+    groups = dict.fromkeys(names, (everybody,))
+    holders = dict.fromkeys(names, everybody)
+    remote.upload(ShardingSpec(devices=everybody, holders=holders, replica_groups=groups, stages=()))
     numbers = DefinitionNumbers(remote.new_number)
     numbers_of = numbers.constants("", model.constants)
     ConstantTensors(pool, numbers).upload("", model.constants, everybody)
@@ -74,8 +79,8 @@ def measure_speeds(pool: Pool, captures: Captures, batch: Batch, remote: RemoteS
     for _ in range(_ROUNDS):
         futures = []
         for worker in workers:
-            put, bound, frames = put_leaves(pool, batch.slice(0, size))
-            futures.append(pool.post(worker, [put, Run(routine, bound, trace=True)], frames, answer=True))
+            put, frames = put_leaves(pool, batch.slice(0, size))
+            futures.append(pool.post(worker, [put, Run(routine, put.buffers, trace=True)], frames, answer=True))
         for worker, answer in enumerate(raise_first(futures)):
             times[worker].append(answer.times_ns[1] - answer.times_ns[0])
     for worker in workers:

@@ -10,7 +10,7 @@ import msgspec
 from torch import nn
 
 from onebox.cost.model_profile import ModelProfile
-from onebox.engine.memory.forecast import MemoryForecast, count_memory
+from onebox.engine.memory.forecast import MemoryForecast, TrainingJob
 from onebox.engine.planning.profile import profile_model
 from onebox.engine.problem.memory_search import search_sharing, search_within, short_of_memory
 from onebox.engine.problem.planner_problem import allowed_sizes, make_problem, measured_sizes
@@ -20,10 +20,10 @@ from onebox.engine.workload.delay_compensation import delays_of, extra_copies
 from onebox.engine.workload.parameter_groups import Optimizers
 from onebox.errors import UsageError
 from onebox.graph import Loss, Precision
-from onebox.plan import ASYNC, SCHEDULES, Links, Plan, UpdateAt
+from onebox.plan import Links, Plan, UpdateAt
 from onebox.plan.model.problem import Problem
 from onebox.plan.search.result import SearchResult
-from onebox.plan_names import ACTIVATION_POLICIES, ChainPolicy
+from onebox.plan_names import ACTIVATION_POLICIES, ChainPolicy, searchable_schedules
 from onebox.pool import DeviceInfo, Pool
 from onebox.sizes import Memory, parse_budgets
 from onebox.trainer_options import StaleGradients
@@ -117,7 +117,7 @@ def make_plan(
     allowed = allowed_sizes(batch.size, micro_batches)
     budgets = parse_budgets("memory", memory).of(len(pool))
     late = delays_of(optimizer, stale.correction if stale else "auto")
-    names = tuple(schedules) if schedules is not None else (*SCHEDULES, ASYNC) if stale else SCHEDULES
+    names = tuple(schedules) if schedules is not None else searchable_schedules(int(stale is not None))
     profile, captures = profile_model(
         model,
         loss,
@@ -146,10 +146,12 @@ def make_plan(
     if short_of_memory(problem):
         problem = with_host_speeds(problem, pool, fresh=fresh)
 
+    job = TrainingJob(
+        captures=captures, optimizer=optimizer, batch=batch, devices=pool.devices, links=pool.links, delay=late
+    )
+
     def exact(plan: Plan) -> MemoryForecast:
-        made = formatted(plan, profile, pool.devices)
-        given = made, model, loss, optimizer, batch
-        return count_memory(*given, devices=pool.devices, captures=captures, delay=late, links=pool.links)
+        return job.count(formatted(plan, profile, pool.devices))
 
     if shard_optimizer and len(pool) > 1 and short_of_memory(problem):
         result, plan, problem = search_sharing(problem, exact, budget_s)
@@ -177,7 +179,7 @@ def _limited(plan: Plan, budgets: Sequence[int]) -> Plan:
 def formatted(plan: Plan, profile: ModelProfile, devices: Sequence[DeviceInfo]) -> Plan:
     """Return a plan with the fastest measured formats; versions of weights have the run's precision."""
     found = with_formats(plan, profile, devices)
-    if found.schedule != ASYNC:
+    if not found.late:
         return found
     stages = tuple(msgspec.structs.replace(stage, precision=None) for stage in found.stages)
     return msgspec.structs.replace(found, stages=stages)

@@ -9,16 +9,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from torch import nn
 
 from onebox.cost.estimate import DeviceRates
-from onebox.engine.memory.forecast import count_memory, forecast_contents, forecast_memory
+from onebox.engine.memory.forecast import TrainingJob
 from onebox.engine.memory.timeline import MemoryPeak, MemoryTimeline, memory_peak, memory_timeline
 from onebox.engine.planning.bisection import LargestFit, find_largest
 from onebox.engine.planning.resolve_plan import plan_of
 from onebox.engine.problem.estimate import estimate_links, estimate_profile
-from onebox.engine.problem.memory_search import MemoryCounter, search_within
+from onebox.engine.problem.memory_search import search_within, with_peaks
 from onebox.engine.problem.planner_problem import allowed_sizes, make_problem, measured_sizes
 from onebox.engine.workload.batch import Batch, as_batch
 from onebox.engine.workload.captures import Captures, CaptureSpec, target_type
@@ -161,9 +160,14 @@ def estimate_memory(
     given = Plan.read(plan) if isinstance(plan, str | Path) else plan
     asked = _asked(given, devices)
     captures = _captures(model, loss, optimizer, devices, precision, fuse=fuse)
-    question = _Question(model, loss, optimizer, devices, captures, clip_grad_norm or 0.0)
-    batch = as_batch(inputs, targets)
-    return question.answer(asked, batch, rates, budget_s)
+    job = TrainingJob(
+        captures=captures,
+        optimizer=optimizer,
+        batch=as_batch(inputs, targets),
+        devices=tuple(devices),
+        max_norm=clip_grad_norm or 0.0,
+    )
+    return _Question(job).answer(asked, rates, budget_s)
 
 
 def _asked(given: Plan | DataParallel, devices: Sequence[DeviceInfo]) -> Plan:
@@ -202,73 +206,56 @@ def _captures(
 
 
 class _Question:
-    """A model, an optimizer and devices, about which several questions are answered."""
+    """A job, about which several questions are answered."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: Loss,
-        optimizer: Optimizers,
-        devices: Sequence[DeviceInfo],
-        captures: Captures,
-        max_norm: float,
-    ) -> None:
-        self._job = (model, loss, optimizer)
-        self._devices = tuple(devices)
-        self._captures = captures
-        self._max_norm = max_norm
-        self._budgets = {device.number: device.memory_bytes for device in devices}
+    def __init__(self, job: TrainingJob) -> None:
+        self._job = job
+        self._budgets = {device.number: device.memory_bytes for device in job.devices}
 
-    def answer(self, plan: Plan, batch: Batch, rates: DeviceRates | None, budget_s: float) -> FitReport:
+    def answer(self, plan: Plan, rates: DeviceRates | None, budget_s: float) -> FitReport:
         """Return the complete result."""
-        contents = forecast_contents(
-            plan, *self._job, batch, devices=self._devices, captures=self._captures, max_norm=self._max_norm
-        )
+        contents = self._job.contents(plan)
         peaks = {device: memory_peak(device, found) for device, found in contents.items()}
         found = FitReport(
             plan=plan,
-            batch=batch.size,
-            devices=self._devices,
+            batch=self._job.batch.size,
+            devices=tuple(self._job.devices),
             peaks=peaks,
             curves={device: memory_timeline(device, one) for device, one in contents.items()},
-            largest=self._largest(plan, batch, {device: peak.size_bytes for device, peak in peaks.items()}),
+            largest=self._largest(plan, {device: peak.size_bytes for device, peak in peaks.items()}),
         )
-        return found if found.fits else self._with_ways(found, batch, rates, budget_s)
+        return found if found.fits else self._with_ways(found, rates, budget_s)
 
-    def peaks(self, plan: Plan, batch: Batch) -> dict[int, int]:
-        """Return the exact peaks of a plan."""
-        return forecast_memory(
-            plan, *self._job, batch, devices=self._devices, captures=self._captures, max_norm=self._max_norm
-        )
-
-    def _largest(self, plan: Plan, batch: Batch, known: Mapping[int, int]) -> LargestFit:
+    def _largest(self, plan: Plan, known: Mapping[int, int]) -> LargestFit:
         """Find the largest batch that fits."""
+        batch = self._job.batch
         most = _MOST_SAMPLES if plan.micro_batch is None else max(batch.size, plan.micro_batch * _MOST_MICRO_BATCHES)
 
         def excess(size: int) -> float:
             try:
-                peaks = known if size == batch.size else self.peaks(plan, _resized(batch, size))
+                job = replace(self._job, batch=_resized(batch, size))
+                peaks = known if size == batch.size else job.peaks(plan)
             except CaptureError:  # such as batch norm with one sample
                 return math.inf
             return max(peak - self._budgets[device] for device, peak in peaks.items())
 
         return find_largest(excess, batch.size, most)
 
-    def _with_ways(self, found: FitReport, batch: Batch, rates: DeviceRates | None, budget_s: float) -> FitReport:
+    def _with_ways(self, found: FitReport, rates: DeviceRates | None, budget_s: float) -> FitReport:
         """Search for plans that fit."""
         asked = None if found.plan.micro_batch is None else [found.plan.micro_batch]
-        problem, basis = self._problem(batch, allowed_sizes(batch.size, asked), rates)
+        problem, basis = self._problem(allowed_sizes(found.batch, asked), rates)
         prediction, _ = predict(problem, found.plan)
         ways: list[FitAlternative] = []
         refusal = ""
         try:
-            result, best = search_within(problem, self._exact(batch), budget_s)
+            result, best = search_within(problem, self._job.count, budget_s)
         except PlanError as error:
             refusal = str(error)
         else:
-            ways = [self._way(one.label, one.plan, batch) for one in result.candidates[1:]]
+            ways = [self._way(one.label, one.plan) for one in result.candidates[1:]]
             ways = [one for one in ways if _sort(one.plan) != _sort(best)]
-            ways.insert(0, self._way("the best found", best, batch))
+            ways.insert(0, self._way("the best found", best))
         return replace(
             found,
             step_s=prediction.step_s,
@@ -277,34 +264,29 @@ class _Question:
             refusal=refusal,
         )
 
-    def _problem(self, batch: Batch, sizes: Sequence[int], rates: DeviceRates | None) -> tuple[Problem, str]:
+    def _problem(self, sizes: Sequence[int], rates: DeviceRates | None) -> tuple[Problem, str]:
         """Return the planner's problem, and a description of the source of its times."""
-        measured = measured_sizes(batch.size, sizes)
-        profile, basis = estimate_profile(self._captures, batch, measured, self._job[2], self._devices, rates)
+        job = self._job
+        measured = measured_sizes(job.batch.size, sizes)
+        profile, basis = estimate_profile(job.captures, job.batch, measured, job.optimizer, job.devices, rates)
         problem = make_problem(
             profile,
-            self._devices,
-            estimate_links(self._devices),
-            batch=batch.size,
+            job.devices,
+            estimate_links(job.devices),
+            batch=job.batch.size,
             micro_batches=sizes,
             schedules=SCHEDULES,
             updates=("device", "host"),
         )
         return problem, basis
 
-    def _exact(self, batch: Batch) -> MemoryCounter:
-        return lambda plan: count_memory(
-            plan, *self._job, batch, devices=self._devices, captures=self._captures, max_norm=self._max_norm
-        )
-
-    def _way(self, label: str, plan: Plan, batch: Batch) -> FitAlternative:
+    def _way(self, label: str, plan: Plan) -> FitAlternative:
         """Return a plan of a search with its exact memory."""
         assert plan.predicted is not None
-        peaks = self.peaks(plan, batch)
-        exact = msgspec.structs.replace(plan.predicted, peak_bytes=tuple(peaks[device] for device in plan.devices))
+        peaks = self._job.peaks(plan)
         return FitAlternative(
             label=label,
-            plan=msgspec.structs.replace(plan, predicted=exact),
+            plan=with_peaks(plan, peaks),
             peak_bytes=peaks,
             step_s=plan.predicted.step_s,
             refused=_shortfall(peaks, self._budgets),

@@ -156,7 +156,7 @@ class _Within:
             return True
         if not self._better(plan):
             return False
-        self.best = result, _with_peaks(plan, peaks)
+        self.best = result, with_peaks(plan, peaks)
         room = {device: peaks[device] for device in plan.devices if device in self._limits}
         spare = {device: peak for device, peak in room.items() if self._limits[device] > peak * _WORTH}
         if not spare or not _pays(plan):
@@ -187,7 +187,7 @@ class _Within:
             peaks, lack = self._exact(plan)
             if not lack and all(peaks[device] <= self._limits.get(device, math.inf) for device in plan.devices):
                 assert self._last is not None
-                self.best = self._last, _with_peaks(plan, peaks)
+                self.best = self._last, with_peaks(plan, peaks)
                 return
 
     def _near(self, candidate: PlanCandidate) -> bool:
@@ -232,7 +232,7 @@ def _prediction(plan: Plan) -> Prediction:
     return plan.predicted
 
 
-def _with_peaks(plan: Plan, peaks: Mapping[int, int]) -> Plan:
+def with_peaks(plan: Plan, peaks: Mapping[int, int]) -> Plan:
     """Return a plan with other predicted peaks."""
     predicted = msgspec.structs.replace(_prediction(plan), peak_bytes=tuple(peaks[device] for device in plan.devices))
     return msgspec.structs.replace(plan, predicted=predicted)

@@ -1,55 +1,43 @@
-"""Recovery manager of a run: requests snapshots, keeps the steps since, and resumes the run after a loss."""
+"""Recovery manager of a run: everything that uses the workers goes through it, is repeated after a loss, or fails for
+good.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from onebox.engine.install.installed_plan import InstalledPlan
-from onebox.engine.recovery.policy import MOST_STEPS_APART, RecoveryRecord, RestartPoint, SnapshotCadence, StepHistory
-from onebox.engine.recovery.snapshots import SnapshotCoordinator
-from onebox.engine.state.remote import RemoteState
+from onebox.engine.recovery.policy import RecoveryRecord, RestartPoint
+from onebox.engine.recovery.snapshot_schedule import SnapshotScheduler
 from onebox.engine.state.snapshot_layout import SnapshotLayout
-from onebox.engine.steps.launch import StepRequest
+from onebox.engine.steps.launch import LaunchedStep, StepRequest
+from onebox.engine.steps.observer import EndedStep, StepObserver
 from onebox.engine.steps.overlap_scheduler import OverlapScheduler
-from onebox.errors import OneboxError, PeerLost, PoolError, WorkerDied, WorkerHung
+from onebox.errors import OneboxError, PeerLost, PoolError, ReplicasParted, WorkerDied, WorkerHung
 from onebox.pool import Pool, WorkerReply, raise_first
 
-RECOVERABLE = (WorkerDied, WorkerHung, PeerLost)
+_RECOVERABLE = (WorkerDied, WorkerHung, PeerLost)
 """Errors from which a run can recover."""
 
 _ATTEMPTS = 5
 """Most consecutive losses before another step has completed."""
-
-_KEPT_BYTES = 1 << 30
-"""Bytes of kept batches since the last snapshot after which another one is due."""
-
-_SPREAD = 0.5
-"""Fraction of the snapshot interval over which a snapshot's transfer is spread."""
-
-_PATIENCE_S = 1800.0
-"""Longest wait for a snapshot."""
 
 _AGAIN_S = 2.0
 """Longest wait in a recovery for the restored state to be stored redundantly again."""
 
 _LOG = logging.getLogger("onebox")
 
+_T = TypeVar("_T")
+
 
 class RecoverableRun(Protocol):
     """Interface of a run that recovery needs."""
-
-    saved: Path | None
-    """The latest checkpoint."""
-    overlap: OverlapScheduler
-    """Overlapping remains of a step."""
 
     def rebuild(self, copies: SnapshotLayout | None) -> str | None:
         """Restore a state on the workers and prepare for steps; return a description of the new plan, if one was
@@ -59,191 +47,148 @@ class RecoverableRun(Protocol):
             OneboxError: A worker was lost, or there is no plan for the remaining ones.
         """
 
-    def launch(self, work: StepRequest) -> Mapping[int, Future[WorkerReply]]:
-        """Begin a step; return the pending reply of each worker."""
+    def repeat(self, work: StepRequest) -> LaunchedStep:
+        """Launch a step again."""
+
+    def write_changes(self) -> None:
+        """Upload the user changes since the last step, unless the workers have them."""
 
 
-class RecoveryManager:
-    """Recovery of one run.
+class RecoveryManager(StepObserver):
+    """Supervisor of what a run does on its workers.
 
     Args:
         pool: The pool.
-        remote: The state on the workers.
         run: The run.
-        every: Steps between snapshots; ``None`` chooses an interval that keeps their cost low.
+        overlap: Overlapping remains of steps.
+        snapshots: The snapshots to recover from; ``None`` if the first loss is final.
+        locate: Adds the location in the step to an error.
         in_flight: Most steps in flight.
+        checkpoint: Path of the latest checkpoint.
     """
 
     def __init__(
-        self, pool: Pool, remote: RemoteState, run: RecoverableRun, *, every: int | None, in_flight: int
+        self,
+        pool: Pool,
+        run: RecoverableRun,
+        overlap: OverlapScheduler,
+        snapshots: SnapshotScheduler | None,
+        locate: Callable[[Exception], None],
+        *,
+        in_flight: int,
+        checkpoint: Path | None,
     ) -> None:
+        self.error: Exception | None = None
+        """The first failure for good: the state on the workers is void."""
         self.recoveries: list[RecoveryRecord] = []
-        self.cadence = SnapshotCadence(every)
+        self.checkpoint = checkpoint
         self._pool = pool
-        self._remote = remote
         self._run = run
-        self._patience = every or MOST_STEPS_APART
+        self._overlap = overlap
+        self._snapshots = snapshots
+        self._locate = locate
         self._in_flight = in_flight
-        self._snapshots = SnapshotCoordinator(pool, remote)
-        self._history: StepHistory[SnapshotLayout | None, StepRequest] | None = None
-        self._times: deque[tuple[str, int, float]] = deque()
-        self._last_s: dict[int, float] = {}
-        self._cost_s = 0.0
-        self._asking_s = 0.0
         self._tries = 0
         self._furthest = -1
-        remote.keep_first = True
 
-    # ---- normal operation
+    # ---- the way in
 
-    def begin(self, step: int) -> None:
-        """Record that the user's model is the state after a number of steps; only the first call has an effect."""
-        if self._history is None:
-            self._history = StepHistory(step, None, limit_bytes=_KEPT_BYTES)
-
-    def ready(self, *, reachable: bool) -> None:
-        """Request a snapshot of the state just uploaded to the workers; wait for it if it is the first.
-
-        Afterwards the user's model is no longer needed.
+    def run(self, action: Callable[[], _T], *, void: bool = False) -> _T:
+        """Perform an action, and again after each recovery from a loss.
 
         Args:
-            reachable: Whether workers can connect to each other.
+            action: The action.
+            void: Whether any other failure makes the state void.
 
         Raises:
-            OneboxError: Something failed on a worker.
+            OneboxError: It failed, or the run cannot recover from a loss.
         """
-        history = self._begun()
-        self._give_up()
-        self._snapshots.form(reachable=reachable)
-        self._snapshots.ask()
-        history.ask(again=True)
-        if history.snapshot is None:
-            self._wait(_PATIENCE_S)
-            self._remote.forget_first()
+        while True:
+            try:
+                return action()
+            except Exception as error:
+                self._recover_from(error, void=void)
 
-    def keep(self, ready: InstalledPlan) -> None:
-        """Request a snapshot of a newly installed plan's state; close the plan if that fails.
+    def once(self, action: Callable[[], _T], *, void: bool = True) -> _T | None:
+        """Perform an action that a recovery makes superfluous: a step, which it repeats, or a change of plan.
+
+        Args:
+            action: The action.
+            void: Whether a failure other than a loss makes the state void.
+
+        Returns:
+            The result; ``None`` after a recovery from a loss.
 
         Raises:
-            OneboxError: Something failed on a worker.
+            OneboxError: It failed, or the run cannot recover from a loss.
         """
         try:
-            self.ready(reachable=ready.plan.sync == "workers")
-        except BaseException:
-            with contextlib.suppress(OneboxError):
-                ready.close()
-            raise
+            return action()
+        except Exception as error:
+            self._recover_from(error, void=void)
+            return None
 
-    def moved(self, *, reachable: bool) -> None:
-        """Record that the state is distributed differently; the newest snapshot stays valid.
+    @contextlib.contextmanager
+    def poisoning(self, what: str) -> Iterator[None]:
+        """Fail for good if the context is interrupted while only some devices may have received a message.
 
         Args:
-            reachable: Whether workers can connect to each other.
-
-        Raises:
-            OneboxError: A worker was lost.
+            what: Description of the message.
         """
-        self._give_up()
-        self._snapshots.form(reachable=reachable, wait=False)
+        try:
+            yield
+        except OneboxError:
+            raise
+        except BaseException:  # such as KeyboardInterrupt
+            self.fail(
+                ReplicasParted(
+                    f"{what} was interrupted when some devices had it and others not; make another trainer, or resume "
+                    "from the last checkpoint"
+                )
+            )
+            raise
 
-    def record(self, work: StepRequest) -> None:
-        """Record a step that is about to begin."""
-        self._begun().begin(work, work.size_bytes)
+    def fail(self, error: Exception) -> None:
+        """Store the first failure: the state on the workers is void, and every later call raises it."""
+        self._locate(error)
+        self.error = self.error or error
 
-    def posted(self, answers: Mapping[int, Future[WorkerReply]]) -> None:
-        """Record that a step has begun, and request a snapshot after it if one is due.
+    def saved(self, checkpoint: Path) -> None:
+        """Record that a checkpoint has been written, for the errors that refer to it."""
+        self.checkpoint = checkpoint
 
-        Waits if the snapshot under way is far behind.
-
-        Raises:
-            OneboxError: Something failed on a worker, or the pool is broken.
-        """
-        kind = "beside" if self._snapshots.sending else "step"
-        for worker, future in answers.items():
-            future.add_done_callback(functools.partial(self._ended, kind, worker))
-        self._look()
-        history = self._begun()
-        if history.must_wait(self._patience):
-            self._wait(_PATIENCE_S)
-        if not history.due(self.cadence.every):
-            return
-        start_s = time.monotonic()
-        self._run.overlap.end()
-        for worker, future in self._snapshots.ask(_SPREAD * self.cadence.apart_s).items():
-            future.add_done_callback(functools.partial(self._ended, "snapshot", worker))
-        self._cost_s, self._asking_s = 0.0, time.monotonic() - start_s
-        history.ask()
-
-    def ended(self, step: int) -> None:
-        """Record a completed step."""
-        if step > self._furthest:
-            self._furthest, self._tries = step, 0
-
-    def close(self) -> None:
-        """Discard all snapshots on the workers.
-
-        Raises:
-            OneboxError: The pool is broken.
-        """
-        self._snapshots.close(self._history.snapshot if self._history else None)
-
-    def _begun(self) -> StepHistory[SnapshotLayout | None, StepRequest]:
-        assert self._history is not None
-        return self._history
-
-    def _ended(self, what: str, worker: int, future: Future[WorkerReply]) -> None:
-        if not future.cancelled() and future.exception() is None:
-            self._times.append((what, worker, time.monotonic()))
-
-    def _look(self) -> None:
-        """Process received replies."""
-        while self._times:
-            what, worker, at_s = self._times.popleft()
-            before_s = self._last_s.get(worker, at_s)
-            if what == "snapshot":
-                self._cost_s = max(self._cost_s, at_s - before_s)
-                continue
-            if worker == min(self._last_s, default=None):
-                self.cadence.step_took(at_s - before_s, beside=what == "beside")
-            self._last_s[worker] = at_s
-        self._arrive(self._snapshots.look())
-
-    def _wait(self, timeout_s: float) -> None:
-        """Wait for the snapshot under way, with a timeout."""
-        self._arrive(self._snapshots.wait(timeout_s))
-
-    def _arrive(self, copies: SnapshotLayout | None) -> None:
-        """Replace the previous snapshot by the one that has arrived."""
-        if copies is None:
-            return
-        history = self._begun()
-        before = history.arrive(copies)
-        if before is not None:
-            self._snapshots.drop(before)
-        if self._cost_s:
-            self.cadence.snapshot_took(self._cost_s + self._asking_s)
-        else:
-            self.cadence.pass_over()
-        self._cost_s = 0.0
-
-    def _give_up(self) -> None:
-        """Abandon the snapshot under way."""
-        self._snapshots.give_up()
-        self._begun().give_up()
-        self.cadence.pass_over()
-        self._cost_s = 0.0
+    def ended(self, step: EndedStep) -> None:
+        """Count attempts anew when the run is further than ever."""
+        if step.number > self._furthest:
+            self._furthest, self._tries = step.number, 0
 
     # ---- after a loss
 
-    def recover(self, error: Exception) -> RecoveryRecord:
+    def _recover_from(self, error: Exception, *, void: bool) -> None:
+        """Recover from a loss, or raise the error; store it if the state is void."""
+        if self._snapshots is None or not isinstance(error, _RECOVERABLE):
+            if void:
+                self.fail(error)
+            else:
+                self._locate(error)
+            raise error
+        self._locate(error)
+        try:
+            self._recover(error, self._snapshots)
+        except Exception as final:
+            self.fail(final)
+            raise
+        except BaseException:  # such as KeyboardInterrupt
+            self.fail(ReplicasParted("a recovery was interrupted; resume from the last checkpoint"))
+            raise
+
+    def _recover(self, error: Exception, snapshots: SnapshotScheduler) -> None:
         """Recover the pool, restore the newest snapshot on the workers, and repeat the steps since.
 
         Raises:
             PoolError: Workers were lost repeatedly, or every copy of some part of the state was.
-            OneboxError: The error itself, if it is not a loss; or there is no plan for the remaining devices.
+            OneboxError: There is no plan for the remaining devices.
         """
-        if not isinstance(error, RECOVERABLE) or self._history is None:
-            raise error
         start_s, at_s, first = time.monotonic(), time.time(), error
         attempts, plan = 0, None
         lost: set[int] = set()
@@ -255,20 +200,19 @@ class RecoveryManager:
                     f"workers were lost {self._tries} times and no step ended in between; resume from the last "
                     f"checkpoint; the last loss: {error}"
                 ) from error
-            self._give_up()
-            restart = self._history.restart()
+            restart = snapshots.restart()
             try:
                 healing = self._pool.recover_workers()
                 lost, replaced = lost | set(healing.lost), (replaced | set(healing.replaced)) - set(healing.gone)
                 self._check(restart, healing.lost, error)
                 plan = self._run.rebuild(restart.snapshot) or plan
-                self._wait(_AGAIN_S)
+                snapshots.wait(_AGAIN_S)
                 self._replay(restart)
+                self._run.write_changes()
                 break
-            except RECOVERABLE as again:
+            except _RECOVERABLE as again:
                 error = again
-        self._times.clear()
-        self._last_s.clear()
+        snapshots.recovered()
         story = RecoveryRecord(
             at_s=at_s,
             failure=f"{type(first).__name__}: {str(first).splitlines()[0]}",
@@ -276,7 +220,7 @@ class RecoveryManager:
             replaced=tuple(sorted(replaced)),
             gone=tuple(sorted(lost - replaced)),
             plan=plan,
-            step=self._begun().steps,
+            step=snapshots.steps,
             snapshot_step=restart.step,
             redone=len(restart.replay),
             attempts=attempts,
@@ -284,7 +228,6 @@ class RecoveryManager:
         )
         self.recoveries.append(story)
         _LOG.warning("%s", story)
-        return story
 
     def _check(
         self, restart: RestartPoint[SnapshotLayout | None, StepRequest], lost: Mapping[int, Exception], error: Exception
@@ -297,7 +240,7 @@ class RecoveryManager:
         missing = copies.missing()
         if missing is not None:
             had = " and ".join(map(str, sorted(copies.had[missing])))
-            saved = f"the last checkpoint, {self._run.saved}" if self._run.saved else "a checkpoint, if there is one"
+            saved = f"the last checkpoint, {self.checkpoint}" if self.checkpoint else "a checkpoint, if there is one"
             raise PoolError(
                 f"the run cannot go on: {missing.name} after step {restart.step} was kept by worker {had} only, "
                 f"and was lost there; resume from {saved}; the last loss: {error}"
@@ -310,10 +253,10 @@ class RecoveryManager:
         """
         running: deque[tuple[StepRequest, list[Future[WorkerReply]]]] = deque()
         for work in restart.replay:
-            running.append((work, list(self._run.launch(work).values())))
+            running.append((work, list(self._run.repeat(work).answers.values())))
             if len(running) > self._in_flight:
                 raise_first(running.popleft()[1])
-        self._run.overlap.end()
+        self._overlap.end()
         for work, futures in running:
             if work.loss.ended:
                 raise_first(futures)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from onebox.cost import PoolProfile, load
 from onebox.cost.model_profile import ModelBytes, ModelProfile, SegmentTimes
-from onebox.engine.memory.forecast import MemoryForecast, forecast_memory
+from onebox.engine.memory.forecast import MemoryForecast, TrainingJob
 from onebox.engine.problem.memory_search import search_within
 from onebox.engine.problem.planner_problem import (
     CachedTimes,
@@ -78,24 +78,21 @@ class ReplanWorkload:
     delay: GroupDelays = "none"
     overlap: bool = False
 
-    def peaks(self, plan: Plan, pool: Pool) -> dict[int, int]:
+    def peaks(self, plan: Plan, pool: Pool) -> Mapping[int, int]:
         """Return the peak bytes of each device of a plan."""
-        recipe = self.captures.recipe
-        return forecast_memory(
-            plan,
-            recipe.model,
-            recipe.loss,
-            self.optimizer,
-            self.batch,
-            devices=pool.devices,
+        job = TrainingJob(
             captures=self.captures,
+            optimizer=self.optimizer,
+            batch=self.batch,
+            devices=pool.devices,
+            links=pool.links,
             max_norm=self.max_norm,
             ahead=self.in_flight - 1,
             delay=self.delay,
             staleness=self.staleness,
             overlap=self.overlap,
-            links=pool.links,
         )
+        return job.peaks(plan)
 
 
 def replan_devices(plan: Plan, work: ReplanWorkload, pool: Pool) -> Plan:

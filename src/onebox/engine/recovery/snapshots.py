@@ -20,13 +20,12 @@ from dataclasses import dataclass, field
 
 from onebox.engine.install.deferred_replies import DeferredReplies, begin_group_formation
 from onebox.engine.recovery.snapshot_fetch import SnapshotFetch
+from onebox.engine.state.moves import CLIENT, WorkerStateSpec
 from onebox.engine.state.remote import RemoteState
 from onebox.engine.state.snapshot_layout import (
-    CLIENT,
     BuddyTransfer,
     SnapshotLayout,
     SnapshotLocation,
-    WorkerStateSpec,
     behind_runs,
     find_buddies,
     join_runs,

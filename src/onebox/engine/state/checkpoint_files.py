@@ -25,7 +25,7 @@ from msgspec import Struct
 from safetensors import SafetensorError
 from torch import Tensor
 
-from onebox.engine.state.state_layout import Key
+from onebox.engine.state.pieces import Key
 from onebox.engine.workload.loss_reduction import ReductionName
 from onebox.errors import CheckpointError, UsageError
 from onebox.graph import Precision

@@ -21,8 +21,8 @@ from onebox.engine.state.checkpoint_files import (
     Manifest,
     NumberEntry,
 )
+from onebox.engine.state.pieces import Key
 from onebox.engine.state.remote import RemoteState, StartState
-from onebox.engine.state.state_layout import Key
 from onebox.engine.state.transfer import StateTransfer
 from onebox.engine.workload.loss_reduction import LossReduction, ReductionName
 from onebox.engine.workload.named_state import NamedState, named_state

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +11,10 @@ from torch import Tensor, nn
 
 from onebox.engine.partition.sharding_spec import Members, ShardingSpec
 from onebox.engine.partition.weight_versions import KEYS, WeightVersions, version_broadcasts
-from onebox.engine.state.snapshot_layout import SnapshotLayout, StateItem, WorkerStateSpec
-from onebox.engine.state.snapshot_restore import WantedPart, put_shares, restore_parts, wanted_spec
-from onebox.engine.state.state_layout import StateLayout
+from onebox.engine.state.move_executor import WantedPart, restore_parts, upload, wanted_spec
+from onebox.engine.state.moves import CLIENT, StateItem, StateLayout, StateMove, WorkerStateSpec, plan_moves, released
+from onebox.engine.state.pieces import Key, TensorSource, find_tensor_sources
+from onebox.engine.state.snapshot_layout import SnapshotLayout
 from onebox.engine.workload.named_state import (
     OptimizerEntries,
     local_optimizer_state,
@@ -22,13 +24,13 @@ from onebox.engine.workload.named_state import (
     trained_names,
 )
 from onebox.engine.workload.parameter_groups import Optimizers, optimizers_in, options_of, training_of
-from onebox.graph.shard.placements import REPLICATE, Shard, shard_of
-from onebox.pool import Pool, raise_first
-from onebox.wire import spec_of, to_frame
-from onebox.wire.protocol.instructions import Ask, Free, Options
-from onebox.wire.protocol.requests import Define, Instruction, Put
+from onebox.graph.shard.placements import shard_of
+from onebox.pool import Pool, WorkerReply, raise_first
+from onebox.wire import TensorSpec, to_frame
+from onebox.wire.protocol.instructions import Ask, Free, Get, Options
+from onebox.wire.protocol.requests import Define, Instruction
 from onebox.wire.protocol.responses import WorkerMemory
-from onebox.wire.protocol.snapshots import Fill, Recall, StateEntry
+from onebox.wire.protocol.snapshots import Fill, Lay, Number, Recall, Remembered, StateEntry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +72,11 @@ class RemoteState:
         self._optimizer_number = 0
         self._trained: dict[int, tuple[str, ...]] = {}
         self._owned: dict[int, tuple[str, ...]] = {}
-        self._holders: dict[str, Members] = {}
         self._holdings: ShardingSpec | None = None
         self._sent_options: tuple[Options, ...] = ()
         self._copies: SnapshotLayout | None = None
-        self.keep_first = False
         self.versions = WeightVersions()
+        """Buffers of versions of the parameters that have gradients, once the optimizer is defined."""
         self.branched = False
         """True if parameters have versions on the workers."""
         self.first_versions: Mapping[tuple[str, str], Tensor] = start.versions if start else {}
@@ -90,47 +91,65 @@ class RemoteState:
         self._ledger.append(self._pool.new_number())
         return self._ledger[-1]
 
-    def upload(self, holders: Mapping[str, Members], holdings: ShardingSpec | None = None) -> None:
+    def upload(self, holdings: ShardingSpec) -> None:
         """Upload every tensor to its holders, from a snapshot or else the user's model; tensors already present stay.
 
         Args:
-            holders: Holders of each tensor.
-            holdings: The sharding spec; ``None`` gives every holder the whole.
+            holdings: The sharding spec.
+
+        Raises:
+            OneboxError: The pool is broken or closed, or a worker was lost.
         """
-        self._holdings = holdings
-        if self._copies is not None and holdings is not None:
-            self._restore(self._copies, holdings)
-        for name, workers in holders.items():
-            if self._copies is not None and self._copies.has(name):
-                continue
-            number, tensor = self.named.numbers[name], self.named.tensors[name].detach()
-            placement = holdings.placement(name) if holdings else REPLICATE
-            parts = [tensor]
-            if holdings and isinstance(placement, Shard):
-                parts = [shard_of(tensor, placement, rank) for rank in range(len(placement.sizes))]
-            frames = [to_frame(part.clone()) for part in parts]
-            for worker in workers:
-                if worker in self._holders.get(name, ()) and len(parts) == 1:
-                    continue
-                rank = holdings.ranks[worker] if holdings and len(parts) > 1 else 0
-                self._pool.post(worker, [Put((number,), (spec_of(parts[rank]),))], [frames[rank]])
-            for worker in set(self._holders.get(name, ())) - set(workers):
-                self._pool.post(worker, [Free((number,))])
-        for name in set(self._holders) - set(holders):
-            for worker in self._holders[name]:
-                self._pool.post(worker, [Free((self.named.numbers[name],))])
-        self._holders = dict(holders)
+        before, self._holdings, copies = self._holdings, holdings, self._copies
+        present = _NOWHERE
+        if before is not None:
+            present = _tensor_layout(before, [name for name in before.holders if name not in before.placements])
+            gone = released(_tensor_layout(before, before.holders), _tensor_layout(holdings, holdings.holders))
+            for worker, items in gone.items():
+                self._pool.post(worker, [Free(tuple(map(self.number_of, items)))])
+        if copies is not None:
+            for worker in holdings.devices:
+                self._fill(copies, worker, [n for n in holdings.held_by(worker, holdings.holders) if copies.has(n)])
+        own = {n: self.named.tensors[n] for n in holdings.holders if copies is None or not copies.has(n)}
+        upload(self._pool, self._moves(own, present), holdings.placements, own, self.named.numbers, copy=True)
 
-    def _restore(self, copies: SnapshotLayout, holdings: ShardingSpec) -> None:
-        """Restore parameters and buffers from a snapshot on their holders."""
-        for worker in holdings.devices:
-            names = [name for name in holdings.held_by(worker, holdings.holders) if copies.has(name)]
-            self._fill(copies, worker, names, holdings)
+    def _moves(self, names: Collection[str], present: StateLayout, key: str = "") -> tuple[StateMove, ...]:
+        """Return the moves of tensors, or versions of them, from the client to the holders that lack them."""
+        before = StateLayout(parts={CLIENT: [StateItem(name, key, 0) for name in names], **present.parts})
+        return plan_moves(before, _tensor_layout(self.holdings, names, key))
 
-    def _fill(
-        self, copies: SnapshotLayout, worker: int, names: Sequence[str], holdings: ShardingSpec, key: str = ""
-    ) -> None:
+    def write(self, changes: Mapping[str, Tensor]) -> None:
+        """Replace parameters and buffers on all their holders.
+
+        Steps requested earlier use the previous values.
+
+        Args:
+            changes: New values by name, which nobody changes; those that no worker holds are ignored.
+
+        Raises:
+            OneboxError: The pool is broken or closed.
+        """
+        moves = self._moves(changes, _NOWHERE)
+        upload(self._pool, moves, self.holdings.placements, changes, self.named.numbers, there=True)
+
+    def write_optimizer(self, entries: OptimizerEntries, *, host: bool) -> None:
+        """Replace the whole optimizer state.
+
+        Args:
+            entries: The new state.
+            host: Whether it is in the memory of each holder's host.
+
+        Raises:
+            OneboxError: The pool is broken or closed.
+        """
+        for worker, held in self._trained.items():
+            define, tensors = self._definition(worker, held, entries, host=host)
+            self._pool.post(worker, [define], [to_frame(tensor.clone()) for tensor in tensors])
+        self._sent_options = ()  # the definition may have the options of an earlier step
+
+    def _fill(self, copies: SnapshotLayout, worker: int, names: Sequence[str], key: str = "") -> None:
         """Fill buffers of a worker with tensors, or versions of them, from a snapshot."""
+        holdings = self.holdings
         wanted = [
             WantedPart(
                 StateItem(name, key, holdings.share(worker, name)),
@@ -143,10 +162,11 @@ class RemoteState:
         numbers = tuple(self.number_of(each.item) for each in wanted)
         self._pool.post(worker, [Fill(numbers, tuple(each.spec for each in wanted), places)])
 
-    def _recall(self, copies: SnapshotLayout, worker: int, held: tuple[str, ...], holdings: ShardingSpec) -> Recall:
+    def _recall(self, copies: SnapshotLayout, worker: int, held: tuple[str, ...]) -> Recall:
         """Return the instruction that restores a worker's optimizer state from a snapshot."""
         entries: list[StateEntry] = []
         wanted = []
+        holdings = self.holdings
         for index, name in enumerate(held):
             placement, spec = holdings.placement(name), holdings.spec(worker, name, self.named.spec(name))
             for key in (key for key in copies.keys(name) if key not in KEYS):
@@ -161,56 +181,63 @@ class RemoteState:
         return Recall(self._optimizer_number, tuple(entries), places)
 
     def define_optimizer(
-        self, number: int, trained: tuple[str, ...], holdings: ShardingSpec, *, host: bool = False
+        self, number: int, trained: tuple[str, ...], versions: WeightVersions, *, host: bool = False
     ) -> None:
-        """Define the optimizer over the parameters that have gradients, on their holders.
+        """Define the optimizer over the parameters that have gradients, on their holders, after the upload.
 
         Args:
             number: Its number, from :meth:`new_number`.
             trained: The parameters that have gradients.
-            holdings: The sharding spec.
+            versions: Buffers of their versions.
             host: Whether it runs in the memory of each holder's host.
 
         Raises:
             OneboxError: A worker refuses it.
         """
         self._optimizer_number = number
+        self.settle(self.holdings, trained, versions)
         self._sent_options = options_of(self.optimizer)
         futures = []
-        for worker in holdings.devices:
-            held = holdings.stepped_by(worker, trained)
-            if held:
-                self._trained[worker] = held
-                self._owned[worker] = holdings.owned_by(worker, trained)
-                entries, tensors = state_entries(self.share(worker, holdings, self.remembered), held)
-                delay = self.versions.delay
-                definition = optimizer_definition(self.optimizer, self.named, held, entries, host=host, delay=delay)
-                instructions: list[Instruction] = [Define(self._optimizer_number, definition)]
-                if self._copies is not None:
-                    instructions.append(self._recall(self._copies, worker, held, holdings))
-                futures.append(self._pool.post(worker, instructions, [to_frame(t) for t in tensors], answer=True))
+        for worker, held in self._trained.items():
+            define, tensors = self._definition(worker, held, self.remembered, host=host)
+            instructions: list[Instruction] = [define]
+            if self._copies is not None:
+                instructions.append(self._recall(self._copies, worker, held))
+            futures.append(self._pool.post(worker, instructions, [to_frame(t) for t in tensors], answer=True))
         raise_first(futures)
-        if self.versions.previous:
-            self._bring_versions(holdings, trained)
-        if not self.keep_first:
-            self.forget_first()
+        if versions.previous:
+            self._bring_versions(trained)
 
-    def _bring_versions(self, holdings: ShardingSpec, trained: tuple[str, ...]) -> None:
+    def _definition(
+        self, worker: int, held: tuple[str, ...], remembered: OptimizerEntries, *, host: bool
+    ) -> tuple[Define, list[Tensor]]:
+        """Return the definition of a worker's optimizer with its shards of a state, and their tensors."""
+        found: OptimizerEntries = []
+        for name, key, value in remembered:
+            placement = self.holdings.placement(name)
+            if isinstance(value, Tensor) and name in held and value.shape == self.named.tensors[name].shape:
+                value = shard_of(value, placement, self.holdings.share(worker, name))  # noqa: PLW2901
+            found.append((name, key, value))
+        entries, tensors = state_entries(found, held)
+        delay = self.versions.delay
+        spec = optimizer_definition(self.optimizer, self.named, held, entries, host=host, delay=delay)
+        return Define(self._optimizer_number, spec), tensors
+
+    def _bring_versions(self, trained: tuple[str, ...]) -> None:
         """Upload versions of parameters to their holders, if there are initial versions."""
-        keys, copies = self.versions.keys, self._copies
+        keys, copies, holdings = self.versions.keys, self._copies, self.holdings
         known = self.first_versions if copies is None else {(n, key) for n in trained for key in copies.keys(n)}
         if not trained or not all((name, key) in known for name in trained for key in keys):
             return
-        for worker in holdings.devices:
-            held = holdings.held_by(worker, trained)
-            for key, numbers in keys.items():
-                if copies is not None:
-                    self._fill(copies, worker, held, holdings, key)
-                else:
-                    whole = {name: self.first_versions[name, key] for name in held}
-                    put_shares(self._pool, worker, whole, numbers, holdings)
-            if stepped := self._trained.get(worker):
-                self._pool.post(worker, [self.versions.branch(self._optimizer_number, stepped, behind=1)])
+        for key, numbers in keys.items():
+            if copies is not None:
+                for worker in holdings.devices:
+                    self._fill(copies, worker, holdings.held_by(worker, trained), key)
+            else:
+                first, moves = {n: self.first_versions[n, key] for n in trained}, self._moves(trained, _NOWHERE, key)
+                upload(self._pool, moves, holdings.placements, first, numbers)
+        for worker, stepped in self._trained.items():
+            self._pool.post(worker, [self.versions.branch(self._optimizer_number, stepped, behind=1)])
         self.branched = True
 
     def branch(self, options: tuple[Options, ...], group_of: Callable[[Members], int]) -> None:
@@ -235,36 +262,19 @@ class RemoteState:
         """Return the buffer of a part of the state."""
         return self.versions.keys[item.key][item.name] if item.key else self.named.numbers[item.name]
 
-    def settle(self, holdings: ShardingSpec, trained: tuple[str, ...]) -> None:
+    def settle(self, holdings: ShardingSpec, trained: tuple[str, ...], versions: WeightVersions) -> None:
         """Record that the state, including the optimizer's, is placed as a plan requires.
 
         Args:
             holdings: The new sharding spec.
             trained: Parameters that have gradients.
+            versions: Buffers of their versions.
         """
-        self._holdings, self._holders = holdings, dict(holdings.holders)
-        self._trained, self._owned = {}, {}
+        self._holdings, self.versions = holdings, versions
+        stepped = {worker: holdings.stepped_by(worker, trained) for worker in holdings.devices}
+        self._trained = {worker: names for worker, names in stepped.items() if names}
+        self._owned = {worker: holdings.owned_by(worker, trained) for worker in self._trained}
         self._sent_options = ()  # a new definition may have the options of an earlier step
-        for worker in holdings.devices:
-            if stepped := holdings.stepped_by(worker, trained):
-                self._trained[worker] = stepped
-                self._owned[worker] = holdings.owned_by(worker, trained)
-
-    def parts_under(self, holdings: ShardingSpec, trained: tuple[str, ...]) -> dict[int, WorkerStateSpec]:
-        """Return the part of the state on each worker under a sharding spec.
-
-        Args:
-            holdings: The sharding spec.
-            trained: Parameters that have gradients.
-        """
-        return {
-            worker: WorkerStateSpec(
-                names=holdings.held_by(worker, holdings.holders),
-                trained=holdings.stepped_by(worker, trained),
-                ranks={name: holdings.share(worker, name) for name in holdings.placements},
-            )
-            for worker in holdings.devices
-        }
 
     def retire(self, numbers: Sequence[int]) -> None:
         """Free objects that are no longer needed, by numbers from :meth:`new_number`.
@@ -283,32 +293,11 @@ class RemoteState:
         self._sent_options = options
         return changed
 
-    def resend_options(self) -> None:
-        """Record that an optimizer has been redefined, perhaps with the options of an earlier step."""
-        self._sent_options = ()
-
-    def share(self, worker: int, holdings: ShardingSpec, remembered: OptimizerEntries) -> OptimizerEntries:
-        """Return the optimizer state of a worker's shards.
-
-        Args:
-            worker: The worker.
-            holdings: The sharding spec.
-            remembered: The whole optimizer state.
-        """
-        found: OptimizerEntries = []
-        for name, key, value in remembered:
-            placement = holdings.placement(name)
-            if isinstance(placement, Shard) and isinstance(value, Tensor) and worker in holdings.holders.get(name, ()):
-                whole = value.shape == self.named.tensors[name].shape
-                value = shard_of(value, placement, holdings.ranks[worker]) if whole else value  # noqa: PLW2901
-            found.append((name, key, value))
-        return found
-
     def checks(self) -> dict[int, list[tuple[Members, Ask]]]:
         """Return the requests to each worker for hashes of shared state, for comparing replicas."""
         shared: dict[Members, list[int]] = {}
-        for name, holders in self._holders.items():
-            for members in self._holdings.replica_groups[name] if self._holdings else (holders,):
+        for name, groups in self.holdings.replica_groups.items():
+            for members in groups:
                 if len(members) > 1:
                     shared.setdefault(members, []).append(self.named.numbers[name])
         found: dict[int, list[tuple[Members, Ask]]] = {}
@@ -317,21 +306,81 @@ class RemoteState:
                 found.setdefault(worker, []).append((members, Ask("digest", tuple(numbers))))
         return found
 
-    def reading(self) -> StateLayout:
-        """Return the assignment of the state's parts to workers for reading, as presently placed."""
-        names: dict[int, list[str]] = {}
-        for name, members in self._holders.items():
-            for worker in self._holdings.sources(name) if self._holdings else members[:1]:
-                names.setdefault(worker, []).append(name)
-        return StateLayout(
-            numbers=self.named.numbers,
-            specs={name: self.named.spec(name) for name in self._holders},
-            names={worker: tuple(own) for worker, own in names.items()},
-            optimizer=self._optimizer_number,
-            trained=dict(self._trained),
-            owned=dict(self._owned),
-            holdings=self._holdings,
-        )
+    @property
+    def stepping(self) -> bool:
+        """True if an optimizer is defined on some worker."""
+        return bool(self._trained)
+
+    @property
+    def held(self) -> frozenset[str]:
+        """Names of the parameters and buffers that workers hold."""
+        return frozenset(self._holdings.holders if self._holdings else ())
+
+    def tensor_sources(self, key: str = "") -> dict[Key, TensorSource]:
+        """Return the locations of parameters and buffers, or of versions of parameters.
+
+        Args:
+            key: Key of the version; empty for the tensors themselves.
+        """
+        if self._holdings is None:
+            return {}
+        holdings = self._holdings
+        read: Mapping[int, Sequence[str]] = self._owned
+        if not key:
+            sources = {name: holdings.sources(name) for name in holdings.holders}
+            workers = dict.fromkeys(worker for own in sources.values() for worker in own)
+            read = {worker: [name for name, own in sources.items() if worker in own] for worker in workers}
+        layout = _layout(holdings, read, key)
+        specs = {
+            item: holdings.spec(worker, item.name, self.named.spec(item.name))
+            for worker, items in layout.parts.items()
+            for item in items
+        }
+        return find_tensor_sources(layout, specs, lambda item, first, rows: Get((self.number_of(item),), first, rows))
+
+    def optimizer_listings(self) -> dict[int, Future[WorkerReply]]:
+        """Request listings of the optimizer's state from the workers that it is read from.
+
+        Raises:
+            OneboxError: The pool is broken or closed.
+        """
+        lay = Lay(self._optimizer_number)
+        return {worker: self._pool.post(worker, [lay], answer=True) for worker, own in self._owned.items() if own}
+
+    def optimizer_sources(
+        self, listings: Mapping[int, Sequence[StateEntry]]
+    ) -> tuple[dict[Key, TensorSource], dict[Key, Number]]:
+        """Return the locations of the optimizer's tensors, and its scalar entries.
+
+        Args:
+            listings: The workers' listings.
+        """
+        readers: dict[StateItem, tuple[int, int, int]] = {}
+        specs: dict[StateItem, TensorSpec] = {}
+        numbers: dict[Key, Number] = {}
+        for worker, entries in listings.items():
+            for entry in entries:
+                name = self._trained[worker][entry.parameter]
+                if name not in self._owned[worker]:
+                    continue
+                if not isinstance(entry.value, TensorSpec):
+                    numbers.setdefault((name, entry.key), entry.value)
+                    continue
+                share = self.holdings.share(worker, name)
+                item = StateItem(name, entry.key, share if entry.value.shape else 0)
+                reader: tuple[int, int, int] = (share, worker, entry.parameter)
+                readers[item] = min(readers.get(item, reader), reader)
+                specs.setdefault(item, entry.value)
+        parts: dict[int, list[StateItem]] = {}
+        for item, (_, worker, _) in readers.items():
+            parts.setdefault(worker, []).append(item)
+        scalars = {(item.name, item.key) for item, spec in specs.items() if not spec.shape}
+        layout = StateLayout(parts=parts, placements=self.holdings.placements, scalars=scalars)
+
+        def request(item: StateItem, first: int, rows: int) -> Remembered:
+            return Remembered(self._optimizer_number, readers[item][2], item.key, first, rows)
+
+        return find_tensor_sources(layout, specs, request), numbers
 
     @property
     def holdings(self) -> ShardingSpec:
@@ -346,16 +395,7 @@ class RemoteState:
 
     def parts(self) -> dict[int, WorkerStateSpec]:
         """Return each worker's part of the state."""
-        holdings, keys = self.holdings, self.versions.keys if self.branched else ()
-        return {
-            worker: WorkerStateSpec(
-                names=holdings.held_by(worker, holdings.holders),
-                trained=self._trained.get(worker, ()),
-                ranks={name: holdings.share(worker, name) for name in holdings.placements},
-                versions=tuple((name, key) for key in keys for name in self._trained.get(worker, ())),
-            )
-            for worker in holdings.devices
-        }
+        return worker_parts(self.holdings, self._trained, self.versions.keys if self.branched else ())
 
     def reset(self, copies: SnapshotLayout | None) -> None:
         """Free everything on the workers; the next upload comes from a snapshot or the user's model.
@@ -368,12 +408,16 @@ class RemoteState:
         """
         self.free()
         self._ledger = list(self.named.numbers.values())
-        self._trained, self._owned, self._holders, self._holdings = {}, {}, {}, None
+        self._trained, self._owned, self._holdings = {}, {}, None
         self._sent_options, self._optimizer_number = (), 0
         self._copies = copies
         self.branched = False
         if copies is not None:
             self.forget_first()
+
+    def use_optimizer_state(self, entries: OptimizerEntries) -> None:
+        """Set the optimizer state for the first upload."""
+        self.remembered = entries
 
     def forget_first(self) -> None:
         """Discard the initial optimizer state and versions, which a snapshot replaces."""
@@ -390,3 +434,39 @@ class RemoteState:
         free = Free(tuple(self._ledger), tuple(self._ledger))
         for worker in self._pool.present:
             self._pool.post(worker, [free])
+
+
+def worker_parts(
+    holdings: ShardingSpec, stepped: Mapping[int, tuple[str, ...]], keys: Iterable[str] = ()
+) -> dict[int, WorkerStateSpec]:
+    """Return the part of the state on each worker under a sharding spec.
+
+    Args:
+        holdings: The sharding spec.
+        stepped: Parameters that each worker's optimizer updates.
+        keys: Keys of the versions of these.
+    """
+    return {
+        worker: WorkerStateSpec(
+            names=holdings.held_by(worker, holdings.holders),
+            trained=stepped.get(worker, ()),
+            ranks={name: holdings.share(worker, name) for name in holdings.placements},
+            versions=tuple((name, key) for key in keys for name in stepped.get(worker, ())),
+        )
+        for worker in holdings.devices
+    }
+
+
+_NOWHERE = StateLayout(parts={})
+"""The layout of tensors that no worker has."""
+
+
+def _layout(holdings: ShardingSpec, names: Mapping[int, Iterable[str]], key: str = "") -> StateLayout:
+    """Return the layout of some tensors, or versions of them, given the names on each worker."""
+    parts = {w: [StateItem(name, key, holdings.share(w, name)) for name in own] for w, own in names.items()}
+    return StateLayout(parts=parts, placements=holdings.placements)
+
+
+def _tensor_layout(holdings: ShardingSpec, names: Collection[str], key: str = "") -> StateLayout:
+    """Return the layout of tensors, or versions of them, on all their holders."""
+    return _layout(holdings, {worker: holdings.held_by(worker, names) for worker in holdings.devices}, key)

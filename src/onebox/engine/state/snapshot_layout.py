@@ -14,28 +14,11 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from onebox.engine.partition.sharding_spec import Members
+from onebox.engine.state.moves import CLIENT, StateItem, StateLayout, WorkerStateSpec
 from onebox.graph.shard.placements import Placement
 from onebox.wire import TensorSpec
 from onebox.wire.protocol.responses import SnapshotContents
 from onebox.wire.protocol.snapshots import Extent, Number, layout
-
-CLIENT = -1
-"""Stands for the client in place of a worker number."""
-
-
-class StateItem(NamedTuple):
-    """A part of the state.
-
-    Args:
-        name: The parameter or buffer.
-        key: Key of an optimizer entry or of another version of the tensor (see
-            :mod:`onebox.engine.partition.weight_versions`); empty for the tensor itself.
-        rank: Rank of the shard if it is split; else 0.
-    """
-
-    name: str
-    key: str
-    rank: int
 
 
 class SnapshotLocation(NamedTuple):
@@ -44,32 +27,6 @@ class SnapshotLocation(NamedTuple):
     worker: int
     slot: int
     start: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerStateSpec:
-    """The parts of the state on one worker.
-
-    Args:
-        names: Parameters and buffers, in copying order.
-        trained: Parameters that its optimizer updates, in order.
-        ranks: Its rank in the sharding of each split name.
-        versions: Names with version keys, copied after ``names``.
-    """
-
-    names: tuple[str, ...]
-    trained: tuple[str, ...]
-    ranks: Mapping[str, int]
-    versions: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def tensors(self) -> list[StateItem]:
-        """Parts of the state that are buffers, in copying order."""
-        return [*map(self.item, self.names), *(self.item(*version) for version in self.versions)]
-
-    def item(self, name: str, key: str = "") -> StateItem:
-        """Return the worker's part for a name."""
-        return StateItem(name, key, self.ranks.get(name, 0))
 
 
 @dataclass(kw_only=True)
@@ -129,9 +86,23 @@ class SnapshotLayout:
         """Return a part of which no copy is left, if there is one."""
         return next((item for item, places in self.places.items() if not places), None)
 
-    def at(self, worker: int, item: StateItem) -> SnapshotLocation | None:
-        """Return the location of a worker's copy of a part."""
-        return next((place for place in self.places[item] if place.worker == worker), None)
+    def unranked(self, item: StateItem) -> StateItem:
+        """Return a part as :meth:`held` names it: scalar entries, which every shard has, have rank 0."""
+        scalar = bool(item.key) and not self.specs[item._replace(rank=0)].shape
+        return item._replace(rank=0) if scalar else item
+
+    def held(self) -> tuple[StateLayout, dict[tuple[int, StateItem], SnapshotLocation]]:
+        """Return the owners of all copies, and the location of each."""
+        parts: dict[int, list[StateItem]] = {}
+        located: dict[tuple[int, StateItem], SnapshotLocation] = {}
+        for item, places in self.places.items():
+            one = self.unranked(item)
+            for place in places:
+                if (place.worker, one) not in located:
+                    located[place.worker, one] = place
+                    parts.setdefault(place.worker, []).append(one)
+        scalars = {(item.name, item.key) for item, spec in self.specs.items() if item.key and not spec.shape}
+        return StateLayout(parts=parts, placements=self.placements, scalars=scalars), located
 
     def keys(self, name: str) -> list[str]:
         """Return the keys of a parameter's optimizer entries."""

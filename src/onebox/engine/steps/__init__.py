@@ -1,1 +1,1 @@
-"""Execution of steps: launch, overlap, results, traces, evaluation, the check of the loss reduction."""
+"""Execution of steps: launch, observers, overlap, results, traces, evaluation, the check of the loss reduction."""

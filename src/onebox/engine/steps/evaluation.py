@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from onebox.engine.compile.compiler import CompiledStep
 from onebox.engine.data.batch_transfer import WorkerBatch
-from onebox.engine.steps.results import Evaluation, poison_on_interrupt
+from onebox.engine.steps.results import Evaluation
 from onebox.engine.workload.batch import Batch
 from onebox.engine.workload.loss_reduction import normalisers
 from onebox.errors import UsageError
@@ -26,8 +27,8 @@ def evaluate(
     parts: Callable[[Batch, CompiledStep], Mapping[int, WorkerBatch]],
     metrics: Sequence[str],
     in_flight: int,
-    failed: Callable[[Exception], None],
-    parted: Callable[[Exception], None],
+    retry: Callable[[Callable[[], None]], None],
+    poisoning: Callable[[str], AbstractContextManager[None]],
 ) -> Evaluation:
     """Return the loss and the mean of each metric over batches.
 
@@ -38,9 +39,8 @@ def evaluate(
         parts: Returns the transfer of each worker's part of a batch.
         metrics: Names of the metrics.
         in_flight: Most batches in flight.
-        failed: Called when a batch has failed; returns if the batches in flight can be restarted, else raises the
-            error.
-        parted: Called with the error to report later when only some workers may have received a batch.
+        retry: Calls a function, again after each recovery from a loss.
+        poisoning: Returns the context of messages that only some workers may have received if it is interrupted.
 
     Raises:
         UsageError: There is no batch.
@@ -48,21 +48,24 @@ def evaluate(
     """
     means, pending = _Means(1 + len(metrics)), deque[_Asked]()
 
-    def with_recovery(action: Callable[[], None]) -> None:
-        while True:
+    def restarted(action: Callable[[], None]) -> Callable[[], None]:
+        """Return an action that sends the batches in flight again after a failure."""
+
+        def attempt() -> None:
             try:
                 action()
-                return
-            except Exception as error:
-                failed(error)
+            except Exception:
                 for asked in pending:
                     asked.futures = None
+                raise
+
+        return attempt
 
     def begin() -> None:
         for asked in pending:
             if asked.futures is None:
                 asked.compiled = prepare(asked.batch)
-                with poison_on_interrupt("an evaluation", parted):
+                with poisoning("an evaluation"):
                     asked.futures = _post(pool, asked.compiled, parts(asked.batch, asked.compiled))
 
     def finish() -> None:
@@ -76,11 +79,11 @@ def evaluate(
     for each in batches:
         batch = each.kept()
         while len(pending) >= in_flight:
-            with_recovery(finish)
+            retry(restarted(finish))
         pending.append(_Asked(batch))
-        with_recovery(begin)
+        retry(restarted(begin))
     while pending:
-        with_recovery(finish)
+        retry(restarted(finish))
     if not means.samples:
         raise UsageError("evaluate() was given no batch")
     values = (total / means.samples for total in means.totals[1:])

@@ -1,22 +1,20 @@
-"""Launch of a training step: its inputs, and the messages with each worker's part."""
+"""Values of the launch of a training step: settings, inputs, programs, and the launched step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from onebox.engine.compile.compiler import CompiledStep
 from onebox.engine.compile.update.async_window import Window
 from onebox.engine.data.batch_transfer import BatchTransfer
-from onebox.engine.data.prefetch import BatchPrefetcher
-from onebox.engine.partition.sharding_spec import Members
+from onebox.engine.install.installed_plan import InstalledPlan
 from onebox.engine.state.transfer import StateChanges
 from onebox.engine.steps.results import StepLoss
 from onebox.engine.workload.batch import Batch
-from onebox.pool import Pool, WorkerReply
-from onebox.wire.protocol.instructions import Ask, GroupDelays, Options
-from onebox.wire.protocol.requests import Run
+from onebox.pool import WorkerReply
+from onebox.wire.protocol.instructions import GroupDelays, Options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,47 +70,37 @@ class StepSettings:
     overlap: bool = False
 
 
-def launch(
-    pool: Pool,
-    uploads: BatchPrefetcher,
-    settings: StepSettings,
-    work: StepRequest,
-    compiled: CompiledStep,
-    checks: Mapping[int, Sequence[tuple[Members, Ask]]],
-    changed: tuple[Options, ...],
-    *,
-    window: Window = "steady",
-    optimizer: int = 0,
-) -> tuple[dict[int, Future[WorkerReply]], dict[int, int]]:
-    """Send each worker its part of a step.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PreparedStep:
+    """Everything that steps with batches of one shape need of the plan in use, looked up once for each step.
 
     Args:
-        pool: The pool.
-        uploads: The uploads of batches.
-        settings: Settings shared by all steps.
-        work: The step.
-        compiled: Its routines.
-        checks: Requests to each worker for comparing replicas.
-        changed: The optimizer's options, if they differ from those of the previous step.
-        window: The kind of window, where steps overlap.
-        optimizer: The optimizer of the options, if the routines may not contain it.
-
-    Returns:
-        The pending replies, and the bytes on each worker that belong to no step while it computes this one: a worker
-            processes messages in order, so that they are the same from the step's first instruction to its last.
-
-    Raises:
-        OneboxError: The pool is broken or closed; some workers may have received their part.
+        installed: The installed plan.
+        compiled: The routines, which the workers have.
+        compared: Whether the loss of each batch must be checked; see
+            :class:`~onebox.engine.steps.loss_check.MeanLossCheck`.
     """
-    every = settings.check_every
-    check = bool(every) and (work.number + 1) % every == 0
 
-    answers: dict[int, Future[WorkerReply]] = {}
-    with uploads.bringing(work.batch, compiled, work.parcel) as parts:
-        beside = {worker: uploads.beside_bytes(worker) for worker in compiled.routines}
-        for worker, routine in compiled.of(window).items():
-            part = parts[worker]
-            run = Run(routine.number, part.bindings, work.number, settings.seed, changed, settings.trace, optimizer)
-            asks = [ask for _, ask in checks.get(worker, ())] if check else []
-            answers[worker] = pool.post(worker, [*part.instructions, run, *asks], part.frames, answer=True)
-    return answers, beside
+    installed: InstalledPlan
+    compiled: CompiledStep
+    compared: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LaunchedStep:
+    """A step of which every worker has its part.
+
+    Args:
+        work: The step.
+        prepared: Its programs.
+        window: The kind of window, where steps overlap.
+        beside: Bytes on each worker that belong to no step while it computes this one: a worker processes messages in
+            order, so that they are the same from the step's first instruction to its last.
+        answers: The workers' pending replies.
+    """
+
+    work: StepRequest
+    prepared: PreparedStep
+    window: Window
+    beside: Mapping[int, int]
+    answers: Mapping[int, Future[WorkerReply]]

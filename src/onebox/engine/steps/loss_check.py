@@ -74,6 +74,13 @@ class MeanLossCheck:
         self._synchronized = [(name, each) for name, each in layers if isinstance(each, nn.SyncBatchNorm)]
         self._buffers = named_state(recipe.model, recipe.loss, lambda: 0).tensors
 
+    def compares(self, batch: Batch, micro_batches: Sequence[MicroBatch]) -> bool:
+        """Return whether :meth:`require` depends on the batch rather than on its shape alone."""
+        if len(micro_batches) == 1:
+            return False
+        by_targets = self._captures.recipe.reduction is None
+        return bool(self._synchronized) or (by_targets and any(self._divisors(batch, part) for part in micro_batches))
+
     def require(self, batch: Batch, micro_batches: Sequence[MicroBatch]) -> None:
         """Refuse a batch whose loss is certainly not the mean over its micro-batches; no worker is used.
 

@@ -4,24 +4,24 @@ weights.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
-from onebox.engine.compile.compiler import CompiledStep
 from onebox.engine.compile.update.async_window import Window
-from onebox.engine.install.deferred_replies import DeferredReplies
+from onebox.engine.install.deferred_replies import DeferredReplies, RetiredGroups
 from onebox.engine.partition.sharding_spec import Members
 from onebox.engine.partition.weight_versions import WeightVersions, weight_versions
 from onebox.engine.state.remote import RemoteState
-from onebox.engine.steps.launch import StepRequest, StepSettings
+from onebox.engine.steps.launch import LaunchedStep, PreparedStep, StepRequest, StepSettings
+from onebox.engine.steps.observer import StepObserver
 from onebox.engine.steps.results import StepValues, step_values
 from onebox.engine.workload.delay_compensation import WARM_UP, choose_delays, delays_of
 from onebox.engine.workload.parameter_groups import Optimizers
-from onebox.errors import UsageError
+from onebox.errors import OneboxError, UsageError
 from onebox.plan import ASYNC, Plan
 from onebox.pool import Pool, WorkerReply
 from onebox.trainer_options import StaleGradients
@@ -67,11 +67,11 @@ def check_overlap(plan: Plan, staleness: int, *, overlap: bool) -> None:
     Raises:
         UsageError: They cannot; the message gives the reason.
     """
-    if plan.schedule == ASYNC and not staleness:
+    if plan.late and not staleness:
         raise UsageError(
             f"the plan's schedule is {ASYNC}, which needs stale=StaleGradients(); or give it another schedule"
         )
-    if staleness and len(plan.stages) > 1 and plan.schedule != ASYNC:
+    if staleness and len(plan.stages) > 1 and not plan.late:
         raise UsageError(
             f"stale gradients with the schedule {plan.schedule}: a plan of several stages needs the schedule "
             f"{ASYNC!r}; make_plan(stale=StaleGradients()) makes one"
@@ -92,21 +92,11 @@ Traced = Callable[[Sequence[WorkerReply]], object]
 """Receives the workers' replies to a drain, for a timeline."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class UnfinishedStep:
-    """A step with work left for the window of the next one.
-
-    Args:
-        work: The step.
-        compiled: Its routines.
-    """
-
-    work: StepRequest
-    compiled: CompiledStep
-
-
-class OverlapScheduler:
+class OverlapScheduler(StepObserver):
     """Overlapping steps of a run.
+
+    It decides on the window of each step, so that the session calls it by name between the launch's parts; it observes
+    only the end of the state and of the run.
 
     Args:
         pool: The pool.
@@ -116,34 +106,33 @@ class OverlapScheduler:
     """
 
     def __init__(
-        self, pool: Pool, remote: RemoteState, settings: StepSettings, drained: Callable[[UnfinishedStep], Traced]
+        self, pool: Pool, remote: RemoteState, settings: StepSettings, drained: Callable[[LaunchedStep], Traced]
     ) -> None:
-        self.open: UnfinishedStep | None = None
+        self.open: LaunchedStep | None = None
+        """The step with work left for the window of the next one."""
         self._drained = drained
         self._deferred: deque[DeferredReplies] = deque()
         self._delays: Counter[int] = Counter()
         self._pool = pool
         self._remote = remote
         self._settings = settings
+        self._retired: RetiredGroups | None = None
         self._counted: set[int] = set()  # steps, counted from the next one, whose delays are known
         self._next: int | None = None
         stale = settings.staleness > 0
-        self._versions = weight_versions(remote.wanted, settings.delay, pool.new_number) if stale else WeightVersions()
-        remote.versions = self._versions
+        self.versions = weight_versions(remote.wanted, settings.delay, pool.new_number) if stale else WeightVersions()
+        """Buffers of versions of all parameters, where steps overlap with older weights."""
 
     def windows(self, step: int) -> bool:
         """Return whether a step may overlap with the one after it."""
         return step >= self._settings.warm_up if self._settings.staleness else self._settings.overlap
 
-    def begin(
-        self, work: StepRequest, compiled: CompiledStep, group_of: Callable[[Members], int]
-    ) -> tuple[UnfinishedStep | None, Window]:
+    def begin(self, work: StepRequest, prepared: PreparedStep) -> tuple[LaunchedStep | None, Window]:
         """Prepare a step: drain an incompatible predecessor, and create versions of weights if needed.
 
         Args:
             work: The step.
-            compiled: Its routines.
-            group_of: Maps communicating workers to their group.
+            prepared: Its programs.
 
         Returns:
             The step with work left for its window, and the kind of window.
@@ -151,30 +140,36 @@ class OverlapScheduler:
         Raises:
             OneboxError: Something failed on a worker, or the pool is broken.
         """
-        if self.open is not None and self.open.compiled is not compiled:
+        if self.open is not None and self.open.prepared.compiled is not prepared.compiled:
             self.end()
-        if compiled.windows:
+        if prepared.compiled.windows:
             self._next = work.number if self._next is None else self._next
-            if self._versions.previous and not self._remote.branched:
-                self._remote.branch(work.options, group_of)
+            if self.versions.previous and not self._remote.branched:
+                self._remote.branch(work.options, prepared.installed.group_of)
         return self.open, "fill" if self.open is None else "steady"
 
-    def begun(self, work: StepRequest, compiled: CompiledStep, before: UnfinishedStep | None) -> None:
+    def begun(self, step: LaunchedStep, before: LaunchedStep | None) -> None:
         """Record that a step has begun.
 
         Args:
-            work: The step.
-            compiled: Its routines.
+            step: The step.
             before: The step whose gradients it applies.
-        """
-        if before is not None:
-            before.work.loss.expect_update(work.loss.values)
-        if compiled.windows:
-            self.open = UnfinishedStep(work=work, compiled=compiled)
-            if self._settings.max_norm:
-                work.loss.expect_norm()
 
-    def ended(self, values: StepValues, before: UnfinishedStep | None, answers: Sequence[WorkerReply]) -> StepValues:
+        Raises:
+            OneboxError: The pool is broken.
+        """
+        loss = step.work.loss
+        if before is not None:
+            before.work.loss.expect_update(loss.values)
+        if step.prepared.compiled.windows:
+            self.open = step
+            if self._settings.max_norm:
+                loss.expect_norm()
+        if self._retired is not None:
+            self._retired.step()
+            self._retired = self._retired if self._retired.left else None
+
+    def values_of(self, values: StepValues, before: LaunchedStep | None, answers: Sequence[WorkerReply]) -> StepValues:
         """Return the values of a window's own step; those of the previous step are passed on."""
         if before is not None:
             before.work.loss.updated(values.gradient_norm)
@@ -194,13 +189,22 @@ class OverlapScheduler:
         traced = self._drained(open_)
         futures = [
             self._pool.post(worker, [Run(routine.number, (), step + 1, settings.seed, (), settings.trace)], answer=True)
-            for worker, routine in open_.compiled.of("drain").items()
+            for worker, routine in open_.prepared.compiled.of("drain").items()
         ]
         self.defer(DeferredReplies(futures, functools.partial(self._take, open_, traced)))
 
     def defer(self, asked: DeferredReplies) -> None:
         """Add replies to process with those of the next step."""
         self._deferred.append(asked)
+
+    def retire(self, groups: Mapping[int, Members]) -> None:
+        """Leave the groups of an earlier plan once steps have read the data received through them.
+
+        Args:
+            groups: Members by group.
+        """
+        self._retired = self._retired or RetiredGroups(self._pool)
+        self._retired.add(groups, 2 if self._settings.staleness else 1)
 
     @property
     def deferred(self) -> tuple[DeferredReplies, ...]:
@@ -224,13 +228,13 @@ class OverlapScheduler:
         for asked in self.deferred:
             asked.take()
 
-    def _take(self, open_: UnfinishedStep, traced: Traced, answers: list[WorkerReply]) -> None:
+    def _take(self, open_: LaunchedStep, traced: Traced, answers: list[WorkerReply]) -> None:
         """Process the workers' replies to a drain."""
-        compiled = open_.compiled
+        compiled = open_.prepared.compiled
         values = step_values(
             open_.work.number, compiled.weights_of(open_.work.batch), compiled.of("drain"), answers, {}
         )
-        self.ended(values, open_, answers)
+        self.values_of(values, open_, answers)
         traced(answers)
 
     def _applied(self, step: int, answers: Sequence[WorkerReply]) -> None:
@@ -250,17 +254,29 @@ class OverlapScheduler:
         """Return the number of updates by delay."""
         return dict(sorted(self._delays.items()))
 
+    # ---- events
+
     def reset(self) -> None:
-        """Record that no work of any step is left on the workers."""
+        """Record that no work of any step is left on the workers, and leave the groups of earlier plans."""
         self.open = None
         self._deferred.clear()
+        with contextlib.suppress(OneboxError):
+            self._leave()
 
-    def free(self) -> None:
-        """Free the versions.
+    def close(self) -> None:
+        """Free the versions, and leave the groups of earlier plans.
 
         Raises:
             OneboxError: The pool is broken.
         """
-        numbers = (*self._versions.previous.values(), *self._versions.ahead.values())
+        self.open = None
+        self._deferred.clear()
+        numbers = (*self.versions.previous.values(), *self.versions.ahead.values())
         for worker in self._pool.present if numbers else ():
             self._pool.post(worker, [Free(numbers)])
+        self._leave()
+
+    def _leave(self) -> None:
+        retired, self._retired = self._retired, None
+        if retired is not None:
+            retired.leave()

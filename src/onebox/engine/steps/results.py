@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -11,7 +10,7 @@ from onebox.engine.compile.routine import InstructionLabel, StepRoutine
 from onebox.engine.partition.sharding_spec import Members
 from onebox.engine.workload.late_number import LateNumber
 from onebox.engine.workload.loss_reduction import total_of
-from onebox.errors import OneboxError, OperatorError, ReplicasParted, UsageError
+from onebox.errors import OperatorError, ReplicasParted, UsageError
 from onebox.plan import Action
 from onebox.pool import WorkerReply, raise_first
 from onebox.wire.protocol.instructions import Ask
@@ -68,6 +67,10 @@ def step_values(
     return StepValues(loss=total, gradient_norm=norm)
 
 
+Retry = Callable[[Callable[[], StepValues]], StepValues]
+"""Calls a function until it succeeds or cannot be repeated."""
+
+
 class StepLoss(LateNumber):
     """The loss of a training step: a number that arrives later. Reading it waits.
 
@@ -78,15 +81,13 @@ class StepLoss(LateNumber):
 
     Args:
         step: The step.
-        failed: Called when it has failed; returns when the step has been restarted, else raises the error.
+        retry: Calls a function; if it fails, restarts the step and calls the function again, or raises the error.
         drain: Applies the gradients and waits for that, if it would happen in the next step.
     """
 
-    def __init__(
-        self, step: int, failed: Callable[[Exception], None], drain: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, step: int, retry: Retry, drain: Callable[[], None] = lambda: None) -> None:
         self.step = step
-        self._failed = failed
+        self._retry = retry
         self._drain = drain
         self._norm: float | None = None
         self._norm_comes = False
@@ -136,21 +137,19 @@ class StepLoss(LateNumber):
         """
         if self._error is not None:
             raise self._error
-        while self._values is None:
-            assert self._finish is not None
+        if self._values is None:
             try:
-                self._values = self._finish(raise_first(self._futures))
+                self._values = self._retry(self._read)
             except Exception as error:
-                self._try_again(error)
+                self._error = error
+                raise
         self._futures, self._finish = [], None
         return self._values
 
-    def _try_again(self, error: Exception) -> None:
-        try:
-            self._failed(error)
-        except Exception as final:
-            self._error = final
-            raise
+    def _read(self) -> StepValues:
+        """Wait for the replies and combine them; both are others after the step has been restarted."""
+        assert self._finish is not None
+        return self._finish(raise_first(self._futures))
 
     def item(self) -> float:
         """Wait for the step to end and return its loss, the mean over the samples of the batch."""
@@ -287,32 +286,3 @@ def locate(error: OperatorError, labels_of: Callable[[int, int], Sequence[Instru
         before = (label.action for label in reversed(labels[: place + 1]) if label.action is not None)
         own = labels[place].action or (next(before, None) if labels[place].name in _BEHIND_ACTIONS else None)
         error.located(labels[place].name, own.stage if own else None)
-
-
-@contextlib.contextmanager
-def poison_on_interrupt(what: str, fail: Callable[[Exception], None]) -> Iterator[None]:
-    """Fail permanently if the context is interrupted while only some devices may have received a message.
-
-    Args:
-        what: Description of the message.
-        fail: Takes the error for all later calls; errors of onebox itself are left to the caller.
-    """
-    try:
-        yield
-    except OneboxError:
-        raise
-    except BaseException:  # such as KeyboardInterrupt
-        fail(interruption_error(what))
-        raise
-
-
-def interruption_error(what: str) -> ReplicasParted:
-    """Return the error for an operation begun by some devices and not by others, for example due to KeyboardInterrupt.
-
-    Args:
-        what: Description of the operation.
-    """
-    return ReplicasParted(
-        f"{what} was interrupted when some devices had it and others not; make another trainer, or resume from the "
-        "last checkpoint"
-    )

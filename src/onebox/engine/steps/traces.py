@@ -1,4 +1,4 @@
-"""Storage of the times and memory in workers' replies to steps."""
+"""Storage of the times and memory in workers' replies to steps, and the location of failures in a step."""
 
 from __future__ import annotations
 
@@ -8,15 +8,38 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from onebox.engine.compile.compiler import CompiledStep, Compiler
 from onebox.engine.compile.routine import InstructionLabel
 from onebox.engine.compile.update.async_window import Window
-from onebox.engine.steps.overlap_scheduler import Traced, UnfinishedStep
-from onebox.engine.steps.results import StepTrace, TraceEvent
+from onebox.engine.install.installed_plan import InstalledPlan
+from onebox.engine.steps.launch import LaunchedStep
+from onebox.engine.steps.observer import EndedStep, StepObserver
+from onebox.engine.steps.overlap_scheduler import Traced
+from onebox.engine.steps.results import StepTrace, TraceEvent, locate
+from onebox.errors import OperatorError
 from onebox.pool import WorkerReply
 
 _STEPS = 200
 
 
-class StepTraces:
-    """Times of the workers' instructions in the last steps, with their labels.
+def step_trace(
+    number: int, compiled: CompiledStep, window: Window, answers: Sequence[WorkerReply], beside: Mapping[int, int]
+) -> StepTrace:
+    """Return the trace of a step.
+
+    Args:
+        number: Its number; for a drain, that of the step after the one that is drained.
+        compiled: Its routines.
+        window: The kind of window.
+        answers: Replies of the workers, in order.
+        beside: Bytes of each worker that belonged to no step then.
+    """
+    traced = {
+        worker: (routine.labels, answer.times_ns, tuple(used - beside[worker] for used in answer.used_bytes))
+        for (worker, routine), answer in zip(compiled.of(window).items(), answers, strict=True)
+    }
+    return StepTrace(step=number, workers=traced, micro_batches=len(compiled.micro_batches))
+
+
+class StepTraces(StepObserver):
+    """Times of the workers' instructions in the last steps, and the labels of the instructions of recent plans.
 
     Args:
         wanted: Whether workers report times.
@@ -27,7 +50,8 @@ class StepTraces:
         self._wanted = wanted
         self._beside = beside
         self._steps: deque[StepTrace] = deque(maxlen=_STEPS)
-        self._past: list[Compiler] = []
+        self._compilers: list[Compiler] = []
+        """Those of the plan in use, which is the last, and of earlier plans with steps in flight."""
 
     def __iter__(self) -> Iterator[StepTrace]:
         return iter(self._steps)
@@ -36,49 +60,45 @@ class StepTraces:
         """Return what the workers did in the last steps, for a timeline."""
         return [event for trace in self._steps for event in trace.events()]
 
-    def add(
-        self,
-        step: int,
-        compiled: CompiledStep,
-        window: Window,
-        answers: Sequence[WorkerReply],
-        beside: Mapping[int, int],
-    ) -> StepTrace | None:
-        """Store the workers' replies; return their trace, if they report times.
-
-        Args:
-            step: The step; for a drain, the step after the one that is drained.
-            compiled: Its routines.
-            window: The kind of window.
-            answers: Replies of the workers, in order.
-            beside: Bytes of each worker that belonged to no step then.
-        """
-        if not self._wanted:
-            return None
-        traced = {
-            worker: (routine.labels, answer.times_ns, tuple(used - beside[worker] for used in answer.used_bytes))
-            for (worker, routine), answer in zip(compiled.of(window).items(), answers, strict=True)
-        }
-        self._steps.append(StepTrace(step=step, workers=traced, micro_batches=len(compiled.micro_batches)))
-        return self._steps[-1]
-
-    def draining(self, open_: UnfinishedStep) -> Traced:
+    def draining(self, open_: LaunchedStep) -> Traced:
         """Return the receiver of the replies to a drain that is about to be requested."""
-        step, compiled = open_.work.number, open_.compiled
+        step, compiled = open_.work.number, open_.prepared.compiled
         beside = {worker: self._beside(worker) for worker in compiled.routines}
-        return lambda answers: self.add(step + 1, compiled, "drain", answers, beside)
 
-    def replaced(self, compiler: Compiler) -> None:
-        """Record that another plan has taken over while steps of this one are in flight."""
-        self._past.append(compiler)
+        def take(answers: Sequence[WorkerReply]) -> None:
+            if self._wanted:
+                self._steps.append(step_trace(step + 1, compiled, "drain", answers, beside))
 
-    def forget_replaced(self) -> None:
-        """Record that no step of an earlier plan is in flight."""
-        self._past.clear()
+        return take
 
-    def labels(self, compiler: Compiler | None, worker: int, routine: int) -> Sequence[InstructionLabel]:
-        """Return the labels of a routine, including one requested before the plan changed."""
-        for known in (compiler, *self._past):
-            if known is not None and (labels := known.labels(worker, routine)):
+    def locate(self, error: Exception) -> None:
+        """Add the location in the step to an operator's error, also if it was requested before the plan changed."""
+        if isinstance(error, OperatorError):
+            locate(error, self._labels)
+
+    def _labels(self, worker: int, routine: int) -> Sequence[InstructionLabel]:
+        for compiler in reversed(self._compilers):
+            if labels := compiler.labels(worker, routine):
                 return labels
         return ()
+
+    # ---- events
+
+    def installed(self, plan: InstalledPlan) -> None:
+        """Store the labels of a plan."""
+        self._compilers.append(plan.compiler)
+
+    def replaced(self, before: InstalledPlan, after: InstalledPlan) -> None:
+        """Store the labels of a plan that has taken over while steps of the other are in flight."""
+        self._compilers.append(after.compiler)
+
+    def ended(self, step: EndedStep) -> None:
+        """Store the trace of a step; after one under the plan in use, no step of an earlier plan is in flight."""
+        if step.current:
+            del self._compilers[:-1]
+        if step.trace is not None:
+            self._steps.append(step.trace)
+
+    def reset(self) -> None:
+        """Discard the labels: no step is in flight."""
+        self._compilers.clear()

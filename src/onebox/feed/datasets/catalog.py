@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from onebox.errors import DataError, UsageError
-from onebox.feed.datasets.cifar10_in_memory import load_cifar10
 from onebox.feed.datasets.dataset import Data, DataSet
-from onebox.feed.datasets.digits import load_digits
-from onebox.feed.datasets.mnist_in_memory import load_mnist
+from onebox.feed.datasets.in_memory import load_cifar10, load_digits, load_mnist
 from onebox.feed.datasets.on_disk import OnDiskDataSet
 
 FOLDER_LOADERS = {"mnist": load_mnist, "cifar10": load_cifar10}

@@ -97,23 +97,23 @@ def bottleneck_line(counters: Sequence[StageCounters], wall_s: float, cores: int
     if consumer is None or consumer.items < 1 or wall_s <= 0.0:
         return "bound by nothing: no batch has come yet"
     slowest = max((consumer, *counters), key=lambda each: _busy_share(each, wall_s))
-    said = f"bound by {slowest.name} ({100 * _busy_share(slowest, wall_s):.0f} % busy)"
+    problem = f"bound by {slowest.name} ({100 * _busy_share(slowest, wall_s):.0f} % busy)"
     if slowest is consumer:
-        return f"{said}: batches are there in time"
+        return f"{problem}: batches are there in time"
     cycle_s = max(consumer.busy_s / consumer.items, 1e-6)
     by, item_s = slowest.by, _item_s(slowest)
     is_locked = by == "threads" and slowest.concurrency > 1 and LOCKED[0] <= _load(slowest) <= LOCKED[1]
     if is_locked:
-        said, by, item_s = f"{said}, its threads take turns", "processes", slowest.cpu_s / max(1, slowest.items)
+        problem, by, item_s = f"{problem}, its threads take turns", "processes", slowest.cpu_s / max(1, slowest.items)
     enough = max(1, math.ceil(item_s / cycle_s - 1e-9))
     if enough > SENSIBLE:
-        return f"{said}: more {by}, or less work for each batch, would help"
+        return f"{problem}: more {by}, or less work for each batch, would help"
     if enough <= slowest.concurrency and not is_locked:
-        return f"{said}: {slowest.concurrency} {by} keep up, nearly"
+        return f"{problem}: {slowest.concurrency} {by} keep up, nearly"
     computes = is_locked or (slowest.busy_s > 0.0 and slowest.cpu_s / slowest.busy_s > STILL_WAITING)
     if cores is not None and computes and enough > cores:
-        return f"{said}: {enough} {by} would do, on as many cores; it may use {cores}"
-    return f"{said}: {enough} {by} would do"
+        return f"{problem}: {enough} {by} would do, on as many cores; it may use {cores}"
+    return f"{problem}: {enough} {by} would do"
 
 
 def _cores(workers: dict[str, int], stages: dict[str, StageCounters], waiting: float) -> int:

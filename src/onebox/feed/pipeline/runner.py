@@ -93,7 +93,7 @@ class Pipeline:
         self._workers = [0] * len(limits)  # workers that are to stay
         self._leaving: set[int] = set()
         self._threads: list[threading.Thread] = []
-        self._nurseries: dict[int, StageForkServer] = {}
+        self._fork_servers: dict[int, StageForkServer] = {}
         self._entered = self._closed = self._drained = False
         self._looked: tuple[float, tuple[StageCounters, ...]] = (0.0, ())
 
@@ -107,7 +107,7 @@ class Pipeline:
         try:
             for index, spec in enumerate(self._specs):  # before there are threads of its own
                 if spec.by == "processes":
-                    self._nurseries[index] = StageForkServer(spec.work)
+                    self._fork_servers[index] = StageForkServer(spec.work)
             self._start_workers()
         except BaseException:
             self.close()
@@ -166,10 +166,10 @@ class Pipeline:
             self._flow.clear()
             self._tallies[-1].switch(self, None, time.perf_counter())
             self._wake()
-        for nursery in self._nurseries.values():
-            nursery.stop()  # all of them at the same time
-        for nursery in self._nurseries.values():
-            nursery.close()
+        for server in self._fork_servers.values():
+            server.stop()  # all of them at the same time
+        for server in self._fork_servers.values():
+            server.close()
         if threading.current_thread() in self._threads:  # possible within its own work, by garbage collection
             return
         end_s = time.monotonic() + STOP_S
@@ -177,8 +177,8 @@ class Pipeline:
             thread.join(max(0.0, end_s - time.monotonic()))
         stuck = next((thread.name for thread in self._threads if thread.is_alive()), None)
         if stuck is not None:
-            said = f"{stuck} has been inside one item for {STOP_S:g} s since the feed ended"
-            warnings.warn(f"{said}; the thread ends when the work on it returns.", RuntimeWarning, stacklevel=2)
+            problem = f"{stuck} has been inside one item for {STOP_S:g} s since the feed ended"
+            warnings.warn(f"{problem}; the thread ends when the work on it returns.", RuntimeWarning, stacklevel=2)
 
     def _wait_for_result(self) -> Any:
         """Return the next result, or a failure in its place; with the lock held."""
@@ -268,10 +268,10 @@ class Pipeline:
     @contextlib.contextmanager
     def _worker(self, index: int) -> Iterator[tuple[Callable[[Any], Any], Callable[[], float]]]:
         """Yield the function that does a stage's work, by this thread or a process, and its processor clock."""
-        if index not in self._nurseries:
+        if index not in self._fork_servers:
             yield self._specs[index].work, time.thread_time
             return
-        with contextlib.closing(self._nurseries[index].child()) as child:
+        with contextlib.closing(self._fork_servers[index].child()) as child:
             yield child, lambda: child.cpu_s
 
     def _take(self, index: int, me: int) -> WorkItem | None:

@@ -65,13 +65,13 @@ def stage_error(stage: str, number: int, error: BaseException) -> StageFailure:
         error.add_note(where)
         return StageFailure(error)
     kind = getattr(error, "kind", type(error).__name__)  # its type in a child process
-    told = DataError(": ".join(part for part in (where, kind, str(error)) if part), sample=number)
-    told.__cause__ = error
-    return StageFailure(told)
+    failure = DataError(": ".join(part for part in (where, kind, str(error)) if part), sample=number)
+    failure.__cause__ = error
+    return StageFailure(failure)
 
 
 def timeout_error(spec: StageSpec, number: int) -> StageFailure:
     """Return the consumer's error for work that exceeds its time limit."""
-    said = f"{spec.name} has been inside {spec.describe(number)} for {spec.timeout_s:g} s"
+    problem = f"{spec.name} has been inside {spec.describe(number)} for {spec.timeout_s:g} s"
     todo = "look for what it waits for, or allow more by timeout_s"
-    return StageFailure(DataError(f"{said}: {todo}.", sample=number))
+    return StageFailure(DataError(f"{problem}: {todo}.", sample=number))

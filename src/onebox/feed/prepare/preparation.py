@@ -21,7 +21,7 @@ from onebox.feed.source import Source
 OnError = Literal["stop", "skip"]
 Where = Literal["read", "decode", "transform", "collate"]
 Transform = Callable[..., Any]
-Say = Callable[[Where], None]
+ReportPhase = Callable[[Where], None]
 """Callback for the present stage of a sample, for error messages."""
 
 _NOT_OF_DATA = (UsageError, MemoryError)
@@ -149,38 +149,38 @@ class Preparation:
         had = tuple(index for index, _ in samples if index not in gone)
         return PreparedBatch(raw.cut.number, end, batch, tuple(skipped), had)
 
-    def read_one(self, index: int, say: Say = lambda where: None) -> Any:
+    def read_one(self, index: int, report: ReportPhase = lambda where: None) -> Any:
         """Read a sample, seeded for it.
 
         Args:
             index: Index of the sample.
-            say: Callback for the present stage.
+            report: Callback for the present stage.
         """
-        say("read")
+        report("read")
         if self.globals == "untouched":
             return self.read(index)
         with seeded(sample_seed("read", self.seed, self.epoch, index), self.globals):
             return self.read(index)
 
-    def process(self, raw: Any, index: int, say: Say = lambda where: None) -> Any:
+    def process(self, raw: Any, index: int, report: ReportPhase = lambda where: None) -> Any:
         """Decode and transform a sample, seeded for it.
 
         Args:
             raw: The read data.
             index: Index of the sample.
-            say: Callback for the present stage.
+            report: Callback for the present stage.
         """
         if self.globals == "untouched":
-            return self._make(raw, index, say)
+            return self._make(raw, index, report)
         with seeded(sample_seed("process", self.seed, self.epoch, index), self.globals):
-            return self._make(raw, index, say)
+            return self._make(raw, index, report)
 
-    def _make(self, raw: Any, index: int, say: Say) -> Any:
-        say("decode")
+    def _make(self, raw: Any, index: int, report: ReportPhase) -> Any:
+        report("decode")
         sample = self.decode(raw, index)
         if self.transform is None:
             return sample
-        say("transform")
+        report("transform")
         named = {}
         if self.transform_takes_generator:
             named["generator"] = generator_for(sample_seed("process", self.seed, self.epoch, index))
@@ -191,23 +191,26 @@ class Preparation:
     def _read(self, cut: BatchSlice) -> RawBatch:
         skipped: list[SkippedSample] = []
         todo = ((index, None) for index in cut.indices)
-        samples = self._each(todo, lambda _, index, say: self.read_one(index, say), skipped)
+        samples = self._each(todo, lambda _, index, report: self.read_one(index, report), skipped)
         return RawBatch(cut, tuple(samples), tuple(skipped))
 
     def _each(
-        self, todo: Iterable[tuple[int, Any]], work: Callable[[Any, int, Say], Any], skipped: list[SkippedSample]
+        self,
+        todo: Iterable[tuple[int, Any]],
+        work: Callable[[Any, int, ReportPhase], Any],
+        skipped: list[SkippedSample],
     ) -> list[tuple[int, Any]]:
         """Apply a function to each sample and return the results; failures that may be skipped are recorded.
 
         The overhead for a sample must be small, because reading or decoding a small one takes some µs.
         """
         where: list[Where] = []
-        done, say, at, thread = [], where.append, self.at, threading.get_ident()
+        done, report, at, thread = [], where.append, self.at, threading.get_ident()
         try:
             for index, value in todo:
                 at[thread] = index
                 try:
-                    done.append((index, work(value, index, say)))
+                    done.append((index, work(value, index, report)))
                 except _NOT_OF_DATA:
                     raise
                 except Exception as error:
@@ -218,7 +221,7 @@ class Preparation:
 
     def _fail(self, index: int, where: Where, error: Exception, skipped: list[SkippedSample]) -> None:
         """Record the failure of a sample, or raise it."""
-        failed = SkippedSample(index, self.named(index), where, _said(error))
+        failed = SkippedSample(index, self.named(index), where, _error_text(error))
         if self.on_error == "stop":
             raise self._error(failed, error) from error
         skipped.append(failed)
@@ -234,7 +237,7 @@ class Preparation:
             if not places:
                 first, last = samples[0][0], samples[-1][0]
                 what = f"a batch of {len(samples)} samples, {first} to {last}, each {form_of(samples[0][1])}"
-                raise DataError(f"{what}, failed in collate: {_said(error)}", sample=first) from error
+                raise DataError(f"{what}, failed in collate: {_error_text(error)}", sample=first) from error
             like = next(index for place, (index, _) in enumerate(samples) if place not in places)
             for place in places:
                 index, value = samples[place]
@@ -258,7 +261,7 @@ class Preparation:
         try:
             return self.name(index)
         except Exception as error:  # a failure here must not hide the error whose message needs the name
-            return f"without a name: {_said(error)}"
+            return f"without a name: {_error_text(error)}"
 
     def _error(self, failed: SkippedSample, error: Exception) -> DataError:
         path = getattr(error, "path", None)
@@ -271,8 +274,8 @@ def preparation_of(source: Source, **options: Any) -> Preparation:
     return Preparation(read=source.read, decode=source.decode, name=source.name, **options)
 
 
-def _said(error: Exception) -> str:
-    said = str(error).strip()
+def _error_text(error: Exception) -> str:
+    problem = str(error).strip()
     if isinstance(error, DataError):
-        return said
-    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+        return problem
+    return f"{type(error).__name__}: {problem}" if problem else type(error).__name__

@@ -106,5 +106,5 @@ class StreamReader:
             raise
         except Exception as error:
             where = self._stream.name(self._count)
-            said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            raise DataError(f"{where} cannot be read: {said}", path=where, sample=self._count) from error
+            problem = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            raise DataError(f"{where} cannot be read: {problem}", path=where, sample=self._count) from error

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from onebox.errors import UsageError
-from onebox.feed.sources.labels import check_classes
+from onebox.feed.checks import check_classes
 
 
 class Arrays:

@@ -93,8 +93,8 @@ def _archive(folder: Path, part: str) -> Tars:
     path = folder / f"cifar10-{part}.tar"
     pickled = [name for name in PICKLED if (folder / name).exists()]
     if not path.exists() and pickled:
-        said = f"{folder / pickled[0]} is of the Python version, whose pickles can run any code when they are loaded"
-        raise DataError(f"{said}; fetch the binary version, cifar-10-binary.tar.gz, and unpack it.", path=folder)
+        problem = f"{folder / pickled[0]} is of the Python version, whose pickles can run any code when they are loaded"
+        raise DataError(f"{problem}; fetch the binary version, cifar-10-binary.tar.gz, and unpack it.", path=folder)
     if not path.exists():
         todo = f"put it there, or {BINARY[part][0]} of the binary version, or name the folder that holds them"
         raise DataError(f"{path} is missing; {todo}: cifar10:FOLDER.", path=path)
@@ -117,8 +117,8 @@ class _Binary:
             except OSError as error:
                 raise unreadable(path, error) from error
             if size_bytes == 0 or size_bytes % RECORD_BYTES:
-                said = f"{path} has {size_bytes} bytes, and has to have a multiple of {RECORD_BYTES}"
-                raise DataError(f"{said}: it is cut off or another file. Fetch it again.", path=path)
+                problem = f"{path} has {size_bytes} bytes, and has to have a multiple of {RECORD_BYTES}"
+                raise DataError(f"{problem}: it is cut off or another file. Fetch it again.", path=path)
             counts.append(size_bytes // RECORD_BYTES)
         self._records = Records(paths, counts, RECORD_BYTES)
 
@@ -134,8 +134,8 @@ class _Binary:
 
     def decode(self, raw: bytes, index: int) -> tuple[Tensor, Tensor]:
         if raw[0] >= len(CLASSES):
-            said = f"{self.name(index)} has label {raw[0]}; allowed are 0 to {len(CLASSES) - 1}"
-            raise DataError(f"{said}. Fetch the file again.", path=self._records.place(index)[0], sample=index)
+            problem = f"{self.name(index)} has label {raw[0]}; allowed are 0 to {len(CLASSES) - 1}"
+            raise DataError(f"{problem}. Fetch the file again.", path=self._records.place(index)[0], sample=index)
         pixels = torch.frombuffer(bytearray(raw), dtype=torch.uint8, offset=1).view(3, 32, 32)
         return pixels.clone(), torch.tensor(raw[0])
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from onebox.errors import DataError
+from onebox.feed.checks import check_classes
 from onebox.feed.decode import EXTENSIONS, ImageDecoder
 from onebox.feed.sources.formats.files import read_file, unreadable
-from onebox.feed.sources.labels import check_classes
 
 Sample = tuple[Tensor, Tensor]
 LAYOUT = "allowed is folder/class/picture, the pictures of each class in a folder of its own"

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from onebox.errors import DataError, UsageError
+from onebox.feed.checks import check_classes
 from onebox.feed.sources.formats.files import open_regular, unreadable
 from onebox.feed.sources.formats.npy import Header, read_header, to_tensor
 from onebox.feed.sources.formats.records import Records
-from onebox.feed.sources.labels import check_classes
 
 MAX_UNPACKED_BYTES = 2 << 30  # limit of one compressed array, which has to be held in memory
 LOCAL_HEADER_BYTES = 30  # bytes of a zip member's header, before its name (PKWARE's APPNOTE.TXT, 4.3.7)
@@ -159,8 +159,8 @@ class _Rows:
 
     def _check_rest(self, came: int, header: Header) -> None:
         if came != header.values_bytes:
-            said = f"its header says {header.dtype} {list(header.shape)}, {header.values_bytes} bytes of values"
-            raise self._bad(f"is cut off or damaged: {said}, and {came} came. Fetch it again")
+            problem = f"its header says {header.dtype} {list(header.shape)}, {header.values_bytes} bytes of values"
+            raise self._bad(f"is cut off or damaged: {problem}, and {came} came. Fetch it again")
 
     def _bad(self, what: str) -> DataError:
         return DataError(f"{self.path}{self._array} {what}.", path=self.path)

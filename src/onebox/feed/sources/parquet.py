@@ -13,12 +13,11 @@ from torch import Tensor
 
 from onebox.errors import DataError, UsageError
 from onebox.extras import import_extra
-from onebox.feed.checks import require_int
+from onebox.feed.checks import check_classes, require_int
 from onebox.feed.decode import ImageDecoder
 from onebox.feed.sources.formats.columns import Columns
 from onebox.feed.sources.formats.files import Paths, expand
 from onebox.feed.sources.formats.row_groups import READING, RowGroupCache, RowGroups
-from onebox.feed.sources.labels import check_classes
 
 CACHE_BYTES = 256 << 20
 MAX_GROUP_BYTES = 4 << 30  # limit of an unpacked row group; usual ones have some megabytes
@@ -113,8 +112,8 @@ class Parquet:
             return {name: _plain(table.column(name)[row]) for name in self._columns.names}
         except (ValueError, TypeError, NotImplementedError, OSError) as error:
             path = self._groups.path(group)
-            said = f"{self.name(index)} cannot be read: {error}"
-            raise DataError(f"{said}. Fetch the file again.", path=path, sample=index) from error
+            problem = f"{self.name(index)} cannot be read: {error}"
+            raise DataError(f"{problem}. Fetch the file again.", path=path, sample=index) from error
 
     def decode(self, raw: dict[str, Any], index: int) -> Any:
         """The sample of a row.

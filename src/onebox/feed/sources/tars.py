@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from onebox.errors import DataError, UsageError
+from onebox.feed.checks import check_classes
 from onebox.feed.decode import EXTENSIONS, ImageDecoder
 from onebox.feed.sources.formats.files import MAX_FILE_BYTES, OpenFiles, Paths, expand, unreadable
 from onebox.feed.sources.formats.npy import parse_npy
 from onebox.feed.sources.formats.tar_index import members
-from onebox.feed.sources.labels import check_classes
 
 FOLDER = "folder"
 """The field of a sample whose value is the class that its folder names."""
@@ -142,8 +142,8 @@ class Tars:
             stem, _, ending = file.partition(".")
             fields = samples.setdefault(posixpath.join(folder, stem), {})
             if ending.lower() in fields:
-                said = f"{path}: {member.name[:200]!r} is there twice"
-                raise DataError(f"{said}; a sample has a field once.", path=path, sample=member.name)
+                problem = f"{path}: {member.name[:200]!r} is there twice"
+                raise DataError(f"{problem}; a sample has a field once.", path=path, sample=member.name)
             fields[ending.lower()] = (member.offset, member.size_bytes)
         for key, fields in samples.items():
             self._keys.append(key)
@@ -187,8 +187,8 @@ class Tars:
         found = [ending for ending in field if ending in there]
         if not found:
             wanted = "/".join(field) if len(field) < 4 else f"{'/'.join(field[:3])}/..."
-            said = f"{self.name(index)} has no {wanted}, only {', '.join(there)}"
-            raise self._bad(index, f"{said}; add it, or take the sample out of the archive")
+            problem = f"{self.name(index)} has no {wanted}, only {', '.join(there)}"
+            raise self._bad(index, f"{problem}; add it, or take the sample out of the archive")
         place = there[found[0]]
         size_bytes, path = self._sizes[place], self._path(index)
         if size_bytes > MAX_FILE_BYTES:
@@ -234,8 +234,8 @@ class Tars:
             raise ValueError(f"it says {label}, and there are {len(self.classes)} classes")
         return label
 
-    def _bad(self, index: int, said: str) -> DataError:
-        return DataError(f"{said}.", path=self._path(index), sample=index)
+    def _bad(self, index: int, problem: str) -> DataError:
+        return DataError(f"{problem}.", path=self._path(index), sample=index)
 
 
 def _folder_of(key: str) -> str:

@@ -124,23 +124,6 @@ def shard_of(tensor: Tensor, placement: Placement, rank: int) -> Tensor:
     return share.clone(memory_format=torch.contiguous_format).flatten(dim, dim + 1)
 
 
-def unshard(parts: Sequence[Tensor], placement: Placement) -> Tensor:
-    """Return the whole tensor from the shares of all ranks, in their order: the inverse of :func:`shard_of`.
-
-    Raises:
-        UsageError: The number of parts is not that of the ranks.
-    """
-    if isinstance(placement, Replicate):
-        return parts[0]
-    if isinstance(placement, Partial):
-        return torch.stack(list(parts)).sum(0)
-    if len(parts) != len(placement.sizes):
-        raise UsageError(f"{len(parts)} parts for {len(placement.sizes)} ranks")
-    dim = placement.dim
-    rows = [part.unflatten(dim, (placement.blocks, size)) for part, size in zip(parts, placement.sizes, strict=True)]
-    return torch.cat(rows, dim + 1).flatten(dim, dim + 1)
-
-
 def reshaped(before: Sequence[int], after: Sequence[int], shard: Shard) -> Shard | None:
     """Follow a split through a view of another shape with the elements in the same order.
 

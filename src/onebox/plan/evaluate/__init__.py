@@ -1,1 +1,1 @@
-"""Evaluation of layouts: bounds, cuts and placements that are promising, predictions, infeasibility; no search."""
+"""Evaluation of layouts: bounds, predictions, infeasibility; no search."""

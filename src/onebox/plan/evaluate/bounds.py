@@ -12,9 +12,6 @@ from collections.abc import Iterable, Sequence
 from onebox.plan.model.schedule import Routes
 from onebox.plan.model.work import PlanWork
 
-SPLIT = frozenset({"zb-h1", "zbv", "auto"})
-"""Schedules that may split a backward into input and weight gradient."""
-
 
 def lower_bound(work: PlanWork, routes: Routes, sizes: Sequence[float], *, split: bool) -> float:
     """Return a lower bound of the seconds of a step.

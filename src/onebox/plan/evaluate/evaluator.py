@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 from onebox.cost import DeviceGroups
-from onebox.plan.evaluate.bounds import SPLIT, least_bytes, least_period, lower_bound
-from onebox.plan.evaluate.partition import numbered_matters
+from onebox.plan.evaluate.bounds import least_bytes, least_period, lower_bound
+from onebox.plan.evaluate.predict import order_of, simulate_order
 from onebox.plan.model.cost_model import CostModel
-from onebox.plan.model.device_groups import kind, near
+from onebox.plan.model.device_groups import kind, near, numbered_matters
 from onebox.plan.model.layout import StageLayout, plan_of
 from onebox.plan.model.plan import MicroBatch
 from onebox.plan.model.problem import Problem
@@ -18,11 +18,9 @@ from onebox.plan.model.schedule import Routes, Schedule
 from onebox.plan.model.shares import deal
 from onebox.plan.model.stage import OFFLOADING_POLICIES
 from onebox.plan.model.work import PlanWork
-from onebox.plan.schedules.async_window import depths, steady_window
-from onebox.plan.schedules.blocks import block_schedule
-from onebox.plan.simulate.steady_state import simulate_steady_state
-from onebox.plan.simulate.step import Simulation, simulate
-from onebox.plan_names import ASYNC
+from onebox.plan.schedules.async_window import depths
+from onebox.plan.simulate.step import Simulation
+from onebox.plan_names import SCHEDULE_TRAITS
 
 _BOUND_EFFORT = 20
 """Cost of a bound for each stage and each further replica, in simulated actions."""
@@ -151,12 +149,12 @@ class Evaluator:
             return f"{policies.pop()} is not allowed"
         if layout.update is not None and layout.update not in problem.updates:
             return f"the optimizer on the {layout.update} is not allowed"
-        if layout.schedule == ASYNC and away:
+        if layout.late and away:
             return f"versions of weights do not go together with {away.pop()}"
         used = {device for part in layout.parts for device in part.devices}
         if problem.max_devices is not None and len(used) > problem.max_devices:
             return f"more than {problem.max_devices} device{'s' * (problem.max_devices > 1)}"
-        named = layout.blocks > 1 or layout.schedule == ASYNC
+        named = layout.blocks > 1 or layout.late
         if named and layout.schedule not in problem.schedules:
             return f"schedule {layout.schedule} is not allowed"
         return ""
@@ -187,7 +185,7 @@ class Evaluator:
 
     def bound(self, layout: StageLayout) -> float:
         """Return a lower bound of the seconds of a layout's step; infinite if it cannot fit."""
-        split, late = layout.schedule in SPLIT, layout.schedule == ASYNC
+        split, late = SCHEDULE_TRAITS[layout.schedule].halves, layout.late
         key = (layout.parts, layout.micro_batch, layout.update, split, late)
         if key not in self._bounds:
             self.left -= _BOUND_EFFORT * (sum(len(part.devices) for part in layout.parts) + 3)
@@ -213,10 +211,10 @@ class Evaluator:
         if known is not None and schedule is None:
             return known
         case = self.case(layout)
-        for in_flight in dict.fromkeys((depths(case.routes, case.work) if layout.schedule == ASYNC else (), ())):
+        for in_flight in dict.fromkeys((depths(case.routes, case.work) if layout.late else (), ())):
             order = schedule or self._named(layout.schedule, case, in_flight)
-            simulation = self._simulated(layout.schedule, order, case)
-            self.left -= (_ENDLESS if layout.schedule == ASYNC else 3) * case.actions
+            simulation = self.simulate(layout.schedule, order, case)
+            self.left -= (_ENDLESS if layout.late else 3) * case.actions
             self.simulated += 1
             evaluation = LayoutEvaluation(
                 layout=layout, case=case, schedule=order, simulation=simulation, in_flight=in_flight
@@ -228,6 +226,11 @@ class Evaluator:
         if self.allows(layout) and (self.best is None or evaluation.rank < self.best.rank):
             self.best = evaluation
         return evaluation
+
+    def simulate(self, name: str, order: Schedule, case: CostedLayout) -> Simulation:
+        """Simulate an order of the actions of a layout, without details."""
+        versions = self.problem.versions
+        return simulate_order(name, order, case.routes, case.work, case.sizes, versions=versions, detail=False)
 
     def first_better(self, layouts: Iterable[StageLayout], than: LayoutEvaluation) -> LayoutEvaluation | None:
         """Return the first layout that is better than another, or ``None``; bounds avoid most simulations."""
@@ -241,18 +244,11 @@ class Evaluator:
                 return evaluation
         return None
 
-    def _simulated(self, name: str, order: Schedule, case: CostedLayout) -> Simulation:
-        if name != ASYNC:
-            return simulate(order, case.routes, case.work, case.sizes, detail=False)
-        versions = self.problem.versions
-        return simulate_steady_state(order, case.routes, case.work, case.sizes, versions=versions, detail=False)
-
     def _named(self, name: str, case: CostedLayout, in_flight: tuple[int, ...]) -> Schedule:
         """Return a named schedule; it is cached, as it depends only on routes and edges, which many layouts share."""
         edges = tuple((edge.source, edge.target) for edge in case.work.edges)
         key = (name, case.routes, edges, in_flight)
         if key not in self._schedules:
             self.left -= 5 * case.actions
-            made = partial(steady_window, in_flight=in_flight) if name == ASYNC else partial(block_schedule, name)
-            self._schedules[key] = made(case.routes, edges=edges)
+            self._schedules[key] = order_of(name, case.routes, edges, in_flight)
         return self._schedules[key]

@@ -1,4 +1,4 @@
-"""Prediction of a plan's step time and memory by simulation."""
+"""Prediction of a plan's step time and memory by simulation; the order of actions and the simulation of a schedule."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ from onebox.plan.model.layout import layout_of
 from onebox.plan.model.plan import Plan, Prediction
 from onebox.plan.model.problem import Problem
 from onebox.plan.model.schedule import Routes, Schedule
-from onebox.plan.model.work import Edge, PlanWork, StageWork
+from onebox.plan.model.work import PlanWork, StageWork
 from onebox.plan.schedules.async_window import steady_window
 from onebox.plan.schedules.blocks import block_schedule
 from onebox.plan.schedules.synthesis import auto_schedule
 from onebox.plan.simulate.steady_state import simulate_steady_state
 from onebox.plan.simulate.step import Simulation, simulate
-from onebox.plan_names import ASYNC
+from onebox.plan_names import SCHEDULE_TRAITS
 
 
-def predict(
-    problem: Problem, plan: Plan, *, overlap: bool = False, leaving: Sequence[Edge] = ()
-) -> tuple[Prediction, Simulation]:
+def predict(problem: Problem, plan: Plan, *, overlap: bool = False) -> tuple[Prediction, Simulation]:
     """Time a plan and measure its memory, without running it.
 
     Args:
@@ -29,7 +27,6 @@ def predict(
         plan: The plan; its own prediction is ignored. An asynchronous one is simulated in its steady state.
         overlap: Whether sums and updates of a step overlap with the next one; then the step is one of the steady state,
             too.
-        leaving: Edges, by their stages, whose parts leave early; their other fields are ignored.
 
     Returns:
         The prediction to store in the plan, and the simulation with every action and message.
@@ -39,28 +36,13 @@ def predict(
     """
     problem = replace(problem, sharded=plan.optimizer == "sharded")
     work, sizes = CostModel(problem).work(layout_of(problem, plan), plan.micro_batches(problem.batch))
-    work = with_parts(work, leaving)
     routes = plan.routes(problem.batch)
     schedule = schedule_of(plan, routes, work, sizes)
-    if plan.schedule == ASYNC:
-        simulation = simulate_steady_state(schedule, routes, work, sizes, versions=problem.versions)
-    elif overlap:
+    if overlap and not plan.late:
         simulation = simulate_steady_state(schedule, routes, work, sizes, updates="overlap")
     else:
-        simulation = simulate(schedule, routes, work, sizes)
+        simulation = simulate_order(plan.schedule, schedule, routes, work, sizes, versions=problem.versions)
     return prediction_of(plan, problem.batch, work, simulation), simulation
-
-
-def with_parts(work: PlanWork, leaving: Sequence[Edge]) -> PlanWork:
-    """Return the work with the parts of some edges."""
-    said = {(edge.source, edge.target): edge for edge in leaving}
-    edges = tuple(
-        replace(edge, forward_parts=found.forward_parts, backward_parts=found.backward_parts)
-        if (found := said.get((edge.source, edge.target)))
-        else edge
-        for edge in work.edges
-    )
-    return replace(work, edges=edges)
 
 
 def schedule_of(plan: Plan, routes: Routes, work: PlanWork, sizes: Sequence[float]) -> Schedule:
@@ -76,10 +58,47 @@ def schedule_of(plan: Plan, routes: Routes, work: PlanWork, sizes: Sequence[floa
         return Schedule.parse(plan.table)
     if plan.schedule == "auto":
         return auto_schedule(routes, work, sizes)
-    edges = [(edge.source, edge.target) for edge in work.edges]
-    if plan.schedule == ASYNC:
-        return steady_window(routes, edges, plan.in_flight)
-    return block_schedule(plan.schedule, routes, edges=edges)
+    return order_of(plan.schedule, routes, [(edge.source, edge.target) for edge in work.edges], plan.in_flight)
+
+
+def order_of(name: str, routes: Routes, edges: Sequence[tuple[int, int]], in_flight: Sequence[int] = ()) -> Schedule:
+    """Return the order of actions of a schedule that depends on routes alone; of an asynchronous one, its window.
+
+    Args:
+        name: Name of the schedule.
+        routes: Routes of the micro-batches.
+        edges: Pairs of source and target stage.
+        in_flight: Of an asynchronous one, the micro-batches in flight of each stage; see :func:`steady_window`.
+    """
+    if SCHEDULE_TRAITS[name].late:
+        return steady_window(routes, edges, in_flight)
+    return block_schedule(name, routes, edges=edges)
+
+
+def simulate_order(
+    name: str,
+    order: Schedule,
+    routes: Routes,
+    work: PlanWork,
+    sizes: Sequence[float],
+    *,
+    versions: int,
+    detail: bool = True,
+) -> Simulation:
+    """Simulate a step of a schedule; of an asynchronous one, in its steady state.
+
+    Args:
+        name: Name of the schedule.
+        order: Its order of actions.
+        routes: Routes of the micro-batches.
+        work: Costs of the stages.
+        sizes: Micro-batches' sizes as fractions.
+        versions: Versions of the weights that an asynchronous one holds.
+        detail: Whether to return each action and message.
+    """
+    if SCHEDULE_TRAITS[name].late:
+        return simulate_steady_state(order, routes, work, sizes, versions=versions, detail=detail)
+    return simulate(order, routes, work, sizes, detail=detail)
 
 
 def prediction_of(plan: Plan, batch: int, work: PlanWork, simulation: Simulation) -> Prediction:

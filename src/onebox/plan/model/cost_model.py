@@ -139,6 +139,11 @@ class CostModel:
         whole = self.seconds(tuple(range(len(self.problem.segments))))[device.type]
         return device.speed / max(sum(fixed + each * samples for fixed, each in whole[:3]), 1e-12)
 
+    def shares(self, numbers: Sequence[int], samples: int) -> tuple[float, ...]:
+        """Return shares of some devices in proportion to their throughput with micro-batches of some samples."""
+        powers = [self.power(number, samples) for number in numbers]
+        return tuple(power / sum(powers) for power in powers)
+
     def ties(self, segments: tuple[int, ...]) -> set[int]:
         """Return the numbers of the ties that include any of some segments."""
         return {number for index in segments for number in self._ties[index]}
@@ -193,7 +198,7 @@ class CostModel:
         edges, crossing = self.edges(layout.parts, largest)
         crowded = self.crowding({device for part in layout.parts for device in part.devices})
         stages = tuple(
-            self._known(layout, stage, largest, parts, crossing[stage], crowded) for stage in range(len(layout.parts))
+            self._stage(layout, stage, largest, parts, crossing[stage], crowded) for stage in range(len(layout.parts))
         )
         problem = self.problem
         work = PlanWork(
@@ -206,26 +211,6 @@ class CostModel:
         )
         return work, [part.size / largest for part in parts]
 
-    def _known(
-        self,
-        layout: StageLayout,
-        stage: int,
-        largest: int,
-        micro_batches: Sequence[MicroBatch],
-        crossing: CrossingBytes,
-        crowded: Mapping[str, float],
-    ) -> StageWork:
-        """Return the costs of a stage from the cache: neighbouring layouts have most stages in common."""
-        tied, again = self._tied_s(layout, stage), self._again(layout, stage)
-        sizes = None if layout.micro_batch is not None else tuple(part.size for part in micro_batches)
-        key = (
-            *(stage, layout.parts[stage], layout.micro_batch, layout.update),
-            *(largest, sizes, crossing, tuple(crowded.items()), tied, again),
-        )
-        if key not in self._stages:
-            self._stages[key] = self._stage(layout, stage, largest, micro_batches, crossing, crowded)
-        return self._stages[key]
-
     def _stage(
         self,
         layout: StageLayout,
@@ -235,10 +220,17 @@ class CostModel:
         crossing: CrossingBytes,
         crowded: Mapping[str, float],
     ) -> StageWork:
+        """Return the costs of a stage, once: neighbouring layouts have most stages in common."""
         part, on_host = layout.parts[stage], (layout.update or self.problem.updates[0]) == "host"
+        tied, again = self._tied_s(layout, stage), self._again(layout, stage)
+        one_each = None if layout.micro_batch is not None else tuple(part.size for part in micro_batches)
+        key = (
+            *(stage, part, layout.micro_batch, layout.update),
+            *(largest, one_each, crossing, tuple(crowded.items()), tied, again),
+        )
+        if key in self._stages:
+            return self._stages[key]
         by_type, sizes = self.seconds(part.segments), self.sizes(part.segments)
-        tied = self._tied_s(layout, stage)
-        again = self._again(layout, stage)
         streamed = self.streamed_bytes(part, on_host=on_host)
         sharing = len(part.devices) if self.problem.sharded else 1
         elsewhere = sizes.optimizer - -(-sizes.optimizer // sharing)
@@ -262,7 +254,7 @@ class CostModel:
                 times[2][number] = 0.0
         held = _held(part.policy, stage, sizes, largest, crossing)
         held["backward_work_bytes"] += 2 * streamed  # this micro-batch's gradients, and the sums that they are added to
-        return StageWork(
+        self._stages[key] = StageWork(
             forward_s=times[0],
             input_s=times[1],
             weight_s=times[2],
@@ -271,6 +263,7 @@ class CostModel:
             gradient_bytes=sizes.parameter,
             **held,
         )
+        return self._stages[key]
 
     def streamed_bytes(self, part: LayoutStage, *, on_host: bool) -> int:
         """Return the bytes of a stage's gradients that the host's optimizer holds, instead of the device."""

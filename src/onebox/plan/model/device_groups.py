@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from onebox.cost import DeviceGroups, near_groups
 from onebox.plan.model.problem import DeviceSpec, Problem
+from onebox.plan.model.work import Links
 
 _LIKE = 0.05
 """Relative difference up to which speeds and memories count as equal."""
+
+_UNLIKE = 1.5
+"""Ratio of bandwidths from which links count as different; measurements scatter by less."""
 
 
 def near(problem: Problem) -> tuple[DeviceGroups, ...]:
@@ -35,3 +39,33 @@ def kind(device: DeviceSpec) -> tuple[object, ...]:
 
 def _rounded(value: float) -> int | None:
     return round(math.log(value) / _LIKE) if value > 0 else None
+
+
+LinkWay = tuple[float, float]
+"""Bytes per second there and back."""
+
+
+def ways_between(links: Links, classes: Sequence[Sequence[tuple[int, ...]]]) -> list[list[set[LinkWay]]]:
+    """Return for each pair of classes the bandwidths between a device of one and a device of the other.
+
+    Args:
+        links: The links.
+        classes: Units, as for :class:`~onebox.plan.search.partition.PartitionLimits`.
+    """
+    bps = links.bandwidth_bps
+
+    def ways(one: Sequence[tuple[int, ...]], other: Sequence[tuple[int, ...]]) -> set[LinkWay]:
+        pairs = ((a, b) for unit in one for peer in other if unit != peer for a in unit for b in peer)
+        return {(bps[a][b], bps[b][a]) for a, b in pairs}
+
+    return [[ways(one, other) for other in classes] for one in classes]
+
+
+def numbered_matters(links: Links, classes: Sequence[Sequence[tuple[int, ...]]]) -> bool:
+    """Return whether links between two classes differ much in bandwidth, so that the placement of units matters."""
+    for found in (found for row in ways_between(links, classes) for found in row if found):
+        for side in range(2):
+            carried = [way[side] for way in found]
+            if max(carried) > _UNLIKE * min(carried):
+                return True
+    return False

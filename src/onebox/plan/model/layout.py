@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from onebox.errors import UsageError
 from onebox.plan.model.plan import Plan
 from onebox.plan.model.problem import Problem
 from onebox.plan.model.stage import ActivationPolicy, Stage
-from onebox.plan_names import UpdateAt
+from onebox.plan_names import SCHEDULE_TRAITS, UpdateAt
 
 
 class LayoutStage(NamedTuple):
@@ -44,6 +45,11 @@ class StageLayout(NamedTuple):
     update: UpdateAt | None = None
 
     @property
+    def late(self) -> bool:
+        """Return whether its gradients are applied a step late, in a pipeline that never runs empty."""
+        return SCHEDULE_TRAITS[self.schedule].late
+
+    @property
     def places(self) -> int:
         """Number of pairs of stage and device."""
         return sum(len(part.devices) for part in self.parts)
@@ -53,6 +59,23 @@ class StageLayout(NamedTuple):
         """Number of stages of the schedule: consecutive ones with the same replicas count once."""
         places = [(part.devices, part.shares) for part in self.parts]
         return 1 + sum(one != other for one, other in pairwise(places))
+
+    def with_parts(self, first: int, *parts: LayoutStage, until: int | None = None) -> StageLayout:
+        """Return the layout with the stages from ``first`` on replaced, up to ``until`` or as many as are given."""
+        end = first + len(parts) if until is None else until
+        return self._replace(parts=(*self.parts[:first], *parts, *self.parts[end:]))
+
+    def with_sizes(self, sizes: Sequence[int]) -> StageLayout:
+        """Return the layout with other numbers of segments in its stages, along the same chain."""
+        every = tuple(index for part in self.parts for index in part.segments)
+        ends = tuple(accumulate(sizes))
+        ranges = zip((0, *ends), ends, self.parts, strict=False)
+        return self._replace(parts=tuple(part._replace(segments=every[a:b]) for a, b, part in ranges))
+
+    def with_devices(self, names: Mapping[int, int]) -> StageLayout:
+        """Return the layout with some devices replaced by others, by their numbers."""
+        parts = (part._replace(devices=tuple(names.get(d, d) for d in part.devices)) for part in self.parts)
+        return self._replace(parts=tuple(parts))
 
     @property
     def plain(self) -> bool:

@@ -15,7 +15,7 @@ from onebox.errors import UsageError
 from onebox.plan.model.schedule import Routes
 from onebox.plan.model.shares import apportion, deal
 from onebox.plan.model.stage import POLICY_WORDS, OptimizerStateLayout, PlanPart, Stage, quoted
-from onebox.plan_names import ASYNC, SCHEDULES, Sync, UpdateAt
+from onebox.plan_names import ASYNC, SCHEDULE_TRAITS, Sync, UpdateAt, searchable_schedules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,11 +96,11 @@ class Plan(PlanPart, frozen=True):
             raise UsageError(f"micro_batch={self.micro_batch}: a micro-batch has at least one sample")
         if self.sync not in ("workers", "client"):
             raise UsageError(f"sync={self.sync!r}: allowed are 'workers' and 'client'")
-        if self.schedule not in (*SCHEDULES, ASYNC, "table") or (self.schedule == "table") != bool(self.table):
-            names = ", ".join((*SCHEDULES, ASYNC))
+        if self.schedule not in SCHEDULE_TRAITS or (self.schedule == "table") != bool(self.table):
+            names = ", ".join(searchable_schedules(staleness=1))
             raise UsageError(f"schedule={self.schedule!r}: allowed are {names}, or 'table' with the rows in 'table'")
         self._check_optimizer()
-        if self.in_flight and (self.schedule != ASYNC or len(self.in_flight) != len(self.stages)):
+        if self.in_flight and (not self.late or len(self.in_flight) != len(self.stages)):
             raise UsageError(
                 f"in_flight={self.in_flight}: it is for schedule {ASYNC!r}, and one number for each of "
                 f"{len(self.stages)} stages"
@@ -170,6 +170,16 @@ class Plan(PlanPart, frozen=True):
     def whole(self) -> bool:
         """Return whether the plan is one stage, the whole model, each replica on one device."""
         return len(self.stages) == 1 and not self.stages[0].segments and not self.split
+
+    @property
+    def late(self) -> bool:
+        """Return whether its gradients are applied a step late, in a pipeline that never runs empty."""
+        return SCHEDULE_TRAITS[self.schedule].late
+
+    @property
+    def halves(self) -> bool:
+        """Return whether its schedule may split the backward of its stages, of which it has several."""
+        return SCHEDULE_TRAITS[self.schedule].halves and len(self.stages) > 1
 
     @property
     def split(self) -> bool:

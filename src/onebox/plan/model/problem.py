@@ -9,7 +9,7 @@ from itertools import permutations
 
 from onebox.errors import UsageError
 from onebox.plan.model.work import Links
-from onebox.plan_names import ACTIVATION_POLICIES, ASYNC, SCHEDULES, ChainPolicy, UpdateAt
+from onebox.plan_names import ACTIVATION_POLICIES, ASYNC, SCHEDULES, ChainPolicy, UpdateAt, searchable_schedules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +233,7 @@ class Problem:
                 f"staleness={self.staleness} with {self.versions} versions of the weights: allowed are 0 and 1, and "
                 "2 to 4 versions"
             )
-        known = (*SCHEDULES, ASYNC) if self.staleness else SCHEDULES
+        known = searchable_schedules(self.staleness)
         if not self.schedules or any(name not in known for name in self.schedules):
             hint = f"; {ASYNC} needs stale gradients" if ASYNC in self.schedules else ""
             raise UsageError(f"schedules {list(self.schedules)}: allowed are {', '.join(known)}, at least one{hint}")

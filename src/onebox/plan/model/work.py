@@ -62,18 +62,6 @@ class StageWork:
         return sum(part.size_bytes for part in self.offloaded)
 
 
-class MessageChunk(NamedTuple):
-    """Departure of a part of a value.
-
-    Args:
-        time: The share of the action's time after which it is there, from 0 to 1.
-        size: Its share of the bytes.
-    """
-
-    time: float
-    size: float
-
-
 @dataclass(frozen=True, kw_only=True)
 class Edge:
     """Values that go from one stage to another, for one micro-batch.
@@ -83,16 +71,12 @@ class Edge:
         target: The stage whose forward (or only backward) uses them; later than ``source``.
         forward_bytes: Bytes from source to target.
         backward_bytes: Bytes of gradients from target to source.
-        forward_parts: Parts of the values with their departures, in order; empty where all leave at the end of forward.
-        backward_parts: Likewise of gradients, at the end of the action that makes them.
     """
 
     source: int
     target: int
     forward_bytes: int
     backward_bytes: int
-    forward_parts: tuple[MessageChunk, ...] = ()
-    backward_parts: tuple[MessageChunk, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

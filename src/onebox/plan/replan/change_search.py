@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate, combinations, pairwise, permutations, product
+from itertools import combinations, pairwise, permutations, product
 
 from onebox.errors import UsageError
 from onebox.plan.model.layout import LayoutStage, StageLayout, layout_of, single
@@ -17,11 +17,8 @@ from onebox.plan.replan.changes import PlanEdit, ProposedChange, edits_of
 from onebox.plan.replan.cut_solver import NEARLY, CutSolver
 from onebox.plan.replan.migration_cost import MigrationCost
 from onebox.plan.replan.step_times import StepTimes
+from onebox.plan.search.local_search import descend, descend_cuts, moved_cuts
 from onebox.plan.search.result import NAMED_BIAS
-from onebox.plan_names import ASYNC
-
-_STEPS = (1, 2, 4)
-"""Numbers of segments by which a cut is moved."""
 
 _STARTS = 3
 """Number of best proposals from which local search begins."""
@@ -67,7 +64,8 @@ class ChangeSearch:
         self._moved = MigrationCost(self._problem, self._now)
         self._before = self._pace.step(self._now)
         self._known: dict[StageLayout, float] = {}
-        self._formats = {stage.formats for stage in plan.stages}
+        formats = [stage.formats for stage in plan.stages]
+        self._fixed = frozenset(cut for cut, (one, other) in enumerate(pairwise(formats)) if one != other)
 
     @property
     def before_s(self) -> float:
@@ -91,7 +89,7 @@ class ChangeSearch:
         ordered = [self._ordered(self._now)]
         for layout in self._worth((*ends, *starts)):
             ordered.append(self._ordered(layout))
-            if ordered[-1].step_s <= self._value(layout) * _AS_GOOD or same != ASYNC:
+            if ordered[-1].step_s <= self._value(layout) * _AS_GOOD or not self._now.late:
                 break  # the step times of the others are known, or at least as long
         least_s = min(map(self._worth_s, ordered))
         best = (one for one in ordered if self._worth_s(one) <= least_s * NEARLY)
@@ -126,7 +124,7 @@ class ChangeSearch:
         """Yield the proposals of dynamic programming, where each device has one stage and all stages are alike."""
         parts, now = self._now.parts, self._now
         devices = [device for part in parts for device in part.devices]
-        alike = len(self._formats) == 1 and all(part.policy == "keep" for part in parts)
+        alike = not self._fixed and all(part.policy == "keep" for part in parts)
         if len(parts) > 1 and alike and len(set(devices)) == len(devices) and now.micro_batch is not None:
             count = len(self._evaluator.case(now).micro_batches)
             yield from CutSolver(self._evaluator.costs, now, count, self._moved).proposals()
@@ -150,70 +148,42 @@ class ChangeSearch:
             for device, (index, part) in product(idle, enumerate(parts)):
                 if len(part.segments) > 1:
                     more = part._replace(segments=part.segments[:-1]), single(part.segments[-1:], device)
-                    yield self._now._replace(parts=(*parts[:index], *more, *parts[index + 1 :]))
+                    yield self._now.with_parts(index, *more, until=index + 1)
                     less = single(part.segments[:1], device), part._replace(segments=part.segments[1:])
-                    yield self._now._replace(parts=(*parts[:index], *less, *parts[index + 1 :]))
+                    yield self._now.with_parts(index, *less, until=index + 1)
 
     def _placed(self) -> list[StageLayout]:
         """Return the layouts with two devices exchanged, and cuts adapted, that have the best bounds."""
         found = list(self._exchanged(self._now))
         share = self._evaluator.left // (4 * max(1, len(found)))
-        found = [self._descend(layout, share) for layout in found]
+        found = [
+            descend_cuts(self._evaluator, layout, share, bound=self._pace.bound_s, fixed=self._fixed)
+            for layout in found
+        ]
         return sorted(found, key=self._pace.bound_s)[:_STARTS]
 
-    def _descend(self, at: StageLayout, effort: int) -> StageLayout:
-        """Move cuts as long as that lowers the bound."""
-        value, limit = self._pace.bound_s(at), self._evaluator.left - effort
-        while self._evaluator.left > limit:
-            changes = ((self._pace.bound_s(layout), layout) for layout in self._cut(at))
-            better = next((found for found in changes if found[0] < value * (1 - 1e-6)), None)
-            if better is None:
-                break
-            value, at = better
-        return at
+    def _climb(self, start: StageLayout) -> StageLayout:
+        """Follow the first change that pays repeatedly while effort is left; bounds avoid most simulations."""
 
-    def _climb(self, at: StageLayout) -> StageLayout:
-        """Follow the first change that pays repeatedly while effort is left."""
-        value = self._value(at)
-        while not self._pace.spent:
-            changes = ((self._value(layout), layout) for layout in self._near(at) if self._promises(layout, value))
-            better = next((found for found in changes if found[0] < value * (1 - _LEAST)), None)
-            if better is None:
-                break
-            value, at = better
-        return at
+        def rate(layout: StageLayout, limit: float) -> float:
+            if layout not in self._known and (bound_s := self._pace.bound_s(layout)) >= limit:
+                return bound_s
+            return self._value(layout)
 
-    def _promises(self, layout: StageLayout, value: float) -> bool:
-        """Return whether a layout's bound is better than a value; this avoids most simulations."""
-        return not self._pace.spent and (layout in self._known or self._pace.bound_s(layout) < value * (1 - _LEAST))
+        return descend(start, self._near, rate, lambda: self._pace.spent, _LEAST)
 
     def _near(self, layout: StageLayout) -> Iterator[StageLayout]:
         """Yield layouts one change away: cuts, then shares, then places."""
-        yield from self._cut(layout)
+        yield from moved_cuts(layout, self._fixed)
         yield from self._shared(layout)
         yield from self._exchanged(layout)
-
-    def _cut(self, layout: StageLayout) -> Iterator[StageLayout]:
-        """Yield layouts with another cut between neighbours, or several consecutive cuts moved together."""
-        parts, stages = layout.parts, self._plan.stages
-        for index, (one, other) in enumerate(pairwise(parts)):
-            if len(self._formats) > 1 and stages[index].formats != stages[index + 1].formats:
-                continue  # a segment's format or policy would change
-            chain = one.segments + other.segments
-            for step in _STEPS:
-                for cut in (len(one.segments) - step, len(one.segments) + step):
-                    if 0 < cut < len(chain):
-                        halves = one._replace(segments=chain[:cut]), other._replace(segments=chain[cut:])
-                        yield layout._replace(parts=(*parts[:index], *halves, *parts[index + 2 :]))
-        if len(self._formats) == 1:
-            yield from _rolled(layout)
 
     def _exchanged(self, layout: StageLayout) -> Iterator[StageLayout]:
         """Yield layouts in which two devices with different stages, or one of them idle, have changed places."""
         stages = {device: [part.segments for part in layout.parts if device in part.devices] for device in self._every}
         for a, b in combinations(self._every, 2):
             if stages[a] != stages[b]:
-                yield _renamed(layout, {a: b, b: a})
+                yield layout.with_devices({a: b, b: a})
 
     def _shared(self, layout: StageLayout) -> Iterator[StageLayout]:
         """Yield other shares of replicas: in proportion to their speeds, and with one micro-batch given away."""
@@ -222,13 +192,11 @@ class ChangeSearch:
         for index, part in enumerate(layout.parts):
             if len(part.devices) > 1:
                 for shares in self._other_shares(layout, part):
-                    changed = part._replace(shares=shares)
-                    yield layout._replace(parts=(*layout.parts[:index], changed, *layout.parts[index + 1 :]))
+                    yield layout.with_parts(index, part._replace(shares=shares))
 
     def _other_shares(self, layout: StageLayout, part: LayoutStage) -> Iterator[tuple[float, ...]]:
         samples = layout.micro_batch or max(1, self._problem.batch // len(part.devices))
-        powers = [self._evaluator.costs.power(device, samples) for device in part.devices]
-        yield tuple(power / sum(powers) for power in powers)
+        yield self._evaluator.costs.shares(part.devices, samples)
         if layout.micro_batch is None:
             return
         count = len(self._evaluator.case(layout).micro_batches)
@@ -241,9 +209,9 @@ class ChangeSearch:
         """Return a proposal with the best order of actions: the layout's own unless another is clearly better."""
         best = self._proposal(layout, None)
         own = self._plan.schedule
-        if own == ASYNC and layout == self._now:
+        if self._plan.late and layout == self._now:
             return self._deeper(best)
-        if own == ASYNC or layout.blocks == 1:
+        if self._plan.late or layout.blocks == 1:
             return best
         names = [name for name in self._problem.schedules if name not in ("auto", own)]
         found = [self._proposal(layout._replace(schedule=name), None) for name in names]
@@ -283,10 +251,10 @@ class ChangeSearch:
         """
         if layout not in self._known:
             try:
-                step_s = self._pace.bound_s(layout) if layout.schedule == ASYNC else self._proposal(layout, None).step_s
+                step_s = self._pace.bound_s(layout) if layout.late else self._proposal(layout, None).step_s
             except UsageError:  # a value would go to an earlier stage
                 step_s = float("inf")
-            barred = layout.schedule == ASYNC and layout != self._now and self._barred(layout)
+            barred = layout.late and layout != self._now and self._barred(layout)
             self._known[layout] = float("inf") if barred else step_s + self._cost(layout)[1] / self._terms.horizon
         return self._known[layout]
 
@@ -300,21 +268,3 @@ class ChangeSearch:
             return {}, 0.0
         moved = self._moved.links(layout)
         return moved, self._moved.longest_s(moved) + self._terms.pause_s
-
-
-def _rolled(layout: StageLayout) -> Iterator[StageLayout]:
-    """Yield layouts with a segment more in one stage and one less in another, the cuts between them moved along."""
-    chain = tuple(index for part in layout.parts for index in part.segments)
-    sizes = [len(part.segments) for part in layout.parts]
-    for gains, loses in permutations(range(len(sizes)), 2):
-        if abs(gains - loses) > 1 and sizes[loses] > 1:
-            ends = list(accumulate(size + (n == gains) - (n == loses) for n, size in enumerate(sizes)))
-            ranges = zip((0, *ends), ends, layout.parts, strict=False)
-            yield layout._replace(parts=tuple(part._replace(segments=chain[a:b]) for a, b, part in ranges))
-
-
-def _renamed(layout: StageLayout, names: Mapping[int, int]) -> StageLayout:
-    """Return a layout in which devices have changed places."""
-    return layout._replace(
-        parts=tuple(part._replace(devices=tuple(names.get(d, d) for d in part.devices)) for part in layout.parts)
-    )

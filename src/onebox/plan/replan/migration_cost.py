@@ -7,7 +7,6 @@ from collections.abc import Hashable, Mapping, Sequence
 from onebox.plan.model.layout import LayoutStage, StageLayout
 from onebox.plan.model.problem import Problem
 from onebox.plan.replan.changes import holders
-from onebox.plan_names import ASYNC
 
 
 class MigrationCost:
@@ -20,8 +19,7 @@ class MigrationCost:
 
     def __init__(self, problem: Problem, now: StageLayout) -> None:
         self._problem, self._before = problem, holders(now)
-        late = now.schedule == ASYNC
-        self.sizes = [segment.state_bytes + segment.parameter_bytes * late for segment in problem.segments]
+        self.sizes = [segment.state_bytes + segment.parameter_bytes * now.late for segment in problem.segments]
 
     def brought(self, index: int, part: LayoutStage) -> int:
         """Return the bytes of a segment that the devices of a stage receive if it joins that stage."""
@@ -60,8 +58,7 @@ class MigrationCost:
             work = {device: self._segments(layout, device) for device in group}
             costs = [[self._brought_to(other, work[device]) for other in group] for device in group]
             names |= {group[row]: group[column] for row, column in enumerate(assigned(costs))}
-        parts = (part._replace(devices=tuple(names.get(d, d) for d in part.devices)) for part in layout.parts)
-        return layout._replace(parts=tuple(parts))
+        return layout.with_devices(names)
 
     def _segments(self, layout: StageLayout, device: int) -> list[int]:
         return [index for part in layout.parts if device in part.devices for index in part.segments]

@@ -7,15 +7,13 @@ from functools import cached_property
 
 from onebox.errors import UsageError
 from onebox.plan.evaluate.evaluator import Evaluator
+from onebox.plan.evaluate.predict import schedule_of
 from onebox.plan.model.layout import StageLayout, layout_of
 from onebox.plan.model.plan import Plan
 from onebox.plan.model.problem import DeviceSpec, Problem
 from onebox.plan.model.schedule import Schedule
-from onebox.plan.schedules.async_window import steady_window
 from onebox.plan.schedules.synthesis import auto_schedule
-from onebox.plan.simulate.steady_state import simulate_steady_state
 from onebox.plan.simulate.step import Simulation
-from onebox.plan_names import ASYNC
 
 _SYNTHESIS_S = 0.04
 """Nominal seconds for a synthesised order."""
@@ -52,7 +50,7 @@ class StepTimes:
         Raises:
             UsageError: A value would go to an earlier stage, or the plan's table is not for these stages and shares.
         """
-        if layout.schedule == ASYNC and layout == self.now:
+        if layout.late and layout == self.now:
             return self._unchanged
         return self.evaluator.evaluate(layout, table or self.order(layout)).simulation
 
@@ -64,7 +62,7 @@ class StepTimes:
         """
         try:
             bound_s = self.evaluator.bound(layout)
-            if layout.schedule != ASYNC:
+            if not layout.late:
                 return bound_s
             return max(bound_s, self.evaluator.bound(layout._replace(schedule="1f1b")) / 2)
         except UsageError:  # a value would go to an earlier stage
@@ -89,17 +87,14 @@ class StepTimes:
 
     def in_flight(self, layout: StageLayout) -> tuple[int, ...]:
         """Return the micro-batches in flight of each stage of a pipeline that never runs empty; see the plan's."""
-        return self.evaluator.evaluate(layout).in_flight if layout.schedule == ASYNC else ()
+        return self.evaluator.evaluate(layout).in_flight if layout.late else ()
 
     @cached_property
     def _unchanged(self) -> Simulation:
         """Simulate a step of the plan in force, with its own micro-batches in flight."""
         case = self.evaluator.case(self.now)
-        window = steady_window(
-            case.routes, [(edge.source, edge.target) for edge in case.work.edges], self.plan.in_flight
-        )
-        versions = self.problem.versions
-        return simulate_steady_state(window, case.routes, case.work, case.sizes, versions=versions, detail=False)
+        order = schedule_of(self.plan, case.routes, case.work, case.sizes)
+        return self.evaluator.simulate(self.now.schedule, order, case)
 
 
 def within_limits(problem: Problem, plan: Plan) -> Problem:

@@ -14,6 +14,7 @@ from itertools import accumulate
 from onebox.plan.model.schedule import Action, Routes, Schedule
 from onebox.plan.model.stage import Stage
 from onebox.plan.schedules.named import named_schedule
+from onebox.plan_names import SCHEDULE_TRAITS
 
 StageBlocks = tuple[range, ...]
 """The stages of each block."""
@@ -70,7 +71,7 @@ def block_schedule(name: str, routes: Routes, *, edges: Sequence[tuple[int, int]
         >>> block_schedule("1f1b", one_device).lines()
         ('0: 0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1',)
     """
-    blocks = find_blocks(routes, twice=name == "zbv")
+    blocks = find_blocks(routes, twice=name in SCHEDULE_TRAITS and SCHEDULE_TRAITS[name].mirrored)
     if len(blocks) == len(routes):
         return named_schedule(name, routes, edges=edges)
     ends = None if edges is None else sorted(between(edges, blocks))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import NamedTuple
 
+from onebox.plan.hill_climbing import climb
 from onebox.plan.model.schedule import Action
 from onebox.plan.simulate.event_loop import ExecutedRows, execute_rows
 from onebox.plan.simulate.instance import SchedulingInstance
@@ -108,12 +109,11 @@ class ScheduleSearch:
 
     def _climb(self, candidate: ScheduleCandidate) -> ScheduleCandidate:
         """Move single actions on the critical path as long as that helps."""
-        while not self.spent and not self.perfect:
-            better = next((found for found in self._neighbours(candidate) if found.score < candidate.score), None)
-            if better is None:
-                break
-            candidate = better
-        return candidate
+
+        def improved(at: ScheduleCandidate) -> ScheduleCandidate | None:
+            return next((found for found in self._neighbours(at) if found.score < at.score), None)
+
+        return climb(candidate, improved, lambda: self.spent or self.perfect)
 
     def _neighbours(self, candidate: ScheduleCandidate) -> Iterator[ScheduleCandidate]:
         self.spend(PLAY_S * self.actions)

@@ -9,9 +9,7 @@ from onebox.errors import UsageError
 from onebox.plan.model.schedule import Action, Routes, Schedule
 from onebox.plan.schedules.list_scheduler import UNLIMITED, DispatchRule, list_schedule
 from onebox.plan.simulate.instance import SchedulingInstance, instance_of, unit_work
-
-NAMED = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
-"""Names of schedules that depend on routes alone."""
+from onebox.plan_names import NAMED, SCHEDULE_TRAITS
 
 
 def named_schedule(name: str, routes: Routes, *, edges: Sequence[tuple[int, int]] | None = None) -> Schedule:
@@ -75,7 +73,7 @@ def dispatch_rule_of(
         in_flight = [ceil(limit * more) for limit in warm_up(instance)]
     if name == "zb-h1":
         unfinished = [max(in_flight)] * slots
-    if name in ("interleaved", "zbv"):
+    if SCHEDULE_TRAITS[name].chunks:
         limits = [ceil(limit * more) for limit in _device_warm_up(instance, name)]
         if name == "interleaved":
             device_in_flight = limits
@@ -83,7 +81,7 @@ def dispatch_rule_of(
             device_unfinished = limits
     return DispatchRule(
         priority=_priority(name, instance),
-        split=[name in ("zb-h1", "zbv")] * slots,
+        split=[SCHEDULE_TRAITS[name].halves] * slots,
         in_flight=in_flight,
         unfinished=unfinished,
         device_in_flight=device_in_flight,

@@ -10,8 +10,9 @@ from onebox.plan.model.work import PlanWork
 from onebox.plan.schedules.blocks import block_schedule
 from onebox.plan.schedules.critical_path import ScheduleSearch
 from onebox.plan.schedules.list_scheduler import UNLIMITED, DispatchRule, list_schedule
-from onebox.plan.schedules.named import NAMED, as_schedule, dispatch_rule_of, named_schedule
+from onebox.plan.schedules.named import as_schedule, dispatch_rule_of, named_schedule
 from onebox.plan.simulate.instance import SchedulingInstance, instance_of
+from onebox.plan_names import NAMED
 
 LIST_S = 4e-6
 """Nominal seconds per action in the list scheduler; measured on a 2-core virtual machine."""

@@ -121,8 +121,7 @@ def nested(costs: CostModel, near: Sequence[DeviceGroups]) -> list[tuple[int, ..
 
 def shared_by_speed(costs: CostModel, numbers: Sequence[int]) -> list[StageLayout]:
     """Return one-stage layouts on some devices, with shares by speed; one for each allowed micro-batch."""
-    powers = [costs.power(number, max(costs.problem.micro_batches)) for number in numbers]
-    return _data_parallel(costs, numbers, [power / sum(powers) for power in powers])
+    return _data_parallel(costs, numbers, costs.shares(numbers, max(costs.problem.micro_batches)))
 
 
 def even_cuts(costs: CostModel) -> Iterator[tuple[str, list[StageLayout]]]:

@@ -1,18 +1,51 @@
-"""Local search over layouts: small changes that the simulator rates better, until there are none. Pure."""
+"""Local search over layouts: small changes that are better, until there are none. Pure.
+
+The planner rates changes with the simulator, or cuts alone with a bound; the re-planner adds the cost of a change.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import combinations, pairwise
 from random import Random
 
 from onebox.plan.evaluate.evaluator import Evaluator, LayoutEvaluation
-from onebox.plan.evaluate.placement import placed
+from onebox.plan.hill_climbing import climb
 from onebox.plan.model.layout import LayoutStage, StageLayout, single
 from onebox.plan.model.problem import Problem
+from onebox.plan.search.placement import placed
 
 _STEPS = (1, 2, 4)
 """Numbers of segments by which a cut is moved."""
+
+
+def descend(
+    start: StageLayout,
+    changes: Callable[[StageLayout], Iterable[StageLayout]],
+    rate: Callable[[StageLayout, float], float],
+    spent: Callable[[], bool],
+    gain: float = 1e-6,
+) -> StageLayout:
+    """Follow the first change that lowers a layout's value, repeatedly.
+
+    Args:
+        start: The layout to begin with.
+        changes: Yields the layouts near another one.
+        rate: Returns a layout's value; where that is not below a limit, any value that is not, either.
+        spent: Returns whether the effort is used up.
+        gain: Relative gain that counts as lower.
+    """
+
+    def improved(at: tuple[float, StageLayout]) -> tuple[float, StageLayout] | None:
+        limit = at[0] * (1 - gain)
+        for layout in changes(at[1]):
+            if spent():
+                return None
+            if (value := rate(layout, limit)) < limit:
+                return value, layout
+        return None
+
+    return climb((rate(start, float("inf")), start), improved, spent)[1]
 
 
 def local_search(evaluator: Evaluator, start: LayoutEvaluation) -> LayoutEvaluation:
@@ -25,15 +58,12 @@ def local_search(evaluator: Evaluator, start: LayoutEvaluation) -> LayoutEvaluat
     Returns:
         The evaluation at the end: a local optimum, or the last one before the effort was used up.
     """
-    at = start
-    while not evaluator.spent:
-        better = evaluator.first_better(neighbours(evaluator, at.layout), at) or evaluator.first_better(
-            _best_placement(evaluator, at.layout), at
-        )
-        if better is None:
-            return at
-        at = better
-    return at
+
+    def improved(at: LayoutEvaluation) -> LayoutEvaluation | None:
+        near, best = neighbours(evaluator, at.layout), _best_placement(evaluator, at.layout)
+        return evaluator.first_better(near, at) or evaluator.first_better(best, at)
+
+    return climb(start, improved, lambda: evaluator.spent)
 
 
 def _best_placement(evaluator: Evaluator, layout: StageLayout) -> Iterator[StageLayout]:
@@ -42,30 +72,34 @@ def _best_placement(evaluator: Evaluator, layout: StageLayout) -> Iterator[Stage
         yield placed(evaluator, layout)
 
 
-def descend_cuts(evaluator: Evaluator, start: StageLayout, effort: int) -> StageLayout:
+def descend_cuts(
+    evaluator: Evaluator,
+    start: StageLayout,
+    effort: int,
+    *,
+    bound: Callable[[StageLayout], float] | None = None,
+    fixed: frozenset[int] = frozenset(),
+) -> StageLayout:
     """Move cuts as long as that lowers the bound, which takes a small part of a simulation's time.
 
     Other changes are left to the simulator: the bound does not reflect their effect on a schedule.
 
     Args:
-        evaluator: Computes bounds.
+        evaluator: Counts the effort.
         start: The layout to begin with.
-        effort: Maximum effort.
+        effort: Maximum effort, after the bound of the first layout.
+        bound: Returns the bound; ``None`` for the evaluator's.
+        fixed: Cuts that stay, by the stage before them.
     """
-    at, value, limit = start, evaluator.bound(start), evaluator.left - effort
-    while not evaluator.spent and evaluator.left > limit:
-        better = None
-        for change in _moved_cuts(at):
-            if evaluator.spent or evaluator.left <= limit:
-                break
-            found = evaluator.bound(change)
-            if found < value * (1 - 1e-6):
-                better = found, change
-                break
-        if better is None:
-            return at
-        value, at = better
-    return at
+    bound = bound or evaluator.bound
+    bound(start)
+    limit = evaluator.left - effort
+    return descend(
+        start,
+        lambda layout: moved_cuts(layout, fixed),
+        lambda layout, _: bound(layout),
+        lambda: evaluator.spent or evaluator.left <= limit,
+    )
 
 
 def perturb(evaluator: Evaluator, layout: StageLayout, random: Random, changes: int = 3) -> StageLayout:
@@ -84,7 +118,7 @@ def neighbours(evaluator: Evaluator, layout: StageLayout) -> Iterator[StageLayou
     changes: list[Iterator[StageLayout]] = []
     if layout.micro_batch is not None:
         changes = [
-            _moved_cuts(layout),
+            moved_cuts(layout),
             _swapped(layout),
             _replaced(layout, unused),
             _other_sizes(problem, layout),
@@ -109,40 +143,29 @@ def _unused(problem: Problem, layout: StageLayout) -> list[int]:
     return list(kinds.values())
 
 
-def _with(layout: StageLayout, first: int, *parts: LayoutStage, until: int | None = None) -> StageLayout:
-    """Return a layout with the parts from ``first`` up to ``until`` replaced."""
-    end = first + len(parts) if until is None else until
-    return layout._replace(parts=(*layout.parts[:first], *parts, *layout.parts[end:]))
+def moved_cuts(layout: StageLayout, fixed: frozenset[int] = frozenset()) -> Iterator[StageLayout]:
+    """Yield layouts in which segments move from an end of a stage to the adjacent stage.
 
-
-def _moved_cuts(layout: StageLayout) -> Iterator[StageLayout]:
-    """Yield layouts in which segments move from an end of a stage to the adjacent stage."""
+    Args:
+        layout: The layout.
+        fixed: Cuts that stay, by the stage before them.
+    """
     for index, (one, other) in enumerate(pairwise(layout.parts)):
         both = one.segments + other.segments
-        for step in _STEPS:
+        for step in _STEPS if index not in fixed else ():
             for cut in (len(one.segments) - step, len(one.segments) + step):
                 if 0 < cut < len(both):
                     halves = one._replace(segments=both[:cut]), other._replace(segments=both[cut:])
-                    yield _with(layout, index, *halves)
+                    yield layout.with_parts(index, *halves)
     # Moving several consecutive cuts together shifts load between stages that are not neighbours.
     sizes = [len(part.segments) for part in layout.parts]
     for a, b in combinations(range(len(sizes)), 2):
         for gains, loses in ((a, b), (b, a)):
-            if b > a + 1 and sizes[loses] > 1:
+            if b > a + 1 and sizes[loses] > 1 and fixed.isdisjoint(range(a, b)):
                 moved = list(sizes)
                 moved[gains] += 1
                 moved[loses] -= 1
-                yield _resized(layout, moved)
-
-
-def _resized(layout: StageLayout, sizes: list[int]) -> StageLayout:
-    """Return a layout with other numbers of segments in its stages."""
-    every = tuple(index for part in layout.parts for index in part.segments)
-    parts, start = [], 0
-    for part, size in zip(layout.parts, sizes, strict=True):
-        parts.append(part._replace(segments=every[start : start + size]))
-        start += size
-    return layout._replace(parts=tuple(parts))
+                yield layout.with_sizes(moved)
 
 
 def _swapped(layout: StageLayout) -> Iterator[StageLayout]:
@@ -159,18 +182,14 @@ def _swapped(layout: StageLayout) -> Iterator[StageLayout]:
         sizes = [len(part.segments) for part in parts]
         if sizes[a] != sizes[b]:
             sizes[a], sizes[b] = sizes[b], sizes[a]
-            yield _resized(swapped, sizes)
+            yield swapped.with_sizes(sizes)
 
 
 def _replaced(layout: StageLayout, unused: list[int]) -> Iterator[StageLayout]:
     """Yield layouts in which a device gives all of its stages to an unused one."""
     for old in dict.fromkeys(device for part in layout.parts for device in part.devices):
         for new in unused:
-            parts = (
-                part._replace(devices=tuple(new if device == old else device for device in part.devices))
-                for part in layout.parts
-            )
-            yield layout._replace(parts=tuple(parts))
+            yield layout.with_devices({old: new})
 
 
 def _other_sizes(problem: Problem, layout: StageLayout) -> Iterator[StageLayout]:
@@ -192,7 +211,7 @@ def _merged(layout: StageLayout) -> Iterator[StageLayout]:
     """Yield layouts in which two neighbouring stages become one, on the devices of either."""
     for index, (one, other) in enumerate(pairwise(layout.parts)):
         for devices, shares in dict.fromkeys(((one.devices, one.shares), (other.devices, other.shares))):
-            yield _with(layout, index, LayoutStage(one.segments + other.segments, devices, shares), until=index + 2)
+            yield layout.with_parts(index, LayoutStage(one.segments + other.segments, devices, shares), until=index + 2)
 
 
 def _split(layout: StageLayout, unused: list[int]) -> Iterator[StageLayout]:
@@ -204,7 +223,7 @@ def _split(layout: StageLayout, unused: list[int]) -> Iterator[StageLayout]:
         one, other = part._replace(segments=part.segments[:middle]), part._replace(segments=part.segments[middle:])
         for device in unused:
             for pair in ((single(one.segments, device), other), (one, single(other.segments, device))):
-                yield _with(layout, index, *pair, until=index + 1)
+                yield layout.with_parts(index, *pair, until=index + 1)
 
 
 def _shared(layout: StageLayout) -> Iterator[StageLayout]:
@@ -218,19 +237,19 @@ def _shared(layout: StageLayout) -> Iterator[StageLayout]:
         one, other = part._replace(segments=part.segments[:middle]), part._replace(segments=part.segments[middle:])
         for place in sorted(near):
             devices, shares = parts[place].devices, parts[place].shares
-            yield _with(layout, index, one._replace(devices=devices, shares=shares), other, until=index + 1)
-            yield _with(layout, index, one, other._replace(devices=devices, shares=shares), until=index + 1)
+            yield layout.with_parts(index, one._replace(devices=devices, shares=shares), other, until=index + 1)
+            yield layout.with_parts(index, one, other._replace(devices=devices, shares=shares), until=index + 1)
 
 
 def _replicated(evaluator: Evaluator, layout: StageLayout, unused: list[int]) -> Iterator[StageLayout]:
     """Yield layouts in which a stage has one replica more or less."""
     for index, part in enumerate(layout.parts):
         for device in unused:
-            yield _with(layout, index, _part_on(evaluator, layout, part.segments, (*part.devices, device)))
+            yield layout.with_parts(index, _part_on(evaluator, layout, part.segments, (*part.devices, device)))
         if len(part.devices) > 1:
             for gone in part.devices:
                 rest = tuple(device for device in part.devices if device != gone)
-                yield _with(layout, index, _part_on(evaluator, layout, part.segments, rest))
+                yield layout.with_parts(index, _part_on(evaluator, layout, part.segments, rest))
 
 
 def _part_on(
@@ -238,5 +257,4 @@ def _part_on(
 ) -> LayoutStage:
     """Return a stage on some devices, with shares in proportion to their speeds."""
     samples = layout.micro_batch or max(evaluator.problem.micro_batches)
-    shares = [evaluator.costs.power(device, samples) for device in devices]
-    return LayoutStage(segments, devices, tuple(share / sum(shares) for share in shares))
+    return LayoutStage(segments, devices, evaluator.costs.shares(devices, samples))

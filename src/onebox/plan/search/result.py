@@ -14,7 +14,6 @@ from onebox.plan.model.layout import plan_of
 from onebox.plan.model.plan import Plan
 from onebox.plan.model.problem import Problem
 from onebox.plan.simulate.step import Simulation
-from onebox.plan_names import ASYNC
 
 NAMED_BIAS = 0.005
 """Relative slowdown up to which a simpler plan is preferred: one with a named schedule, then with fewer stages, then
@@ -83,7 +82,7 @@ def simplest(evaluator: Evaluator, best: LayoutEvaluation) -> LayoutEvaluation:
 
 def _plainness(evaluation: LayoutEvaluation) -> tuple[bool, int, int, float]:
     layout = evaluation.layout
-    return layout.schedule == ASYNC, layout.places, evaluation.case.actions, evaluation.simulation.step_s
+    return layout.late, layout.places, evaluation.case.actions, evaluation.simulation.step_s
 
 
 def finished(problem: Problem, evaluation: LayoutEvaluation) -> Plan:

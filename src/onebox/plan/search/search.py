@@ -9,13 +9,13 @@ from random import Random
 
 from onebox.plan.evaluate.evaluator import Evaluator, LayoutEvaluation
 from onebox.plan.evaluate.infeasibility import infeasible_error
-from onebox.plan.evaluate.placement import placed
 from onebox.plan.model.layout import StageLayout
 from onebox.plan.model.problem import Problem
 from onebox.plan.policies.apply import apply_policies, baseline_layouts, least_memory_layout
 from onebox.plan.schedules.synthesis import auto_schedule
 from onebox.plan.search.baselines import even_cuts, nested, one_stage, shared_by_speed
 from onebox.plan.search.local_search import descend_cuts, local_search, perturb
+from onebox.plan.search.placement import placed
 from onebox.plan.search.result import NAMED_BIAS, SearchResult, finished, notable, simplest
 from onebox.plan.search.seeds import PLAIN, every_layout, few, proposed
 from onebox.plan_names import ASYNC
@@ -77,7 +77,7 @@ def search(
     """Find the plan whose step is predicted to be the quickest of those that fit.
 
     Small problems are enumerated, with bounds that avoid most simulations. For larger ones, dynamic programming over
-    cuts and devices proposes layouts (:mod:`onebox.plan.evaluate.partition`); the best by bound are simulated; local
+    cuts and devices proposes layouts (:mod:`onebox.plan.search.partition`); the best by bound are simulated; local
     search with the simulator as its objective changes cuts, devices, replicas, micro-batches and schedules; the
     remaining effort goes into random restarts nearby. Finally, schedules are synthesised for the best layouts, if
     ``auto`` is allowed.
@@ -111,7 +111,7 @@ def search(
     if best is None or best.over_bytes:
         raise infeasible_error(evaluator)
     best = simplest(evaluator, best)
-    if best.layout.schedule == ASYNC and not evaluator.expired():  # the gain from staleness
+    if best.layout.late and not evaluator.expired():  # the gain from staleness
         for name in PLAIN:
             evaluator.evaluate(best.layout._replace(schedule=name))
     return SearchResult(
@@ -311,7 +311,7 @@ def _policies(evaluator: Evaluator, devices: Iterable[int]) -> dict[str, LayoutE
 def _synthesise(evaluator: Evaluator, best: LayoutEvaluation) -> LayoutEvaluation:
     """Synthesise schedules for the best layouts; return the best evaluation, the named one if it is as good."""
     found = best
-    if best.layout.schedule == ASYNC and not best.over_bytes:
+    if best.layout.late and not best.over_bytes:
         return best  # no exact schedule is quicker on its devices
     layouts = _first_of_each(_ranked(evaluator), _SYNTHESISED)
     if evaluator.case(best.layout).actions > _LONG:

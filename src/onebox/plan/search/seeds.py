@@ -9,14 +9,14 @@ from math import comb, perm
 
 from onebox.cost import DeviceGroups
 from onebox.plan.evaluate.evaluator import Evaluator
-from onebox.plan.evaluate.partition import PartitionLimits, alike, numbered_matters, partitions
-from onebox.plan.evaluate.placement import placed
 from onebox.plan.model.cost_model import CostModel
-from onebox.plan.model.device_groups import kind
+from onebox.plan.model.device_groups import kind, numbered_matters
 from onebox.plan.model.layout import LayoutStage, StageLayout, single
 from onebox.plan.model.problem import Problem
 from onebox.plan.search.baselines import cut, work_of
-from onebox.plan_names import ASYNC
+from onebox.plan.search.partition import PartitionLimits, alike, partitions
+from onebox.plan.search.placement import placed
+from onebox.plan_names import ASYNC, NAMED, SCHEDULE_TRAITS
 
 PLAIN = (ASYNC, "1f1b", "zb-h1", "gpipe")
 """Schedules for one stage a device, the likeliest to be quickest first."""
@@ -29,9 +29,6 @@ _MANY = 16
 
 System = tuple[list[list[tuple[int, ...]]], tuple[int, ...]]
 """Units that may be placed: their classes, and the numbers of a class that may hold a stage together."""
-
-_CHUNKS = (2, 3)
-"""Numbers of stages a device under ``interleaved``."""
 
 
 def orders(problem: Problem) -> list[tuple[int, ...]]:
@@ -68,29 +65,34 @@ def _walk(after: Sequence[set[int]], *, deep: bool) -> tuple[int, ...]:
 
 
 def sequences(problem: Problem, numbers: Sequence[int], stages: int) -> Iterator[tuple[tuple[int, ...], str]]:
-    """Yield the devices of some stages, and the kind of schedule: plain, interleaved or zbv."""
-    names = problem.schedules
-    if stages <= len(numbers) and any(name in names for name in PLAIN):
+    """Yield the devices of some stages, and their schedule: ``plain``, or one with several stages a device."""
+    if stages <= len(numbers) and any(name in problem.schedules for name in PLAIN):
         for chosen in permutations(numbers, stages):
             yield chosen, "plain"
-    for chunks in _CHUNKS if "interleaved" in names else ():
+    for name, chunks in _chunked_schedules(problem):
         across, rest = divmod(stages, chunks)
         if not rest and 1 < across <= len(numbers):
             for chosen in permutations(numbers, across):
-                yield chosen * chunks, "interleaved"
-    across, rest = divmod(stages, 2)
-    if "zbv" in names and not rest and 1 < across <= len(numbers):
-        for chosen in permutations(numbers, across):
-            yield (*chosen, *reversed(chosen)), "zbv"
+                yield _repeated(chosen, name, chunks), name
+
+
+def _chunked_schedules(problem: Problem) -> list[tuple[str, int]]:
+    """Return the allowed schedules with several stages a device, with each number of these."""
+    return [(name, chunks) for name in NAMED if name in problem.schedules for chunks in SCHEDULE_TRAITS[name].chunks]
+
+
+def _repeated(devices: tuple[int, ...], name: str, chunks: int) -> tuple[int, ...]:
+    """Return the device of each stage, where each device has several."""
+    return (*devices, *devices[::-1]) if SCHEDULE_TRAITS[name].mirrored else devices * chunks
 
 
 def few(problem: Problem) -> bool:
     """Return whether the layouts of single devices are few enough to enumerate."""
     segments, devices = len(problem.segments), len(problem.devices)
-    total = 0
+    total, chunks = 0, [count for own in SCHEDULE_TRAITS.values() for count in own.chunks]
     for stages in range(1, min(segments, 3 * devices) + 1):
         ways = perm(devices, stages) if stages <= devices else 0
-        ways += sum(perm(devices, stages // n) for n in (*_CHUNKS, 2) if not stages % n and stages // n <= devices)
+        ways += sum(perm(devices, stages // n) for n in chunks if not stages % n and stages // n <= devices)
         total += comb(segments - 1, stages - 1) * ways
     return total <= _ALL
 
@@ -217,11 +219,11 @@ def chunked(
 ) -> Iterator[StageLayout]:
     """Yield layouts of several stages a device, from a layout of one stage a device."""
     problem = costs.problem
-    devices = [part.devices[0] for part in parts]
-    patterns = [(devices * n, "interleaved") for n in _CHUNKS] + [([*devices, *reversed(devices)], "zbv")]
+    devices = tuple(part.devices[0] for part in parts)
     most = min(len(order), problem.max_stages or len(order))
-    for sequence, name in patterns:
-        if name in problem.schedules and len(devices) > 1 and len(sequence) <= most:
+    for name, chunks in _chunked_schedules(problem):
+        sequence = _repeated(devices, name, chunks)
+        if len(devices) > 1 and len(sequence) <= most:
             yield spread(costs, order, sequence, samples, name)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from onebox.plan.simulate.instance import UPDATE, GradientSums, MessageChunks, SchedulingInstance, Turn
+from onebox.plan.simulate.instance import UPDATE, GradientSums, SchedulingInstance, Turn
 from onebox.plan.simulate.offload_schedule import channels
 
 
@@ -48,7 +48,6 @@ def execute_rows(  # noqa: PLR0912, PLR0915 (see below)
     slot_of, first, scale, call_s = instance.slot_of, instance.first, instance.scale, instance.work.call_s
     seconds, out, into, slots = instance.seconds, instance.out, instance.into, instance.slots
     latency_s, per_byte_s, grouped = instance.latency_s, instance.per_byte_s, instance.grouped
-    leaving = instance.leaving
     base = {"F": 0, "I": keys, "B": keys, "W": 2 * keys}
     needs = inputs_needed(instance)
     ready = [0.0] * (3 * keys)  # the time of the last input, and later the start of the node
@@ -112,7 +111,7 @@ def execute_rows(  # noqa: PLR0912, PLR0915 (see below)
                 ends, side = into[stage], keys
             if not ends or first[key] != device:
                 continue
-            for edge, (end, size_bytes) in enumerate(ends):
+            for end, size_bytes in ends:
                 node = end + micro_batch
                 target = first[node]
                 if target == device:
@@ -120,11 +119,7 @@ def execute_rows(  # noqa: PLR0912, PLR0915 (see below)
                 else:
                     link = device * size + target
                     sent = link_free[link]
-                    parts = leaving[side > 0][stage][edge] if leaving is not None else ()
-                    if parts:
-                        sent = chunked_transfer_times(parts, sent, now, took, size_bytes * sized * per_byte_s[link])[1]
-                    else:
-                        sent = (sent if sent > now else now) + size_bytes * sized * per_byte_s[link]
+                    sent = (sent if sent > now else now) + size_bytes * sized * per_byte_s[link]
                     link_free[link] = sent
                     arrival = sent + latency_s[link]
                 members = slots[slot_of[node]].members if grouped else ()
@@ -139,24 +134,6 @@ def execute_rows(  # noqa: PLR0912, PLR0915 (see below)
                         stack.append(target)
         done[device], free[device], busy[device] = place, now, spent
     return ExecutedRows(done, free, busy, last, ready, ended)
-
-
-def chunked_transfer_times(
-    parts: MessageChunks, free_s: float, end_s: float, took_s: float, transfer_s: float
-) -> tuple[float, float]:
-    """Return the times at which a link begins and ends to carry a value that leaves in parts.
-
-    Args:
-        parts: The parts and the times at which they leave.
-        free_s: When the link is free.
-        end_s: The end of the action that makes them.
-        took_s: Seconds of that action.
-        transfer_s: Seconds in which the link carries all parts.
-    """
-    begin = max(free_s, end_s - took_s * (1 - parts[0].time))
-    for part in parts:
-        free_s = max(free_s, end_s - took_s * (1 - part.time)) + transfer_s * part.size
-    return begin, free_s
 
 
 def inputs_needed(instance: SchedulingInstance) -> list[int]:

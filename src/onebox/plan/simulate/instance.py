@@ -13,11 +13,7 @@ from typing import NamedTuple
 
 from onebox.errors import UsageError
 from onebox.plan.model.schedule import Routes
-from onebox.plan.model.work import Edge, Links, MessageChunk, PlanWork, StageWork
-
-MessageChunks = tuple[MessageChunk, ...]
-
-_WHOLE = 1e-6
+from onebox.plan.model.work import Edge, Links, PlanWork, StageWork
 
 
 class StageReplica(NamedTuple):
@@ -51,8 +47,6 @@ class SchedulingInstance:
         into: For each stage, the edges that reach it: the first key of the source, bytes of a gradient.
         latency_s: Of each used link, by ``source * len(devices) + target``.
         per_byte_s: Seconds per byte on each of those links.
-        leaving: For forward and for backward, for each stage and each of its edges the parts and the times at which
-            they leave; ``None`` where all values leave at the end of actions.
     """
 
     routes: Routes
@@ -69,7 +63,6 @@ class SchedulingInstance:
     into: list[tuple[tuple[int, int], ...]]
     latency_s: list[float]
     per_byte_s: list[float]
-    leaving: tuple[list[list[MessageChunks]], list[list[MessageChunks]]] | None = None
 
     @property
     def stages(self) -> int:
@@ -130,7 +123,6 @@ def instance_of(routes: Routes, work: PlanWork, sizes: Sequence[float] | None = 
         into=_ends(work.edges, len(routes), count, outward=False),
         latency_s=latency_s,
         per_byte_s=per_byte_s,
-        leaving=_leaving(work.edges, len(routes)),
     )
 
 
@@ -210,24 +202,6 @@ def _ends(edges: tuple[Edge, ...], stages: int, count: int, *, outward: bool) ->
         else:
             found[edge.target].append((edge.source * count, edge.backward_bytes))
     return [tuple(ends) for ends in found]
-
-
-def _leaving(
-    edges: tuple[Edge, ...], stages: int
-) -> tuple[list[list[MessageChunks]], list[list[MessageChunks]]] | None:
-    """Return the parts and the times at which they leave, in the order of :func:`_ends`."""
-    if not any(edge.forward_parts or edge.backward_parts for edge in edges):
-        return None
-    forward, backward = ([list[MessageChunks]() for _ in range(stages)] for _ in range(2))
-    for edge in edges:
-        for parts in (edge.forward_parts, edge.backward_parts):
-            if parts and abs(sum(part.size for part in parts) - 1) > _WHOLE:
-                raise UsageError(
-                    f"parts of {sum(part.size for part in parts):.3f} of a value leave; they are all of it"
-                )
-        forward[edge.source].append(edge.forward_parts)
-        backward[edge.target].append(edge.backward_parts)
-    return forward, backward
 
 
 def _links(work: PlanWork, devices: tuple[int, ...], first: list[int], count: int) -> tuple[list[float], list[float]]:

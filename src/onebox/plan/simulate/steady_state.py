@@ -11,9 +11,7 @@ which lasts until the last device has finished; the difference depends on the ti
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from onebox.errors import UsageError
@@ -23,7 +21,7 @@ from onebox.plan.model.work import PlanWork
 from onebox.plan.simulate.event_loop import execute_rows
 from onebox.plan.simulate.instance import UPDATE, GradientSums, SchedulingInstance, Turn, instance_of
 from onebox.plan.simulate.memory import peak, state_bytes
-from onebox.plan.simulate.step import ActionSpan, Simulation, Transfer, UpdateSpan, transfers_of
+from onebox.plan.simulate.step import ActionSpan, Simulation, Transfer, UpdateSpan, simulation_of, transfers_of
 
 UpdateTiming = Literal["step", "overlap", "window"]
 """Time of the weight updates; see the module's description."""
@@ -86,22 +84,8 @@ def simulate_steady_state(
     if updates == "window":
         for device, extra in run.late_bytes(schedule, versions).items():
             peaks[device] += extra
-    caps = work.capacity_bytes
-    devices = instance.devices
-    busy = run.busy()
     spans, messages, changes = run.details() if detail else ((), (), ())
-    return Simulation(
-        step_s=step_s,
-        spans=spans,
-        transfers=messages,
-        updates=changes,
-        busy_s=busy,
-        bubble=max(0.0, 1 - math.fsum(busy.values()) / (len(devices) * step_s)) if step_s > 0 else 0.0,
-        peak_bytes=peaks,
-        over_bytes={
-            device: most - caps[device] for device, most in peaks.items() if device in caps and most > caps[device]
-        },
-    )
+    return simulation_of(work, step_s, run.busy(), peaks, spans=spans, transfers=messages, updates=changes)
 
 
 def _peaks(instance: SchedulingInstance, schedule: Schedule, count: int) -> dict[int, int]:
@@ -112,19 +96,6 @@ def _peaks(instance: SchedulingInstance, schedule: Schedule, count: int) -> dict
         device: peak(instance, held, rows.get(device, ())).size_bytes
         for device, held in zip(instance.devices, state, strict=True)
     }
-
-
-@dataclass(frozen=True)
-class _Mark:
-    """An entry of a device's row.
-
-    Args:
-        step: The window that it belongs to.
-        turn: The action or update.
-    """
-
-    step: int
-    turn: Turn
 
 
 class _Run:
@@ -151,7 +122,7 @@ class _Run:
             list(self._marks(number, schedule.rows.get(device, ()), updates))
             for number, device in enumerate(instance.devices)
         ]
-        self.rows = [[mark.turn for mark in marks] for marks in self.marks]
+        self.rows = [[turn for _, turn in marks] for marks in self.marks]
         self.played = execute_rows(instance, self.rows, self.sums)
         for number, row in enumerate(self.rows):
             done = self.played.done[number]
@@ -161,8 +132,8 @@ class _Run:
                 raise UsageError(f"the schedule never ends: {told} can never start")
         self.begins = self._begins()
 
-    def _marks(self, device: int, row: Sequence[Action], updates: UpdateTiming) -> Iterator[_Mark]:
-        """Yield the entries of a device's row in all steps."""
+    def _marks(self, device: int, row: Sequence[Action], updates: UpdateTiming) -> Iterator[tuple[int, Turn]]:
+        """Yield the actions and updates of a device's row in all steps, each with the window that it belongs to."""
         every = self.steps * self.count
         for step in range(self.steps + (updates == "window")):
             turns: list[Turn] = []
@@ -179,7 +150,7 @@ class _Run:
                 turns += due.values()
             if updates == "step" or (updates == "overlap" and step == self.steps - 1):
                 turns += [(UPDATE, stage, step * self.count) for stage in self.held[device]]
-            yield from (_Mark(step, turn) for turn in turns)
+            yield from ((step, turn) for turn in turns)
 
     def _place(self, device: int, row: Sequence[Action]) -> int:
         """Return the place in a window before which the weights are updated."""
@@ -244,10 +215,10 @@ class _Run:
         begin = min(times[step] for times in self.begins)
         spans, updated = [], {(device, stage, first): (a, b) for device, stage, first, a, b in self.sums.updates}
         changes: list[UpdateSpan] = []
-        own: set[Turn] = set()
+        mine: set[Turn] = set()
         for number, marks in enumerate(self.marks):
             device = instance.devices[number]
-            for kind, stage, micro_batch in (mark.turn for mark in marks if mark.step == step):
+            for kind, stage, micro_batch in (turn for own, turn in marks if own == step):
                 if kind == UPDATE:
                     start, end = updated[number, stage, micro_batch]
                     changes.append(UpdateSpan(device, None, start - begin, end - begin))
@@ -255,12 +226,12 @@ class _Run:
                 node = instance.node((kind, stage, micro_batch))
                 action = Action(kind, stage, micro_batch - shift)  # type: ignore[arg-type]
                 spans.append(ActionSpan(device, action, played.start[node] - begin, played.end[node] - begin))
-                own.add((kind, stage, micro_batch))
+                mine.add((kind, stage, micro_batch))
         for stage, first, start, end in self.sums.made:
             if first == shift:
                 holders = (number for number, stages in enumerate(self.held) if stage in stages)
                 changes += [UpdateSpan(instance.devices[n], stage, start - begin, end - begin) for n in holders]
-        return tuple(spans), self._messages(own, begin, shift), tuple(changes)
+        return tuple(spans), self._messages(mine, begin, shift), tuple(changes)
 
     def _messages(self, own: set[Turn], begin: float, shift: int) -> tuple[Transfer, ...]:
         """Return the messages of some actions."""

@@ -1,7 +1,7 @@
 """The simulator: the duration of a schedule's step, the timeline of each device, and its memory.
 
 It models the engine. Each device executes its row strictly in order; an action starts when the device is free and its
-inputs are there, and sends its outputs when it ends, or parts of them when they are there. A link carries one message
+inputs are there, and sends its outputs when it ends. A link carries one message
 at a time, in the order in which its source sends, while computing goes on.
 """
 
@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from onebox.errors import UsageError
 from onebox.plan.model.schedule import Action, Routes, Schedule
-from onebox.plan.model.work import MessageChunk, PlanWork
-from onebox.plan.simulate.event_loop import ExecutedRows, chunked_transfer_times, execute_rows
+from onebox.plan.model.work import PlanWork
+from onebox.plan.simulate.event_loop import ExecutedRows, execute_rows
 from onebox.plan.simulate.instance import SchedulingInstance, instance_of
 from onebox.plan.simulate.memory import peak, state_bytes
 
@@ -158,17 +158,39 @@ def simulate_instance(
     peaks = {
         device: peak(instance, held, row).size_bytes for device, held, row in zip(devices, state, rows, strict=True)
     }
-    caps = instance.work.capacity_bytes
-    return Simulation(
-        step_s=step,
+    return simulation_of(
+        instance.work,
+        step,
+        dict(zip(devices, busy, strict=True)),
+        peaks,
         spans=_spans(instance, rows, played) if detail else (),
         transfers=_transfers(instance, rows, played) if detail else (),
         updates=tuple(updates),
-        busy_s=dict(zip(devices, busy, strict=True)),
-        bubble=max(0.0, 1 - math.fsum(busy) / (len(devices) * step)) if step > 0 else 0.0,
-        peak_bytes=peaks,
+    )
+
+
+def simulation_of(
+    work: PlanWork,
+    step_s: float,
+    busy_s: Mapping[int, float],
+    peak_bytes: Mapping[int, int],
+    *,
+    spans: tuple[ActionSpan, ...],
+    transfers: tuple[Transfer, ...],
+    updates: tuple[UpdateSpan, ...],
+) -> Simulation:
+    """Return a simulation with its idle part and with the memory that devices lack; see :class:`Simulation`."""
+    caps = work.capacity_bytes
+    return Simulation(
+        step_s=step_s,
+        spans=spans,
+        transfers=transfers,
+        updates=updates,
+        busy_s=busy_s,
+        bubble=max(0.0, 1 - math.fsum(busy_s.values()) / (len(busy_s) * step_s)) if step_s > 0 else 0.0,
+        peak_bytes=peak_bytes,
         over_bytes={
-            device: most - caps[device] for device, most in peaks.items() if device in caps and most > caps[device]
+            device: most - caps[device] for device, most in peak_bytes.items() if device in caps and most > caps[device]
         },
     )
 
@@ -240,16 +262,14 @@ def transfers_of(
             ends = instance.out[stage] if forward else () if kind == "W" else instance.into[stage]
             if instance.first[stage * count + micro_batch] != device:
                 continue
-            for edge, (end, size_bytes) in enumerate(ends):
+            for end, size_bytes in ends:
                 target = instance.first[end + micro_batch]
                 if target == device:
                     continue
                 link = device * size + target
                 node = instance.node(action)
                 transfer_s = size_bytes * instance.scale[micro_batch] * instance.per_byte_s[link]
-                parts = instance.leaving[not forward][stage][edge] if instance.leaving is not None else ()
-                parts = parts or (MessageChunk(1.0, 1.0),)
-                took_s = played.end[node] - played.start[node]
-                start, free[link] = chunked_transfer_times(parts, free[link], played.end[node], took_s, transfer_s)
+                start = max(free[link], played.end[node])
+                free[link] = start + transfer_s
                 places = (devices[device], devices[target], stage, end // count, micro_batch, forward)
                 yield action, Transfer(*places, start, free[link] + instance.latency_s[link])

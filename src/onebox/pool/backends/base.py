@@ -99,16 +99,16 @@ class RestartableSource(Protocol):
         """
 
 
-def end_all(members: Sequence[WorkerHandle], *, grace_s: float) -> None:
+def end_all(handles: Sequence[WorkerHandle], *, grace_s: float) -> None:
     """End workers.
 
     Args:
-        members: The workers.
+        handles: The workers.
         grace_s: How long to wait for all of them together to end by themselves.
     """
     end_s = time.monotonic() + grace_s
-    for member in members:
-        member.close(grace_s=max(0.0, end_s - time.monotonic()))
+    for handle in handles:
+        handle.close(grace_s=max(0.0, end_s - time.monotonic()))
 
 
 __all__ = ["HostedWorker", "RestartableSource", "WorkerHandle", "WorkerSource", "end_all"]

@@ -46,7 +46,7 @@ class LocalSource:
         self._faults = faults or {}
         self._folders: list[SocketFolder] = []
         self._first = 0
-        self._dealer = CoreAllocator()
+        self._core_allocator = CoreAllocator()
         self._cores: tuple[tuple[int, ...], ...] = ()
 
     def start(self, first: int, client_key: str) -> Sequence[tuple[WorkerHandle, str]]:
@@ -57,14 +57,16 @@ class LocalSource:
         """
         self._first = first
         self._folders.append(SocketFolder())
-        self._cores = self._dealer.deal([each.threads if each.device == "cpu" else 0 for each in self._requests])
+        self._cores = self._core_allocator.allocate(
+            [each.threads if each.device == "cpu" else 0 for each in self._requests]
+        )
         started: list[tuple[WorkerHandle, str]] = []
         try:
             for number, request in enumerate(self._requests, first):
                 faults = tuple(self._faults.get(number, ()))
                 started.append(self._start(number, request, client_key, self._folders[0].path, faults))
         except BaseException:
-            end_all([member for member, _ in started], grace_s=0.0)
+            end_all([handle for handle, _ in started], grace_s=0.0)
             self.close()
             raise
         return started
@@ -112,4 +114,4 @@ class LocalSource:
     def close(self) -> None:
         """Remove what is left, and free the cores. Idempotent."""
         self.connected()
-        self._dealer.close()
+        self._core_allocator.close()

@@ -40,7 +40,7 @@ class WorkerConnection:
 
     Args:
         context: ZeroMQ context of the sockets.
-        member: Handle of the worker's process.
+        handle: Handle of the worker's process.
         keys: The client's keys.
         server_key: The worker's public key.
 
@@ -50,28 +50,28 @@ class WorkerConnection:
     """
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], member: WorkerHandle, keys: KeyPair, server_key: str
+        self, context: zmq.Context[zmq.Socket[bytes]], handle: WorkerHandle, keys: KeyPair, server_key: str
     ) -> None:
-        ports = member.ports()
-        self.member = member
-        self.place = member.place
+        ports = handle.ports()
+        self.handle = handle
+        self.place = handle.place
         self.hello: Future[Hello] = Future()
-        self.words: Hello | None = None
-        self.beating = False
+        self.hello_message: Hello | None = None
+        self.heartbeat_seen = False
         self.commands = context.socket(zmq.DEALER)
-        self.beats = context.socket(zmq.DEALER)
-        for socket, endpoint in ((self.commands, ports.commands), (self.beats, ports.beats)):
+        self.heartbeat_socket = context.socket(zmq.DEALER)
+        for socket, endpoint in ((self.commands, ports.commands), (self.heartbeat_socket, ports.heartbeats)):
             configure(socket, keys, server_key=server_key, queue=0)
             socket.setsockopt(zmq.IPV6, "[" in endpoint)
             if endpoint.startswith("tcp://"):
-                detect_dead_peers(socket, heartbeats=socket is self.beats)
+                detect_dead_peers(socket, heartbeats=socket is self.heartbeat_socket)
         self.link = Connection(self.commands, partial(send, self.commands, copy=False), ports.commands)
-        self._entries = self.commands.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        self._beat_entries = self.beats.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._handshakes = self.commands.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._heartbeat_handshakes = self.heartbeat_socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self.commands.connect(ports.commands)
-        self.beats.connect(ports.beats)
+        self.heartbeat_socket.connect(ports.heartbeats)
 
-    def come(self, ready: dict[Any, int]) -> Iterator[Sequence[Any]]:
+    def messages(self, ready: dict[Any, int]) -> Iterator[Sequence[Any]]:
         """Yield the messages that have come, except heartbeats.
 
         Args:
@@ -81,22 +81,22 @@ class WorkerConnection:
             Restarted: Another worker answers at the address.
             WireError: A message violates the protocol.
         """
-        if self._entries in ready:
-            _drain(self._entries)
+        if self._handshakes in ready:
+            _drain(self._handshakes)
             self.link.connected()
         if self.commands in ready:
             while self.commands.poll(0):
                 yield from self.link.receive()
 
-    def returned(self, ready: dict[Any, int]) -> bool:
+    def reconnected(self, ready: dict[Any, int]) -> bool:
         """Return whether the heartbeat connection was made again, which counts as a heartbeat: the worker has accepted
         it.
 
         Args:
             ready: Result of the poller.
         """
-        if self._beat_entries in ready:
-            _drain(self._beat_entries)
+        if self._heartbeat_handshakes in ready:
+            _drain(self._heartbeat_handshakes)
             return self.hello.done()
         return False
 
@@ -109,39 +109,39 @@ class WorkerConnection:
         Raises:
             WireError: A message violates the protocol.
         """
-        if self.beats in ready:
-            while self.beats.poll(0):
-                yield receive(self.beats)
+        if self.heartbeat_socket in ready:
+            while self.heartbeat_socket.poll(0):
+                yield receive(self.heartbeat_socket)
 
     def interrupt(self, groups: Sequence[int]) -> None:
         """Interrupt the worker's waits in some groups, whatever it executes: it reads this between its heartbeats."""
         envelope = Envelope(0, False, tuple(LeaveGroup(group) for group in groups))
         with contextlib.suppress(zmq.Again):
-            send(self.beats, [encode(envelope)], zmq.NOBLOCK)
+            send(self.heartbeat_socket, [encode(envelope)], zmq.NOBLOCK)
 
-    def listen(self, poller: zmq.Poller) -> None:
+    def register(self, poller: zmq.Poller) -> None:
         """Register the sockets and the process with a poller."""
-        for source in (*self._sockets, self.member.descriptor):
+        for source in (*self._sockets, self.handle.descriptor):
             poller.register(source, zmq.POLLIN)
 
     @property
     def _sockets(self) -> tuple[zmq.Socket[bytes], ...]:
-        return self._entries, self._beat_entries, self.commands, self.beats
+        return self._handshakes, self._heartbeat_handshakes, self.commands, self.heartbeat_socket
 
-    def cut(self, poller: zmq.Poller) -> None:
+    def close(self, poller: zmq.Poller) -> None:
         """Unregister and close the sockets; unsent messages are dropped."""
-        for source in (*self._sockets, self.member.descriptor):
+        for source in (*self._sockets, self.handle.descriptor):
             with contextlib.suppress(KeyError):  # the descriptor of a process that has ended
                 poller.unregister(source)
-        for socket in (self.commands, self.beats):
+        for socket in (self.commands, self.heartbeat_socket):
             socket.disable_monitor()
         for socket in self._sockets:
             socket.close(0)
 
-    def greet(self) -> None:
+    def complete_hello(self) -> None:
         """Complete the hello future, once both sockets have received something."""
-        if self.words is not None and self.beating and not self.hello.done():
-            self.hello.set_result(self.words)
+        if self.hello_message is not None and self.heartbeat_seen and not self.hello.done():
+            self.hello.set_result(self.hello_message)
 
 
 def _drain(monitor: zmq.Socket[bytes]) -> None:

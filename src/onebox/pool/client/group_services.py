@@ -177,25 +177,25 @@ class GroupServices:
         return [GroupNotice(member, TicketCancelled(ticket)) for member, ticket in waiting]
 
     def take(
-        self, place: WorkerLocation, saying: Left | Lookup | Contribution, frames: Sequence[Any]
+        self, place: WorkerLocation, message: Left | Lookup | Contribution, frames: Sequence[Any]
     ) -> list[GroupNotice]:
         """Process a worker's message to a group.
 
         Args:
             place: The worker.
-            saying: The message.
+            message: The message.
             frames: Raw elements of its tensors.
 
         Raises:
             WireError: The message violates the protocol.
         """
-        if isinstance(saying, Left):
-            return self.dissolve(saying.group)
-        if saying.group not in self._members:
-            return [GroupNotice(place.worker, TicketCancelled(saying.ticket))]
-        if isinstance(saying, Contribution):
-            return self._add_up(place, saying, frames)
-        answers = self._key_values.lookup(place.worker, saying)
+        if isinstance(message, Left):
+            return self.dissolve(message.group)
+        if message.group not in self._members:
+            return [GroupNotice(place.worker, TicketCancelled(message.ticket))]
+        if isinstance(message, Contribution):
+            return self._add_up(place, message, frames)
+        answers = self._key_values.lookup(place.worker, message)
         return [GroupNotice(answer.worker, Rendezvous(answer.ticket, answer.value)) for answer in answers]
 
     def _add_up(self, place: WorkerLocation, contribution: Contribution, frames: Sequence[Any]) -> list[GroupNotice]:

@@ -14,14 +14,13 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import zmq
 
 from onebox.errors import OneboxError, PoolError, UsageError, WireError, WorkerDied, WorkerHung
 from onebox.pool.backends.base import HostedWorker, WorkerHandle
 from onebox.pool.client.connection import WorkerConnection, WorkerReply
-from onebox.pool.client.delay_queue import DelayQueue
 from onebox.pool.client.group_services import GroupNotice, GroupServices
 from onebox.pool.client.pending import PendingReplies
 from onebox.pool.errors import AFTERWARDS, fail
@@ -74,7 +73,7 @@ class ClientLoop:
         self._stopping = False
         self._closed = False
         self._liveness = Liveness(patience_s or {})
-        self._look_s = -math.inf
+        self._next_check_s = -math.inf
         self._groups = GroupServices()
         self._loop_calls = LoopCalls()
         self._gone: dict[int, OneboxError] = {}
@@ -82,10 +81,10 @@ class ClientLoop:
 
     # ---- called by other threads
 
-    def connect(self, member: WorkerHandle, server_key: str) -> Future[Hello]:
+    def connect(self, handle: WorkerHandle, server_key: str) -> Future[Hello]:
         """Connect to a worker, before :meth:`start`; the future holds its hello message, once all its sockets work."""
-        connection = WorkerConnection(self._context, member, self._keys, server_key)
-        self._connections[member.place.worker] = connection
+        connection = WorkerConnection(self._context, handle, self._keys, server_key)
+        self._connections[handle.place.worker] = connection
         return connection.hello
 
     def start(self) -> None:
@@ -163,10 +162,10 @@ class ClientLoop:
         """
         return self._call_in_loop(lambda poller: self._drop(worker, poller))
 
-    def replace(self, member: WorkerHandle, server_key: str) -> Future[Hello]:
+    def replace(self, handle: WorkerHandle, server_key: str) -> Future[Hello]:
         """Connect to the replacement of a dropped worker; the future holds its hello message."""
-        connection = WorkerConnection(self._context, member, self._keys, server_key)
-        self._call_in_loop(lambda poller: self._take_in(connection, poller))
+        connection = WorkerConnection(self._context, handle, self._keys, server_key)
+        self._call_in_loop(lambda poller: self._add(connection, poller))
         return connection.hello
 
     def give_up(self, worker: int, error: OneboxError) -> None:
@@ -176,11 +175,11 @@ class ClientLoop:
     def interrupt(self, worker: int, groups: Sequence[int]) -> None:
         """Interrupt a worker's waits in groups that have lost a member."""
 
-        def tell(_: zmq.Poller) -> None:
+        def interrupt_waits(_: zmq.Poller) -> None:
             if worker in self._connections:
                 self._connections[worker].interrupt(groups)
 
-        self._call_in_loop(tell)
+        self._call_in_loop(interrupt_waits)
 
     def miss(self, worker: int, error: OneboxError) -> None:
         """Note that a dropped worker will not be replaced."""
@@ -241,7 +240,7 @@ class ClientLoop:
             os.close(self._bell)
         for connection in self._connections.values():
             connection.commands.close(200)  # milliseconds for the last messages to be sent
-            connection.beats.close(0)
+            connection.heartbeat_socket.close(0)
         self._context.destroy(linger=0)  # including sockets of a worker that could not be connected
 
     # ---- the thread
@@ -258,7 +257,7 @@ class ClientLoop:
             poller = zmq.Poller()
             poller.register(self._bell, zmq.POLLIN)
             for connection in self._connections.values():
-                connection.listen(poller)
+                connection.register(poller)
             while not self._stopping:
                 ready = dict(poller.poll(self._patience_ms()))
                 if self._bell in ready:
@@ -266,42 +265,42 @@ class ClientLoop:
                 self._loop_calls.run(poller)
                 self._send(self._outbox.take(time.monotonic()))
                 for connection in list(self._connections.values()):
-                    self._attend(connection, ready, poller)
+                    self._process_ready(connection, ready, poller)
                 now_s = time.monotonic()
-                self._let_in(now_s)
+                self._process_delayed(now_s)
                 for connection in list(self._connections.values()):
                     connection.link.flush(now_s)
-                self._look(now_s)
+                self._check_liveness(now_s)
             self._send(self._outbox.take_all())
         except BaseException as error:
             self._pending.give_up(PoolError(f"the client's own thread failed: {type(error).__name__}: {error}"))
             raise
 
-    def _look(self, now_s: float) -> None:
+    def _check_liveness(self, now_s: float) -> None:
         """Check the workers' liveness, not more often than it can have changed."""
-        if now_s < self._look_s:
+        if now_s < self._next_check_s:
             return
-        self._look_s = now_s + _TICK_MS / 2000
+        self._next_check_s = now_s + _TICK_MS / 2000
         self._pending.release(now_s)
         for worker, connection in self._connections.items():
-            if isinstance(connection.member, HostedWorker):
-                self._liveness.overhear(worker, connection.member.heard_s)
+            if isinstance(connection.handle, HostedWorker):
+                self._liveness.overhear(worker, connection.handle.heard_s)
         for worker, why in self._liveness.hung(now_s).items():
             self._lost(self._connections[worker], self._hung(worker, why))
 
     def _drop(self, worker: int, poller: zmq.Poller) -> list[int]:
         connection = self._connections.pop(worker)
-        connection.cut(poller)
+        connection.close(poller)
         self._liveness.forget(worker)
         groups = self._groups.of(worker)
         for group in groups:
-            self._tell(self._groups.dissolve(group))
+            self._notify(self._groups.dissolve(group))
         self.lost.pop(worker, None)
         return groups
 
-    def _take_in(self, connection: WorkerConnection, poller: zmq.Poller) -> None:
+    def _add(self, connection: WorkerConnection, poller: zmq.Poller) -> None:
         self._connections[connection.place.worker] = connection
-        connection.listen(poller)
+        connection.register(poller)
 
     def _patience_ms(self) -> int:
         """Return the poll timeout: until the next delayed message is due, at most a tick."""
@@ -319,59 +318,59 @@ class ClientLoop:
             if worker in self._connections:  # messages for a dropped worker are void
                 self._connections[worker].link.send(parts)
 
-    def _attend(self, connection: WorkerConnection, ready: dict[Any, int], poller: zmq.Poller) -> None:
+    def _process_ready(self, connection: WorkerConnection, ready: dict[Any, int], poller: zmq.Poller) -> None:
         """Process everything that has come from one worker."""
         try:
-            if connection.returned(ready):
+            if connection.reconnected(ready):
                 self._liveness.beat(connection.place.worker, time.monotonic())
             for parts in connection.heartbeats(ready):
-                self._take(connection, parts)
-            for parts in connection.come(ready):
-                self._come(connection, parts)
+                self._process(connection, parts)
+            for parts in connection.messages(ready):
+                self._receive(connection, parts)
         except Restarted as error:
             self._lost(connection, WorkerDied(f"{connection.place}: {error}\n  {AFTERWARDS}", **vars(connection.place)))
         except WireError as error:
             self._pending.give_up(error)
-        if connection.member.descriptor in ready:
-            poller.unregister(connection.member.descriptor)
+        if connection.handle.descriptor in ready:
+            poller.unregister(connection.handle.descriptor)
             if not self._stopping:
-                self._lost(connection, connection.member.death())
+                self._lost(connection, connection.handle.death())
 
-    def _come(self, connection: WorkerConnection, parts: Sequence[Any]) -> None:
+    def _receive(self, connection: WorkerConnection, parts: Sequence[Any]) -> None:
         if self._inbox.latency_s:
             self._inbox.put((connection, parts), time.monotonic())
         else:
-            self._take(connection, parts)
+            self._process(connection, parts)
 
-    def _let_in(self, now_s: float) -> None:
+    def _process_delayed(self, now_s: float) -> None:
         """Process the messages whose delay has passed."""
         try:
             for connection, parts in self._inbox.take(now_s):
-                self._take(connection, parts)
+                self._process(connection, parts)
         except WireError as error:
             self._pending.give_up(error)
 
-    def _take(self, connection: WorkerConnection, parts: Sequence[Any]) -> None:
-        saying: WorkerMessage
-        saying, frames = decode_worker_message(parts)
+    def _process(self, connection: WorkerConnection, parts: Sequence[Any]) -> None:
+        message: WorkerMessage
+        message, frames = decode_worker_message(parts)
         worker = connection.place.worker
-        match saying:
+        match message:
             case Reply():
-                self._pending.reply(connection.place, saying, frames, time.monotonic())
+                self._pending.reply(connection.place, message, frames, time.monotonic())
             case Heartbeat():
-                connection.beating = True
-                connection.greet()
+                connection.heartbeat_seen = True
+                connection.complete_hello()
                 if connection.hello.done():
-                    self._liveness.beat(worker, time.monotonic(), saying.stalled_s, saying.doing)
-                    self.executed[worker] = saying.executed
+                    self._liveness.beat(worker, time.monotonic(), message.stalled_s, message.doing)
+                    self.executed[worker] = message.executed
             case Left() | Lookup() | Contribution():
-                self._tell(self._groups.take(connection.place, saying, frames))
+                self._notify(self._groups.take(connection.place, message, frames))
             case Hello():
                 self._liveness.beat(worker, time.monotonic())
-                connection.words = saying
-                connection.greet()
+                connection.hello_message = message
+                connection.complete_hello()
 
-    def _tell(self, notices: Sequence[GroupNotice]) -> None:
+    def _notify(self, notices: Sequence[GroupNotice]) -> None:
         messages = [
             (notice.worker, [encode(Envelope(0, False, (notice.instruction,))), *notice.frames]) for notice in notices
         ]
@@ -396,6 +395,52 @@ class ClientLoop:
         self._liveness.forget(connection.place.worker)
         fail(connection.hello, error)
         self._pending.lose(connection.place.worker, error)
+
+
+class DelayQueue(Generic[_T]):
+    """A queue whose items become available in order after a delay: the emulated latency and bandwidth of the channel
+    between the client and its workers. Pure: the time is an argument.
+
+    One thread may put while another takes.
+
+    Args:
+        latency_s: Delay of every item in seconds; 0 for a plain queue.
+        bandwidth_bps: Bytes per second that enter the queue; an item waits until those before it have entered.
+    """
+
+    def __init__(self, latency_s: float = 0.0, bandwidth_bps: float = math.inf) -> None:
+        self.latency_s = latency_s
+        self.plain = not latency_s and bandwidth_bps == math.inf
+        self._bandwidth_bps = bandwidth_bps
+        self._free_s = -math.inf
+        self._queue: deque[tuple[float, _T]] = deque()
+
+    def put(self, item: _T, now_s: float, size_bytes: int = 0) -> None:
+        """Add an item."""
+        self._free_s = max(self._free_s, now_s) + size_bytes / self._bandwidth_bps
+        self._queue.append((self._free_s + self.latency_s, item))
+
+    def take(self, now_s: float) -> list[_T]:
+        """Remove and return the items that are due; all of them from a plain queue."""
+        queue, taken = self._queue, []
+        while queue and (self.plain or queue[0][0] <= now_s):
+            taken.append(queue.popleft()[1])
+        return taken
+
+    def take_all(self) -> list[_T]:
+        """Remove and return all items, due or not."""
+        queue, taken = self._queue, []
+        while queue:
+            taken.append(queue.popleft()[1])
+        return taken
+
+    def wait_s(self, now_s: float) -> float:
+        """Return the seconds until the next item is due; infinite where there is none."""
+        try:
+            due_s = self._queue[0][0]
+        except IndexError:
+            return math.inf
+        return max(0.0, due_s - now_s)
 
 
 class LoopCalls:
@@ -432,4 +477,4 @@ def call_result(done: Future[_T], timeout_s: float) -> _T:
         raise PoolError(f"the client's own thread did not answer within {timeout_s:.0f} s") from None
 
 
-__all__ = ["ClientLoop", "WorkerReply"]
+__all__ = ["ClientLoop", "DelayQueue", "WorkerReply"]

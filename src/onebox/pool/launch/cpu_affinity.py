@@ -29,7 +29,7 @@ class CoreAllocator:
         self._folder = folder or Path(tempfile.gettempdir(), f"onebox-cores-{os.getuid()}")
         self._held: dict[int, int] = {}
 
-    def deal(self, threads: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    def allocate(self, threads: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Allocate to each worker as many cores as it has threads; no other worker of this user gets them.
 
         Args:

@@ -1,4 +1,4 @@
-"""A fork server as its client sees it: a process that has imported what workers need, and forks on request.
+"""Fork servers of workers: processes that have imported what workers need, and fork on request.
 
 Importing torch is most of the time of a worker's start. The server's side is in
 :mod:`onebox.worker.process.fork_server`; it ends with its client, and a minute after its last worker.
@@ -10,54 +10,23 @@ import atexit
 import contextlib
 import logging
 import os
-import select
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from subprocess import SubprocessError
 from typing import IO, Protocol
 
-import msgspec
-
+from onebox.forking import LONGEST, SPAWN_S, ForkedProcess, ForkServerClient, ForkServerEnded, SpawnFailed
 from onebox.pool.launch.worker_user import WorkerUser
-from onebox.worker.process.fork_messages import (
-    LONGEST,
-    STATUS_BYTES,
-    ForkServerReady,
-    ForkServerReply,
-    Spawned,
-    SpawnRefused,
-    SpawnRequest,
-    decode_fork_reply,
-    encode,
-    read_status,
-)
 
 COMMAND = (sys.executable, "-P", "-m", "onebox.worker.process.fork_server")
 """Command line; with -P nothing is imported from the current folder."""
 
-READY_S = 60.0
-"""Bound of a fork server's imports; after it, workers are started without one."""
-
-SPAWN_S = 20.0
-"""Bound of a fork: usually a hundredth of a second, more on a loaded machine."""
-
-_STATUS_S = 2.0
 _END_S = 2.0
-
-
-class SpawnFailed(Exception):
-    """The fork server does not fork a worker; carries the reason."""
-
-
-class ForkServerEnded(Exception):
-    """The fork server has ended."""
 
 
 class WorkerSpawner(Protocol):
@@ -65,58 +34,27 @@ class WorkerSpawner(Protocol):
 
     def spawn_worker(
         self, environment: Mapping[str, str], stderr: IO[bytes], account: WorkerUser | None
-    ) -> ForkedProcess | None:
+    ) -> ForkedWorker | None:
         """Start a worker whose standard error goes to ``stderr``; ``None`` where it has to be started from scratch."""
 
 
-class ForkedProcess:
+class ForkedWorker(ForkedProcess):
     """A forked worker; the counterpart of ``subprocess.Popen`` for one started from scratch.
 
     Args:
-        pid: The process id.
-        descriptor: A pidfd, which stays with the process even if its id is reused; the owner of this object closes it.
+        forked: The process, which this object takes over.
         stdin: Its standard input.
         stdout: Its standard output.
-        status: Pipe on which the fork server sends the exit status; closed without data where the server has ended
-            before.
     """
 
-    def __init__(self, pid: int, descriptor: int, stdin: IO[bytes], stdout: IO[bytes], status: int) -> None:
-        self.pid = pid
-        self.descriptor = descriptor
+    def __init__(self, forked: ForkedProcess, stdin: IO[bytes], stdout: IO[bytes]) -> None:
+        super().__init__(*forked.release())
         self.stdin = stdin
         self.stdout = stdout
-        self._status = status
-        self._found: int | None = None
-        self._lock = threading.Lock()
-
-    def wait(self, timeout: float | None = None) -> int | None:
-        """Wait for the process to end.
-
-        Returns:
-            The exit status, below 0 the number of a signal; ``None`` where it is unknown because the server has ended.
-
-        Raises:
-            subprocess.TimeoutExpired: It takes longer.
-        """
-        if not _readable(self.descriptor, timeout):
-            raise subprocess.TimeoutExpired(COMMAND, timeout or 0.0)
-        with self._lock:
-            if self._status >= 0:
-                if _readable(self._status, _STATUS_S):
-                    self._found = read_status(os.read(self._status, STATUS_BYTES))
-                os.close(self._status)
-                self._status = -1
-            return self._found
-
-    def kill(self) -> None:
-        """Kill it."""
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self.descriptor, signal.SIGKILL)
 
 
-class ForkServerProcess:
-    """A fork server, with the environment and the rights that it was started with. Thread-safe.
+class ForkServerProcess(ForkServerClient):
+    """A fork server of workers, with the environment and the rights that it was started with. Thread-safe.
 
     Args:
         environment: Environment of the server and its workers.
@@ -127,11 +65,9 @@ class ForkServerProcess:
     """
 
     def __init__(self, environment: Mapping[str, str], account: WorkerUser | None = None) -> None:
-        self._lock = threading.Lock()
-        self._number = 0
-        self._ready = False
         self._words: IO[bytes] = tempfile.TemporaryFile(prefix="onebox-")  # noqa: SIM115 (closed by close)
-        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        super().__init__(channel)
         with theirs:
             try:
                 self._process = subprocess.Popen(
@@ -144,7 +80,7 @@ class ForkServerProcess:
                     start_new_session=True,  # Ctrl-C is for the client
                 )
             except BaseException:
-                self._channel.close()
+                channel.close()
                 self._words.close()
                 raise
 
@@ -154,26 +90,11 @@ class ForkServerProcess:
         return self._process.pid
 
     @property
-    def channel(self) -> int:
-        """A descriptor that is readable when it has sent a message, or has ended."""
-        return self._channel.fileno()
-
-    @property
     def ended(self) -> bool:
         """True when it has ended."""
         return self._process.poll() is not None
 
-    def wait_ready(self, timeout_s: float) -> bool:
-        """Wait until its imports are done; return whether they were in that time.
-
-        Raises:
-            Ended: It has ended instead.
-            SpawnFailed: It sent something else.
-        """
-        with self._lock:
-            return self._await_ready(time.monotonic() + timeout_s)
-
-    def spawn_worker(self, stderr: IO[bytes], *, within_s: float = SPAWN_S) -> ForkedProcess:
+    def spawn_worker(self, stderr: IO[bytes], *, within_s: float = SPAWN_S) -> ForkedWorker:
         """Fork a worker.
 
         Args:
@@ -181,21 +102,19 @@ class ForkServerProcess:
             within_s: Bound of the fork once the server is ready.
 
         Raises:
-            Ended: The fork server has ended.
+            ForkServerEnded: The fork server has ended.
             SpawnFailed: It does not fork, or takes too long.
         """
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
-            (heard, stdin), (stdout, says), (status, tells) = (os.pipe() for _ in range(3))
-            for end in (heard, says, tells):
+            (read, stdin), (stdout, written) = os.pipe(), os.pipe()
+            for end in (read, written):
                 theirs.callback(os.close, end)
-            for end in (stdin, stdout, status):
+            for end in (stdin, stdout):
                 ours.callback(os.close, end)
-            with self._lock:
-                if not self._await_ready(time.monotonic() + READY_S):
-                    raise SpawnFailed(f"it is not ready after {READY_S:.0f} s{self._last_words()}")
-                pid, descriptor = self._ask((heard, says, stderr.fileno(), tells), within_s)
+            cores = sorted(os.sched_getaffinity(0))
+            forked = self.spawn((read, written, stderr.fileno()), cores=cores, within_s=within_s)
             ours.pop_all()
-        return ForkedProcess(pid, descriptor, open(stdin, "wb"), open(stdout, "rb", buffering=0), status)
+        return ForkedWorker(forked, open(stdin, "wb"), open(stdout, "rb", buffering=0))
 
     def close(self, *, grace_s: float = _END_S) -> None:
         """End it and its workers: wait a while for it to end by itself, then kill it. Idempotent."""
@@ -214,58 +133,12 @@ class ForkServerProcess:
         self._words.close()
         self._process.returncode = 0  # not a child of this process, which must not wait for it
 
-    def _ask(self, descriptors: Sequence[int], within_s: float) -> tuple[int, int]:
-        """Request a worker; return its process id and a pidfd."""
-        self._number += 1
-        birth = SpawnRequest(self._number, tuple(sorted(os.sched_getaffinity(0))))
-        try:
-            socket.send_fds(self._channel, [encode(birth)], descriptors)
-        except OSError as error:
-            raise ForkServerEnded(str(error)) from None
-        end_s = time.monotonic() + within_s
-        while True:
-            answer, given = self._hear(end_s)
-            if answer is None:
-                raise SpawnFailed(f"no worker was forked within {within_s:g} s")
-            if isinstance(answer, Spawned) and answer.number == self._number and len(given) == 1:
-                return answer.process, given[0]
-            for descriptor in given:  # the reply to a request that was interrupted
-                os.close(descriptor)
-            if isinstance(answer, SpawnRefused) and answer.number == self._number:
-                raise SpawnFailed(answer.why)
-
-    def _await_ready(self, end_s: float) -> bool:
-        while not self._ready:
-            answer, _ = self._hear(end_s)
-            if answer is None:
-                return False
-            self._ready = isinstance(answer, ForkServerReady)
-        return True
-
-    def _hear(self, end_s: float) -> tuple[ForkServerReply | None, list[int]]:
-        """Wait for its next message; ``None`` after the deadline."""
-        if not _readable(self._channel.fileno(), max(0.0, end_s - time.monotonic())):
-            return None, []
-        try:
-            packet, descriptors, _, _ = socket.recv_fds(self._channel, LONGEST, 1, socket.MSG_CMSG_CLOEXEC)
-        except ConnectionError:
-            packet, descriptors = b"", []
-        if not packet:
-            raise ForkServerEnded(f"it has ended{self._last_words()}")
-        try:
-            return decode_fork_reply(packet), descriptors
-        except msgspec.DecodeError:
-            raise SpawnFailed(f"it said {packet[:200]!r}") from None
-
-    def _last_words(self) -> str:
+    def last_words(self) -> str:
+        """Return its standard error, for a message."""
+        if self._words.closed:
+            return ""
         text = os.pread(self._words.fileno(), LONGEST, 0).decode(errors="replace").strip()
         return f"; its last words:\n{text}" if text else ""
-
-
-def _readable(descriptor: int, timeout_s: float | None) -> bool:
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
 
 
 MOST = 4
@@ -287,10 +160,11 @@ class ForkServers:
         self._lock = threading.Lock()
         self._found: dict[object, ForkServerProcess] = {}
         self._broken: set[object] = set()
+        self._foreign: list[ForkServerProcess] = []  # those of the parent process, which must not be collected
 
     def spawn_worker(
         self, environment: Mapping[str, str], stderr: IO[bytes], account: WorkerUser | None = None
-    ) -> ForkedProcess | None:
+    ) -> ForkedWorker | None:
         """Start a worker, and first a fork server if there is none; see :class:`WorkerSpawner`."""
         key = (account, inheritance(environment))
         for _ in range(2):  # the fork server found may be about to end
@@ -317,10 +191,12 @@ class ForkServers:
         for server in found:
             server.close()
 
-    def disown(self) -> None:
-        """Forget all servers, in a fork of the process that owns them."""
+    def leave(self) -> None:
+        """Forget the servers of the parent process, in a fork of it, which gets its own."""
         for server in self._found.values():
             server.disown()
+        self._foreign += self._found.values()
+        self._lock, self._found, self._broken = threading.Lock(), {}, set()
 
     def _server(
         self, key: object, environment: Mapping[str, str], account: WorkerUser | None
@@ -374,44 +250,11 @@ def _text(path: Path) -> str:
         return ""
 
 
-class _OwnForkServers:
-    """The fork servers of the current process; a fork of it gets its own."""
-
-    def __init__(self) -> None:
-        self._nurseries = ForkServers()
-        self._strange: list[ForkServers] = []
-
-    def spawn_worker(
-        self, environment: Mapping[str, str], stderr: IO[bytes], account: WorkerUser | None = None
-    ) -> ForkedProcess | None:
-        """Start a worker; see :class:`WorkerSpawner`."""
-        return self._nurseries.spawn_worker(environment, stderr, account)
-
-    def close(self) -> None:
-        """End the servers; workers that are started later get new ones."""
-        self._nurseries.close()
-
-    def leave(self) -> None:
-        """Forget the servers of the parent process, in a fork of it."""
-        self._nurseries.disown()
-        self._strange.append(self._nurseries)
-        self._nurseries = ForkServers()
-
-
-OWN = _OwnForkServers()
+OWN = ForkServers()
 """The fork servers of this process."""
 
 os.register_at_fork(after_in_child=OWN.leave)
 atexit.register(OWN.close)  # before any pool registers its own end, which therefore runs first
 
 
-__all__ = [
-    "OWN",
-    "ForkServerEnded",
-    "ForkServerProcess",
-    "ForkServers",
-    "ForkedProcess",
-    "SpawnFailed",
-    "WorkerSpawner",
-    "inheritance",
-]
+__all__ = ["OWN", "ForkServerProcess", "ForkServers", "ForkedWorker", "WorkerSpawner", "inheritance"]

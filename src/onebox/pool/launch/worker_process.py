@@ -18,7 +18,7 @@ import msgspec
 
 from onebox.errors import PoolError, WorkerDied
 from onebox.pool.errors import AFTERWARDS, WorkerLocation
-from onebox.pool.launch.fork_server import ForkedProcess, WorkerSpawner
+from onebox.pool.launch.fork_server import ForkedWorker, WorkerSpawner
 from onebox.pool.launch.worker_user import WorkerUser
 from onebox.worker import Ports, WorkerConfig
 
@@ -28,7 +28,7 @@ START_S = 90.0
 _UNKNOWN = "ended with or after its fork server, the process onebox-fork-srv, which would have said how"
 
 _LAST_WORDS = 4000
-_SAID_BYTES = 4096
+_REPORT_BYTES = 4096
 
 _HANDED_ON = ("HOME", "LANG", "LD_LIBRARY_PATH", "LD_PRELOAD", "PATH", "TMPDIR", "TZ", "VIRTUAL_ENV")
 _FAMILIES = (
@@ -104,13 +104,13 @@ class WorkerProcess:
         self._stderr: IO[bytes] = tempfile.TemporaryFile(prefix="onebox-")  # noqa: SIM115 (closed by close)
         environment = worker_environment(config.threads, account)
         forked = None if spawner is None else spawner.spawn_worker(environment, self._stderr, account)
-        self._process: subprocess.Popen[bytes] | ForkedProcess = forked or self._start(environment, account)
+        self._process: subprocess.Popen[bytes] | ForkedWorker = forked or self._start(environment, account)
         self.descriptor = forked.descriptor if forked else os.pidfd_open(self._process.pid)
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(msgspec.json.encode(config) + b"\n")
             self._process.stdin.flush()
-        self._said = b""
+        self._output = b""
 
     def _start(self, environment: dict[str, str], account: WorkerUser | None) -> subprocess.Popen[bytes]:
         """Start the process from scratch."""
@@ -141,7 +141,7 @@ class WorkerProcess:
         poll.register(self.outlet, select.POLLIN)
         while poll.poll(max(0.0, end_s - time.monotonic()) * 1000):
             try:
-                found = self.hear()
+                found = self.read_ports()
             except EOFError:
                 raise self.death() from None
             if found is not None:
@@ -154,7 +154,7 @@ class WorkerProcess:
         assert self._process.stdout is not None
         return self._process.stdout.fileno()
 
-    def hear(self) -> Ports | None:
+    def read_ports(self) -> Ports | None:
         """Read the worker's report of its ports; does not block where :attr:`outlet` is readable.
 
         Returns:
@@ -164,16 +164,16 @@ class WorkerProcess:
             EOFError: Its output is closed: it is about to end.
             PoolError: It sent something else.
         """
-        part = os.read(self.outlet, _SAID_BYTES)
+        part = os.read(self.outlet, _REPORT_BYTES)
         if not part:
             raise EOFError(f"{self.place} ends")
-        self._said += part
-        if not self._said.endswith(b"\n") and len(self._said) < _SAID_BYTES:
+        self._output += part
+        if not self._output.endswith(b"\n") and len(self._output) < _REPORT_BYTES:
             return None
         try:
-            return msgspec.json.decode(self._said, type=Ports)
+            return msgspec.json.decode(self._output, type=Ports)
         except (msgspec.DecodeError, UnicodeDecodeError):
-            raise PoolError(f"{self.place} said {self._said[:200]!r} where its ports were expected") from None
+            raise PoolError(f"{self.place} said {self._output[:200]!r} where its ports were expected") from None
 
     def death(self) -> WorkerDied:
         """Return the error that describes the end of the process."""
@@ -183,7 +183,7 @@ class WorkerProcess:
             status = None
         words = self.last_words()
         said = f"; its last words:\n{words}" if words else "; it said nothing"
-        how = _UNKNOWN if status is None and isinstance(self._process, ForkedProcess) else how_it_ended(status)
+        how = _UNKNOWN if status is None and isinstance(self._process, ForkedWorker) else how_it_ended(status)
         return WorkerDied(
             f"{self.place}, process {self.pid}, {how}{said}\n  {AFTERWARDS}",
             exit_status=status,

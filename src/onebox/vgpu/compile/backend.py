@@ -21,12 +21,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from onebox.errors import PoolError
 from onebox.graph.lower.lowering import canonical
-from onebox.vgpu.compile.dynamo import BACKEND, teach_dynamo
+from onebox.vgpu.compile.dynamo import BACKEND, DYNAMO
 from onebox.vgpu.compile.graph_corrections import choose_kernels, correct, partition
 from onebox.vgpu.compile.sections import Section, copies_needed, output_nodes, sections, storage_of
-from onebox.vgpu.core.handle import Handle
 from onebox.vgpu.core.metadata import metadata_of
-from onebox.vgpu.core.tensor import VirtualTensor, wrap
+from onebox.vgpu.core.tensor import Handle, VirtualTensor, wrap
 from onebox.vgpu.dispatch.copies import upload
 from onebox.vgpu.runtime.command_queue import CommandQueue
 from onebox.vgpu.runtime.context import queue_of
@@ -261,5 +260,5 @@ class _Call:
             queue.ended.append(number)
 
 
-teach_dynamo()
+DYNAMO.apply()
 __all__ = ["CompiledGraph", "onebox"]

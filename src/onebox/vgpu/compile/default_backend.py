@@ -11,23 +11,24 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
 
-def register() -> None:
-    """Make ``torch.compile`` use the virtual devices' backend."""
-    plain: Any = torch.compile
+def compiling(plain: Any) -> Any:
+    """Wrap ``torch.compile``, to register virtual tensors with Dynamo first."""
 
     @functools.wraps(plain)
     def compile_taught(*args: Any, **kwargs: Any) -> Any:
-        from onebox.vgpu.compile import backend  # noqa: F401  # registers with Dynamo
+        from onebox.vgpu.compile.dynamo import DYNAMO
 
+        DYNAMO.apply()
         return plain(*args, **kwargs)
 
-    torch.compile = compile_taught
-    inductor: Any = torch._TorchCompileInductorWrapper
-    call = inductor.__call__
+    return compile_taught
+
+
+def either_backend(call: Any) -> Any:
+    """Wrap the call of the default backend, to compile graphs on virtual devices by that of this package."""
 
     @functools.wraps(call)
     def call_either(self: Any, model_: fx.GraphModule, inputs_: Sequence[Any], **kwargs: Any) -> Any:
@@ -35,4 +36,4 @@ def register() -> None:
 
         return onebox(model_, inputs_) if is_virtual(model_, inputs_) else call(self, model_, inputs_, **kwargs)
 
-    inductor.__call__ = call_either
+    return call_either

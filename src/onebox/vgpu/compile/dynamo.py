@@ -14,7 +14,6 @@ Internals used, in torch 2.11 to 2.13: ``VariableBuilder._wrap``, ``VariableBuil
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -29,31 +28,15 @@ from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from onebox.vgpu.core.tensor import VirtualTensor
+from onebox.vgpu.patches import Patch, Patches
 from onebox.vgpu.runtime import context
 
 BACKEND = "onebox"
 """The name of the backend: ``torch.compile(model, backend="onebox")``."""
 
-_lock = threading.Lock()
-_done: list[bool] = []
 
-
-def teach_dynamo() -> None:
-    """Make Dynamo trace virtual tensors. Idempotent."""
-    with _lock:
-        if _done:
-            return
-        _take_for_plain()
-        _leave_operators_alone()
-        _name_devices()
-        _let_convolutions_lie()
-        FakeTensorMode.avoid_device_init = True  # type: ignore[assignment,method-assign]  # constants stay on the host
-        _done.append(True)
-
-
-def _take_for_plain() -> None:
-    wrap: Any = builder.VariableBuilder._wrap
-    infer: Any = builder.infer_subclass_type
+def _wrapping(wrap: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap Dynamo's creation of a variable, to take virtual tensors for plain ones."""
 
     def wrapped(self: Any, value: Any) -> Any:
         virtual = type(value) is VirtualTensor
@@ -65,48 +48,49 @@ def _take_for_plain() -> None:
         with config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True):
             return self.wrap_tensor(value) if virtual else wrap(self, value)
 
-    def inferred(value: Any) -> Any:
-        return None if type(value) is VirtualTensor else infer(value)
-
-    builder.VariableBuilder._wrap = wrapped  # type: ignore[method-assign]
-    builder.infer_subclass_type = inferred
-    VirtualTensor.__coerce_same_metadata_as_tangent__ = _as_it_is  # type: ignore[attr-defined]
+    return wrapped
 
 
-def _name_devices() -> None:
-    """Make compiled functions see devices by the script's name for them, which may be ``cuda``."""
-    build, variable = VariableTracker.build, TensorVariable
-    device = _with_script_devices(variable.method_attr_device, build, lambda place: place)
-    is_cuda = _with_script_devices(variable.method_attr_is_cuda, build, lambda place: place.type == "cuda")
-    variable.method_attr_device = device  # type: ignore[method-assign]
-    variable.method_attr_is_cuda = is_cuda  # type: ignore[method-assign]
+def _inferring(infer: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Wrap Dynamo's search for a tensor's subclass, of which virtual tensors have none."""
+    return lambda value: None if type(value) is VirtualTensor else infer(value)
 
 
-def _with_script_devices(attribute: Callable[..., Any], build: Callable[..., Any], value: Any) -> Callable[..., Any]:
-    """Return Dynamo's implementation of a tensor's ``device`` or ``is_cuda``.
+def _device(attribute: Callable[..., Any]) -> Callable[..., Any]:
+    return _with_script_devices(attribute, lambda place: place)
+
+
+def _is_cuda(attribute: Callable[..., Any]) -> Callable[..., Any]:
+    return _with_script_devices(attribute, lambda place: place.type == "cuda")
+
+
+def _with_script_devices(attribute: Callable[..., Any], value: Any) -> Callable[..., Any]:
+    """Return Dynamo's implementation of a tensor's ``device`` or ``is_cuda``, by the script's name for the device,
+    which may be ``cuda``.
 
     Args:
         attribute: Dynamo's own method for it.
-        build: Creates a Dynamo variable from a value.
         value: Maps a device to the attribute's value.
     """
 
     @functools.wraps(attribute)
     def answer(self: Any, tx: Any) -> Any:
         if context.called != "vgpu" and self.device is not None and self.device.type == "vgpu":
-            return build(tx, value(context.displayed(self.device)))
+            return VariableTracker.build(tx, value(context.displayed(self.device)))
         return attribute(self, tx)
 
     return answer
 
 
-def _as_it_is(tensor: VirtualTensor, expected_metadata: Any, expected_type: Any = None) -> VirtualTensor:
-    """Return a gradient as it was traced, where AOTAutograd expects a plain tensor."""
-    return tensor
-
-
-def _leave_operators_alone() -> None:
+def _leave_operators_alone(patches: Patches) -> None:
     """Keep Dynamo from tracing below an operator, which is not part of the script."""
+    skipped = list(trace_rules.SKIP_DIRS)
+
+    def trace_again() -> None:
+        trace_rules.SKIP_DIRS[:] = skipped
+        trace_rules._recompile_re()
+
+    patches.on_removal(trace_again)
     for name in ("onebox.vgpu", "onebox.pool", "onebox.wire"):
         trace_rules.add(name)
     dispatcher = VirtualTensor.dispatcher
@@ -119,22 +103,34 @@ def _leave_operators_alone() -> None:
             if tracer is not None:
                 set_eval_frame(tracer)
 
-    VirtualTensor.dispatcher = staticmethod(untraced)
+    patches.set(VirtualTensor, "dispatcher", staticmethod(untraced))
 
 
-def _let_convolutions_lie() -> None:
+def _memory_format(plain: Callable[..., Any]) -> Callable[..., Any]:
     """Give traced convolutions the memory format of CPUs and GPUs; PyTorch has none for PrivateUse1 devices."""
-    plain: Any = torch._C._conv_determine_backend_memory_format
 
-    def determine(rows: Tensor, weight: Tensor, backend: Any) -> torch.memory_format:
+    def determine(rows: Tensor, weight: Tensor, backend: Any) -> Any:
         if rows.device.type != "vgpu":
-            found: torch.memory_format = plain(rows, weight, backend)
-            return found
+            return plain(rows, weight, backend)
         formats = {suggest_memory_format(rows), suggest_memory_format(weight)} - {torch.contiguous_format}
         return formats.pop() if formats else torch.contiguous_format
 
-    torch._C._conv_determine_backend_memory_format = determine  # type: ignore[assignment]
+    return determine
 
 
 def _is_ours(compiler: Any) -> bool:
     return getattr(compiler, "compiler_name", None) == BACKEND or getattr(compiler, "__name__", None) == BACKEND
+
+
+DYNAMO = Patches(
+    (
+        Patch(builder.VariableBuilder, "_wrap", _wrapping),
+        Patch(builder, "infer_subclass_type", _inferring),
+        Patch(TensorVariable, "method_attr_device", _device),
+        Patch(TensorVariable, "method_attr_is_cuda", _is_cuda),
+        Patch(torch._C, "_conv_determine_backend_memory_format", _memory_format),
+        Patch(FakeTensorMode, "avoid_device_init", lambda _: True),  # constants stay on the host
+        _leave_operators_alone,
+    )
+)
+"""Make Dynamo trace virtual tensors; applied before the first compilation."""

@@ -1,18 +1,55 @@
-"""The virtual tensor: a tensor of ``vgpu:i`` whose elements are on a worker."""
+"""The virtual tensor, a tensor of ``vgpu:i`` whose elements are on a worker, and the handle of its buffer there."""
 
 from __future__ import annotations
 
 import copy
 import re
+import threading
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onebox.vgpu.core.handle import Handle
 from onebox.vgpu.core.metadata import Metadata
-from onebox.vgpu.core.storage import VirtualStorage
+from onebox.vgpu.core.storage import VirtualStorage, new_storage
+from onebox.vgpu.runtime.command_queue import CommandQueue
 from onebox.vgpu.signals import shielded
+
+_lock = threading.Lock()
+
+
+class Handle:
+    """The number of a buffer on a worker; the buffer is freed with it.
+
+    Args:
+        queue: Command queue of the device.
+        number: The buffer.
+    """
+
+    __slots__ = ("__weakref__", "_storage", "number", "queue")
+
+    _storage: VirtualStorage  # set on first use
+
+    @shielded
+    def __init__(self, queue: CommandQueue, number: int) -> None:
+        self.queue = queue
+        self.number = number
+
+    @shielded
+    def __del__(self) -> None:
+        self.queue.dead.append(self.number)  # by any thread that collects it; the next record processes it
+
+    def storage(self, size_bytes: int) -> VirtualStorage:
+        """Return the storage of the buffer: the same one until the buffer has another size.
+
+        Args:
+            size_bytes: The size of the buffer now.
+        """
+        with _lock:
+            known = getattr(self, "_storage", None)
+            if known is None or known.nbytes() != size_bytes:
+                known = self._storage = new_storage(size_bytes, self.queue.device)
+        return known
 
 
 class VirtualTensor(Tensor):
@@ -128,6 +165,9 @@ class VirtualTensor(Tensor):
             )
         _data.__set__(self, new)
         self._bind(new._handle, new._metadata)
+
+    def __coerce_same_metadata_as_tangent__(self, expected_metadata: Any, expected_type: Any = None) -> VirtualTensor:
+        return self  # a gradient as it was traced, where AOTAutograd expects a plain tensor
 
     def _bind(self, handle: Handle, metadata: Metadata) -> None:
         """Set the buffer and the layout."""

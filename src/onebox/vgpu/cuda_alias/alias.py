@@ -8,7 +8,6 @@ unaffected.
 from __future__ import annotations
 
 import functools
-import threading
 import warnings
 from collections.abc import Callable
 from typing import Any, Self
@@ -23,7 +22,6 @@ from onebox.vgpu.cuda_alias.cuda_tensors import translate_tensors
 from onebox.vgpu.cuda_alias.device_arguments import translate_entries
 from onebox.vgpu.cuda_alias.fake_tensors import translate_traced
 from onebox.vgpu.cuda_alias.functions import accelerator, accelerator_index
-from onebox.vgpu.cuda_alias.patches import Patches
 from onebox.vgpu.cuda_alias.streams import translate_streams
 from onebox.vgpu.cuda_alias.subsystems import (
     translate_amp,
@@ -31,31 +29,27 @@ from onebox.vgpu.cuda_alias.subsystems import (
     translate_generators,
     translate_saved,
 )
+from onebox.vgpu.patches import Patches
 from onebox.vgpu.registration import install
-from onebox.vgpu.runtime import context, current_device
-
-_lock = threading.Lock()
-_active: list[CudaAlias] = []
+from onebox.vgpu.runtime import context
 
 
 class CudaAlias:
     """The active alias, until it is closed; also a context manager."""
 
-    def __init__(self) -> None:
-        self._patches = Patches()
-
     def close(self) -> None:
         """Restore the original meaning of ``cuda``. Idempotent."""
-        with _lock:
-            if self in _active:
-                _active.remove(self)
-            self._patches.undo()
+        if self in _active:
+            ALIAS.remove()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exit_info: object) -> None:
         self.close()
+
+
+_active: list[CudaAlias] = []
 
 
 def alias_cuda() -> CudaAlias:
@@ -76,36 +70,10 @@ def alias_cuda() -> CudaAlias:
         ...     torch.ones(2, device="cuda:1").sum().item(), torch.cuda.device_count()
         (2.0, 2)
     """
-    with _lock:
-        if not _active:
-            install()
-            current_device.register(
-                context.current_device
-            )  # permanent, so it must not be applied on top of temporary patches
-            made = CudaAlias()
-            try:
-                _translate(made._patches)
-            except BaseException:
-                made._patches.undo()
-                raise
-            _active.append(made)
-        return _active[0]
-
-
-def _translate(patches: Patches) -> None:
-    translate_surface(patches)
-    translate_entries(patches)
-    translate_tensors(patches)
-    translate_generators(patches)
-    translate_streams(patches)
-    translate_amp(patches)
-    translate_distributed(patches)
-    translate_saved(patches)
-    translate_traced(patches)
-    _translate_accelerators(patches)
-    _translate_flags(patches)
-    patches.set(context, "called", "cuda")
-    patches.set(profiler.profile, "__init__", _of_this_process(profiler.profile.__init__))
+    install()
+    context.NUMBERED.apply()  # permanent, so it must not be applied on top of the alias
+    ALIAS.apply()
+    return _active[0]
 
 
 def _translate_accelerators(patches: Patches) -> None:
@@ -144,3 +112,33 @@ def _of_this_process(begin: Callable[..., None]) -> Callable[..., None]:
 
 def _answer(*_: Any, value: Any) -> Any:
     return value
+
+
+def _activate(patches: Patches) -> None:
+    _active.append(CudaAlias())
+    patches.on_removal(_active.clear)
+
+
+def _translate_rest(patches: Patches) -> None:
+    patches.set(context, "called", "cuda")
+    patches.set(profiler.profile, "__init__", _of_this_process(profiler.profile.__init__))
+
+
+ALIAS = Patches(
+    (
+        translate_surface,
+        translate_entries,
+        translate_tensors,
+        translate_generators,
+        translate_streams,
+        translate_amp,
+        translate_distributed,
+        translate_saved,
+        translate_traced,
+        _translate_accelerators,
+        _translate_flags,
+        _translate_rest,
+        _activate,
+    )
+)
+"""The alias ``cuda``, on top of all other patches."""

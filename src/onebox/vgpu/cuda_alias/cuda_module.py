@@ -20,9 +20,9 @@ import torch
 from onebox.vgpu.cuda_alias import functions, streams
 from onebox.vgpu.cuda_alias.cuda_tensors import TENSOR_TYPES
 from onebox.vgpu.cuda_alias.device_names import number_of
-from onebox.vgpu.cuda_alias.patches import Patches
 from onebox.vgpu.cuda_alias.unsupported import unsupported_stub
 from onebox.vgpu.integration import device_module
+from onebox.vgpu.patches import Patches
 
 KEPT = {
     "AcceleratorError",

@@ -11,7 +11,7 @@ from torch import Tensor
 from onebox.vgpu.core.storage import VirtualStorage
 from onebox.vgpu.core.tensor import VirtualTensor
 from onebox.vgpu.cuda_alias.device_names import number_of, to_cuda, to_vgpu
-from onebox.vgpu.cuda_alias.patches import Patches
+from onebox.vgpu.patches import Patches
 
 _DTYPES = {
     "BFloat16": torch.bfloat16,

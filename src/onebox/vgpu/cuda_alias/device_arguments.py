@@ -17,7 +17,7 @@ from torch.jit import _builtins
 from torch.utils import _device
 
 from onebox.vgpu.cuda_alias.device_names import DEVICE_TYPES, to_vgpu
-from onebox.vgpu.cuda_alias.patches import Patches
+from onebox.vgpu.patches import Patches
 
 Function = Callable[..., Any]
 

@@ -33,10 +33,6 @@ def to_vgpu(place: Any) -> Any:
     return torch.device(_GIVEN, current_device() if place.index is None else place.index)
 
 
-to_vgpu._dynamo_marked_constant = True  # type: ignore[attr-defined]
-# The attribute that torch.compiler.assume_constant_result sets; importing the compiler would be slow.
-
-
 def to_cuda(device: torch.device) -> torch.device:
     """Translate a device of PyTorch for a script: ``cuda:1`` for ``vgpu:1``."""
     if device.type != _GIVEN:

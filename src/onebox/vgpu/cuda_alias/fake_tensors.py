@@ -13,7 +13,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from onebox.vgpu.cuda_alias.device_arguments import anywhere
-from onebox.vgpu.cuda_alias.patches import Patches
+from onebox.vgpu.cuda_alias.device_names import to_vgpu
+from onebox.vgpu.patches import Patches
 
 _OF_CUDA_GRAPHS: dict[str, Any] = {
     "_cuda_CUDAAllocator_AllocatorState": type("AllocatorState", (), {}),
@@ -29,6 +30,8 @@ def translate_traced(patches: Patches) -> None:
     for name, stand_in in _OF_CUDA_GRAPHS.items():
         if not hasattr(torch._C, name):
             patches.set(torch._C, name, stand_in)
+    # the attribute that torch.compiler.assume_constant_result sets, whose import would be slow
+    patches.set(to_vgpu, "_dynamo_marked_constant", True)
     patches.call(_forget_functions)
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from onebox.vgpu.cuda_alias.device_names import number_of, to_cuda, to_vgpu
-from onebox.vgpu.cuda_alias.patches import Patches
 from onebox.vgpu.cuda_alias.unsupported import raise_unsupported
 from onebox.vgpu.integration import device_module
 from onebox.vgpu.integration.events import VirtualEvent, VirtualStream
+from onebox.vgpu.patches import Patches
 
 
 class _Either(type):

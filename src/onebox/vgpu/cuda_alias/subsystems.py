@@ -15,10 +15,10 @@ from torch.distributed import distributed_c10d
 
 from onebox.vgpu.cuda_alias.device_names import number_of, to_cuda, to_vgpu, to_vgpu_type
 from onebox.vgpu.cuda_alias.functions import yes
-from onebox.vgpu.cuda_alias.patches import Patches
 from onebox.vgpu.distributed import process_group, ranks
 from onebox.vgpu.integration import serialization
 from onebox.vgpu.integration.generators import VirtualGenerator
+from onebox.vgpu.patches import Patches
 
 _BY_TYPE = ("get_autocast_dtype", "is_autocast_enabled", "set_autocast_dtype", "set_autocast_enabled")
 """Functions whose first argument is a device type, by default CUDA."""
@@ -67,19 +67,16 @@ def _no_mark(storage: Any) -> None:
 
 def _restored(storage: Any, location: str) -> Any:
     """Move a file's storage to the virtual device of its location tag."""
-    return serialization._restore(storage, f"vgpu:{number_of(location)}") if location.startswith("cuda") else None
+    return serialization.restore(storage, f"vgpu:{number_of(location)}") if location.startswith("cuda") else None
 
 
 def translate_saved(patches: Patches) -> None:
     """Make loads onto ``cuda`` go to the virtual devices."""
-    entry = (_PRIORITY, _no_mark, _restored)
-    registry: list[Any] = torch.serialization._package_registry
-    torch.serialization.register_package(*entry)
-    patches.undoing(lambda: registry.remove(entry))
+    serialization.add_locations(patches, _PRIORITY, _no_mark, _restored)
 
     @functools.wraps(torch.UntypedStorage.cuda)
     def cuda(self: Any, device: Any = None, non_blocking: bool = False) -> Any:
-        return serialization._restore(self, f"vgpu:{number_of(device)}")
+        return serialization.restore(self, f"vgpu:{number_of(device)}")
 
     patches.set(torch.storage._StorageBase, "cuda", cuda)
 

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from onebox.errors import OperatorError
-from onebox.vgpu.core.handle import Handle
 from onebox.vgpu.core.metadata import dense, dense_order
-from onebox.vgpu.core.tensor import VirtualTensor, rebind, wrap, wrap_view
+from onebox.vgpu.core.tensor import Handle, VirtualTensor, rebind, wrap, wrap_view
 from onebox.vgpu.dispatch.dispatch import dispatch, launch
 from onebox.vgpu.dispatch.registry import special
 from onebox.vgpu.dispatch.synchronous import raise_plain
@@ -124,17 +123,18 @@ def _moved(
 ) -> list[list[Handle]]:
     """Send contiguous tensors from their worker to others."""
     devices = context_of(source)
-    group = devices.group()
     specs = [TensorSpec(dtype_name(tensor._metadata.dtype), tensor._metadata.shape) for tensor in tensors]
     sends: list[Instruction] = []
     handles = []
     with devices.transfers:  # sends and receives of two devices must be in the same order
+        group = devices.group()
         for target in targets:
             numbers = [target.new_number() for _ in tensors]
             for number, spec in zip(numbers, specs, strict=True):
                 target.before(Receive(number, spec, group, source.worker))
             sends += [Send(tensor._handle.number, group, target.worker) for tensor in tensors]
             handles.append([Handle(target, number) for number in numbers])
+            devices.received.update(handles[-1])
         source.flush(sends, pace=False)
     source.channel.pace()
     return handles

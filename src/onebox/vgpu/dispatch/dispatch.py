@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from onebox.errors import OperatorError, WireError
-from onebox.vgpu.core.handle import Handle
-from onebox.vgpu.core.tensor import VirtualTensor, relay, wrap, wrap_view
+from onebox.vgpu.core.tensor import Handle, VirtualTensor, relay, wrap, wrap_view
 from onebox.vgpu.dispatch.op_cache import SHAPED_BY_FLOATS, CachedOp, UnknownResult, infer_op, learn_op
 from onebox.vgpu.dispatch.registry import run_mixed, specials
 from onebox.vgpu.dispatch.synchronous import raise_plain, run_synchronously

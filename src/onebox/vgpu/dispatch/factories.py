@@ -14,8 +14,6 @@ from onebox.vgpu.dispatch.dispatch import dispatch, launch
 from onebox.vgpu.runtime.context import queue_of
 from onebox.wire import overload
 
-_libraries: list[torch.library.Library] = []
-
 
 def factories() -> list[OpOverload]:
     """Return the operators of this torch that take a device and no tensor."""
@@ -34,15 +32,13 @@ def factories() -> list[OpOverload]:
     return found
 
 
-def register() -> None:
+def implement(library: torch.library.Library) -> None:
     """Register the factories."""
-    library = torch.library.Library("aten", "IMPL")
     for function in factories():
         library.impl(function, _maker(_INSTEAD.get(function, function)), "PrivateUse1")
     library.impl("_copy_from", _copied, "PrivateUse1")
     library.impl("_local_scalar_dense", _number, "PrivateUse1")
     library.impl("_pin_memory", _not_pinned, "CPU")
-    _libraries.append(library)
 
 
 def _maker(function: OpOverload) -> Callable[..., Any]:

@@ -8,9 +8,8 @@ from typing import Any, NoReturn
 import torch
 
 from onebox.errors import DeviceMemoryError, OperatorError, WireError
-from onebox.vgpu.core.handle import Handle
 from onebox.vgpu.core.metadata import from_wire
-from onebox.vgpu.core.tensor import VirtualTensor, relay, wrap
+from onebox.vgpu.core.tensor import Handle, VirtualTensor, relay, wrap
 from onebox.vgpu.dispatch.op_cache import describe
 from onebox.vgpu.runtime.command_queue import CommandQueue
 from onebox.wire import Complex, Strided

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from onebox.errors import OneboxError, UsageError
-from onebox.vgpu.core.handle import Handle
 from onebox.vgpu.core.metadata import dense
-from onebox.vgpu.core.tensor import VirtualTensor, wrap
+from onebox.vgpu.core.tensor import Handle, VirtualTensor, wrap
 from onebox.vgpu.dispatch.dispatch import launch
 from onebox.vgpu.runtime.command_queue import CommandQueue
 from onebox.wire import TensorSpec, dtype_name

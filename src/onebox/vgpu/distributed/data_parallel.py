@@ -7,13 +7,11 @@ arguments are those of ``torch/csrc/cuda/python_comm.cpp``.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.cuda import nccl
 
 from onebox.vgpu.core.tensor import VirtualTensor
 from onebox.vgpu.dispatch.copies import transfer_all
@@ -202,10 +200,10 @@ def _copies(tensors: Sequence[Tensor], devices: Sequence[int]) -> list[list[Tens
     return [list(there.get(number, virtual)) for number in devices]
 
 
-# ---- registration with PyTorch
+# ---- replacements in PyTorch
 
 
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
+PRIMITIVES: dict[str, Callable[..., Any]] = {
     "_scatter": scatter,
     "_scatter_out": scatter_out,
     "_gather": gather,
@@ -214,9 +212,10 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "_broadcast_out": broadcast_out,
     "_broadcast_coalesced": broadcast_coalesced,
 }
+"""The functions of PyTorch's core, and their implementations."""
 
 
-def _either(own: Callable[..., Any], original: Callable[..., Any] | None) -> Callable[..., Any]:
+def either(own: Callable[..., Any], original: Callable[..., Any] | None) -> Callable[..., Any]:
     """Return a function for virtual devices that falls back to the original for CUDA devices."""
 
     def call(tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -241,21 +240,7 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-def register() -> None:
-    """Make PyTorch's data parallelism work on virtual devices."""
-    for name, function in _FUNCTIONS.items():
-        setattr(torch._C, name, _either(function, getattr(torch._C, name, None)))
-    nccl.is_available = _without_virtual(nccl.is_available)
-    functions: Any = sys.modules["torch.nn.parallel._functions"]
-    functions._get_stream = _copying_stream(functions._get_stream)
-    own: Any = sys.modules["torch.nn.parallel.parallel_apply"]
-    own._get_device_index = torch._utils._get_device_index  # PyTorch's own accepts CUDA devices only
-    apply = _with_autocast(own.parallel_apply)
-    for name in ("torch.nn.parallel", "torch.nn.parallel.parallel_apply", "torch.nn.parallel.data_parallel"):
-        vars(sys.modules[name])["parallel_apply"] = apply
-
-
-def _with_autocast(original: Callable[..., Any]) -> Callable[..., Any]:
+def with_autocast(original: Callable[..., Any]) -> Callable[..., Any]:
     """Make replicas inherit the caller's autocast: PyTorch's own function passes on that of CUDA."""
 
     @functools.wraps(original)
@@ -268,7 +253,7 @@ def _with_autocast(original: Callable[..., Any]) -> Callable[..., Any]:
     return parallel_apply
 
 
-def _without_virtual(original: Callable[..., bool]) -> Callable[..., bool]:
+def without_virtual(original: Callable[..., bool]) -> Callable[..., bool]:
     """Restrict the check for NCCL to CUDA tensors."""
 
     def is_available(tensors: Any) -> bool:
@@ -279,13 +264,10 @@ def _without_virtual(original: Callable[..., bool]) -> Callable[..., bool]:
     return is_available
 
 
-def _copying_stream(original: Callable[..., Any]) -> Callable[..., Any]:
+def copying_stream(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the function that returns a device's copy stream: for a virtual device its only one."""
 
     def get_stream(device: torch.device) -> Any:
         return device_module.Stream(device) if device.type == "vgpu" else original(device)
 
     return get_stream
-
-
-__all__ = ["register"]

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from onebox.vgpu.distributed.process_group import VirtualProcessGroup
@@ -34,18 +32,7 @@ class Unpinned(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def register() -> None:
-    """Make DistributedDataParallel work on virtual devices."""
-    kind: Any = DistributedDataParallel
-    for name in ("__init__", "_set_static_graph"):
-        setattr(kind, name, _noting(getattr(kind, name)))
-    engine = torch.autograd.graph._engine_run_backward
-    torch.autograd.graph._engine_run_backward = torch.autograd._engine_run_backward = _unpinned(engine)
-    reducer: Any = dist.Reducer
-    reducer._set_forward_pass_work_handle = _keeping(reducer._set_forward_pass_work_handle)
-
-
-def _noting(original: Callable[..., None]) -> Callable[..., None]:
+def noting(original: Callable[..., None]) -> Callable[..., None]:
     """Record a model whose reducer searches for unused parameters."""
 
     @functools.wraps(original)
@@ -58,7 +45,7 @@ def _noting(original: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def _unpinned(engine: Callable[..., Any]) -> Callable[..., Any]:
+def unpinned(engine: Callable[..., Any]) -> Callable[..., Any]:
     """Make backward passes of a thread with such a model use ordinary memory for pinned memory."""
 
     @functools.wraps(engine)
@@ -71,7 +58,7 @@ def _unpinned(engine: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _keeping(original: Callable[..., None]) -> Callable[..., None]:
+def keeping(original: Callable[..., None]) -> Callable[..., None]:
     """Keep the object of a handle alive as long as the reducer may use it."""
 
     @functools.wraps(original)
@@ -80,6 +67,3 @@ def _keeping(original: Callable[..., None]) -> Callable[..., None]:
         original(reducer, work, *args)
 
     return call
-
-
-__all__ = ["register"]

@@ -27,6 +27,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 from onebox.errors import PeerLost, UsageError
 from onebox.vgpu.distributed import process_group
 from onebox.vgpu.distributed.thread_store import ThreadStore
+from onebox.vgpu.patches import Patch, Patches
 from onebox.vgpu.runtime import context
 
 _GRACE_S = 30.0
@@ -245,7 +246,7 @@ def spawn(
     """
     if nprocs < 1:
         raise UsageError(f"nprocs={nprocs}: at least one rank is needed")
-    install_worlds()
+    WORLDS.apply()
     context.current_context().group()  # formed now, while no rank waits for another one
     ranks = Ranks(fn, args, nprocs)
     if not join:
@@ -257,22 +258,19 @@ def spawn(
 # ---- registration with torch.distributed
 
 
-def install_worlds() -> None:
-    """Give each rank a world of its own. Idempotent."""
-    if not isinstance(distributed_c10d._world, Worlds):
-        distributed_c10d._world = Worlds(distributed_c10d._world)
-        core: Any = torch._C._distributed_c10d
-        core._set_thread_isolation_mode(True)
+def _isolate(patches: Patches) -> None:
+    core: Any = torch._C._distributed_c10d
+    patches.on_removal(lambda: core._set_thread_isolation_mode(False))
+    core._set_thread_isolation_mode(True)
 
 
-def register() -> None:
-    """Make ``torch.distributed.init_process_group`` support ranks that are threads."""
-    begin = _beginning(distributed_c10d.init_process_group)
-    distributed_c10d.init_process_group = begin
-    dist.init_process_group = begin
+WORLDS = Patches((Patch(distributed_c10d, "_world", Worlds), _isolate))
+"""Give each rank a world of its own; applied when ranks are started."""
 
 
-def _beginning(original: Callable[..., Any]) -> Callable[..., Any]:
+def beginning(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``torch.distributed.init_process_group``, to support ranks that are threads."""
+
     @functools.wraps(original)
     def init_process_group(
         backend: Any = None,

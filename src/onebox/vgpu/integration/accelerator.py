@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from onebox.vgpu.integration import device_module
 from onebox.vgpu.runtime import context
 
@@ -44,8 +42,5 @@ ANSWERS = {
 }
 """The functions of the core, without their common prefix, and their implementations."""
 
-
-def register() -> None:
-    """Make ``torch.accelerator`` support all virtual devices."""
-    for name, answer in ANSWERS.items():
-        setattr(torch._C, f"_accelerator_{name}", answer)
+RECENT = frozenset({"emptyHostCache"})
+"""Those that are new in torch 2.13."""

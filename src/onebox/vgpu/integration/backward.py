@@ -56,13 +56,12 @@ class VirtualDeviceGuard(torch._C._acc.DeviceGuard):
     type_ = _Answer()
 
 
-def register() -> None:
-    """Make backward passes run in the calling thread.
+def in_calling_thread(engine: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the function that runs a backward pass, to run it in the calling thread.
 
     Autograd starts a thread for each device, and the device guard reports one device, so a backward pass on ``vgpu:1``
     would fail an assertion.
     """
-    engine = torch.autograd.graph._engine_run_backward
 
     @functools.wraps(engine)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -78,8 +77,7 @@ def register() -> None:
             _taken.error = before
         raise error
 
-    torch.autograd.graph._engine_run_backward = run
-    torch.autograd._engine_run_backward = run
+    return run
 
 
-__all__ = ["VirtualDeviceGuard", "register"]
+__all__ = ["VirtualDeviceGuard", "in_calling_thread"]

@@ -13,14 +13,9 @@ from onebox.errors import OneboxError
 from onebox.vgpu.runtime import context
 
 
-def register() -> None:
-    """Make workers follow ``torch.set_default_dtype``, and ``torch.set_default_tensor_type``, which also sets it."""
-    core: Any = torch._C
-    for name in ("_set_default_dtype", "_set_default_tensor_type"):
-        setattr(core, name, _followed(getattr(core, name)))
+def followed(plain: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return a function that sets the default type, such as ``torch._C._set_default_dtype``, for workers, too."""
 
-
-def _followed(plain: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(plain)
     def change(kind: Any) -> None:
         plain(kind)

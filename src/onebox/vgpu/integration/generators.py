@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onebox.vgpu.core.handle import Handle
 from onebox.vgpu.core.metadata import dense
-from onebox.vgpu.core.tensor import VirtualTensor, wrap
+from onebox.vgpu.core.tensor import Handle, VirtualTensor, wrap
 from onebox.vgpu.dispatch.copies import transfer, upload
 from onebox.vgpu.dispatch.op_cache import sources
 from onebox.vgpu.runtime.command_queue import FIRST_SEED, CommandQueue

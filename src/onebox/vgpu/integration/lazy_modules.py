@@ -15,20 +15,13 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
-_Shapeless: Any = nn.parameter.UninitializedTensorMixin  # type: ignore[attr-defined]
 _Mixin: Any = LazyModuleMixin
 
 _PLACE = "_onebox_place"
 """The attribute of a parameter without a shape that holds the device of its module."""
 
 
-def register() -> None:
-    """Make lazy modules movable, with parameters created on their device."""
-    _Mixin._apply = _apply
-    _Shapeless.materialize = _materializer(_Shapeless.materialize)
-
-
-def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+def apply_lazily(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
     """Move or convert a module; parameters without a shape only record it."""
     shelved = [
         (held, name, tensor)
@@ -60,7 +53,9 @@ def _note(tensor: Any, fn: Callable[[Tensor], Tensor]) -> None:
     tensor.data = torch.empty(0, dtype=like.dtype, device="cpu" if virtual else like.device)
 
 
-def _materializer(original: Callable[..., None]) -> Callable[..., None]:
+def materializer(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``materialize`` of parameters without a shape, to create them on the device of their module."""
+
     @functools.wraps(original)
     def materialize(self: Any, shape: Any, device: Any = None, dtype: Any = None) -> None:
         place = torch.device(device) if device is not None else self.__dict__.pop(_PLACE, None)

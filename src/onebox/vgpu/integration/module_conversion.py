@@ -24,25 +24,31 @@ _state = threading.local()
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
-def register() -> None:
-    """Patch the movement and loading of modules."""
-    future: Any = torch.__future__
-    told = future.get_swap_module_params_on_conversion
+def swapping(original: Callable[[], bool]) -> Callable[[], bool]:
+    """Wrap the query of PyTorch's setting that tensors are swapped: where a virtual device is involved, they are."""
 
-    @functools.wraps(told)
+    @functools.wraps(original)
     def get_swap_module_params_on_conversion() -> bool:
         if getattr(_state, "loading", False):
             return False
-        return getattr(_state, "moving", False) or told()
+        return getattr(_state, "moving", False) or original()
 
-    future.get_swap_module_params_on_conversion = get_swap_module_params_on_conversion
-    kind: Any = nn.Module
-    load, apply = kind._load_from_state_dict, kind._apply
+    return get_swap_module_params_on_conversion
+
+
+def loading(load: Callable[..., None]) -> Callable[..., None]:
+    """Wrap the loading of a module's own parameters, to copy into virtual ones."""
 
     @functools.wraps(load)
     def _load_from_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
         with _set("loading", any(map(_is_virtual, self._parameters.values()))):
             load(self, *args, **kwargs)
+
+    return _load_from_state_dict
+
+
+def moving(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the conversion of a module, to swap parameters that go to or from a virtual device."""
 
     @functools.wraps(apply)
     def _apply(self: Any, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
@@ -54,8 +60,7 @@ def register() -> None:
             _let_go(self)
             return apply(self, fn, *args, **kwargs)
 
-    kind._load_from_state_dict = _load_from_state_dict
-    kind._apply = _apply
+    return _apply
 
 
 @contextmanager
@@ -100,6 +105,3 @@ def _let_go(module: nn.Module) -> None:
     references them."""
     own = vars(module)
     own.update({name: value.detach() for name, value in own.items() if isinstance(value, Tensor) and value.grad_fn})
-
-
-__all__ = ["register"]

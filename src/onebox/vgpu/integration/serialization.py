@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from onebox.vgpu.core.tensor import VirtualTensor
+from onebox.vgpu.patches import Patches
 from onebox.vgpu.runtime import context
 
 PRIORITY = 5
@@ -28,8 +29,6 @@ _lock = threading.Lock()
 _loading = threading.local()
 """Set while a thread loads a file of the older format: the tensors it has made, and their future elements on the
 host."""
-
-_rebuild_tensor: Any = torch._utils._rebuild_tensor
 
 
 def _reduce(tensor: Any, protocol: Any) -> Any:
@@ -82,7 +81,7 @@ def _tag(storage: Any) -> str | None:
     return _marks.get(storage if isinstance(storage, torch.UntypedStorage) else storage._untyped_storage)
 
 
-def _restore(storage: Any, location: str) -> Any:
+def restore(storage: Any, location: str) -> Any:
     if not location.startswith("vgpu"):
         return None
     device = torch.device(location)
@@ -96,20 +95,26 @@ def _restore(storage: Any, location: str) -> Any:
     return storage
 
 
-def _rebuilt(storage: Any, storage_offset: int, size: Any, stride: Any) -> Tensor:
-    tensor: Tensor = _rebuild_tensor(storage, storage_offset, size, stride)
-    location = _marks.get(storage._untyped_storage)
-    if location is None:
-        return tensor
-    awaited: list[tuple[Tensor, Tensor]] | None = getattr(_loading, "awaited", None)
-    if awaited is None:
-        return tensor.to(location)
-    made = torch.empty_like(tensor, device=location)
-    awaited.append((made, tensor))
-    return made
+def rebuilding(rebuild: Any) -> Any:
+    """Wrap the function that builds loaded tensors, to build those of tagged storages on their device."""
+
+    @functools.wraps(rebuild)
+    def rebuilt(storage: Any, storage_offset: int, size: Any, stride: Any) -> Tensor:
+        tensor: Tensor = rebuild(storage, storage_offset, size, stride)
+        location = _marks.get(storage._untyped_storage)
+        if location is None:
+            return tensor
+        awaited: list[tuple[Tensor, Tensor]] | None = getattr(_loading, "awaited", None)
+        if awaited is None:
+            return tensor.to(location)
+        made = torch.empty_like(tensor, device=location)
+        awaited.append((made, tensor))
+        return made
+
+    return rebuilt
 
 
-def _filled_afterwards(load: Any) -> Any:
+def filling_afterwards(load: Any) -> Any:
     """Make the loader of the older format fill the tensors at its end, because elements come after tensors there."""
 
     @functools.wraps(load)
@@ -128,14 +133,20 @@ def _filled_afterwards(load: Any) -> Any:
     return run
 
 
-def register() -> None:
-    """Register virtual tensors with ``torch.save`` and ``torch.load``."""
-    torch.serialization.register_package(PRIORITY, _tag, _restore)
-    torch._utils._rebuild_tensor = _rebuilt
-    serialization: Any = torch.serialization
-    VirtualTensor.reducer = staticmethod(_reduce)
-    serialization._legacy_load = _filled_afterwards(serialization._legacy_load)
-    ForkingPickler.register(VirtualTensor, _not_sent)
+def add_to_pickle(patches: Patches) -> None:
+    """Register virtual tensors with ``torch.save`` and ``torch.load``, and refuse to send them to other processes."""
+    add_locations(patches, PRIORITY, _tag, restore)
+    reducers: dict[Any, Any] = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
+    patches.put(reducers, VirtualTensor, _not_sent)
+
+
+def add_locations(patches: Patches, priority: int, tag: Any, restored: Any) -> None:
+    """Register the functions that tag storages with their location, and restore them there."""
+    registry: list[Any] = torch.serialization._package_registry
+    before = list(registry)
+    torch.serialization.register_package(priority, tag, restored)
+    (entry,) = (each for each in registry if each not in before)
+    patches.on_removal(lambda: registry.remove(entry))
 
 
 def _not_sent(tensor: VirtualTensor) -> Any:
@@ -144,3 +155,6 @@ def _not_sent(tensor: VirtualTensor) -> Any:
         f"a tensor of {tensor.device} cannot be sent to another process: the devices are this one's alone; "
         "send tensor.cpu()"
     )
+
+
+VirtualTensor.reducer = staticmethod(_reduce)

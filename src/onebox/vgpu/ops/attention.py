@@ -23,14 +23,11 @@ MATH, FLASH, EFFICIENT = 0, 1, 2
 """Plain operators, and two fused kernels, as PyTorch numbers them (``torch.nn.attention.SDPBackend``)."""
 
 _choices: weakref.WeakKeyDictionary[CommandQueue, dict[Any, int]] = weakref.WeakKeyDictionary()
-_libraries: list[torch.library.Library] = []
 
 
-def register() -> None:
+def implement(library: torch.library.Library) -> None:
     """Register it above autograd, which would decompose the operator."""
-    library = torch.library.Library("aten", "IMPL")
     library.impl("scaled_dot_product_attention", attend, "AutogradPrivateUse1")
-    _libraries.append(library)
 
 
 def attend(

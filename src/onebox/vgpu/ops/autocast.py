@@ -42,21 +42,21 @@ BANNED = ("binary_cross_entropy",)
 
 _LOW = (torch.float16, torch.bfloat16)
 _KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
-_libraries: list[torch.library.Library] = []
 
 
-def register() -> None:
+def implement(library: torch.library.Library) -> None:
     """Register autocast for the virtual devices."""
-    library = torch.library.Library("aten", "IMPL")
     for names, choose in ((LOWER, _asked), (FLOAT32, _float32), (WIDEST, _widest), (BANNED, _banned)):
         for name in names:
             packet, _, overload = name.partition(".")
             operator = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
             if operator is not None:
                 library.impl(operator, _caster(operator, choose), "AutocastPrivateUse1")
-    others = torch.library.Library("_", "IMPL")
-    others.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
-    _libraries.extend((library, others))
+
+
+def implement_others(library: torch.library.Library) -> None:
+    """Let all other operators pass autocast; for the library of all namespaces."""
+    library.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
 
 
 def _caster(operator: Any, choose: Callable[[Any, list[Tensor]], torch.dtype | None]) -> Callable[..., Any]:

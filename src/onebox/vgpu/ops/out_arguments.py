@@ -24,16 +24,12 @@ _FORGETFUL: dict[OpOverload, OpOverload] = {
 }
 """Overloads with ``out``, each with the one that returns a new tensor."""
 
-_libraries: list[torch.library.Library] = []
 
-
-def register() -> None:
+def implement(library: torch.library.Library) -> None:
     """Register them above autograd, which would decompose the operators."""
-    library = torch.library.Library("aten", "IMPL")
     for function, plain in _FORGETFUL.items():
         library.impl(function, _into(plain), "AutogradPrivateUse1")
         special(function)(_whole(_into(plain)))
-    _libraries.append(library)
 
 
 def _whole(function: Callable[..., Tensor]) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:

@@ -48,11 +48,6 @@ def _ctc_loss(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _with_lengths_there(*args, **kwargs)
 
 
-def register() -> None:
+def implement(library: torch.library.Library) -> None:
     """Make composite operators find their lengths on the device."""
-    library = torch.library.Library("aten", "IMPL")
     library.impl("ctc_loss.Tensor", _with_lengths_there, "AutogradPrivateUse1")
-    _libraries.append(library)
-
-
-_libraries: list[torch.library.Library] = []

@@ -23,7 +23,6 @@ _make: Any = Tensor._make_wrapper_subclass
 
 Handler = Callable[..., Any]
 _handlers: dict[Any, Handler] = {}
-_libraries: list[torch.library.Library] = []
 
 
 class VirtualSparse(Tensor):
@@ -99,11 +98,9 @@ def _does(*functions: Any) -> Callable[[Handler], Handler]:
     return register
 
 
-def register() -> None:
+def implement(library: torch.library.Library) -> None:
     """Register the construction of empty ones, which PyTorch uses to copy from the host."""
-    library = torch.library.Library("aten", "IMPL")
     library.impl("empty.memory_format", _empty, "SparsePrivateUse1")
-    _libraries.append(library)
 
 
 # ---- construction

@@ -7,7 +7,9 @@ by number.
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -15,11 +17,12 @@ from typing import Any, Protocol
 
 import torch
 
+from onebox.errors import OneboxError
 from onebox.pool import Pool, WorkerReply
 from onebox.vgpu.runtime.request_channel import RequestChannel
 from onebox.vgpu.runtime.trace_cache import Batcher, Record
 from onebox.vgpu.signals import shielded
-from onebox.wire import FREE, KernelSpec, TensorSpec, dtype_name
+from onebox.wire import FREE, KernelSpec, SlotArgument, TensorSpec, dtype_name
 from onebox.wire.protocol.eager import DefaultType, Perform
 from onebox.wire.protocol.instructions import Call, Free, Get
 from onebox.wire.protocol.requests import Define, Instruction
@@ -59,6 +62,7 @@ class Buffer(Protocol):
     """The owner of a buffer on a worker."""
 
     number: int
+    queue: CommandQueue
 
 
 class RecordedOp:
@@ -170,12 +174,20 @@ class CommandQueue:
             takes = tuple(at for at in range(len(handles)) if sys.getrefcount(handles[at]) == _ALONE)
             made = tuple(range(first, self._next))
             numbers = tuple(handle.number for handle in handles)
-            asked = [self._post([Call(program, numbers, made, takes)], (), kept=not self.synchronous)]
+            asked = [self._send([Call(program, numbers, made, takes)], (), awaited=self.synchronous)]
         if self.synchronous:
             self.channel.answer(asked.pop())
         else:
             self.channel.pace()
         return first
+
+    def read_on_worker(self, buffers: Sequence[int]) -> None:
+        """Make the worker wait for the content of buffers that it receives in the background."""
+        if buffers:
+            reading = RecordedOp(KernelSpec("aten.alias.default", (SlotArgument(0),), {}, 1, 0, (None,)), 0)
+            for number in buffers:
+                self.record(reading, [number], [])
+            self.flush([Free((), (reading.number,))], pace=False)
 
     @shielded
     def new_number(self) -> int:
@@ -193,7 +205,7 @@ class CommandQueue:
         """
         with self.lock:
             if self.dead and self._calls and sum(len(frame) for frame in frames) > BYTES:
-                self._post((), (), kept=True)
+                self._send((), (), awaited=False)
             elif self.dead and not self._calls:
                 self._bury()
             if not self._calls and not self._first:
@@ -236,13 +248,13 @@ class CommandQueue:
             OneboxError: The worker or the pool is gone; with ``wait``, the instructions failed.
         """
         if wait:
-            return self.channel.answer(self._post(last, frames, kept=False))
-        self._post(last, frames, kept=True)
+            return self.channel.answer(self._send(last, frames, awaited=True))
+        self._send(last, frames, awaited=False)
         if pace:
             self.channel.pace()
         return None
 
-    def _post(self, last: Sequence[Instruction], frames: Sequence[Any], *, kept: bool) -> Future[WorkerReply] | None:
+    def _send(self, last: Sequence[Instruction], frames: Sequence[Any], *, awaited: bool) -> Future[WorkerReply] | None:
         """Send the recorded calls and, after them, some instructions; return the future of the reply.
 
         A query is a message of its own, so that failures of the other calls are not its reply.
@@ -250,36 +262,27 @@ class CommandQueue:
         Args:
             last: The instructions.
             frames: Raw elements of their tensors.
-            kept: Whether it counts as in flight; then an empty message is not sent.
+            awaited: Whether the caller will wait for the reply; otherwise an empty message is not sent.
         """
         with self.lock:
             if self.dead:
                 self._bury()
-            if self.ended:
-                gone = tuple(self.ended.popleft() for _ in range(len(self.ended)))
-                last = [*last, Free((), gone)]
-            sent: list[Future[WorkerReply]] = []
-            self._hand_over(last, frames, kept, sent)
-            return sent[-1] if sent else None
-
-    def _hand_over(
-        self, last: Sequence[Instruction], frames: Sequence[Any], kept: bool, sent: list[Future[WorkerReply]]
-    ) -> None:
-        """Send; called with the lock held. The futures of the replies are added to ``sent``."""
-        recorded: list[Instruction] = [instruction for instruction, _ in self._first]
-        carried = [frame for _, brought in self._first for frame in brought]
-        if self._calls:
-            self._size = min(2 * self._size, CALLS)
-            recorded += self._batches.instructions(self._calls)
-        self._first, self._frame_bytes, self._calls = [], 0, []
-        if kept or not last:
-            if not kept or recorded or last:
-                sent.append(self.channel.message([*recorded, *last], [*carried, *frames], kept=kept))
-            return
-        if recorded:
-            sent.append(self.channel.message(recorded, carried, kept=True))
-        self._size = min(SOON, CALLS)
-        sent.append(self.channel.message(last, frames, kept=False))
+            recorded: list[Instruction] = [instruction for instruction, _ in self._first]
+            carried = [frame for _, brought in self._first for frame in brought]
+            if self._calls:
+                self._size = min(2 * self._size, CALLS)
+                recorded += self._batches.instructions(self._calls)
+            if self.ended:  # not after a query: where it fails, the rest of its message is left out
+                recorded.append(Free((), tuple(self.ended.popleft() for _ in range(len(self.ended)))))
+            self._first, self._frame_bytes, self._calls = [], 0, []
+            if awaited and last:
+                if recorded:
+                    self.channel.message(recorded, carried, awaited=False)
+                self._size = min(SOON, CALLS)
+                return self.channel.message(last, frames, awaited=True)
+            if not (awaited or recorded or last):
+                return None
+            return self.channel.message([*recorded, *last], [*carried, *frames], awaited=awaited)
 
     @property
     def state_bytes(self) -> int:
@@ -299,7 +302,7 @@ class CommandQueue:
             first = self._next
             self._next += RETURNS
             self._room = 0
-            asked = [self._post([Perform(kernel, tuple(inputs), tuple(floats), first)], (), kept=False)]
+            asked = [self._send([Perform(kernel, tuple(inputs), tuple(floats), first)], (), awaited=True)]
         answer = self.channel.answer(asked.pop())
         (made,) = (result for result in answer.results if isinstance(result, OperatorResult))
         return made, first
@@ -328,7 +331,6 @@ class CommandQueue:
 
     def idle(self) -> bool:
         """Return whether the worker has executed everything recorded; sends what has not been sent."""
-        self.flush()
         return self.channel.reached(self.mark())
 
     def mark(self) -> int:
@@ -346,7 +348,7 @@ class CommandQueue:
     def _forget(self) -> None:
         """Clear the cached ops, here and on the worker."""
         numbers = tuple(known.number for known in self.cached_ops.values() if known.number)
-        self.flush([Free((), numbers)])
+        self.flush([Free((), numbers)], pace=False)  # the caller holds the lock
         for known in self.cached_ops.values():
             known.number = 0
         self.cached_ops.clear()
@@ -356,4 +358,61 @@ class CommandQueue:
         """Set the worker's default element type, on which results of operators depend."""
         with self.lock:
             self._forget()
-            self.flush([DefaultType(dtype_name(dtype))])  # type: ignore[arg-type]
+            self.flush([DefaultType(dtype_name(dtype))], pace=False)  # type: ignore[arg-type]
+
+
+class IdleFlusher:
+    """The thread that flushes a command queue when no further operator comes."""
+
+    def __init__(self) -> None:
+        self._rung: deque[CommandQueue] = deque()
+        self._bell = threading.Event()
+        self._pause = (
+            threading.Event()
+        )  # never set: waiting on it is a sleep that does not delay the end of the process
+        self._thread: threading.Thread | None = None
+        self._over = False
+        self._lock = threading.Lock()
+
+    def ring(self, queue: CommandQueue) -> None:
+        """Note that a command queue has begun a batch."""
+        self._rung.append(queue)
+        if not self._bell.is_set():
+            self._bell.set()
+            if self._thread is None:
+                self._start()
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="onebox-idle", daemon=True)
+                self._thread.start()
+
+    def end(self) -> None:
+        """End the thread: a daemon that the interpreter stops during its own shutdown can crash the process."""
+        self._over = True
+        self._bell.set()
+        if self._thread is not None:
+            self._thread.join(timeout=1.0)
+
+    def _run(self) -> None:
+        while True:
+            self._bell.wait()
+            self._bell.clear()
+            if self._over:
+                return
+            while self._rung:
+                seen = {queue: queue.records for queue in self._taken()}
+                self._pause.wait(IDLE_S)
+                for queue, records in seen.items():
+                    if queue.records != records:
+                        self._rung.append(queue)
+                        continue
+                    with contextlib.suppress(OneboxError):  # the next use of the device raises the error
+                        queue.flush(pace=False)  # a queue that is far ahead must not delay the others
+
+    def _taken(self) -> list[CommandQueue]:
+        taken = []
+        while self._rung:
+            taken.append(self._rung.popleft())
+        return taken

@@ -3,78 +3,23 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import threading
+import time
 import weakref
-from collections import deque
 
 import torch
 
-from onebox.errors import OneboxError, PoolError, UsageError
+from onebox.errors import PoolError, UsageError
 from onebox.pool import Pool
-from onebox.vgpu.runtime import current_device as unnumbered
-from onebox.vgpu.runtime.command_queue import IDLE_S, CommandQueue
+from onebox.vgpu.runtime.command_queue import Buffer, CommandQueue, IdleFlusher
+from onebox.vgpu.runtime.current_device import patches_for
 
 Device = torch.device | str | int | None
 """A device in any form that PyTorch accepts."""
 
-
-class IdleFlusher:
-    """The thread that flushes a command queue when no further operator comes."""
-
-    def __init__(self) -> None:
-        self._rung: deque[CommandQueue] = deque()
-        self._bell = threading.Event()
-        self._pause = (
-            threading.Event()
-        )  # never set: waiting on it is a sleep that does not delay the end of the process
-        self._thread: threading.Thread | None = None
-        self._over = False
-        self._lock = threading.Lock()
-
-    def ring(self, queue: CommandQueue) -> None:
-        """Note that a command queue has begun a batch."""
-        self._rung.append(queue)
-        if not self._bell.is_set():
-            self._bell.set()
-            if self._thread is None:
-                self._start()
-
-    def _start(self) -> None:
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="onebox-idle", daemon=True)
-                self._thread.start()
-
-    def end(self) -> None:
-        """End the thread: a daemon that the interpreter stops during its own shutdown can crash the process."""
-        self._over = True
-        self._bell.set()
-        if self._thread is not None:
-            self._thread.join(timeout=1.0)
-
-    def _run(self) -> None:
-        while True:
-            self._bell.wait()
-            self._bell.clear()
-            if self._over:
-                return
-            while self._rung:
-                seen = {queue: queue.records for queue in self._taken()}
-                self._pause.wait(IDLE_S)
-                for queue, records in seen.items():
-                    if queue.records != records:
-                        self._rung.append(queue)
-                        continue
-                    with contextlib.suppress(OneboxError):  # the next use of the device raises the error
-                        queue.flush(pace=False)  # a queue that is far ahead must not delay the others
-
-    def _taken(self) -> list[CommandQueue]:
-        taken = []
-        while self._rung:
-            taken.append(self._rung.popleft())
-        return taken
+SETTLE_S = 60.0
+"""Bound of the wait for all workers after one has missed a tensor of another."""
 
 
 class DeviceContext:
@@ -92,6 +37,9 @@ class DeviceContext:
         for queue in self.queues:
             queue.channel.others = [each.channel for each in self.queues]
         self._group = 0
+        self._seen_lost = [0] * len(self.queues)
+        self.received: weakref.WeakSet[Buffer] = weakref.WeakSet()
+        """The buffers that were received in the group of all devices."""
         if torch.get_default_dtype() is not torch.float32:
             for queue in self.queues:
                 queue.follow(torch.get_default_dtype())
@@ -100,22 +48,45 @@ class DeviceContext:
         """Return the group of all devices, in which tensors go from worker to worker; formed on first use.
 
         A worker that cannot send a tensor, because an operator has failed, leaves the group, so that no other waits for
-        it. The group is then formed anew; also where only the failure of a worker that waited for it is known so far.
+        it. The group is then formed anew, once the transfers among the others have ended.
+
+        The caller holds :attr:`transfers` until it has recorded its transfers: another thread may form the group anew.
 
         Raises:
             OneboxError: It could not be formed.
         """
         everybody = range(len(self.pool))
         with self.transfers:
-            lost = [queue.channel.take_lost_peer() for queue in self.queues]
-            if self._group and (any(lost) or not self.pool.is_whole(self._group)):
-                self.pool.leave_group(self._group, everybody)
-                self._group = 0
+            if self._group and (self._peers_lost() != self._seen_lost or not self.pool.is_whole(self._group)):
+                # The failure of a worker that waited for another one may be known before the notice of the one that has
+                # left, and may as well be about an earlier group. When all have executed everything, it is known.
+                self._settle()
+                self._seen_lost = self._peers_lost()
+                if not self.pool.is_whole(self._group):
+                    self.pool.leave_group(self._group, everybody)
+                    self._group = 0
             if not self._group:
                 self._group = self.pool.form_group(everybody, "workers")
                 for queue in self.queues:
                     queue.channel.waits += 1
             return self._group
+
+    def _peers_lost(self) -> list[int]:
+        return [queue.channel.lost_peer() for queue in self.queues]
+
+    def _settle(self) -> None:
+        """Wait until all workers have executed everything, at most :data:`SETTLE_S`.
+
+        Tensors that were received are read: a worker receives in the background, until it leaves the group.
+        """
+        for queue in self.queues:
+            queue.read_on_worker([buffer.number for buffer in self.received if buffer.queue is queue])
+            queue.flush(pace=False)
+        self.received.clear()
+        end_s = time.monotonic() + SETTLE_S
+        probes = [queue.channel.probe() for queue in self.queues]
+        for queue, probe in zip(self.queues, probes, strict=True):
+            queue.channel.settle(probe, end_s)
 
 
 def _after_fork() -> None:
@@ -178,6 +149,10 @@ def current_device() -> int:
     return getattr(_local, "device", 0)
 
 
+NUMBERED = patches_for(current_device)
+"""Patches for scripts that use another device than the first; applied when a thread first chooses one."""
+
+
 def set_current_device(number: int) -> None:
     """Set this thread's current device.
 
@@ -186,7 +161,7 @@ def set_current_device(number: int) -> None:
     """
     queue_of(torch.device("vgpu", number))
     if number:
-        unnumbered.register(current_device)
+        NUMBERED.apply()
     _local.device = number
 
 

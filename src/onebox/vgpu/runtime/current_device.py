@@ -7,15 +7,13 @@ always returns 0; their arguments get the number here. They are patched when a t
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils._device import _device_constructors
 
-_lock = threading.Lock()
-_done: list[bool] = []
+from onebox.vgpu.patches import Patch, Patches
 
 
 def numbered(place: Any, current: Callable[[], int]) -> Any:
@@ -32,24 +30,28 @@ def numbered(place: Any, current: Callable[[], int]) -> Any:
     return place
 
 
-def register(current: Callable[[], int]) -> None:
-    """Make PyTorch's functions that take a device use the current one. Idempotent.
+def patches_for(current: Callable[[], int]) -> Patches:
+    """Return the patches that make PyTorch's functions that take a device use the current one.
 
     Args:
         current: Returns the number of the thread's current device.
     """
-    with _lock:
-        if _done:
-            return
-        _done.append(True)
-        _device_constructors()  # caches the functions that a default device applies to, before they are patched
-        owner: Any
-        for owner, names in ((torch.Tensor, ("to", "new_tensor")), (torch, ("tensor", "as_tensor", "asarray"))):
-            for name in names:
-                setattr(owner, name, _telling(getattr(owner, name), current, positional=name == "to"))
+    functions: list[tuple[Any, str]] = [(torch.Tensor, "to"), (torch.Tensor, "new_tensor")]
+    functions += [(torch, name) for name in ("tensor", "as_tensor", "asarray")]
+    return Patches(
+        (
+            _list_constructors,
+            *(Patch(owner, name, functools.partial(_telling, current, name == "to")) for owner, name in functions),
+        )
+    )
 
 
-def _telling(original: Callable[..., Any], current: Callable[[], int], *, positional: bool) -> Callable[..., Any]:
+def _list_constructors(_: Patches) -> None:
+    """Make PyTorch cache the functions that a default device applies to, before they are patched."""
+    _device_constructors()
+
+
+def _telling(current: Callable[[], int], positional: bool, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         if positional and len(args) > 1:
@@ -59,6 +61,3 @@ def _telling(original: Callable[..., Any], current: Callable[[], int], *, positi
         return original(*args, **kwargs)
 
     return call
-
-
-__all__ = ["numbered", "register"]

@@ -109,14 +109,14 @@ class Started(AgentMessage, frozen=True):
         process: Its process id on that host.
         key: Its public CURVE key.
         commands: Endpoint of its commands, ``tcp://ADDRESS:PORT``.
-        beats: Endpoint of its heartbeats.
+        heartbeats: Endpoint of its heartbeats.
     """
 
     device: str
     process: int
     key: str
     commands: str
-    beats: str
+    heartbeats: str
 
 
 # ---- from a client

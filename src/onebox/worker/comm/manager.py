@@ -1,4 +1,4 @@
-"""Group manager: the groups that a worker belongs to, and the failures by which it left others."""
+"""The groups that a worker belongs to: formed over shared memory, sockets, or the client; and left."""
 
 from __future__ import annotations
 
@@ -6,17 +6,24 @@ from collections.abc import Sequence
 
 import torch
 
+from onebox.errors import WireError
 from onebox.wire.protocol.groups import EmulatedLink, FormGroup
 from onebox.wire.protocol.instructions import Broadcast, Gather, Receive, Reduce, Send
 from onebox.wire.protocol.requests import Routine
 from onebox.wire.protocol.responses import Joined, Left, WorkerFailure
 from onebox.worker.comm.api import ClientChannel, RankLost, WorkerGroup
+from onebox.worker.comm.client import ChannelStore, ClientGroup
 from onebox.worker.comm.emulated_links import EmulatedLinks
-from onebox.worker.comm.formation import form_group
+from onebox.worker.comm.hybrid import HybridGroup
+from onebox.worker.comm.shm.gpu_sender import shm_copier_for
 from onebox.worker.comm.shm.group import ShmGroup
+from onebox.worker.comm.shm.rendezvous import find_shm_peers
+from onebox.worker.comm.shm.segment import supported
+from onebox.worker.comm.torch_dist import TorchDistGroup
 from onebox.worker.memory.buffers import Poisoned
 from onebox.worker.progress import WorkerProgress
 from onebox.worker.system.cpu_affinity import threads_on_all_cores
+from onebox.worker.system.network_interfaces import NoAddress, is_foreign
 from onebox.worker.system.tcp_connections import GroupSockets
 
 _HOST = torch.device("cpu")
@@ -116,3 +123,56 @@ def groups_of(routine: Routine) -> tuple[int, ...]:
     return tuple(
         {step.group for step in routine.steps if isinstance(step, Send | Receive | Reduce | Gather | Broadcast)}
     )
+
+
+def form_group(
+    form: FormGroup,
+    channel: ClientChannel,
+    device: torch.device,
+    progress: WorkerProgress,
+    emulated_links: EmulatedLinks,
+) -> WorkerGroup:
+    """Join a group.
+
+    Args:
+        form: The group, with this worker's rank.
+        channel: The channel to the client, for the rendezvous.
+        device: Device of the tensors.
+        progress: Marked during waits.
+        emulated_links: State of this worker's emulated links.
+
+    Raises:
+        RankLost: The others did not join in time.
+        NoAddress: This host does not have the address under which others reach it, where Gloo would have to listen.
+    """
+    if form.backend == "client":
+        return ClientGroup(form, channel, device)
+    store = ChannelStore(channel, form.group, form.timeout_s)
+    with progress.wait():
+        met = find_shm_peers(form, store, device.type) if form.shared and supported() else None
+        near = None if met is None else ShmGroup(form, met, device, progress, emulated_links, shm_copier_for(device))
+        if near is not None and met is not None and len(met.memories) == form.size:
+            return near
+        try:
+            whole = _by_sockets(form, store, device, progress)
+        except BaseException:
+            if near is not None:
+                near.close()
+            raise
+        if near is None or met is None:
+            return whole
+        if len(met.memories) == 1 and not met.apart:
+            near.close()
+            return whole
+        return HybridGroup(near, whole)
+
+
+def _by_sockets(form: FormGroup, store: ChannelStore, device: torch.device, progress: WorkerProgress) -> TorchDistGroup:
+    if form.links:
+        raise WireError("links can be emulated in groups of one Linux host with x86-64 only")
+    if form.backend == "gloo" and is_foreign(form.address):
+        raise NoAddress(f"this host has no address {form.address} of its own, where other workers would connect to")
+    try:
+        return TorchDistGroup(form, store, device, progress)
+    except RuntimeError as error:
+        raise RankLost(f"the group could not be formed: {str(error).splitlines()[0]}") from error

@@ -13,7 +13,7 @@ from onebox.wire.protocol.instructions import Broadcast, Gather, Receive, Reduce
 from onebox.worker.comm.api import Finish, RankLost, RowRange
 from onebox.worker.comm.manager import GroupManager
 from onebox.worker.memory.buffers import BufferStore
-from onebox.worker.trace import Trace
+from onebox.worker.progress import Trace
 
 Resolve = Callable[[int], int]
 """Maps a reference to a buffer's number."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, get_args
 
 from onebox.errors import WireError
 from onebox.wire import BlockSpec, GeneratorSpec, KernelSpec, TensorSpec, from_frame, rows_of, spec_of, unpack
-from onebox.wire.protocol.eager import EagerWork, Operate, Perform, Replay
+from onebox.wire.protocol.eager import EagerWork, KeepGenerator, Operate, Perform, Replay
 from onebox.wire.protocol.groups import FormGroup, LeaveGroup, Retime
 from onebox.wire.protocol.instructions import (
     Ask,
@@ -23,6 +23,7 @@ from onebox.wire.protocol.instructions import (
     Offload,
     OptimizerStep,
     Prefetch,
+    Receive,
     Reduce,
     Rename,
     Send,
@@ -30,26 +31,23 @@ from onebox.wire.protocol.instructions import (
 )
 from onebox.wire.protocol.requests import Define, Instruction, OptimizerSpec, Put, Routine, Run, StoredProgram
 from onebox.wire.protocol.responses import Digest, OptimizerState, Result, Scalars, Tensors, WorkerFailure
-from onebox.wire.protocol.snapshots import Lay, Read, Recall, Remembered, SlotInstruction, Snapshot
+from onebox.wire.protocol.snapshots import Fill, Lay, Read, Recall, Remembered, SlotInstruction, Snapshot, Write
 from onebox.worker.comm.api import ClientChannel
 from onebox.worker.comm.manager import GroupManager, groups_of
 from onebox.worker.device import ComputeDevice
 from onebox.worker.execution.collectives import CollectiveExecutor, Communication, Resolve
 from onebox.worker.execution.eager import EagerExecutor, VoidKernel
-from onebox.worker.execution.effects import frame_count, writes
 from onebox.worker.execution.errors import describe_failure
 from onebox.worker.execution.optimizer_steps import OptimizerSteps
-from onebox.worker.execution.program_calls import ProgramCalls
 from onebox.worker.faults import FaultInjector
-from onebox.worker.memory.buffers import BufferStore, Poisoned
+from onebox.worker.memory.buffers import BufferStore, Poisoned, QuotaExceeded
 from onebox.worker.memory.host import HostMemory
 from onebox.worker.memory.offload import Offloader
 from onebox.worker.optimizer.deferred import DeferredOptimizer
 from onebox.worker.optimizer.native import NativeOptimizer
-from onebox.worker.programs.interpreter import CompiledProgram
-from onebox.worker.progress import WorkerProgress
+from onebox.worker.programs.interpreter import CompiledProgram, OperatorFailed
+from onebox.worker.progress import Trace, WorkerProgress
 from onebox.worker.snapshots.service import SnapshotService
-from onebox.worker.trace import Trace
 
 _Kind = TypeVar("_Kind")
 Report = Callable[[WorkerFailure], None]
@@ -92,13 +90,12 @@ class Executor:
         self._eager = EagerExecutor(device, self.store, self._definitions, self.progress, report)
         self._groups = GroupManager(channel, device.device, self.progress)
         self._owed: dict[int, tuple[int, ...]] = {}  # groups of the routines that could not be defined
-        self._keeper = SnapshotService(device.device, self.store, self.host, self._groups, self._definition, faults)
-        self._traffic = CollectiveExecutor(self.store, self._groups, self._before_update)
+        self._snapshots = SnapshotService(device.device, self.store, self.host, self._groups, self._definition, faults)
+        self._collectives = CollectiveExecutor(self.store, self._groups, self._before_update)
         self._offloader = Offloader(device.device, self.store, self.host, faults, self.progress)
         self._updates = OptimizerSteps(
             device, self.store, self._offloader, self._definition, self._before_update, self.progress
         )
-        self._calls = ProgramCalls(device, self.store, self._updates.versions, self.progress)
         self._trace = Trace()
         self._run = Run(0)
         self._place: tuple[int, int] | None = None  # number of the running routine, and index of its instruction
@@ -119,7 +116,7 @@ class Executor:
         """
         if isinstance(instruction, Run):
             return self._run_routine(instruction)
-        own = iter(list(itertools.islice(frames, frame_count(instruction))))
+        own = iter(list(itertools.islice(frames, _frame_count(instruction))))
         return self._guarded(instruction, own, _same)
 
     def interrupt(self, group: int) -> None:
@@ -130,7 +127,7 @@ class Executor:
         """Leave all groups, and end pending work."""
         self._groups.close()
         self._offloader.close()
-        self._keeper.close()
+        self._snapshots.close()
 
     # ---- running
 
@@ -210,7 +207,7 @@ class Executor:
             self.store.void(
                 optimizer.numbers if isinstance(optimizer, NativeOptimizer | DeferredOptimizer) else (), failure
             )
-        self.store.void([resolve(reference) for reference in writes(instruction)], failure)
+        self.store.void([resolve(reference) for reference in _writes(instruction)], failure)
         if isinstance(instruction, Define):
             self._undefine(instruction.number)
             what = instruction.what
@@ -226,10 +223,10 @@ class Executor:
     # ---- one method for each instruction
 
     def _define(self, define: Define, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
-        what, successor = define.what, None
+        what, deferred = define.what, None
         if isinstance(what, OptimizerSpec) and what.succeeds:
             there = define.number in self._definitions
-            successor = DeferredOptimizer(what, self._definition(define.number, NativeOptimizer) if there else None)
+            deferred = DeferredOptimizer(what, self._definition(define.number, NativeOptimizer) if there else None)
         self._undefine(define.number)
         if isinstance(what, StoredProgram):
             self._definitions[define.number] = self._device.load(what)
@@ -240,7 +237,7 @@ class Executor:
         elif isinstance(what, KernelSpec | BlockSpec | GeneratorSpec):
             self._definitions[define.number] = self._eager.define(define.number, what)
         else:
-            self._definitions[define.number] = optimizer = successor or self._optimizer(what, frames)
+            self._definitions[define.number] = optimizer = deferred or self._optimizer(what, frames)
             self.store.charge(optimizer.charged_bytes)
         return []
 
@@ -273,8 +270,37 @@ class Executor:
         return []
 
     def _call(self, call: Call, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
-        tape = self._definition(call.program, CompiledProgram)
-        self._calls.run(call, tape, resolve, self._run, self._trace)
+        tape, store, device = self._definition(call.program, CompiledProgram), self.store, self._device
+        program, run = tape.program, self._run
+        if len(call.inputs) != len(program.inputs) or len(call.outputs) != len(program.outputs):
+            raise WireError(f"program {call.program} has other inputs or outputs than its call")
+        if call.age < 0:
+            raise WireError(f"an age of {call.age} steps; allowed is 0 or more")
+        step = run.step - call.age
+        numbers = [resolve(reference) for reference in call.inputs]
+        inputs = store.many(numbers)
+        if self._updates.versions:
+            self._updates.versions.note(numbers, inputs, step)
+        self._trace.ready()
+        start_ns = time.monotonic_ns()
+        need = tape.footprint(call.takes)
+        try:
+            store.reserve(need.peak_bytes)
+        except QuotaExceeded as error:
+            raise OperatorFailed(program.operators[need.peak_operator].name, "") from error
+        for position in call.takes:
+            store.forget(numbers[position])
+
+        def seed(position: int) -> None:
+            device.seed(run.seed, step, call.micro_batch, position)
+
+        try:
+            outputs = tape.laid_out(tape.run(inputs, seed, self.progress))
+        finally:
+            device.unseed()
+        for reference, tensor in zip(call.outputs, outputs, strict=True):
+            store.put(resolve(reference), tensor)
+        device.pace(start_ns, tape.cost_s, self.progress)
         return []
 
     def _free(self, free: Free, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
@@ -289,17 +315,19 @@ class Executor:
         self.frames_out += [self._device.read(tensor) for tensor in tensors]
         return [Tensors(tuple(spec_of(tensor) for tensor in tensors))]
 
-    def _keep(self, what: SlotInstruction, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
-        if isinstance(what, Recall) and isinstance(later := self._definitions.get(what.optimizer), DeferredOptimizer):
-            later.said.append(what)
+    def _run_on_slots(self, what: SlotInstruction, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+        if isinstance(what, Recall) and isinstance(
+            deferred := self._definitions.get(what.optimizer), DeferredOptimizer
+        ):
+            deferred.postponed.append(what)
             return []
-        return self._keeper.run(what, frames, self.frames_out)
+        return self._snapshots.run(what, frames, self.frames_out)
 
     def _ask(self, ask: Ask, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
         if ask.about in ("memory", "peak"):
-            return [self._keeper.memory(anew=ask.about == "peak")]
+            return [self._snapshots.memory(anew=ask.about == "peak")]
         if ask.about == "slots":
-            return [self._keeper.filled(ask.buffers)]
+            return [self._snapshots.filled(ask.buffers)]
         if ask.about == "optimizer":
             entries, tensors = self._definition(ask.buffers[0], NativeOptimizer).state()
             self.frames_out += [self._device.read(tensor) for tensor in tensors]
@@ -310,7 +338,7 @@ class Executor:
         return [Scalars(tuple(self._device.scalar(tensor) for tensor in tensors))]
 
     def _exchange(self, what: Communication, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
-        self._traffic.run(what, resolve, self._trace)
+        self._collectives.run(what, resolve, self._trace)
         return []
 
     def _move(self, what: Offload | Evict | Prefetch, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
@@ -321,10 +349,10 @@ class Executor:
         return self._updates.step(step, resolve, self._run, self._trace)
 
     def _branch(self, branch: Branch, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
-        later = self._definitions.get(branch.optimizer)
-        if branch.behind and isinstance(later, DeferredOptimizer) and resolve is _same:
-            self._updates.expect(branch, later.numbers)
-            later.said.append(branch)
+        deferred = self._definitions.get(branch.optimizer)
+        if branch.behind and isinstance(deferred, DeferredOptimizer) and resolve is _same:
+            self._updates.expect(branch, deferred.numbers)
+            deferred.postponed.append(branch)
         else:
             self._updates.branch(branch, resolve)
         return []
@@ -336,7 +364,7 @@ class Executor:
     def _before_update(self) -> None:
         """Separate replies and copies from buffers that are about to be written in place."""
         self.frames_out = [bytes(frame) for frame in self.frames_out]
-        self._keeper.before_update()
+        self._snapshots.before_update()
         self._offloader.settle()
 
     def _run_eager(self, what: EagerWork, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
@@ -350,7 +378,7 @@ class Executor:
         return [self._groups.form(form)]
 
     def _leave_group(self, leave: LeaveGroup, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
-        self._keeper.leave(leave.group)
+        self._snapshots.leave(leave.group)
         self._groups.leave(leave.group)
         return []
 
@@ -365,17 +393,17 @@ class Executor:
         if isinstance(found, WorkerFailure):
             raise Poisoned(found)
         if isinstance(found, DeferredOptimizer) and kind is NativeOptimizer:
-            found = self._succeed(number, found)
+            found = self._create_deferred(number, found)
         if not isinstance(found, kind):
             raise WireError(f"definition {number} is not there, or no {kind.__name__}")
         return found
 
-    def _succeed(self, number: int, successor: DeferredOptimizer) -> NativeOptimizer:
+    def _create_deferred(self, number: int, deferred: DeferredOptimizer) -> NativeOptimizer:
         """Create an optimizer whose creation was deferred until first use."""
-        charged_bytes = successor.charged_bytes
-        self._definitions[number] = optimizer = successor.make(self.store.many, self._device.optimizer, self.host)
+        charged_bytes = deferred.charged_bytes
+        self._definitions[number] = optimizer = deferred.make(self.store.many, self._device.optimizer, self.host)
         self.store.charge(optimizer.charged_bytes - charged_bytes)
-        for instruction in successor.said:
+        for instruction in deferred.postponed:
             self._handlers[type(instruction)](self, instruction, iter(()), _same)
         return optimizer
 
@@ -392,7 +420,7 @@ class Executor:
         Branch: _branch,
         Rename: _rename,
         **dict.fromkeys(get_args(EagerWork), _run_eager),
-        **dict.fromkeys(get_args(SlotInstruction), _keep),
+        **dict.fromkeys(get_args(SlotInstruction), _run_on_slots),
         FormGroup: _form,
         LeaveGroup: _leave_group,
         Retime: _retime,
@@ -401,3 +429,33 @@ class Executor:
 
 def _same(reference: int) -> int:
     return reference
+
+
+def _writes(instruction: Instruction) -> Sequence[int]:
+    """Return the references of buffers that an instruction would write, or that would be lost without it."""
+    match instruction:
+        case Call():
+            return instruction.outputs
+        case OptimizerStep() | Branch():
+            return (*instruction.previous, *instruction.ahead)
+        case Rename():
+            return instruction.into
+        case Put() | Reduce() | Broadcast() | Fill() | Lay() | Offload() | Evict() | Prefetch():
+            return instruction.buffers
+        case Receive() | KeepGenerator():
+            return (instruction.buffer,)
+        case Gather():
+            return (instruction.into,)
+        case _:
+            return ()
+
+
+def _frame_count(instruction: Instruction) -> int:
+    """Return the number of frames of its message that belong to an instruction."""
+    if isinstance(instruction, Put):
+        return len(instruction.specs)
+    if isinstance(instruction, Write):
+        return 1
+    if isinstance(instruction, Define) and isinstance(instruction.what, OptimizerSpec):
+        return sum(isinstance(entry.value, TensorSpec) for entry in instruction.what.state)
+    return 0

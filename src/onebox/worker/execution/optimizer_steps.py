@@ -20,8 +20,7 @@ from onebox.worker.memory.offload import Offloader
 from onebox.worker.optimizer.delay_compensation import AHEAD
 from onebox.worker.optimizer.native import NativeOptimizer
 from onebox.worker.optimizer.versions import ParameterVersions
-from onebox.worker.progress import WorkerProgress
-from onebox.worker.trace import Trace
+from onebox.worker.progress import Trace, WorkerProgress
 
 _KEPT = 4
 """Number of steps whose options are kept; a schedule has two in flight."""

@@ -13,6 +13,7 @@ import os
 import queue
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Protocol
 
@@ -220,22 +221,67 @@ class ThreadCopier:
         ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
 
 
-class _Event:
-    """A copy on a separate stream."""
+class StreamCopy:
+    """A copy on a stream of its own."""
 
     def __init__(self, device: torch.device, event: torch.cuda.Event) -> None:
+        self.event = event
         self._device = device
-        self._event = event
 
     def wait(self) -> int:
+        """Order the device's next work after the copy; return the present time."""
         self.order()
         return time.monotonic_ns()
 
     def finish(self) -> None:
-        self._event.synchronize()
+        """Wait on the host until it is complete."""
+        self.event.synchronize()
 
     def order(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+        """Order the device's next work after the copy."""
+        torch.cuda.current_stream(self._device).wait_event(self.event)
+
+    def over(self) -> bool:
+        """Return whether it is complete."""
+        return self.event.query()
+
+
+class CopyStream:
+    """Copies between a GPU and pinned memory, on one stream, parallel to the GPU's work and in their order.
+
+    Args:
+        device: The GPU.
+        yields: Whether a thread that waits for a copy yields its core, which wakes it later.
+    """
+
+    def __init__(self, device: torch.device, *, yields: bool = False) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self._device = device
+        self._yields = yields
+
+    def follow(self) -> None:
+        """Order the next copies after the device's present work."""
+        self.stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def copy(self, pairs: Iterable[tuple[Tensor, Tensor]], *, hold: bool = False) -> StreamCopy:
+        """Begin to copy tensors.
+
+        Args:
+            pairs: Each source with its target.
+            hold: Whether the memory of sources on the GPU must not be reused before; else the caller keeps them.
+        """
+        with torch.cuda.stream(self.stream):
+            for source, target in pairs:
+                target.copy_(source, non_blocking=True)
+                if hold and source.is_cuda:
+                    source.record_stream(self.stream)
+            event = torch.cuda.Event(blocking=self._yields)
+            event.record(self.stream)
+        return StreamCopy(self._device, event)
+
+    def settle(self) -> None:
+        """Order the device's next work after all copies."""
+        torch.cuda.current_stream(self._device).wait_stream(self.stream)
 
 
 class StreamCopier:
@@ -247,8 +293,8 @@ class StreamCopier:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._streams: dict[bool, torch.cuda.Stream] = {}
-        self._uses: dict[int, torch.cuda.Event] = {}  # the last copy from or to each block of the host, by address
+        self._streams: dict[bool, CopyStream] = {}
+        self._uses: dict[int, StreamCopy] = {}  # the last copy from or to each block of the host, by address
 
     def block(self, size_bytes: int) -> Tensor:
         """Return new pinned memory."""
@@ -257,20 +303,18 @@ class StreamCopier:
     def move(self, source: Tensor, target: Tensor, *, back: bool = False) -> PendingCopy:
         """Begin to copy bytes, ordered after the device's earlier work."""
         if back not in self._streams:
-            self._streams[back] = torch.cuda.Stream(self._device)
+            self._streams[back] = CopyStream(self._device)
         stream, block = self._streams[back], (source if back else target).data_ptr()
-        stream.wait_stream(torch.cuda.current_stream(self._device))
+        stream.follow()
         if block in self._uses:
-            stream.wait_event(self._uses[block])
-        with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
-            self._uses[block] = event = stream.record_event()
-        return _Event(self._device, event)
+            stream.stream.wait_event(self._uses[block].event)
+        self._uses[block] = copy = stream.copy([(source, target)])
+        return copy
 
     def settle(self) -> None:
         """Order the device's next work after all copies."""
         for stream in self._streams.values():
-            torch.cuda.current_stream(self._device).wait_stream(stream)
+            stream.settle()
 
     def close(self) -> None:
         """Do nothing: streams end with the process."""

@@ -19,8 +19,7 @@ from onebox.worker.faults import FaultInjector
 from onebox.worker.memory.async_copy import AsyncCopier, PendingCopy, copier_for
 from onebox.worker.memory.buffers import BufferStore
 from onebox.worker.memory.host import HostMemory
-from onebox.worker.progress import WorkerProgress
-from onebox.worker.trace import Trace
+from onebox.worker.progress import Trace, WorkerProgress
 
 _SPARE = 2
 """Limit of spare blocks as a multiple of the peak use: sizes recur in each step, and new memory costs as much as a copy
@@ -33,12 +32,12 @@ class HostBlockPool:
     """Reusable blocks of host memory.
 
     Args:
-        mover: Allocates new ones.
+        copier: Allocates new ones.
         host: The count of host memory in use. Spare blocks must fit in addition, or are freed.
     """
 
-    def __init__(self, mover: AsyncCopier, host: HostMemory) -> None:
-        self._mover = mover
+    def __init__(self, copier: AsyncCopier, host: HostMemory) -> None:
+        self._copier = copier
         self._host = host
         self._spare: deque[Tensor] = deque()  # least recently used first
         self._used_bytes = 0
@@ -65,7 +64,7 @@ class HostBlockPool:
         room_bytes = self._host.limit_bytes - self._host.used_bytes
         self.trim(min(room_bytes, _SPARE * self._most_bytes - self._used_bytes))
         try:
-            return self._mover.block(size_bytes)
+            return self._copier.block(size_bytes)
         except Exception:
             self._host.charge(-size_bytes)
             self._used_bytes -= size_bytes
@@ -187,8 +186,8 @@ class Offloader:
     ) -> None:
         self._device = device
         self._store = store
-        self._mover = copier_for(device, faults, progress)
-        self._blocks = HostBlockPool(self._mover, host)
+        self._copier = copier_for(device, faults, progress)
+        self._blocks = HostBlockPool(self._copier, host)
 
     def run(self, what: Offload | Evict | Prefetch, numbers: Sequence[int], trace: Trace) -> None:
         """Execute an instruction.
@@ -226,7 +225,7 @@ class Offloader:
 
     def settle(self) -> None:
         """Make in-place writes wait for copies that may still read the tensors."""
-        self._mover.settle()
+        self._copier.settle()
 
     def rest(self) -> None:
         """Free spare memory: its user is gone."""
@@ -234,7 +233,7 @@ class Offloader:
 
     def close(self) -> None:
         """Stop the copier."""
-        self._mover.close()
+        self._copier.close()
         self._blocks.trim()
 
     def _offload(self, numbers: Sequence[int], trace: Trace) -> None:
@@ -251,7 +250,7 @@ class Offloader:
             flat = _bytes_of(next(iter(group.values())))
             block = self._blocks.take(flat.numel())
             views = {number: _View.of(tensor) for number, tensor in group.items()}
-            copy = _Copy(self._blocks, block, self._mover.move(flat, block), views, done)
+            copy = _Copy(self._blocks, block, self._copier.move(flat, block), views, done)
             for number in group:
                 self._store.lend(number, copy)
 
@@ -276,7 +275,7 @@ class Offloader:
         for copy, views in groups.items():
             self._store.reserve(copy.block.numel())
             flat = torch.empty(copy.block.numel(), dtype=torch.uint8, device=self._device)
-            returning = _Returning(flat, self._mover.move(copy.block, flat, back=True), views, done)
+            returning = _Returning(flat, self._copier.move(copy.block, flat, back=True), views, done)
             self._store.promise(views, returning)
 
     def _copy(self, number: int) -> _Copy:

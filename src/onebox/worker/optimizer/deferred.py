@@ -24,7 +24,7 @@ class DeferredOptimizer:
     def __init__(self, spec: OptimizerSpec, before: NativeOptimizer | None) -> None:
         self.numbers = spec.parameters
         self.charged_bytes = 0
-        self.said: list[Recall | Branch] = []
+        self.postponed: list[Recall | Branch] = []
         """Instructions to apply after its creation."""
         self._spec = spec
         self._entries, self._tensors = _kept(before, spec.parameters)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from onebox.worker.memory.async_copy import CopyStream, StreamCopy
+
 RUN_BYTES = 32 << 20
 """Size of a run that is transferred or scaled at once: 1 to 3 ms of a PCIe link, so that the few kernels of a run cost
 nothing."""
@@ -50,8 +52,7 @@ class HostParameters:
         device = parameters[0].device
         pinned = device.type == "cuda"
         self.parameters = list(parameters)
-        self._device = device
-        self._aside = torch.cuda.Stream(device) if pinned else None
+        self._copies = CopyStream(device) if pinned else None
         self.tensors = [torch.empty(p.shape, dtype=p.dtype, pin_memory=pinned).copy_(p) for p in parameters]
         self._runs = runs(self.tensors, run_bytes)
         self._starts: list[int] = []
@@ -87,8 +88,8 @@ class HostParameters:
         """
         if factor is not None:
             factor = factor.cpu()
-        if self._aside is not None:
-            self._aside.wait_stream(torch.cuda.current_stream(self._device))
+        if self._copies is not None:
+            self._copies.follow()
         stepped = [[index for index in run if index in gradients] for run in self._runs]
         stepped = [run for run in stepped if run]
         coming = self._bring(0, stepped[0], gradients) if stepped else ([], None)
@@ -97,27 +98,30 @@ class HostParameters:
             if number + 1 < len(stepped):  # into the buffer of the gradients that were used last
                 coming = self._bring(number + 1, stepped[number + 1], gradients)
             if arrived is not None:
-                arrived.synchronize()
+                arrived.finish()
             if factor is not None:
                 for gradient in landed:
                     gradient.mul_(factor.to(gradient.dtype))
             apply(run, landed)
-            with torch.cuda.stream(self._aside):
-                for index in run:
-                    self.parameters[index].copy_(self.tensors[index], non_blocking=True)
-        if self._aside is not None:  # readers of the parameters, and writers to the gradients' memory, wait
-            torch.cuda.current_stream(self._device).wait_stream(self._aside)
+            self._copy([(self.tensors[index], self.parameters[index]) for index in run])
+        if self._copies is not None:  # readers of the parameters, and writers to the gradients' memory, wait
+            self._copies.settle()
 
     def _bring(
         self, number: int, run: Sequence[int], gradients: Mapping[int, Tensor]
-    ) -> tuple[list[Tensor], torch.cuda.Event | None]:
-        """Begin to copy a run of gradients to the host; return the destination and the event of completion."""
+    ) -> tuple[list[Tensor], StreamCopy | None]:
+        """Begin to copy a run of gradients to the host; return the destination and the copy, if it is in progress."""
         landing = self._landings[number % 2]
         landed = []
-        with torch.cuda.stream(self._aside):
-            for index in run:
-                gradient, start = gradients[index], self._starts[index]
-                place = landing[start : start + gradient.nbytes].view(gradient.dtype).view(gradient.shape)
-                place.copy_(gradient, non_blocking=True)
-                landed.append(place)
-            return landed, None if self._aside is None else self._aside.record_event()
+        for index in run:
+            gradient, start = gradients[index], self._starts[index]
+            landed.append(landing[start : start + gradient.nbytes].view(gradient.dtype).view(gradient.shape))
+        return landed, self._copy([(gradients[index], place) for index, place in zip(run, landed, strict=True)])
+
+    def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> StreamCopy | None:
+        """Copy each source to its target, in parallel to a GPU's work."""
+        if self._copies is not None:
+            return self._copies.copy(pairs)
+        for source, target in pairs:
+            target.copy_(source)
+        return None

@@ -89,7 +89,7 @@ class HeartbeatThread:
         client_key: The only public key that is accepted.
         address: Bind address; see :func:`~onebox.wire.listen`.
         ports: Allowed ports; see :func:`~onebox.wire.listen`.
-        lifelines: Descriptors, any of which becomes readable when the owner has ended.
+        owner_descriptors: Descriptors, any of which becomes readable when the owner has ended.
         progress: The worker's progress.
         interrupt: Called with the number of a group whose waits in the working thread must end.
     """
@@ -108,7 +108,7 @@ class HeartbeatThread:
     ) -> None:
         self._context = context
         self._interrupt = interrupt
-        self._lifelines = owner_descriptors
+        self._owner_descriptors = owner_descriptors
         self._progress = progress
         self._bell = context.socket(zmq.PAIR)
         self._bell.bind("inproc://onebox.stop")
@@ -147,14 +147,14 @@ class HeartbeatThread:
         poller.register(zap, zmq.POLLIN)
         poller.register(self._bell, zmq.POLLIN)
         poller.register(self._socket, zmq.POLLIN)
-        for lifeline in self._lifelines:
-            poller.register(lifeline, zmq.POLLIN)
+        for descriptor in self._owner_descriptors:
+            poller.register(descriptor, zmq.POLLIN)
         stall = StallDetector()
         next_s = time.monotonic()
         heard = False
         while True:
             ready = dict(poller.poll(max(0, int((next_s - time.monotonic()) * 1000))))
-            if any(lifeline in ready for lifeline in self._lifelines):
+            if any(descriptor in ready for descriptor in self._owner_descriptors):
                 os._exit(0)
             if self._bell in ready:
                 break
@@ -189,9 +189,9 @@ class HeartbeatThread:
             disk_reads=used.ru_majflt + used.ru_inblock,
             runnable=_is_runnable(),
         )
-        beat = encode(Heartbeat(progress.executed, stalled_s, progress.doing))
+        message = encode(Heartbeat(progress.executed, stalled_s, progress.doing))
         try:
-            self._socket.send(beat, zmq.NOBLOCK)
+            self._socket.send(message, zmq.NOBLOCK)
         except zmq.Again:
             return False
         return True

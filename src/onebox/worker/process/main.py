@@ -1,4 +1,4 @@
-"""The worker process: reads its configuration, opens its channel, and executes messages until told to end."""
+"""The worker process: reads its configuration, opens its channel, and executes messages until its end."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ import zmq
 from msgspec import Struct
 
 from onebox.errors import WireError
+from onebox.forking import signal_at_end_of_parent
 from onebox.wire import Connection, KeyPair, codecs, configure, decode_envelope, detect_dead_peers, encode, listen, send
 from onebox.wire.protocol.groups import Reduced, Rendezvous, TicketCancelled
 from onebox.wire.protocol.requests import PROTOCOL, Envelope, Shutdown
@@ -40,7 +41,7 @@ SEND_TIMEOUT_S = 300.0
 
 _DEAF = f"the client has taken nothing for {SEND_TIMEOUT_S:.0f} s; this worker ends"
 
-_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+_PR_SET_NAME = 15
 
 
 class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -89,7 +90,7 @@ class Ports(Struct, frozen=True, forbid_unknown_fields=True):
     """Reply of a worker on its standard output, as one line of JSON: the endpoints that it has bound."""
 
     commands: str
-    beats: str
+    heartbeats: str
 
 
 class WorkerServer:
@@ -182,7 +183,7 @@ class WorkerServer:
     # ---- the loop
 
     def serve(self) -> None:
-        """Execute messages until told to end."""
+        """Execute messages until its end."""
         memory = self._device.memory_bytes()
         quota = self.machine.store.quota_bytes
         torch_version = str(torch.__version__)
@@ -336,7 +337,7 @@ def wake_with_owner() -> None:
     The signal is SIGCONT rather than SIGKILL because it is also sent when only the thread that started this process has
     ended; it does not affect a running process.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGCONT), 0, 0, 0)
+    signal_at_end_of_parent(signal.SIGCONT)
 
 
 def name_process(name: str) -> None:

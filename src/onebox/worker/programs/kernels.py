@@ -194,8 +194,8 @@ class OutputLayout:
         strides = made.stride()
         if strides in self.strides:
             return True
-        told = zip(self.shape, strides, self.strides[0], strict=True)
-        alike = 0 in self.shape or all(size == 1 or mine == other for size, mine, other in told)
+        dimensions = zip(self.shape, strides, self.strides[0], strict=True)
+        alike = 0 in self.shape or all(size == 1 or mine == other for size, mine, other in dimensions)
         if alike and len(self.strides) < _KNOWN_STRIDES:
             self.strides.append(strides)
         return alike

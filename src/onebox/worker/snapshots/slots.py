@@ -20,6 +20,7 @@ from onebox.wire import DTYPES, TensorSpec, spec_of
 from onebox.wire.protocol.responses import FilledSlots as Filled
 from onebox.wire.protocol.snapshots import layout
 from onebox.worker.faults import FaultInjector
+from onebox.worker.memory.async_copy import CopyStream, StreamCopy
 from onebox.worker.memory.buffers import QuotaExceeded
 
 SHARE = 4
@@ -36,14 +37,14 @@ class SnapshotSlot:
         filled: Whether its contents are complete.
         failure: Reason that it will not be filled; empty if it may be.
         carriers: Transfers in progress from or to it.
-        copied: Event of a copy from a GPU; ``None`` if it is complete.
+        copied: A copy in progress from a GPU; ``None`` if it is complete.
     """
 
     memory: Tensor
     filled: bool = False
     failure: str = ""
     carriers: int = 0
-    copied: torch.cuda.Event | None = field(default=None, repr=False)
+    copied: StreamCopy | None = field(default=None, repr=False)
 
     def fail(self, reason: str) -> None:
         """Record that it will not be filled."""
@@ -52,7 +53,7 @@ class SnapshotSlot:
     def settle(self) -> None:
         """Wait until copies to it are complete."""
         if self.copied is not None:
-            self.copied.synchronize()
+            self.copied.finish()
             self.copied = None
 
     def bytes_at(self, start: int, size_bytes: int) -> Tensor:
@@ -94,8 +95,8 @@ class SnapshotSlots:
         self._faults = faults
         self._slots: dict[int, SnapshotSlot] = {}
         self._spare: list[Tensor] = []
-        self._aside = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._last: torch.cuda.Event | None = None
+        self._copies = CopyStream(device) if device.type == "cuda" else None
+        self._last: StreamCopy | None = None
 
     # ---- filling
 
@@ -116,7 +117,7 @@ class SnapshotSlots:
                     f"{SHARE} times the memory of the device"
                 )
             self.used_bytes += size_bytes
-            found = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=self._aside is not None)
+            found = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=self._copies is not None)
         else:
             self._spare = [memory for memory in self._spare if memory is not found]
         self._slots[number] = SnapshotSlot(found)
@@ -132,29 +133,20 @@ class SnapshotSlots:
         starts, size_bytes = layout(specs)
         slot = self.make(number, size_bytes)
         targets = [slot.tensor_at(spec, start) for spec, start in zip(specs, starts, strict=True)]
-        if self._aside is None:
-            for tensor, target in zip(tensors, targets, strict=True):
+        pairs = zip(tensors, targets, strict=True)
+        if self._copies is None:
+            for tensor, target in pairs:
                 self._faults.at("copying")
                 target.copy_(tensor)
         else:
-            slot.copied = self._last = self._copy_aside(self._aside, tensors, targets)
+            self._copies.follow()
+            slot.copied = self._last = self._copies.copy(pairs, hold=True)
         slot.filled = True
-
-    def _copy_aside(
-        self, aside: torch.cuda.Stream, tensors: Sequence[Tensor], targets: Sequence[Tensor]
-    ) -> torch.cuda.Event:
-        aside.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(aside):
-            for tensor, target in zip(tensors, targets, strict=True):
-                target.copy_(tensor, non_blocking=True)
-                if tensor.is_cuda:
-                    tensor.record_stream(aside)  # its memory must not be reused until the copy is complete
-            return aside.record_event()
 
     def before_update(self) -> None:
         """Make in-place updates wait for a copy in progress."""
         if self._last is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._last)
+            self._last.order()
             self._last = None
 
     def write(self, number: int, start: int, size_bytes: int, frame: memoryview | bytes) -> None:

@@ -11,6 +11,7 @@ from onebox.engine.adaptive.controller import AdaptiveController
 from onebox.engine.adaptive.measurements import StepContext
 from onebox.engine.adaptive.migration import Migration, MigrationReport
 from onebox.engine.compile.routine import InstructionLabel
+from onebox.engine.steps.observer import EndedStep
 from onebox.engine.steps.results import StepTrace
 from onebox.errors import DeviceMemoryError, OneboxError
 from onebox.plan import Action, MicroBatch, Plan, Stage
@@ -92,14 +93,17 @@ class Trained:
             workers[device] = (labels, tuple(times), ())
         trace = StepTrace(step=self.steps_done, workers=workers)
         self.steps_done += 1
-        whole = StepContext(
-            trace=trace, micro_batches=PARTS, full=2, hosts={0: "", 1: ""}, timed=lambda one, other: False
-        )
-        adaptive.ended(whole, self.plan)
+        adaptive.ended(EndedStep(number=trace.step, plan=self.plan, current=True, micro_batches=PARTS, trace=trace))
+
+
+def context(step: EndedStep, trace: StepTrace) -> StepContext:
+    return StepContext(
+        trace=trace, micro_batches=step.micro_batches, full=2, hosts={0: "", 1: ""}, timed=lambda one, other: False
+    )
 
 
 def followed(run: Trained) -> AdaptiveController:
-    return AdaptiveController(run, lambda plan, steps: problem(run.scale), lambda: 8)
+    return AdaptiveController(run, lambda plan, steps: problem(run.scale), lambda: 8, context)
 
 
 def until(run: Trained, adaptive: AdaptiveController, slow: float) -> None:
@@ -145,7 +149,7 @@ def test_a_plan_that_has_no_room_is_refused_and_said_once() -> None:
     assert adaptive.decisions[0].line.endswith("not done: no room")
 
 
-@pytest.mark.parametrize("end", ["close", "restart"])
+@pytest.mark.parametrize("end", ["close", "reset"])
 def test_what_is_ready_does_not_take_over_after_the_end_or_a_loss(end: str) -> None:
     run = Trained()
     adaptive = followed(run)
@@ -159,7 +163,7 @@ def test_what_is_ready_does_not_take_over_after_the_end_or_a_loss(end: str) -> N
     getattr(adaptive, end)()
     assert thread is not None
     assert not thread.is_alive()
-    if end == "restart":
+    if end == "reset":
         adaptive.between_steps()
         assert run.adopted == []
         run.step(adaptive, 1.0)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onebox.engine.compile.phase_emission import emit
+from onebox.engine.compile.phase_emission import PhaseCall, emit
 from onebox.engine.compile.routine import InstructionLabel, RoutineBuilder
 from onebox.engine.partition.phase_programs import whole_program
 from onebox.graph import NamedProgram, Port, split
@@ -36,11 +36,8 @@ def test_an_output_is_told_of_once_when_no_later_piece_reads_it(sample: Sample, 
             told[port] = len(builder.steps)
 
     given_numbers = [500 + place for place in range(len(inputs))]
-    emit(
-        builder, part, split(program, ends), given_numbers, numbers.__getitem__, InstructionLabel("test"),
-        takes=(), group=0,
-        done=done,
-    )  # fmt: skip
+    call = PhaseCall(part=part, inputs=given_numbers, takes=(), label=InstructionLabel("test"), group=0)
+    emit(builder, call, split(program, ends), numbers.__getitem__, done=done)
     assert set(told) == set(ports)
     for port, place in told.items():
         calls = [step for step in builder.steps if isinstance(step, Call)]

@@ -38,7 +38,9 @@ def test_groups_are_left_when_steps_have_read_what_came_by_them() -> None:
     groups.add({10: (0, 1)}, 2)
     groups.step()
     assert pool.left[1:] == [(8, (1, 2)), (9, (0, 2))]
+    assert groups.left
     groups.leave()
+    assert not groups.left
     groups.leave()
     groups.step()
     assert pool.left[3:] == [(10, (0, 1))]

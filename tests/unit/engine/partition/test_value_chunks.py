@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import functools
 
-import pytest
 import torch
 from msgspec.structs import replace
 from torch import nn
 
 from onebox.engine.partition.phase_programs import PhasePrograms
-from onebox.engine.partition.send_times import leaving_of
 from onebox.engine.partition.value_chunks import choose_chunks
 from onebox.graph import ModelPrograms, Phase, TracedModel, capture
 from onebox.plan import ASYNC, Links, Plan, Prediction, Stage
@@ -94,18 +92,7 @@ def test_smaller_micro_batches_have_no_more_chunks_than_samples() -> None:
     assert choose_chunks(programs(), plan_of(1.0), 1, links(1e5)) == {}
 
 
-def test_the_simulator_is_told_when_what_leaves() -> None:
-    plan, known = plan_of(), links(SAMPLES * WIDE * 4 / 0.01)
-    whole = PhasePrograms(programs(), plan, links=known)
-    edge = next(edge for edge in leaving_of(whole, plan) if (edge.source, edge.target) == (0, 1))
-    assert edge.forward_bytes == edge.backward_bytes == SAMPLES * WIDE * 4
-    assert edge.forward_parts == ((1.0, 1.0),)
+def test_parts_are_made_once() -> None:
+    whole = PhasePrograms(programs(), plan_of(), links=links(SAMPLES * WIDE * 4 / 0.01))
     parts = whole.in_chunks(SAMPLES)
     assert parts is whole.in_chunks(SAMPLES)
-    edge = next(edge for edge in leaving_of(parts, plan) if (edge.source, edge.target) == (0, 1))
-    for leaving in (edge.forward_parts, edge.backward_parts):
-        assert len(leaving) > 1
-        assert sum(part.size for part in leaving) == pytest.approx(1)
-        assert [part.time for part in leaving] == sorted(part.time for part in leaving)
-        assert leaving[0].time < 1
-    assert edge.forward_bytes == SAMPLES * WIDE * 4

@@ -30,7 +30,7 @@ from onebox.engine.state.checkpoint_files import (
     saves,
     write,
 )
-from onebox.engine.state.state_layout import Key
+from onebox.engine.state.pieces import Key
 from onebox.errors import CheckpointError, UsageError
 from onebox.plan import Plan, Prediction, Stage
 from onebox.trainer_options import Engine, Recovery, Staging, StaleGradients

@@ -6,13 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from onebox.engine.state.moves import CLIENT, StateItem, WorkerStateSpec
 from onebox.engine.state.snapshot_layout import (
-    CLIENT,
     BuddyTransfer,
     SnapshotLayout,
     SnapshotLocation,
-    StateItem,
-    WorkerStateSpec,
     behind_runs,
     find_buddies,
     join_runs,
@@ -48,8 +46,8 @@ BOTH = WorkerStateSpec(names=("a", "b"), trained=("a",), ranks={})
 
 def test_each_worker_has_its_own_copy_of_what_it_holds() -> None:
     copies = copies_of((0, 5, BOTH), (1, 5, BOTH))
-    assert copies.at(1, StateItem("b", "", 0)) == SnapshotLocation(1, 5, 128)
-    assert copies.at(0, StateItem("a", "momentum", 0)) == SnapshotLocation(0, 5, 256)
+    assert copies.held()[1][1, StateItem("b", "", 0)] == SnapshotLocation(1, 5, 128)
+    assert copies.held()[1][0, StateItem("a", "momentum", 0)] == SnapshotLocation(0, 5, 256)
     assert copies.number(StateItem("a", "step", 0)) == (3,)
     assert copies.number(StateItem("a", "momentum", 0)) is None
     assert copies.keys("a") == ["momentum", "step"]
@@ -63,7 +61,7 @@ def test_what_lies_nowhere_any_more_is_missing() -> None:
     copies = copies_of((0, 5, BOTH), (1, 5, WorkerStateSpec(names=("a",), trained=(), ranks={})))
     copies.lose([1])
     assert copies.missing() is None
-    assert copies.at(1, StateItem("a", "", 0)) is None
+    assert (1, StateItem("a", "", 0)) not in copies.held()[1]
     assert copies.slots == {(0, 5)}
     copies.add(StateItem("b", "", 0), SnapshotLocation(2, 9, 0))
     copies.lose([0])
@@ -78,7 +76,7 @@ def test_shares_of_what_is_split_are_told_apart() -> None:
     copies = copies_of((0, 5, first), (1, 5, second))
     copies.lose([1])
     assert copies.missing() == StateItem("split", "", 1)
-    assert copies.at(0, StateItem("split", "momentum", 0)) is not None
+    assert (0, StateItem("split", "momentum", 0)) in copies.held()[1]
     assert copies.number(StateItem("split", "step", 2)) == (3,), "a number is the same for all shares"
 
 

@@ -30,11 +30,14 @@ def pending(count: int = 2) -> tuple[StepLoss, list[Future[Any]], list[Exception
     def finish(answers: list[Any]) -> StepValues:
         return StepValues(loss=sum(answers), gradient_norm=2.0)
 
-    def failed(error: Exception) -> None:
-        failures.append(error)
-        raise error
+    def retry(read: Callable[[], StepValues]) -> StepValues:
+        try:
+            return read()
+        except Exception as error:
+            failures.append(error)
+            raise
 
-    loss = StepLoss(7, failed)
+    loss = StepLoss(7, retry)
     loss.expect(futures, finish)
     return loss, futures, failures
 
@@ -88,11 +91,15 @@ def test_a_step_that_is_begun_again_waits_for_its_new_answers() -> None:
     again.set_result(5.0)
     calls: list[Exception] = []
 
-    def failed(error: Exception) -> None:
-        calls.append(error)
-        loss.expect([again], lambda answers: StepValues(loss=answers[0], gradient_norm=None))
+    def retry(read: Callable[[], StepValues]) -> StepValues:
+        try:
+            return read()
+        except OperatorError as error:
+            calls.append(error)
+            loss.expect([again], lambda answers: StepValues(loss=answers[0], gradient_norm=None))
+            return read()
 
-    loss = StepLoss(7, failed)
+    loss = StepLoss(7, retry)
     loss.expect([lost], lambda answers: StepValues(loss=answers[0], gradient_norm=None))
     assert (loss.item(), loss.ended, calls) == (5.0, True, [CAUSE])
     loss.expect([lost], lambda answers: StepValues(loss=0.0, gradient_norm=None))

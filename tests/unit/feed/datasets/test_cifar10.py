@@ -9,7 +9,7 @@ import pytest
 
 from onebox.errors import DataError, UsageError
 from onebox.feed import load_dataset
-from onebox.feed.datasets import cifar10_in_memory
+from onebox.feed.datasets import in_memory
 from onebox.feed.sources import Cifar10
 
 RED, GREEN, BLUE = (254, 0, 0), (0, 255, 1), (0, 0, 254)
@@ -89,7 +89,7 @@ def test_pixels_are_limited(load, jpeg):
 
 
 def test_decoded_bytes_are_limited(load, jpeg, monkeypatch):
-    monkeypatch.setattr(cifar10_in_memory, "MAX_TOTAL_BYTES", 2 * 3 * 8 * 8)
+    monkeypatch.setattr(in_memory, "MAX_TOTAL_BYTES", 2 * 3 * 8 * 8)
     load([(f"cat/{n}.jpg", jpeg()) for n in range(2)])
     with pytest.raises(DataError, match="more than the allowed 384 bytes in memory"):
         load([(f"cat/{n}.jpg", jpeg()) for n in range(3)])

@@ -21,9 +21,9 @@ from onebox.graph.shard.placements import (
     local_spec,
     reshaped,
     shard_of,
-    unshard,
 )
 from onebox.wire import spec_of
+from tests.unit.graph.ranks import unshard
 
 sizes = st.lists(st.integers(1, 3), min_size=2, max_size=4).map(tuple)
 
@@ -112,16 +112,12 @@ def test_where_views_take_dimensions_apart() -> None:
 def test_whole_tensors_and_terms() -> None:
     tensor = torch.arange(6.0)
     assert shard_of(tensor, REPLICATE, 1) is tensor
-    assert unshard([tensor, tensor.clone()], REPLICATE) is tensor
-    assert torch.equal(unshard([tensor, tensor], PARTIAL), 2 * tensor)
     with pytest.raises(UsageError, match="no terms"):
         shard_of(tensor, PARTIAL, 0)
     with pytest.raises(UsageError, match="does not fit"):
         shard_of(tensor, Shard(0, (3, 4)), 0)
     with pytest.raises(UsageError, match="does not fit"):
         shard_of(tensor, Shard(1, (3, 3)), 0)
-    with pytest.raises(UsageError, match="1 parts for 2 ranks"):
-        unshard([tensor], Shard(0, (3, 3)))
 
 
 @pytest.mark.parametrize("module", [placements, search], ids=["placements", "shard"])

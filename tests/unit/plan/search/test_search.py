@@ -30,7 +30,6 @@ from onebox.plan import (
     stage_work,
     validate,
 )
-from onebox.plan.evaluate import evaluator
 from onebox.plan_names import ACTIVATION_POLICIES, ChainPolicy
 from onebox.sizes import enough_text
 from tests.unit.plan.problems import KINDS, exhaustive, links, random_problem, segment
@@ -327,7 +326,7 @@ def test_nothing_is_simulated_after_the_deadline(budget_s: int, monkeypatch: pyt
         begun.append(float(len(begun)))
         return simulate(*args, **named)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(evaluator, "simulate", taking_a_second)
+    monkeypatch.setattr("onebox.plan.evaluate.predict.simulate", taking_a_second)
     problem = replace(chain(12, 8, gap_s=1e-3), schedules=("gpipe", "1f1b", "auto"))
     result = search(problem, budget_s=budget_s, effort=10**9, clock=lambda: float(len(begun)))
     check(problem, result)

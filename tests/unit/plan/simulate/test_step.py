@@ -9,7 +9,6 @@ from hypothesis import given, settings
 
 from onebox.errors import UsageError
 from onebox.plan import NAMED, Action, Links, Routes, Schedule, Simulation, draw_timeline, named_schedule, simulate
-from onebox.plan.model.work import MessageChunk
 from tests.unit.plan.cases import Case, cases, edges_of, equal_links, even, table, work_for
 
 TWO = even(2, 2)
@@ -45,38 +44,6 @@ def test_messages_queue_on_their_link_and_arrive_later() -> None:
         (0, 1, 0, 1),
         (1, 0, 1, 0),
     }
-
-
-def test_what_leaves_in_parts_travels_while_the_rest_is_computed() -> None:
-    links = equal_links({0, 1}, latency_s=0.5, bandwidth_bps=10.0)
-    work = work_for(TWO, size_bytes=20, links=links)
-    halves = (MessageChunk(0.5, 0.5), MessageChunk(1.0, 0.5))
-    found = simulate(ORDER, TWO, replace(work, edges=(replace(work.edges[0], forward_parts=halves),)))
-    sent = {(move.micro_batch, move.forward): (move.start_s, move.end_s) for move in found.transfers}
-    # half of the first value goes out at 0.5 and keeps the link until 1.5; the other half, there at 1, until 2.5
-    assert sent[0, True] == (0.5, 3.0)
-    assert sent[1, True] == (2.5, 5.0)
-    assert sent[0, False] == (6.0, 8.5)  # F from 3, B until 6
-    starts = {str(span.action): span.start_s for span in found.spans}
-    assert (starts["1F0"], starts["0B0"]) == (3.0, 8.5)
-    back = simulate(
-        ORDER, TWO, replace(work, edges=(replace(work.edges[0], backward_parts=(MessageChunk(0.75, 1.0),)),))
-    )
-    assert {(m.start_s, m.end_s) for m in back.transfers if (m.micro_batch, m.forward) == (0, False)} == {(6.0, 8.5)}
-    with pytest.raises(UsageError, match="are all of it"):
-        simulate(ORDER, TWO, replace(work, edges=(replace(work.edges[0], forward_parts=(MessageChunk(0.5, 0.5),)),)))
-
-
-@given(cases())
-@settings(max_examples=25)
-def test_parts_that_leave_at_the_end_are_the_whole(case: Case) -> None:
-    end = (MessageChunk(1.0, 0.25), MessageChunk(1.0, 0.75))
-    edges = tuple(replace(edge, forward_parts=end, backward_parts=end) for edge in case.work.edges)
-    schedule = named_schedule("gpipe", case.routes, edges=[(edge.source, edge.target) for edge in edges])
-    plain = simulate(schedule, case.routes, case.work)
-    parted = simulate(schedule, case.routes, replace(case.work, edges=edges))
-    assert parted.step_s == pytest.approx(plain.step_s)
-    assert [span.action for span in parted.spans] == [span.action for span in plain.spans]
 
 
 def test_both_directions_of_a_link_are_apart() -> None:

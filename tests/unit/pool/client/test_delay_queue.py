@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onebox.errors import PoolError, UsageError
-from onebox.pool.client.delay_queue import DelayQueue
+from onebox.pool.client.loop import DelayQueue
 from onebox.wire import TensorSpec, from_frame, to_frame
 from onebox.wire.protocol.instructions import Free, Get
 from onebox.wire.protocol.requests import Put

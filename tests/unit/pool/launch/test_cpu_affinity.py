@@ -51,28 +51,28 @@ def test_one_of_each_pair_comes_first(some: set[int]) -> None:
 def test_owners_share_a_host(tmp_path: Path) -> None:
     """Each worker has cores of its own; who comes when too few are left gets none and takes none."""
     one, other = CoreAllocator(tmp_path), CoreAllocator(tmp_path)
-    assert one.deal([2, 0, 1]) == ((0, 1), (), (2,))
-    assert other.deal([3, 2]) == ((3, 4, 5), (6, 7))
-    assert one.deal([1]) == ((),)
+    assert one.allocate([2, 0, 1]) == ((0, 1), (), (2,))
+    assert other.allocate([3, 2]) == ((3, 4, 5), (6, 7))
+    assert one.allocate([1]) == ((),)
     other.give_back([4, 0])
-    assert one.deal([2]) == ((),)
-    assert one.deal([1]) == ((4,),)
+    assert one.allocate([2]) == ((),)
+    assert one.allocate([1]) == ((4,),)
     one.close()
     one.close()
-    assert other.deal([4]) == ((0, 1, 2, 4),)
+    assert other.allocate([4]) == ((0, 1, 2, 4),)
     other.close()
 
 
 @pytest.mark.usefixtures("host")
 @pytest.mark.parametrize("threads", [[9], [5, 4]])
 def test_more_threads_than_cores(threads: Sequence[int], tmp_path: Path) -> None:
-    assert CoreAllocator(tmp_path).deal(threads) == ((),) * len(threads)
+    assert CoreAllocator(tmp_path).allocate(threads) == ((),) * len(threads)
 
 
 @pytest.mark.usefixtures("host")
 def test_a_user_who_has_limited_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2})
-    assert CoreAllocator(tmp_path).deal([1]) == ((),)
+    assert CoreAllocator(tmp_path).allocate([1]) == ((),)
 
 
 @pytest.mark.usefixtures("host")
@@ -80,5 +80,5 @@ def test_a_folder_of_somebody_else(tmp_path: Path) -> None:
     """Nothing is locked behind a link that somebody has put where the folder would be."""
     (tmp_path / "target").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "target")
-    assert CoreAllocator(tmp_path / "link").deal([1]) == ((),)
+    assert CoreAllocator(tmp_path / "link").allocate([1]) == ((),)
     assert not list((tmp_path / "target").iterdir())

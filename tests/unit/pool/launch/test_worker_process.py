@@ -126,12 +126,12 @@ def test_it_is_not_hit_by_ctrl_c_and_has_its_share_of_threads(worker: tuple[Work
 
 def test_ports_are_read_also_in_pieces(worker: tuple[WorkerProcess, Any]) -> None:
     made, started = worker
-    os.write(started.says, b'{"commands": "ipc:///a", "be')
+    os.write(started.says, b'{"commands": "ipc:///a", "heartbe')
     os.write(started.says, b'ats": "ipc:///b"}\n')
     assert made.ports() == Ports("ipc:///a", "ipc:///b")
 
 
-@pytest.mark.parametrize("line", [b"hello\n", b"{}\n", b'{"commands": 1, "beats": 2}\n', b"\xff\n"])
+@pytest.mark.parametrize("line", [b"hello\n", b"{}\n", b'{"commands": 1, "heartbeats": 2}\n', b"\xff\n"])
 def test_something_else_than_ports(worker: tuple[WorkerProcess, Any], line: bytes) -> None:
     made, started = worker
     os.write(started.says, line)
@@ -176,12 +176,12 @@ def test_a_worker_that_does_not_end_is_killed(worker: tuple[WorkerProcess, Any])
 def test_what_a_worker_says_in_parts_is_put_together_without_a_wait(worker: tuple[WorkerProcess, Any]) -> None:
     made, started = worker
     os.write(started.says, b'{"commands": "tcp://')
-    assert made.hear() is None
-    os.write(started.says, b'1:2", "beats": "tcp://1:3"}\n')
-    assert made.hear() == Ports("tcp://1:2", "tcp://1:3")
+    assert made.read_ports() is None
+    os.write(started.says, b'1:2", "heartbeats": "tcp://1:3"}\n')
+    assert made.read_ports() == Ports("tcp://1:2", "tcp://1:3")
     os.close(started.says)
     with pytest.raises(EOFError):
-        made.hear()
+        made.read_ports()
     started.says = os.open(os.devnull, os.O_WRONLY)
 
 
@@ -189,4 +189,4 @@ def test_a_worker_that_never_ends_its_line_is_not_read_for_ever(worker: tuple[Wo
     made, started = worker
     os.write(started.says, b"x" * 5000)
     with pytest.raises(PoolError, match="where its ports were expected"):
-        made.hear()
+        made.read_ports()

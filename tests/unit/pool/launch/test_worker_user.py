@@ -77,7 +77,7 @@ def test_a_worker_has_nothing_left_of_root(monkeypatch: pytest.MonkeyPatch, othe
     try:
         with pytest.raises(PoolError, match="where its ports were expected"):
             made.ports()
-        said = made._said.decode().strip().split(";")
+        said = made._output.decode().strip().split(";")
     finally:
         made.close(grace_s=0.0)
     found: dict[str, Any] = {line.split(":")[0]: line.split(":")[1].split() for line in said if ":" in line}

@@ -21,7 +21,7 @@ from onebox.pool.network.link_benchmark import one_way_s, settled, tables
 from onebox.pool.network.profile import block_seconds, blocks, profile_key
 from onebox.wire.protocol.instructions import Ask
 from onebox.wire.protocol.responses import WorkerMemory
-from onebox.worker.comm import formation
+from onebox.worker.comm import manager
 from tests.unit.house import OpenPool, threads_for_processes
 
 SMALL_BYTES = 2 << 20
@@ -229,7 +229,7 @@ def test_a_failure_is_told_and_leaves_nothing_behind(open_pool: OpenPool, worker
 
 def test_links_by_gloo(open_pool: OpenPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As among hosts; here they share a clock all the same."""
-    monkeypatch.setattr(formation, "supported", lambda: False)
+    monkeypatch.setattr(manager, "supported", lambda: False)
     found = open_pool(2, memory=SMALL_BYTES).profile(cache=False)
     for source, target in ((0, 1), (1, 0)):
         assert 0 < found.latency_s[source][target] < 1

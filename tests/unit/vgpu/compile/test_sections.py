@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module", autouse=True)
 def device() -> None:
     install()
-    dynamo.teach_dynamo()
+    dynamo.DYNAMO.apply()
 
 
 def traced(function: Callable[..., Any], *places: str) -> fx.Graph:

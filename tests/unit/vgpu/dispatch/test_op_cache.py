@@ -12,9 +12,8 @@ from torch import Tensor
 
 from onebox.errors import WireError
 from onebox.vgpu import VirtualTensor, install
-from onebox.vgpu.core.handle import Handle
 from onebox.vgpu.core.metadata import Metadata, dense, metadata_of
-from onebox.vgpu.core.tensor import wrap
+from onebox.vgpu.core.tensor import Handle, wrap
 from onebox.vgpu.dispatch.op_cache import UnknownResult, changed, describe, flatten, infer_op
 from onebox.wire import Complex, DType, Hole, Items, MemoryFormat, OwnDevice, SlotArgument
 

@@ -19,15 +19,14 @@ from onebox.wire.protocol.groups import EmulatedLink, FormGroup
 from onebox.wire.protocol.instructions import Broadcast, Reduce
 from onebox.wire.protocol.requests import Routine
 from onebox.worker.comm.api import Begun, RankLost, WorkerGroup
+from onebox.worker.comm.client import ClientGroup
 from onebox.worker.comm.emulated_links import EmulatedLinks
-from onebox.worker.comm.formation import ClientGroup, form_group
 from onebox.worker.comm.hybrid import HybridGroup
-from onebox.worker.comm.manager import groups_of
+from onebox.worker.comm.manager import form_group, groups_of
 from onebox.worker.comm.shm.segment import supported
 from onebox.worker.execution.collectives import CollectiveExecutor
 from onebox.worker.memory.buffers import BufferStore, QuotaExceeded
-from onebox.worker.progress import WorkerProgress
-from onebox.worker.trace import Trace
+from onebox.worker.progress import Trace, WorkerProgress
 from tests.unit.programs import CPU
 from tests.unit.ranks import Hub, run_ranks
 
@@ -189,7 +188,7 @@ def test_nothing_is_held_of_what_nobody_waits_for() -> None:
             group.broadcast([TensorSpec("float32", (10_000,))], [torch.zeros(10_000)] if number else (), 1)
         for _ in range(2):
             assert group.reduce([torch.ones(1)])().tensor.item() == 2
-        return int(group._outbox.unread_bytes)
+        return int(group._sender.unread_bytes)
 
     assert max(run_ranks(2, rank)) < 40_000
 

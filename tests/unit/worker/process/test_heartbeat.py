@@ -107,7 +107,7 @@ class Watched:
         )
         self.watcher.start()
 
-    def hear(self, keys: KeyPair | None, server_key: str | None = None, wait_s: float = 5.0) -> Heartbeat | None:
+    def receive(self, keys: KeyPair | None, server_key: str | None = None, wait_s: float = 5.0) -> Heartbeat | None:
         """Connect with keys (without any when ``None``) and return the first sign of life, if one comes."""
         with self.context.socket(zmq.DEALER) as socket:
             if keys is not None:
@@ -116,9 +116,9 @@ class Watched:
             socket.connect(self.watcher.endpoint)
             if not socket.poll(int(wait_s * 1000)):
                 return None
-            saying, _ = decode_worker_message(socket.recv_multipart())
-            assert isinstance(saying, Heartbeat)
-            return saying
+            message, _ = decode_worker_message(socket.recv_multipart())
+            assert isinstance(message, Heartbeat)
+            return message
 
     def close(self) -> None:
         self.watcher.stop()
@@ -138,18 +138,18 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
 
 def test_the_one_client_hears_that_the_worker_lives(watched: Watched) -> None:
     watched.progress.executed, watched.progress.doing, watched.progress.waiting = 7, "call", True
-    beat = watched.hear(watched.client)
+    beat = watched.receive(watched.client)
     assert beat is not None
     assert (beat.executed, beat.doing, beat.stalled_s) == (7, "call", 0.0)
 
 
 def test_strangers_hear_nothing(watched: Watched) -> None:
     stranger = new_keys()
-    assert watched.hear(stranger, wait_s=0.4) is None, "a key of its own"
-    assert watched.hear(None, wait_s=0.4) is None, "no key at all"
-    assert watched.hear(watched.client, server_key=stranger.public, wait_s=0.4) is None, "another server's key"
-    assert watched.hear(KeyPair(watched.client.public, stranger.secret), wait_s=0.4) is None, "a key not its own"
-    assert watched.hear(watched.client) is not None, "and the client is still let in"
+    assert watched.receive(stranger, wait_s=0.4) is None, "a key of its own"
+    assert watched.receive(None, wait_s=0.4) is None, "no key at all"
+    assert watched.receive(watched.client, server_key=stranger.public, wait_s=0.4) is None, "another server's key"
+    assert watched.receive(KeyPair(watched.client.public, stranger.secret), wait_s=0.4) is None, "a key not its own"
+    assert watched.receive(watched.client) is not None, "and the client is still let in"
 
 
 def test_groups_that_are_to_wait_no_longer_are_heard_of_beside_the_queue(watched: Watched) -> None:
@@ -171,7 +171,7 @@ def test_a_stall_is_told(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> N
     watched.progress.executed, watched.progress.waiting = 1, False
     end_s = time.monotonic() + 20
     while time.monotonic() < end_s:
-        beat = watched.hear(watched.client)
+        beat = watched.receive(watched.client)
         if beat is not None and beat.stalled_s > 0.1:
             return
     raise AssertionError("a worker that does nothing was never said to be stalled")

@@ -52,14 +52,14 @@ class Client:
         self.socket.send_multipart([encode(Envelope(self.number, answer, instructions)), *frames])
         return self.number
 
-    def hear(self, wait_s: float = 10.0) -> tuple[Any, Sequence[Any]]:
+    def receive(self, wait_s: float = 10.0) -> tuple[Any, Sequence[Any]]:
         assert self.socket.poll(int(wait_s * 1000)), "the worker says nothing"
-        saying, frames = decode_worker_message(self.socket.recv_multipart())
-        return saying, frames
+        message, frames = decode_worker_message(self.socket.recv_multipart())
+        return message, frames
 
     def ask(self, *instructions: Instruction, frames: Sequence[Any] = ()) -> Reply:
         number = self.tell(*instructions, frames=frames)
-        reply, _ = self.hear()
+        reply, _ = self.receive()
         assert isinstance(reply, Reply)
         assert reply.number == number
         return reply
@@ -67,7 +67,7 @@ class Client:
     def silent(self) -> bool:
         """Tell whether the worker has nothing to say: the answer to the next question is the next thing it says."""
         number = self.tell(Ask("scalars", ()))
-        reply, _ = self.hear()
+        reply, _ = self.receive()
         return isinstance(reply, Reply) and reply.number == number
 
     def close(self) -> None:
@@ -83,7 +83,7 @@ class Client:
 @pytest.fixture
 def client() -> Iterator[Client]:
     made = Client()
-    hello, _ = made.hear()
+    hello, _ = made.receive()
     assert isinstance(hello, Hello)
     made.hello = hello  # type: ignore[attr-defined]
     yield made
@@ -107,7 +107,7 @@ def test_first_words(client: Any) -> None:
 
 def test_an_answer_has_results_and_frames_in_order(client: Client) -> None:
     client.tell(put(1), put(2), Get((2, 1)), Ask("scalars", ()), Get((1,)), frames=[FRAME, bytes(8)])
-    reply, frames = client.hear()
+    reply, frames = client.receive()
     assert [type(result) for result in reply.results] == [Tensors, Scalars, Tensors]
     assert [from_frame(SPEC, frame).tolist() for frame in frames] == [[0.0, 0.0], [1.0, -2.0], [1.0, -2.0]]
 
@@ -119,7 +119,7 @@ def test_no_answer_where_none_is_asked_for(client: Client) -> None:
 
 def test_a_failure_is_answered_also_where_no_answer_is_asked_for(client: Client) -> None:
     number = client.tell(Call(9, (1,), (2,)), Call(9, (1,), (3,)), answer=False)
-    reply, _ = client.hear()
+    reply, _ = client.receive()
     assert (reply.number, reply.results) == (number, ())
     assert "definition 9" in reply.failure.message
     assert client.silent(), "one failure a message"
@@ -145,7 +145,7 @@ def test_junk_is_answered_and_the_next_message_is_served(client: Client) -> None
     chance = random.Random(3)
     for _ in range(50):
         client.socket.send_multipart([chance.randbytes(chance.randrange(40)) for _ in range(chance.randrange(1, 4))])
-        reply, _ = client.hear()
+        reply, _ = client.receive()
         assert reply.number == 0, "it has none that can be known"
         assert reply.failure.kind == "protocol"
     client.ask(put(), frames=[FRAME])
@@ -155,39 +155,39 @@ def test_junk_is_answered_and_the_next_message_is_served(client: Client) -> None
 def test_junk_behind_a_failure_is_answered_too(client: Client) -> None:
     """Both are read while the worker waits for a ticket; neither may hide the other."""
     client.tell(put(), FormGroup(5, 0, 2, "client", "127.0.0.1", 5.0), Reduce((1,), 5), Get((1,)), frames=[FRAME])
-    contribution, _ = client.hear()
+    contribution, _ = client.receive()
     assert isinstance(contribution, Contribution)
     client.socket.send_multipart([b"junk"])
-    reply, _ = client.hear()
+    reply, _ = client.receive()
     assert reply.number == 0
     assert reply.failure is not None
     client.socket.send_multipart([encode(Envelope(0, False, (TicketCancelled(contribution.ticket),)))])
-    reply, _ = client.hear()
+    reply, _ = client.receive()
     assert reply.number == client.number
     assert reply.failure.kind == "peer"
 
 
 def test_what_comes_while_it_waits_is_done_afterwards_in_order(client: Client) -> None:
     client.tell(put(), FormGroup(5, 0, 2, "client", "127.0.0.1", 5.0), Reduce((1,), 5), Get((1,)), frames=[FRAME])
-    contribution, _ = client.hear()
+    contribution, _ = client.receive()
     second = client.tell(put(2), Get((2,)), frames=[bytes(8)])
     third = client.tell(Get((1,)))
     total = bytes(to_frame(VALUES * 3))
     client.socket.send_multipart([encode(Envelope(0, False, (Reduced(contribution.ticket),))), total])
-    replies = [client.hear() for _ in range(3)]
+    replies = [client.receive() for _ in range(3)]
     assert [reply.number for reply, _ in replies] == [second - 1, second, third]
     assert [from_frame(SPEC, frames[0]).tolist() for _, frames in replies] == [[3.0, -6.0], [0.0, 0.0], [3.0, -6.0]]
 
 
 def test_the_wait_for_an_answer_ends_although_other_messages_keep_coming(client: Client) -> None:
     client.tell(put(), FormGroup(5, 0, 2, "client", "127.0.0.1", 0.2), Reduce((1,), 5), Get((1,)), frames=[FRAME])
-    contribution, _ = client.hear()
+    contribution, _ = client.receive()
     assert isinstance(contribution, Contribution)
     for _ in range(500):
         client.socket.send_multipart([encode(Envelope(0, False, ()))])
         if client.socket.poll(20):
             break
-    reply, _ = client.hear(0.0)
+    reply, _ = client.receive(0.0)
     assert reply.failure.kind == "peer"
     assert "did not come" in reply.failure.message
 
@@ -210,21 +210,21 @@ def test_a_client_that_takes_nothing_ends_the_worker(client: Client, monkeypatch
 
 def test_a_sum_of_another_size_is_refused(client: Client) -> None:
     client.tell(put(), FormGroup(5, 0, 2, "client", "127.0.0.1", 5.0), Reduce((1,), 5), Get((1,)), frames=[FRAME])
-    contribution, _ = client.hear()
+    contribution, _ = client.receive()
     client.socket.send_multipart([encode(Envelope(0, False, (Reduced(contribution.ticket),))), bytes(4)])
-    reply, _ = client.hear()
+    reply, _ = client.receive()
     assert reply.failure.kind == "protocol"
 
 
 def test_a_group_that_cannot_be_formed(client: Client) -> None:
     client.tell(FormGroup(5, 0, 2, "gloo", "127.0.0.1", 5.0))
-    lookup, _ = client.hear()
+    lookup, _ = client.receive()
     while not (isinstance(lookup, Lookup) and lookup.action != "set"):
-        lookup, _ = client.hear()
+        lookup, _ = client.receive()
     client.socket.send_multipart([encode(Envelope(0, False, (TicketCancelled(lookup.ticket),)))])
-    heard = [client.hear()[0] for _ in range(2)]
-    assert {type(saying) for saying in heard} == {Left, Reply}
-    (reply,) = [saying for saying in heard if isinstance(saying, Reply)]
+    heard = [client.receive()[0] for _ in range(2)]
+    assert {type(message) for message in heard} == {Left, Reply}
+    (reply,) = [message for message in heard if isinstance(message, Reply)]
     assert reply.failure is not None
     assert reply.failure.kind == "peer"
 
@@ -251,8 +251,8 @@ def test_configuration_and_ports_travel_as_strict_json() -> None:
     assert b"\n" not in text
     for broken in (
         b'{"commands": "a"}',
-        b'{"commands": "a", "beats": "b", "more": 3}',
-        b'{"commands": 1, "beats": ""}',
+        b'{"commands": "a", "heartbeats": "b", "more": 3}',
+        b'{"commands": 1, "heartbeats": ""}',
     ):
         with pytest.raises(msgspec.ValidationError):
             msgspec.json.decode(broken, type=Ports)

@@ -27,7 +27,7 @@ from onebox.wire import (
 from onebox.wire.protocol.instructions import Ask, Call, Free, Get
 from onebox.wire.protocol.requests import Envelope, Instruction, Put, Shutdown
 from onebox.wire.protocol.responses import Hello, Left, Reply
-from onebox.wire.transport.reliable import Reliable
+from onebox.wire.reliable import Reliable
 from onebox.worker import WorkerConfig
 from onebox.worker.process import main
 from onebox.worker.process.main import WorkerServer
@@ -73,7 +73,7 @@ class Client:
         self.link.send([encode(Envelope(self.number, answer, instructions)), *frames])
         return self.number
 
-    def hear(self) -> tuple[Any, Sequence[Any]]:
+    def receive(self) -> tuple[Any, Sequence[Any]]:
         """Return the next saying, acknowledging and repeating what is to be."""
         found: list[Any] = []
         self.until(lambda: bool(found), found)
@@ -108,8 +108,8 @@ class Client:
 @pytest.fixture
 def client() -> Iterator[Client]:
     made = Client()
-    saying, _ = made.hear()
-    assert isinstance(saying, Hello)
+    message, _ = made.receive()
+    assert isinstance(message, Hello)
     yield made
     made.close()
 
@@ -120,7 +120,7 @@ def put(number: int) -> Put:
 
 def test_what_is_told_is_done_and_answered(client: Client) -> None:
     client.tell(put(1), Get((1,)), frames=[FRAME], answer=True)
-    _, frames = client.hear()
+    _, frames = client.receive()
     assert from_frame(SPEC, frames[0]).tolist() == [1.0, -2.0]
 
 
@@ -135,7 +135,7 @@ def test_what_is_lost_is_sent_again_and_done_in_order(client: Client) -> None:
     client.lossy = False
     client.tell(Get((1,)), answer=True)
     client.link.connected()
-    _, frames = client.hear()
+    _, frames = client.receive()
     assert from_frame(SPEC, frames[0]).tolist() == [1.0, -2.0]
 
 
@@ -144,11 +144,11 @@ def test_what_comes_twice_is_done_once(client: Client) -> None:
     client.tell(Call(9, (1, 1), (2,)), Free((1,)), Get((2,)), answer=True)
     for parcel in client.sent[-2:] * 2:
         send(client.socket, parcel)
-    reply, frames = client.hear()
+    reply, frames = client.receive()
     assert isinstance(reply, Reply)
     assert from_frame(SPEC, frames[0]).tolist() == [2.0, -4.0]
     number = client.tell(Ask("scalars", ()), answer=True)
-    reply, _ = client.hear()
+    reply, _ = client.receive()
     assert (reply.number, reply.failure) == (number, None), "and the buffer that was freed is not missed"
 
 
@@ -159,13 +159,13 @@ def test_what_a_worker_said_and_was_lost_is_said_again(client: Client) -> None:
         assert client.socket.poll(int(1000 * SOON_S))
         lost = receive(client.socket)
     client.link.connected()
-    _, frames = client.hear()
+    _, frames = client.receive()
     assert from_frame(SPEC, frames[0]).tolist() == [1.0, -2.0]
 
 
 def test_a_message_without_a_number_is_answered(client: Client) -> None:
     send(client.socket, [encode(Envelope(7, True, ())), b"more"])
-    reply, _ = client.hear()
+    reply, _ = client.receive()
     assert reply.number == 0
     assert "same version" in reply.failure.message
 
@@ -182,14 +182,14 @@ class Full:
 def test_a_client_that_acknowledges_nothing_ends_the_worker(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[bool] = []
 
-    def hear(end_s: float) -> bool:
+    def receive(end_s: float) -> bool:
         assert time.monotonic() < end_s <= time.monotonic() + main.SEND_TIMEOUT_S
         heard.append(client.server.machine.progress.waiting)
         return len(heard) < 3
 
     with monkeypatch.context() as patch:
         patch.setattr(client.server, "_link", Full())
-        patch.setattr(client.server, "_receive", hear)
+        patch.setattr(client.server, "_receive", receive)
         patch.setattr(client.server.machine, "progress", WorkerProgress())  # its own thread waits for messages
         with pytest.raises(SystemExit, match="has taken nothing"):
             client.server.send_to_client(Left(1))

@@ -36,7 +36,7 @@ from onebox.wire.protocol.snapshots import (
     pieces,
 )
 from onebox.worker.comm.emulated_links import EmulatedLinks
-from onebox.worker.comm.formation import form_group
+from onebox.worker.comm.manager import form_group
 from onebox.worker.faults import Fault, FaultInjector
 from onebox.worker.memory.buffers import Poisoned, QuotaExceeded
 from onebox.worker.progress import WorkerProgress

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from onebox.engine.compile.batch_job import BatchJob, BufferNumbers
-from onebox.engine.compile.routine import InstructionLabel, RoutineBuilder
-from onebox.engine.compile.update.collectives import GroupReduction, ReductionQueue
+from onebox.engine.compile.batch_job import BufferNumbers
+from onebox.engine.compile.routine import InstructionLabel
+from onebox.engine.compile.update.collectives import GroupReduction, RoutineScope
 from onebox.engine.partition.sharding_spec import ShardingSpec
 from onebox.errors import CaptureError
 from onebox.graph import ModelPrograms, NamedProgram, Port, combine_all, extract, scale_all, split, zeros
@@ -76,29 +76,21 @@ class BatchNormStatistics:
             (self.affine if kind == "affine" else self.constant).setdefault(stage, []).append(name)
             self.specs[name] = spec
 
-    def begin(
-        self, builder: RoutineBuilder, worker: int, actions: Sequence[Action], job: BatchJob, exchanges: ReductionQueue
-    ) -> WorkerStatistics:
-        """Begin the buffers of one worker in one routine."""
-        return WorkerStatistics(self, builder, worker, actions, job, exchanges)
-
 
 class WorkerStatistics:
-    """The changing buffers of one worker in one routine; made by :meth:`BatchNormStatistics.begin`."""
+    """The changing buffers of one worker in one routine.
 
-    def __init__(
-        self,
-        shared: BatchNormStatistics,
-        builder: RoutineBuilder,
-        worker: int,
-        actions: Sequence[Action],
-        job: BatchJob,
-        exchanges: ReductionQueue,
-    ) -> None:
+    Args:
+        shared: The changing buffers of the trainer.
+        scope: The worker's part of the step.
+    """
+
+    def __init__(self, shared: BatchNormStatistics, scope: RoutineScope) -> None:
+        worker = scope.worker
         self._shared = shared
-        self._builder = builder
-        self._total = len(job.micro_batches)
-        self._exchanges = exchanges
+        self._builder = scope.builder
+        self._total = len(scope.job.micro_batches)
+        self._exchanges = scope.exchanges
         self._worker = worker
         mine = [
             stage for stage, replicas in enumerate(shared.holdings.stages) if any(worker in one for one in replicas)
@@ -106,15 +98,15 @@ class WorkerStatistics:
         self._affine = {stage: names for stage, names in shared.affine.items() if stage in mine}
         self._constant = {stage: names for stage, names in shared.constant.items() if stage in mine}
         self._own = {
-            stage: [action.micro_batch for action in actions if action.kind == "F" and action.stage == stage]
+            stage: [action.micro_batch for action in scope.actions if action.kind == "F" and action.stage == stage]
             for stage in mine
         }
         self.moved = {name: shared.moved[name] for names in self._affine.values() for name in names}
         self._waiting: dict[int, GroupReduction] = {}
         for stage, names in self._affine.items():
             program = zeros([self._spec(name) for name in names])
-            builder.call(program, [], [self.moved[name] for name in names], InstructionLabel("zero"))
-            self._waiting[stage] = exchanges.expect(shared.holdings.members(worker, stage), self._messages(names))
+            scope.builder.call(program, [], [self.moved[name] for name in names], InstructionLabel("zero"))
+            self._waiting[stage] = scope.exchanges.expect(shared.holdings.members(worker, stage), self._messages(names))
             self._waiting[stage].ready = not self._own[stage]
 
     def _spec(self, name: str) -> TensorSpec:

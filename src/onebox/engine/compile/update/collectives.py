@@ -18,9 +18,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from onebox.cost import DeviceGroups
+from onebox.engine.compile.batch_job import BatchJob
 from onebox.engine.compile.routine import InstructionLabel, RoutineBuilder
 from onebox.engine.partition.hierarchical_reduction import group_leaders
 from onebox.engine.partition.sharding_spec import Members
+from onebox.plan import Action
 from onebox.wire import TensorSpec
 from onebox.wire.protocol.instructions import Broadcast, Reduce
 
@@ -161,3 +163,22 @@ class ReductionQueue:
 
     def _reduce(self, buffers: tuple[int, ...], members: Members, root: int) -> None:
         self._builder.add(Reduce(buffers, self._groups[members], root), InstructionLabel("reduce", "transfer"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutineScope:
+    """A worker's part of a step in one routine.
+
+    Args:
+        builder: The routine.
+        worker: The worker.
+        actions: Its actions; in a window, gradients and statistics use only those of their step.
+        job: The job.
+        exchanges: Its reductions.
+    """
+
+    builder: RoutineBuilder
+    worker: int
+    actions: Sequence[Action]
+    job: BatchJob
+    exchanges: ReductionQueue

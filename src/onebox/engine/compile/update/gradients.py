@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from onebox.engine.compile.batch_job import BatchJob, BufferNumbers
-from onebox.engine.compile.phase_emission import emit
-from onebox.engine.compile.routine import InstructionLabel, RoutineBuilder
-from onebox.engine.compile.update.collectives import GroupReduction, ReductionQueue
+from onebox.engine.compile.phase_emission import PhaseCall, emit
+from onebox.engine.compile.routine import InstructionLabel
+from onebox.engine.compile.update.collectives import GroupReduction, RoutineScope
 from onebox.engine.partition.optimizer_sharding import GradientBucket, buckets_by_owner
 from onebox.engine.partition.phase_programs import PhaseProgram
 from onebox.engine.partition.sharding_spec import Members, ShardingSpec, all_workers_group
@@ -21,7 +21,6 @@ from onebox.errors import CaptureError
 from onebox.graph import ModelPrograms, NamedProgram, Piece, Port, add_all, split, square_norm, zeros
 from onebox.graph.shard.placements import Shard
 from onebox.graph.shard.search import RankStep
-from onebox.plan import Action
 from onebox.wire import Program, TensorSpec
 from onebox.wire.protocol.instructions import Ask, Free
 
@@ -92,28 +91,6 @@ class Gradients:
             self._additions[specs] = add_all(specs)
         return self._additions[specs]
 
-    def begin(
-        self,
-        builder: RoutineBuilder,
-        worker: int,
-        actions: Sequence[Action],
-        job: BatchJob,
-        exchanges: ReductionQueue,
-        *,
-        half: Half = "whole",
-    ) -> WorkerGradients:
-        """Begin the gradients of one worker and one step in one routine.
-
-        Args:
-            builder: The routine.
-            worker: The worker.
-            actions: Its actions; in a window only those of the step are used.
-            job: The job.
-            exchanges: The worker's.
-            half: The part of the step's backward in the routine.
-        """
-        return WorkerGradients(self, builder, worker, actions, job, exchanges, half=half)
-
     def buckets_of(self, worker: int) -> list[tuple[Members, GradientBucket]]:
         """Return the buckets of a worker with the group of each, in order."""
         found = self.buckets.items()
@@ -137,30 +114,27 @@ def _in_order_of_making(part: NamedProgram) -> list[Port]:
 
 
 class WorkerGradients:
-    """The gradients of one worker in one routine; made by :meth:`Gradients.begin`."""
+    """The gradients of one worker and one step in one routine.
 
-    def __init__(
-        self,
-        shared: Gradients,
-        builder: RoutineBuilder,
-        worker: int,
-        actions: Sequence[Action],
-        job: BatchJob,
-        exchanges: ReductionQueue,
-        *,
-        half: Half,
-    ) -> None:
+    Args:
+        shared: The gradients of the trainer.
+        scope: The worker's part of the step.
+        half: The part of the step's backward in the routine.
+    """
+
+    def __init__(self, shared: Gradients, scope: RoutineScope, *, half: Half = "whole") -> None:
+        worker, job = scope.worker, scope.job
         self._shared = shared
-        self._builder = builder
+        self._builder = scope.builder
         self._worker = worker
-        self._exchanges = exchanges
+        self._exchanges = scope.exchanges
         self._held = shared.holdings.held_by(worker, shared.trained)
         self._specs = {name: shared.holdings.spec(worker, name, shared.specs[name]) for name in self._held}
         self._half = half
         self._sums = shared.late if half == "late" else shared.sums
         self._begun = self._made_early(job) if half == "late" else set[str]()
         self._last: dict[str, int] = {}
-        for position, action in enumerate(actions):
+        for position, action in enumerate(scope.actions):
             if (action.micro_batch < 0) == (half == "late"):
                 self._last |= dict.fromkeys(_gradients_of(job.part(worker, action)), position)
         strangers = sorted(set(self._last) - set(self._held))
@@ -216,37 +190,24 @@ class WorkerGradients:
 
     def run(
         self,
-        part: PhaseProgram,
-        inputs: Sequence[int],
+        call: PhaseCall,
         values: Mapping[Port, int],
-        label: InstructionLabel,
-        *,
-        takes: Sequence[int],
-        group: int,
         position: int,
-        micro_batch: int,
-        age: int,
-        cost_s: float,
+        *,
         made: Callable[[Sequence[Port]], None],
         hand_on: Callable[[], None],
     ) -> None:
         """Call a backward program, split where a bucket or an awaited value is complete before its end.
 
         Args:
-            part: The worker's part.
-            inputs: The buffer of each input.
+            call: The run of the worker's part.
             values: The buffer of each output value.
-            label: Label of the instructions.
-            takes: Positions of inputs that are freed with it.
-            group: The group of the ranks that share it; 0 if there is one rank.
             position: Index of the action in the worker's sequence.
-            micro_batch: Its micro-batch.
-            age: Age of its step: how many steps before the routine's own.
-            cost_s: Its cost on an emulated device.
             made: Called with the completed values, piece by piece.
             hand_on: Adds the values that other workers wait for: called once, before the values that only this worker
                 needs.
         """
+        part = call.part
         if not part.steps:
             hand_on()
             return
@@ -268,21 +229,7 @@ class WorkerGradients:
                 hand_on()
             self._accumulate([str(port.name) for port in ports if port.kind == "gradient"], position)
 
-        emit(
-            self._builder,
-            part,
-            steps,
-            inputs,
-            number_of,
-            label,
-            takes=takes,
-            group=group,
-            micro_batch=micro_batch,
-            age=age,
-            cost_s=cost_s,
-            made=made,
-            done=done,
-        )
+        emit(self._builder, call, steps, number_of, made=made, done=done)
 
     def _ends(self, part: PhaseProgram, program: Program, position: int) -> list[int]:
         """Return the operators of a program after which a bucket is complete."""

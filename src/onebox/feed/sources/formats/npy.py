@@ -59,8 +59,8 @@ def read_header(file: BinaryIO) -> Header:
         raise ValueError(f"its header has {size_bytes} bytes; allowed are {MAX_HEADER_BYTES}")
     text = file.read(size_bytes)
     try:
-        said = ast.literal_eval(text.decode("latin-1").strip())
-        descr, fortran, shape = said["descr"], said["fortran_order"], said["shape"]
+        problem = ast.literal_eval(text.decode("latin-1").strip())
+        descr, fortran, shape = problem["descr"], problem["fortran_order"], problem["shape"]
         dtype = np.dtype(descr)
     except (ValueError, TypeError, SyntaxError, KeyError, RecursionError, MemoryError) as error:
         raise ValueError(f"its header is damaged ({error})") from error
@@ -82,8 +82,8 @@ def parse_npy(content: bytes) -> Tensor:
     header = read_header(io.BytesIO(content))
     came = len(content) - header.offset
     if came != header.values_bytes:
-        said = f"its header says {header.dtype} {list(header.shape)}, {header.values_bytes} bytes of values"
-        raise ValueError(f"{said}, and {came} came")
+        problem = f"its header says {header.dtype} {list(header.shape)}, {header.values_bytes} bytes of values"
+        raise ValueError(f"{problem}, and {came} came")
     return to_tensor(content[header.offset :], header.dtype, header.shape)
 
 

@@ -65,8 +65,8 @@ class Records:
         except OSError as error:
             raise unreadable(path, error, index) from error
         if len(raw) < self._record_bytes:
-            said = f"{path}: record {inside} is cut off, the file has become shorter while it was used"
-            raise DataError(f"{said}. Fetch it again.", path=path, sample=index)
+            problem = f"{path}: record {inside} is cut off, the file has become shorter while it was used"
+            raise DataError(f"{problem}. Fetch it again.", path=path, sample=index)
         return raw
 
     def _find(self, index: int) -> tuple[int, int]:

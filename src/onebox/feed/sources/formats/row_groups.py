@@ -104,8 +104,8 @@ class RowGroups:
                 self._checked.add((group, tuple(wanted or ())))
             return table
         except (self._arrow.ArrowException, OSError, ValueError) as error:
-            said = f"{path}: row group {inside} is damaged or cannot be read ({error})"
-            raise DataError(f"{said}. Fetch it again.", path=path) from error
+            problem = f"{path}: row group {inside} is damaged or cannot be read ({error})"
+            raise DataError(f"{problem}. Fetch it again.", path=path) from error
 
     def _open(self, path: Path) -> list[tuple[int, int]]:
         """Return rows and bytes of each group of a file."""
@@ -120,14 +120,14 @@ class RowGroups:
             if isinstance(error, OSError) and error.errno:  # Arrow's own errors, about damaged files, have none
                 raise unreadable(path, error) from error
             what = "Arrow" if path.suffix.lower() in ARROW_ENDINGS else "Parquet"
-            said = f"{path} is no {what} file that can be read ({error})"
-            raise DataError(f"{said}. Fetch it again, or name another.", path=path) from error
+            problem = f"{path} is no {what} file that can be read ({error})"
+            raise DataError(f"{problem}. Fetch it again, or name another.", path=path) from error
         if self.schema is None:
             self.schema = file.schema
         if not file.schema.equals(self.schema):
             came = f"{path} has the columns {_described(file.schema)}"
-            said = f"{came}; {self.paths[0].name} has {_described(self.schema)}"
-            raise DataError(f"{said}, and all need the same.", path=path)
+            problem = f"{came}; {self.paths[0].name} has {_described(self.schema)}"
+            raise DataError(f"{problem}, and all need the same.", path=path)
         self._files.append(file)
         return file.groups()
 

@@ -71,30 +71,30 @@ class _Scan:
         start = read_part(self._fd, BLOCK_BYTES, 0)
         for magic, tool in COMPRESSED.items():
             if start.startswith(magic):
-                said = f"{self._path} is compressed, and samples in it cannot be reached in any order"
-                raise DataError(f"{said}; unpack it first: {tool} {self._path.name}.", path=self._path)
+                problem = f"{self._path} is compressed, and samples in it cannot be reached in any order"
+                raise DataError(f"{problem}; unpack it first: {tool} {self._path.name}.", path=self._path)
         if len(start) < BLOCK_BYTES or (start != bytes(BLOCK_BYTES) and not _is_header(start)):
             raise self._damaged("it is no tar archive: it does not begin with a header")
-        place, told = 0, dict[str, str]()
+        place, extended = 0, dict[str, str]()
         while (header := self._block(place)) != bytes(BLOCK_BYTES):
             if len(header) < BLOCK_BYTES:
                 raise self._damaged(f"it is cut off at byte {place}: there is no end marker")
             if not _is_header(header):
                 raise self._damaged(f"it has no valid header, and no end marker, at byte {place}")
-            place = yield from self._member(header, place + BLOCK_BYTES, told)
+            place = yield from self._member(header, place + BLOCK_BYTES, extended)
 
-    def _member(self, header: bytes, place: int, told: dict[str, str]) -> Generator[TarMember, None, int]:
+    def _member(self, header: bytes, place: int, extended: dict[str, str]) -> Generator[TarMember, None, int]:
         """Yield the member of a header, if it is a file, and return the offset of the next header."""
         kind = header[156:157]
         if kind in b"xgLK":
             size_bytes = self._number(header, header[:100])
-            told.update(self._extension(kind, place, size_bytes))
+            extended.update(self._extension(kind, place, size_bytes))
             return self._end(place, size_bytes)
         raw_name = header[:100].split(b"\0", 1)[0]
         prefix = header[345:500].split(b"\0", 1)[0] if header[257:263] == b"ustar\0" else b""
-        name = told.get("path") or _text(prefix + b"/" + raw_name if prefix else raw_name)
-        size_bytes = int(told["size"]) if "size" in told else self._number(header, raw_name)
-        told.clear()
+        name = extended.get("path") or _text(prefix + b"/" + raw_name if prefix else raw_name)
+        size_bytes = int(extended["size"]) if "size" in extended else self._number(header, raw_name)
+        extended.clear()
         if kind == b"5" or (kind == b"\0" and name.endswith("/")):
             return place
         if kind not in (b"0", b"\0", b"7"):
@@ -117,12 +117,12 @@ class _Scan:
         records = self._records(content, place)
         if any(key.startswith("GNU.sparse") for key in records):
             raise self._damaged(f"the member after byte {place} is sparse, which is not read. Pack it as a plain file")
-        told = {key: value for key, value in records.items() if key in ("path", "size")}
-        if kind == b"g" and told:
-            raise self._damaged(f"the global header at byte {place} sets {', '.join(told)} of all members")
-        if not told.get("size", "0").isdecimal() or len(told.get("size", "")) > 18:
-            raise self._damaged(f"the extended header at byte {place} has the size {told['size'][:40]!r}")
-        return told
+        extended = {key: value for key, value in records.items() if key in ("path", "size")}
+        if kind == b"g" and extended:
+            raise self._damaged(f"the global header at byte {place} sets {', '.join(extended)} of all members")
+        if not extended.get("size", "0").isdecimal() or len(extended.get("size", "")) > 18:
+            raise self._damaged(f"the extended header at byte {place} has the size {extended['size'][:40]!r}")
+        return extended
 
     def _records(self, content: bytes, place: int) -> dict[str, str]:
         """Parse the records of a pax header, each ``LENGTH KEY=VALUE`` and a newline."""

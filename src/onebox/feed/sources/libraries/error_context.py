@@ -59,8 +59,8 @@ def with_sample_context(where: str, index: int, doing: str = "read", path: objec
     except OneboxError:
         raise
     except Exception as error:
-        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        raise DataError(f"{where} cannot be {doing}: {said}.", path=path, sample=index) from error
+        problem = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise DataError(f"{where} cannot be {doing}: {problem}.", path=path, sample=index) from error
 
 
 def iterate_with_context(items: Iterable[Any], name: Callable[[int], str]) -> Iterator[Any]:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from onebox.errors import DataError, UsageError
+from onebox.feed.checks import check_classes
 from onebox.feed.decode import ImageDecoder
 from onebox.feed.sources.formats.columns import Columns
-from onebox.feed.sources.labels import check_classes
 from onebox.feed.sources.libraries.error_context import iterate_with_context, with_sample_context
 from onebox.feed.sources.libraries.iterables import tell_epoch
 

@@ -102,9 +102,9 @@ class MadeStream:
 
 def tell_epoch(what: Any, epoch: int) -> None:
     """Call an object's ``set_epoch``, which samplers and data sets may have."""
-    tell = getattr(what, "set_epoch", None)
-    if callable(tell):
-        tell(epoch)
+    set_epoch = getattr(what, "set_epoch", None)
+    if callable(set_epoch):
+        set_epoch(epoch)
 
 
 def length_of(what: Any) -> int:

@@ -82,7 +82,7 @@ class _Asked:
     request: Request
     cut_s: float = CUT_S
     answers: AgentMessages = field(default_factory=queue.SimpleQueue)
-    members: list[RemoteWorker] = field(default_factory=list)
+    handles: list[RemoteWorker] = field(default_factory=list)
 
 
 class AgentConnection:
@@ -159,12 +159,12 @@ class AgentConnection:
                 if on_queued is not None:
                     on_queued(found)
             self._expect(found, Leased)
-            if len(asked.members) != len(wants):
-                raise PoolError(f"the agent at {self.address} leased {len(asked.members)} workers, not {len(wants)}")
+            if len(asked.handles) != len(wants):
+                raise PoolError(f"the agent at {self.address} leased {len(asked.handles)} workers, not {len(wants)}")
         except BaseException:
             self._give_up(asked)
             raise
-        return asked.members
+        return asked.handles
 
     def release(self, lease: int) -> None:
         """Give a lease back; its workers end, if they have not. No error where the agent is gone."""
@@ -174,15 +174,15 @@ class AgentConnection:
         with contextlib.suppress(PoolError):  # the lease is unknown, or the agent gone: it ends by itself
             self._answer(self._ask(lambda number: Release(number, lease)), Done, patience_s)
 
-    def end(self, member: RemoteWorker) -> bool:
+    def end(self, handle: RemoteWorker) -> bool:
         """End one worker, unless it has ended, and return whether its lease goes on. No error where the agent is
         gone."""
         with self._lock:
-            worker = self._held.position(member)
+            worker = self._held.position(handle)
         if worker is None:
             return False
         with contextlib.suppress(PoolError):
-            self._answer(self._ask(lambda number: Release(number, member.lease, worker=worker)), Done, _RELEASE_S)
+            self._answer(self._ask(lambda number: Release(number, handle.lease, worker=worker)), Done, _RELEASE_S)
         return True
 
     def inspect(self) -> Stock:
@@ -277,9 +277,9 @@ class AgentConnection:
             waiting = self._asked.pop(number, None) is not None
             if waiting and not self._stopping:
                 self._leave(number)
-        for member in asked.members:
-            member.close(grace_s=0.0)
-        for lease in {member.lease for member in asked.members}:
+        for handle in asked.handles:
+            handle.close(grace_s=0.0)
+        for lease in {handle.lease for handle in asked.handles}:
             self.release(lease)
 
     def _leave(self, number: int) -> None:
@@ -352,32 +352,32 @@ class AgentConnection:
 
     def _take(self, frame: Any) -> None:
         try:
-            saying = decode_agent_response(frame)
+            message = decode_agent_response(frame)
         except WireError as error:
             self._lose(PoolError(f"the agent at {self.address} speaks another language: {error}"))
             return
         with self._lock:
             self._held.heard(time.monotonic())
-            match saying:
+            match message:
                 case Renewed():
-                    self._held.renewed(saying.leases)
+                    self._held.renewed(message.leases)
                 case WorkerEnded():
-                    self._held.worker_ended(saying.lease, saying.worker, saying.exit_status, saying.last_words)
+                    self._held.worker_ended(message.lease, message.worker, message.exit_status, message.last_words)
                 case LeaseEnded():
-                    self._held.end(saying.lease, saying.why)
-                case _ if (asked := self._asked.get(saying.number)) is not None:
-                    if isinstance(saying, Leased) and isinstance(asked.request, Lease):
-                        self._lease(asked, asked.request, saying)
-                    if not isinstance(saying, Queued):
-                        del self._asked[saying.number]
-                    asked.answers.put(saying)
+                    self._held.end(message.lease, message.why)
+                case _ if (asked := self._asked.get(message.number)) is not None:
+                    if isinstance(message, Leased) and isinstance(asked.request, Lease):
+                        self._lease(asked, asked.request, message)
+                    if not isinstance(message, Queued):
+                        del self._asked[message.number]
+                    asked.answers.put(message)
 
     def _lease(self, asked: _Asked, request: Lease, leased: Leased) -> None:
         """Register a lease at once: the agent's next message may be about it."""
-        asked.members += [
+        asked.handles += [
             RemoteWorker(self.address, self.introduced.address, leased.lease, started) for started in leased.workers
         ]
-        self._held.hold(leased.lease, asked.members, asked.cut_s)
+        self._held.hold(leased.lease, asked.handles, asked.cut_s)
 
     def _lose(self, error: PoolError) -> None:
         """Fail all requests and workers: the agent is gone."""

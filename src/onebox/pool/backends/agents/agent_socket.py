@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import secrets
 import socket as sockets
+import time
 from typing import Any
 
 import zmq
@@ -34,6 +36,14 @@ _NOTHING = "the host may be down, or a firewall between"
 _SURE = 3
 """Handshakes in a row that end without a word before the first success: fewer may come from an agent that is shutting
 down."""
+
+WITHIN_S = 5.0
+"""How long a host may take to accept; one that is down, or behind a firewall, never answers."""
+
+_REFUSED_S = 1.0
+"""How long a refused connection is tried again: the agent may be starting."""
+
+_PAUSE_S = 0.1
 
 
 class AgentSocket:
@@ -165,3 +175,38 @@ def own_address(address: str) -> str:
         except OSError as error:
             raise UsageError(f"there is no way from this host to {address}: {error.strerror or error}") from None
         return str(probe.getsockname()[0])
+
+
+def reach(address: str) -> None:
+    """Check that an agent's address accepts TCP connections, at once, where ZeroMQ would retry in silence.
+
+    Args:
+        address: ``HOST`` or ``HOST:PORT``.
+
+    Raises:
+        UsageError: Its host has no address.
+        PoolError: Nothing listens there, or the host does not answer.
+    """
+    family, *_, where = resolve(address)
+    began_s = time.monotonic()
+    while True:
+        with sockets.socket(family, sockets.SOCK_STREAM) as probe:
+            probe.settimeout(WITHIN_S)
+            try:
+                probe.connect(where)
+            except TimeoutError:
+                raise PoolError(
+                    f"no answer from {address} within {WITHIN_S:.0f} s: the host may be down, or a firewall between; "
+                    "'onebox status' shows the agents that can be reached"
+                ) from None
+            except OSError as error:
+                if error.errno != errno.ECONNREFUSED:
+                    raise PoolError(f"{address} cannot be reached: {error.strerror or error}") from None
+            else:
+                return
+        if time.monotonic() - began_s > _REFUSED_S:
+            raise PoolError(
+                f"nobody listens at {address}: run 'onebox serve' on that host, or mend the address ('onebox pair "
+                "list' has those of the agents that you know)"
+            )
+        time.sleep(_PAUSE_S)

@@ -13,8 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from onebox.errors import PoolError, UsageError
 from onebox.pool.backends.agents.agent_connection import AgentConnection, Busy
+from onebox.pool.backends.agents.agent_socket import reach
 from onebox.pool.backends.agents.keep_alive import CUT_S
-from onebox.pool.backends.agents.reachability import reach
 from onebox.pool.backends.agents.remote_worker import RemoteWorker
 from onebox.pool.backends.base import WorkerHandle
 from onebox.pool.errors import wait_in_slices
@@ -92,9 +92,9 @@ class AgentSource:
         self._grace_s = GRACE_S if grace_s is None else grace_s
         self._cut_s = CUT_S if grace_s is None else grace_s
         self._connect = connect
-        self._line: AgentConnection | None = None
+        self._connection: AgentConnection | None = None
         self._wants: tuple[Want, ...] = ()
-        self._members: list[RemoteWorker] = []
+        self._handles: list[RemoteWorker] = []
         self._lock = threading.Lock()
         self._closed = False
 
@@ -102,8 +102,8 @@ class AgentSource:
     def rank(self) -> str:
         """Global order of agents: every client that waits for several leases them in this order, so that no two clients
         deadlock."""
-        assert self._line is not None
-        return self._line.key
+        assert self._connection is not None
+        return self._connection.key
 
     @property
     def patience_s(self) -> float:
@@ -117,13 +117,13 @@ class AgentSource:
             UsageError: This client is not paired with it, or it offers no such devices.
             PoolError: It cannot be reached, or refuses this client.
         """
-        line = self._connect(self.address)
+        connection = self._connect(self.address)
         with self._lock:
             if self._closed:
-                line.close()
+                connection.close()
                 raise PoolError(f"the connection to {self.address} was given up")
-            self._line = line
-        self._wants = wants(self._part, line.inspect().offers)
+            self._connection = connection
+        self._wants = wants(self._part, connection.inspect().offers)
 
     def acquire(self, client_key: str, *, wait: bool) -> None:
         """Lease the requested devices.
@@ -137,25 +137,25 @@ class AgentSource:
             UsageError: No such devices are offered, or the request exceeds this client's limits.
             PoolError: A worker did not start, or the agent is gone.
         """
-        assert self._line is not None
-        self._members = self._line.lease(
+        assert self._connection is not None
+        self._handles = self._connection.lease(
             self._wants, client_key, grace_s=self._grace_s, cut_s=self._cut_s, wait=wait, on_queued=self._queued
         )
 
     def give_up(self) -> None:
         """Give the lease back, to request it again later."""
-        assert self._line is not None
-        members, self._members = self._members, []
-        for member in members:
-            member.close(grace_s=0.0)
-        for lease in {member.lease for member in members}:
-            self._line.release(lease)
+        assert self._connection is not None
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.close(grace_s=0.0)
+        for lease in {handle.lease for handle in handles}:
+            self._connection.release(lease)
 
     def start(self, first: int, client_key: str) -> Sequence[tuple[WorkerHandle, str]]:
         """Return the workers, which :func:`acquire_all` has had started."""
-        for number, member in enumerate(self._members, first):
-            member.number(number)
-        return [(member, member.key) for member in self._members]
+        for number, handle in enumerate(self._handles, first):
+            handle.number(number)
+        return [(handle, handle.key) for handle in self._handles]
 
     def replace(self, number: int, client_key: str) -> tuple[WorkerHandle, str] | None:
         """Start a worker in the place of one that has ended; see :class:`~onebox.pool.backends.base.RestartableSource`.
@@ -163,16 +163,18 @@ class AgentSource:
         Raises:
             PoolError: It could not be started, or its device is now leased to others.
         """
-        for index, (member, want) in enumerate(zip(self._members, self._wants, strict=True)):
-            if member.place.worker == number:
-                if self._line is None or self._line.gone:
+        for index, (handle, want) in enumerate(zip(self._handles, self._wants, strict=True)):
+            if handle.place.worker == number:
+                if self._connection is None or self._connection.gone:
                     return None
-                lasts = self._line.end(member)  # a hung worker still holds its device
-                if lasts and not any(other.lease == member.lease for other in self._members if other is not member):
-                    self._line.release(member.lease)
-                (made,) = self._line.lease([want], client_key, grace_s=self._grace_s, cut_s=self._cut_s, wait=False)
+                lasts = self._connection.end(handle)  # a hung worker still holds its device
+                if lasts and not any(other.lease == handle.lease for other in self._handles if other is not handle):
+                    self._connection.release(handle.lease)
+                (made,) = self._connection.lease(
+                    [want], client_key, grace_s=self._grace_s, cut_s=self._cut_s, wait=False
+                )
                 made.number(number)
-                self._members[index] = made
+                self._handles[index] = made
                 return made, made.key
         return None
 
@@ -183,11 +185,11 @@ class AgentSource:
         """Give the leases back and close the connection. Idempotent."""
         with self._lock:
             self._closed = True
-            line = self._line
-        for member in self._members:
-            member.close(grace_s=0.0)
-        if line is not None:
-            line.close()
+            connection = self._connection
+        for handle in self._handles:
+            handle.close(grace_s=0.0)
+        if connection is not None:
+            connection.close()
 
     def _queued(self, queued: Queued) -> None:
         _log.warning(

@@ -20,35 +20,35 @@ class HeldLeases:
 
     def __init__(self, contact: KeepAlive) -> None:
         self._contact = contact
-        self._members: dict[int, list[RemoteWorker]] = {}
+        self._handles: dict[int, list[RemoteWorker]] = {}
 
-    def hold(self, lease: int, members: list[RemoteWorker], cut_s: float) -> None:
+    def hold(self, lease: int, handles: list[RemoteWorker], cut_s: float) -> None:
         """Add a lease.
 
         Args:
             lease: Its number.
-            members: Its workers.
+            handles: Its workers.
             cut_s: How long the network to them may be interrupted.
         """
-        self._members[lease] = members
+        self._handles[lease] = handles
         self._contact.hold(lease, cut_s)
 
     def let_go(self, lease: int) -> None:
         """Remove a lease."""
         self._contact.let_go(lease)
-        self._members.pop(lease, None)
+        self._handles.pop(lease, None)
 
-    def position(self, member: RemoteWorker) -> int | None:
+    def position(self, handle: RemoteWorker) -> int | None:
         """Return a worker's position in its lease; ``None`` where the lease is no longer held."""
-        members = self._members.get(member.lease, [])
-        return members.index(member) if member in members else None
+        handles = self._handles.get(handle.lease, [])
+        return handles.index(handle) if handle in handles else None
 
     def heard(self, now_s: float) -> None:
         """Note that the agent can be reached."""
         self._contact.heard(now_s)
-        for members in self._members.values():
-            for member in members:
-                member.heard_s = now_s
+        for handles in self._handles.values():
+            for handle in handles:
+                handle.heard_s = now_s
 
     def renewed(self, known: Sequence[int]) -> None:
         """Drop the leases that the agent no longer knows."""
@@ -57,22 +57,22 @@ class HeldLeases:
 
     def worker_ended(self, lease: int, worker: int, exit_status: int | None, last_words: str) -> None:
         """Mark a worker as ended by itself."""
-        members = self._members.get(lease, [])
-        if 0 <= worker < len(members):
-            members[worker].ended(exit_status, last_words)
+        handles = self._handles.get(lease, [])
+        if 0 <= worker < len(handles):
+            handles[worker].ended(exit_status, last_words)
 
     def end(self, lease: int, why: str) -> None:
         """Mark a lease as ended, with all its workers."""
-        members = self._members.get(lease, [])
+        handles = self._handles.get(lease, [])
         self.let_go(lease)
-        for member in members:
-            member.lost(f"was ended with its lease: {why}")
+        for handle in handles:
+            handle.lost(f"was ended with its lease: {why}")
 
     def lose(self, why: str) -> None:
         """Mark all workers as lost because the agent is; the leases stay in case it comes back."""
-        for members in self._members.values():
-            for member in members:
-                member.lost(f"cannot be reached: {why}")
+        for handles in self._handles.values():
+            for handle in handles:
+                handle.lost(f"cannot be reached: {why}")
 
     def forsaken(self, now_s: float) -> list[int]:
         """Remove the leases all of whose workers were given up a while ago, should the agent be back, and return them.
@@ -82,14 +82,14 @@ class HeldLeases:
         """
         if self._contact.gone:
             return []
-        found = [lease for lease, members in self._members.items() if all(_is_lost(each, now_s) for each in members)]
+        found = [lease for lease, handles in self._handles.items() if all(_is_lost(each, now_s) for each in handles)]
         for lease in found:
             self.let_go(lease)
         return found
 
 
-def _is_lost(member: RemoteWorker, now_s: float) -> bool:
-    return member.lost_s is not None and now_s - member.lost_s > LOST_S
+def _is_lost(handle: RemoteWorker, now_s: float) -> bool:
+    return handle.lost_s is not None and now_s - handle.lost_s > LOST_S
 
 
 __all__ = ["HeldLeases"]

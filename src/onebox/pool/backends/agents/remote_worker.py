@@ -29,7 +29,7 @@ class RemoteWorker:
 
     def __init__(self, host: str, address: str, lease: int, started: Started) -> None:
         there = f"tcp://[{address}]:" if ":" in address else f"tcp://{address}:"
-        for endpoint in (started.commands, started.beats):
+        for endpoint in (started.commands, started.heartbeats):
             if not endpoint.startswith(there) or not endpoint.removeprefix(there).isdecimal():
                 raise PoolError(f"the agent on {host} names {endpoint!r} for a worker; allowed is its own {there}PORT")
         self.place = WorkerLocation(worker=0, host=host, device=started.device)
@@ -41,7 +41,7 @@ class RemoteWorker:
         """Time at which its agent was last heard; see :class:`~onebox.pool.backends.base.HostedWorker`."""
         self.lost_s: float | None = None
         """Time at which it was given up."""
-        self._ports = Ports(started.commands, started.beats)
+        self._ports = Ports(started.commands, started.heartbeats)
         self._lock = threading.Lock()
         self._exit_status: int | None = None
         self._last_words = ""

@@ -85,7 +85,7 @@ class BoundPorts(Struct, frozen=True, forbid_unknown_fields=True, tag="bound"):
     """The endpoints that a worker has bound."""
 
     commands: str
-    beats: str
+    heartbeats: str
 
 
 class WorkerActor:
@@ -136,7 +136,7 @@ class WorkerActor:
             return _text(WorkerExit(str(error), error.exit_status, error.last_words))
         except OneboxError as error:
             return _text(WorkerExit(str(error)))
-        return _text(BoundPorts(ports.commands, ports.beats))
+        return _text(BoundPorts(ports.commands, ports.heartbeats))
 
     def watch(self, launch: int, patience_s: float) -> str:
         """Wait for a worker's end for a while; return :class:`WorkerExit`, or an empty text while it runs."""

@@ -195,14 +195,14 @@ class RaySource:
         orders = {number: self._order(number, hosts[number], client_key) for number in which}
         said = self._gather(which, lambda number: self._actors[number].launch.remote(orders[number]), end_s)
         launched = {number: msgspec.json.decode(text, type=Launched) for number, text in said.items()}
-        members = [
+        handles = [
             RayWorker(self._ray, self._actors[number], self._place(number, hosts[number]), self._nodes[number], one)
             for number, one in launched.items()
         ]
         if self._watch is None:
             self._watch = ActorMonitor(self._ray)
-        self._watch.add(members)
-        return list(zip(members, (one.key for one in launched.values()), strict=True))
+        self._watch.add(handles)
+        return list(zip(handles, (one.key for one in launched.values()), strict=True))
 
     def _find(self, which: Sequence[int], end_s: float) -> None:
         """Query the actors' nodes."""

@@ -72,7 +72,7 @@ class RayWorker:
         except (self._ray.exceptions.RayError, ConnectionError) as error:
             raise self._gone(error_summary(error)) from None
         if isinstance(answer, BoundPorts):
-            return Ports(answer.commands, answer.beats)
+            return Ports(answer.commands, answer.heartbeats)
         raise self._as_error(answer)
 
     def death(self) -> WorkerDied:
@@ -158,10 +158,10 @@ class ActorMonitor:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="onebox-ray", daemon=True)
 
-    def add(self, members: list[RayWorker]) -> None:
+    def add(self, handles: list[RayWorker]) -> None:
         """Monitor some more workers; the first call starts the thread."""
         with self._lock:
-            self._new += members
+            self._new += handles
         if self._thread.ident is None:
             self._thread.start()
 
@@ -176,45 +176,45 @@ class ActorMonitor:
             while not self._stopping.is_set():
                 self._turn()
         except Exception as error:  # Ray's connection may end under it, in ways of many types
-            for member in [*self._asked.values(), *self._new]:
-                member.lost(None, f"the connection with the cluster is lost: {error_summary(error)}")
+            for handle in [*self._asked.values(), *self._new]:
+                handle.lost(None, f"the connection with the cluster is lost: {error_summary(error)}")
 
     def _turn(self) -> None:
         with self._lock:
             new, self._new = self._new, []
-        for member in new:
-            self._ask(member)
+        for handle in new:
+            self._ask(handle)
         if not self._asked:
             self._stopping.wait(_TICK_S)
             return
         ready, _ = self._ray.wait(list(self._asked), num_returns=1, timeout=_TICK_S)
         for reference in ready:
-            member = self._asked.pop(reference)
-            runs = False if member.closed else member.heard(reference)
-            self._doubtful.discard(member)
+            handle = self._asked.pop(reference)
+            runs = False if handle.closed else handle.heard(reference)
+            self._doubtful.discard(handle)
             if runs:
-                self._ask(member)
+                self._ask(handle)
             elif runs is None:  # no heartbeat
-                self._doubtful.add(member)
-                self._asked[member.ask()] = member
+                self._doubtful.add(handle)
+                self._asked[handle.ask()] = handle
                 self._stopping.wait(_TICK_S)
-            elif self._watched[member.place.worker] is member:
-                self._liveness.forget(member.place.worker)
+            elif self._watched[handle.place.worker] is handle:
+                self._liveness.forget(handle.place.worker)
         if self._doubtful:
             alive = {node.id for node in nodes(self._ray)}
-            for member in [member for member in self._doubtful if member.node.node not in alive]:
-                self._give_up(member, "Ray says that the node is dead")
+            for handle in [handle for handle in self._doubtful if handle.node.node not in alive]:
+                self._give_up(handle, "Ray says that the node is dead")
         for worker, why in self._liveness.hung(time.monotonic()).items():
             self._give_up(self._watched[worker], f"the actor {why}")
 
-    def _give_up(self, member: RayWorker, why: str) -> None:
-        self._doubtful.discard(member)
-        self._asked = {reference: one for reference, one in self._asked.items() if one is not member}
-        if self._watched[member.place.worker] is member:
-            self._liveness.forget(member.place.worker)
-        member.lost(None, why)
+    def _give_up(self, handle: RayWorker, why: str) -> None:
+        self._doubtful.discard(handle)
+        self._asked = {reference: one for reference, one in self._asked.items() if one is not handle}
+        if self._watched[handle.place.worker] is handle:
+            self._liveness.forget(handle.place.worker)
+        handle.lost(None, why)
 
-    def _ask(self, member: RayWorker) -> None:
-        self._watched[member.place.worker] = member
-        self._liveness.beat(member.place.worker, time.monotonic())
-        self._asked[member.ask()] = member
+    def _ask(self, handle: RayWorker) -> None:
+        self._watched[handle.place.worker] = handle
+        self._liveness.beat(handle.place.worker, time.monotonic())
+        self._asked[handle.ask()] = handle

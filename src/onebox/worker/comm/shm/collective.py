@@ -71,47 +71,47 @@ class ShmCollective:
         self._expected = expected
         self._drop = drop
 
-    def letters(self, wait: Callable[[PendingReceive], ShmMessage]) -> list[ShmMessage]:
+    def messages(self, wait: Callable[[PendingReceive], ShmMessage]) -> list[ShmMessage]:
         """Return the messages of all ranks, in order."""
         size = len(self._expected) + 1
         return [self._own if rank == self._rank else wait(self._expected[rank]) for rank in range(size)]
 
-    def sum(self, letters: Sequence[ShmMessage]) -> Tensor:
+    def sum(self, messages: Sequence[ShmMessage]) -> Tensor:
         """Return the sum, added up in the order of the ranks.
 
         Raises:
             WireError: Another rank's call differs.
         """
-        self._agree(letters, [letter.spec for letter in letters])
+        self._agree(messages, [message.spec for message in messages])
         if self._block is None:
             return torch.empty(self._own.spec.shape, dtype=DTYPES[self._own.spec.dtype], device="meta")
-        parts = self._parts(letters)
+        parts = self._parts(messages)
         total = parts[0] + parts[1] if len(parts) > 1 else parts[0].clone()
         for part in parts[2:]:
             total += part
         return total
 
-    def join(self, letters: Sequence[ShmMessage], dim: int, spec: TensorSpec) -> Tensor:
+    def join(self, messages: Sequence[ShmMessage], dim: int, spec: TensorSpec) -> Tensor:
         """Return the concatenation of all ranks' parts.
 
         Args:
-            letters: Messages of all ranks.
+            messages: Messages of all ranks.
             dim: The dimension of concatenation.
             spec: Expected spec of the result.
 
         Raises:
             WireError: Another rank's call differs, or the result has another spec.
         """
-        self._agree(letters, [_without(letter.spec, dim) for letter in letters])
+        self._agree(messages, [_without(message.spec, dim) for message in messages])
         own = self._own.spec
-        joint = sum(letter.spec.shape[dim] for letter in letters)
+        joint = sum(message.spec.shape[dim] for message in messages)
         made = TensorSpec(own.dtype, (*own.shape[:dim], joint, *own.shape[dim + 1 :]))
         if made != spec:
             raise WireError(f"{made} comes of a gather along dimension {dim} where {spec} was to come")
         if self._block is None:
             return torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device="meta")
-        parts = self._parts(letters)
-        return torch.cat([part.view(letter.spec.shape) for part, letter in zip(parts, letters, strict=True)], dim)
+        parts = self._parts(messages)
+        return torch.cat([part.view(message.spec.shape) for part, message in zip(parts, messages, strict=True)], dim)
 
     def give_back(self) -> None:
         """Return all ranks' memory. Idempotent."""
@@ -124,14 +124,14 @@ class ShmCollective:
     def __del__(self) -> None:
         self.give_back()
 
-    def _agree(self, letters: Sequence[ShmMessage], specs: Sequence[TensorSpec]) -> None:
+    def _agree(self, messages: Sequence[ShmMessage], specs: Sequence[TensorSpec]) -> None:
         mine = specs[self._rank]
-        for rank, (letter, spec) in enumerate(zip(letters, specs, strict=True)):
-            if letter.code != self._own.code or spec != mine:
-                raise disagreement(self._order, self._rank, self._own, rank, letter)
+        for rank, (message, spec) in enumerate(zip(messages, specs, strict=True)):
+            if message.code != self._own.code or spec != mine:
+                raise disagreement(self._order, self._rank, self._own, rank, message)
 
-    def _parts(self, letters: Sequence[ShmMessage]) -> list[Tensor]:
-        return [inbox.part(letter) for inbox, letter in zip(self._inboxes, letters, strict=True)]
+    def _parts(self, messages: Sequence[ShmMessage]) -> list[Tensor]:
+        return [inbox.part(message) for inbox, message in zip(self._inboxes, messages, strict=True)]
 
 
 def _without(spec: TensorSpec, dim: int) -> TensorSpec:
@@ -139,7 +139,7 @@ def _without(spec: TensorSpec, dim: int) -> TensorSpec:
     return TensorSpec(spec.dtype, (*spec.shape[:dim], -1, *spec.shape[dim + 1 :]))
 
 
-def disagreement(order: int, rank: int, own: ShmMessage, peer: int, letter: ShmMessage) -> WireError:
+def disagreement(order: int, rank: int, own: ShmMessage, peer: int, message: ShmMessage) -> WireError:
     """Return the error for ranks that call different collectives.
 
     Args:
@@ -147,16 +147,16 @@ def disagreement(order: int, rank: int, own: ShmMessage, peer: int, letter: ShmM
         rank: This rank.
         own: This rank's message.
         peer: The other rank.
-        letter: The message of the other rank.
+        message: The message of the other rank.
     """
-    other = _name(letter) if _name(letter) != _name(own) else "one of tensors of other sizes, or another rank"
+    other = _name(message) if _name(message) != _name(own) else "one of tensors of other sizes, or another rank"
     return WireError(
         f"the ranks disagree on collective {order} of the group: rank {rank} came for {_name(own)}, rank {peer} for "
         f"{other}"
     )
 
 
-def _name(letter: ShmMessage) -> str:
-    code = letter.code
+def _name(message: ShmMessage) -> str:
+    code = message.code
     kind = f"a gather along dimension {code}" if is_gather(code) else _PURPOSES[(-1 - code >> 32) % len(_PURPOSES)]
-    return f"{kind} of {letter.spec}"
+    return f"{kind} of {message.spec}"

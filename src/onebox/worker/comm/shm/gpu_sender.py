@@ -4,24 +4,135 @@ read.
 
 from __future__ import annotations
 
+import mmap
 import queue
 import threading
 from collections import deque
-from typing import NamedTuple
+from contextlib import suppress
+from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
-from onebox.wire import TensorSpec
+from onebox.wire import DTYPES, TensorSpec
 from onebox.worker.comm.api import RankLost
-from onebox.worker.comm.shm.arena import MemoryBlock
-from onebox.worker.comm.shm.gpu_copy import ShmCopier, ShmCopy
+from onebox.worker.comm.shm.arena import MemoryBlock, rounded
 from onebox.worker.comm.shm.layout import ShmMessage
 from onebox.worker.comm.shm.receiver import PendingReceive
 from onebox.worker.comm.shm.segment import SharedMemory
 from onebox.worker.comm.shm.sender import BlockRegion, ShmSender
+from onebox.worker.memory.async_copy import CopyStream
+
+PAGE_BYTES = mmap.PAGESIZE
 
 _CLOSE_S = 30.0
 """Longest wait of a leaving worker for its sends to be completed by the accelerator."""
+
+
+class ShmCopy(Protocol):
+    """A copy in progress."""
+
+    def finish(self) -> None:
+        """Wait until it is complete.
+
+        Raises:
+            RuntimeError: It failed.
+        """
+
+    def over(self) -> bool:
+        """Return whether it is complete.
+
+        Raises:
+            RuntimeError: It failed.
+        """
+
+
+class ShmCopier(Protocol):
+    """Copies between a device and shared memory."""
+
+    def out(self, tensor: Tensor, memory: SharedMemory, offset: int, start: int, size_bytes: int) -> ShmCopy:
+        """Begin to copy a tensor, with its present contents, to a block.
+
+        Args:
+            tensor: The tensor.
+            memory: Memory of the block.
+            offset: Offset of the block.
+            start: Offset of the tensor in the block.
+            size_bytes: Bytes of the block.
+        """
+
+    def into(self, memory: SharedMemory, offset: int, spec: TensorSpec) -> tuple[Tensor, ShmCopy]:
+        """Begin to copy a tensor of the device from a block; later work of the device is ordered after the copy."""
+
+    def release(self) -> None:
+        """Wait for all copies, and release all memory."""
+
+
+def shm_copier_for(device: torch.device) -> ShmCopier | None:
+    """Return the copier for a device; ``None`` for one whose tensors are in host memory, or have no elements."""
+    return CudaShmCopier(device) if device.type == "cuda" else None
+
+
+class CudaShmCopier:
+    """Copies between a GPU and shared memory, with one stream for each direction.
+
+    Copies are asynchronous if the memory is page-locked: each block is registered with the driver at first use. Blocks
+    of such a group begin and end at page boundaries, and their pages are kept until the group is left.
+
+    Args:
+        device: The GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._out = CopyStream(device, yields=True)
+        self._into = CopyStream(device, yields=True)
+        self._registered: dict[int, SharedMemory] = {}  # blocks by address
+        self._refused = False
+
+    def out(self, tensor: Tensor, memory: SharedMemory, offset: int, start: int, size_bytes: int) -> ShmCopy:
+        """Begin to copy a tensor, ordered after the device's earlier work."""
+        dense = tensor.contiguous()
+        if dense.data_ptr() == tensor.data_ptr():
+            dense = tensor.clone()  # it may be overwritten meanwhile; cloning is much faster than copying to the host
+        host = self._block(memory, offset, size_bytes)[start : start + dense.nbytes]
+        self._out.follow()
+        return self._out.copy([(dense.view(-1).view(torch.uint8), host)], hold=True)
+
+    def into(self, memory: SharedMemory, offset: int, spec: TensorSpec) -> tuple[Tensor, ShmCopy]:
+        """Begin to copy from a block, independent of the device's other work."""
+        host = self._block(memory, offset, spec.size_bytes)
+        with torch.cuda.stream(self._into.stream):
+            made = torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device=self._device)
+        copied = self._into.copy([(host, made.view(-1).view(torch.uint8))])
+        copied.order()
+        made.record_stream(torch.cuda.current_stream(self._device))
+        return made, copied
+
+    def release(self) -> None:
+        """Wait for all copies, and unregister all blocks."""
+        for copies in (self._out, self._into):
+            copies.stream.synchronize()
+        for address in self._registered:
+            torch.cuda.cudart().cudaHostUnregister(address)
+        self._registered.clear()
+
+    def _block(self, memory: SharedMemory, offset: int, size_bytes: int) -> Tensor:
+        """Return the bytes of a block, page-locked."""
+        address = memory.address + offset
+        if size_bytes and address not in self._registered and not self._refused:
+            size = rounded(size_bytes, PAGE_BYTES)
+            if int(torch.cuda.cudart().cudaHostRegister(address, size, 0)):
+                self._refused = True  # copies still work, but synchronously
+                self._forget_error()
+            else:
+                self._registered[address] = memory
+        return memory.bytes[offset : offset + size_bytes]
+
+    def _forget_error(self) -> None:
+        """Clear the driver's error, which the next kernel launch would report."""
+        with suppress(RuntimeError):
+            torch.zeros(1, device=self._device)
 
 
 class _Waiting(NamedTuple):
@@ -38,13 +149,13 @@ class GpuShmSender:
     A thread waits for copies and posts them in order, so that the worker can wait for other ranks that depend on them.
 
     Args:
-        outbox: The sender of this rank.
-        carrier: The copier.
+        sender: The sender of this rank.
+        copier: The copier.
     """
 
-    def __init__(self, outbox: ShmSender, carrier: ShmCopier) -> None:
-        self._outbox = outbox
-        self._carrier = carrier
+    def __init__(self, sender: ShmSender, copier: ShmCopier) -> None:
+        self._sender = sender
+        self._copier = copier
         self._failure = ""
         self._reading: deque[tuple[ShmCopy, PendingReceive]] = deque()
         self._queue: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
@@ -60,16 +171,16 @@ class GpuShmSender:
         self.settle()
         if self._failure:
             raise RankLost(f"the group has been left: {self._failure}")
-        block = place.block or self._outbox.take(place.whole.size_bytes)
-        done = self._carrier.out(tensor, self._outbox.memory, block.offset, place.start, place.whole.size_bytes)
+        block = place.block or self._sender.take(place.whole.size_bytes)
+        done = self._copier.out(tensor, self._sender.memory, block.offset, place.start, place.whole.size_bytes)
         self._queue.put(_Waiting(done, peer, channel, block, place.whole if place.last else None))
         return place._replace(block=block)
 
-    def receive(self, expected: PendingReceive, letter: ShmMessage, memory: SharedMemory) -> Tensor:
+    def receive(self, expected: PendingReceive, message: ShmMessage, memory: SharedMemory) -> Tensor:
         """Return a tensor of the device with the elements of a message, which is returned when they have been
         copied.
         """
-        made, done = self._carrier.into(memory, letter.offset, letter.spec)
+        made, done = self._copier.into(memory, message.offset, message.spec)
         self._reading.append((done, expected))
         return made
 
@@ -82,18 +193,18 @@ class GpuShmSender:
         """Post pending sends, wait for reads, and release all memory. Idempotent."""
         self._queue.put(None)
         self._thread.join(_CLOSE_S)
-        self._carrier.release()
+        self._copier.release()
         while self._reading:
             self._reading.popleft()[1].give_back()
 
     def _post(self) -> None:
         while (waiting := self._queue.get()) is not None:
             try:
-                waiting.done.wait()
+                waiting.done.finish()
             except Exception as error:  # reported everywhere: peers see the group left, this worker the next call
                 self._failure = str(error) or type(error).__name__
-                self._outbox.leave()
+                self._sender.leave()
                 return
             if waiting.spec is not None:
-                self._outbox.post(waiting.peer, waiting.channel, waiting.block, waiting.spec)
+                self._sender.post(waiting.peer, waiting.channel, waiting.block, waiting.spec)
             del waiting

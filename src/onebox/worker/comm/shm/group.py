@@ -31,8 +31,7 @@ from onebox.worker.comm.api import Begun, Finish, RankLost, ReceivedTensor, RowR
 from onebox.worker.comm.emulated_links import EmulatedLinks, EmulatedRing
 from onebox.worker.comm.shm.arena import MemoryBlock
 from onebox.worker.comm.shm.collective import ShmCollective, code_of, disagreement, flat_spec, is_gather
-from onebox.worker.comm.shm.gpu_copy import ShmCopier
-from onebox.worker.comm.shm.gpu_sender import GpuShmSender
+from onebox.worker.comm.shm.gpu_sender import GpuShmSender, ShmCopier
 from onebox.worker.comm.shm.layout import ShmMessage, check_dimensions
 from onebox.worker.comm.shm.receiver import PendingReceive, ShmReceiver
 from onebox.worker.comm.shm.rendezvous import ShmPeers, note_speed, speed_in
@@ -53,7 +52,7 @@ class ShmGroup:
         device: Device of its tensors; ``meta`` for an emulated device.
         progress: Marked during waits.
         emulated_links: State of this worker's emulated links.
-        carrier: Copier for a device whose tensors are not in host memory.
+        copier: Copier for a device whose tensors are not in host memory.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class ShmGroup:
         device: torch.device,
         progress: WorkerProgress,
         emulated_links: EmulatedLinks,
-        carrier: ShmCopier | None = None,
+        copier: ShmCopier | None = None,
     ) -> None:
         self._rank = form.rank
         self._size = form.size
@@ -80,8 +79,8 @@ class ShmGroup:
         self._running: WeakValueDictionary[int, ShmCollective] = WeakValueDictionary()
         self._interrupted = False
         self._begun: dict[tuple[int, int], BlockRegion] = {}  # the last part of incomplete tensors, by rank and channel
-        self._outbox: ShmSender | None = ShmSender(met.memories[self._rank], self._size, paged=met.paged)
-        self._poster = None if carrier is None else GpuShmSender(self._outbox, carrier)
+        self._sender: ShmSender | None = ShmSender(met.memories[self._rank], self._size, paged=met.paged)
+        self._gpu_sender = None if copier is None else GpuShmSender(self._sender, copier)
         ranks = sorted(met.memories)
         self._inboxes = {rank: ShmReceiver(met.memories[rank], rank, self._rank, self._watch) for rank in ranks}
         self._ring = EmulatedRing() if met.emulated else None
@@ -106,31 +105,31 @@ class ShmGroup:
         Raises:
             WireError: It is not the next part.
         """
-        outbox = self._member(peer)
+        sender = self._member(peer)
         begin_ns = time.monotonic_ns()
         spec = spec_of(tensor)
         place = region_of(spec, within, self._begun.pop((peer, channel), None))
         check_dimensions(place.whole)
-        if self._poster is not None:
-            place = self._poster.send(tensor, peer, channel, place)
+        if self._gpu_sender is not None:
+            place = self._gpu_sender.send(tensor, peer, channel, place)
         elif not tensor.is_meta:
-            place = outbox.write_part(tensor, place)
+            place = sender.write_part(tensor, place)
         if not place.last:
             self._begun[peer, channel] = place
         due_ns = begin_ns
         if peer in self._links:
             due_ns = self._emulated_links.send(self._links[peer], spec.size_bytes, begin_ns)
-        if self._poster is not None or not place.last:
+        if self._gpu_sender is not None or not place.last:
             return due_ns
-        return outbox.post(peer, channel, place.block, place.whole, at_ns=due_ns)
+        return sender.post(peer, channel, place.block, place.whole, at_ns=due_ns)
 
     def receive(self, spec: TensorSpec, peer: int, channel: int, rows: Sequence[int] = ()) -> Finish:
         """Begin to receive a tensor from a rank; it arrives whole, in whatever parts it is sent."""
         check_rows(spec, rows)
 
-        def check(letter: ShmMessage) -> None:
-            if letter.spec != spec:
-                raise WireError(f"rank {peer} sent {letter.spec} on channel {channel}, where {spec} was to come")
+        def check(message: ShmMessage) -> None:
+            if message.spec != spec:
+                raise WireError(f"rank {peer} sent {message.spec} on channel {channel}, where {spec} was to come")
 
         return self._expect(peer, channel, check)
 
@@ -138,7 +137,7 @@ class ShmGroup:
         """Begin to sum tensors of one type over the ranks, as one flat tensor."""
         specs = [spec_of(tensor) for tensor in tensors]
         code = code_of("a sum", collective_fingerprint(self._order, specs))
-        return self._start(tensors, flat_spec(specs), code, lambda collective, letters: collective.sum(letters))
+        return self._start(tensors, flat_spec(specs), code, lambda collective, messages: collective.sum(messages))
 
     def collect(self, tensors: Sequence[Tensor], root: int) -> Begun:
         """Begin to sum tensors of one type for one rank, which receives those of the others."""
@@ -148,7 +147,7 @@ class ShmGroup:
         if root != self._rank:
             self._order += 1
             return self._hand_on(tensors, flat_spec(specs), code, [root])
-        combine = lambda collective, letters: collective.sum(letters)  # noqa: E731
+        combine = lambda collective, messages: collective.sum(messages)  # noqa: E731
         return self._start(tensors, flat_spec(specs), code, combine, alone=True)
 
     def broadcast(self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], root: int) -> Begun:
@@ -160,9 +159,9 @@ class ShmGroup:
             return self._hand_on(tensors, spec, code, self._peers)
         own = ShmMessage(0, code, -1, 0, spec)
 
-        def check(letter: ShmMessage) -> None:
-            if (letter.code, letter.spec) != (code, spec):
-                raise disagreement(order, self._rank, own, root, letter)
+        def check(message: ShmMessage) -> None:
+            if (message.code, message.spec) != (code, spec):
+                raise disagreement(order, self._rank, own, root, message)
 
         return self._expect(root, _COLLECTIVES, check)
 
@@ -172,40 +171,40 @@ class ShmGroup:
         check_dimensions(own)
         if not 0 <= dim < len(own.shape):
             raise WireError(f"{own} has no dimension {dim} to be gathered along")
-        return self._start([tensor], own, dim, lambda collective, letters: collective.join(letters, dim, spec))
+        return self._start([tensor], own, dim, lambda collective, messages: collective.join(messages, dim, spec))
 
     def close(self) -> None:
         """Leave the group and release its memory. Idempotent."""
-        if self._outbox is not None:
-            if self._poster is not None:
+        if self._sender is not None:
+            if self._gpu_sender is not None:
                 with self._progress.wait():
-                    self._poster.close()
-                self._poster = None
-            self._outbox.leave()
-            self._outbox = None
+                    self._gpu_sender.close()
+                self._gpu_sender = None
+            self._sender.leave()
+            self._sender = None
             self._begun.clear()
             for inbox in self._inboxes.values():
                 inbox.close()
 
     def retimed(self) -> None:
         """Publish the changed speeds of this rank's links; collectives in progress may use either speed."""
-        if self._outbox is not None:
-            note_speed(self._outbox.memory, len(self._links), self._emulated_links.slowest([*self._links.values()]))
+        if self._sender is not None:
+            note_speed(self._sender.memory, len(self._links), self._emulated_links.slowest([*self._links.values()]))
 
     def interrupt(self) -> None:
         """End all waits; callable from any thread, effective within :data:`SLICE_S`."""
         self._interrupted = True
 
-    def _made(self, expected: PendingReceive, letter: ShmMessage, peer: int) -> Tensor:
+    def _made(self, expected: PendingReceive, message: ShmMessage, peer: int) -> Tensor:
         """Return the tensor of a message, which is returned when its elements are no longer needed."""
-        if self._poster is not None and letter.offset >= 0:
+        if self._gpu_sender is not None and message.offset >= 0:
             memory = self._inboxes[peer].memory
             assert memory is not None
-            return self._poster.receive(expected, letter, memory)
+            return self._gpu_sender.receive(expected, message, memory)
         if self._device.type != "meta":
-            return expected.take(letter)
+            return expected.take(message)
         expected.give_back()
-        return torch.empty(letter.spec.shape, dtype=DTYPES[letter.spec.dtype], device="meta")
+        return torch.empty(message.spec.shape, dtype=DTYPES[message.spec.dtype], device="meta")
 
     def _expect(self, peer: int, channel: int, check: Callable[[ShmMessage], None]) -> Finish:
         """Expect the next message of a channel, which is checked on arrival."""
@@ -214,14 +213,14 @@ class ShmGroup:
 
         def finish() -> ReceivedTensor:
             try:
-                letter = self._wait(expected)
-                check(letter)
-                made = self._made(expected, letter, peer)
+                message = self._wait(expected)
+                check(message)
+                made = self._made(expected, message, peer)
             except BaseException:
                 expected.give_back()
                 raise
-            self._sleep_until(letter.at_ns)
-            return ReceivedTensor(made, letter.at_ns)
+            self._sleep_until(message.at_ns)
+            return ReceivedTensor(made, message.at_ns)
 
         return finish
 
@@ -235,19 +234,19 @@ class ShmGroup:
         """Return a block with tensors concatenated; ``None`` if they have no elements."""
         if tensors[0].is_meta:
             return None
-        host = tensors if self._poster is None else [tensor.cpu() for tensor in tensors]
+        host = tensors if self._gpu_sender is None else [tensor.cpu() for tensor in tensors]
         return self._member(self._rank).write(host, spec.size_bytes)
 
     def _hand_on(self, tensors: Sequence[Tensor], spec: TensorSpec, code: int, peers: Sequence[int]) -> int:
         """Send tensors, one flat tensor for each, to some ranks; return the time at which the last of them has it."""
-        outbox = self._member(self._rank)
+        sender = self._member(self._rank)
         begin_ns = ends_ns = time.monotonic_ns()
         block = self._write(tensors, spec) if peers else None
         for peer in peers:
             due_ns = (
                 self._emulated_links.send(self._links[peer], spec.size_bytes, begin_ns) if peer in self._links else 0
             )
-            ends_ns = max(ends_ns, outbox.post(peer, _COLLECTIVES, block, spec, code=code, at_ns=due_ns))
+            ends_ns = max(ends_ns, sender.post(peer, _COLLECTIVES, block, spec, code=code, at_ns=due_ns))
         return ends_ns
 
     def _start(
@@ -260,7 +259,7 @@ class ShmGroup:
         alone: bool = False,
     ) -> Finish:
         """Begin a collective with a result on this rank, and on all others unless it is for this rank alone."""
-        outbox = self._member(self._rank)
+        sender = self._member(self._rank)
         self._order += 1
         order = self._order
         block = self._write(tensors, spec)
@@ -268,7 +267,7 @@ class ShmGroup:
             block.readers += 1  # this rank
         now_ns = time.monotonic_ns()
         for peer in [] if alone else self._peers:
-            outbox.post(peer, _COLLECTIVES, block, spec, code=code, at_ns=now_ns)
+            sender.post(peer, _COLLECTIVES, block, spec, code=code, at_ns=now_ns)
         own = ShmMessage(0, code, -1 if block is None else block.offset, now_ns, spec)
         expected = {peer: self._inboxes[peer].expect(_COLLECTIVES) for peer in self._peers}
         inboxes = [self._inboxes[rank] for rank in range(self._size)]
@@ -278,13 +277,13 @@ class ShmGroup:
 
         def finish() -> ReceivedTensor:
             try:
-                letters = collective.letters(self._wait)
-                made = combine(collective, letters)
+                messages = collective.messages(self._wait)
+                made = combine(collective, messages)
                 self._time(order)
             finally:
                 collective.give_back()
-            self._sleep_until(max(letter.at_ns for letter in letters) if alone else collective.end_ns)
-            made = made if self._poster is None else made.to(self._device)
+            self._sleep_until(max(message.at_ns for message in messages) if alone else collective.end_ns)
+            made = made if self._gpu_sender is None else made.to(self._device)
             return ReceivedTensor(made, time.monotonic_ns())
 
         return finish
@@ -295,30 +294,30 @@ class ShmGroup:
             self._timed += 1
             collective = self._running.get(self._timed)
             if collective is not None:
-                letters = collective.letters(self._wait)
+                messages = collective.messages(self._wait)
                 memories = [self._inboxes[rank].memory for rank in range(self._size)]
                 speeds = [speed_in(memory) for memory in memories if memory is not None]
-                collective.end_ns = self._ring.run([letter.at_ns for letter in letters], speeds, *_load(letters))
+                collective.end_ns = self._ring.run([message.at_ns for message in messages], speeds, *_load(messages))
 
     def _drop(self, block: MemoryBlock) -> None:
-        if self._outbox is not None:
-            self._outbox.drop(block)
+        if self._sender is not None:
+            self._sender.drop(block)
 
     # ---- waits
 
     def _member(self, peer: int) -> ShmSender:
-        if self._outbox is None:
+        if self._sender is None:
             raise RankLost("the group has been left")
         if peer not in self._inboxes:
             raise WireError(f"rank {peer} of a group of {self._size}; allowed are 0 to {self._size - 1}")
-        return self._outbox
+        return self._sender
 
     def _wait(self, expected: PendingReceive) -> ShmMessage:
-        letter = expected.find()
-        if letter is None:
+        message = expected.find()
+        if message is None:
             with self._progress.wait():
-                letter = expected.wait()
-        return letter
+                message = expected.wait()
+        return message
 
     def _sleep_until(self, end_ns: int) -> None:
         if end_ns > time.monotonic_ns():
@@ -336,8 +335,8 @@ class ShmGroup:
             raise RankLost(f"rank {rank} did not come within {self._timeout_s:.0f} s")
 
 
-def _load(letters: Sequence[ShmMessage]) -> tuple[int, int]:
+def _load(messages: Sequence[ShmMessage]) -> tuple[int, int]:
     """Return the number of ring passes of a collective, and its bytes."""
-    if is_gather(letters[0].code):
-        return 1, sum(letter.spec.size_bytes for letter in letters)
-    return 2, letters[0].spec.size_bytes
+    if is_gather(messages[0].code):
+        return 1, sum(message.spec.size_bytes for message in messages)
+    return 2, messages[0].spec.size_bytes

@@ -40,12 +40,12 @@ _LENT_SHARE = 4
 class _Channel:
     """Received messages of one channel, by order."""
 
-    __slots__ = ("asked", "came", "forgotten", "letters")
+    __slots__ = ("asked", "came", "forgotten", "messages")
 
     def __init__(self) -> None:
         self.asked = 0
         self.came = 0
-        self.letters: dict[int, ShmMessage] = {}
+        self.messages: dict[int, ShmMessage] = {}
         self.forgotten: set[int] = set()
 
 
@@ -87,10 +87,10 @@ class ShmReceiver:
 
     def find(self, channel: int, order: int) -> ShmMessage | None:
         """Return a message if it has arrived."""
-        letters = self._channels[channel].letters
-        if order not in letters:
+        messages = self._channels[channel].messages
+        if order not in messages:
             self._look()
-        return letters.get(order)
+        return messages.get(order)
 
     def wait(self, channel: int, order: int) -> ShmMessage:
         """Wait for a message.
@@ -101,7 +101,7 @@ class ShmReceiver:
         memory = self._open()
         begin_s = time.monotonic()
         next_s = begin_s + SLICE_S
-        while (letter := self.find(channel, order)) is None:
+        while (message := self.find(channel, order)) is None:
             left = memory.words[LEFT]
             if memory.words[self._word + SENT] != self._seen:
                 continue
@@ -114,28 +114,28 @@ class ShmReceiver:
                 except RankLost:
                     if self.find(channel, order) is None:  # messages sent before the writer ended are valid
                         raise
-        return letter
+        return message
 
-    def part(self, letter: ShmMessage) -> Tensor:
+    def part(self, message: ShmMessage) -> Tensor:
         """Return the elements of a message, flat, in the writer's memory; valid until it is returned."""
-        spec, dtype = letter.spec, DTYPES[letter.spec.dtype]
-        if letter.offset < 0:
+        spec, dtype = message.spec, DTYPES[message.spec.dtype]
+        if message.offset < 0:
             raise WireError(f"rank {self.writer} does not compute: its {spec} has no elements")
         count = prod(spec.shape)
         if not count:
             return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(self._open().map, dtype=dtype, count=count, offset=letter.offset)
+        return torch.frombuffer(self._open().map, dtype=dtype, count=count, offset=message.offset)
 
-    def copy(self, letter: ShmMessage) -> Tensor:
+    def copy(self, message: ShmMessage) -> Tensor:
         """Return a tensor with the elements of a message."""
-        spec = letter.spec
+        spec = message.spec
         made = torch.empty(spec.shape, dtype=DTYPES[spec.dtype])
-        if letter.offset < 0:
+        if message.offset < 0:
             raise WireError(f"rank {self.writer} does not compute: its {spec} has no elements")
-        ctypes.memmove(made.data_ptr(), self._open().address + letter.offset, made.nbytes)
+        ctypes.memmove(made.data_ptr(), self._open().address + message.offset, made.nbytes)
         return made
 
-    def lend(self, channel: int, order: int, letter: ShmMessage) -> Tensor | None:
+    def lend(self, channel: int, order: int, message: ShmMessage) -> Tensor | None:
         """Return the elements of a message in place, exclusive to the reader, returned when the tensor is freed.
 
         No other process reads or writes them until then, and they outlive the writer.
@@ -143,39 +143,39 @@ class ShmReceiver:
         Returns:
             The tensor; ``None`` if a copy is cheaper, or too much is lent.
         """
-        memory, size_bytes = self._open(), letter.spec.size_bytes
+        memory, size_bytes = self._open(), message.spec.size_bytes
         room_bytes = len(memory.map) // _LENT_SHARE - self._lent_bytes
-        if letter.offset < 0 or not _LENT_FROM_BYTES <= size_bytes <= room_bytes:
+        if message.offset < 0 or not _LENT_FROM_BYTES <= size_bytes <= room_bytes:
             return None
-        view = (ctypes.c_char * size_bytes).from_buffer(memory.map, letter.offset)
-        weakref.finalize(view, _end, memory, self._over, letter).atexit = False
+        view = (ctypes.c_char * size_bytes).from_buffer(memory.map, message.offset)
+        weakref.finalize(view, _end, memory, self._over, message).atexit = False
         self._lent_bytes += size_bytes
         self._forget(channel, order)
-        return torch.frombuffer(view, dtype=DTYPES[letter.spec.dtype]).view(letter.spec.shape)
+        return torch.frombuffer(view, dtype=DTYPES[message.spec.dtype]).view(message.spec.shape)
 
     def settle(self) -> None:
         """Return lent memory that has been released."""
         while self._over:
-            letter = self._over.popleft()
-            self._lent_bytes -= letter.spec.size_bytes
+            message = self._over.popleft()
+            self._lent_bytes -= message.spec.size_bytes
             if self.memory is not None:
-                self._return(self.memory, letter.cell)
+                self._return(self.memory, message.cell)
 
     def give_back(self, channel: int, order: int) -> None:
         """Return the memory of a message to the writer; a message that has not arrived yet is returned on arrival."""
-        letter = self._forget(channel, order)
-        if letter is None:
+        message = self._forget(channel, order)
+        if message is None:
             self._channels[channel].forgotten.add(order)
         elif self.memory is not None:
-            self._return(self.memory, letter.cell)
+            self._return(self.memory, message.cell)
 
     def _forget(self, channel: int, order: int) -> ShmMessage | None:
         """Remove a message from its channel."""
         found = self._channels[channel]
-        letter = found.letters.pop(order, None)
-        if letter is not None and found.asked == found.came and not found.letters and not found.forgotten:
+        message = found.messages.pop(order, None)
+        if message is not None and found.asked == found.came and not found.messages and not found.forgotten:
             del self._channels[channel]  # numbering may restart
-        return letter
+        return message
 
     def close(self) -> None:
         """Unmap the writer's memory."""
@@ -202,11 +202,11 @@ class ShmReceiver:
             if found.came in found.forgotten:
                 found.forgotten.discard(found.came)
                 self._return(memory, cell)
-                if found.asked == found.came and not found.letters and not found.forgotten:
+                if found.asked == found.came and not found.messages and not found.forgotten:
                     del self._channels[channel]
             else:
                 spec = TensorSpec(TYPE_NAMES[dtype], tuple(shape[:dimensions]))
-                found.letters[found.came] = ShmMessage(cell, code, offset, at_ns, spec)
+                found.messages[found.came] = ShmMessage(cell, code, offset, at_ns, spec)
 
     def _return(self, memory: SharedMemory, cell: int) -> None:
         NUMBER.pack_into(memory.map, self._tail + NEXT_RETURNED, cell)
@@ -238,15 +238,15 @@ class PendingReceive:
         """
         return self._inbox.wait(self._channel, self._order)
 
-    def part(self, letter: ShmMessage) -> Tensor:
+    def part(self, message: ShmMessage) -> Tensor:
         """Return its elements, flat, in the writer's memory; valid until it is returned."""
-        return self._inbox.part(letter)
+        return self._inbox.part(message)
 
-    def take(self, letter: ShmMessage) -> Tensor:
+    def take(self, message: ShmMessage) -> Tensor:
         """Return a tensor with its elements, owned by the reader."""
-        lent = self._inbox.lend(self._channel, self._order, letter)
+        lent = self._inbox.lend(self._channel, self._order, message)
         if lent is None:
-            return self._inbox.copy(letter)
+            return self._inbox.copy(message)
         self._done = True
         return lent
 
@@ -260,9 +260,9 @@ class PendingReceive:
         self.give_back()
 
 
-def _end(memory: SharedMemory, over: deque[ShmMessage], letter: ShmMessage) -> None:
+def _end(memory: SharedMemory, over: deque[ShmMessage], message: ShmMessage) -> None:
     """Record, from any thread, that a lent message is released; unmap it if its writer has left."""
     if memory.words[LEFT]:
-        memory.discard(letter.offset, letter.spec.size_bytes)
+        memory.discard(message.offset, message.spec.size_bytes)
     else:
-        over.append(letter)
+        over.append(message)

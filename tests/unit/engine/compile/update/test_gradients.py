@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from onebox.engine.compile.routine import RoutineBuilder
-from onebox.engine.compile.update.collectives import ReductionQueue
-from onebox.engine.compile.update.gradients import Gradients
+from onebox.engine.compile.update.collectives import ReductionQueue, RoutineScope
+from onebox.engine.compile.update.gradients import Gradients, WorkerGradients
 from onebox.engine.compile.update.optimizer_update import WorkerUpdate
 from onebox.engine.partition.sharding_spec import ShardingSpec
 from onebox.errors import CaptureError
@@ -217,7 +217,8 @@ def _finish(lowered: Lowered, holdings: ShardingSpec, *, worker: int, actions: S
     builder = RoutineBuilder(lowered.numbers.new)
     gradients = Gradients(holdings, lowered.numbers, trained=lowered.trained, model=lowered.model, max_norm=1.0)
     exchanges = ReductionQueue(builder, worker, lowered.numbers.groups)
-    gradients.begin(builder, worker, actions, lowered.job, exchanges)
+    scope = RoutineScope(builder=builder, worker=worker, actions=actions, job=lowered.job, exchanges=exchanges)
+    WorkerGradients(gradients, scope)
     WorkerUpdate(gradients, builder, worker).finish()
     return builder.steps
 

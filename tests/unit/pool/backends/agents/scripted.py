@@ -74,9 +74,9 @@ class ScriptedAgent:
     def line(self) -> AgentConnection:
         return AgentConnection(self.address, self.keys.public, new_keys(), "ana@desk")
 
-    def say(self, saying: AgentResponse) -> None:
+    def send(self, message: AgentResponse) -> None:
         """Say something unasked."""
-        self._say.append(saying)
+        self._say.append(message)
 
     def kinds(self) -> list[str]:
         """Return what was asked for so far, but for signs of life."""
@@ -100,11 +100,11 @@ class ScriptedAgent:
             self.heard.append(request)
             if not self.mute:
                 found = self.answer(request)
-                for saying in self._usual(request) if found is None else found:
-                    self._send(saying)
+                for message in self._usual(request) if found is None else found:
+                    self._send(message)
 
-    def _send(self, saying: AgentResponse | bytes) -> None:
-        frame = saying if isinstance(saying, bytes) else encode_agent(saying)
+    def _send(self, message: AgentResponse | bytes) -> None:
+        frame = message if isinstance(message, bytes) else encode_agent(message)
         self._socket.send_multipart([self._client, frame])
 
     def _usual(self, request: Request) -> list[AgentResponse]:

@@ -17,11 +17,10 @@ import zmq
 
 from onebox.errors import PoolError, UsageError
 from onebox.pool.backends.agents import agent_connection as lines
-from onebox.pool.backends.agents import reachability as reaching
+from onebox.pool.backends.agents import agent_socket as reaching
 from onebox.pool.backends.agents.agent_connection import AgentConnection, Busy
-from onebox.pool.backends.agents.agent_socket import own_address, resolve, split
+from onebox.pool.backends.agents.agent_socket import own_address, reach, resolve, split
 from onebox.pool.backends.agents.agent_source import AgentSource, acquire_all, connect_agent
-from onebox.pool.backends.agents.reachability import reach
 from onebox.pool.backends.agents.remote_worker import RemoteWorker
 from onebox.pool.backends.compatibility import own_versions
 from onebox.pool.keys.keyring import KnownAgent, fingerprint, remember_agent
@@ -83,7 +82,7 @@ def test_a_lease_brings_members_and_is_released_with_the_line(agent: ScriptedAge
         f"worker {number} (cpu on {agent.address})" for number in (4, 5)
     ]
     assert members[0].address == "192.0.2.7"
-    assert (members[0].ports().commands, members[0].ports().beats, members[0].pid) == (
+    assert (members[0].ports().commands, members[0].ports().heartbeats, members[0].pid) == (
         "tcp://192.0.2.7:1",
         "tcp://192.0.2.7:2",
         7,
@@ -104,9 +103,9 @@ def test_a_lease_brings_members_and_is_released_with_the_line(agent: ScriptedAge
 
 def test_the_end_of_a_worker_is_told_of_that_worker(agent: ScriptedAgent, line: AgentConnection) -> None:
     first, second = line.lease([CPU, CPU], CLIENT)
-    agent.say(WorkerEnded(first.lease, 5, 0, ""))
-    agent.say(WorkerEnded(first.lease + 9, 0, 0, ""))
-    agent.say(WorkerEnded(first.lease, 1, -signal.SIGKILL, "no memory\nfor this"))
+    agent.send(WorkerEnded(first.lease, 5, 0, ""))
+    agent.send(WorkerEnded(first.lease + 9, 0, 0, ""))
+    agent.send(WorkerEnded(first.lease, 1, -signal.SIGKILL, "no memory\nfor this"))
     said = ends(second)
     assert f"(cpu on {agent.address}), process 7, was ended by signal 9, SIGKILL" in said
     assert "its last words:\nno memory\nfor this\n" in said
@@ -115,13 +114,13 @@ def test_the_end_of_a_worker_is_told_of_that_worker(agent: ScriptedAgent, line: 
     assert not select.select([first.descriptor], [], [], 0.0)[0]
     with pytest.raises(type(second.death())):
         second.ports()
-    agent.say(WorkerEnded(first.lease, 0, 3, ""))
+    agent.send(WorkerEnded(first.lease, 0, 3, ""))
     assert "ended with exit status 3; it said nothing" in ends(first)
 
 
 def test_the_end_of_a_lease_is_told_of_all_its_workers(agent: ScriptedAgent, line: AgentConnection) -> None:
     members = [*line.lease([CPU, CPU], CLIENT), *line.lease([CPU], CLIENT)]
-    agent.say(LeaseEnded(members[0].lease, "its time is over"))
+    agent.send(LeaseEnded(members[0].lease, "its time is over"))
     for member in members[:2]:
         assert "was ended with its lease: its time is over" in ends(member)
     assert not select.select([members[2].descriptor], [], [], 0.0)[0]

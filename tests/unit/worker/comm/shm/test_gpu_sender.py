@@ -16,7 +16,7 @@ from torch import Tensor
 
 from onebox.wire import DTYPES, TensorSpec
 from onebox.worker.comm.api import RankLost, RowRange
-from onebox.worker.comm.shm.gpu_copy import ShmCopy, shm_copier_for
+from onebox.worker.comm.shm.gpu_sender import ShmCopy, shm_copier_for
 from onebox.worker.comm.shm.group import ShmGroup
 from onebox.worker.comm.shm.segment import SharedMemory, supported
 from tests.unit.ranks import run_ranks
@@ -40,7 +40,7 @@ class Late:
         self._copy()
         self._made.set()
 
-    def wait(self) -> None:
+    def finish(self) -> None:
         assert self._made.wait(20)
         if self.failure:
             raise RuntimeError(self.failure)
@@ -49,7 +49,7 @@ class Late:
         return self._made.is_set()
 
 
-class LateCarrier:
+class LateCopier:
     """Copies for a device whose copies are made when a test says so.
 
     Args:
@@ -97,7 +97,7 @@ def number(sender: int, order: int) -> Tensor:
 
 
 def test_letters_leave_when_their_copies_are_made_and_in_their_order() -> None:
-    carrier = LateCarrier()
+    copier = LateCopier()
 
     def rank(which: int, group: ShmGroup) -> None:
         if which == 1:
@@ -109,20 +109,20 @@ def test_letters_leave_when_their_copies_are_made_and_in_their_order() -> None:
         for tensor in tensors:
             group.send(tensor, 1, 0)
             tensor.zero_()  # who sends may write to it at once
-        assert group._outbox is not None
-        assert group._outbox._lanes[1].sent == 0
-        carrier.outs[1].make()
+        assert group._sender is not None
+        assert group._sender._lanes[1].sent == 0
+        copier.outs[1].make()
         time.sleep(0.05)
-        assert group._outbox._lanes[1].sent == 0, "the first is on its way, and the other behind it"
-        carrier.outs[0].make()
+        assert group._sender._lanes[1].sent == 0, "the first is on its way, and the other behind it"
+        copier.outs[0].make()
 
-    run_ranks(2, rank, carriers={0: carrier})
-    assert carrier.released
-    assert all(offset % mmap.PAGESIZE == 0 for offset in carrier.offsets)
+    run_ranks(2, rank, copiers={0: copier})
+    assert copier.released
+    assert all(offset % mmap.PAGESIZE == 0 for offset in copier.offsets)
 
 
 def test_a_tensor_leaves_when_all_of_its_parts_are_copied() -> None:
-    carrier = LateCarrier()
+    copier = LateCopier()
 
     def rank(which: int, group: ShmGroup) -> None:
         whole, rows = number(0, 0), (5_000, 15_000)
@@ -131,45 +131,45 @@ def test_a_tensor_leaves_when_all_of_its_parts_are_copied() -> None:
             return
         first, second = whole.split(rows)
         group.send(first, 1, 0, RowRange(LARGE, 0))
-        carrier.outs[0].make()
+        copier.outs[0].make()
         group.send(second, 1, 0, RowRange(LARGE, rows[0]))
         time.sleep(0.05)
-        assert group._outbox is not None
-        assert group._outbox._lanes[1].sent == 0, "one part is still on its way"
-        carrier.outs[1].make()
+        assert group._sender is not None
+        assert group._sender._lanes[1].sent == 0, "one part is still on its way"
+        copier.outs[1].make()
 
-    run_ranks(2, rank, carriers={0: carrier})
-    assert len(carrier.offsets) == 1, "both are copied into one block"
+    run_ranks(2, rank, copiers={0: copier})
+    assert len(copier.offsets) == 1, "both are copied into one block"
 
 
 def test_what_is_read_is_given_back_when_its_copy_is_made() -> None:
-    carrier = LateCarrier()
+    copier = LateCopier()
 
     def rank(which: int, group: ShmGroup) -> list[int]:
-        assert group._outbox is not None
+        assert group._sender is not None
         if which == 0:
             group.send(number(0, 0), 1, 0)
             unread = []
             for _ in range(2):
                 group.receive(FLAG, 1, 0)()
-                unread.append(group._outbox.unread_bytes)
+                unread.append(group._sender.unread_bytes)
                 group.send(torch.tensor(True), 1, 1)
             return unread
         made = group.receive(LARGE, 0, 0)().tensor
         assert made[0] == 77
         group.send(torch.tensor(True), 0, 0)
-        carrier.outs[0].make()
+        copier.outs[0].make()
         group.receive(FLAG, 0, 1)()
-        carrier.intos[1].make()
-        carrier.intos[0].make()
+        copier.intos[1].make()
+        copier.intos[0].make()
         assert torch.equal(made, number(0, 0))
         group.send(torch.tensor(True), 0, 0)
-        carrier.outs[1].make()
+        copier.outs[1].make()
         group.receive(FLAG, 0, 1)()
-        carrier.intos[2].make()
+        copier.intos[2].make()
         return []
 
-    before, after = run_ranks(2, rank, carriers={1: carrier})[0]
+    before, after = run_ranks(2, rank, copiers={1: copier})[0]
     assert before >= LARGE.size_bytes
     assert after < LARGE.size_bytes
 
@@ -178,7 +178,7 @@ def test_what_is_read_is_given_back_when_its_copy_is_made() -> None:
 @given(st.integers(2, 3), st.lists(st.sampled_from([0, 1, 700, 60_000]), max_size=6), st.integers(0, 1 << 30))
 def test_ranks_that_all_send_before_they_receive_get_everything(size: int, sizes: list[int], seed: int) -> None:
     """Accelerators and processors alike: nobody waits for a copy of its own, for which others would wait."""
-    carriers = {which: LateCarrier(random.Random(seed + which)) for which in range(size) if seed >> which & 1}
+    copiers = {which: LateCopier(random.Random(seed + which)) for which in range(size) if seed >> which & 1}
 
     def rank(which: int, group: ShmGroup) -> None:
         peers = [peer for peer in range(size) if peer != which]
@@ -193,18 +193,18 @@ def test_ranks_that_all_send_before_they_receive_get_everything(size: int, sizes
         ]
         made = [(peer, order, finish().tensor) for peer, order, finish in came]
         assert total().tensor.tolist() == [size * (size - 1) / 2] * 3
-        if which in carriers:
-            for late in carriers[which].intos:
-                late.wait()
+        if which in copiers:
+            for late in copiers[which].intos:
+                late.finish()
         for peer, order, tensor in made:
             assert tensor.shape == (sizes[order], 2)
             assert tensor.eq(100 * peer + order).all()
 
-    run_ranks(size, rank, carriers=carriers)
+    run_ranks(size, rank, copiers=copiers)
 
 
 def test_a_copy_that_fails_ends_the_group_for_everybody() -> None:
-    carrier = LateCarrier()
+    copier = LateCopier()
 
     def rank(which: int, group: ShmGroup) -> None:
         if which == 1:
@@ -212,23 +212,23 @@ def test_a_copy_that_fails_ends_the_group_for_everybody() -> None:
                 group.receive(LARGE, 0, 0)()
             return
         group.send(number(0, 0), 1, 0)
-        carrier.outs[0].failure = "the device is on fire"
-        carrier.outs[0].make()
-        assert group._poster is not None
-        group._poster._thread.join(20)
+        copier.outs[0].failure = "the device is on fire"
+        copier.outs[0].make()
+        assert group._gpu_sender is not None
+        group._gpu_sender._thread.join(20)
         with pytest.raises(RankLost, match="the group has been left: the device is on fire"):
             group.send(number(0, 1), 1, 0)
 
-    run_ranks(2, rank, carriers={0: carrier}, timeout_s=3600.0)
+    run_ranks(2, rank, copiers={0: copier}, timeout_s=3600.0)
 
 
 def test_pages_that_a_driver_knows_stay_until_the_group_is_left() -> None:
     """Also those of a rank that has no accelerator itself, but sends to one."""
-    carrier = LateCarrier()
+    copier = LateCopier()
 
     def rank(which: int, group: ShmGroup) -> int:
-        assert group._outbox is not None
-        arena = group._outbox._arena
+        assert group._sender is not None
+        arena = group._sender._arena
         if which == 0:
             for block in [arena.take(8 << 20) for _ in range(40)]:
                 arena.give(block)
@@ -236,9 +236,9 @@ def test_pages_that_a_driver_knows_stay_until_the_group_is_left() -> None:
                 arena.give(arena.take(8 << 20))
         return arena.backed_bytes
 
-    assert run_ranks(2, rank, carriers={1: carrier})[0] == 40 * (8 << 20)
+    assert run_ranks(2, rank, copiers={1: copier})[0] == 40 * (8 << 20)
 
 
-def test_only_accelerators_have_a_carrier() -> None:
+def test_only_accelerators_have_a_copier() -> None:
     assert shm_copier_for(torch.device("cpu")) is None
     assert shm_copier_for(torch.device("meta")) is None

@@ -1,4 +1,4 @@
-"""Groups through shared memory, the ranks being threads of this process: sums, gathers, letters, and lost peers."""
+"""Groups through shared memory, the ranks being threads of this process: sums, gathers, messages, and lost peers."""
 
 from __future__ import annotations
 
@@ -133,17 +133,17 @@ def test_parts_that_do_not_fit_together() -> None:
     run_ranks(2, rank)
 
 
-# ---- letters
+# ---- messages
 
 
 @st.composite
 def traffic(draw: st.DrawFn) -> tuple[int, list[tuple[int, int, int, str, tuple[int, ...]]], int]:
-    """Draw how many ranks there are, their letters (from, to, channel, element type, shape), and a seed for orders."""
+    """Draw how many ranks there are, their messages (from, to, channel, element type, shape), and a seed for orders."""
     size = draw(st.integers(2, 4))
     rank = st.integers(0, size - 1)
     shape = st.lists(st.integers(0, 4), max_size=4).map(tuple)
-    letter = st.tuples(rank, rank, st.integers(0, 2), st.sampled_from(COMPARED), shape)
-    return size, draw(st.lists(letter, max_size=30)), draw(st.integers(0, 1 << 30))
+    message = st.tuples(rank, rank, st.integers(0, 2), st.sampled_from(COMPARED), shape)
+    return size, draw(st.lists(message, max_size=30)), draw(st.integers(0, 1 << 30))
 
 
 @given(traffic())
@@ -152,10 +152,10 @@ def test_what_is_received_is_what_was_sent(
     case: tuple[int, list[tuple[int, int, int, str, tuple[int, ...]]], int],
 ) -> None:
     """Each rank does its part of one order of all sends and waits, in which a wait comes behind its send."""
-    size, letters, seed = case
+    size, messages, seed = case
     chance = random.Random(seed)
     events: list[tuple[str, int]] = []
-    for number in range(len(letters)):
+    for number in range(len(messages)):
         events.insert(chance.randint(0, len(events)), ("send", number))
     sent = [number for kind, number in events if kind == "send"]
     for number in sent:
@@ -165,11 +165,11 @@ def test_what_is_received_is_what_was_sent(
         finishes: dict[int, Finish] = {}
         made = {}
         for which in sent:  # asked for in the order of sending, waited for in any
-            sender, receiver, channel, dtype, shape = letters[which]
+            sender, receiver, channel, dtype, shape = messages[which]
             if receiver == number:
                 finishes[which] = group.receive(TensorSpec(dtype, shape), sender, channel)
         for kind, which in events:
-            sender, receiver, channel, dtype, shape = letters[which]
+            sender, receiver, channel, dtype, shape = messages[which]
             if kind == "send" and sender == number:
                 tensor = part(which, 1, shape, dtype)
                 group.send(tensor.t().contiguous().t() if len(shape) == 2 else tensor, receiver, channel)
@@ -178,7 +178,7 @@ def test_what_is_received_is_what_was_sent(
         return made
 
     results = run_ranks(size, rank)
-    for which, (_, receiver, _, dtype, shape) in enumerate(letters):
+    for which, (_, receiver, _, dtype, shape) in enumerate(messages):
         came = results[receiver][which]
         assert spec_of(came) == TensorSpec(dtype, shape)
         assert torch.equal(came, part(which, 1, shape, dtype))
@@ -216,10 +216,10 @@ def test_what_was_read_is_used_again() -> None:
             else:
                 assert float(group.receive(spec, 0, 0)().tensor[-1]) == step
                 group.send(torch.tensor(True), 0, 0)
-        assert group._outbox is not None
-        return group._outbox._arena.backed_bytes
+        assert group._sender is not None
+        return group._sender._arena.backed_bytes
 
-    assert max(run_ranks(2, rank)) < 50_000, "a few tensors of 4,000 bytes, and some letters"
+    assert max(run_ranks(2, rank)) < 50_000, "a few tensors of 4,000 bytes, and some messages"
 
 
 def test_a_letter_or_sum_that_nobody_waits_for_holds_no_memory() -> None:
@@ -233,8 +233,8 @@ def test_a_letter_or_sum_that_nobody_waits_for_holds_no_memory() -> None:
         assert group.receive(TensorSpec("float32", (1,)), 1 - number, 3)().tensor.item() == 1
         assert group.reduce([torch.ones(1)])().tensor.item() == 2
         assert group.reduce([torch.ones(1)])().tensor.item() == 2  # by now the other has returned all before
-        assert group._outbox is not None
-        return group._outbox.unread_bytes
+        assert group._sender is not None
+        return group._sender.unread_bytes
 
     assert max(run_ranks(2, rank)) < 40_000
 
@@ -285,8 +285,8 @@ def test_what_was_received_is_the_readers_own_until_it_forgets_it() -> None:
             for count in range(60):
                 group.send(torch.full(LARGE.shape, float(count)), 1, 0)
                 group.receive(TensorSpec("bool", ()), 1, 0)()
-            assert group._outbox is not None
-            return group._outbox._arena.backed_bytes
+            assert group._sender is not None
+            return group._sender._arena.backed_bytes
         kept: list[Tensor] = []
         for count in range(60):
             kept.append(group.receive(LARGE, 0, 0)().tensor)
@@ -338,8 +338,8 @@ def test_what_is_forgotten_in_another_thread_is_given_back() -> None:
         group.send(torch.zeros(LARGE.shape), 1, 0)
         group.send(torch.zeros(LARGE.shape), 1, 0)
         group.receive(TensorSpec("bool", ()), 1, 0)()
-        assert group._outbox is not None
-        unread = group._outbox.unread_bytes
+        assert group._sender is not None
+        unread = group._sender.unread_bytes
         group.send(torch.tensor(True), 1, 1)
         return unread
 

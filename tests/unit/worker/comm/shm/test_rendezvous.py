@@ -18,8 +18,8 @@ from onebox.wire.protocol.groups import FormGroup
 from onebox.wire.protocol.responses import Joined
 from onebox.worker.comm.api import RankLost, WorkerGroup
 from onebox.worker.comm.emulated_links import EmulatedLinks
-from onebox.worker.comm.formation import form_group
 from onebox.worker.comm.hybrid import HybridGroup
+from onebox.worker.comm.manager import form_group
 from onebox.worker.comm.shm import rendezvous
 from onebox.worker.comm.shm.descriptors import DescriptorExchange
 from onebox.worker.comm.shm.group import ShmGroup
@@ -44,7 +44,7 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(places: str, rank: Callable[[int, WorkerGroup], Any]) -> list[Any]:
-    """Form a group of ranks in places, each named by a letter, and run a function in each."""
+    """Form a group of ranks in places, each named by a message, and run a function in each."""
     hub = Hub()
 
     def one(number: int) -> Any:

@@ -1,0 +1,128 @@
+"""The client's services for groups, as a worker uses them: a key-value store for the rendezvous, and sums.
+
+Both go over the authenticated channel: :class:`ChannelStore` is a ``torch.distributed.Store`` whose keys are stored at
+the client.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from onebox.errors import WireError
+from onebox.wire import TensorSpec, dtype_name, from_frame, spec_of, to_frame
+from onebox.wire.protocol.groups import FormGroup, Rendezvous
+from onebox.wire.protocol.responses import Contribution, Joined, Lookup
+from onebox.worker.comm.api import Begun, ClientChannel, Finish, ReceivedTensor, RowRange
+
+
+class ChannelStore(dist.Store):
+    """A key-value store at the client, for the rendezvous of one group."""
+
+    def __init__(self, channel: ClientChannel, group: int, timeout_s: float) -> None:
+        super().__init__()
+        self._channel = channel
+        self._group = group
+        self._timeout_s = timeout_s
+
+    def set(self, key: str, value: Any) -> None:
+        """Set a key."""
+        self._ask("set", [key], value if isinstance(value, bytes) else bytes(value, "utf8"))
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key, waiting for it."""
+        return self._ask("get", [key])
+
+    def add(self, key: str, value: int) -> int:
+        """Add to a counter and return the result."""
+        return int(self._ask("add", [key], str(value).encode()))
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether all keys are set."""
+        return self._ask("check", keys) == b"1"
+
+    def delete_key(self, key: str) -> bool:
+        """Delete a key and return whether it existed."""
+        return self._ask("delete", [key]) == b"1"
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait for keys."""
+        for key in keys:
+            self._ask("get", [key])
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of waiting for a key."""
+        self._timeout_s = timeout.total_seconds()
+
+    def _ask(self, action: Any, keys: list[str], value: bytes = b"") -> bytes:
+        ticket = self._channel.new_ticket()
+        self._channel.send_to_client(Lookup(ticket, self._group, action, tuple(keys), value))
+        if action == "set":
+            return b""
+        answer, _ = self._channel.await_ticket(ticket, self._timeout_s)
+        assert isinstance(answer, Rendezvous)
+        return answer.value
+
+
+class ClientGroup:
+    """A group that reduces at the client."""
+
+    def __init__(self, form: FormGroup, channel: ClientChannel, device: torch.device) -> None:
+        self.rank = form.rank
+        self._number = form.group
+        self._timeout_s = form.timeout_s
+        self._channel = channel
+        self._device = device
+        self._order = 0
+
+    @property
+    def joined(self) -> Joined:
+        """Return that no memory is shared."""
+        return Joined()
+
+    def collect(self, tensors: Sequence[Tensor], root: int) -> Begun:
+        """Refuse: the client reduces for all ranks only."""
+        raise WireError("a group at the client sums for all of its ranks, not for one")
+
+    def broadcast(self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], root: int) -> Begun:
+        """Refuse: the client does not forward tensors."""
+        raise WireError("a group at the client only sums")
+
+    def reduce(self, tensors: Sequence[Tensor]) -> Finish:
+        """Send tensors of one type to the client for reduction, as one flat tensor."""
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        ticket = self._channel.new_ticket()
+        spec = spec_of(flat)
+        self._channel.send_to_client(Contribution(ticket, self._number, self._order, spec), [to_frame(flat)])
+        self._order += 1
+
+        def finish() -> ReceivedTensor:
+            _, frames = self._channel.await_ticket(ticket, self._timeout_s)
+            total = from_frame(TensorSpec(dtype_name(flat.dtype), tuple(flat.shape)), frames[0])
+            return ReceivedTensor(total.to(self._device), time.monotonic_ns())
+
+        return finish
+
+    def gather(self, tensor: Tensor, spec: TensorSpec, dim: int) -> Finish:
+        """Refuse: the client does not forward tensors."""
+        raise WireError("a group at the client only sums")
+
+    def send(self, tensor: Tensor, peer: int, channel: int, within: RowRange | None = None) -> int:
+        """Refuse: the client does not forward tensors."""
+        raise WireError("a group at the client has no way from worker to worker")
+
+    def receive(self, spec: TensorSpec, peer: int, channel: int, rows: Sequence[int] = ()) -> Finish:
+        """Refuse: the client does not forward tensors."""
+        raise WireError("a group at the client has no way from worker to worker")
+
+    def interrupt(self) -> None:
+        """Do nothing: the client replies, with an error if nothing will arrive."""
+
+    def close(self) -> None:
+        """Do nothing: nothing is open."""

@@ -1,0 +1,103 @@
+"""Messages on their way to a worker: how many, what failed, and when there are too many."""
+
+from __future__ import annotations
+
+import itertools
+from concurrent.futures import Future
+from typing import Any
+
+from onebox.errors import PeerLost
+from onebox.vgpu.runtime.request_channel import BYTES, MESSAGES, InFlight, SentMessage
+
+numbers = itertools.count(1)
+
+
+def sent(ahead: InFlight, size_bytes: int = 0, *, awaited: bool = False, number: int = 0) -> Future[Any]:
+    future: Future[Any] = Future()
+    ahead.add(SentMessage(future, number or next(numbers), size_bytes, awaited))
+    return future
+
+
+def lost() -> PeerLost:
+    return PeerLost("rank 0 has left the group", worker=1, host="localhost", device="cpu")
+
+
+def test_what_is_answered_is_not_on_its_way() -> None:
+    ahead = InFlight()
+    first, second = sent(ahead), sent(ahead)
+    assert len(ahead) == 2
+    first.set_result(None)
+    assert len(ahead) == 1
+    second.set_result(None)
+    assert len(ahead) == 0
+    assert ahead.failed() is None
+
+
+def test_the_first_failure_is_told_once() -> None:
+    ahead = InFlight()
+    errors = [ValueError(str(number)) for number in range(2)]
+    for error in errors:
+        sent(ahead).set_exception(error)
+    assert ahead.failed() is errors[0]
+    assert ahead.failed() is errors[0]
+    ahead.mark_reported()
+    assert ahead.failed() is None
+    sent(ahead).set_exception(errors[1])
+    ahead.mark_reported()
+    assert ahead.failed() is None
+
+
+def test_a_failure_that_is_waited_for_is_not_told_again() -> None:
+    ahead = InFlight()
+    future = sent(ahead, awaited=True)
+    assert not ahead.busy()
+    sent(ahead)
+    assert ahead.busy()
+    future.set_exception(ValueError("told"))
+    assert ahead.failed() is None
+
+
+def test_the_last_message_that_a_lost_peer_has_failed() -> None:
+    ahead = InFlight()
+    sent(ahead, number=1).set_exception(ValueError("no peer"))
+    assert ahead.lost_peer() == 0
+    sent(ahead, number=2).set_exception(lost())
+    ahead.mark_reported()
+    assert ahead.lost_peer() == 2
+    unanswered = sent(ahead, number=3)
+    sent(ahead, number=4, awaited=True).set_exception(lost())
+    assert ahead.lost_peer() == 4
+    unanswered.set_exception(lost())
+    assert ahead.lost_peer() == 4
+
+
+def test_a_failed_message_is_executed_when_a_later_one_is_answered() -> None:
+    ahead = InFlight()
+    first, second, third = (sent(ahead, number=number) for number in (1, 2, 3))
+    assert ahead.executed() == 0
+    first.set_result(None)
+    assert ahead.executed() == 1
+    second.set_exception(ValueError("the rest of the message is still to come"))
+    assert ahead.executed() == 1
+    third.set_exception(ValueError("likewise"))
+    assert ahead.executed() == 2
+
+
+def test_too_many_messages() -> None:
+    ahead = InFlight()
+    messages = [sent(ahead) for _ in range(MESSAGES)]
+    assert ahead.too_far() is None
+    sent(ahead)
+    assert ahead.too_far() is messages[0]
+    messages[0].set_result(None)
+    assert ahead.too_far() is None
+
+
+def test_too_many_bytes() -> None:
+    ahead = InFlight()
+    first = sent(ahead, BYTES - 1)
+    assert ahead.too_far() is None
+    sent(ahead, 2)
+    assert ahead.too_far() is first
+    first.set_result(None)
+    assert ahead.too_far() is None
