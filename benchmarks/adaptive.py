@@ -12,8 +12,8 @@ The sides:
 
 - ``gpipe`` and ``1f1b``: even cuts, by onebox, exact; ``torch …``: even cuts, by ``torch.distributed.pipelining``, each
   of its schedules that run here (its users cut by hand; it has no model of devices);
-- ``static``: the plan that onebox finds for the state of the start, ``staleness=1``;
-- ``adaptive``: the same plan, ``staleness=1, adaptive=True``.
+- ``static``: the plan that onebox finds for the state of the start, stale gradients;
+- ``adaptive``: the same plan, with ``adaptive=True``.
 
 What does not adapt takes the same time in each step of a state, so that these sides are timed in turn in each state, a
 few steps at a time and some steps in, and a whole case is put together of that; the adaptive side runs the whole case,
@@ -46,7 +46,10 @@ from adaptive_sides import SCHEDULES, Ours, Theirs, World, in_turn
 from adaptive_world import EACH, Scenario, State, even_cuts, planned, scenarios
 from common import finish, show, spread
 
+import onebox
 from onebox.plan import Plan
+
+LATE = onebox.StaleGradients(warm_up=0)
 
 EXACT = ("gpipe", "1f1b")
 """Even cuts, by onebox."""
@@ -181,7 +184,7 @@ class Measured:
         start = scenario.phases[0][0]
         with ExitStack() as stack:
             world = World(start, stack)
-            adaptive = Ours(world, self._planned(start), self.count, stack, staleness=1, adaptive=True)
+            adaptive = Ours(world, self._planned(start), self.count, stack, stale=LATE, adaptive=True)
             seconds = adaptive.through(scenario, world)
             lines = [decision.line for decision in adaptive.trainer.decisions]
         return Outcome(scenario, phases, seconds, lines, self.count)
@@ -198,14 +201,14 @@ class Measured:
                 name: Ours(world, even_cuts(start, self.count, name), self.count, stack).run for name in self._exact
             }
             sides |= {f"torch {name}": self._theirs.runner(name, self.count) for name in self._schedules}
-            sides["static"] = Ours(world, self._planned(start), self.count, stack, staleness=1).run
+            sides["static"] = Ours(world, self._planned(start), self.count, stack, stale=LATE).run
             for state, _ in scenario.phases:
                 if (start, state) not in self._known:
                     world.change(state)
                     self._theirs.change(state)
                     own = dict(sides)
                     if state != start:
-                        own["best static"] = Ours(world, self._planned(state), self.count, stack, staleness=1).run
+                        own["best static"] = Ours(world, self._planned(state), self.count, stack, stale=LATE).run
                     found = in_turn(own, self._rounds, self._steps)
                     found.setdefault("best static", found["static"])
                     self._known[start, state] = found

@@ -80,8 +80,7 @@ class Ours:
                 sgd(model.parameters()),
                 pool=world.pool,
                 plan=plan,
-                costs=costs_of(segments_of(case)),
-                warm_up=0,
+                engine=onebox.Engine(costs=costs_of(segments_of(case))),
                 **options,
             )
         )

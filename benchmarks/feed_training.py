@@ -106,7 +106,9 @@ class Training:
             plan = msgspec.structs.replace(plan, predicted=expected)
         loss = nn.functional.cross_entropy
         self.trainer = stack.enter_context(
-            onebox.Trainer(model, loss, optimizer, pool=pool, plan=plan, check_every=0, trace=False)
+            onebox.Trainer(
+                model, loss, optimizer, pool=pool, plan=plan, engine=onebox.Engine(trace=False, check_every=0)
+            )
         )
 
     def warm(self, steps: int) -> None:

@@ -120,7 +120,9 @@ class Side:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         self._data = torch.zeros(SAMPLES * COUNT, NARROW), torch.zeros(SAMPLES * COUNT, NARROW)
         self._trainer = stack.enter_context(
-            onebox.Trainer(model, nn.functional.mse_loss, optimizer, pool=pool, plan=plan, overlap=True)
+            onebox.Trainer(
+                model, nn.functional.mse_loss, optimizer, pool=pool, plan=plan, engine=onebox.Engine(overlap=True)
+            )
         )
         with at_most(value_chunks.MOST if parts else 1):
             self.run(1)  # what leaves when is fixed with the first step

@@ -86,7 +86,9 @@ class Bench:
     def trainer(self, pool: onebox.Pool, plan: Plan) -> onebox.Trainer:
         """Return a trainer: one step under way at a time, so that no other batch lies on the device."""
         model = self.case.model()
-        found = onebox.Trainer(model, LOSS, sgd(model), pool=pool, plan=plan, in_flight=1, trace=False)
+        found = onebox.Trainer(
+            model, LOSS, sgd(model), pool=pool, plan=plan, engine=onebox.Engine(in_flight=1, trace=False)
+        )
         found.share_captures(self.captures)
         return found
 

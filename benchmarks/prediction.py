@@ -188,7 +188,7 @@ def run_on_cpus(plan: Plan, rounds: int) -> tuple[list[float], list[tuple[int, i
     model, optimizer = fresh()
     with (
         onebox.open("cpu*2", threads=1) as pool,
-        onebox.Trainer(model, LOSS, optimizer, pool=pool, plan=plan, check_every=0) as trainer,
+        onebox.Trainer(model, LOSS, optimizer, pool=pool, plan=plan, engine=onebox.Engine(check_every=0)) as trainer,
     ):
         seconds = timed(trainer, data(), rounds)
         expected = trainer.predicted_memory(*data())
@@ -252,10 +252,8 @@ def on_sims(rounds: int) -> list[Row]:
                 optimizer,
                 pool=pool,
                 plan=plan,
-                check_every=0,
-                staleness=int(late),
-                delay="none",
-                warm_up=0,
+                stale=onebox.StaleGradients(correction="none", warm_up=0) if late else None,
+                engine=onebox.Engine(check_every=0),
             ) as trainer:
                 measured = (apart if late else timed)(trainer, batch, rounds)
                 rows.append(Row("emulated", name, prediction.step_s, measured, []))

@@ -83,7 +83,15 @@ def trainer(name: str, kind: str, stack: ExitStack, *, recover: bool) -> onebox.
         )
         plan = Plan(stages=stages, micro_batch=BATCH // 2)
     return stack.enter_context(
-        onebox.Trainer(model, loss, optimizer, pool=pool, plan=plan, trace=False, recover=recover)
+        onebox.Trainer(
+            model,
+            loss,
+            optimizer,
+            pool=pool,
+            plan=plan,
+            recovery=onebox.Recovery() if recover else None,
+            engine=onebox.Engine(trace=False),
+        )
     )
 
 

@@ -56,7 +56,9 @@ def measure(name: str, pool: onebox.Pool, rounds: int) -> tuple[list[float], lis
     data = batches(8, BATCH)
     model, optimizer = make(name)
     peer = Peer("eager", name)
-    with onebox.Trainer(model, nn.functional.cross_entropy, optimizer, pool=pool, trace=False) as trainer:
+    with onebox.Trainer(
+        model, nn.functional.cross_entropy, optimizer, pool=pool, engine=onebox.Engine(trace=False)
+    ) as trainer:
 
         def run(count: int) -> None:
             for step in range(count):

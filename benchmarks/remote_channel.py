@@ -90,7 +90,9 @@ def train_in_turn(name: str, rounds: int) -> tuple[dict[str, list[float]], dict[
     model, optimizer = make(name)
     with (
         open_channels() as client,
-        onebox.Trainer(model, nn.functional.cross_entropy, optimizer, pool=client.pool, trace=False) as trainer,
+        onebox.Trainer(
+            model, nn.functional.cross_entropy, optimizer, pool=client.pool, engine=onebox.Engine(trace=False)
+        ) as trainer,
     ):
         _train(trainer, data, STEPS[name])
         for what in in_turn(rounds):
@@ -125,7 +127,7 @@ def train_far(name: str, rounds: int) -> tuple[list[float], list[float]]:
     times: dict[float, list[float]] = {0.0: [], FAR_S: []}
     with (
         onebox.open("cpu", threads=1, channel_latency_s=FAR_S) as pool,
-        onebox.Trainer(model, loss, optimizer, pool=pool, trace=False) as trainer,
+        onebox.Trainer(model, loss, optimizer, pool=pool, engine=onebox.Engine(trace=False)) as trainer,
     ):
         board = pool._client_loop
         for latency_s in [*times] * (rounds + 1):

@@ -48,11 +48,18 @@ def make() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters())
 
 
-def trainer(pool: onebox.Pool, stack: ExitStack, **options: Any) -> onebox.Trainer:
+def trainer(pool: onebox.Pool, stack: ExitStack, *, sharded: bool = False) -> onebox.Trainer:
     """Return a trainer."""
     model, optimizer = make()
     return stack.enter_context(
-        onebox.Trainer(model, nn.functional.mse_loss, optimizer, pool=pool, trace=False, check_every=0, **options)
+        onebox.Trainer(
+            model,
+            nn.functional.mse_loss,
+            optimizer,
+            pool=pool,
+            plan=onebox.DataParallel(shares="equal", shard_optimizer=sharded),
+            engine=onebox.Engine(trace=False, check_every=0),
+        )
     )
 
 
@@ -77,7 +84,7 @@ def shared_out(rounds: int) -> dict[str, float]:
         sides = {}
         for name, sharded in (("replicated", False), ("shared out", True)):
             pool = stack.enter_context(onebox.open("cpu*2", threads=1))
-            one = trainer(pool, stack, shard_optimizer=sharded, shares="equal")
+            one = trainer(pool, stack, sharded=sharded)
             sides[name] = one, timed(one, BATCH)
         used = {name: max(memory.used_bytes for memory in one.memory()) for name, (one, _) in sides.items()}
         times: dict[str, list[float]] = {name: [] for name in sides}
@@ -108,7 +115,7 @@ def hosts(rounds: int) -> dict[str, float]:
         for name, chosen in (("one ring", lambda devices, links, replica_groups: {}), ("each host first", seen)):
             compiler.find_reductions = chosen
             pool = stack.enter_context(onebox.open("sim*4", links=links))
-            sides[name] = timed(trainer(pool, stack, shares="equal"), 4 * BATCH)
+            sides[name] = timed(trainer(pool, stack), 4 * BATCH)
         times: dict[str, list[float]] = {name: [] for name in sides}
         for _ in range(rounds):
             for name, run in sides.items():

@@ -78,7 +78,9 @@ def trainer(name: str, spec: str, stack: ExitStack) -> onebox.Trainer:
     """Return a trainer on a pool of its own."""
     model, optimizer = make(name)
     pool = stack.enter_context(onebox.open(spec, threads=1))
-    return stack.enter_context(onebox.Trainer(model, nn.functional.cross_entropy, optimizer, pool=pool, trace=False))
+    return stack.enter_context(
+        onebox.Trainer(model, nn.functional.cross_entropy, optimizer, pool=pool, engine=onebox.Engine(trace=False))
+    )
 
 
 def steps_of(one: onebox.Trainer, size: int) -> Callable[[int], None]:

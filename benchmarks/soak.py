@@ -133,7 +133,9 @@ def train(name: str, steps: int, faults: Faults) -> tuple[dict[str, Tensor], dic
     begin_s = time.monotonic()
     with (
         workers() as (pool, network),
-        onebox.Trainer(model, loss, optimizer, pool=pool, plan=plan(name), seed=1, recover=True) as trainer,
+        onebox.Trainer(
+            model, loss, optimizer, pool=pool, plan=plan(name), seed=1, recovery=onebox.Recovery()
+        ) as trainer,
     ):
         for step in range(steps):
             trainer.step(*batch(step))

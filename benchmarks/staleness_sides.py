@@ -126,10 +126,18 @@ def through(pool: onebox.Pool, name: str, rule: str, side: str, seed: int) -> Ou
     task = TASKS[name]
     model, optimizer, scheduler = make(task, rule, seed)
     start = time.perf_counter()
-    options: dict[str, Any] = {} if side == "sync" else {"staleness": 1, "delay": side, "warm_up": warm_up(task)}
-    options["clip_grad_norm"] = task.clip or None
+    stale = None if side == "sync" else onebox.StaleGradients(correction=side, warm_up=warm_up(task))
     plan = onebox.Plan.data_parallel([0], [1.0])
-    trainer = onebox.Trainer(model, nn.functional.cross_entropy, optimizer, pool=pool, plan=plan, seed=seed, **options)
+    trainer = onebox.Trainer(
+        model,
+        nn.functional.cross_entropy,
+        optimizer,
+        pool=pool,
+        plan=plan,
+        clip_grad_norm=task.clip or None,
+        seed=seed,
+        stale=stale,
+    )
     with trainer:
         for inputs, targets in batches(task, seed):
             trainer.step(inputs, targets)

@@ -23,18 +23,24 @@ if TYPE_CHECKING:
     from onebox.padding import Buckets
     from onebox.plan import Plan
     from onebox.pool import Link, Pool
+    from onebox.trainer_options import DataParallel, Engine, Recovery, Staging, StaleGradients
     from onebox.vgpu import open_devices as open
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Buckets",
+    "DataParallel",
+    "Engine",
     "Evaluation",
     "Feed",
     "Link",
     "OneboxError",
     "Plan",
     "Pool",
+    "Recovery",
+    "Staging",
+    "StaleGradients",
     "StepLoss",
     "Trainer",
     "Weighted",
@@ -45,12 +51,17 @@ __all__ = [
 
 _HOMES = {
     "Buckets": "onebox.padding",
+    "DataParallel": "onebox.trainer_options",
+    "Engine": "onebox.trainer_options",
     "Evaluation": "onebox.engine",
     "Feed": "onebox.feed",
     "Link": "onebox.pool",
     "OneboxError": "onebox.errors",
     "Plan": "onebox.plan",
     "Pool": "onebox.pool",
+    "Recovery": "onebox.trainer_options",
+    "Staging": "onebox.trainer_options",
+    "StaleGradients": "onebox.trainer_options",
     "StepLoss": "onebox.engine",
     "Trainer": "onebox.engine",
     "Weighted": "onebox.engine",

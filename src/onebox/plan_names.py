@@ -56,5 +56,8 @@ ChainPolicy = Literal["keep", "recompute", "offload", "swap", "cpu"]
 
 ACTIVATION_POLICIES: tuple[ChainPolicy, ...] = ("keep", "recompute", "offload", "swap", "cpu")
 
+Sync = Literal["workers", "client"]
+"""Place where the gradients of replicas are averaged."""
+
 UpdateAt = Literal["device", "host"]
 """Place of the optimizer's state and step."""

@@ -10,6 +10,7 @@ from torch import nn
 
 import onebox
 from onebox.worker.device import ComputeDevice
+from tests.trainer_arguments import grouped
 
 pytestmark = [
     pytest.mark.gpu,
@@ -55,7 +56,9 @@ def _train(spec: str, model: nn.Module, dtype: torch.dtype, **options: object) -
     optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2)
     with (
         onebox.open(spec, threads=1) as pool,
-        onebox.Trainer(trained, nn.functional.cross_entropy, optimizer, pool=pool, micro_batch=4, **options) as trainer,
+        onebox.Trainer(
+            trained, nn.functional.cross_entropy, optimizer, **grouped(pool=pool, micro_batch=4, **options)
+        ) as trainer,
     ):
         losses = [float(trainer.step(*batch)) for batch in _batches(dtype)]
         trainer.pull()

@@ -15,6 +15,7 @@ from onebox.wire.protocol.requests import OptimizerSpec
 from onebox.worker.memory.host import HostMemory
 from onebox.worker.optimizer.host_parameters import HostParameters
 from onebox.worker.optimizer.native import NativeOptimizer
+from tests.trainer_arguments import grouped
 
 pytestmark = [
     pytest.mark.gpu,
@@ -60,7 +61,9 @@ def _trained(spec: str, model: nn.Module, **options: Any) -> tuple[dict[str, tor
     batches = [(torch.randn(12, 64, generator=generator).double(), torch.zeros(12, 8).double()) for _ in range(5)]
     with (
         onebox.open(spec, threads=1) as pool,
-        onebox.Trainer(trained, nn.functional.mse_loss, optimizer, pool=pool, micro_batch=4, **options) as trainer,
+        onebox.Trainer(
+            trained, nn.functional.mse_loss, optimizer, **grouped(pool=pool, micro_batch=4, **options)
+        ) as trainer,
     ):
         for batch in batches:
             trainer.step(*batch)

@@ -32,7 +32,7 @@ def test_the_peak_is_within_a_tenth_of_what_the_allocator_gives_out(name: str) -
     optimizer = torch.optim.AdamW(trained.parameters())
     with (
         onebox.open("cuda:0") as pool,
-        onebox.Trainer(trained, functional.cross_entropy, optimizer, pool=pool, recover=False) as trainer,
+        onebox.Trainer(trained, functional.cross_entropy, optimizer, pool=pool, recovery=None) as trainer,
     ):
         for _ in range(2):
             trainer.step(*batch)

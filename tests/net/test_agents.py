@@ -36,7 +36,7 @@ def test_a_run_goes_on_without_its_agent_for_a_while_and_a_worker_that_is_killed
     agent, known = fleet.agents["red"], len(fleet.told("red"))
     with fleet.client():
         pool = onebox.open(fleet.spec("red"), threads=1, grace_s=10.0)
-    with pool, onebox.Trainer(*parts(NARROW), pool=pool, recover=False) as trainer:
+    with pool, onebox.Trainer(*parts(NARROW), pool=pool, recovery=None) as trainer:
         agent.send_signal(signal.SIGSTOP)
         try:
             steps_for(trainer, AWAY_S)
@@ -58,7 +58,10 @@ def test_a_host_that_is_cut_off_for_good_is_named(fleet: Fleet, network: Network
     known = len(fleet.told("blue"))
     with fleet.client():
         pool = onebox.open(fleet.spec("red", "blue"), threads=1, grace_s=GRACE_S)
-    with pool, onebox.Trainer(*parts(NARROW), pool=pool, recover=False, micro_batch=4) as trainer:
+    with (
+        pool,
+        onebox.Trainer(*parts(NARROW), pool=pool, recovery=None, plan=onebox.DataParallel(micro_batch=4)) as trainer,
+    ):
         steps(trainer, 1)
         with cut(network["blue"], 600.0):
             with pytest.raises(OneboxError, match=network["blue"].address) as caught:
@@ -80,7 +83,7 @@ def test_on_a_host_with_two_networks_all_meet_on_the_side_of_the_pool(fleet: Fle
     red.add_address("10.78.0.1", "inner")
     with fleet.client():
         pool = onebox.open(fleet.spec("red", "green"), threads=1, grace_s=GRACE_S)
-    with pool, onebox.Trainer(*parts(NARROW), pool=pool, check_every=1) as trainer:
+    with pool, onebox.Trainer(*parts(NARROW), pool=pool, engine=onebox.Engine(check_every=1)) as trainer:
         assert [device.address for device in pool.devices] == [red.address, green.address]
         steps(trainer, 2)
         found = red.listening(pool.process_ids[0])

@@ -45,7 +45,7 @@ def test_a_host_sums_up_first_where_the_network_was_measured_to_be_slow(
         ways: dict[str, Any] = {"each host first": find_reductions, "one ring": lambda devices, links, groups: {}}
         for name, chosen in ways.items():
             monkeypatch.setattr(compiler, "find_reductions", chosen)
-            with onebox.Trainer(*parts(), pool=pool, plan=plan, check_every=0) as trainer:
+            with onebox.Trainer(*parts(), pool=pool, plan=plan, engine=onebox.Engine(check_every=0)) as trainer:
                 losses = [trainer.step(*batch(step)) for step in range(BEFORE)]
                 trainer.wait()
                 before = green.traffic_bytes()

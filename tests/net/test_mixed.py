@@ -24,7 +24,7 @@ def test_they_meet_at_the_clients_own_address_and_a_longer_cut_is_ridden_out_if_
     with pool:
         assert [device.host for device in pool.devices] == ["localhost", green.address]
         assert [device.address for device in pool.devices] == [network["client"].address, green.address]
-        with onebox.Trainer(*parts(NARROW), pool=pool, plan=plan, check_every=1) as trainer:
+        with onebox.Trainer(*parts(NARROW), pool=pool, plan=plan, engine=onebox.Engine(check_every=1)) as trainer:
             losses = [trainer.step(*batch(step)) for step in range(2)]
             trainer.wait()
             with cut(green, AWAY_S):

@@ -24,7 +24,7 @@ def test_the_result_is_that_of_one_process_and_tensors_do_not_pass_the_client(
     assert [device.address for device in pool.devices] == addresses
     assert [fleet.workers(name) for name in MACHINES] == [[process] for process in pool.process_ids]
     plan = plans()[kind]
-    with onebox.Trainer(*parts(), pool=pool, plan=plan, check_every=0) as trainer:
+    with onebox.Trainer(*parts(), pool=pool, plan=plan, engine=onebox.Engine(check_every=0)) as trainer:
         losses = [trainer.step(*batch(step)) for step in range(BEFORE)]
         trainer.wait()
         before = {name: host.traffic_bytes() for name, host in network.hosts.items()}
@@ -49,7 +49,7 @@ def test_a_narrow_link_changes_nothing_but_the_time(pool: onebox.Pool, network: 
     except RuntimeError as error:
         pytest.skip(f"no links of a limited rate here: {error}")
     try:
-        with onebox.Trainer(*parts(), pool=pool, plan=plan, check_every=0) as trainer:
+        with onebox.Trainer(*parts(), pool=pool, plan=plan, engine=onebox.Engine(check_every=0)) as trainer:
             found = outcome(trainer, [trainer.step(*batch(step)) for step in range(STEPS)])
     finally:
         held = network["blue"].unlimit()

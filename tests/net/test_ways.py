@@ -30,7 +30,7 @@ def test_workers_of_one_host_share_memory_and_none_share_it_across_hosts(
         pool.leave_group(group, (0, 1, 2))
         raise_first([pool.post(worker, [Ask("memory")], answer=True) for worker in range(3)])
         for plan in plans().values():
-            with onebox.Trainer(*parts(NARROW), pool=pool, plan=plan, check_every=1) as trainer:
+            with onebox.Trainer(*parts(NARROW), pool=pool, plan=plan, engine=onebox.Engine(check_every=1)) as trainer:
                 found = outcome(trainer, [trainer.step(*batch(step)) for step in range(STEPS)])
             assert_same(found, alone(plan, STEPS, NARROW))
     assert "share memory" not in caplog.text, "nobody could have, and nobody is told"

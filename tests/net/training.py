@@ -17,6 +17,7 @@ from onebox.graph import TracedModel, capture
 from onebox.plan import Plan, Stage
 from tests import reference
 from tests.reference import Outcome
+from tests.trainer_arguments import grouped
 
 WIDTH = 256
 GRADIENT_BYTES = 8 * WIDTH * WIDTH
@@ -100,7 +101,7 @@ class Story:
 def survivor(pool: onebox.Pool, plan: Plan) -> onebox.Trainer:
     """Return a trainer of the narrow model that goes on after a loss."""
     options: dict[str, Any] = {"check_every": 4, "recover": True, "snapshot_every": EVERY}
-    return onebox.Trainer(*parts(NARROW), pool=pool, plan=plan, **options)
+    return onebox.Trainer(*parts(NARROW), **grouped(pool=pool, plan=plan, **options))
 
 
 def run(

@@ -11,6 +11,7 @@ from onebox.graph import TracedModel, capture
 from onebox.plan import Plan, Prediction, Schedule, Stage, named_schedule
 from tests.models import CASES, OPTIMIZERS
 from tests.reference import Outcome, drawing, train
+from tests.trainer_arguments import grouped
 
 SEED = 5
 
@@ -73,7 +74,7 @@ def run(pool: onebox.Pool, name: str, plan: Plan | None, sizes: Sequence[int], *
     model = case.model()
     optimizer = OPTIMIZERS[options.pop("optimizer", "adamw")](model)
     arguments = {"seed": SEED, "check_every": 1, "plan": plan, **options}
-    with onebox.Trainer(model, case.loss, optimizer, pool=pool, **arguments) as trainer:
+    with onebox.Trainer(model, case.loss, optimizer, **grouped(pool=pool, **arguments)) as trainer:
         losses = [trainer.step(*batch) for batch in case.batches(list(sizes))]
         norms = [loss.gradient_norm or 0.0 for loss in losses]
         found = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}

@@ -20,6 +20,7 @@ from onebox.plan import Plan, Stage
 from onebox.plan.model.problem import Problem
 from onebox.pool import Pool, open_pool
 from tests.process.shelf import Shelf
+from tests.trainer_arguments import grouped
 
 LAYERS, WIDTH, BATCH, MICRO_BATCH = 6, 512, 64, 16
 COST_S = 0.00015
@@ -90,7 +91,13 @@ def test_layers_move_away_from_a_device_that_becomes_slow(sims: Pool, caplog: py
     with (
         caplog.at_level(logging.WARNING, logger="onebox"),
         onebox.Trainer(
-            built, nn.functional.mse_loss, adamw(built), pool=sims, plan=plan, adaptive=True, costs=costs
+            built,
+            nn.functional.mse_loss,
+            adamw(built),
+            pool=sims,
+            plan=plan,
+            adaptive=True,
+            engine=onebox.Engine(costs=costs),
         ) as trainer,
     ):
         for step, batch in enumerate(batches(MOST)):
@@ -138,6 +145,6 @@ def test_what_cannot_be_followed_is_refused(pools: Shelf) -> None:
     split = Plan(stages=(Stage(replicas=((0, 1),), shares=(1.0,)),), micro_batch=MICRO_BATCH)
     for wrong, told in (({"trace": False}, "trace"), ({"plan": split}, "splits layers")):
         with pytest.raises(UsageError, match=told):
-            onebox.Trainer(*given, pool=pool, adaptive=True, **wrong)
+            onebox.Trainer(*given, **grouped(pool=pool, adaptive=True, **wrong))
     with pytest.raises(UsageError, match="adaptive='yes'"):
         onebox.Trainer(*given, pool=pool, adaptive="yes")  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from onebox.pool import Pool
 from tests.models import CASES, CLASSES, sgd
 from tests.process.shelf import Shelf
 from tests.process.stages import staged
+from tests.trainer_arguments import grouped
 
 MICRO_BATCH = 3
 SAMPLES, BATCH, EPOCHS = 26, 8, 4
@@ -45,7 +46,7 @@ def run(pool: Pool, *, ahead: bool = False, given: list[list[Given]] | None = No
     model = case.model()
     if "plan" not in options:
         options["micro_batch"] = MICRO_BATCH
-    with onebox.Trainer(model, case.loss, sgd(model), pool=pool, **options) as trainer:
+    with onebox.Trainer(model, case.loss, sgd(model), **grouped(pool=pool, **options)) as trainer:
         losses, sent = [], []
         for batches in given or epochs():
             before = sum(pool.sent_bytes)
@@ -124,7 +125,7 @@ def test_a_step_that_needs_the_room_gets_it() -> None:
         most = trainer.predicted_memory(*large)[0]
     with (
         onebox.open("cpu", threads=1, memory=most + 200) as pool,
-        onebox.Trainer(model, case.loss, sgd(model), pool=pool, cache=1 << 30) as trainer,
+        onebox.Trainer(model, case.loss, sgd(model), pool=pool, staging=onebox.Staging(cache=1 << 30)) as trainer,
     ):
         for _ in range(3):
             trainer.step(*small, range(8)).item()
@@ -144,7 +145,7 @@ def test_an_evaluation_that_needs_the_room_gets_it() -> None:
         model = case.model()
         with (
             onebox.open("cpu", threads=1, memory=peaks[0] + 200 if peaks else None) as pool,
-            onebox.Trainer(model, case.loss, sgd(model), pool=pool, cache=cache) as trainer,
+            onebox.Trainer(model, case.loss, sgd(model), pool=pool, staging=onebox.Staging(cache=cache)) as trainer,
         ):
             for _ in range(3):
                 trainer.step(*small, range(8)).item()
@@ -161,7 +162,13 @@ def test_after_a_loss_it_is_filled_anew(pools: Shelf) -> None:
     with (
         onebox.open("cpu*2", threads=1) as pool,
         onebox.Trainer(
-            model, case.loss, sgd(model), pool=pool, micro_batch=MICRO_BATCH, cache="1MiB", recover=True
+            model,
+            case.loss,
+            sgd(model),
+            pool=pool,
+            plan=onebox.DataParallel(micro_batch=MICRO_BATCH),
+            staging=onebox.Staging(cache="1MiB"),
+            recovery=onebox.Recovery(),
         ) as trainer,
     ):
         losses = []
@@ -187,8 +194,8 @@ def test_what_are_no_samples_or_sizes_is_refused(pools: Shelf) -> None:
     model = case.model()
     for cache in ("much", -1, 1.5):
         with pytest.raises(UsageError, match="cache"):
-            onebox.Trainer(model, case.loss, sgd(model), pool=pools(2), cache=cache)  # type: ignore[arg-type]
-    with onebox.Trainer(model, case.loss, sgd(model), pool=pools(2), cache=1000) as trainer:
+            onebox.Trainer(model, case.loss, sgd(model), pool=pools(2), staging=onebox.Staging(cache=cache))  # type: ignore[arg-type]
+    with onebox.Trainer(model, case.loss, sgd(model), pool=pools(2), staging=onebox.Staging(cache=1000)) as trainer:
         for samples in (range(3), torch.rand(8), [[1] * 8]):
             with pytest.raises(UsageError, match="samples="):
                 trainer.upload(*case.batches([8])[0], samples)

@@ -17,6 +17,7 @@ from tests.models import CASES, OPTIMIZERS, Case, adam_in_groups, adamw, sgd
 from tests.process.shelf import Shelf
 from tests.process.stages import staged
 from tests.reference import Outcome, assert_same, train
+from tests.trainer_arguments import grouped
 
 MICRO_BATCH = 3
 SIZES = [8, 8, 5, 8, 8, 5]
@@ -51,7 +52,7 @@ def interrupted(
     """Train straight through, and again with a checkpoint and a new trainer half-way; return how both ended."""
     batches = case.batches(SIZES)
     model = case.model()
-    with onebox.Trainer(model, case.loss, make(model), pool=pools[0], **options) as trainer:
+    with onebox.Trainer(model, case.loss, make(model), **grouped(pool=pools[0], **options)) as trainer:
         steps(trainer, batches[:HALF])
         trainer.save(folder)
         straight = steps(trainer, batches[HALF:])
@@ -108,7 +109,9 @@ def test_a_checkpoint_of_a_fresh_or_just_resumed_trainer_is_whole(pools: Shelf, 
     model = case.model()
     expected = train(model, case.loss, adamw(model), batches, cut)
     model = case.model()
-    with onebox.Trainer(model, case.loss, adamw(model), pool=pools(2), micro_batch=MICRO_BATCH) as trainer:
+    with onebox.Trainer(
+        model, case.loss, adamw(model), pool=pools(2), plan=onebox.DataParallel(micro_batch=MICRO_BATCH)
+    ) as trainer:
         trainer.save(tmp_path)
     losses: list[float] = []
     for part in (batches[:2], [], batches[2:]):
@@ -128,7 +131,7 @@ def test_a_save_before_the_first_step_keeps_what_is_to_be_done(pools: Shelf, tmp
 
     def made(**options: Any) -> onebox.Trainer:
         model = case.model()
-        return onebox.Trainer(model, case.loss, adamw(model), pool=pools(2), **options)
+        return onebox.Trainer(model, case.loss, adamw(model), **grouped(pool=pools(2), **options))
 
     def resumed(folder: str) -> onebox.Trainer:
         model = case.model()
@@ -144,11 +147,12 @@ def test_a_save_before_the_first_step_keeps_what_is_to_be_done(pools: Shelf, tmp
                 trainer.save(tmp_path / folder)
     with resumed("staged") as trainer:
         trainer.step(*case.batches([SIZES[0]])[0])
-        assert (trainer.plan, trainer.overlap) == (plan, True)
+        assert (trainer.plan, trainer.engine.overlap) == (plan, True)
     with resumed("parallel") as trainer:
         trainer.step(*case.batches([SIZES[0]])[0])
         assert trainer.plan is not None
-        assert (trainer.plan.micro_batch, trainer.plan.optimizer, trainer.overlap) == (MICRO_BATCH, "sharded", False)
+        assert (trainer.plan.micro_batch, trainer.plan.optimizer) == (MICRO_BATCH, "sharded")
+        assert not trainer.engine.overlap
 
 
 def test_learning_rates_and_what_the_user_adds_come_back(pools: Shelf, tmp_path: Path) -> None:
@@ -163,7 +167,9 @@ def test_learning_rates_and_what_the_user_adds_come_back(pools: Shelf, tmp_path:
     model, optimizer, schedule = begin()
     expected = train(model, case.loss, optimizer, batches, cut, after_step=schedule.step)
     model, optimizer, schedule = begin()
-    with onebox.Trainer(model, case.loss, optimizer, pool=pools(2), micro_batch=MICRO_BATCH) as trainer:
+    with onebox.Trainer(
+        model, case.loss, optimizer, pool=pools(2), plan=onebox.DataParallel(micro_batch=MICRO_BATCH)
+    ) as trainer:
         for batch in batches[:HALF]:
             trainer.step(*batch)
             schedule.step()

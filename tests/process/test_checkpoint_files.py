@@ -103,6 +103,7 @@ KILLED = """
     import torch
     from onebox.engine.state import checkpoint_files as checkpoint
     from onebox.engine.state.checkpoint_files import Checkpoint, Manifest, read, saves, write
+    from onebox.trainer_options import Engine, Staging
 
     folder = Path(sys.argv[1])
 
@@ -110,7 +111,8 @@ KILLED = """
         state = {"model.weight": torch.full((4,), float(step))}
         manifest = Manifest(
             format="onebox-checkpoint", version=checkpoint.VERSION, torch="", step=step, seed=0, precision="fp32",
-            clip_grad_norm=None, plan=None, optimizer="SGD", groups=(), numbers=(), extra={},
+            clip_grad_norm=None, loss_reduction=None, stale=None, recovery=None, staging=Staging(), engine=Engine(),
+            plan=None, optimizer=(), groups=(), numbers=(), extra={},
         )
         write(folder, Checkpoint(manifest=manifest, state=state, optimizer={}).contents(), keep=1)
 

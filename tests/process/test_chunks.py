@@ -24,6 +24,7 @@ from tests.process import test_staleness as stale
 from tests.process.shelf import Shelf
 from tests.process.stages import expected, reference, run, staged
 from tests.reference import assert_same
+from tests.trainer_arguments import grouped
 
 SIZES = [8, 5]
 """Of micro-batches of 3: the last ones have 2, and so chunks of 1."""
@@ -94,7 +95,7 @@ def test_memory_is_what_was_predicted(chunked: list[value_chunks.ValueChunking])
     arguments: dict[str, Any] = {"plan": plan, "overlap": True, "check_every": 0, "loss_reduction": "mean"}
     with (
         onebox.open("cpu*2", threads=1) as pool,
-        onebox.Trainer(model, case.loss, OPTIMIZERS["adamw"](model), pool=pool, **arguments) as trainer,
+        onebox.Trainer(model, case.loss, OPTIMIZERS["adamw"](model), **grouped(pool=pool, **arguments)) as trainer,
     ):
         (batch,) = case.batches([8])
         for _ in range(3):
@@ -129,7 +130,12 @@ def test_half_of_a_value_travels_while_the_rest_is_computed_if_the_link_is_slow(
     with (
         onebox.open("sim*2", threads=1, links=links) as pool,
         onebox.Trainer(
-            model, loss, torch.optim.SGD(model.parameters(), lr=0.1), pool=pool, plan=plan, overlap=True
+            model,
+            loss,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            pool=pool,
+            plan=plan,
+            engine=onebox.Engine(overlap=True),
         ) as trainer,
     ):
         trainer.step(inputs, targets)

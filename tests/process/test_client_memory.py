@@ -57,7 +57,7 @@ stage = Stage(segments=names, replicas=((0, 1),) if split else ((0,), (1,)), sha
 plan = Plan(stages=(stage,), micro_batch=2 if split else None)
 optimizer = torch.optim.Adam(model.parameters())
 with onebox.open("cpu*2", threads=1) as pool:
-    trainer = onebox.Trainer(model, nn.functional.mse_loss, optimizer, pool=pool, plan=plan, recover=False)
+    trainer = onebox.Trainer(model, nn.functional.mse_loss, optimizer, pool=pool, plan=plan, recovery=None)
     trainer.step(torch.ones(2, 2048), torch.zeros(2, 2048))
     trainer.wait()
     for action in (trainer.pull, lambda: trainer.save(tempfile.mkdtemp())):

@@ -18,6 +18,7 @@ from onebox.graph import TracedModel, capture
 from onebox.plan import Plan, Stage
 from tests.process.shelf import Shelf
 from tests.reference import Outcome, assert_same, state_of, train
+from tests.trainer_arguments import grouped
 
 STEPS = 5
 BATCH = 8
@@ -147,7 +148,7 @@ def run(
 ) -> Outcome:
     model = built(kind)
     with onebox.Trainer(
-        model, functional.cross_entropy, optimizer(model), pool=pool, check_every=1, **options
+        model, functional.cross_entropy, optimizer(model), **grouped(pool=pool, check_every=1, **options)
     ) as trainer:
         losses = [float(loss) for loss in [trainer.step(*batch) for batch in batches(kind)]]
         trainer.pull()
@@ -194,7 +195,7 @@ def test_checkpoints_hold_complex_numbers(pools: Shelf, tmp_path: Path) -> None:
     model = built(Waves)
     half = STEPS // 2
     with onebox.Trainer(
-        model, functional.cross_entropy, adam(model), pool=pools(2), micro_batch=MICRO_BATCH
+        model, functional.cross_entropy, adam(model), pool=pools(2), plan=onebox.DataParallel(micro_batch=MICRO_BATCH)
     ) as trainer:
         for batch in batches(Waves)[:half]:
             trainer.step(*batch)

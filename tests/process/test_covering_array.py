@@ -31,6 +31,7 @@ from tests.process.shelf import Shelf
 from tests.process.stages import SEED, expected, segments, staged, tabled
 from tests.process.test_precision import AGREE, Rounding, furthest, single
 from tests.reference import Outcome, assert_same, drawing, train
+from tests.trainer_arguments import grouped
 
 SIZES = (8, 6, 2, 9, 5, 8)
 """Samples of the steps: most with a rest, some with fewer micro-batches than stages, one with less than one."""
@@ -178,7 +179,7 @@ def train_on(pool: onebox.Pool, run: Run) -> Outcome:
     if run["clipping"] == "clipped":
         options["clip_grad_norm"] = MAX_NORM
     optimizer = optimizers if len(optimizers) > 1 else optimizers[0]
-    with onebox.Trainer(model, case.loss, optimizer, pool=pool, plan=plan_of(run), **options) as trainer:
+    with onebox.Trainer(model, case.loss, optimizer, **grouped(pool=pool, plan=plan_of(run), **options)) as trainer:
         losses = [trainer.step(*batch) for batch in batches_of(run)]
         found = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
         norms = [loss.gradient_norm or 0.0 for loss in losses]

@@ -62,13 +62,15 @@ def test_fused_activations_train_as_one_process(pool: onebox.Pool, tmp_path: pat
     peaks = []
     for fuse in (False, True):
         model = case.model()
-        with onebox.Trainer(model, case.loss, sgd(model), pool=pool, plan=plan, fuse=fuse) as trainer:
+        with onebox.Trainer(
+            model, case.loss, sgd(model), pool=pool, plan=plan, engine=onebox.Engine(fuse=fuse)
+        ) as trainer:
             peaks.append(trainer.predicted_memory(*case.batches([6])[0]))
             trainer.save(tmp_path)
     assert all(fused < plain for plain, fused in zip(peaks[0].values(), peaks[1].values(), strict=True))
     model = case.model()
     with onebox.Trainer.resume(tmp_path, model, case.loss, sgd(model), pool=pool) as trainer:
-        assert trainer.fuse
+        assert trainer.engine.fuse
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

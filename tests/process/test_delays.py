@@ -18,6 +18,7 @@ from tests.models import CASES
 from tests.process.shelf import Shelf
 from tests.process.stages import staged
 from tests.reference import Outcome, assert_same
+from tests.trainer_arguments import grouped
 
 SIZES = (4, 4, 4, 4, 4, 4)
 RULES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -46,7 +47,7 @@ def test_a_pipeline_treats_late_gradients_as_by_hand(rule: str, delay: str, warm
 
     arguments: dict[str, Any] = {"staleness": 1, "delay": delay, "warm_up": warm_up, "check_every": 1}
     optimizer = RULES[rule](model.parameters())
-    with onebox.Trainer(model, case.loss, optimizer, pool=pool, plan=plan, **arguments) as trainer:
+    with onebox.Trainer(model, case.loss, optimizer, **grouped(pool=pool, plan=plan, **arguments)) as trainer:
         losses = []
         for step, batch in enumerate(case.batches(list(SIZES))):
             losses.append(trainer.step(*batch))

@@ -57,7 +57,9 @@ def run(pool: onebox.Pool, name: str, plan: Plan) -> Outcome:
     case = CASES[name]
     model = case.model()
     optimizer = OPTIMIZERS["adamw"](model)
-    with onebox.Trainer(model, case.loss, optimizer, pool=pool, plan=plan, seed=SEED, check_every=1) as trainer:
+    with onebox.Trainer(
+        model, case.loss, optimizer, pool=pool, plan=plan, seed=SEED, engine=onebox.Engine(check_every=1)
+    ) as trainer:
         trainer.share_captures(CAPTURES.setdefault(name, trainer.captures))
         losses = [trainer.step(*batch) for batch in case.batches(list(SIZES))]
         tensors = {key.removeprefix("model."): tensor for key, tensor in trainer.tensors().items()}
@@ -119,7 +121,9 @@ def test_the_memory_of_a_step_is_less_and_is_known_before(pool: onebox.Pool) -> 
     for policy in ("keep", "recompute", "offload"):
         plan = replace(cut("unet", (0,) * count, (policy,) * count), micro_batch=24)
         model = case.model()
-        with onebox.Trainer(model, case.loss, OPTIMIZERS["sgd"](model), pool=pool, plan=plan, check_every=0) as trainer:
+        with onebox.Trainer(
+            model, case.loss, OPTIMIZERS["sgd"](model), pool=pool, plan=plan, engine=onebox.Engine(check_every=0)
+        ) as trainer:
             for _ in range(2):  # the optimizer's state is there when the second begins
                 trainer.step(*batch).item()
             peaks[policy] = max(event.peak_bytes for event in trainer.events())

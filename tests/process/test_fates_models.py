@@ -24,6 +24,7 @@ from tests.models import FATED, OPTIMIZERS
 from tests.process.fated import captures
 from tests.process.shelf import Shelf
 from tests.reference import Outcome, assert_same, drawing, train
+from tests.trainer_arguments import grouped
 
 SEED = 5
 SIZES = (6, 6, 9)
@@ -82,7 +83,7 @@ def fated(pool: onebox.Pool, name: str, plan: Plan, sizes: Sequence[int]) -> Out
     model = case.model()
     batches = case.batches(list(sizes))
     options = {"plan": plan, "seed": SEED, "check_every": 1, "in_flight": 1}
-    with onebox.Trainer(model, case.loss, OPTIMIZERS["adamw"](model), pool=pool, **options) as trainer:
+    with onebox.Trainer(model, case.loss, OPTIMIZERS["adamw"](model), **grouped(pool=pool, **options)) as trainer:
         trainer.share_captures(captures(name))
         losses = [trainer.step(*batch) for batch in batches[:2]]
         curves = trainer.predicted_curves(*batches[1])  # before another size leaves losses there

@@ -18,6 +18,7 @@ from onebox.errors import DataError
 from onebox.feed import Position
 from tests.process.shelf import Shelf
 from tests.reference import Outcome, assert_same, train
+from tests.trainer_arguments import grouped
 from tests.unit.feed.random_data import Numbers, all_globals, own_generator
 
 EPOCHS = 3
@@ -81,7 +82,7 @@ def test_a_run_that_goes_on_with_another_plan_sees_the_same_samples(
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     options: dict[str, Any] = {"micro_batch": MICRO_BATCH, "seed": 1}
-    with onebox.Trainer(model, nn.functional.mse_loss, optimizer, pool=pools(before), **options) as trainer:
+    with onebox.Trainer(model, nn.functional.mse_loss, optimizer, **grouped(pool=pools(before), **options)) as trainer:
         feed = make_feed(transform, trainer.upload, broken)
         losses = run(trainer, feed, stop)
         trainer.save(tmp_path, extra={"feed": feed.position.to_dict()})
@@ -102,7 +103,9 @@ def test_what_was_uploaded_and_never_stepped_is_freed(pools: Shelf) -> None:
     pool = pools(2)
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with onebox.Trainer(model, nn.functional.mse_loss, optimizer, pool=pool, micro_batch=4) as trainer:
+    with onebox.Trainer(
+        model, nn.functional.mse_loss, optimizer, pool=pool, plan=onebox.DataParallel(micro_batch=4)
+    ) as trainer:
         feed = make_feed(own_generator, trainer.upload)
         run(trainer, feed, 4)
         trainer.wait()

@@ -40,8 +40,8 @@ def test_a_run_in_which_nothing_changes_decides_nothing() -> None:
             nn.functional.mse_loss,
             adamw(built),
             pool=pool,
-            micro_batch=4,
-            costs=costs,
+            plan=onebox.DataParallel(micro_batch=4),
+            engine=onebox.Engine(costs=costs),
             adaptive=True,
         ) as trainer,
     ):
@@ -103,8 +103,7 @@ def trained(pool: onebox.Pool, changed: Callable[[], None]) -> tuple[list[float]
         pool=pool,
         plan=cut(1),
         adaptive=problem_of(pool, (1.0, 5.0)),
-        recover=True,
-        snapshot_every=4,
+        recovery=onebox.Recovery(snapshot_every=4),
     ) as trainer:
         for step, batch in enumerate(batches(MOST)):
             found.append(trainer.step(*batch).item())

@@ -16,6 +16,7 @@ from onebox.errors import CaptureError
 from tests.models import CLASSES, features, sgd
 from tests.process.shelf import Shelf
 from tests.reference import Outcome, assert_same, train
+from tests.trainer_arguments import grouped
 
 MICRO_BATCH = 3
 SIZES = [8, 8, 2, 5, 8]
@@ -159,7 +160,7 @@ def cut(size: int) -> list[int]:
 
 def train_on(pool: onebox.Pool, model: nn.Module, loss: Loss, sync: str) -> Outcome:
     options = {"micro_batch": MICRO_BATCH, "sync": sync, "check_every": 1}
-    with onebox.Trainer(model, loss, sgd(model), pool=pool, **options) as trainer:
+    with onebox.Trainer(model, loss, sgd(model), **grouped(pool=pool, **options)) as trainer:
         losses = [float(trainer.step(*batch)) for batch in batches(SIZES)]
         found = trainer.tensors()
     tensors = {name.removeprefix("model."): tensor for name, tensor in found.items() if name.startswith("model.")}

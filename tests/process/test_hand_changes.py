@@ -21,6 +21,7 @@ from tests.models import CASES, OPTIMIZERS
 from tests.process.shelf import Shelf
 from tests.process.stages import SEED, staged
 from tests.reference import Outcome, assert_same, backward, state_of
+from tests.trainer_arguments import grouped
 
 SIZES = (8, 8, 5, 8, 8, 8)
 AT = (1, 3)
@@ -120,7 +121,7 @@ def trainer_on(pool: onebox.Pool, name: str, plan: Plan, **options: Any) -> oneb
     case = CASES[name]
     model = case.model()
     arguments: dict[str, Any] = {"seed": SEED, "check_every": 1, "plan": plan, **options}
-    return onebox.Trainer(model, case.loss, OPTIMIZERS["adamw"](model), pool=pool, **arguments)
+    return onebox.Trainer(model, case.loss, OPTIMIZERS["adamw"](model), **grouped(pool=pool, **arguments))
 
 
 def trained(trainer: onebox.Trainer, name: str, change: Change, sizes: Sequence[int] = SIZES) -> Outcome:
@@ -264,7 +265,7 @@ def test_late_steps_refuse_a_change(pools: Shelf) -> None:
         trainer.step(*batch)
         trainer.pull()
         clamp(trainer.model)
-        with pytest.raises(UsageError, match="while staleness=1: there are several versions"):
+        with pytest.raises(UsageError, match="while gradients are stale: there are several versions"):
             trainer.step(*batch)
         with pytest.raises(UsageError, match="while staleness=1"):
             trainer.push()

@@ -19,6 +19,7 @@ from tests.models import CASES, OPTIMIZERS
 from tests.process.shelf import Shelf
 from tests.process.stages import SEED, reference, run, staged
 from tests.reference import Outcome, assert_same
+from tests.trainer_arguments import grouped
 
 SIZES = (8, 8, 5, 8)
 HALF = 2
@@ -60,7 +61,7 @@ def peaks(pool: onebox.Pool, name: str, plan: Plan) -> tuple[dict[int, int], lis
     (batch,) = case.batches([6])
     optimizer = OPTIMIZERS["adamw"](model)
     arguments: dict[str, Any] = {"plan": plan, "in_flight": 1, "check_every": 0}
-    with onebox.Trainer(model, case.loss, optimizer, pool=pool, **arguments) as trainer:
+    with onebox.Trainer(model, case.loss, optimizer, **grouped(pool=pool, **arguments)) as trainer:
         for _ in range(2):
             trainer.step(*batch)
         trainer.wait()
@@ -87,8 +88,12 @@ def test_where_the_optimizer_steps_is_an_option_of_a_trainer_without_a_plan(pool
     case = CASES["mlp"]
     model = case.model()
     with pytest.raises(UsageError, match="update='hosts': allowed are 'device', 'host'"):
-        onebox.Trainer(model, case.loss, OPTIMIZERS["sgd"](model), pool=pools(2), update="hosts")  # type: ignore[arg-type]
-    with onebox.Trainer(model, case.loss, OPTIMIZERS["sgd"](model), pool=pools(2), update="host") as trainer:
+        onebox.Trainer(
+            model, case.loss, OPTIMIZERS["sgd"](model), pool=pools(2), plan=onebox.DataParallel(update="hosts")
+        )  # type: ignore[arg-type]
+    with onebox.Trainer(
+        model, case.loss, OPTIMIZERS["sgd"](model), pool=pools(2), plan=onebox.DataParallel(update="host")
+    ) as trainer:
         trainer.step(*case.batches([4])[0])
         trainer.wait()
         assert trainer.plan is not None
@@ -118,7 +123,9 @@ def test_checkpoints_of_either_kind_go_on_as_either(
         straight = steps(trainer, batches[HALF:])
     model = case.model()
     options = {} if before == after else {"plan": replace(plan, update=after)}
-    resumed = onebox.Trainer.resume(saved, model, case.loss, OPTIMIZERS["adamw"](model), pool=pool, **options)
+    resumed = onebox.Trainer.resume(
+        saved, model, case.loss, OPTIMIZERS["adamw"](model), **grouped(pool=pool, **options)
+    )
     with resumed as trainer:
         found = steps(trainer, batches[HALF:])
         assert trainer.plan is not None

@@ -43,7 +43,7 @@ def test_numbers_arrays_and_nothing() -> None:
     ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
     with (
         onebox.open("cpu*2", threads=1) as pool,
-        onebox.Trainer(model, error, ours, pool=pool, micro_batch=2) as trainer,
+        onebox.Trainer(model, error, ours, pool=pool, plan=onebox.DataParallel(micro_batch=2)) as trainer,
     ):
         for inputs, targets in batches:
             loss = trainer.step(inputs) if targets is None else trainer.step(inputs, targets)

@@ -17,6 +17,7 @@ from onebox.plan import ASYNC, Plan, Stage
 from tests.late import train_late
 from tests.process.shelf import Shelf
 from tests.reference import Outcome, assert_same
+from tests.trainer_arguments import grouped
 
 WIDTH, SAMPLES, MICRO_BATCH, STEPS, WARM_UP = 6, 4, 2, 6, 2
 
@@ -77,7 +78,7 @@ def cut(samples: int) -> list[int]:
 
 def trainer_on(pool: onebox.Pool, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> onebox.Trainer:
     arguments = {"plan": pipeline(), "staleness": 1, "delay": "none", "warm_up": WARM_UP, "check_every": 1, **options}
-    return onebox.Trainer(model, nn.functional.mse_loss, optimizer, pool=pool, **arguments)
+    return onebox.Trainer(model, nn.functional.mse_loss, optimizer, **grouped(pool=pool, **arguments))
 
 
 def outcome(trainer: onebox.Trainer, losses: Sequence[Any]) -> Outcome:

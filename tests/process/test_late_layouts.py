@@ -18,6 +18,7 @@ from tests.process.shelf import Shelf
 from tests.process.stages import SEED, segments, staged
 from tests.process.test_precision import AGREE, Rounding, batches, furthest, narrowed, sgd
 from tests.reference import Outcome, assert_same, drawing
+from tests.trainer_arguments import grouped
 
 SIZES = (4, 4, 3, 4, 4, 4)
 """Samples of each batch; the odd one has a smaller micro-batch."""
@@ -73,7 +74,7 @@ def reference(name: str, plan: Plan, optimizer: str, **options: Any) -> Outcome:
 def trainer_on(pool: onebox.Pool, name: str, plan: Plan, optimizer: str, delay: str, **options: Any) -> onebox.Trainer:
     case, model = CASES[name], CASES[name].model()
     arguments = {"seed": SEED, "check_every": 1, "staleness": 1, "delay": delay, "warm_up": 1, **options}
-    return onebox.Trainer(model, case.loss, OPTIMIZERS[optimizer](model), pool=pool, plan=plan, **arguments)
+    return onebox.Trainer(model, case.loss, OPTIMIZERS[optimizer](model), **grouped(pool=pool, plan=plan, **arguments))
 
 
 def steps(trainer: onebox.Trainer, name: str, first: int = 0, last: int = len(SIZES)) -> Outcome:
@@ -125,7 +126,7 @@ def test_stages_of_bf16_round_the_version_that_a_step_is_computed_with(which: st
     plan = narrowed(plan if which == "stages" else Plan.data_parallel(devices, (1.0, 1.0), micro_batch=3))
     case, model = CASES["cnn"], CASES["cnn"].model().float()
     given: dict[str, Any] = {"pool": pools(4), "plan": plan, "staleness": 1, "delay": "predict", "warm_up": 0}
-    with onebox.Trainer(model, case.loss, sgd(model), **given) as trainer:
+    with onebox.Trainer(model, case.loss, sgd(model), **grouped(**given)) as trainer:
         losses = [float(trainer.step(*batch)) for batch in batches(case, WIDE)]
         tensors = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
         for one in compare_memory(trainer.predicted_curves(*batches(case, WIDE)[-1]), trainer.events(), len(WIDE) - 1):

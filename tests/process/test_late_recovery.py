@@ -12,6 +12,7 @@ from tests.models import CASES, OPTIMIZERS
 from tests.process.stages import SEED
 from tests.process.test_late_layouts import SIZES, layout, reference, steps
 from tests.reference import Outcome, assert_same
+from tests.trainer_arguments import grouped
 
 
 @pytest.mark.parametrize(("which", "delay"), [("stages", "predict"), ("shared out", "both")])
@@ -24,7 +25,9 @@ def test_a_run_that_lost_a_worker_for_good_stays_late(which: str, delay: str, mo
     late = {"staleness": 1, "delay": delay, "warm_up": 1}
     with (
         open_pool("cpu*3", threads=1, faults={1: (Fault("kill", "optimizerstep", 4),)}) as pool,
-        onebox.Trainer(*given, pool=pool, plan=plan, seed=SEED, recover=True, snapshot_every=2, **late) as trainer,
+        onebox.Trainer(
+            *given, **grouped(pool=pool, plan=plan, seed=SEED, recover=True, snapshot_every=2, **late)
+        ) as trainer,
     ):
         found = steps(trainer, "mlp")
         assert pool.gone == {1}

@@ -96,7 +96,12 @@ def test_padded_batches_are_captured_for_each_bucket(pools: Shelf, caplog: pytes
     with (
         caplog.at_level(logging.INFO, "onebox"),
         onebox.Trainer(
-            model, functional.cross_entropy, sgd(model), pool=pools(2), micro_batch=MICRO_BATCH, pad=pad
+            model,
+            functional.cross_entropy,
+            sgd(model),
+            pool=pools(2),
+            plan=onebox.DataParallel(micro_batch=MICRO_BATCH),
+            pad=pad,
         ) as trainer,
     ):
         losses = [trainer.step(*batch) for batch in given[:4]]
@@ -117,7 +122,12 @@ def test_padding_changes_nothing_for_a_model_that_masks(pools: Shelf) -> None:
     model, other = build(Sums), build(Sums)
     pad = onebox.Buckets(multiple=4)
     with onebox.Trainer(
-        model, functional.cross_entropy, sgd(model), pool=pools(2), micro_batch=MICRO_BATCH, pad=pad
+        model,
+        functional.cross_entropy,
+        sgd(model),
+        pool=pools(2),
+        plan=onebox.DataParallel(micro_batch=MICRO_BATCH),
+        pad=pad,
     ) as trainer:
         losses = [float(trainer.step(*batch)) for batch in given]
         trainer.pull()
@@ -130,7 +140,13 @@ def test_lengths_that_vary(kind: type[Sums], pools: Shelf, caplog: pytest.LogCap
     model, other = build(kind), build(kind)
     with (
         caplog.at_level(logging.INFO, "onebox"),
-        onebox.Trainer(model, functional.cross_entropy, sgd(model), pool=pools(2), micro_batch=MICRO_BATCH) as trainer,
+        onebox.Trainer(
+            model,
+            functional.cross_entropy,
+            sgd(model),
+            pool=pools(2),
+            plan=onebox.DataParallel(micro_batch=MICRO_BATCH),
+        ) as trainer,
     ):
         losses = [float(trainer.step(*batch)) for batch in given]
         trainer.pull()

@@ -18,6 +18,7 @@ import onebox
 from onebox.errors import UsageError
 from onebox.plan import Plan, Stage
 from tests.process.shelf import Shelf
+from tests.trainer_arguments import grouped
 
 CLASSES = 4
 FEATURES = 5
@@ -175,7 +176,7 @@ def test_the_result_is_that_of_the_whole_batch(name: str, way: str, pools: Shelf
     case = CASES[name]
     model = case.model()
     options = {**WAYS[way], "loss_reduction": case.reduction}
-    with onebox.Trainer(model, case.loss, sgd(model), pool=pools(2), **options) as trainer:
+    with onebox.Trainer(model, case.loss, sgd(model), **grouped(pool=pools(2), **options)) as trainer:
         losses = [trainer.step(*batch) for batch in case.data]
         losses = [loss.item() for loss in losses]
         evaluation = trainer.evaluate(case.data)
@@ -222,7 +223,7 @@ def test_uploads_and_samples_that_stay_have_their_weights(cache: str | None, poo
     model = case.model()
     numbers = [torch.arange(len(inputs)) + 100 * (place % len(SIZES)) for place, (inputs, _) in enumerate(data)]
     options: dict[str, Any] = {"micro_batch": 1, "loss_reduction": case.reduction, "cache": cache}
-    with onebox.Trainer(model, case.loss, sgd(model), pool=pools(2), **options) as trainer:
+    with onebox.Trainer(model, case.loss, sgd(model), **grouped(pool=pools(2), **options)) as trainer:
         losses = []
         for batch, samples in zip(data, numbers, strict=True):
             uploaded = trainer.upload(*batch, samples if cache else None)
@@ -242,7 +243,7 @@ def test_steps_that_overlap_have_their_own_weights(pools: Shelf) -> None:
         model = case.model()
         names = segments(model, case, pools(2))
         ways: dict[str, Any] = {"plan": pipeline(names, "async-1f1b")} if workers == 2 else {"micro_batch": 2}
-        with onebox.Trainer(model, case.loss, sgd(model), pool=pools(workers), **ways, **options) as trainer:
+        with onebox.Trainer(model, case.loss, sgd(model), **grouped(pool=pools(workers), **ways, **options)) as trainer:
             losses = [loss.item() for loss in [trainer.step(*batch) for batch in [*case.data, *case.data]]]
             trainer.pull()
         found.append((losses, dict(model.state_dict())))
@@ -259,7 +260,9 @@ def test_steps_are_done_again_with_their_weights() -> None:
     options: dict[str, Any] = {"micro_batch": 2, "recover": True, "snapshot_every": 2}
     with (
         onebox.open("cpu*2") as pool,
-        onebox.Trainer(model, case.loss, sgd(model), pool=pool, loss_reduction=case.reduction, **options) as trainer,
+        onebox.Trainer(
+            model, case.loss, sgd(model), **grouped(pool=pool, loss_reduction=case.reduction, **options)
+        ) as trainer,
     ):
         losses = [trainer.step(*batch) for batch in data[:7]]
         os.kill(pool.process_ids[1], signal.SIGKILL)
@@ -274,7 +277,12 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path, pools: Shelf) -> None:
     case = CASES["class weights"]
     model = case.model()
     with onebox.Trainer(
-        model, case.loss, sgd(model), pool=pools(2), micro_batch=3, loss_reduction=case.reduction
+        model,
+        case.loss,
+        sgd(model),
+        pool=pools(2),
+        plan=onebox.DataParallel(micro_batch=3),
+        loss_reduction=case.reduction,
     ) as trainer:
         losses = [trainer.step(*batch).item() for batch in case.data[:2]]
         trainer.save(tmp_path)
@@ -311,7 +319,7 @@ def test_batch_norm_sees_the_samples_of_a_micro_batch_without_targets(pools: She
         functional.cross_entropy,
         sgd(model),
         pool=pools(2),
-        micro_batch=3,
+        plan=onebox.DataParallel(micro_batch=3),
         loss_reduction=onebox.Weighted(count),
     ) as trainer:
         for batch in data:
@@ -338,7 +346,7 @@ def refused(loss: Loss, data: Batches, pool: Any, **options: Any) -> str:
     """Return why a batch is refused, after which nothing has changed."""
     model = mlp()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with onebox.Trainer(model, loss, sgd(model), pool=pool, **{"micro_batch": 3, **options}) as trainer:
+    with onebox.Trainer(model, loss, sgd(model), **grouped(pool=pool, **{"micro_batch": 3, **options})) as trainer:
         for batch in data[:-1]:
             trainer.step(*batch)
         trainer.pull()
@@ -399,7 +407,7 @@ def test_of_a_model_that_draws_random_numbers_the_loss_alone_is_checked(pools: S
     inputs = batches([8])[0][0].sigmoid()
     for loss, mean in ((evidence, False), (lambda found, targets: functional.mse_loss(found[0], targets), True)):
         model = Variational()
-        with onebox.Trainer(model, loss, sgd(model), pool=pools(2), micro_batch=2) as trainer:
+        with onebox.Trainer(model, loss, sgd(model), pool=pools(2), plan=onebox.DataParallel(micro_batch=2)) as trainer:
             if mean:
                 assert trainer.step(inputs, inputs).item() > 0
                 continue
@@ -475,7 +483,9 @@ def huber(outputs: Tensor, targets: Tensor) -> Tensor:
 def test_means_over_samples_are_not_refused(loss: Loss, pools: Shelf) -> None:
     case = Case(loss=loss, reduction=None, data=batches(SIZES))
     model = case.model()
-    with onebox.Trainer(model, case.loss, sgd(model), pool=pools(2), micro_batch=3) as trainer:
+    with onebox.Trainer(
+        model, case.loss, sgd(model), pool=pools(2), plan=onebox.DataParallel(micro_batch=3)
+    ) as trainer:
         losses = [trainer.step(*batch).item() for batch in case.data]
         trainer.pull()
     assert_equal(model, losses, case)
@@ -507,7 +517,7 @@ class Named(nn.Module):
 def test_models_of_all_kinds_are_not_refused(model: Callable[[], nn.Module], loss: Loss, pools: Shelf) -> None:
     made = model()
     dtype = next(made.parameters()).dtype
-    with onebox.Trainer(made, loss, sgd(made), pool=pools(2), micro_batch=4) as trainer:
+    with onebox.Trainer(made, loss, sgd(made), pool=pools(2), plan=onebox.DataParallel(micro_batch=4)) as trainer:
         for x_BD, y_B in batches([16, 10, 16]):
             assert trainer.step(x_BD.to(dtype), y_B).item() > 0
 
@@ -515,7 +525,12 @@ def test_models_of_all_kinds_are_not_refused(model: Callable[[], nn.Module], los
 def test_autocast_is_not_refused(pools: Shelf) -> None:
     model = mlp(dtype=torch.float32)
     with onebox.Trainer(
-        model, functional.cross_entropy, sgd(model), pool=pools(2), micro_batch=4, precision="bf16"
+        model,
+        functional.cross_entropy,
+        sgd(model),
+        pool=pools(2),
+        plan=onebox.DataParallel(micro_batch=4),
+        precision="bf16",
     ) as trainer:
         for x_BD, y_B in batches([16, 10]):
             assert trainer.step(x_BD.float(), y_B).item() > 0

@@ -18,6 +18,7 @@ from onebox.report.tables.memory import compare_memory
 from tests.models import CASES, OPTIMIZERS
 from tests.process.shelf import Shelf
 from tests.process.stages import staged
+from tests.trainer_arguments import grouped
 
 STEPS = 3
 BATCH = 8
@@ -61,7 +62,9 @@ def test_each_instruction_uses_what_was_predicted(
     model = case.model()
     batch = case.batches([BATCH])[0]
     optimizer = OPTIMIZERS["adamw"](model)
-    with onebox.Trainer(model, case.loss, optimizer, pool=pool, plan=plan, recover=False, **options) as trainer:
+    with onebox.Trainer(
+        model, case.loss, optimizer, **grouped(pool=pool, plan=plan, recover=False, **options)
+    ) as trainer:
         trainer.step(*case.batches([BATCH - 3])[0])  # what another batch needs stays on the workers
         for _ in range(STEPS - 1):
             trainer.step(*batch)

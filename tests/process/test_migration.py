@@ -23,6 +23,7 @@ from onebox.wire.protocol.requests import Define, Instruction, Routine, StoredPr
 from tests.models import CASES, OPTIMIZERS
 from tests.process.shelf import Shelf, untouched
 from tests.process.stages import SEED, segments, staged
+from tests.trainer_arguments import grouped
 
 STEPS = 6
 
@@ -72,7 +73,7 @@ def trained(
         for batch in case.batches([8] * STEPS)
     ]
     arguments = {"seed": SEED, "check_every": 1, "plan": plan, **options}
-    with onebox.Trainer(model, case.loss, OPTIMIZERS[optimizer](model), pool=pool, **arguments) as trainer:
+    with onebox.Trainer(model, case.loss, OPTIMIZERS[optimizer](model), **grouped(pool=pool, **arguments)) as trainer:
         trainer.share_captures(CAPTURED.setdefault((name, dtype), trainer.captures))
         losses = []
         for step, batch in enumerate(batches):
@@ -205,7 +206,7 @@ def test_what_was_written_down_before_a_step_holds_behind_it(warm_up: int, pool:
         model = case.model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         arguments: dict[str, Any] = {"pool": pool, "plan": plan, "staleness": 1, "delay": "predict", "warm_up": warm_up}
-        with onebox.Trainer(model, case.loss, optimizer, seed=SEED, **arguments) as trainer:
+        with onebox.Trainer(model, case.loss, optimizer, **grouped(seed=SEED, **arguments)) as trainer:
             losses, batches = [], case.batches([8] * STEPS)
             losses += [trainer.step(*batch) for batch in batches[:3]]
             prepared = trainer._run.prepare(other) if changes else None
@@ -227,7 +228,12 @@ def test_each_micro_batch_of_each_step_is_seen_once_also_where_the_pipeline_was_
     case, plan, other = CASES["mlp"], *(staged("mlp", own, schedule="async-1f1b") for own in ((0, 1), (1, 0)))
     model, batches = case.model(), case.batches([8] * 5)
     with onebox.Trainer(
-        model, case.loss, OPTIMIZERS["sgd"](model), pool=pool, plan=plan, staleness=1, delay="none", warm_up=1
+        model,
+        case.loss,
+        OPTIMIZERS["sgd"](model),
+        pool=pool,
+        plan=plan,
+        stale=onebox.StaleGradients(correction="none", warm_up=1),
     ) as trainer:
         for step, batch in enumerate(batches):
             if step == 3:
@@ -262,7 +268,12 @@ def test_programs_are_sent_before_a_change_and_those_that_are_there_are_not_sent
 
     monkeypatch.setattr(pool, "post", noted)
     with onebox.Trainer(
-        model, case.loss, OPTIMIZERS["sgd"](model), pool=pool, plan=plan, staleness=1, delay="none", warm_up=0
+        model,
+        case.loss,
+        OPTIMIZERS["sgd"](model),
+        pool=pool,
+        plan=plan,
+        stale=onebox.StaleGradients(correction="none", warm_up=0),
     ) as trainer:
         trainer.step(*batch)
         sent.clear()

@@ -15,6 +15,7 @@ from onebox.plan import Plan
 from tests.models import CASES, OPTIMIZERS
 from tests.process.shelf import Shelf
 from tests.reference import Outcome, assert_same, drawing, train
+from tests.trainer_arguments import grouped
 
 SEED = 5
 STEPS = 20
@@ -74,7 +75,7 @@ def train_on(pool: onebox.Pool, run: Setting, sizes: list[int], **options: Any) 
     model = case.model()
     optimizer = OPTIMIZERS[run.optimizer](model)
     arguments = {**plan_of(run), "seed": SEED, "check_every": 1, **options}
-    with onebox.Trainer(model, case.loss, optimizer, pool=pool, **arguments) as trainer:
+    with onebox.Trainer(model, case.loss, optimizer, **grouped(pool=pool, **arguments)) as trainer:
         losses = [trainer.step(*batch) for batch in case.batches(sizes)]
         found = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
     return Outcome(losses=[float(loss) for loss in losses], norms=[], tensors=found)

@@ -33,6 +33,7 @@ from tests.process.faults.scripts import Script, gone
 from tests.process.shelf import Shelf, untouched
 from tests.process.stages import SEED
 from tests.reference import Outcome
+from tests.trainer_arguments import grouped
 
 STEPS = 2
 BATCH = 12
@@ -56,7 +57,7 @@ def trainer_on(pool: onebox.Pool, name: str, plan: Plan, *, recover: bool = Fals
     case = FATED[name]
     model = case.model()
     options: dict[str, Any] = {"pool": pool, "plan": plan, "seed": SEED, "recover": recover, "in_flight": 1}
-    trainer = onebox.Trainer(model, case.loss, OPTIMIZERS["adamw"](model), **options)
+    trainer = onebox.Trainer(model, case.loss, OPTIMIZERS["adamw"](model), **grouped(**options))
     trainer.share_captures(captures(name))
     return trainer
 

@@ -23,6 +23,7 @@ from tests.models import CASES
 from tests.process.shelf import Shelf
 from tests.process.stages import SEED, staged
 from tests.reference import Outcome, assert_same, call, sizes_of, state_of, train
+from tests.trainer_arguments import grouped
 
 SIZES = (8, 8, 5, 8, 8)
 HALF = 2
@@ -89,7 +90,9 @@ def steps(trainer: onebox.Trainer, name: str, each: list[Any], first: int = 0, l
 def trainer_on(pool: onebox.Pool, name: str, plan: Plan | None, **options: Any) -> onebox.Trainer:
     case = CASES[name]
     model = case.model()
-    return onebox.Trainer(model, case.loss, both(model), pool=pool, plan=plan, seed=SEED, check_every=1, **options)
+    return onebox.Trainer(
+        model, case.loss, both(model), **grouped(pool=pool, plan=plan, seed=SEED, check_every=1, **options)
+    )
 
 
 def replicas(name: str) -> Plan:
@@ -224,7 +227,13 @@ def test_late_gradients_are_treated_as_suits_each_class(pools: Shelf, caplog: py
     with (
         caplog.at_level(logging.INFO, "onebox"),
         onebox.Trainer(
-            model, case.loss, two_kinds(model), pool=pools(2), plan=plan, staleness=1, warm_up=warm_up, seed=SEED
+            model,
+            case.loss,
+            two_kinds(model),
+            pool=pools(2),
+            plan=plan,
+            stale=onebox.StaleGradients(warm_up=warm_up),
+            seed=SEED,
         ) as trainer,
     ):
         found = steps(trainer, "mlp", [])

@@ -14,6 +14,7 @@ from onebox.pool import raise_first
 from onebox.wire.protocol.instructions import Ask
 from onebox.wire.protocol.responses import WorkerMemory
 from tests.process.shelf import Shelf
+from tests.trainer_arguments import grouped
 
 SAMPLES = 16
 
@@ -40,7 +41,9 @@ def peaks_of(plan: Plan, pool: onebox.Pool, delay: Literal["none", "predict", "e
     trained, (inputs, targets) = model(), batch()
     raise_first([pool.post(worker, [Ask("peak")], answer=True) for worker in plan.devices])
     late = {"staleness": int(plan.schedule == ASYNC), "delay": delay, "warm_up": 0}
-    with onebox.Trainer(trained, nn.functional.cross_entropy, sgd(trained), pool=pool, plan=plan, **late) as trainer:
+    with onebox.Trainer(
+        trained, nn.functional.cross_entropy, sgd(trained), **grouped(pool=pool, plan=plan, **late)
+    ) as trainer:
         losses = [float(trainer.step(inputs, targets)) for _ in range(6)]
         answers = raise_first([pool.post(worker, [Ask("peak")], answer=True) for worker in plan.devices])
     assert losses[-1] < losses[0]
@@ -57,7 +60,7 @@ def test_a_plan_is_found_trained_with_and_takes_the_memory_that_it_says(
     pool, trained, (inputs, targets) = pools(2), model(), batch()
     planned = onebox.make_plan(
         trained, nn.functional.cross_entropy, sgd(trained), inputs, targets,
-        pool=pool, micro_batches=[4], schedules=[ASYNC], staleness=1, delay=delay, budget_s=1.0,
+        pool=pool, micro_batches=[4], schedules=[ASYNC], stale=onebox.StaleGradients(correction=delay), budget_s=1.0,
     )  # fmt: skip
     found = planned.plan
     assert found.schedule == ASYNC or len(found.stages) == 1

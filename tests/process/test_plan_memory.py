@@ -87,7 +87,9 @@ def test_what_does_not_fit_gets_fates_that_fit(part: float, plain: int) -> None:
         model = deep()
         optimizer = momentum(model)
         raise_first([pool.post(0, [Ask("peak")], answer=True)])  # from here on: the device has been measured, too
-        with onebox.Trainer(model, nn.functional.cross_entropy, optimizer, pool=pool, plan=plan, check_every=1) as job:
+        with onebox.Trainer(
+            model, nn.functional.cross_entropy, optimizer, pool=pool, plan=plan, engine=onebox.Engine(check_every=1)
+        ) as job:
             losses = [float(job.step(*batch)) for batch in batches()]
             tensors = {name.removeprefix("model."): tensor for name, tensor in job.tensors().items()}
         (answer,) = raise_first([pool.post(0, [Ask("peak")], answer=True)])

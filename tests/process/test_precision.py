@@ -25,6 +25,7 @@ from tests.models import CASES, Case
 from tests.process.shelf import Shelf
 from tests.process.stages import staged
 from tests.reference import Outcome, train
+from tests.trainer_arguments import grouped
 
 SIZES = (6, 6, 6)
 
@@ -83,7 +84,9 @@ def run(pool: onebox.Pool, name: str, plan: Plan, *, halfway: Path | None = None
     """Train a case of float32 as a plan says, with a checkpoint after two steps; each step has the predicted memory."""
     case, model = CASES[name], CASES[name].model().float()
     steps, losses = batches(case), []
-    with onebox.Trainer(model, case.loss, sgd(model), pool=pool, plan=plan, recover=False, **options) as trainer:
+    with onebox.Trainer(
+        model, case.loss, sgd(model), **grouped(pool=pool, plan=plan, recover=False, **options)
+    ) as trainer:
         for step, batch in enumerate(steps):
             losses.append(float(trainer.step(*batch)))
             if halfway is not None and step == 1:

@@ -12,6 +12,7 @@ import onebox
 from tests.models import CASES, adamw
 from tests.process.shelf import Shelf
 from tests.reference import Outcome, assert_same
+from tests.trainer_arguments import grouped
 
 CASE = CASES["dropping"]
 SIZES = [9, 9, 4, 9, 7]
@@ -26,7 +27,7 @@ def alone(pools: Shelf) -> Outcome:
 def run(pool: onebox.Pool, *, seed: int = 1, sync: str = "workers", in_flight: int = 2) -> Outcome:
     model = CASE.model()
     options = {"micro_batch": 3, "seed": seed, "sync": sync, "in_flight": in_flight}
-    with onebox.Trainer(model, CASE.loss, adamw(model), pool=pool, **options) as trainer:
+    with onebox.Trainer(model, CASE.loss, adamw(model), **grouped(pool=pool, **options)) as trainer:
         losses = [trainer.step(*batch) for batch in CASE.batches(SIZES)]
         return Outcome(losses=[float(loss) for loss in losses], norms=[], tensors=trainer.tensors())
 
@@ -51,7 +52,7 @@ def test_every_step_and_micro_batch_draws_anew(pools: Shelf) -> None:
     batch = x_BT.expand(rows, -1), y_B.expand(rows)
     still = torch.optim.SGD(model.parameters(), lr=0.0)
     seen = []
-    with onebox.Trainer(model, CASE.loss, still, pool=pools(1), micro_batch=1) as trainer:
+    with onebox.Trainer(model, CASE.loss, still, pool=pools(1), plan=onebox.DataParallel(micro_batch=1)) as trainer:
         for size in (1, 1, 2, rows):
             seen.append(float(trainer.step(batch[0][:size], batch[1][:size])))
     assert len(set(seen)) == len(seen)

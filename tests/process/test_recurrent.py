@@ -17,6 +17,7 @@ from onebox.plan import Plan, Stage
 from tests.models import CLASSES, adamw
 from tests.process.shelf import Shelf
 from tests.reference import Outcome, assert_same, drawing, train
+from tests.trainer_arguments import grouped
 
 SEED, MICRO_BATCH = 5, 3
 SIZES = (6, 8, 6, 3, 6, 9, 6, 5)
@@ -94,7 +95,7 @@ def run(pool: onebox.Pool, name: str, plan: Plan) -> Outcome:
     """Train on a pool."""
     model = build(name)
     options: dict[str, Any] = {"seed": SEED, "check_every": 1, "plan": plan}
-    with onebox.Trainer(model, functional.cross_entropy, adamw(model), pool=pool, **options) as trainer:
+    with onebox.Trainer(model, functional.cross_entropy, adamw(model), **grouped(pool=pool, **options)) as trainer:
         losses = [trainer.step(*batch) for batch in batches()]
         found = {key.removeprefix("model."): tensor for key, tensor in trainer.tensors().items()}
         return Outcome(losses=[float(loss) for loss in losses], norms=[], tensors=found)
@@ -157,7 +158,12 @@ def test_memory_is_what_was_predicted(pools: Shelf) -> None:
     """What a layer needs for all its steps is part of the prediction."""
     model, batch = build("gru"), batches([6])[0]
     with onebox.Trainer(
-        model, functional.cross_entropy, adamw(model), pool=pools(1), plan=data_parallel(1), check_every=0
+        model,
+        functional.cross_entropy,
+        adamw(model),
+        pool=pools(1),
+        plan=data_parallel(1),
+        engine=onebox.Engine(check_every=0),
     ) as trainer:
         for _ in range(2):  # the optimizer's state is there when the second begins
             trainer.step(*batch).item()

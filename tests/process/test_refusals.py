@@ -14,6 +14,7 @@ import onebox
 from onebox.errors import CaptureError, UsageError
 from tests.models import CASES, sgd
 from tests.process.shelf import Shelf
+from tests.trainer_arguments import grouped
 
 CASE = CASES["mlp"]
 X_BD, Y_B = CASE.batches([4])[0]
@@ -92,7 +93,7 @@ def test_an_optimizer_that_workers_cannot_run_is_refused(
         ({"in_flight": 0}, "in_flight=0"),
         ({"check_every": -1}, "check_every=-1"),
         ({"shares": [1.0]}, "1 weights for 2 devices"),
-        ({"shares": [1.0, -1.0]}, "finite numbers from 0 up"),
+        ({"shares": [1.0, -1.0]}, "from 0 up and not all 0"),
         ({"shares": [0.0, 0.0]}, "not all 0"),
         ({"shares": "fair"}, "shares='fair'"),
     ],
@@ -101,7 +102,7 @@ def test_options_are_checked(options: dict[str, Any], message: str, pools: Shelf
     model = CASE.model()
     with (
         pytest.raises(UsageError, match=message),
-        onebox.Trainer(model, CASE.loss, sgd(model), pool=pools(2), **options) as trainer,
+        onebox.Trainer(model, CASE.loss, sgd(model), **grouped(pool=pools(2), **options)) as trainer,
     ):
         trainer.step(X_BD, Y_B)
 
@@ -124,7 +125,9 @@ def test_a_closed_trainer_leaves_nothing_on_the_workers(pools: Shelf) -> None:
             return [memory.used_bytes for memory in probe.memory()]
 
     before = used_bytes()
-    with onebox.Trainer(model, CASE.loss, sgd(model), pool=pools(2), micro_batch=3) as trainer:
+    with onebox.Trainer(
+        model, CASE.loss, sgd(model), pool=pools(2), plan=onebox.DataParallel(micro_batch=3)
+    ) as trainer:
         trainer.step(X_BD, Y_B)
         trainer.evaluate([(X_BD, Y_B)])
     assert used_bytes() == before

@@ -247,13 +247,6 @@ def test_a_plan_for_more_devices_than_there_are_is_refused_at_once(pool: onebox.
         onebox.Trainer(model, CASES["mlp"].loss, sgd(model), pool=pool, plan=staged("mlp", (0, 4)))
 
 
-@pytest.mark.parametrize("options", [{"micro_batch": 2}, {"shares": "equal"}, {"sync": "client"}], ids=str)
-def test_a_plan_says_itself_what_options_would(options: dict[str, Any], pool: onebox.Pool) -> None:
-    model = CASES["mlp"].model()
-    with pytest.raises(UsageError, match=r"a plan says itself what micro_batch, .* and shard_optimizer are"):
-        onebox.Trainer(model, CASES["mlp"].loss, sgd(model), pool=pool, plan=staged("mlp", (0, 1)), **options)
-
-
 def test_a_plan_may_come_from_a_file(pool: onebox.Pool, tmp_path: Path) -> None:
     plan = staged("mlp", (0, 1), schedule="zb-h1")
     path = tmp_path / "plan.json"

@@ -15,6 +15,7 @@ from onebox.graph import TracedModel, capture
 from onebox.plan import Plan, Stage
 from tests.process.shelf import Shelf
 from tests.reference import AGREE
+from tests.trainer_arguments import grouped
 
 STEPS = 5
 SAMPLES = 8
@@ -146,8 +147,8 @@ def test_the_result_is_that_of_one_process(
     arguments: dict[str, Any] = {"pool": pools(2), "micro_batch": SAMPLES // 2, **OPTIONS[options]}
     with (
         caplog.at_level(logging.WARNING, logger="onebox"),
-        onebox.Trainer(Judging(generator, discriminator), judged, adam(discriminator), **arguments) as judge,
-        onebox.Trainer(Fooling(generator, discriminator), fooled, adam(generator), **arguments) as fool,
+        onebox.Trainer(Judging(generator, discriminator), judged, adam(discriminator), **grouped(**arguments)) as judge,
+        onebox.Trainer(Fooling(generator, discriminator), fooled, adam(generator), **grouped(**arguments)) as fool,
     ):
         for x, z in batches():
             judge.step((x, z), x)
@@ -167,8 +168,10 @@ def test_one_that_is_closed_leaves_what_was_pulled(pools: Shelf) -> None:
     generator, discriminator = models()
     arguments: dict[str, Any] = {"pool": pools(2), "micro_batch": SAMPLES // 2}
     x, z = batches()[0]
-    with onebox.Trainer(Fooling(generator, discriminator), fooled, adam(generator), **arguments) as fool:
-        with onebox.Trainer(Judging(generator, discriminator), judged, adam(discriminator), **arguments) as judge:
+    with onebox.Trainer(Fooling(generator, discriminator), fooled, adam(generator), **grouped(**arguments)) as fool:
+        with onebox.Trainer(
+            Judging(generator, discriminator), judged, adam(discriminator), **grouped(**arguments)
+        ) as judge:
             judge.step((x, z), x)
             judge.pull()
         expected = {name: tensor.clone() for name, tensor in discriminator.state_dict().items()}
@@ -202,8 +205,8 @@ def test_both_may_train_the_same_parameters(pools: Shelf) -> None:
     found = model()
     arguments: dict[str, Any] = {"pool": pools(2), "micro_batch": SAMPLES // 2}
     with (
-        onebox.Trainer(found, first, adam(found), **arguments) as a,
-        onebox.Trainer(found, second, torch.optim.SGD(found.parameters(), lr=0.1), **arguments) as b,
+        onebox.Trainer(found, first, adam(found), **grouped(**arguments)) as a,
+        onebox.Trainer(found, second, torch.optim.SGD(found.parameters(), lr=0.1), **grouped(**arguments)) as b,
     ):
         for x, _ in inputs:
             a.step(x, x)

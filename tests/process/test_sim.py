@@ -141,7 +141,9 @@ def memory_of_a_run(spec: str) -> list[WorkerMemory]:
     optimizer = torch.optim.Adam(model.parameters())
     with (
         open_pool(spec, threads=1) as pool,
-        onebox.Trainer(model, nn.functional.cross_entropy, optimizer, pool=pool, check_every=2) as trainer,
+        onebox.Trainer(
+            model, nn.functional.cross_entropy, optimizer, pool=pool, engine=onebox.Engine(check_every=2)
+        ) as trainer,
     ):
         for _ in range(3):
             step = trainer.step(torch.randn(32, 8), torch.randint(0, 4, (32,)))

@@ -26,6 +26,7 @@ from tests.models import CASES, OPTIMIZERS
 from tests.process.shelf import Shelf
 from tests.process.stages import SEED, staged
 from tests.reference import Outcome, assert_same, drawing
+from tests.trainer_arguments import grouped
 
 SIZES = (6, 6, 6, 5, 6, 6, 6)
 """Samples of each batch; the odd one is of another shape, and of fewer micro-batches."""
@@ -62,7 +63,7 @@ def run(
     case = CASES[name]
     model = case.model()
     arguments = {"seed": SEED, "check_every": 1, "plan": plan, "staleness": 1, "delay": "none", "warm_up": 0, **options}
-    with onebox.Trainer(model, case.loss, OPTIMIZERS[optimizer](model), pool=pool, **arguments) as trainer:
+    with onebox.Trainer(model, case.loss, OPTIMIZERS[optimizer](model), **grouped(pool=pool, **arguments)) as trainer:
         losses = []
         for step, batch in enumerate(case.batches(list(sizes))):
             losses.append(trainer.step(*batch))
@@ -159,7 +160,7 @@ def test_a_schedule_of_learning_rates(pool: onebox.Pool) -> None:
     model = case.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=rates[0], momentum=0.9)
     with onebox.Trainer(
-        model, case.loss, optimizer, pool=pool, plan=plan, staleness=1, delay="none", warm_up=0
+        model, case.loss, optimizer, pool=pool, plan=plan, stale=onebox.StaleGradients(correction="none", warm_up=0)
     ) as trainer:
         for batch, rate in zip(case.batches(list(SIZES)), rates, strict=True):
             optimizer.param_groups[0]["lr"] = rate
@@ -180,7 +181,7 @@ def test_memory_is_what_was_predicted(
     case, model = CASES[name], CASES[name].model()
     (batch,) = case.batches([4])
     arguments = {"plan": plan, "staleness": 1, "delay": delay, "warm_up": 0, "check_every": 0}
-    with onebox.Trainer(model, case.loss, OPTIMIZERS["sgd"](model), pool=pool, **arguments) as trainer:
+    with onebox.Trainer(model, case.loss, OPTIMIZERS["sgd"](model), **grouped(pool=pool, **arguments)) as trainer:
         for _ in range(4):
             trainer.step(*batch)
         trainer.wait()
@@ -213,12 +214,12 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(delay: str, pool: on
     batches = case.batches(list(SIZES))
     model = case.model()
     arguments = {"pool": pool, "plan": plan, "staleness": 1, "delay": delay, "warm_up": 0, "seed": SEED}
-    with onebox.Trainer(model, case.loss, OPTIMIZERS["sgd"](model), **arguments) as trainer:
+    with onebox.Trainer(model, case.loss, OPTIMIZERS["sgd"](model), **grouped(**arguments)) as trainer:
         losses = [float(trainer.step(*batch)) for batch in batches[:5]]
         trainer.save(tmp_path)
     model = case.model()
     with onebox.Trainer.resume(tmp_path, model, case.loss, OPTIMIZERS["sgd"](model), pool=pool) as trainer:
-        assert (trainer.staleness, trainer.delay) == (1, delay)
+        assert trainer.stale == onebox.StaleGradients(correction=delay, warm_up=0)
         losses += [float(trainer.step(*batch)) for batch in batches[5:]]
         found = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
         assert trainer.delays == {1: len(SIZES) - 5}
@@ -280,7 +281,7 @@ def test_what_fails_in_a_window_says_where(pool: onebox.Pool) -> None:
     case = CASES["dropping"]
     model = case.model()
     arguments = {"pool": pool, "plan": plan, "staleness": 1, "delay": "none", "warm_up": 0}
-    with onebox.Trainer(model, case.loss, OPTIMIZERS["sgd"](model), **arguments) as trainer:
+    with onebox.Trainer(model, case.loss, OPTIMIZERS["sgd"](model), **grouped(**arguments)) as trainer:
         ((inputs, targets),) = case.batches([4])
         trainer.step(inputs, targets)
         loss = trainer.step(torch.full_like(inputs, 10**6), targets)
@@ -298,9 +299,6 @@ def fated(policy: ActivationPolicy) -> Plan:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"staleness": 2}, "staleness=2"),
-        ({"staleness": 1, "warm_up": -1}, "warm_up=-1"),
-        ({"staleness": 1, "delay": "later"}, "delay='later'"),
         ({"staleness": 1, "sync": "client"}, "sync='client'"),
         ({"overlap": True, "update": "host"}, "update='host'"),
         ({"staleness": 1, "plan": fated("offload")}, "stages offloaded or swapped"),
@@ -311,7 +309,7 @@ def test_what_does_not_go_together_is_refused(options: dict[str, Any], message: 
     case = CASES["mlp"]
     model = case.model()
     with pytest.raises(UsageError, match=message):
-        onebox.Trainer(model, case.loss, OPTIMIZERS["sgd"](model), pool=pool, **options)
+        onebox.Trainer(model, case.loss, OPTIMIZERS["sgd"](model), **grouped(pool=pool, **options))
 
 
 def test_a_schedule_that_ends_with_each_step_is_refused(pool: onebox.Pool) -> None:
@@ -323,7 +321,5 @@ def test_a_schedule_that_ends_with_each_step_is_refused(pool: onebox.Pool) -> No
                 model,
                 case.loss,
                 OPTIMIZERS["sgd"](model),
-                pool=pool,
-                plan=staged("mlp", (0, 1), micro_batch=2, schedule=schedule),
-                staleness=staleness,
+                **grouped(pool=pool, plan=staged("mlp", (0, 1), micro_batch=2, schedule=schedule), staleness=staleness),
             )

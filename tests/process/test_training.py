@@ -19,6 +19,7 @@ from onebox.worker import OPTIMIZERS as NATIVE
 from tests.models import CASES, OPTIMIZERS, adam_in_groups, adamw, sgd
 from tests.process.shelf import Shelf
 from tests.reference import Outcome, assert_same, train
+from tests.trainer_arguments import grouped
 
 MICRO_BATCH = 3
 SIZES = [8, 8, 8, 5, 8, 8, 8, 5]
@@ -52,7 +53,7 @@ def test_gradients_are_clipped_as_pytorch_does(name: str, limit: float, workers:
     assert min(expected.norms) < limit < max(expected.norms)
     model = case.model()
     options = {"micro_batch": MICRO_BATCH, "clip_grad_norm": limit}
-    with onebox.Trainer(model, case.loss, sgd(model), pool=pools(workers), **options) as trainer:
+    with onebox.Trainer(model, case.loss, sgd(model), **grouped(pool=pools(workers), **options)) as trainer:
         found = finished(trainer, [trainer.step(*batch) for batch in batches])
     assert_same(found, expected)
     assert found.norms == pytest.approx(expected.norms, abs=1e-10)
@@ -90,7 +91,9 @@ def test_schedulers_step_on_the_client_and_take_effect(scheduler: str, optimizer
     model = case.model()
     ours = OPTIMIZERS[optimizer](model)
     schedule = SCHEDULERS[scheduler](ours)
-    with onebox.Trainer(model, case.loss, ours, pool=pools(2), micro_batch=MICRO_BATCH) as trainer:
+    with onebox.Trainer(
+        model, case.loss, ours, pool=pools(2), plan=onebox.DataParallel(micro_batch=MICRO_BATCH)
+    ) as trainer:
         losses = []
         for batch in batches:
             losses.append(trainer.step(*batch))
@@ -115,7 +118,9 @@ def test_an_option_that_the_user_sets_between_steps_takes_effect(pools: Shelf) -
     expected = train(model, case.loss, plain, batches, cut, after_step=change(plain))
     model = case.model()
     ours = adam_in_groups(model)
-    with onebox.Trainer(model, case.loss, ours, pool=pools(2), micro_batch=MICRO_BATCH) as trainer:
+    with onebox.Trainer(
+        model, case.loss, ours, pool=pools(2), plan=onebox.DataParallel(micro_batch=MICRO_BATCH)
+    ) as trainer:
         losses = []
         for batch in batches:
             losses.append(trainer.step(*batch))
@@ -138,7 +143,9 @@ def test_every_optimizer_that_workers_run_does_what_pytorch_does(name: str, pool
     model = case.model()
     expected = train(model, case.loss, kind(matrices(model)), batches, cut)
     model = case.model()
-    with onebox.Trainer(model, case.loss, kind(matrices(model)), pool=pools(2), micro_batch=MICRO_BATCH) as trainer:
+    with onebox.Trainer(
+        model, case.loss, kind(matrices(model)), pool=pools(2), plan=onebox.DataParallel(micro_batch=MICRO_BATCH)
+    ) as trainer:
         found = finished(trainer, [trainer.step(*batch) for batch in batches])
     assert_same(found, expected, 1e-3 if name == "Muon" else 1e-10)  # Muon computes in bfloat16 inside
 
@@ -151,7 +158,9 @@ def test_options_of_optimizers_are_taken_over(options: dict[str, bool], pools: S
     expected = train(model, case.loss, torch.optim.AdamW(model.parameters(), **options), batches, cut)
     model = case.model()
     ours = torch.optim.AdamW(model.parameters(), **options)
-    with onebox.Trainer(model, case.loss, ours, pool=pools(2), micro_batch=MICRO_BATCH) as trainer:
+    with onebox.Trainer(
+        model, case.loss, ours, pool=pools(2), plan=onebox.DataParallel(micro_batch=MICRO_BATCH)
+    ) as trainer:
         assert_same(finished(trainer, [trainer.step(*batch) for batch in batches]), expected)
 
 
@@ -165,7 +174,9 @@ def test_an_optimizer_that_has_stepped_before_is_taken_over(optimizer: str, pool
     ours = OPTIMIZERS[optimizer](model)
     before = train(model, case.loss, ours, batches[:3], cut)
     ours.zero_grad()
-    with onebox.Trainer(model, case.loss, ours, pool=pools(2), micro_batch=MICRO_BATCH) as trainer:
+    with onebox.Trainer(
+        model, case.loss, ours, pool=pools(2), plan=onebox.DataParallel(micro_batch=MICRO_BATCH)
+    ) as trainer:
         after = finished(trainer, [trainer.step(*batch) for batch in batches[3:]])
     assert_same(Outcome(losses=before.losses + after.losses, norms=[], tensors=after.tensors), expected)
 
@@ -196,7 +207,7 @@ def test_bfloat16_is_as_near_to_float32_as_pytorchs_autocast(name: str, pools: S
     wide = train(exact, case.loss, sgd(exact), batches, cut)
     model = case.model(torch.float32)
     options = {"precision": "bf16", "micro_batch": MICRO_BATCH}
-    with onebox.Trainer(model, case.loss, sgd(model), pool=pools(2), **options) as trainer:
+    with onebox.Trainer(model, case.loss, sgd(model), **grouped(pool=pools(2), **options)) as trainer:
         found = finished(trainer, [trainer.step(*batch) for batch in batches])
     assert found.losses == pytest.approx(expected.losses, rel=1e-2)
     assert found.losses != pytest.approx(wide.losses, rel=1e-6)
@@ -267,7 +278,9 @@ def test_pull_restores_weights_and_buffers_into_the_users_model(pools: Shelf) ->
     train(expected, case.loss, adamw(expected), batches, cut)
     model = case.model()
     parameters = dict(model.named_parameters())
-    with onebox.Trainer(model, case.loss, adamw(model), pool=pools(2), micro_batch=MICRO_BATCH) as trainer:
+    with onebox.Trainer(
+        model, case.loss, adamw(model), pool=pools(2), plan=onebox.DataParallel(micro_batch=MICRO_BATCH)
+    ) as trainer:
         for batch in batches:
             trainer.step(*batch)
         untouched = case.model().state_dict()
@@ -301,7 +314,11 @@ def test_a_loss_with_parameters_is_trained_too(pools: Shelf) -> None:
     expected = train(plain, loss, sgd(both), batches, cut)
     ours, ours_loss = case.model(), Tempered()
     with onebox.Trainer(
-        ours, ours_loss, sgd(nn.ModuleList([ours, ours_loss])), pool=pools(2), micro_batch=MICRO_BATCH
+        ours,
+        ours_loss,
+        sgd(nn.ModuleList([ours, ours_loss])),
+        pool=pools(2),
+        plan=onebox.DataParallel(micro_batch=MICRO_BATCH),
     ) as trainer:
         losses = [float(trainer.step(*batch)) for batch in batches]
         trainer.evaluate(batches)
@@ -323,7 +340,9 @@ def test_batches_of_other_shapes_are_captured_once_more(pools: Shelf) -> None:
     model = case.model()
     expected = train(model, case.loss, adamw(model), batches, cut)
     model = case.model()
-    with onebox.Trainer(model, case.loss, adamw(model), pool=pools(2), micro_batch=MICRO_BATCH) as trainer:
+    with onebox.Trainer(
+        model, case.loss, adamw(model), pool=pools(2), plan=onebox.DataParallel(micro_batch=MICRO_BATCH)
+    ) as trainer:
         assert_same(finished(trainer, [trainer.step(*batch) for batch in batches]), expected)
 
 
@@ -362,7 +381,7 @@ def test_replicas_that_part_are_found_out() -> None:
     batches = case.batches([8] * 4)
     with (
         onebox.open("cpu*2", threads=1) as pool,
-        onebox.Trainer(model, case.loss, sgd(model), pool=pool, check_every=2) as trainer,
+        onebox.Trainer(model, case.loss, sgd(model), pool=pool, engine=onebox.Engine(check_every=2)) as trainer,
     ):
         for batch in batches[:2]:
             trainer.step(*batch)
@@ -378,7 +397,7 @@ def test_replicas_are_not_compared_where_nobody_asked() -> None:
     model = case.model()
     with (
         onebox.open("cpu*2", threads=1) as pool,
-        onebox.Trainer(model, case.loss, sgd(model), pool=pool, check_every=0) as trainer,
+        onebox.Trainer(model, case.loss, sgd(model), pool=pool, engine=onebox.Engine(check_every=0)) as trainer,
     ):
         put_elsewhere(trainer, pool)
         trainer.step(*case.batches([8])[0]).item()

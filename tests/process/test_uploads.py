@@ -25,6 +25,7 @@ from tests.models import CASES, sgd
 from tests.process.shelf import Shelf
 from tests.process.stages import staged
 from tests.reference import Outcome, assert_same, train
+from tests.trainer_arguments import grouped
 
 MICRO_BATCH = 3
 SIZES = [8, 8, 8, 5, 8, 8]
@@ -44,7 +45,7 @@ def cut(size: int) -> list[int]:
 def trainer_of(pool: Pool, **options: Any) -> onebox.Trainer:
     case = CASES["mlp"]
     model = case.model()
-    return onebox.Trainer(model, case.loss, sgd(model), pool=pool, **{"micro_batch": MICRO_BATCH, **options})
+    return onebox.Trainer(model, case.loss, sgd(model), **grouped(pool=pool, **{"micro_batch": MICRO_BATCH, **options}))
 
 
 def planned(pool: Pool, plan: Plan, **options: Any) -> onebox.Trainer:
@@ -94,21 +95,19 @@ def test_each_worker_is_sent_what_its_stages_read_and_nothing_else(name: str, po
 
 
 @pytest.mark.parametrize(
-    ("name", "ahead_bytes"), [("three replicas", 0), ("three replicas", 700), ("two replicas of two stages", 1 << 20)]
+    ("name", "ahead"), [("three replicas", 0), ("three replicas", 700), ("two replicas of two stages", 1 << 20)]
 )
-def test_what_is_uploaded_ahead_by_another_thread_trains_like_one_process(
-    name: str, ahead_bytes: int, pools: Shelf
-) -> None:
+def test_what_is_uploaded_ahead_by_another_thread_trains_like_one_process(name: str, ahead: int, pools: Shelf) -> None:
     plan = PLANS[name]
     batches = CASES["mlp"].batches(SIZES)
-    with planned(pools(len(plan.devices)), plan, ahead_bytes=ahead_bytes) as trainer:
+    with planned(pools(len(plan.devices)), plan, ahead=ahead) as trainer:
         with ThreadPoolExecutor(1) as thread:
             coming = [thread.submit(trainer.upload, *batch) for batch in batches]
             losses = [trainer.step(future.result()) for future in coming]
         assert_same(finished(trainer, losses), expected())
         counters = trainer.upload_counters()
         assert counters.steps == len(SIZES)
-        assert (counters.ahead == 0) == (ahead_bytes == 0)
+        assert (counters.ahead == 0) == (ahead == 0)
 
 
 def test_the_users_tensors_may_change_as_soon_as_they_are_uploaded(pools: Shelf) -> None:
@@ -160,8 +159,8 @@ def test_an_upload_serves_one_step_of_its_own_trainer(pools: Shelf) -> None:
         trainer.step(uploaded).item()
         with pytest.raises(UsageError, match="stepped or closed"):
             trainer.step(uploaded)
-        with pytest.raises(UsageError, match="ahead_bytes"):
-            trainer_of(pools(2), ahead_bytes=-1)
+        with pytest.raises(UsageError, match="ahead"):
+            trainer_of(pools(2), ahead=-1)
 
 
 def test_a_step_that_just_fits_is_not_pushed_out_by_uploads() -> None:

@@ -21,6 +21,7 @@ from tests.models import CASES, OPTIMIZERS
 from tests.process.shelf import Shelf
 from tests.process.stages import SEED, reference, run, staged
 from tests.reference import Outcome, assert_same
+from tests.trainer_arguments import grouped
 
 SIZES = (8, 8, 5, 8, 8)
 HALF = 2
@@ -72,7 +73,9 @@ def trainer_on(
 ) -> onebox.Trainer:
     case = CASES[name]
     model = case.model()
-    return onebox.Trainer(model, case.loss, make(model), pool=pool, plan=plan, seed=SEED, check_every=1, **options)
+    return onebox.Trainer(
+        model, case.loss, make(model), **grouped(pool=pool, plan=plan, seed=SEED, check_every=1, **options)
+    )
 
 
 def steps(trainer: onebox.Trainer, name: str, first: int = 0, last: int = len(SIZES)) -> Outcome:
@@ -104,7 +107,7 @@ def test_checkpoints_go_on_with_another_number_of_replicas(
         straight = steps(trainer, "mlp", HALF)
     model = case.model()
     options = {"pool": pools(after or 2), "plan": plans[after]}
-    resumed = onebox.Trainer.resume(saved, model, case.loss, OPTIMIZERS[optimizer](model), **options)
+    resumed = onebox.Trainer.resume(saved, model, case.loss, OPTIMIZERS[optimizer](model), **grouped(**options))
     with resumed as trainer:
         assert_same(steps(trainer, "mlp", HALF), straight, **({"tolerance": 0} if not after else {}))
 
@@ -116,7 +119,7 @@ def test_each_replica_has_its_part_of_the_state_and_that_is_predicted_to_the_byt
         model = nn.Sequential(*(nn.Linear(24, 24) for _ in range(9)))
         optimizer = torch.optim.AdamW(model.parameters())
         with onebox.Trainer(
-            model, nn.functional.cross_entropy, optimizer, pool=pool, plan=plan, in_flight=1
+            model, nn.functional.cross_entropy, optimizer, pool=pool, plan=plan, engine=onebox.Engine(in_flight=1)
         ) as trainer:
             trainer.step(inputs, targets)
             trainer.wait()

@@ -25,6 +25,7 @@ from onebox.plan import (
 from onebox.pool import Fault, open_pool
 from onebox.vgpu import alias_cuda, set_synchronous, spawn
 from tests.recorded.hashing import hash_of
+from tests.trainer_arguments import grouped
 
 __all__ = [
     "POLICY",
@@ -62,9 +63,9 @@ def canonical(plan: onebox.Plan) -> str:
 
 def trainer_of(model: Any, loss: Any, optimizer: Any, **options: Any) -> onebox.Trainer:
     """Return a trainer with the options that runs name; where the trainer's own get other names, they change here."""
-    return onebox.Trainer(model, loss, optimizer, **options)
+    return onebox.Trainer(model, loss, optimizer, **grouped(**options))
 
 
 def resume_trainer(folder: Any, model: Any, loss: Any, optimizer: Any, **options: Any) -> onebox.Trainer:
     """Return a trainer that goes on from a checkpoint, likewise."""
-    return onebox.Trainer.resume(folder, model, loss, optimizer, **options)
+    return onebox.Trainer.resume(folder, model, loss, optimizer, **grouped(**options))

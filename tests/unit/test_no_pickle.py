@@ -192,7 +192,9 @@ def work(folder: Path) -> None:
         for sync in syncs:
             pool = opening(2)
             model, optimizer = make()
-            with onebox.Trainer(model, functional.mse_loss, optimizer, pool=pool, sync=sync) as trainer:
+            with onebox.Trainer(
+                model, functional.mse_loss, optimizer, pool=pool, plan=onebox.DataParallel(sync=sync)
+            ) as trainer:
                 float(trainer.step(*batch))
                 trainer.evaluate([batch])
                 trainer.save(folder, extra={"epoch": 1})

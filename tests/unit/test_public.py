@@ -14,12 +14,17 @@ import onebox
 
 PUBLIC = [
     "Buckets",
+    "DataParallel",
+    "Engine",
     "Evaluation",
     "Feed",
     "Link",
     "OneboxError",
     "Plan",
     "Pool",
+    "Recovery",
+    "Staging",
+    "StaleGradients",
     "StepLoss",
     "Trainer",
     "Weighted",

@@ -63,9 +63,11 @@ def _divided(kind: type[Any]) -> tuple[list[dataclasses.Field[Any]], list[datacl
 
 
 def _documentation(kind: type[Any]) -> str:
-    """Return a docstring with the arguments of a class and of its bases."""
+    """Return a docstring with the arguments of a class, of its bases, and of the groups that it has options of."""
     sections = []
-    for each in reversed(kind.__mro__):  # the last word on an option counts
+    for each in (*getattr(kind, "GROUPS", ()), *reversed(kind.__mro__)):  # the last word on an option counts
         match = re.search(r"^Args:\n(.*?)(?:\n\n|\Z)", inspect.cleandoc(each.__doc__ or ""), re.DOTALL | re.MULTILINE)
-        sections += [re.sub(r"\n {8,}", " ", match[1])] if match else []  # a wrapped line may begin like a list
+        if match:
+            text = re.sub(r"\n {8,}", " ", match[1])  # a wrapped line may begin like a list
+            sections.append(re.sub(r"``([^`]*)``", r"\1", text))
     return "Options.\n\nArgs:\n" + "\n".join(sections)

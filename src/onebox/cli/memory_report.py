@@ -85,8 +85,8 @@ def make_memory_report(config: JobConfig, found: PlanForecast, data: Data, pool:
             pool=pool,
             plan=found.plan,
             precision=config.precision,
-            recover=False,
             loss_reduction="mean" if config.loss is None else None,
+            recovery=None,
         ) as trainer:
             for _ in range(_STEPS - 1):
                 trainer.step(*batch)

@@ -130,8 +130,7 @@ def search_plan(
         precision=config.precision,
         budget_s=budget_s,
         fresh=fresh,
-        staleness=config.staleness,
-        delay=config.delay,
+        stale=config.stale,
     )
     _, simulation = predict(planned.problem, planned.plan, overlap=overlap)  # with details, which a search leaves out
     return PlanForecast(
@@ -139,7 +138,7 @@ def search_plan(
         simulation=simulation,
         problem=planned.problem,
         candidates=planned.result.candidates,
-        delays=delays_of(job[2], config.delay),
+        delays=delays_of(job[2], config.correction),
     )
 
 
@@ -175,7 +174,7 @@ def predict_plan(
         fresh=fresh,
     )
     links = pool_links(pool, fresh=fresh)
-    late = delays_of(optimizer, config.delay)
+    late = delays_of(optimizer, config.correction)
     problem = make_problem(
         profile,
         pool.devices,

@@ -6,9 +6,9 @@ import contextlib
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from onebox.feed import Data, Position, open_dataset
 from onebox.plan import Plan
 from onebox.pool import Pool
 from onebox.report import RunFolder
+from onebox.trainer_options import DataParallel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,24 +112,16 @@ def start_run(config: TrainConfig, folder: RunFolder, data: Data, pool: Pool, pl
         make_loss(config),
         make_optimizer(config, model),
         pool=pool,
-        plan=plan,
-        micro_batch=config.micro_batch,
-        seed=config.seed,
-        sync=config.sync,
-        update=config.update,
-        shard_optimizer=config.shard_optimizer,
-        shares=config.share_weights,
+        plan=plan or config.data_parallel,
         precision=config.precision,
         clip_grad_norm=config.clip_grad_norm,
+        seed=config.seed,
         metrics={"accuracy": accuracy},
-        recover=config.recovers,
-        snapshot_every=config.snapshot_every,
         adaptive=config.adaptive,
-        staleness=config.staleness,
-        delay=config.delay,
-        warm_up=config.warm_up,
-        overlap=config.overlap,
         loss_reduction="mean" if config.loss is None else None,  # None: checked before the first step
+        stale=config.stale,
+        recovery=config.recovery,
+        engine=config.engine,
     )
     return StartedRun(
         trainer=trainer, standing=RunProgress(position=Position(epoch=0, index=0, seed=config.seed)), saved=None
@@ -138,11 +131,11 @@ def start_run(config: TrainConfig, folder: RunFolder, data: Data, pool: Pool, pl
 def _resumed(config: TrainConfig, saved: Path, data: Data, pool: Pool, plan: Plan | None) -> StartedRun:
     assert config.resume is not None
     model = make_model(config, data)
-    options: dict[str, Any] = {"plan": plan}
-    if plan is None:
-        options = {"sync": config.sync, "update": config.update, "shard_optimizer": config.shard_optimizer}
-    if plan is None and config.shares != read_config(config.resume).shares:
-        options["shares"] = config.share_weights
+    before = read_config(config.resume).data_parallel
+    placement: DataParallel | Literal["stored"] = "stored"
+    if config.data_parallel != before:  # shares that were measured stay, unless others are given
+        same = config.data_parallel.shares == before.shares
+        placement = replace(config.data_parallel, shares="auto") if same else config.data_parallel
     try:
         trainer = Trainer.resume(
             saved,
@@ -150,11 +143,10 @@ def _resumed(config: TrainConfig, saved: Path, data: Data, pool: Pool, plan: Pla
             make_loss(config),
             make_optimizer(config, model),
             pool=pool,
+            plan=plan or placement,
             metrics={"accuracy": accuracy},
-            recover=config.recovers,
-            snapshot_every=config.snapshot_every,
             adaptive=config.adaptive,
-            **options,
+            recovery=config.recovery,
         )
         standing = RunProgress.from_extra(trainer.extra, seed=config.seed, path=saved)
     except CheckpointError as error:

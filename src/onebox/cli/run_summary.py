@@ -83,9 +83,9 @@ def print_outcome(loop: TrainingLoop, console: OutputConsole, found: PlanCompari
 def _delays(loop: TrainingLoop) -> list[str]:
     """Describe the delays of gradients, as measured by the workers."""
     trainer = loop.trainer
-    if not trainer.staleness:
+    if trainer.stale is None:
         return []
-    exact = min(trainer.warm_up, trainer.steps_done)
+    exact = min(trainer.stale.warm_up or 0, trainer.steps_done)
     if not trainer.delays:
         return [f"no gradient was late: all {exact} steps were exact; --warm-up says how many are"]
     said = [

@@ -183,9 +183,9 @@ class ClientState(StepObserver):
     def _require_one_version(self, changed: list[str]) -> None:
         if self._remote.branched:
             raise UsageError(
-                f"{_listed(changed)} changed by hand while staleness=1: there are several versions of the weights on "
-                "the workers then; change them before the first step that is late (warm_up says which), or train with "
-                "staleness=0; nothing was done"
+                f"{_listed(changed)} changed by hand while gradients are stale: there are several versions of the "
+                "weights on the workers then; change them before the first step that is late (warm_up says which), or "
+                "train with stale=None; nothing was done"
             )
 
     def _change(self, names: Iterable[str], entries: OptimizerEntries | None) -> None:

@@ -38,6 +38,7 @@ from onebox.errors import OneboxError, OperatorError, PlanError, UsageError
 from onebox.plan import Plan
 from onebox.plan.model.problem import Problem
 from onebox.pool import Pool, WorkerReply
+from onebox.trainer_options import Recovery
 from onebox.wire.protocol.requests import Run
 
 
@@ -55,8 +56,7 @@ class TrainingSession:
         remote: The remote state.
         settings: Settings shared by all steps.
         uploads: The uploads of batches.
-        recover: Whether to recover from losses.
-        snapshot_every: Steps between snapshots; ``None`` chooses an interval that keeps their cost low.
+        recovery: Recovery from losses; ``None`` for none.
         adaptive: Whether to adapt the plan to devices and links; the problem that the plan was made for, if known.
         step: Number of steps done before, by the run that is resumed.
         saved: Path of its checkpoint.
@@ -71,8 +71,7 @@ class TrainingSession:
         settings: StepSettings,
         uploads: BatchPrefetcher,
         *,
-        recover: bool,
-        snapshot_every: int | None,
+        recovery: Recovery | None,
         adaptive: bool | Problem = False,
         step: int = 0,
         saved: Path | None = None,
@@ -88,7 +87,9 @@ class TrainingSession:
         self.traces = StepTraces(settings.trace, uploads.beside_bytes)
         self.overlap = OverlapScheduler(pool, remote, settings, self.traces.draining)
         self.snapshots = (
-            SnapshotScheduler(pool, remote, self.overlap, step=step, every=snapshot_every) if recover else None
+            SnapshotScheduler(pool, remote, self.overlap, step=step, every=recovery.snapshot_every)
+            if recovery
+            else None
         )
         self.recovery = RecoveryManager(
             pool,

@@ -3,44 +3,54 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from torch import nn
+from torch import Tensor, nn
 
+from onebox.engine.adaptive.controller import AppliedDecision
 from onebox.engine.adaptive.problem_source import check_adaptive
-from onebox.engine.assembly import exact_settings, recipe_of, requested, with_lateness
 from onebox.engine.client_state import ClientState
-from onebox.engine.config import check_settings, recovery_enabled, steps_in_flight
-from onebox.engine.data.prefetch import AHEAD_BYTES, BatchPrefetcher, UploadedBatch, cache_bytes
-from onebox.engine.observed import Observed
-from onebox.engine.planning.resolve_plan import resolve_plan
+from onebox.engine.config import check_numerics, chosen_recovery, steps_in_flight
+from onebox.engine.data.prefetch import BatchPrefetcher, UploadCounters, UploadedBatch
+from onebox.engine.memory.timeline import MemoryTimeline, memory_timeline
+from onebox.engine.planning.resolve_plan import PlanRequest
+from onebox.engine.recovery.policy import RecoveryRecord
 from onebox.engine.session import TrainingSession
-from onebox.engine.state.checkpoint_files import read
-from onebox.engine.state.checkpoint_restore import ResumePoint, planned_options, restore, resume_point
+from onebox.engine.state.checkpoint_files import read, write
+from onebox.engine.state.checkpoint_restore import (
+    ResumePoint,
+    Stored,
+    contents,
+    restore,
+    resume_point,
+    resumed_plan,
+    resumed_reduction,
+)
 from onebox.engine.state.remote import RemoteState
-from onebox.engine.steps.results import Evaluation, StepLoss
-from onebox.engine.workload.batch import as_pair
-from onebox.engine.workload.captures import Captures
-from onebox.engine.workload.emulated_costs import SegmentCosts
-from onebox.engine.workload.loss_reduction import LossReduction, check_reduction, resumed_reduction
+from onebox.engine.steps.launch import StepSettings
+from onebox.engine.steps.overlap_scheduler import with_staleness
+from onebox.engine.steps.results import Evaluation, StepLoss, TraceEvent
+from onebox.engine.workload.batch import Batch, as_batch, as_pair
+from onebox.engine.workload.captures import Captures, CaptureSpec, target_type
+from onebox.engine.workload.loss_reduction import LossReduction, check_reduction, reduction_name
+from onebox.engine.workload.named_state import OptimizerEntries
 from onebox.engine.workload.parameter_groups import Optimizers, mark_stepped
 from onebox.errors import UsageError
 from onebox.graph import Loss, Metrics, Precision
 from onebox.graph.capture.on_device_transform import OnDevice
 from onebox.padding import Buckets, require_buckets
-from onebox.plan import Plan, Sync, UpdateAt
+from onebox.plan import Plan
 from onebox.plan.model.problem import Problem
 from onebox.pool import Pool
+from onebox.trainer_options import DataParallel, Engine, Recovery, Staging, StaleGradients
+from onebox.wire.protocol.responses import WorkerMemory
 
-Shares = Literal["auto", "equal", "measured"] | Sequence[float]
 
-
-class Trainer(Observed):
+class Trainer:
     """Trains a model on the devices of a pool according to a plan, with the result that one device would give.
 
     The loss is computed for each micro-batch; ``loss_reduction`` defines how these make up the batch's loss.
@@ -55,69 +65,26 @@ class Trainer(Observed):
             workers take over class, groups and options; learning rates and other options are read at each step, so
             schedulers that change them take effect.
         pool: From :func:`onebox.open`.
-        plan: A :class:`onebox.Plan`, or the path of a plan file; ``None`` for data parallel over all devices. A plan
-            contains ``micro_batch``, ``sync``, ``shares`` and ``update``. If it recomputes, offloads or swaps
-            activations of stages, a step takes less memory and more time, with bitwise the same result.
-        micro_batch: Samples of a micro-batch. The loss curve depends on it (batch norm and dropout operate on
-            micro-batches) but not on the number of devices that share the micro-batches. ``None`` makes each device's
-            share one micro-batch.
-        seed: Seed of all random operators in the model, together with the step and the micro-batch.
-        sync: Place where gradients are averaged: among ``workers``, or at the ``client``.
-        update: Place of the optimizer's state and step: the ``device``, or the ``host`` of each, which has more memory:
-            for a GPU, gradients travel there and new parameters back, and the step takes longer.
-        shard_optimizer: Whether the replicas shard the optimizer's state instead of each holding all of it: one replica
-            updates a parameter and sends it to the others. The number of bytes sent and the result are the same.
-        shares: Each device's share of the batch: ``auto`` (equal for identical devices, else measured), ``equal``,
-            ``measured``, or weights.
+        plan: Data parallel training over all devices; a :class:`onebox.Plan` or the path of a plan file; or ``auto``:
+            with the first batch, model, devices and links are measured and the best plan is searched for, as by
+            :func:`onebox.make_plan` with its defaults, and logged. If a plan recomputes, offloads or swaps activations
+            of stages, a step takes less memory and more time, with bitwise the same result.
         precision: ``bf16`` runs model and loss under autocast; parameters keep their type. With ``auto`` the products
             of each stage use float32 or bf16 according to the plan; without a plan the model is first measured in both,
             on devices with bf16 instructions, and the faster one is used. Stages of a plan with an explicit precision
             keep it with ``fp32``, too.
         clip_grad_norm: Limit of the 2-norm of all gradients; ``None`` for no clipping.
+        seed: Seed of all random operators in the model, together with the step and the micro-batch.
         metrics: For :meth:`evaluate`: each maps (outputs, targets) to a scalar, a mean over samples.
-        check_every: Interval, in steps, at which replicas compare a hash of all parameters and buffers; 0 for never.
-        in_flight: Most steps in flight; ``None`` for as many as keep the workers busy: two on one machine or a LAN, up
-            to eight with long round trips.
-        trace: Whether workers time their instructions, for :meth:`events`.
-        recover: Whether to recover when a worker dies, hangs or becomes unreachable; ``None`` for yes if agents or a
-            Ray cluster run some of the workers, and no if all are processes of this machine. The worker is restarted;
-            if that is impossible, its replicas do its part, another device replaces it, or a plan is searched for the
-            remaining devices, with the same micro-batches. All receive the newest snapshot, which workers store for
-            each other, and later steps are repeated. Each recovery is logged and added to :attr:`recoveries`. With the
-            same plan the run ends bitwise equal to one without a loss, with another plan equal up to rounding.
-        snapshot_every: Steps between snapshots; ``None`` for as many as keep their cost below 3 % of the time. Setting
-            it enables recovery.
-        fuse: Whether to fuse activations that the model composes of several operators, such as GELU in Hugging Face's
-            GPT-2: fewer passes over memory, and fewer tensors kept for backward. Results differ by rounding.
         on_device: Tensor code that runs before the model, captured with it and run on the workers, in training and
             evaluation: maps the inputs of a micro-batch, as given to :meth:`step`, to those of the model, so that for
             example bytes travel and are converted to floats there. It draws random numbers from the run's own seeds. A
             module is in training mode when the model is. It is not part of checkpoints.
-        ahead_bytes: Most bytes of each device for batches that :meth:`upload` sends ahead of their steps; never more
-            than steps leave free. 0 for none.
-        cache: Most bytes of each device, such as ``"1GiB"``, for cached samples, of which only indices travel when they
-            are used again; never more than steps leave free. ``samples=`` of :meth:`step` and :meth:`upload` identifies
-            the samples of a batch. The data of a sample must be the same each time it is used: random augmentation
-            belongs into ``on_device``.
         adaptive: Whether to adapt the plan to devices and links: when one has clearly become slower or faster than
             planned, actions are reordered, layers move, or shares of replicas change, between two steps, with the same
             micro-batches; a change that made steps slower is reverted. Each change is logged and added to
             :attr:`decisions`. Instead of ``True``, the problem that the plan was made for, from
             :func:`onebox.make_plan`, which has the times of each segment.
-        costs: For experiments with emulated ``sim`` devices: for each segment of the model, by name, the seconds of
-            forward, input gradient and weight gradient of a sample, at speed 1. ``None`` for the plan's predictions.
-        staleness: 0 for exact steps. With 1 each step uses the weights before the last update, so that the next step
-            begins while the gradients of this one are in flight: a pipeline is never empty, and averaging overlaps with
-            the next step. A plan of several stages then requires the schedule ``async-1f1b``, which in turn requires
-            staleness 1.
-        delay: Treatment of gradients that are a step late: ``none``, ``predict``, ``lookahead``, ``both``, ``feedback``
-            (see docs/staleness.md), or ``auto``, which depends on the optimizer, and logs the choice and its reason.
-        warm_up: With ``staleness`` 1, the number of exact steps at the beginning, where weights change fastest;
-            ``None`` for 100, which is logged.
-        overlap: Whether exact steps overlap, too: a part of the averaging and of the update of a step happens in the
-            next one, just before its parameters are read, and large values are sent in chunks where that is predicted
-            to pay (docs/topology.md). The result is bitwise the same, except for the last bit of matrix products of
-            chunks.
         loss_reduction: Reduction of the micro-batches' losses to the batch's loss. ``None``: the loss is a mean over
             samples, and a batch that violates this is refused before its step. ``"mean"``: the same without a check.
             ``"sum"``: the loss is a sum over samples. ``onebox.Weighted(fn)``: it is a mean over another quantity, such
@@ -125,6 +92,11 @@ class Trainer(Observed):
             divisor of the slice's loss; see docs/losses.md.
         pad: Pads the batches of steps, uploads and evaluations to a few sizes, each of which is captured once, before
             any other processing; see docs/capture.md.
+        stale: Stale gradients; ``None`` for exact steps.
+        recovery: Recovery from the loss of workers; ``None`` for none, and ``auto`` for recovery if agents or a Ray
+            cluster run some of the workers, and none if all are processes of this machine.
+        staging: Memory of each device for batches sent ahead and for cached samples.
+        engine: Execution of steps.
 
     Raises:
         UsageError: An argument is invalid.
@@ -147,70 +119,82 @@ class Trainer(Observed):
         optimizer: Optimizers,
         *,
         pool: Pool,
-        plan: Plan | str | Path | None = None,
-        micro_batch: int | None = None,
-        seed: int = 0,
-        sync: Sync = "workers",
-        update: UpdateAt = "device",
-        shard_optimizer: bool = False,
-        shares: Shares = "auto",
+        plan: Plan | str | Path | DataParallel | Literal["auto"] = DataParallel(),
         precision: Precision = "fp32",
         clip_grad_norm: float | None = None,
+        seed: int = 0,
         metrics: Metrics | None = None,
-        check_every: int = 100,
-        in_flight: int | None = None,
-        trace: bool = True,
-        recover: bool | None = None,
-        snapshot_every: int | None = None,
         on_device: OnDevice | None = None,
-        fuse: bool = False,
-        ahead_bytes: int = AHEAD_BYTES,
-        cache: int | str | None = None,
         adaptive: bool | Problem = False,
-        costs: SegmentCosts | None = None,
-        staleness: int = 0,
-        delay: str = "auto",
-        warm_up: int | None = None,
-        overlap: bool = False,
         loss_reduction: LossReduction = None,
         pad: Buckets | None = None,
+        stale: StaleGradients | None = None,
+        recovery: Recovery | Literal["auto"] | None = "auto",
+        staging: Staging = Staging(),
+        engine: Engine = Engine(),
         _start: ResumePoint | None = None,
     ) -> None:
-        in_flight = steps_in_flight(pool.round_trip_s) if in_flight is None else in_flight
-        check_settings(seed, precision, clip_grad_norm, check_every, in_flight, ahead_bytes)
+        check_numerics(seed, precision, clip_grad_norm)
         check_reduction(loss_reduction)
         require_buckets(pad)
+        _require_group("stale", stale, StaleGradients | None, "StaleGradients(...), and None for exact steps")
+        _require_group("staging", staging, Staging, "Staging(...)")
+        _require_group("engine", engine, Engine, "Engine(...)")
         self.model, self.loss, self.optimizer, self.pool = model, loss, optimizer, pool
-        self.seed, self.fuse, self.clip_grad_norm = seed, fuse, clip_grad_norm
         self.precision: Precision = precision
+        self.clip_grad_norm, self.seed = clip_grad_norm, seed
         self.loss_reduction: LossReduction = loss_reduction
-        self.pad = pad
+        self.pad, self.recovery, self.staging, self.engine = pad, recovery, staging, engine
         self.extra: dict[str, Any] = _start.extra if _start else {}
         self._metrics = dict(metrics or {})
-        given = Plan.read(plan) if isinstance(plan, str | Path) else plan
-        request = requested(pool, given, shares, micro_batch, sync, update, shard=shard_optimizer)
-        check_adaptive(adaptive, given, pool, trace=trace)
-        settings = exact_settings(seed, check_every, in_flight, clip_grad_norm, trace=trace)
-        settings = with_lateness(settings, optimizer, request, staleness, delay, warm_up, overlap=overlap)
-        self.staleness, self.delay, self.warm_up, self.overlap = staleness, delay, settings.warm_up, overlap
-        remote = RemoteState(model, loss, optimizer, pool, _start.state if _start else None)
-        recipe = recipe_of(pool, remote, model, loss, self._metrics, precision, on_device, costs, fuse=fuse)
-        recipe = replace(recipe, reduction=loss_reduction)
-        run = TrainingSession(
+        request = PlanRequest(
+            plan=_given_plan(plan),
+            stale=stale,
+            overlap=engine.overlap,
+            micro_batch=_start.plan.micro_batch if _start and _start.plan else None,
+        )
+        request.check(pool)
+        check_adaptive(adaptive, request.plan if isinstance(request.plan, Plan) else None, pool, trace=engine.trace)
+        settings = StepSettings(
+            seed=seed,
+            trace=engine.trace,
+            check_every=engine.check_every,
+            in_flight=engine.in_flight or steps_in_flight(pool.round_trip_s),
+            max_norm=clip_grad_norm or 0.0,
+            overlap=engine.overlap,
+        )
+        settings = with_staleness(settings, optimizer, stale, request.sample(len(pool)))
+        self.stale = replace(stale, warm_up=settings.warm_up) if stale else None
+        self._remote = RemoteState(model, loss, optimizer, pool, _start.state if _start else None)
+        spec = CaptureSpec(
+            model=model,
+            loss=loss,
+            metrics=self._metrics,
+            precision=precision,
+            device_type=target_type(pool.devices),
+            trained=frozenset(self._remote.wanted),
+            on_device=on_device,
+            fuse=engine.fuse,
+            costs=engine.costs,
+            reduction=loss_reduction,
+        )
+        self._run = TrainingSession(
             pool,
-            partial(resolve_plan, request, pool, remote),
-            Captures(recipe),
-            remote,
+            lambda captures, batch: request.resolve(pool, self._remote, captures, batch),
+            Captures(spec),
+            self._remote,
             settings,
-            BatchPrefetcher(pool, ahead_bytes, cache_bytes(cache)),
-            recover=recovery_enabled(pool, recover, snapshot_every),
-            snapshot_every=snapshot_every,
+            BatchPrefetcher(pool, staging.ahead_bytes, staging.cache_bytes),
+            recovery=chosen_recovery(pool, recovery),
             adaptive=adaptive,
             step=_start.step if _start else 0,
             saved=_start.path if _start else None,
         )
-        planned = request.said(len(pool)) or (_start.plan if _start else None)
-        super().__init__(run, remote, ClientState(run, remote, model, loss), planned)
+        self._client = ClientState(self._run, self._remote, model, loss)
+        usual = request.plan in [DataParallel(shares=shares) for shares in ("auto", "equal", "measured")]
+        self._planned = None if usual else request.sample(len(pool))
+        """The plan before the first step, as far as it is known."""
+        self._closed = False
 
     def __enter__(self) -> Self:
         return self
@@ -267,8 +251,8 @@ class Trainer(Observed):
             samples: As for :meth:`upload`.
 
         Returns:
-            The loss, which arrives later; reading it waits. At most ``in_flight`` steps are in flight: this call waits
-                for the oldest if there are more.
+            The loss, which arrives later; reading it waits. At most ``in_flight`` steps are in flight (see
+                :class:`Engine`): this call waits for the oldest if there are more.
 
         Raises:
             UsageError: The batch is invalid, or the optimizer trains other parameters than when this trainer was
@@ -309,6 +293,93 @@ class Trainer(Observed):
         self._client.bring()
         self.wait()
         return self._run.evaluate((self._batch(*as_pair(item)) for item in batches), list(self._metrics))
+
+    # ---- observation
+
+    @property
+    def steps_done(self) -> int:
+        """Number of steps begun so far, including those before a checkpoint."""
+        return self._run.steps_done
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan; ``None`` before the first step."""
+        return self._run.plan
+
+    @property
+    def captures(self) -> Captures:
+        """The captured model; before the first step it may be shared with a trainer of the same model."""
+        return self._run.captures
+
+    def share_captures(self, captures: Captures) -> None:
+        """Use the captures of another trainer of an equal model instead of own ones.
+
+        Raises:
+            UsageError: The model has been captured.
+        """
+        self._run.share_captures(captures)
+
+    @property
+    def recoveries(self) -> tuple[RecoveryRecord, ...]:
+        """Recoveries from losses so far."""
+        return tuple(self._run.recovery.recoveries)
+
+    @property
+    def delays(self) -> Mapping[int, int]:
+        """Number of updates by their measured delay in steps; exact steps are not measured."""
+        return self._run.overlap.measured()
+
+    @property
+    def decisions(self) -> tuple[AppliedDecision, ...]:
+        """Replanning decisions so far; empty without ``adaptive``."""
+        return self._run.adaptive.decisions if self._run.adaptive else ()
+
+    @property
+    def snapshots_apart(self) -> int:
+        """Present number of steps between snapshots; 0 without recovery."""
+        return self._run.snapshots.every if self._run.snapshots else 0
+
+    def memory(self) -> list[WorkerMemory]:
+        """Return the used bytes, the peak so far, and the quota of each device."""
+        self._require_open()
+        return self._run.recovery.run(self._remote.memory)
+
+    def predicted_memory(self, inputs: Any, targets: Any = None, *, ahead: int = 0) -> dict[int, int]:
+        """Return the peak bytes of each device of the plan in a step with a batch, from lifetimes alone.
+
+        The present contents of ``cache`` are included.
+
+        Args:
+            inputs: As for :meth:`step`.
+            targets: Likewise.
+            ahead: Number of similar batches uploaded for later steps.
+        """
+        self._require_open()
+        batch = self._batch(inputs, targets)
+        peaks = self._run.set_up(batch).peaks(batch, ahead=ahead)
+        return {device: peak + self._run.uploads.cached_bytes(device) for device, peak in peaks.items()}
+
+    def predicted_curves(self, inputs: Any, targets: Any = None) -> dict[int, MemoryTimeline]:
+        """Return the memory of each device of the plan over a step with a batch, instruction by instruction.
+
+        For the memory actually used see :meth:`events`.
+
+        Args:
+            inputs: As for :meth:`step`.
+            targets: Likewise.
+        """
+        self._require_open()
+        batch = self._batch(inputs, targets)
+        contents = self._run.set_up(batch).contents(batch)
+        return {device: memory_timeline(device, found) for device, found in contents.items()}
+
+    def events(self) -> list[TraceEvent]:
+        """Return the workers' activity in the last steps, for a timeline; empty without ``trace``."""
+        return self._run.traces.events()
+
+    def upload_counters(self) -> UploadCounters:
+        """Return the cost of uploading batches so far, in callers' time and in bytes."""
+        return self._run.uploads.counters()
 
     # ---- state
 
@@ -352,6 +423,70 @@ class Trainer(Observed):
         self._require_open()
         self._client.push()
 
+    def wait(self) -> None:
+        """Wait for all steps in flight.
+
+        Raises:
+            OneboxError: One of them failed.
+        """
+        self._run.drain()
+        self._run.wait(0)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the trained parameters and buffers, by name; names begin with ``model.`` or ``loss.``."""
+        self._require_open()
+        self._client.bring()
+        self.wait()
+        return self._run.recovery.run(self._run.transfer.tensors)
+
+    def optimizer_state(self) -> OptimizerEntries:
+        """Return the optimizer's state as (parameter, key, value)."""
+        self._require_open()
+        self._client.bring()
+        self.wait()
+        return self._run.recovery.run(self._run.transfer.optimizer_state)
+
+    def save(self, path: str | Path, *, extra: Mapping[str, Any] | None = None, keep: int | None = 2) -> Path:
+        """Write a checkpoint, atomically; a process killed meanwhile leaves the earlier ones intact.
+
+        Args:
+            path: The checkpoint folder; each save is a folder inside it, named for its step.
+            extra: Any JSON value, such as the position in the data and a scheduler's state; after :meth:`resume` it is
+                in ``trainer.extra``.
+            keep: Number of newest saves to keep; ``None`` keeps all.
+
+        Returns:
+            The folder of this save.
+
+        Raises:
+            CheckpointError: It could not be written.
+            OneboxError: A step failed.
+        """
+        self._require_open()
+        self._client.bring()
+        self.wait()
+        run = self._run
+        settings = {
+            "step": self.steps_done,
+            "seed": self.seed,
+            "precision": self.precision,
+            "clip_grad_norm": self.clip_grad_norm,
+            "loss_reduction": reduction_name(self.loss_reduction),
+            "stale": self.stale,
+            "recovery": self.recovery,
+            "staging": self.staging,
+            "engine": self.engine,
+            "extra": dict(extra or {}),
+        }
+
+        def written() -> Path:
+            plan = self.plan or self._planned
+            return write(Path(path), contents(self._remote, run.transfer, plan=plan, **settings), keep=keep)
+
+        saved = run.recovery.run(written)
+        run.recovery.saved(saved)
+        return saved
+
     @classmethod
     def resume(
         cls,
@@ -361,41 +496,66 @@ class Trainer(Observed):
         optimizer: Optimizers,
         *,
         pool: Pool,
-        **options: Any,
+        plan: Plan | str | Path | DataParallel | Literal["auto", "stored"] = "stored",
+        precision: Precision | Stored = "stored",
+        clip_grad_norm: float | Stored | None = "stored",
+        seed: int | Stored = "stored",
+        metrics: Metrics | None = None,
+        on_device: OnDevice | None = None,
+        adaptive: bool | Problem = False,
+        loss_reduction: LossReduction | Stored = "stored",
+        pad: Buckets | None = None,
+        stale: StaleGradients | Stored | None = "stored",
+        recovery: Recovery | Literal["auto", "stored"] | None = "stored",
+        staging: Staging | Stored = "stored",
+        engine: Engine | Stored = "stored",
     ) -> Self:
         """Create a trainer that continues from a checkpoint.
 
         With the same plan (equally many devices, nothing overridden) the result is bitwise equal to that of an
         uninterrupted run.
 
+        The other arguments are those of :class:`Trainer`; ``stored`` stands for the value in the checkpoint. A group
+        that is given replaces all of the stored one.
+
         Args:
             path: A checkpoint folder (its newest save), or the folder of one save.
             model: As created for the first trainer; its weights are overwritten.
             loss: As before.
             optimizer: As before; its options become those of the checkpoint.
-            pool: The pool.
-            **options: Arguments of :class:`Trainer` that override the checkpoint's.
+            pool: The pool. If it lacks devices of the stored plan, the run becomes data parallel over it.
+            plan: As for :class:`Trainer`. With :class:`DataParallel`, shares of ``auto`` are the stored ones if the
+                devices are as many; with ``auto``, the plan has the stored size of micro-batches.
 
         Raises:
             CheckpointError: There is none, it is damaged, or it belongs to another model or optimizer.
+            UsageError: An argument is invalid, or the stored loss reduction is a function, which must be given again.
         """
         checkpoint = read(Path(path))
-        manifest = checkpoint.manifest
+        stored = checkpoint.manifest
+        given = plan if plan == "stored" else _given_plan(plan)
+        reduction = resumed_reduction(stored.loss_reduction, loss_reduction)
         restore(checkpoint, model, loss, optimizer)
-        settings: dict[str, Any] = {
-            "seed": manifest.seed,
-            "precision": manifest.precision,
-            "fuse": manifest.fuse,
-            "clip_grad_norm": manifest.clip_grad_norm,
-            "staleness": manifest.staleness,
-            "delay": manifest.delay,
-            "warm_up": manifest.warm_up,
-            "overlap": manifest.overlap,
-            "loss_reduction": resumed_reduction(manifest.loss_reduction, options),
-            **planned_options(manifest.plan, len(pool), options),
-        }
-        start = resume_point(checkpoint, Path(path), options)
-        return cls(model, loss, optimizer, pool=pool, **{**settings, **options}, _start=start)
+        return cls(
+            model,
+            loss,
+            optimizer,
+            pool=pool,
+            plan=resumed_plan(stored.plan, given, len(pool)),
+            precision=stored.precision if precision == "stored" else precision,
+            clip_grad_norm=stored.clip_grad_norm if clip_grad_norm == "stored" else clip_grad_norm,
+            seed=stored.seed if seed == "stored" else seed,
+            metrics=metrics,
+            on_device=on_device,
+            adaptive=adaptive,
+            loss_reduction=reduction,
+            pad=pad,
+            stale=stored.stale if stale == "stored" else stale,
+            recovery=stored.recovery if recovery == "stored" else recovery,
+            staging=stored.staging if staging == "stored" else staging,
+            engine=stored.engine if engine == "stored" else engine,
+            _start=resume_point(checkpoint, Path(path)),
+        )
 
     def close(self) -> None:
         """Free everything that the trainer holds on the pool; the pool stays open. Idempotent.
@@ -412,3 +572,27 @@ class Trainer(Observed):
             self._client.release(keep=keep)
         with contextlib.suppress(Exception):
             self._run.close()
+
+    def _batch(self, inputs: Any, targets: Any = None, samples: Any = None) -> Batch:
+        """Return a batch in the form used for training."""
+        if self.pad is not None:
+            inputs, targets = self.pad((inputs, targets))
+        return as_batch(inputs, targets, samples)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise UsageError("this trainer is closed; make another one on the pool")
+        if self._run.error is not None:
+            raise self._run.error
+
+
+def _given_plan(plan: Plan | str | Path | DataParallel) -> Plan | DataParallel | Literal["auto"]:
+    """Return a plan as given, read from its file if that is given."""
+    if plan == "auto":
+        return "auto"
+    return Plan.read(plan) if isinstance(plan, str | Path) else plan
+
+
+def _require_group(name: str, value: object, kind: Any, allowed: str) -> None:
+    if not isinstance(value, kind):
+        raise UsageError(f"{name}={value!r}: allowed are onebox.{allowed}")

@@ -7,7 +7,7 @@ from onebox.plan.model.plan import MicroBatch, Plan, Prediction, as_data
 from onebox.plan.model.problem import ComputeTime, DeviceSpec, Problem, Segment, SegmentValue, Tie
 from onebox.plan.model.schedule import Action, Kind, Routes, Schedule
 from onebox.plan.model.shares import apportion, deal, shares_from_speeds
-from onebox.plan.model.stage import ActivationPolicy, OptimizerStateLayout, Stage, Sync
+from onebox.plan.model.stage import ActivationPolicy, OptimizerStateLayout, Stage
 from onebox.plan.model.window import check_window, drain_of, fill_of, in_flight_of, repeated_routes, unrolled
 from onebox.plan.model.work import Edge, Links, PlanWork, StageWork
 from onebox.plan.policies.explain import PolicyReason, explain_policies
@@ -25,7 +25,7 @@ from onebox.plan.simulate.steady_state import simulate_steady_state
 from onebox.plan.simulate.step import ActionSpan, Simulation, Transfer, UpdateSpan, simulate
 from onebox.plan.simulate.text_timeline import draw_timeline
 from onebox.plan.simulate.validate import validate
-from onebox.plan_names import ACTIVATION_POLICIES, ASYNC, NAMED, SCHEDULES, ChainPolicy, UpdateAt
+from onebox.plan_names import ACTIVATION_POLICIES, ASYNC, NAMED, SCHEDULES, ChainPolicy, Sync, UpdateAt
 
 __all__ = [
     "ACTIVATION_POLICIES",

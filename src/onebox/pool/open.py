@@ -49,35 +49,7 @@ def open_pool(
     grace_s: float | None = None,
     wait: bool = True,
 ) -> Pool:
-    """Open a pool of devices: of this machine, of other hosts, or of a Ray cluster.
-
-    Args:
-        spec: ``auto`` for all accelerators or, with none, one CPU worker a core up to four; or a list such as
-            ``cuda:0,cuda:1`` or ``cpu*2``; ``cpu@0.5`` is a CPU worker slowed down to half of its speed, ``sim*4`` are
-            four devices that compute nothing and sleep for the stated cost of each program. Devices of hosts where an
-            agent runs that this client was paired with are ``hostA`` (all accelerators or some CPU workers),
-            ``hostB:7171``, ``hostA/cuda:0``, ``hostA/cuda*2`` (any two) or ``hostA/cpu*2``, in one list with others;
-            ``ray`` or ``ray://HOST:PORT`` is a Ray cluster; ``NAME.toml`` a file of hosts. Devices are numbered in the
-            order of the list. For ``auto`` the environment variable ``ONEBOX_POOL`` may say something else.
-        threads: Threads of each worker; an equal share of its host's cores when ``None``.
-        memory: The most bytes that each device's buffers may take, as bytes or text such as ``2GiB``; different ones as
-            :func:`~onebox.sizes.parse_budgets` reads them, or in a file of hosts where the pool has several hosts. An
-            operator that needs more fails with :class:`~onebox.errors.DeviceMemoryError`. When ``None``, there is no
-            limit but the device's; on another host a GPU alone or a CPU worker's share of the memory. A GPU's
-            allocator is held to an eighth and 64 MiB more, for what operators need in passing.
-        links: Links to emulate between devices, by the numbers of the two: for both directions, or for each its own
-            where both are given. For experiments on one host; times over them are emulated.
-        channel_latency_s: Added seconds of every message between this process and a worker, each way, heartbeats
-            excepted. Emulated likewise.
-        channel_bandwidth_bps: Most bytes per second from this process to all workers. Emulated likewise.
-        faults: Injected faults for tests, by worker of this machine.
-        grace_s: How long this process may be gone or stopped before its leases on other hosts end, and how long the
-            network to a host may be interrupted before its workers are given up; the failure of a whole host is noticed
-            only then. By default leases outlast this process by 30 s, and an interruption may last 3 s.
-        wait: Whether to queue for devices that others have leased; the place in the queue is logged.
-
-    Returns:
-        The pool; close it, or use it as a context manager.
+    """Open a pool without virtual devices; see :func:`onebox.open`, which describes the arguments.
 
     Raises:
         UsageError: The specification is wrong, or names a missing device or a host that this client was not paired
@@ -85,12 +57,6 @@ def open_pool(
         PoolError: A worker could not be started, or is of another version; an agent cannot be reached; or others hold
             the devices and ``wait`` is false.
         WorkerDied: A worker ended during its start.
-
-    Example:
-        >>> import onebox
-        >>> with onebox.open("cpu*2") as pool:
-        ...     len(pool)
-        2
     """
     _require_channel(channel_latency_s, channel_bandwidth_bps)
     sources = make_sources(spec, threads=threads, memory=memory, faults=faults, grace_s=grace_s)

@@ -2,41 +2,97 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import ParamSpec
+import math
+from collections.abc import Sequence
 
 from onebox.pool import Pool, open_pool
+from onebox.pool.network.emulated import LinkMap
+from onebox.sizes import Memory
 from onebox.vgpu.core.tensor import VirtualTensor
 from onebox.vgpu.cuda_alias import alias_cuda
 from onebox.vgpu.distributed.ranks import Ranks, spawn
 from onebox.vgpu.registration import install, uninstall
 from onebox.vgpu.runtime.context import attach, current_context
-
-P = ParamSpec("P")
-
-
-def _with_devices(opener: Callable[P, Pool]) -> Callable[P, Pool]:
-    """Wrap a function that opens a pool, so that the pool's devices also become ``vgpu:0 …``."""
-
-    @functools.wraps(opener)
-    def open_devices(*args: P.args, **kwargs: P.kwargs) -> Pool:
-        return _attached(opener(*args, **kwargs))
-
-    return open_devices
+from onebox.worker import Fault
 
 
-def _attached(pool: Pool) -> Pool:
-    try:
-        install()
-        attach(pool)
-    except BaseException:
-        pool.close()
-        raise
+def open_devices(
+    spec: str = "auto",
+    *,
+    threads: int | None = None,
+    memory: Memory | None = None,
+    links: LinkMap | None = None,
+    channel_latency_s: float = 0.0,
+    channel_bandwidth_bps: float = math.inf,
+    faults: dict[int, Sequence[Fault]] | None = None,
+    grace_s: float | None = None,
+    wait: bool = True,
+    virtual_devices: bool = True,
+) -> Pool:
+    """Open a pool of devices: of this machine, of other hosts, or of a Ray cluster.
+
+    Args:
+        spec: ``auto`` for all accelerators or, with none, one CPU worker a core up to four; or a list such as
+            ``cuda:0,cuda:1`` or ``cpu*2``; ``cpu@0.5`` is a CPU worker slowed down to half of its speed, ``sim*4`` are
+            four devices that compute nothing and sleep for the stated cost of each program. Devices of hosts where an
+            agent runs that this client was paired with are ``hostA`` (all accelerators or some CPU workers),
+            ``hostB:7171``, ``hostA/cuda:0``, ``hostA/cuda*2`` (any two) or ``hostA/cpu*2``, in one list with others;
+            ``ray`` or ``ray://HOST:PORT`` is a Ray cluster; ``NAME.toml`` a file of hosts. Devices are numbered in the
+            order of the list. For ``auto`` the environment variable ``ONEBOX_POOL`` may say something else.
+        threads: Threads of each worker; an equal share of its host's cores when ``None``.
+        memory: The most bytes that each device's buffers may take, as bytes or text such as ``2GiB``; different ones as
+            :func:`~onebox.sizes.parse_budgets` reads them, or in a file of hosts where the pool has several hosts. An
+            operator that needs more fails with :class:`~onebox.errors.DeviceMemoryError`. When ``None``, there is no
+            limit but the device's; on another host a GPU alone or a CPU worker's share of the memory. A GPU's
+            allocator is held to an eighth and 64 MiB more, for what operators need in passing.
+        links: Links to emulate between devices, by the numbers of the two: for both directions, or for each its own
+            where both are given. For experiments on one host; times over them are emulated.
+        channel_latency_s: Added seconds of every message between this process and a worker, each way, heartbeats
+            excepted. Emulated likewise.
+        channel_bandwidth_bps: Most bytes per second from this process to all workers. Emulated likewise.
+        faults: Injected faults for tests, by worker of this machine.
+        grace_s: How long this process may be gone or stopped before its leases on other hosts end, and how long the
+            network to a host may be interrupted before its workers are given up; the failure of a whole host is noticed
+            only then. By default leases outlast this process by 30 s, and an interruption may last 3 s.
+        wait: Whether to queue for devices that others have leased; the place in the queue is logged.
+        virtual_devices: Whether the pool's devices also become ``vgpu:0 …`` of PyTorch, for ordinary scripts. Without
+            it nothing of PyTorch is registered or patched; a :class:`onebox.Trainer` needs none of it.
+
+    Returns:
+        The pool; close it, or use it as a context manager.
+
+    Raises:
+        UsageError: The specification is wrong, or names a missing device or a host that this client was not paired
+            with; or a link or latency cannot be emulated.
+        PoolError: A worker could not be started, or is of another version; an agent cannot be reached; or others hold
+            the devices and ``wait`` is false.
+        WorkerDied: A worker ended during its start.
+
+    Example:
+        >>> import onebox
+        >>> with onebox.open("cpu*2") as pool:
+        ...     len(pool)
+        2
+    """
+    pool = open_pool(
+        spec,
+        threads=threads,
+        memory=memory,
+        links=links,
+        channel_latency_s=channel_latency_s,
+        channel_bandwidth_bps=channel_bandwidth_bps,
+        faults=faults,
+        grace_s=grace_s,
+        wait=wait,
+    )
+    if virtual_devices:
+        try:
+            install()
+            attach(pool)
+        except BaseException:
+            pool.close()
+            raise
     return pool
-
-
-open_devices = _with_devices(open_pool)
 
 
 def set_synchronous(on: bool) -> None:

@@ -46,7 +46,7 @@ GRACE_S = 3.0
 
 def train(pool, least_s, kill):
     plan = Plan.data_parallel(range(2), (1.0, 1.0), micro_batch=4)
-    with onebox.Trainer(*parts(), pool=pool, plan=plan, snapshot_every=2) as trainer:
+    with onebox.Trainer(*parts(), pool=pool, plan=plan, recovery=onebox.Recovery(snapshot_every=2)) as trainer:
         begin_s = time.monotonic()
         while trainer.steps_done < 8 or time.monotonic() - begin_s < least_s:
             if trainer.steps_done == 4 and kill:

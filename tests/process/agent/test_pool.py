@@ -58,7 +58,14 @@ def test_training_over_two_agents_gives_the_result_of_one_process(pool: Pool, sy
         lambda size: [part.size for part in plan.micro_batches(size)],
     )
     model = case.model()
-    with onebox.Trainer(model, case.loss, OPTIMIZERS["adamw"](model), pool=pool, sync=sync, check_every=1) as trainer:
+    with onebox.Trainer(
+        model,
+        case.loss,
+        OPTIMIZERS["adamw"](model),
+        pool=pool,
+        plan=onebox.DataParallel(sync=sync),
+        engine=onebox.Engine(check_every=1),
+    ) as trainer:
         losses = [float(trainer.step(*batch)) for batch in batches]
         tensors = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
     assert_same(Outcome(losses=losses, norms=[], tensors=tensors), expected)

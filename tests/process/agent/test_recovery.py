@@ -51,7 +51,9 @@ def trainer_on(pool: Pool, plan: Plan) -> onebox.Trainer:
     """Return a trainer of a model with dropout, which recovers as its pool has it."""
     case = CASES["dropping"]
     model = case.model()
-    return onebox.Trainer(model, case.loss, OPTIMIZERS["adamw"](model), pool=pool, plan=plan, seed=7, check_every=3)
+    return onebox.Trainer(
+        model, case.loss, OPTIMIZERS["adamw"](model), pool=pool, plan=plan, seed=7, engine=onebox.Engine(check_every=3)
+    )
 
 
 def run(pool: Pool, plan: Plan, blow: Callable[[], None] = lambda: None) -> Story:

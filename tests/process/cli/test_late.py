@@ -18,11 +18,22 @@ SEGMENTS = ("model.body.1", "model.body.3", "model.body.5")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what ``onebox plan --staleness 1`` finds, and a plan of two stages."""
     folder = tmp_path_factory.mktemp("late")
-    options = ("--micro-batches", "16", "--budget", "1", "--staleness", "1", "--delay", "none", "--out", "found.json")
+    options = (
+        "--micro-batches",
+        "16",
+        "--budget",
+        "1",
+        "--staleness",
+        "1",
+        "--correction",
+        "none",
+        "--out",
+        "found.json",
+    )
     done = command(["plan", *JOB, *options], folder)
     assert done.returncode == 0, done.stderr
     found = Plan.read(folder / "found.json")
-    assert ("--staleness 1 --delay none" in done.stdout) == (found.schedule == ASYNC)
+    assert ("--staleness 1 --correction none" in done.stdout) == (found.schedule == ASYNC)
     assert ("gradients are applied 1 step late" in done.stdout) == (found.schedule == ASYNC)
     return folder
 
@@ -45,10 +56,10 @@ def test_a_plan_is_checked_and_trained_with(folder: Path) -> None:
     assert "1 step late; 3 versions of the weights, and what updates were last, on each device" in done.stdout
     assert "in flight, stage by stage: 2, 1;" in done.stdout
     assert f"onebox train --staleness 1 --model mlp --pool 'cpu*2' --threads 1 --plan {name}" in done.stdout
-    late = ("--staleness", "1", "--delay", "predict", "--warm-up", "2")
+    late = ("--staleness", "1", "--correction", "predict", "--warm-up", "2")
     done = command(["train", *JOB, "--plan", name, "--epochs", "1", "--run", "run", *late], folder)
     assert done.returncode == 0, done.stderr
-    assert "late gradients: delay 'predict', asked for; the first 2 steps are exact" in done.stdout
+    assert "late gradients: correction 'predict', asked for; the first 2 steps are exact" in done.stdout
     steps = max(line["step"] for line in metrics(folder / "run"))
     assert f"gradients were 0 steps late once, 1 step late {steps - 3} times; 2 steps were exact" in done.stdout
     losses = [line["loss"] for line in metrics(folder / "run") if "loss" in line]

@@ -23,7 +23,9 @@ def run(pool: Pool, *, killed: int | None = None) -> tuple[dict[str, Tensor], tu
     case = CASES["dropping"]
     model = case.model()
     plan = Plan.data_parallel(range(2), (1.0, 1.0), micro_batch=2)
-    with onebox.Trainer(model, case.loss, OPTIMIZERS["adamw"](model), pool=pool, plan=plan, check_every=3) as trainer:
+    with onebox.Trainer(
+        model, case.loss, OPTIMIZERS["adamw"](model), pool=pool, plan=plan, engine=onebox.Engine(check_every=3)
+    ) as trainer:
         for number, batch in enumerate(case.batches([8] * STEPS)):
             if number == BEFORE and killed is not None:
                 worker = psutil.Process(pool.process_ids[killed])

@@ -15,6 +15,7 @@ from onebox.engine.adaptive.migration import Migration
 from onebox.errors import OneboxError, OperatorError, ReplicasParted
 from onebox.plan import Plan, Stage
 from onebox.pool import Fault, open_pool
+from tests.trainer_arguments import grouped
 
 STEPS, BEFORE = 6, 3
 SEGMENTS = ("model.0", "model.1", "model.2", "model.3")
@@ -39,7 +40,7 @@ def train(
     generator = torch.Generator().manual_seed(1)
     more = {"recover": recover, "snapshot_every": 2 if recover else None}
     more |= {"staleness": 1, "delay": "none", "warm_up": 0} if late else {}
-    with onebox.Trainer(*parts(), pool=pool, plan=cut(2, late=late), **more) as trainer:
+    with onebox.Trainer(*parts(), **grouped(pool=pool, plan=cut(2, late=late), **more)) as trainer:
         losses = []
         for step in range(STEPS):
             if step == BEFORE and disturb:
@@ -92,7 +93,7 @@ def test_what_is_left_of_a_step_and_fails_is_what_the_next_one_says() -> None:
     batch = torch.ones(2, 8, 8, dtype=torch.float64)
     with (
         open_pool("cpu*2", threads=1, faults={0: (Fault("error", "optimizerstep", 2),)}) as pool,
-        onebox.Trainer(*parts(), pool=pool, plan=cut(2, late=True), **late) as trainer,
+        onebox.Trainer(*parts(), **grouped(pool=pool, plan=cut(2, late=True), **late)) as trainer,
     ):
         trainer.step(*batch)
         trainer.step(*batch).item()  # the first update is in its window

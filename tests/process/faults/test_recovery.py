@@ -29,6 +29,7 @@ from onebox.wire.protocol.instructions import Ask
 from tests.models import CASES, OPTIMIZERS
 from tests.process.faults.conftest import SETTLE_S, belongings
 from tests.process.stages import staged
+from tests.trainer_arguments import grouped
 
 SEED = 5
 STEPS = 14
@@ -83,7 +84,9 @@ def trainer_on(pool: onebox.Pool, kind: Kind, **options: Any) -> onebox.Trainer:
     case = CASES[kind.case]
     model = case.model()
     arguments = {"seed": SEED, "check_every": 3, "recover": True, "snapshot_every": EVERY, **options}
-    return onebox.Trainer(model, case.loss, OPTIMIZERS[kind.optimizer](model), pool=pool, plan=kind.plan(), **arguments)
+    return onebox.Trainer(
+        model, case.loss, OPTIMIZERS[kind.optimizer](model), **grouped(pool=pool, plan=kind.plan(), **arguments)
+    )
 
 
 def run(pool: onebox.Pool, kind: Kind, blows: Sequence[Blow] = (), **options: Any) -> Outcome:

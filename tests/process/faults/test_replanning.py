@@ -80,7 +80,7 @@ def staged(*replicas: tuple[tuple[int, ...], ...], schedule: str = "1f1b") -> Pl
 
 
 def trainer_on(pool: onebox.Pool, plan: Plan) -> onebox.Trainer:
-    return onebox.Trainer(*parts(), pool=pool, plan=plan, seed=3, recover=True, snapshot_every=EVERY)
+    return onebox.Trainer(*parts(), pool=pool, plan=plan, seed=3, recovery=onebox.Recovery(snapshot_every=EVERY))
 
 
 def train(pool: onebox.Pool, plan: Plan) -> tuple[dict[str, Tensor], tuple[RecoveryRecord, ...], Plan | None]:

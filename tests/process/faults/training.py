@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import onebox
 from onebox.errors import OneboxError
 from onebox.pool import Fault, open_pool
+from tests.trainer_arguments import grouped
 
 STEPS = 8
 WITHIN_S = 30.0
@@ -59,7 +60,7 @@ def trainer_on(pool: onebox.Pool, sync: str, **options: Any) -> onebox.Trainer:
     Nothing runs on the workers but steps: faults are counted by instructions.
     """
     usual = {"sync": sync, "check_every": 0, "recover": False, "loss_reduction": "mean"}
-    return onebox.Trainer(*parts(), pool=pool, **{**usual, **options})
+    return onebox.Trainer(*parts(), **grouped(pool=pool, **{**usual, **options}))
 
 
 class Stopwatch:

@@ -13,6 +13,7 @@ import onebox
 from onebox.graph import TracedModel, capture
 from onebox.plan import Plan, Stage
 from onebox.vgpu import attach
+from tests.trainer_arguments import grouped
 
 Ran = tuple[list[float], dict[str, Tensor]]
 """Losses and evaluations in their order, and parameters and buffers at the end."""
@@ -83,7 +84,7 @@ def trained(script: Any, pool: onebox.Pool) -> Ran:
     if plan is not None:
         options = {**options, "plan": plan}
         del options["micro_batch"]  # which the plan says
-    with onebox.Trainer(model, loss, made if len(made) > 1 else made[0], pool=pool, **options) as trainer:
+    with onebox.Trainer(model, loss, made if len(made) > 1 else made[0], **grouped(pool=pool, **options)) as trainer:
         for step, (x, y) in enumerate(batches):
             script.change(step, model, made, trainer.pull)
             values.append(trainer.step(x, y))

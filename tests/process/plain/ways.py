@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import onebox
 from onebox.vgpu import attach
 from tests.reference import call
+from tests.trainer_arguments import grouped
 
 MakeOptimizer = Callable[[nn.Module], Any]
 """From a model to its optimizer, or a list of several."""
@@ -190,7 +191,7 @@ class Way:
         if self.name == "trainer":
             assert self.pool is not None
             more = {"clip_grad_norm": clip, "precision": precision, "micro_batch": micro_batch, **options}
-            with onebox.Trainer(model, loss, made, pool=self.pool, **more) as trainer:
+            with onebox.Trainer(model, loss, made, **grouped(pool=self.pool, **more)) as trainer:
                 opened: Loop = TrainerLoop(trainer, model, optimizers)
                 yield noting(opened, losses)
                 opened.pull()

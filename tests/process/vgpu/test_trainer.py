@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 import onebox
 from onebox.vgpu import VirtualTensor
 from tests.models import CASES, OPTIMIZERS
+from tests.trainer_arguments import grouped
 
 SEED = 4
 
@@ -42,7 +43,7 @@ def trained(
     before = list(model.parameters())
     made = OPTIMIZERS[optimizer](model)
     batches = [moved(batch, device) for batch in case.batches([6, 6, 4])]
-    with onebox.Trainer(model, case.loss, made, pool=pool, seed=SEED, **options) as trainer:
+    with onebox.Trainer(model, case.loss, made, **grouped(pool=pool, seed=SEED, **options)) as trainer:
         losses = [trainer.step(*batch) for batch in batches]
         loss = trainer.evaluate(batches[:1]).loss
         trainer.pull()

@@ -127,10 +127,10 @@ def test_all_flags_of_plan() -> None:
 
 
 def test_flags_of_late_gradients() -> None:
-    assert parse(["plan", "--staleness", "1", "--delay", "none", "--schedules", "1f1b,async-1f1b"]) == PlanConfig(
-        staleness=1, delay="none", schedules="1f1b,async-1f1b"
+    assert parse(["plan", "--staleness", "1", "--correction", "none", "--schedules", "1f1b,async-1f1b"]) == PlanConfig(
+        staleness=1, correction="none", schedules="1f1b,async-1f1b"
     )
-    assert parse(["train", "--staleness", "1", "--delay", "auto", "--warm-up", "5"]) == TrainConfig(
+    assert parse(["train", "--staleness", "1", "--correction", "auto", "--warm-up", "5"]) == TrainConfig(
         staleness=1, warm_up=5
     )
 
@@ -202,8 +202,8 @@ def test_all_flags_of_memory() -> None:
         ("plan --budget 0", ["--budget 0.0: allowed are numbers above 0"]),
         ("plan --schedules async-1f1b", ["allowed are gpipe, 1f1b", "async-1f1b needs --staleness 1"]),
         ("plan --staleness 2", ["--staleness 2: allowed are 0, for exact steps, and 1"]),
-        ("train --delay predict", ["--delay predict is about gradients that are late; it needs --staleness 1"]),
-        ("train --delay some", ["'some'", "lookahead"]),
+        ("train --correction predict", ["--correction predict is for late gradients; it needs --staleness 1"]),
+        ("train --correction some", ["'some'", "lookahead"]),
         ("train --warm-up 3", ["--warm-up 3", "it needs --staleness 1"]),
         ("train --staleness 1 --warm-up -1", ["--warm-up -1: allowed are 0 and more"]),
         ("train --staleness 1 --sync client", ["--staleness 1 and --sync client"]),
@@ -325,12 +325,12 @@ def test_a_value_that_cannot_be_is_refused(tmp_path: Path, key: str, value: obje
         read_config(tmp_path)
 
 
-def test_a_run_of_an_earlier_version_is_resumed(tmp_path: Path) -> None:
-    values = to_stored(TrainConfig(epochs=7).resolved())
-    for name in ("image_size", "read", "process", "on_error", "staleness", "delay", "warm_up", "loss"):
-        del values[name]
+def test_a_missing_key_is_an_error(tmp_path: Path) -> None:
+    values = to_stored(TrainConfig().resolved())
+    del values["correction"]
     (tmp_path / "config.json").write_bytes(msgspec.json.encode(values))
-    assert read_config(tmp_path) == TrainConfig(epochs=7).resolved()
+    with pytest.raises(UsageError, match="correction unknown or missing"):
+        read_config(tmp_path)
 
 
 def test_an_unknown_key_is_an_error(tmp_path: Path) -> None:

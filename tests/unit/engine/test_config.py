@@ -1,4 +1,4 @@
-"""What a trainer makes of its settings."""
+"""A trainer's options that depend on its pool."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from typing import Any, cast
 
 import pytest
 
-from onebox.engine.config import recovery_enabled, steps_in_flight
+from onebox.engine.config import chosen_recovery, steps_in_flight
 from onebox.errors import UsageError
 from onebox.pool import Pool
+from onebox.trainer_options import Recovery
+
+OFTEN = Recovery(snapshot_every=5)
 
 
 def pool(*hosts: str, kind: str = "cpu") -> Pool:
@@ -17,33 +20,25 @@ def pool(*hosts: str, kind: str = "cpu") -> Pool:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "recover", "every", "expected"),
+    ("hosts", "recovery", "expected"),
     [
-        (("localhost", "localhost"), None, None, False),
-        (("localhost", "localhost"), None, 5, True),
-        (("localhost", "localhost"), True, None, True),
-        (("localhost", "lab1"), None, None, True),
-        (("lab1",), None, None, True),
-        (("lab1", "lab2"), False, None, False),
+        (("localhost", "localhost"), "auto", None),
+        (("localhost", "localhost"), OFTEN, OFTEN),
+        (("localhost", "lab1"), "auto", Recovery()),
+        (("lab1",), "auto", Recovery()),
+        (("lab1", "lab2"), None, None),
     ],
 )
 def test_runs_recover_where_other_machines_have_a_part_or_where_they_are_asked_to(
-    hosts: tuple[str, ...], recover: bool | None, every: int | None, expected: bool
+    hosts: tuple[str, ...], recovery: Any, expected: Recovery | None
 ) -> None:
-    assert recovery_enabled(pool(*hosts), recover, every) is expected
+    assert chosen_recovery(pool(*hosts), recovery) == expected
 
 
 def test_devices_that_compute_nothing_have_nothing_to_recover() -> None:
-    assert not recovery_enabled(pool("lab1", kind="sim"), None, None)
-    for options in ((True, None), (None, 5)):
-        with pytest.raises(UsageError, match="sim devices"):
-            recovery_enabled(pool("localhost", kind="sim"), *options)
-
-
-@pytest.mark.parametrize("options", [(False, 3), (True, 0), (None, 0)])
-def test_snapshots_that_cannot_be_are_refused(options: Any) -> None:
-    with pytest.raises(UsageError, match="snapshot_every"):
-        recovery_enabled(pool("lab1"), *options)
+    assert chosen_recovery(pool("lab1", kind="sim"), "auto") is None
+    with pytest.raises(UsageError, match="sim devices"):
+        chosen_recovery(pool("localhost", kind="sim"), OFTEN)
 
 
 @pytest.mark.parametrize(

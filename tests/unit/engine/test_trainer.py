@@ -18,6 +18,7 @@ from onebox.engine.config import steps_in_flight
 from onebox.errors import CaptureError, UsageError
 from onebox.plan import Plan
 from tests.reference import Outcome, assert_same, train
+from tests.trainer_arguments import grouped
 from tests.unit.engine.conftest import Pools
 from tests.unit.house import OpenPool
 
@@ -188,7 +189,9 @@ def test_any_number_of_replicas(name: str, workers: int, sync: Any, pools: Pools
     sizes = [size for size in BATCHES if size > 2] if name == "normed" else BATCHES  # one sample has no variance
     model, expected = build(kind), build(kind)
     micro_batch = 4 if name == "normed" else 3
-    with onebox.Trainer(model, loss, sgd(model), pool=pools(workers), micro_batch=micro_batch, sync=sync) as trainer:
+    with onebox.Trainer(
+        model, loss, sgd(model), pool=pools(workers), plan=onebox.DataParallel(micro_batch=micro_batch, sync=sync)
+    ) as trainer:
         found = outcome(trainer, batches([8, 8, 6] if name == "normed" else sizes))
     data = batches([8, 8, 6] if name == "normed" else sizes)
     reference = train(expected, loss, sgd(expected), data, plan(workers, micro_batch))
@@ -198,7 +201,9 @@ def test_any_number_of_replicas(name: str, workers: int, sync: Any, pools: Pools
 @pytest.mark.parametrize("shares", [(3.0, 1.0, 2.0), (1.0, 0.0, 1.0)])
 def test_uneven_shares_and_a_device_without_any(shares: tuple[float, ...], pools: Pools) -> None:
     model, expected = build(Counting), build(Counting)
-    with onebox.Trainer(model, functional.mse_loss, sgd(model), pool=pools(3), shares=shares) as trainer:
+    with onebox.Trainer(
+        model, functional.mse_loss, sgd(model), pool=pools(3), plan=onebox.DataParallel(shares=shares)
+    ) as trainer:
         found = outcome(trainer, batches())
     reference = train(expected, functional.mse_loss, sgd(expected), batches(), plan(3, None, shares))
     assert_same(found, reference, 1e-12)
@@ -213,7 +218,9 @@ def test_clipping_and_a_scheduler_and_groups(pools: Pools) -> None:
     model = build(Counting)
     ours = optimizer(model)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(ours, 0.7)
-    trainer = onebox.Trainer(model, functional.mse_loss, ours, pool=pools(2), micro_batch=2, clip_grad_norm=0.5)
+    trainer = onebox.Trainer(
+        model, functional.mse_loss, ours, pool=pools(2), plan=onebox.DataParallel(micro_batch=2), clip_grad_norm=0.5
+    )
     losses, norms = [], []
     with trainer:
         for batch in batches():
@@ -235,14 +242,18 @@ def test_clipping_and_a_scheduler_and_groups(pools: Pools) -> None:
 
 def test_backward_reads_a_buffer_as_it_was_in_forward(pools: Pools) -> None:
     model, expected = build(Scaled), build(Scaled)
-    with onebox.Trainer(model, functional.mse_loss, sgd(model), pool=pools(1), micro_batch=3) as trainer:
+    with onebox.Trainer(
+        model, functional.mse_loss, sgd(model), pool=pools(1), plan=onebox.DataParallel(micro_batch=3)
+    ) as trainer:
         found = outcome(trainer, batches())
     assert_same(found, train(expected, functional.mse_loss, sgd(expected), batches(), plan(1, 3)), 1e-12)
 
 
 def test_a_buffer_that_replicas_cannot_share_is_named(pools: Pools) -> None:
     model = build(Scaled)
-    trainer = onebox.Trainer(model, functional.mse_loss, sgd(model), pool=pools(2), micro_batch=3)
+    trainer = onebox.Trainer(
+        model, functional.mse_loss, sgd(model), pool=pools(2), plan=onebox.DataParallel(micro_batch=3)
+    )
     with trainer, pytest.raises(CaptureError, match=r"model\.scale.*one device"):
         trainer.step(*batches()[0])
 
@@ -250,14 +261,16 @@ def test_a_buffer_that_replicas_cannot_share_is_named(pools: Pools) -> None:
 def test_replicas_have_the_same_bits(pools: Pools) -> None:
     model = build(Normed)
     options = {"pool": pools(3), "shares": (3.0, 1.0, 2.0), "check_every": 1}
-    with onebox.Trainer(model, functional.mse_loss, sgd(model), **options) as trainer:
+    with onebox.Trainer(model, functional.mse_loss, sgd(model), **grouped(**options)) as trainer:
         outcome(trainer, batches([12, 12]))
 
 
 def test_two_runs_have_the_same_bits(pools: Pools) -> None:
     def run() -> dict[str, Tensor]:
         model = build(Normed)
-        with onebox.Trainer(model, functional.mse_loss, sgd(model), pool=pools(3), micro_batch=4) as trainer:
+        with onebox.Trainer(
+            model, functional.mse_loss, sgd(model), pool=pools(3), plan=onebox.DataParallel(micro_batch=4)
+        ) as trainer:
             return outcome(trainer, batches([12, 12, 8])).tensors
 
     one, other = run(), run()
@@ -270,7 +283,7 @@ def test_random_operators_follow_the_micro_batch_and_not_the_device(pools: Pools
     def run(micro_batch: int, seed: int) -> Outcome:
         model = build(lambda: nn.Sequential(nn.Linear(4, 20), nn.Dropout(0.5), nn.Linear(20, 3)))
         options = {"pool": pools(1), "micro_batch": micro_batch, "seed": seed}
-        with onebox.Trainer(model, functional.mse_loss, sgd(model), **options) as trainer:
+        with onebox.Trainer(model, functional.mse_loss, sgd(model), **grouped(**options)) as trainer:
             return outcome(trainer, batches([8, 8]))
 
     assert run(4, 1).losses == run(4, 1).losses
@@ -281,7 +294,9 @@ def test_random_operators_follow_the_micro_batch_and_not_the_device(pools: Pools
 def test_weights_come_back_into_the_model(pools: Pools) -> None:
     model, expected = build(Frozen), build(Frozen)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with onebox.Trainer(model, functional.mse_loss, sgd(model), pool=pools(2), micro_batch=3) as trainer:
+    with onebox.Trainer(
+        model, functional.mse_loss, sgd(model), pool=pools(2), plan=onebox.DataParallel(micro_batch=3)
+    ) as trainer:
         for batch in batches():
             trainer.step(*batch)
         assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items()), "not before pull"
@@ -297,7 +312,7 @@ def test_evaluation_is_that_of_the_model_in_eval_mode_and_changes_nothing(worker
     model = build(Normed)
     metrics = {"mae": functional.l1_loss}
     options = {"pool": pools(workers), "micro_batch": 4, "metrics": metrics}
-    with onebox.Trainer(model, functional.mse_loss, sgd(model), **options) as trainer:
+    with onebox.Trainer(model, functional.mse_loss, sgd(model), **grouped(**options)) as trainer:
         trainer.step(*batches([8])[0])
         before = trainer.tensors()
         found = trainer.evaluate(batches([7, 2, 1]))
@@ -320,7 +335,9 @@ def test_a_step_leaves_nothing_behind_and_closing_frees_all(workers: int, pools:
     stores = [process.server.machine for process in pool._handles]  # type: ignore[attr-defined]
     before = [(machine.store.used_bytes, len(machine.store), len(machine._definitions)) for machine in stores]
     model = build(Normed)
-    with onebox.Trainer(model, functional.mse_loss, sgd(model), pool=pool, micro_batch=4) as trainer:
+    with onebox.Trainer(
+        model, functional.mse_loss, sgd(model), pool=pool, plan=onebox.DataParallel(micro_batch=4)
+    ) as trainer:
         held = []
         for batch in batches([12, 8, 12, 8, 12, 8]):
             float(trainer.step(*batch))
@@ -358,7 +375,9 @@ def test_the_state_of_a_step_is_small_beside_its_messages(pools: Pools) -> None:
 
 def test_at_most_so_many_steps_are_under_way(pools: Pools) -> None:
     model = build(Counting)
-    with onebox.Trainer(model, functional.mse_loss, sgd(model), pool=pools(1), in_flight=2) as trainer:
+    with onebox.Trainer(
+        model, functional.mse_loss, sgd(model), pool=pools(1), engine=onebox.Engine(in_flight=2)
+    ) as trainer:
         losses = [trainer.step(*batch) for batch in batches([8] * 6)]
         assert all(loss.done for loss in losses[:-2])
         trainer.wait()
@@ -380,14 +399,16 @@ def test_steps_are_under_way_while_those_before_travel(open_pool: OpenPool) -> N
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"micro_batch": 0}, "at least one sample"),
         ({"precision": "fp8"}, "fp32"),
         ({"clip_grad_norm": 0.0}, "positive"),
         ({"clip_grad_norm": float("nan")}, "positive"),
-        ({"in_flight": 0}, "in_flight"),
-        ({"check_every": -1}, "check_every"),
-        ({"sync": "somewhere"}, "'workers' and 'client'"),
         ({"seed": 2**70}, "seed"),
+        ({"plan": None}, "'auto', and onebox.DataParallel"),
+        ({"plan": Plan.data_parallel([1], [1.0])}, "uses device 1, but the pool has 1"),
+        ({"stale": True}, r"StaleGradients\(\.\.\.\), and None"),
+        ({"recovery": True}, r"onebox.Recovery\(\.\.\.\)"),
+        ({"staging": None}, r"onebox.Staging\(\.\.\.\)"),
+        ({"engine": {}}, r"onebox.Engine\(\.\.\.\)"),
     ],
 )
 def test_arguments_that_are_wrong(arguments: dict[str, Any], message: str, pools: Pools) -> None:
@@ -396,17 +417,23 @@ def test_arguments_that_are_wrong(arguments: dict[str, Any], message: str, pools
         onebox.Trainer(model, functional.mse_loss, sgd(model), pool=pools(1), **arguments)
 
 
-@pytest.mark.parametrize("shares", ["best", (1.0,), (0.0, 0.0), (-1.0, 2.0)])
-def test_shares_that_are_wrong(shares: Any, pools: Pools) -> None:
+def test_shares_of_other_devices(pools: Pools) -> None:
     model = build(Counting)
-    trainer = onebox.Trainer(model, functional.mse_loss, sgd(model), pool=pools(2), shares=shares)
+    asked = onebox.DataParallel(shares=(1.0,))
+    trainer = onebox.Trainer(model, functional.mse_loss, sgd(model), pool=pools(2), plan=asked)
     with trainer, pytest.raises(UsageError, match="shares"):
         trainer.step(*batches()[0])
 
 
 def test_measured_shares_train_too(pools: Pools) -> None:
     model = build(Counting)
-    trainer = onebox.Trainer(model, functional.mse_loss, sgd(model), pool=pools(2), shares="measured", micro_batch=1)
+    trainer = onebox.Trainer(
+        model,
+        functional.mse_loss,
+        sgd(model),
+        pool=pools(2),
+        plan=onebox.DataParallel(micro_batch=1, shares="measured"),
+    )
     with trainer:
         float(trainer.step(*batches()[0]))
         assert trainer.plan is not None

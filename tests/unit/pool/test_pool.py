@@ -34,6 +34,7 @@ from onebox.wire.protocol.instructions import Ask, Call, Get, Receive, Reduce, S
 from onebox.wire.protocol.requests import Put, Shutdown
 from onebox.wire.protocol.responses import Contribution, Lookup, Scalars
 from tests.leaks import nothing_left
+from tests.trainer_arguments import grouped
 from tests.unit.house import OpenPool, threads_for_processes
 
 SPEC = TensorSpec("float32", (2,))
@@ -339,7 +340,7 @@ def trainer(pool: Pool, sync: Any) -> onebox.Trainer:
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options: dict[str, Any] = {"sync": sync, "micro_batch": 2, "loss_reduction": "mean"}  # only steps use the workers
-    return onebox.Trainer(model, functional.mse_loss, optimizer, pool=pool, **options)
+    return onebox.Trainer(model, functional.mse_loss, optimizer, **grouped(pool=pool, **options))
 
 
 @pytest.mark.parametrize("sync", ["workers", "client"])

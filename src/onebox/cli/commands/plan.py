@@ -152,8 +152,8 @@ def command_line(config: JobConfig, more: Mapping[str, object], *, late: bool = 
         late: Whether gradients are a step late.
     """
     words = ["onebox", "train", *(["--staleness", "1"] if late else [])]
-    if late and isinstance(config, StalenessConfig) and config.delay != "auto":
-        words += ["--delay", config.delay]
+    if late and isinstance(config, StalenessConfig) and config.correction != "auto":
+        words += ["--correction", config.correction]
     pool = {field.name for field in dataclasses.fields(PoolOptions)}
     for field in sorted(dataclasses.fields(JobConfig), key=lambda field: field.name in pool):
         value = getattr(config, field.name)

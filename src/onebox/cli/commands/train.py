@@ -50,7 +50,7 @@ def train(config: TrainConfig) -> None:
         plan, expected = plan_of_run(config, folder, data, say=lambda text: console.print(text, highlight=False))
         if config.staleness and config.plan == "auto" and plan is not None and not plan.late:
             console.print("being late gains nothing here: the plan is exact, and so are the steps", highlight=False)
-            config = dataclasses.replace(config, staleness=0, delay="auto", warm_up=None)
+            config = dataclasses.replace(config, staleness=0, correction="auto", warm_up=None)
         pool = stack.enter_context(open_pool(config.pool, threads=config.threads, memory=config.memory))
         _check_shares(config, pool)
         print_devices(pool, console)
@@ -67,7 +67,7 @@ def train(config: TrainConfig) -> None:
 
 
 def _check_shares(config: TrainConfig, pool: Pool) -> None:
-    weights = config.share_weights
+    weights = config.data_parallel.shares
     if not isinstance(weights, str) and len(weights) != len(pool):
         raise UsageError(f"--shares {config.shares}: {len(weights)} weights for {len(pool)} devices; give one for each")
 
@@ -143,10 +143,11 @@ def _note_start(loop: TrainingLoop) -> None:
     numbers = sum(parameter.numel() for parameter in loop.trainer.model.parameters())
     sizes = f"{len(loop.data.train):,} samples to train on, {len(loop.data.test):,} to test on"
     loop.progress.note(f"{loop.config.model} of {numbers:,} parameters, {sizes}")
-    if loop.trainer.staleness:
-        for choice, _ in choose_delays(loop.trainer.optimizer, loop.trainer.delay):
-            first = f"the first {loop.trainer.warm_up} steps are exact"
-            loop.progress.note(f"late gradients: delay {choice.delay!r}, {choice.why}; {first}")
+    stale = loop.trainer.stale
+    if stale is not None:
+        for choice, _ in choose_delays(loop.trainer.optimizer, stale.correction):
+            first = f"the first {stale.warm_up} steps are exact"
+            loop.progress.note(f"late gradients: correction {choice.delay!r}, {choice.why}; {first}")
             if choice.warning is not None:
                 loop.progress.note(f"  {choice.warning}")
     if loop.config.resume is None:

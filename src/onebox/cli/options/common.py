@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import tyro
 
 from onebox.errors import UsageError
 from onebox.sizes import Budgets, parse_budgets
+from onebox.trainer_options import DataParallel, Engine, Recovery, StaleGradients
+
+_Group = TypeVar("_Group", DataParallel, StaleGradients, Recovery, Engine)
 
 BUILT_IN_MODELS = ("mlp", "cnn", "resnet", "gpt")
 
@@ -64,6 +69,34 @@ class PoolOptions:
     def budgets(self) -> Budgets:
         """``memory`` in bytes, for each device."""
         return parse_budgets("--memory", self.memory)
+
+
+def group_of(kind: type[_Group], options: object, **given: Any) -> _Group:
+    """Return a group of a trainer's options from the command line's options of the same names.
+
+    Args:
+        kind: The group.
+        options: The command line's options.
+        given: Options that have another form there.
+
+    Raises:
+        UsageError: A value is not allowed; the message names the flag.
+    """
+    names = [field.name for field in dataclasses.fields(kind)]
+    values = {name: getattr(options, name) for name in names if hasattr(options, name)}
+    try:
+        return kind(**{**values, **given})
+    except UsageError as error:
+        text = str(error)
+        for name in values:
+            text = re.sub(rf"\b{name}=('[^']*'|[^:;,\s]+)", lambda match: _as_flag(match[0]), text)
+        raise UsageError(text) from None
+
+
+def _as_flag(argument: str) -> str:
+    """Return an argument of Python, such as ``sync='client'``, in the command line's form."""
+    name, _, value = argument.partition("=")
+    return _flag(name) if value == "True" else f"{_flag(name)} {value.strip(chr(39))}"
 
 
 def at_least(least: int, **values: int | None) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-from onebox.cli.options.common import File, Flag, Float, Int, at_least, positive
+from onebox.cli.options.common import File, Flag, Float, Int, group_of, positive
 from onebox.cli.options.jobs import JobConfig
 from onebox.errors import UsageError
+from onebox.plan_names import UpdateAt
+from onebox.trainer_options import DataParallel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,9 +23,6 @@ class MemoryConfig(JobConfig):
 
     Args:
         plan: A plan file to estimate; without it every device computes the whole model for its share of the batch.
-        micro_batch: Samples that are computed at once; without it each device's share of the batch is.
-        update: Where the optimizer's state is kept: on the device, or in the memory of its host.
-        shard_optimizer: Shard the optimizer's state among the devices, instead of keeping all of it on each.
         clip_grad_norm: As for onebox train: clipping takes memory, too.
         gflops: Speed of a device in billions of floating-point operations per second, for estimated times; with
             --bandwidth.
@@ -36,12 +35,13 @@ class MemoryConfig(JobConfig):
         UsageError: A value is out of range, or two contradict each other.
     """
 
+    GROUPS: ClassVar[tuple[type, ...]] = (DataParallel,)
     EVERYDAY: ClassVar = ("data", "model", "batch", "optimizer", "pool", "memory", "plan", "out", "json")
 
     plan: File = None
-    micro_batch: Int = None
-    update: Literal["device", "host"] = "device"
-    shard_optimizer: Flag = False
+    micro_batch: Int = DataParallel.micro_batch
+    update: UpdateAt = DataParallel.update
+    shard_optimizer: Flag = DataParallel.shard_optimizer
     clip_grad_norm: Float = None
     gflops: Float = None
     bandwidth: Float = None
@@ -51,7 +51,7 @@ class MemoryConfig(JobConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(1, micro_batch=self.micro_batch)
+        _ = self.data_parallel
         positive(clip_grad_norm=self.clip_grad_norm, gflops=self.gflops, bandwidth=self.bandwidth)
         flags = [f"--micro-batch {self.micro_batch}"] if self.micro_batch is not None else []
         flags += [f"--update {self.update}"] if self.update != "device" else []
@@ -61,3 +61,8 @@ class MemoryConfig(JobConfig):
             raise UsageError(f"--plan {self.plan} and {flag}: a plan says that itself")
         if (self.gflops is None) != (self.bandwidth is None):
             raise UsageError("--gflops and --bandwidth go together: how fast a device computes and moves; give both")
+
+    @property
+    def data_parallel(self) -> DataParallel:
+        """The plan in question, if no plan is given."""
+        return group_of(DataParallel, self)

@@ -26,11 +26,13 @@ from onebox.cli.options.common import (
     PoolOptions,
     at_least,
     check_model,
+    group_of,
     positive,
     read_sizes,
 )
 from onebox.errors import UsageError
-from onebox.plan_names import ACTIVATION_POLICIES, ASYNC, ChainPolicy, UpdateAt, searchable_schedules
+from onebox.plan_names import ACTIVATION_POLICIES, ASYNC, ChainPolicy, Sync, UpdateAt, searchable_schedules
+from onebox.trainer_options import Correction, DataParallel, Engine, Recovery, StaleGradients
 
 OptimizerName = Literal["adamw", "adam", "sgd", "muon"]
 
@@ -120,22 +122,29 @@ class StalenessConfig(JobConfig):
     Args:
         staleness: 0 for exact steps; with 1 the gradients of a step are applied one step late, so that the next step
             begins while they are being exchanged, and a pipeline is never empty.
-        delay: With --staleness 1, the compensation of late gradients: none, predict (computing with predicted weights),
-            extrapolate, lookahead, both, feedback, or auto, which depends on the optimizer.
 
     Raises:
         UsageError: A value is out of range, or two contradict each other.
     """
 
+    GROUPS: ClassVar[tuple[type, ...]] = (StaleGradients,)
+
     staleness: int = 0
-    delay: Literal["auto", "none", "predict", "extrapolate", "lookahead", "both", "feedback"] = "auto"
+    correction: Correction = StaleGradients.correction
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.staleness not in (0, 1):
             raise UsageError(f"--staleness {self.staleness}: allowed are 0, for exact steps, and 1")
-        if self.delay != "auto" and not self.staleness:
-            raise UsageError(f"--delay {self.delay} is about gradients that are late; it needs --staleness 1")
+        if self.correction != StaleGradients.correction and not self.staleness:
+            raise UsageError(f"--correction {self.correction} is for late gradients; it needs --staleness 1")
+        _ = self.stale
+
+    @property
+    def stale(self) -> StaleGradients | None:
+        """The trainer's option ``stale``."""
+        found = group_of(StaleGradients, self)
+        return found if self.staleness else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,23 +156,13 @@ class TrainConfig(StalenessConfig):
         plan: A plan file, as onebox plan writes it, or auto: measure, plan, and run the best plan. It determines
             --micro-batch, --sync, --update and --shares. Without it every device computes the whole model for its share
             of the batch.
-        micro_batch: Samples that are computed at once; without it each device's share of the batch is.
         clip_grad_norm: Limit of the 2-norm of all gradients; without it they are not clipped.
-        warm_up: With --staleness 1, number of exact steps at the beginning; without it 100.
-        overlap: Overlap a part of the averaging and of the update of each exact step with the next one, and send large
-            values in parts; the result is the same, except for the last bit of matrix products computed in parts.
-        sync: Where gradients are averaged: from worker to worker, or at the client.
-        update: Where the optimizer's state is kept and its step computed: on the device, or on its host.
-        shard_optimizer: Shard the optimizer's state among the replicas, instead of keeping all of it on each.
-        shares: Devices' parts of the batch: auto (equal for equal devices), equal, measured, or weights such as 3,1.
         run: Folder of the run, new or empty; without it one under runs/.
         resume: Folder of an earlier run to continue, exactly from its checkpoint. Its settings are restored; --epochs
             and the flags that determine where and how it runs may be given again.
         save_every: Also write a checkpoint every so many steps, not only at the end of each epoch.
         every: Steps between two lines of progress, where output is not a terminal.
         recover: Whether to continue when workers are lost: auto (if other machines take part), on or off.
-        snapshot_every: Steps between two snapshots, from which a run continues after a loss; without it chosen to keep
-            their cost low.
         adaptive: Adapt the plan to devices and links during the run: when one has clearly become slower or faster,
             layers or shares move between two steps, with the same micro-batches; each time a line reports the change,
             the decision and the gain.
@@ -175,6 +174,7 @@ class TrainConfig(StalenessConfig):
         UsageError: A value is out of range, or two contradict each other.
     """
 
+    GROUPS: ClassVar[tuple[type, ...]] = (DataParallel, StaleGradients, Recovery, Engine)
     EVERYDAY: ClassVar = (
         "data",
         "model",
@@ -191,20 +191,20 @@ class TrainConfig(StalenessConfig):
 
     epochs: int = 12
     plan: PlanFile = None
-    micro_batch: Int = None
+    micro_batch: Int = DataParallel.micro_batch
     clip_grad_norm: Float = None
-    warm_up: Int = None
-    overlap: Flag = False
-    sync: Literal["workers", "client"] = "workers"
-    update: Literal["device", "host"] = "device"
-    shard_optimizer: Flag = False
+    warm_up: Int = StaleGradients.warm_up
+    overlap: Flag = Engine.overlap
+    sync: Sync = DataParallel.sync
+    update: UpdateAt = DataParallel.update
+    shard_optimizer: Flag = DataParallel.shard_optimizer
     shares: str = "auto"
     run: Folder = None
     resume: Folder = None
     save_every: Int = None
     every: int = 20
     recover: Literal["auto", "on", "off"] = "auto"
-    snapshot_every: Int = None
+    snapshot_every: Int = Recovery.snapshot_every
     adaptive: Flag = False
     read: str = "auto"
     process: str = "auto"
@@ -213,20 +213,18 @@ class TrainConfig(StalenessConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         _ = self.readers, self.processors
-        at_least(1, epochs=self.epochs, micro_batch=self.micro_batch, save_every=self.save_every, every=self.every)
-        at_least(1, snapshot_every=self.snapshot_every)
+        at_least(1, epochs=self.epochs, save_every=self.save_every, every=self.every)
+        _ = self.data_parallel, self.recovery, self.engine
         if self.snapshot_every is not None and self.recover == "off":
             raise UsageError(f"--snapshot-every {self.snapshot_every} is for runs that recover; --recover is off")
         positive(clip_grad_norm=self.clip_grad_norm)
         if self.run is not None and self.resume is not None:
             raise UsageError("--run is for a new run and --resume for an earlier one: give one of them")
-        _ = self.share_weights
         self._check_late()
         if self.plan is not None:
             self._check_plan()
 
     def _check_late(self) -> None:
-        at_least(0, warm_up=self.warm_up)
         if self.warm_up and not self.staleness:
             raise UsageError(f"--warm-up {self.warm_up} is about steps before late ones; it needs --staleness 1")
         given = {
@@ -262,24 +260,29 @@ class TrainConfig(StalenessConfig):
         return _concurrency("--process", self.process)
 
     @property
-    def recovers(self) -> bool | None:
-        """``recover`` in the form of the trainer."""
-        return None if self.recover == "auto" else self.recover == "on"
+    def recovery(self) -> Recovery | Literal["auto"] | None:
+        """The trainer's option ``recovery``; a number of steps between snapshots enables it."""
+        found = group_of(Recovery, self)
+        if self.recover == "off":
+            return None
+        return "auto" if self.recover == "auto" and self.snapshot_every is None else found
 
     @property
-    def share_weights(self) -> Literal["auto", "equal", "measured"] | tuple[float, ...]:
-        """``shares`` in the form of the trainer."""
-        if self.shares in ("auto", "equal", "measured"):
-            return self.shares  # type: ignore[return-value]
+    def engine(self) -> Engine:
+        """The trainer's option ``engine``."""
+        return group_of(Engine, self)
+
+    @property
+    def data_parallel(self) -> DataParallel:
+        """The trainer's option ``plan``, if no plan is given."""
         try:
-            weights = tuple(float(part) for part in self.shares.split(","))
+            weights = [float(part) for part in self.shares.split(",")]
         except ValueError:
-            weights = ()
-        if not all(0 <= weight < math.inf for weight in weights) or not sum(weights):
-            raise UsageError(
-                f"--shares {self.shares}: allowed are auto, equal, measured, or one weight for each device, such as 3,1"
-            )
-        return weights
+            return group_of(DataParallel, self)
+        try:
+            return group_of(DataParallel, self, shares=weights)
+        except UsageError:
+            return group_of(DataParallel, self)  # whose message shows the weights as they were given
 
 
 @dataclass(frozen=True, kw_only=True)

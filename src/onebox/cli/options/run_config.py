@@ -18,12 +18,6 @@ _MAY_CHANGE = (
 )
 """Options that may differ when a run is resumed: those of its length, place and display, not of its computation."""
 
-_LATER = {
-    *("image_size", "adaptive", "shard_optimizer", "staleness", "delay", "warm_up", "overlap"),
-    *("read", "process", "on_error", "loss"),
-}
-"""Options that runs of earlier versions lack, with their defaults at the time."""
-
 
 def to_stored(config: TrainConfig) -> dict[str, object]:
     """Return the content of a run's configuration file."""
@@ -49,7 +43,7 @@ def read_config(folder: Path) -> TrainConfig:
     except msgspec.DecodeError as error:
         raise UsageError(f"{file} is damaged, or no configuration of a run: {error}") from None
     known = {field.name for field in dataclasses.fields(TrainConfig)} - set(_NOT_STORED)
-    odd = sorted((set(values) ^ known) - _LATER)
+    odd = sorted(set(values) ^ known)
     if odd:
         raise UsageError(f"{file} is no configuration of this onebox: {', '.join(odd)} unknown or missing")
     try:

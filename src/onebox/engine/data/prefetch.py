@@ -23,15 +23,10 @@ from onebox.engine.install.installed_plan import InstalledPlan
 from onebox.engine.workload.batch import Batch
 from onebox.errors import OneboxError, UsageError
 from onebox.pool import Pool
-from onebox.sizes import parse_size
 from onebox.wire.protocol.instructions import Free
 
 AHEAD_STEPS = 2
 """Batches uploaded ahead of the steps in flight."""
-
-AHEAD_BYTES = 256 << 20
-"""Default limit of their bytes on each worker: more than two batches of 256 ImageNet images with one byte per
-colour."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -374,15 +369,3 @@ class BatchPrefetcher:
             if worker not in self._pool.gone:
                 with contextlib.suppress(OneboxError):
                     self._pool.post(worker, [Free(part.bindings)])
-
-
-def cache_bytes(cache: int | str | None) -> int:
-    """Return the cache limit of each device in bytes.
-
-    Raises:
-        UsageError: It is not a size.
-    """
-    size = 0 if cache is None else parse_size("cache", cache) if isinstance(cache, str) else cache
-    if not isinstance(size, int) or size < 0:
-        raise UsageError(f"cache={cache!r}: allowed are sizes such as '1GiB', or bytes")
-    return size

@@ -26,6 +26,7 @@ from onebox.plan.search.result import SearchResult
 from onebox.plan_names import ACTIVATION_POLICIES, ChainPolicy, searchable_schedules
 from onebox.pool import DeviceInfo, Pool
 from onebox.sizes import Memory, parse_budgets
+from onebox.trainer_options import StaleGradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +64,7 @@ def make_plan(
     fuse: bool = False,
     budget_s: float = 5.0,
     fresh: bool = False,
-    staleness: int = 0,
-    delay: str = "auto",
+    stale: StaleGradients | None = None,
     shard_optimizer: bool = True,
 ) -> PlanningResult:
     """Find the best plan for a model, a batch and a pool.
@@ -92,16 +92,14 @@ def make_plan(
             so that the same input gives the same plan; on a busy machine the clock ends the search, with the best plan
             so far.
         fresh: Whether to repeat earlier measurements.
-        staleness: Number of steps by which gradients may be late. With 1, asynchronous plans are considered, too, whose
-            schedule is ``async-1f1b`` and which a trainer runs with ``staleness=1``; if none of them fits or is faster,
-            the plan is exact.
-        delay: With staleness 1, the treatment of late gradients, as for :class:`Trainer`; it affects memory.
+        stale: As for :class:`Trainer`: asynchronous plans are considered, too, whose schedule is ``async-1f1b``; if
+            none of them fits or is faster, the plan is exact. The correction affects memory.
         shard_optimizer: Whether replicas may shard the optimizer's state, considered where a device lacks the memory
             for the whole model.
 
     Raises:
-        UsageError: The batch cannot be divided as asked, the optimizer does not support ``delay``, or the budgets do
-            not match the devices.
+        UsageError: The batch cannot be divided as asked, the optimizer does not support the correction, or the budgets
+            do not match the devices.
         PlanError: Nothing fits.
         CaptureError: The model cannot be captured.
 
@@ -118,8 +116,8 @@ def make_plan(
     batch = as_batch(inputs, targets)
     allowed = allowed_sizes(batch.size, micro_batches)
     budgets = parse_budgets("memory", memory).of(len(pool))
-    late = delays_of(optimizer, delay)
-    names = tuple(schedules) if schedules is not None else searchable_schedules(staleness)
+    late = delays_of(optimizer, stale.correction if stale else "auto")
+    names = tuple(schedules) if schedules is not None else searchable_schedules(int(stale is not None))
     profile, captures = profile_model(
         model,
         loss,
@@ -142,7 +140,7 @@ def make_plan(
         policies=policies,
         updates=update,
         preparing=preparing,
-        staleness=staleness,
+        staleness=int(stale is not None),
         versions=2 + extra_copies(late),
     )
     if short_of_memory(problem):

@@ -15,20 +15,22 @@ from onebox.cost.estimate import DeviceRates
 from onebox.engine.memory.forecast import TrainingJob
 from onebox.engine.memory.timeline import MemoryPeak, MemoryTimeline, memory_peak, memory_timeline
 from onebox.engine.planning.bisection import LargestFit, find_largest
+from onebox.engine.planning.resolve_plan import plan_of
 from onebox.engine.problem.estimate import estimate_links, estimate_profile
 from onebox.engine.problem.memory_search import search_within, with_peaks
 from onebox.engine.problem.planner_problem import allowed_sizes, make_problem, measured_sizes
 from onebox.engine.workload.batch import Batch, as_batch
-from onebox.engine.workload.captures import Captures, CaptureSpec
+from onebox.engine.workload.captures import Captures, CaptureSpec, target_type
 from onebox.engine.workload.named_state import named_state, trained_names
 from onebox.engine.workload.parameter_groups import Optimizers, optimizers_in
 from onebox.errors import CaptureError, PlanError, UsageError
 from onebox.graph import Loss, Precision
-from onebox.plan import SCHEDULES, OptimizerStateLayout, Plan, UpdateAt, predict
+from onebox.plan import SCHEDULES, Plan, predict
 from onebox.plan.model.problem import Problem
 from onebox.pool import DeviceInfo, Pool
 from onebox.pool.expected_devices import expected_devices
 from onebox.sizes import Memory, enough_text
+from onebox.trainer_options import DataParallel
 
 _MOST_SAMPLES = 1 << 20
 _MOST_MICRO_BATCHES = 64
@@ -108,10 +110,7 @@ def estimate_memory(
     memory: Memory | None = None,
     pool: str | Pool = "auto",
     threads: int | None = None,
-    plan: Plan | str | Path | None = None,
-    micro_batch: int | None = None,
-    update: UpdateAt = "device",
-    shard_optimizer: bool = False,
+    plan: Plan | str | Path | DataParallel = DataParallel(),
     precision: Precision = "fp32",
     fuse: bool = False,
     clip_grad_norm: float | None = None,
@@ -133,10 +132,8 @@ def estimate_memory(
         memory: Budget of each device, such as ``2GiB``; ``None`` for the devices' memory.
         pool: The devices: of this machine, or emulated stand-ins such as ``sim*2``; or an open pool.
         threads: CPU threads of each device.
-        plan: The plan in question; ``None`` for data parallel over all devices.
-        micro_batch: Samples of a micro-batch, without a plan; ``None`` makes each device's share one micro-batch.
-        update: Placement of the optimizer's state, without a plan.
-        shard_optimizer: Whether the replicas shard the optimizer's state, without a plan.
+        plan: The plan in question, or data parallel over all devices, whose shares follow from the devices' speeds
+            unless they are given.
         precision: As for :class:`Trainer`.
         fuse: Likewise.
         clip_grad_norm: Likewise.
@@ -161,7 +158,7 @@ def estimate_memory(
     if isinstance(pool, Pool) and (memory is not None or threads is not None):
         raise UsageError("an open pool has its memory and threads already; leave memory and threads out")
     given = Plan.read(plan) if isinstance(plan, str | Path) else plan
-    asked = _asked(given, devices, micro_batch, update, shard_optimizer=shard_optimizer)
+    asked = _asked(given, devices)
     captures = _captures(model, loss, optimizer, devices, precision, fuse=fuse)
     job = TrainingJob(
         captures=captures,
@@ -173,24 +170,16 @@ def estimate_memory(
     return _Question(job).answer(asked, rates, budget_s)
 
 
-def _asked(
-    given: Plan | None,
-    devices: Sequence[DeviceInfo],
-    micro_batch: int | None,
-    update: UpdateAt,
-    *,
-    shard_optimizer: bool,
-) -> Plan:
+def _asked(given: Plan | DataParallel, devices: Sequence[DeviceInfo]) -> Plan:
     """Return the plan in question: the given one, or data parallel over all devices."""
-    if given is not None and (micro_batch is not None or update != "device" or shard_optimizer):
-        raise UsageError("a plan says itself what micro_batch, update and shard_optimizer are; leave them out")
-    numbers, shares = [device.number for device in devices], [device.speed for device in devices]
-    state: OptimizerStateLayout = "sharded" if shard_optimizer else "replicated"
-    asked = given or Plan.data_parallel(numbers, shares, micro_batch=micro_batch, update=update, optimizer=state)
-    strangers = [device for device in asked.devices if device >= len(devices)]
+    if isinstance(given, DataParallel):
+        shares = [device.speed for device in devices] if given.shares in ("auto", "measured") else given.shares
+        weights = [1.0] * len(devices) if isinstance(shares, str) else shares
+        return plan_of(given, [device.number for device in devices], weights)
+    strangers = [device for device in given.devices if device >= len(devices)]
     if strangers:
         raise UsageError(f"the plan uses device {strangers[0]}, but there are {len(devices)}, numbered from 0")
-    return asked
+    return given
 
 
 def _captures(
@@ -209,7 +198,7 @@ def _captures(
         loss=loss,
         metrics={},
         precision=precision,
-        device_type="cuda" if any(device.kind == "cuda" for device in devices) else "cpu",
+        device_type=target_type(devices),
         trained=frozenset(trained_names(state, optimizers_in(optimizer))),
         fuse=fuse,
     )

@@ -8,7 +8,6 @@ training.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import statistics
 import time
@@ -21,21 +20,22 @@ from torch import nn
 
 from onebox.cost import load, store
 from onebox.cost.model_profile import AS_CAPTURED, ModelBytes, ModelProfile, SegmentTimes, SegmentVariant
-from onebox.engine.assembly import exact_settings, recipe_of
 from onebox.engine.config import check_precision, steps_in_flight
-from onebox.engine.data.prefetch import AHEAD_BYTES, BatchPrefetcher
+from onebox.engine.data.prefetch import BatchPrefetcher
 from onebox.engine.problem.planner_problem import CachedTimes, device_type, divided_bytes, times_key
 from onebox.engine.problem.stage_formats import compared, ways_of
 from onebox.engine.session import TrainingSession
 from onebox.engine.state.remote import RemoteState
+from onebox.engine.steps.launch import StepSettings
 from onebox.engine.steps.results import TraceEvent
 from onebox.engine.workload.batch import as_batch
-from onebox.engine.workload.captures import Captures
+from onebox.engine.workload.captures import Captures, CaptureSpec, target_type
 from onebox.engine.workload.parameter_groups import Optimizers
 from onebox.errors import DeviceMemoryError, UsageError
 from onebox.graph import Loss, ModelPrograms, Precision
 from onebox.plan import Action, Plan, Schedule, Stage
 from onebox.pool import Pool, open_pool
+from onebox.trainer_options import Staging
 
 _WARM = 2
 _STEPS = 6
@@ -184,10 +184,17 @@ class _Runs:
         if self.captures is None:
             model, loss, _ = self._arguments
             remote = RemoteState(*self._arguments, pool)
-            recipe = recipe_of(pool, remote, model, loss, {}, self._precision, None, None, fuse=self._fuse)
-            self.captures = Captures(
-                dataclasses.replace(recipe, reduction="mean")
-            )  # weights make no difference to time
+            recipe = CaptureSpec(
+                model=model,
+                loss=loss,
+                metrics={},
+                precision=self._precision,
+                device_type=target_type(pool.devices),
+                trained=frozenset(remote.wanted),
+                fuse=self._fuse,
+                reduction="mean",  # weights make no difference to time
+            )
+            self.captures = Captures(recipe)
         self._names = self.captures.segments(as_batch(*self._small), self._size)
 
     def key(self, pool: Pool) -> str:
@@ -263,10 +270,9 @@ class _Runs:
             lambda captures, batch: plan,
             self.captures,
             RemoteState(*self._arguments, pool),
-            exact_settings(0, 0, steps_in_flight(pool.round_trip_s), None, trace=True),
-            BatchPrefetcher(pool, AHEAD_BYTES, 0),
-            recover=False,
-            snapshot_every=None,
+            StepSettings(seed=0, trace=True, check_every=0, in_flight=steps_in_flight(pool.round_trip_s), max_norm=0.0),
+            BatchPrefetcher(pool, Staging().ahead_bytes),
+            recovery=None,
         )
 
     def _times(self, events: Sequence[TraceEvent], speed: float, between_s: float) -> SegmentTimes:

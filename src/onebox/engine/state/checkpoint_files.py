@@ -14,7 +14,7 @@ import re
 import shutil
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,10 +30,11 @@ from onebox.engine.workload.loss_reduction import ReductionName
 from onebox.errors import CheckpointError, UsageError
 from onebox.graph import Precision
 from onebox.plan import Plan
+from onebox.trainer_options import Engine, Recovery, Staging, StaleGradients
 from onebox.wire import DTYPES, TensorSpec, spec_of, to_frame
 from onebox.wire.protocol.instructions import Options
 
-VERSION = 2
+VERSION = 3
 _MANIFEST = "manifest.json"
 _FILES = ("model.safetensors", "loss.safetensors", "optimizer.safetensors")
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
@@ -94,19 +95,18 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         seed: The run's seed.
         precision: ``fp32``, ``bf16`` or ``auto``.
         clip_grad_norm: Gradient clipping norm.
+        loss_reduction: ``mean``, ``sum``, ``weighted`` (the function itself is not stored), or none.
+        stale: Stale gradients, with the number of exact steps.
+        recovery: Recovery from losses.
+        staging: Memory for batches beside a step's.
+        engine: Execution of steps.
         plan: The plan; ``None`` before the first step.
-        optimizer: Class in ``torch.optim`` of each parameter group; one class for all in old checkpoints.
+        optimizer: Class in ``torch.optim`` of each parameter group.
         groups: The parameter groups; those of several optimizers are concatenated.
         numbers: Non-tensor entries of the optimizer's state.
         extra: The user's additions, such as the position in the data.
         files: The other files.
-        fuse: Whether activations that are written out as several operators are fused.
-        staleness: Age, in steps, of the weights that a step may be computed with.
-        delay: Requested treatment of the gradients that are late as a result.
-        warm_up: Number of steps before the first one with older weights.
-        overlap: Whether exact steps overlap.
         complex: For each file, its complex tensors, stored as pairs of real numbers.
-        loss_reduction: ``mean``, ``sum``, ``weighted`` (the function itself is not stored), or none.
     """
 
     format: Literal["onebox-checkpoint"]
@@ -116,24 +116,24 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     seed: int
     precision: Precision
     clip_grad_norm: float | None
+    loss_reduction: ReductionName | None
+    stale: StaleGradients | None
+    recovery: Recovery | Literal["auto"] | None
+    staging: Staging
+    engine: Engine
     plan: Plan | None
-    optimizer: str | tuple[str, ...]
+    optimizer: tuple[str, ...]
     groups: tuple[GroupEntry, ...]
     numbers: tuple[NumberEntry, ...]
     extra: dict[str, Any]
     files: tuple[FileEntry, ...] = ()
-    fuse: bool = False
-    staleness: int = 0
-    delay: str = "auto"
-    warm_up: int = 0
-    overlap: bool = False
     complex: dict[str, list[str]] = {}
-    loss_reduction: ReductionName | None = None
 
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """Class in ``torch.optim`` of each parameter group."""
-        return (self.optimizer,) * len(self.groups) if isinstance(self.optimizer, str) else self.optimizer
+
+class _FormatVersion(Struct):
+    """The version in a manifest, which says whether the rest can be read."""
+
+    version: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,21 +343,34 @@ def _read_manifest(path: Path) -> Manifest:
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error}", path=file) from error
     try:
+        version = msgspec.json.decode(data, type=_FormatVersion).version
+        if version != VERSION:
+            raise CheckpointError(f"{file} is of version {version}; this onebox reads version {VERSION}", path=file)
         manifest = msgspec.json.decode(data, type=Manifest)
+        _check_groups(msgspec.json.decode(data))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{file} is damaged, or no manifest of onebox: {error}", path=file) from None
-    if manifest.version != VERSION:
+    if len(manifest.optimizer) != len(manifest.groups):
         raise CheckpointError(
-            f"{file} is of version {manifest.version}; this onebox reads version {VERSION}", path=file
-        )
-    if len(manifest.kinds) != len(manifest.groups):
-        raise CheckpointError(
-            f"{file} has optimizers of {len(manifest.kinds)} parameter groups, but {len(manifest.groups)} groups",
+            f"{file} has optimizers of {len(manifest.optimizer)} parameter groups, but {len(manifest.groups)} groups",
             path=file,
         )
     if sorted(entry.name for entry in manifest.files) != sorted(_FILES):
         raise CheckpointError(f"{file} lists other files than {', '.join(_FILES)}", path=file)
     return manifest
+
+
+def _check_groups(manifest: Mapping[str, Any]) -> None:
+    """Refuse unknown fields in groups of options, which msgspec ignores in data classes.
+
+    Raises:
+        msgspec.ValidationError: There is one.
+    """
+    for name, kind in (("stale", StaleGradients), ("recovery", Recovery), ("staging", Staging), ("engine", Engine)):
+        given = manifest[name]
+        unknown = set(given) - {field.name for field in fields(kind)} if isinstance(given, dict) else set()
+        if unknown:
+            raise msgspec.ValidationError(f"{name} has an unknown field {min(unknown)!r}")
 
 
 def _verify(path: Path, entry: FileEntry) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +24,12 @@ from onebox.engine.state.checkpoint_files import (
 from onebox.engine.state.pieces import Key
 from onebox.engine.state.remote import RemoteState, StartState
 from onebox.engine.state.transfer import StateTransfer
+from onebox.engine.workload.loss_reduction import LossReduction, ReductionName
 from onebox.engine.workload.named_state import NamedState, named_state
 from onebox.engine.workload.parameter_groups import Optimizers, groups_of, optimizers_in
-from onebox.errors import CheckpointError
+from onebox.errors import CheckpointError, UsageError
 from onebox.plan import Plan
+from onebox.trainer_options import DataParallel, Shares
 from onebox.wire import spec_of
 
 
@@ -76,38 +79,62 @@ def contents(remote: RemoteState, transfer: StateTransfer, **settings: Any) -> C
     return CheckpointContents(manifest=manifest, specs=specs, elements=elements)
 
 
-def planned_options(plan: Plan | None, devices: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a trainer that resumes with a plan.
+Stored = Literal["stored"]
+"""The value in the checkpoint, as an argument of a trainer that resumes."""
 
-    The plan itself, if the pool has its devices and the options do not override it; else the settings that apply to any
-    devices.
+
+def resumed_plan(
+    stored: Plan | None, asked: Plan | DataParallel | Literal["auto", "stored"], devices: int
+) -> Plan | DataParallel | Literal["auto"]:
+    """Return the plan of a trainer that resumes.
+
+    The stored plan is used if the pool has its devices; else the run becomes data parallel with the same micro-batches.
+    Shares left to ``auto`` are the stored ones if the devices are the same.
 
     Args:
-        plan: The checkpoint's plan; ``None`` for one saved before the first step.
+        stored: The checkpoint's plan; ``None`` for one saved before the first step.
+        asked: The user's choice.
         devices: Number of devices in the pool.
-        options: The user's options.
     """
-    if plan is None or "plan" in options:
-        return {}
-    said = said_of_plan(options)
-    same = set(plan.devices) == set(range(devices))
-    if plan.whole and not (same and plan.stages[0].formats and not said):
-        shares = plan.stages[0].shares if same else "auto"
-        return {
-            "micro_batch": plan.micro_batch,
-            "sync": plan.sync,
-            "shares": shares,
-            "update": plan.update,
-            "shard_optimizer": plan.optimizer == "sharded",
-        }
-    if said or max(plan.devices) >= devices:
-        return {"micro_batch": plan.micro_batch}
-    return {"plan": plan}
+    if isinstance(asked, Plan) or asked == "auto":
+        return asked
+    same = stored is not None and set(stored.devices) == set(range(devices))
+    shares: Shares = stored.stages[0].shares if stored is not None and stored.whole and same else "auto"
+    if isinstance(asked, DataParallel):
+        return dataclasses.replace(asked, shares=shares) if asked.shares == "auto" else asked
+    if stored is None:
+        return DataParallel()
+    if not stored.whole:
+        return stored if max(stored.devices) < devices else DataParallel(micro_batch=stored.micro_batch)
+    if same and stored.stages[0].formats:
+        return stored
+    return DataParallel(
+        micro_batch=stored.micro_batch,
+        shares=shares,
+        sync=stored.sync,
+        update=stored.update,
+        shard_optimizer=stored.optimizer == "sharded",
+    )
 
 
-def said_of_plan(options: Mapping[str, Any]) -> bool:
-    """Return whether options other than ``plan`` override settings of a plan."""
-    return bool({"micro_batch", "sync", "shares", "update", "shard_optimizer"} & set(options))
+def resumed_reduction(stored: ReductionName | None, asked: LossReduction | Stored) -> LossReduction:
+    """Return the loss reduction of a trainer that resumes.
+
+    Args:
+        stored: The name in the checkpoint.
+        asked: The user's choice.
+
+    Raises:
+        UsageError: The stored one is a function, which checkpoints do not contain, and the user gives none.
+    """
+    if asked != "stored":
+        return asked
+    if stored == "weighted":
+        raise UsageError(
+            "the checkpoint was made with loss_reduction=onebox.Weighted(fn), and a function is in no checkpoint: "
+            "give the same one to resume(..., loss_reduction=onebox.Weighted(fn))"
+        )
+    return stored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +144,7 @@ class ResumePoint:
     Args:
         step: Number of steps done.
         path: Path of the checkpoint.
-        plan: Plan of the run, unless the user asks for another; ``None`` if unknown.
+        plan: Plan of the run; ``None`` if unknown.
         extra: Data saved with the checkpoint by the user.
         state: State of the optimizer, and versions of parameters.
     """
@@ -129,13 +156,12 @@ class ResumePoint:
     state: StartState
 
 
-def resume_point(checkpoint: Checkpoint, path: Path, options: Mapping[str, Any]) -> ResumePoint:
+def resume_point(checkpoint: Checkpoint, path: Path) -> ResumePoint:
     """Return the point of a run at which a checkpoint was saved.
 
     Args:
         checkpoint: The checkpoint.
         path: Its path.
-        options: Arguments of the trainer that the user gives.
     """
     manifest = checkpoint.manifest
     remembered = [
@@ -146,7 +172,7 @@ def resume_point(checkpoint: Checkpoint, path: Path, options: Mapping[str, Any])
     return ResumePoint(
         step=manifest.step,
         path=path,
-        plan=None if said_of_plan(options) else manifest.plan,
+        plan=manifest.plan,
         extra=manifest.extra,
         state=StartState(optimizer=remembered, versions=versions),
     )
@@ -185,7 +211,7 @@ def _check_state(checkpoint: Checkpoint, state: NamedState) -> None:
 
 
 def _check_optimizer(checkpoint: Checkpoint, optimizer: Optimizers, state: NamedState) -> None:
-    written = list(zip(checkpoint.manifest.kinds, checkpoint.manifest.groups, strict=True))
+    written = list(zip(checkpoint.manifest.optimizer, checkpoint.manifest.groups, strict=True))
     given = list(zip((group.kind for group in groups_of(optimizer)), group_entries(optimizer, state), strict=True))
     theirs, ours = (" and ".join(dict.fromkeys(kind for kind, _ in groups)) for groups in (written, given))
     if theirs != ours:

@@ -5,6 +5,7 @@ weights.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 from collections import Counter, deque
@@ -18,64 +19,62 @@ from onebox.engine.state.remote import RemoteState
 from onebox.engine.steps.launch import LaunchedStep, PreparedStep, StepRequest, StepSettings
 from onebox.engine.steps.observer import StepObserver
 from onebox.engine.steps.results import StepValues, step_values
-from onebox.engine.workload.delay_compensation import DELAYS, choose_delays, delays_of
+from onebox.engine.workload.delay_compensation import WARM_UP, choose_delays, delays_of
 from onebox.engine.workload.parameter_groups import Optimizers
 from onebox.errors import OneboxError, UsageError
 from onebox.plan import ASYNC, Plan
 from onebox.pool import Pool, WorkerReply
-from onebox.wire.protocol.instructions import Free, GroupDelays
+from onebox.trainer_options import StaleGradients
+from onebox.wire.protocol.instructions import Free
 from onebox.wire.protocol.requests import Run
 from onebox.wire.protocol.responses import Delays
 
-
-def choose_compensation(optimizer: Optimizers, asked: str) -> GroupDelays:
-    """Return the treatment of gradients that are one step late, and log its reason and risks.
-
-    Raises:
-        UsageError: An optimizer does not support the requested treatment.
-    """
-    for choice, _ in choose_delays(optimizer, asked):
-        if asked == "auto":
-            _LOG.info("delay=%r: %s", choice.delay, choice.why)
-        if choice.warning is not None:
-            _LOG.warning("staleness=1, delay=%r: %s", choice.delay, choice.warning)
-    return delays_of(optimizer, asked)
+_LOG = logging.getLogger("onebox")
 
 
-def check_overlap(settings: StepSettings, delay: str, plan: Plan | None) -> None:
-    """Refuse invalid settings of overlap.
+def with_staleness(
+    settings: StepSettings, optimizer: Optimizers, stale: StaleGradients | None, plan: Plan | None
+) -> StepSettings:
+    """Return settings of steps with stale gradients as requested; chosen defaults, reasons and risks are logged.
 
     Args:
-        settings: The requested settings.
-        delay: The requested treatment of late gradients.
-        plan: The plan, if one is given.
+        settings: Settings of exact steps.
+        optimizer: The user's optimizer or optimizers.
+        stale: The request.
+        plan: The plan, as far as it is known.
 
     Raises:
-        UsageError: They are invalid; the message gives the reason.
+        UsageError: The plan's steps cannot overlap as requested, or an optimizer does not support the correction.
     """
-    staleness, warm_up = settings.staleness, settings.warm_up
-    if staleness not in (0, 1):
-        raise UsageError(f"staleness={staleness}: allowed are 0, for exact steps, and 1")
-    if delay not in DELAYS:
-        raise UsageError(f"delay={delay!r}: allowed are {', '.join(map(repr, DELAYS))}")
-    if warm_up < 0:
-        raise UsageError(f"warm_up={warm_up}: so many steps are exact at the beginning, at least 0")
     if plan is not None:
-        check_overlap_of(plan, staleness, overlap=settings.overlap)
+        check_overlap(plan, int(stale is not None), overlap=settings.overlap)
+    if stale is None:
+        return settings
+    warm_up = WARM_UP if stale.warm_up is None else stale.warm_up
+    if stale.warm_up is None:
+        _LOG.info("warm_up=%d: so many steps are exact first, as weights move fastest at the beginning", warm_up)
+    for choice, _ in choose_delays(optimizer, stale.correction):
+        if stale.correction == "auto":
+            _LOG.info("correction=%r: %s", choice.delay, choice.why)
+        if choice.warning is not None:
+            _LOG.warning("stale gradients, correction=%r: %s", choice.delay, choice.warning)
+    return dataclasses.replace(settings, staleness=1, warm_up=warm_up, delay=delays_of(optimizer, stale.correction))
 
 
-def check_overlap_of(plan: Plan, staleness: int, *, overlap: bool) -> None:
+def check_overlap(plan: Plan, staleness: int, *, overlap: bool) -> None:
     """Refuse a plan whose steps cannot overlap as requested.
 
     Raises:
         UsageError: They cannot; the message gives the reason.
     """
     if plan.late and not staleness:
-        raise UsageError(f"the plan's schedule is {ASYNC}, which needs staleness=1; or give it another schedule")
+        raise UsageError(
+            f"the plan's schedule is {ASYNC}, which needs stale=StaleGradients(); or give it another schedule"
+        )
     if staleness and len(plan.stages) > 1 and not plan.late:
         raise UsageError(
-            f"staleness=1 with the schedule {plan.schedule}: a plan of several stages needs the schedule {ASYNC!r}; "
-            "make_plan(staleness=1) makes one"
+            f"stale gradients with the schedule {plan.schedule}: a plan of several stages needs the schedule "
+            f"{ASYNC!r}; make_plan(stale=StaleGradients()) makes one"
         )
     if not staleness and not overlap:
         return
@@ -85,11 +84,9 @@ def check_overlap_of(plan: Plan, staleness: int, *, overlap: bool) -> None:
         "sync='client'": plan.sync == "client",
     }
     for what in (name for name, found in refused.items() if found):
-        asked = "staleness=1" if staleness else "overlap=True"
+        asked = "stale gradients" if staleness else "overlap=True"
         raise UsageError(f"{asked} with {what}: these do not go together; leave one of them out")
 
-
-_LOG = logging.getLogger("onebox")
 
 Traced = Callable[[Sequence[WorkerReply]], object]
 """Receives the workers' replies to a drain, for a timeline."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from onebox.engine.workload.batch import Batch
-from onebox.engine.workload.emulated_costs import SegmentCosts
 from onebox.engine.workload.loss_reduction import LossReduction, Weighted
 from onebox.engine.workload.named_state import named_state
 from onebox.errors import CaptureError, UsageError
@@ -22,6 +21,8 @@ from onebox.graph.capture.on_device_transform import OnDevice
 from onebox.graph.capture.python_state import PythonStateGuard
 from onebox.graph.capture.python_variables import WatchedValue
 from onebox.graph.capture.symbolic_sizes import Varying
+from onebox.pool import DeviceInfo
+from onebox.trainer_options import SegmentCosts
 from onebox.wire import TensorSpec
 
 _LOG = logging.getLogger("onebox")
@@ -75,6 +76,11 @@ class CaptureSpec:
     fuse: bool = False
     costs: SegmentCosts | None = None
     reduction: LossReduction = None
+
+
+def target_type(devices: Iterable[DeviceInfo]) -> str:
+    """Return the device type that graphs for some devices are captured for."""
+    return "cuda" if any(device.kind == "cuda" for device in devices) else "cpu"
 
 
 class Captures:

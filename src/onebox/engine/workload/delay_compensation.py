@@ -12,7 +12,7 @@ from onebox.wire.protocol.instructions import Delay, GroupDelays
 from onebox.worker import AHEAD, PREDICTS, REMEMBERS, momentum_of
 
 DELAYS: tuple[str, ...] = ("auto", *get_args(Delay))
-"""Allowed values of ``delay``."""
+"""Allowed corrections."""
 
 
 ADAM_FAMILY = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax")
@@ -57,14 +57,16 @@ def choose_delay(optimizer: torch.optim.Optimizer, asked: str = "auto") -> Compe
     if asked == "auto":
         return _auto(name, optimizer.param_groups)
     if asked not in DELAYS:
-        raise UsageError(f"delay={asked!r}; allowed: {', '.join(DELAYS)}")
+        raise UsageError(f"correction={asked!r}; allowed: {', '.join(DELAYS)}")
     if asked in AHEAD and name not in PREDICTS:
         raise UsageError(
-            f"delay={asked!r} needs an optimizer whose momentum says what it does next ({', '.join(PREDICTS)}), and "
-            f"this is {name}; allowed for it are 'none' and 'feedback'"
+            f"correction={asked!r} needs an optimizer whose momentum says what it does next ({', '.join(PREDICTS)}), "
+            f"and this is {name}; allowed for it are 'none' and 'feedback'"
         )
     if asked in ("lookahead", "both") and any(momentum_of(name, group) is None for group in optimizer.param_groups):
-        raise UsageError(f"delay={asked!r} needs an optimizer with momentum, and {name} has none; allowed: 'feedback'")
+        raise UsageError(
+            f"correction={asked!r} needs an optimizer with momentum, and {name} has none; allowed: 'feedback'"
+        )
     delay: Delay = next(known for known in get_args(Delay) if known == asked)
     return CompensationChoice(delay, "asked for", _fears(name, delay, optimizer.param_groups))
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from onebox.errors import UsageError
 from onebox.plan import Action, Plan
-
-SegmentCosts = Mapping[str, tuple[float, float, float]]
-"""By segment name: seconds of forward, input gradient and weight gradient for one sample at full speed."""
+from onebox.trainer_options import SegmentCosts, check_costs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,14 +65,3 @@ class EmulatedCosts:
             return predicted.stages_s[number]
         place = next(index for index, replica in enumerate(stage.replicas) if worker in replica)
         return [seconds * self.speeds[worker] for seconds in predicted.replicas_s[number][place]]
-
-
-def check_costs(costs: SegmentCosts) -> None:
-    """Refuse invalid segment costs.
-
-    Raises:
-        UsageError: A cost is not a triple of times.
-    """
-    for name, times in costs.items():
-        if len(times) != 3 or not all(0 <= seconds < math.inf for seconds in times):
-            raise UsageError(f"costs of segment {name!r} are {times}: three times in seconds are right, from 0 up")

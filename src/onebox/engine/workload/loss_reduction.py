@@ -8,7 +8,7 @@ a routine. The third depends on the targets, and is sent with each batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -68,26 +68,6 @@ ReductionName = Literal["mean", "sum", "weighted"]
 def reduction_name(reduction: LossReduction) -> ReductionName | None:
     """Return the name of a loss reduction in checkpoints."""
     return "weighted" if isinstance(reduction, Weighted) else reduction
-
-
-def resumed_reduction(name: ReductionName | None, options: Mapping[str, Any]) -> LossReduction:
-    """Return the loss reduction of a trainer resumed from a checkpoint.
-
-    Args:
-        name: The name in the checkpoint.
-        options: The user's options.
-
-    Raises:
-        UsageError: It is a function, which checkpoints do not store, and the user's options do not include it.
-    """
-    if name != "weighted":
-        return name
-    if "loss_reduction" not in options:
-        raise UsageError(
-            "the checkpoint was made with loss_reduction=onebox.Weighted(fn), and a function is in no checkpoint: "
-            "give the same one to resume(..., loss_reduction=onebox.Weighted(fn))"
-        )
-    return None  # replaced by the user's option
 
 
 def check_reduction(reduction: Any) -> None:

@@ -14,8 +14,8 @@ import msgspec
 from onebox.errors import UsageError
 from onebox.plan.model.schedule import Routes
 from onebox.plan.model.shares import apportion, deal
-from onebox.plan.model.stage import POLICY_WORDS, OptimizerStateLayout, PlanPart, Stage, Sync, quoted
-from onebox.plan_names import ASYNC, SCHEDULE_TRAITS, UpdateAt, searchable_schedules
+from onebox.plan.model.stage import POLICY_WORDS, OptimizerStateLayout, PlanPart, Stage, quoted
+from onebox.plan_names import ASYNC, SCHEDULE_TRAITS, Sync, UpdateAt, searchable_schedules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class Plan(PlanPart, frozen=True):
         stages: In an order in which values of forward go from earlier to later stages.
         micro_batch: Samples of a micro-batch; ``None`` makes each replica's share of the batch one micro-batch, which
             only a plan of one stage may do.
-        schedule: One of :data:`SCHEDULES`, ``table``, or :data:`ASYNC`, which needs ``staleness=1`` of the trainer.
+        schedule: One of :data:`SCHEDULES`, ``table``, or :data:`ASYNC`, which needs a trainer with stale gradients.
         table: With ``table``, the rows of :class:`~onebox.plan.Schedule`.
         sync: Place where gradients are averaged: ``workers``, or the ``client``, which only a plan of one stage may
             use.

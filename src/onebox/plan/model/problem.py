@@ -235,7 +235,7 @@ class Problem:
             )
         known = searchable_schedules(self.staleness)
         if not self.schedules or any(name not in known for name in self.schedules):
-            hint = f"; {ASYNC} needs staleness=1" if ASYNC in self.schedules else ""
+            hint = f"; {ASYNC} needs stale gradients" if ASYNC in self.schedules else ""
             raise UsageError(f"schedules {list(self.schedules)}: allowed are {', '.join(known)}, at least one{hint}")
         if not set(self.policies) <= set(ACTIVATION_POLICIES) or "keep" not in self.policies:
             raise UsageError(

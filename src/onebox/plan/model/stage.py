@@ -11,8 +11,6 @@ from onebox.errors import UsageError
 from onebox.plan.model.shares import apportion
 from onebox.plan_names import ChainPolicy
 
-Sync = Literal["workers", "client"]
-
 ActivationPolicy = Literal["keep", "recompute", "offload", "swap"]
 """Activation policy of a stage: activations stay on the device until its backward; they are dropped, and recomputed
 from the stage's inputs by its backward; or they are copied to the host's memory and back, by ``offload`` while the

@@ -99,8 +99,8 @@ def test_the_devices_command_checks_too(options: dict[str, Any], flag: str) -> N
 
 
 def test_shares_and_memory_as_the_engine_takes_them() -> None:
-    assert TrainConfig(shares="measured").share_weights == "measured"
-    assert TrainConfig(shares="3,1.5").share_weights == (3.0, 1.5)
+    assert TrainConfig(shares="measured").data_parallel.shares == "measured"
+    assert TrainConfig(shares="3,1.5").data_parallel.shares == (3.0, 1.5)
     assert TrainConfig().budgets == Budgets()
     assert DevicesConfig(memory="1KiB").budgets.of(2) == (1024, 1024)
     assert PlanConfig(memory="1KiB,2KiB").budgets.of(2) == (1024, 2048)

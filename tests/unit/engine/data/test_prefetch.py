@@ -7,7 +7,6 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, cast
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,10 +14,10 @@ from torch import Tensor
 
 from onebox.engine.compile.compiler import CompiledStep
 from onebox.engine.data.batch_transfer import BatchTransfer
-from onebox.engine.data.prefetch import AHEAD_STEPS, BatchPrefetcher, UploadedBatch, cache_bytes
+from onebox.engine.data.prefetch import AHEAD_STEPS, BatchPrefetcher, UploadedBatch
 from onebox.engine.install.installed_plan import InstalledPlan
 from onebox.engine.workload.batch import Batch, as_batch
-from onebox.errors import UsageError, WorkerDied
+from onebox.errors import WorkerDied
 from onebox.plan import MicroBatch
 from onebox.pool import Pool
 from onebox.wire import DTYPES, KernelSpec, from_frame
@@ -194,10 +193,3 @@ def test_a_step_finds_its_batch_whatever_came_before(actions: list[Any], spare: 
     steps.uploads.close()
     assert steps.pool.buffers == [{}, {}]
     assert all(not kernels for kernels in steps.pool.kernels) or not cache
-
-
-@pytest.mark.parametrize(("given_as", "size"), [(None, 0), (0, 0), (10, 10), ("1KiB", 1024)])
-def test_the_size_of_a_cache_may_be_said_in_units(given_as: Any, size: int) -> None:
-    assert cache_bytes(given_as) == size
-    with pytest.raises(UsageError, match="cache"):
-        cache_bytes("a lot")

@@ -33,6 +33,7 @@ from onebox.engine.state.checkpoint_files import (
 from onebox.engine.state.pieces import Key
 from onebox.errors import CheckpointError, UsageError
 from onebox.plan import Plan, Prediction, Stage
+from onebox.trainer_options import Engine, Recovery, Staging, StaleGradients
 from onebox.wire import DTYPES, PROGRAM_TYPES
 
 STAGED = Plan(
@@ -58,8 +59,13 @@ def manifest(**changed: Any) -> Manifest:
         "seed": 7,
         "precision": "fp32",
         "clip_grad_norm": None,
+        "loss_reduction": None,
+        "stale": StaleGradients(correction="both", warm_up=3),
+        "recovery": Recovery(snapshot_every=4),
+        "staging": Staging(ahead=0, cache="1GiB"),
+        "engine": Engine(in_flight=3, overlap=True, costs={"a": (0.1, 0.2, 0.3)}),
         "plan": STAGED,
-        "optimizer": "AdamW",
+        "optimizer": ("AdamW",),
         "groups": (GroupEntry(("model.w",), {"lr": 0.1, "betas": (0.9, 0.999), "fused": None, "amsgrad": False}),),
         "numbers": (NumberEntry("model.w", "count", 3),),
         "extra": {"epoch": 2, "nested": {"list": [1, 2.5, None, "x"]}},

@@ -13,9 +13,12 @@ from torch.nn import functional
 
 import onebox
 from onebox.engine.state.checkpoint_files import Checkpoint, GroupEntry, read
-from onebox.engine.state.checkpoint_restore import group_entries, restore
+from onebox.engine.state.checkpoint_restore import group_entries, restore, resumed_plan, resumed_reduction
 from onebox.engine.workload.named_state import named_state
-from onebox.errors import CheckpointError
+from onebox.errors import CheckpointError, UsageError
+from onebox.plan import Plan, Stage
+from onebox.trainer_options import DataParallel
+from tests.trainer_arguments import grouped
 from tests.unit.engine.conftest import Pools
 from tests.unit.engine.state.test_checkpoint_files import manifest
 
@@ -48,7 +51,9 @@ def saved(seed: int) -> Checkpoint:
     named = named_state(model, loss, lambda: 0)
     state = {name: tensor.detach().clone() for name, tensor in named.tensors.items()}
     return Checkpoint(
-        manifest=manifest(groups=group_entries(optimizer, named), optimizer="AdamW"), state=state, optimizer={}
+        manifest=manifest(groups=group_entries(optimizer, named), optimizer=("AdamW", "AdamW")),
+        state=state,
+        optimizer={},
     )
 
 
@@ -76,8 +81,9 @@ def changed(checkpoint: Checkpoint, **state: Tensor) -> Checkpoint:
 
 def described(**other: Any) -> Checkpoint:
     original = saved(1)
+    groups = other.get("groups", original.manifest.groups)
     return Checkpoint(
-        manifest=manifest(**{"groups": original.manifest.groups, "optimizer": "AdamW", **other}),
+        manifest=manifest(**{"groups": groups, "optimizer": ("AdamW",) * len(groups), **other}),
         state=original.state,
         optimizer={},
     )
@@ -93,7 +99,7 @@ def described(**other: Any) -> Checkpoint:
             r"model\.0\.bias is float64\[6\] there",
         ),
         (changed(saved(1), model__0__bias=torch.zeros(5)), r"float32\[5\] there and float64\[5\] in the model"),
-        (described(optimizer="SGD"), "written with SGD, but the optimizer is AdamW"),
+        (described(optimizer=("SGD", "SGD")), "written with SGD, but the optimizer is AdamW"),
         (described(groups=saved(1).manifest.groups[::-1]), "other parameter groups"),
         (described(groups=saved(1).manifest.groups[:1]), "other parameter groups"),
         (described(groups=(GroupEntry(("model.0.weight",), {}),)), "other parameter groups"),
@@ -118,7 +124,7 @@ def batches(count: int) -> list[tuple[Tensor, Tensor]]:
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, workers: int, sync: Any, pools: Pools) -> None:
     options: dict[str, Any] = {"pool": pools(workers), "micro_batch": 2, "seed": 3, "sync": sync, "clip_grad_norm": 0.5}
     model, loss, optimizer = make(1)
-    with onebox.Trainer(model, loss, optimizer, **options) as trainer:
+    with onebox.Trainer(model, loss, optimizer, **grouped(**options)) as trainer:
         for batch in batches(3):
             trainer.step(*batch)
         trainer.save(tmp_path, extra={"epoch": 1})
@@ -150,20 +156,74 @@ def test_a_save_before_the_first_step_is_whole(tmp_path: Path, pools: Pools) -> 
         float(trainer.step(*batches(1)[0]))
 
 
-def test_a_save_of_earlier_days_names_one_class_for_all_groups(tmp_path: Path, pools: Pools) -> None:
+def test_a_save_with_fewer_classes_than_groups_is_damaged(tmp_path: Path, pools: Pools) -> None:
     model, loss, optimizer = make(1)
     with onebox.Trainer(model, loss, optimizer, pool=pools(1)) as trainer:
         float(trainer.step(*batches(1)[0]))
         manifest_file = trainer.save(tmp_path) / "manifest.json"
     text = json.loads(manifest_file.read_text())
     assert text["optimizer"] == ["AdamW", "AdamW"]
-    manifest_file.write_text(json.dumps({**text, "optimizer": "AdamW"}))
-    model, loss, optimizer = make(2)
-    with onebox.Trainer.resume(tmp_path, model, loss, optimizer, pool=pools(1)) as trainer:
-        float(trainer.step(*batches(1)[0]))
     manifest_file.write_text(json.dumps({**text, "optimizer": ["AdamW"]}))
     with pytest.raises(CheckpointError, match="optimizers of 1 parameter groups, but 2 groups"):
         read(tmp_path)
+
+
+def test_options_are_those_of_the_checkpoint_unless_given(tmp_path: Path, pools: Pools) -> None:
+    model, loss, optimizer = make(1)
+    options: dict[str, Any] = {
+        "precision": "bf16",
+        "clip_grad_norm": 0.5,
+        "seed": 3,
+        "loss_reduction": "mean",
+        "stale": onebox.StaleGradients(correction="none", warm_up=2),
+        "recovery": None,
+        "staging": onebox.Staging(ahead=0),
+        "engine": onebox.Engine(check_every=7),
+    }
+    with onebox.Trainer(model, loss, optimizer, pool=pools(1), **options) as trainer:
+        trainer.save(tmp_path)
+    model, loss, optimizer = make(2)
+    with onebox.Trainer.resume(tmp_path, model, loss, optimizer, pool=pools(1)) as trainer:
+        assert {name: getattr(trainer, name) for name in options} == options
+    given: dict[str, Any] = {
+        "precision": "fp32",
+        "clip_grad_norm": None,
+        "seed": 4,
+        "loss_reduction": None,
+        "stale": None,
+        "recovery": "auto",
+        "staging": onebox.Staging(),
+        "engine": onebox.Engine(fuse=True),
+    }
+    with onebox.Trainer.resume(tmp_path, model, loss, optimizer, pool=pools(1), **given) as trainer:
+        assert {name: getattr(trainer, name) for name in given} == given
+
+
+WHOLE = Plan.data_parallel([0, 1], [3.0, 1.0], micro_batch=2, sync="client")
+PARTS = Plan(
+    stages=tuple(Stage(segments=(name,), replicas=((place,),), shares=(1.0,)) for place, name in enumerate("ab")),
+    micro_batch=2,
+)
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "devices", "expected"),
+    [
+        (None, "stored", 2, DataParallel()),
+        (WHOLE, "stored", 2, DataParallel(micro_batch=2, sync="client", shares=[3, 1])),
+        (WHOLE, "stored", 3, DataParallel(micro_batch=2, sync="client")),
+        (WHOLE, DataParallel(micro_batch=2), 2, DataParallel(micro_batch=2, shares=[3, 1])),
+        (WHOLE, DataParallel(micro_batch=2), 3, DataParallel(micro_batch=2)),
+        (WHOLE, DataParallel(shares="equal"), 2, DataParallel(shares="equal")),
+        (WHOLE, "auto", 2, "auto"),
+        (WHOLE, PARTS, 2, PARTS),
+        (PARTS, "stored", 3, PARTS),
+        (PARTS, "stored", 1, DataParallel(micro_batch=2)),
+        (PARTS, DataParallel(), 2, DataParallel()),
+    ],
+)
+def test_the_plan_of_a_resumed_run(stored: Plan | None, asked: Any, devices: int, expected: Any) -> None:
+    assert resumed_plan(stored, asked, devices) == expected
 
 
 def test_a_save_after_resuming_keeps_what_the_optimizer_remembers(tmp_path: Path, pools: Pools) -> None:
@@ -195,3 +255,11 @@ def test_an_optimizer_that_has_stepped_before_goes_on(pools: Pools) -> None:
         trainer.pull()
     for name, tensor in expected.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], tensor, rtol=0, atol=1e-12)
+
+
+def test_a_loss_reduction_that_is_a_function_must_be_given_again() -> None:
+    function = onebox.Weighted(len)
+    assert [resumed_reduction(None, "stored"), resumed_reduction("sum", "stored")] == [None, "sum"]
+    assert [resumed_reduction("weighted", each) for each in (function, None, "mean")] == [function, None, "mean"]
+    with pytest.raises(UsageError, match="give the same one"):
+        resumed_reduction("weighted", "stored")

@@ -34,7 +34,7 @@ def test_what_is_refused_is_what_workers_refuse(kind: str, asked: str) -> None:
     try:
         NativeOptimizer(spec, [torch.zeros(2, 2)], [])
     except Exception:
-        with pytest.raises(UsageError, match=f"delay='{asked}' needs"):
+        with pytest.raises(UsageError, match=f"correction='{asked}' needs"):
             choose_delay(made(kind, lr=0.1), asked)
     else:
         assert choose_delay(made(kind, lr=0.1), asked).delay == asked

@@ -15,7 +15,6 @@ from onebox.engine.workload.loss_reduction import (
     check_reduction,
     normalisers,
     reduction_name,
-    resumed_reduction,
     shares_of,
     total_of,
     weights_of,
@@ -105,9 +104,6 @@ def test_reductions_are_checked_and_named() -> None:
     with pytest.raises(UsageError, match="a function of the targets"):
         check_reduction(Weighted(3))  # type: ignore[arg-type]
     assert [reduction_name(each) for each in (None, "sum", VALID)] == [None, "sum", "weighted"]
-    assert resumed_reduction("sum", {}) == "sum"
-    with pytest.raises(UsageError, match="give the same one"):
-        resumed_reduction("weighted", {})
 
 
 # ---- the check

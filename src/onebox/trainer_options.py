@@ -1,0 +1,236 @@
+"""Options of a trainer, in groups that check themselves; the command line and checkpoints share them.
+
+Nothing here imports PyTorch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from onebox.errors import UsageError
+from onebox.plan_names import Sync, UpdateAt
+from onebox.sizes import parse_size
+
+Correction = Literal["auto", "none", "predict", "extrapolate", "lookahead", "both", "feedback"]
+"""Correction of gradients that are a step late; ``auto`` chooses one by the optimizer."""
+
+Shares = Literal["auto", "equal", "measured"] | Sequence[float]
+
+SegmentCosts = Mapping[str, tuple[float, float, float]]
+"""By segment name: seconds of forward, input gradient and weight gradient for one sample at full speed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataParallel:
+    """Data parallel training: each device computes the whole model for its share of the batch.
+
+    Args:
+        micro_batch: Samples of a micro-batch, which are computed at once; without it each device's share of the batch
+            is one. The loss curve depends on it (batch norm and dropout operate on micro-batches) but not on the number
+            of devices that share the micro-batches.
+        shares: Each device's share of the batch: ``auto`` (equal for identical devices, else measured), ``equal``,
+            ``measured``, or one weight for each device.
+        sync: Place where gradients are averaged: among ``workers``, or at the ``client``.
+        update: Place of the optimizer's state and step: the ``device``, or the ``host`` of each, which has more memory;
+            for a GPU, gradients travel there and new parameters back, and the step takes longer.
+        shard_optimizer: Shard the optimizer's state among the replicas, instead of keeping all of it on each: one
+            replica updates a parameter and sends it to the others. The number of bytes sent and the result are the
+            same.
+
+    Raises:
+        UsageError: A value is not allowed, or two contradict each other.
+
+    Example:
+        >>> DataParallel(micro_batch=8, shares=[3, 1]).shares
+        (3.0, 1.0)
+    """
+
+    micro_batch: int | None = None
+    shares: Shares = "auto"
+    sync: Sync = "workers"
+    update: UpdateAt = "device"
+    shard_optimizer: bool = False
+
+    def __post_init__(self) -> None:
+        _require_int("micro_batch", self.micro_batch, least=1)
+        _require_one("sync", self.sync, get_args(Sync))
+        _require_one("update", self.update, get_args(UpdateAt))
+        _require_bool("shard_optimizer", self.shard_optimizer)
+        if self.shard_optimizer and self.sync == "client":
+            raise UsageError("shard_optimizer=True needs sync='workers': the client sums for all replicas or for none")
+        object.__setattr__(self, "shares", _checked_shares(self.shares))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StaleGradients:
+    """Gradients that are applied one step late, so that the next step begins while they are in flight.
+
+    Each step uses the weights before the last update: a pipeline is never empty, and averaging overlaps with the next
+    step. A plan of several stages then requires the schedule ``async-1f1b``, which in turn requires stale gradients.
+
+    Args:
+        correction: Correction of the late gradients: ``none``, ``predict`` (computing with predicted weights),
+            ``extrapolate``, ``lookahead``, ``both``, ``feedback`` (see docs/staleness.md), or ``auto``, which depends
+            on the optimizer and logs the choice and its reason.
+        warm_up: Number of exact steps at the beginning, where weights change fastest; without it 100, which is logged.
+
+    Raises:
+        UsageError: A value is not allowed.
+    """
+
+    correction: Correction = "auto"
+    warm_up: int | None = None
+
+    def __post_init__(self) -> None:
+        _require_one("correction", self.correction, get_args(Correction))
+        _require_int("warm_up", self.warm_up, least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """Recovery when a worker dies, hangs or becomes unreachable.
+
+    The worker is restarted; if that is impossible, its replicas do its part, another device replaces it, or a plan is
+    searched for the remaining devices, with the same micro-batches. All receive the newest snapshot, which workers
+    store for each other, and later steps are repeated. Each recovery is logged and added to
+    :attr:`Trainer.recoveries`. With the same plan the run ends bitwise equal to one without a loss, with another plan
+    equal up to rounding.
+
+    Args:
+        snapshot_every: Steps between two snapshots, from which a run continues after a loss; without it as many as keep
+            their cost below 3 % of the time.
+
+    Raises:
+        UsageError: A value is not allowed.
+    """
+
+    snapshot_every: int | None = None
+
+    def __post_init__(self) -> None:
+        _require_int("snapshot_every", self.snapshot_every, least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staging:
+    """Memory of each device for batches beside the step that is computed; never more than steps leave free.
+
+    Args:
+        ahead: Most bytes, as a number or such as ``"256MiB"``, for batches that :meth:`Trainer.upload` sends ahead of
+            their steps; 0 for none.
+        cache: Most bytes for cached samples, of which only indices travel when they are used again; without it there is
+            no cache. ``samples=`` of :meth:`Trainer.step` and :meth:`Trainer.upload` identifies the samples of a batch.
+            The data of a sample must be the same each time it is used: random augmentation belongs into ``on_device``.
+
+    Raises:
+        UsageError: A value is not a size.
+
+    Example:
+        >>> Staging(cache="1GiB").cache_bytes
+        1073741824
+    """
+
+    ahead: int | str = "256MiB"  # more than two batches of 256 ImageNet images with one byte per colour
+    cache: int | str | None = None
+
+    def __post_init__(self) -> None:
+        _ = self.ahead_bytes, self.cache_bytes
+
+    @property
+    def ahead_bytes(self) -> int:
+        """``ahead`` in bytes."""
+        return _size_bytes("ahead", self.ahead)
+
+    @property
+    def cache_bytes(self) -> int:
+        """``cache`` in bytes; 0 for none."""
+        return 0 if self.cache is None else _size_bytes("cache", self.cache)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """Execution of steps.
+
+    Args:
+        in_flight: Most steps in flight; without it as many as keep the workers busy: two on one machine or a LAN, up to
+            eight with long round trips.
+        overlap: Overlap a part of the averaging and of the update of each exact step with the next one, just before its
+            parameters are read, and send large values in chunks where that is predicted to pay (docs/topology.md). The
+            result is bitwise the same, except for the last bit of matrix products of chunks.
+        fuse: Fuse activations that the model composes of several operators, such as GELU in Hugging Face's GPT-2: fewer
+            passes over memory, and fewer tensors kept for backward. Results differ by rounding.
+        trace: Time the workers' instructions, for :meth:`Trainer.events`.
+        check_every: Steps between two comparisons of a hash of all parameters and buffers among replicas; 0 for none.
+        costs: For experiments with emulated ``sim`` devices: for each segment of the model, by name, the seconds of
+            forward, input gradient and weight gradient of a sample, at speed 1. Without it the plan's predictions.
+
+    Raises:
+        UsageError: A value is not allowed.
+    """
+
+    in_flight: int | None = None
+    overlap: bool = False
+    fuse: bool = False
+    trace: bool = True
+    check_every: int = 100
+    costs: SegmentCosts | None = None
+
+    def __post_init__(self) -> None:
+        _require_int("in_flight", self.in_flight, least=1)
+        _require_int("check_every", self.check_every, least=0, optional=False)
+        for name in ("overlap", "fuse", "trace"):
+            _require_bool(name, getattr(self, name))
+        check_costs(self.costs or {})
+
+
+def check_costs(costs: SegmentCosts) -> None:
+    """Refuse invalid segment costs.
+
+    Raises:
+        UsageError: A cost is not a triple of times.
+    """
+    for name, times in costs.items():
+        if len(times) != 3 or not all(0 <= seconds < math.inf for seconds in times):
+            raise UsageError(f"costs of segment {name!r} are {times}: allowed are three times in seconds, from 0 up")
+
+
+def _checked_shares(shares: Any) -> Shares:
+    if isinstance(shares, str) and shares in ("auto", "equal", "measured"):
+        return shares  # type: ignore[return-value]
+    try:
+        weights = () if isinstance(shares, str) else tuple(float(share) for share in shares)
+    except (TypeError, ValueError):
+        weights = ()
+    if not all(0 <= weight < math.inf for weight in weights) or not sum(weights):
+        raise UsageError(
+            f"shares={shares!r}: allowed are auto, equal, measured, or one weight for each device, such as 3,1, from 0 "
+            "up and not all 0"
+        )
+    return weights
+
+
+def _require_int(name: str, value: Any, *, least: int, optional: bool = True) -> None:
+    if value is None and optional:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise UsageError(f"{name}={value!r}: allowed are {least} and more")
+
+
+def _require_bool(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise UsageError(f"{name}={value!r}: allowed are True and False")
+
+
+def _require_one(name: str, value: Any, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise UsageError(f"{name}={value!r}: allowed are {', '.join(map(repr, allowed))}")
+
+
+def _size_bytes(name: str, size: Any) -> int:
+    if isinstance(size, str):
+        return parse_size(name, size) if size != "0" else 0
+    if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+        raise UsageError(f"{name}={size!r}: allowed are sizes such as '1GiB', or bytes from 0 up")
+    return size
