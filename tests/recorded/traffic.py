@@ -2,7 +2,8 @@
 
 They are taken where ZeroMQ takes them, so that nothing depends on how the modules between are called. Over sockets of
 one machine a message is its frames and nothing else. Messages that answer a rendezvous are left out: they carry names
-that are drawn at random.
+that are drawn at random. Sums that the client computes come after all others: they go out whenever the last worker has
+sent its part, before or after what the caller sends meanwhile.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ import zmq
 
 RANDOM = frozenset({"rendezvous"})
 """Kinds of instructions whose bytes are drawn at random."""
+
+UNORDERED = frozenset({"reduced"})
+"""Kinds of instructions that another thread sends, at any time."""
 
 
 class Traffic:
@@ -37,7 +41,8 @@ class Traffic:
     def messages(self) -> list[list[tuple[bytes, ...]]]:
         """Return the frames of the messages to each worker."""
         with self._lock:
-            return [[frames for frames in sent if not RANDOM & set(kinds(frames[0]))] for sent in self._sent.values()]
+            every = [[frames for frames in sent if RANDOM.isdisjoint(kinds(frames[0]))] for sent in self._sent.values()]
+        return [sorted(sent, key=lambda frames: not UNORDERED.isdisjoint(kinds(frames[0]))) for sent in every]
 
     def record(self) -> list[dict[str, Any]]:
         """Return for each worker how many messages and bytes it was sent, and their hash."""
