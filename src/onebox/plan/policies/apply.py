@@ -27,7 +27,7 @@ _TRIES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chain:
+class StageChain:
     """A stage as a chain.
 
     Args:
@@ -71,7 +71,7 @@ def processor_of(problem: Problem, device: int) -> int | None:
     return max(beside, key=room).number if beside else None
 
 
-def chain_of(costs: CostModel, part: LayoutStage, samples: int, in_flight: int = 1) -> Chain:
+def chain_of(costs: CostModel, part: LayoutStage, samples: int, in_flight: int = 1) -> StageChain:
     """Return a stage as a chain.
 
     Args:
@@ -114,7 +114,7 @@ def chain_of(costs: CostModel, part: LayoutStage, samples: int, in_flight: int =
         input_bytes=into * samples,
         cpu_bps=cpu_bps,
     )
-    return Chain(costs=chain, links=links, part=part, processor=processor)
+    return StageChain(costs=chain, links=links, part=part, processor=processor)
 
 
 def _links(costs: CostModel, part: LayoutStage) -> tuple[tuple[int, ...], ...]:
@@ -198,7 +198,7 @@ def _several(layout: StageLayout) -> bool:
     return len(set(devices)) < len(devices)
 
 
-def _chains(evaluator: Evaluator, layout: StageLayout) -> list[Chain]:
+def _chains(evaluator: Evaluator, layout: StageLayout) -> list[StageChain]:
     case = evaluator.case(layout)
     assert layout.micro_batch is not None
     in_flight = [1] * len(layout.parts)
@@ -216,7 +216,7 @@ def _chains(evaluator: Evaluator, layout: StageLayout) -> list[Chain]:
 
 
 def _fitted(
-    evaluator: Evaluator, base: StageLayout, chains: Sequence[Chain], less: dict[int, int]
+    evaluator: Evaluator, base: StageLayout, chains: Sequence[StageChain], less: dict[int, int]
 ) -> StageLayout | None:
     """Return a layout whose stages are cut into spans, each within the device's remaining memory."""
     problem, case = evaluator.problem, evaluator.case(base)
@@ -240,7 +240,7 @@ def _fitted(
     return base._replace(parts=tuple(parts))
 
 
-BaselinePolicy = Callable[[Chain], list[PolicySpan]]
+BaselinePolicy = Callable[[StageChain], list[PolicySpan]]
 
 
 def baseline_policies(problem: Problem, device: int) -> Iterator[tuple[str, BaselinePolicy]]:
@@ -264,11 +264,11 @@ def baseline_policies(problem: Problem, device: int) -> Iterator[tuple[str, Base
             yield "the first segments on the CPU", _first_on_cpu(first)
 
 
-def _root(chain: Chain) -> int:
+def _root(chain: StageChain) -> int:
     return max(1, isqrt(len(chain.links)))
 
 
-def _even(chain: Chain, length: int, policy: ChainPolicy) -> list[PolicySpan]:
+def _even(chain: StageChain, length: int, policy: ChainPolicy) -> list[PolicySpan]:
     """Return even spans of one policy; the last one, whose backward follows its forward at once, is kept."""
     count = len(chain.links)
     starts = list(range(0, count, length))
@@ -278,7 +278,7 @@ def _even(chain: Chain, length: int, policy: ChainPolicy) -> list[PolicySpan]:
 
 
 def _first_on_cpu(first: int) -> BaselinePolicy:
-    def spans(chain: Chain) -> list[PolicySpan]:
+    def spans(chain: StageChain) -> list[PolicySpan]:
         until = min(first, len(chain.links) - 1)
         return [PolicySpan(0, until, "cpu"), PolicySpan(until, len(chain.links), "keep")]
 

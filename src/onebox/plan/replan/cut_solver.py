@@ -17,7 +17,7 @@ from onebox.plan.hill_climbing import climb
 from onebox.plan.model.cost_model import CostModel
 from onebox.plan.model.layout import LayoutStage, StageLayout
 from onebox.plan.replan.migration_cost import MigrationCost
-from onebox.plan.search.partition import Chain, CutWeights
+from onebox.plan.search.partition import CutWeights, SegmentChain
 
 _LOOSE = (1.0, 1.1, 1.3)
 """Factors by which the slowest stage may exceed its minimum while the sum of all is minimised."""
@@ -42,7 +42,7 @@ class CutSolver:
     def __init__(self, costs: CostModel, layout: StageLayout, count: int, moved: MigrationCost) -> None:
         self._costs, self._layout, self._count, self._moved = costs, layout, count, moved
         order = tuple(index for part in layout.parts for index in part.segments)
-        self._chain = Chain(costs, order, layout.micro_batch or 1)
+        self._chain = SegmentChain(costs, order, layout.micro_batch or 1)
 
     def proposals(self) -> Iterator[StageLayout]:
         """Yield layouts with other cuts, for the devices as they are and in the most promising order."""

@@ -1,6 +1,6 @@
 """Cuts of a chain of segments for uneven devices and links, by dynamic programming. Pure.
 
-For devices in a given order, each place of a cut is tried (:meth:`Chain.best_cuts`).
+For devices in a given order, each place of a cut is tried (:meth:`SegmentChain.best_cuts`).
 
 Otherwise, for a bottleneck time T, stages are laid from the last segment to the first (:func:`partitions`). A state is
 the number of used devices of each class and the stage laid last; of all ways to reach it the one that got furthest is
@@ -149,7 +149,7 @@ def alike(units: Sequence[tuple[DeviceSpec, ...]], near: DeviceGroups = ()) -> l
     return list(groups.values())
 
 
-class Chain:
+class SegmentChain:
     """A chain of segments: times and bytes along it for micro-batches of one size, and its best cuts for given devices.
 
     Args:
@@ -246,7 +246,7 @@ class Chain:
         return ends
 
 
-class _ChainProgram(Chain):
+class _ChainProgram(SegmentChain):
     """The dynamic program that places the stages of a chain on free devices."""
 
     def __init__(self, costs: CostModel, order: Sequence[int], limits: PartitionLimits) -> None:
