@@ -238,8 +238,8 @@ def test_late_gradients_are_treated_as_suits_each_class(pools: Shelf, caplog: py
     ):
         found = steps(trainer, "mlp", [])
     assert_same(found, train_late("mlp", plan, warm_up))
-    assert "delay='both': the momentum of AdamW says" in caplog.text
-    assert "delay='feedback': Adagrad has no momentum" in caplog.text
+    assert "correction='both': the momentum of AdamW says" in caplog.text
+    assert "correction='feedback': Adagrad has no momentum" in caplog.text
 
 
 # ---- what goes on elsewhere

@@ -148,7 +148,7 @@ def test_more_in_flight_hides_slow_links() -> None:
 
 
 def test_the_asynchronous_schedule_needs_staleness() -> None:
-    with pytest.raises(UsageError, match="async-1f1b needs staleness=1"):
+    with pytest.raises(UsageError, match="async-1f1b needs stale gradients"):
         replace(alike(), staleness=0)
     with pytest.raises(UsageError, match="staleness=2"):
         replace(alike(), staleness=2)
