@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -295,3 +295,33 @@ def test_memory_is_predicted_to_the_byte(staleness: int, pools: Shelf) -> None:
         model = CASES["mlp"].model()
         foreseen = onebox.estimate_memory(model, CASES["mlp"].loss, both(model), *batch, pool="cpu*2", plan=plan)
         assert {device: peak.size_bytes for device, peak in foreseen.peaks.items()} == predicted
+
+
+@pytest.fixture
+def in_float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD])
+def test_scalars_of_optimizers_have_the_default_type_of_the_client(kind: Callable[..., torch.optim.Optimizer]) -> None:
+    """NAdam and ASGD keep scalars of the default type, in which their updates are computed."""
+    x, y = torch.randn(8, 4, generator=torch.Generator().manual_seed(1)), torch.ones(8, 2)
+    ours, plain = nn.Linear(4, 2), nn.Linear(4, 2)
+    plain.load_state_dict(ours.state_dict())
+    optimizer = kind(plain.parameters(), lr=0.05)
+    for _ in range(4):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(plain(x), y).backward()
+        optimizer.step()
+    with (
+        onebox.open("cpu*2", threads=1, virtual_devices=False) as pool,
+        onebox.Trainer(ours, nn.functional.mse_loss, kind(ours.parameters(), lr=0.05), pool=pool) as trainer,
+    ):
+        for _ in range(4):
+            trainer.step(x, y)
+        trainer.pull()
+    for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-14)

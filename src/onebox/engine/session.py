@@ -475,6 +475,7 @@ class TrainingSession:
             steps: Whether it is a training batch; else it is an evaluation batch.
         """
         if self._ready is None:
+            self._pool.follow_default_type()
             plan = self._next_plan or self._resolve_plan(self.captures, batch)
             installed = InstalledPlan(plan, batch, self._inputs, strict=True, steps=steps)
             self.uploads.use(installed)

@@ -13,6 +13,8 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Literal, Self
 
+import torch
+
 from onebox.cost import PoolProfile, load, store
 from onebox.errors import OneboxError, PoolError, UsageError
 from onebox.pool.backends.base import RestartableSource, WorkerHandle, WorkerSource, end_all
@@ -28,6 +30,8 @@ from onebox.pool.network.emulated import LinkMap, changed, directed, outgoing
 from onebox.pool.network.profile import measure_pool, profile_key
 from onebox.pool.network.transport_paths import explain_unshared, shares_memory
 from onebox.pool.recovery import PATIENCE_S, RecoveryReport, recover_workers
+from onebox.wire import dtype_name
+from onebox.wire.protocol.eager import DefaultType
 from onebox.wire.protocol.groups import FormGroup, LeaveGroup, Retime
 from onebox.wire.protocol.requests import Instruction, Shutdown
 
@@ -65,6 +69,7 @@ class Pool:
         self._numbers = itertools.count(1)
         self._owner = os.getpid()
         self._closed = False
+        self._default_types: dict[int, torch.dtype] = {}
         self.shared = shares_memory()
         """Whether new groups use shared memory between workers of one host, where they can."""
         self.client_bandwidth = ClientBandwidth(self)
@@ -146,6 +151,21 @@ class Pool:
         if os.getpid() != self._owner:
             raise PoolError("a forked process cannot use its parent's pool; open one there with onebox.open()")
         return self._client_loop.post(worker, instructions, frames, answer=answer)
+
+    def send_default_type(self, worker: int) -> None:
+        """Set a worker's default element type to that of this process.
+
+        Results of operators on integers, and of optimizers that keep scalars, depend on it.
+        """
+        kind = torch.get_default_dtype()
+        self.post(worker, [DefaultType(dtype_name(kind))])  # type: ignore[arg-type]
+        self._default_types[worker] = kind
+
+    def follow_default_type(self) -> None:
+        """Set the default element type of all workers to that of this process, where it is another one."""
+        for worker in self.present:
+            if self._default_types.get(worker, torch.float32) is not torch.get_default_dtype():
+                self.send_default_type(worker)
 
     def form_group(
         self, workers: Sequence[int], via: Literal["workers", "client"], *, aside: bool = False, number: int = 0
@@ -330,6 +350,8 @@ class Pool:
         for source in self._sources:
             source.connected()
         self.gone |= set(report.gone)
+        for worker in report.replaced:
+            self._default_types.pop(worker, None)
         self.devices = tuple(report.devices.get(device.number, device) for device in self.devices)
         return report
 

@@ -427,3 +427,13 @@ def test_workers_follow_the_default_element_type() -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal((whole / 3).cpu(), torch.arange(1, 4) / 3)
+
+
+def test_workers_of_all_open_pools_follow_the_default_element_type() -> None:
+    whole = torch.arange(1, 4, device="vgpu:1")
+    with onebox.open("cpu", threads=1):  # its devices are vgpu:0 … now
+        torch.set_default_dtype(torch.float64)
+        try:
+            assert torch.equal((whole / 3).cpu(), torch.arange(1, 4) / 3)
+        finally:
+            torch.set_default_dtype(torch.float32)

@@ -7,8 +7,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from onebox.errors import OneboxError
 from onebox.vgpu.runtime import context
 
@@ -19,9 +17,8 @@ def followed(plain: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(plain)
     def change(kind: Any) -> None:
         plain(kind)
-        if context.device_count():
-            for queue in context.current_context().queues:
-                with contextlib.suppress(OneboxError):  # the next use of the device raises the error
-                    queue.follow(torch.get_default_dtype())
+        for queue in context.open_queues():
+            with contextlib.suppress(OneboxError):  # the next use of the device raises the error
+                queue.follow()
 
     return change

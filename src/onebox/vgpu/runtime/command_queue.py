@@ -22,8 +22,8 @@ from onebox.pool import Pool, WorkerReply
 from onebox.vgpu.runtime.request_channel import RequestChannel
 from onebox.vgpu.runtime.trace_cache import Batcher, Record
 from onebox.vgpu.signals import shielded
-from onebox.wire import FREE, KernelSpec, SlotArgument, TensorSpec, dtype_name
-from onebox.wire.protocol.eager import DefaultType, Perform
+from onebox.wire import FREE, KernelSpec, SlotArgument, TensorSpec
+from onebox.wire.protocol.eager import Perform
 from onebox.wire.protocol.instructions import Call, Free, Get
 from onebox.wire.protocol.requests import Define, Instruction
 from onebox.wire.protocol.responses import OperatorResult, Tensors
@@ -354,11 +354,12 @@ class CommandQueue:
         self.cached_ops.clear()
 
     @shielded
-    def follow(self, dtype: torch.dtype) -> None:
-        """Set the worker's default element type, on which results of operators depend."""
+    def follow(self) -> None:
+        """Set the worker's default element type, on which results of operators depend, to that of this process."""
         with self.lock:
             self._forget()
-            self.flush([DefaultType(dtype_name(dtype))], pace=False)  # type: ignore[arg-type]
+            self.flush(pace=False)
+            self.pool.send_default_type(self.worker)
 
 
 class IdleFlusher:

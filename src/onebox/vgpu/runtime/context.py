@@ -42,7 +42,7 @@ class DeviceContext:
         """The buffers that were received in the group of all devices."""
         if torch.get_default_dtype() is not torch.float32:
             for queue in self.queues:
-                queue.follow(torch.get_default_dtype())
+                queue.follow()
 
     def group(self) -> int:
         """Return the group of all devices, in which tensors go from worker to worker; formed on first use.
@@ -177,6 +177,11 @@ def seeded_queues() -> tuple[CommandQueue, ...]:
     if getattr(_local, "alone", False):
         return (queue_of(torch.device("vgpu")),)
     return current_context().queues
+
+
+def open_queues() -> list[CommandQueue]:
+    """Return the command queues of all pools that are open."""
+    return [queue for each in list(_open_contexts.values()) for queue in each.queues if each.owner == os.getpid()]
 
 
 called = "vgpu"
