@@ -92,6 +92,7 @@ def test_a_full_disk_ends_no_run_and_spares_the_checkpoint_before(undisturbed: R
     assert weights(tmp_path / "roomy" / last) == weights(undisturbed.folder / last)
 
 
+@pytest.mark.long
 def test_a_run_that_is_left_with_fewer_devices_tells_of_those(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

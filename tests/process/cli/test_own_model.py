@@ -92,6 +92,7 @@ def test_a_run_of_an_own_model_and_loss(tmp_path: Path) -> None:
     assert f"--model own:Net: there is no module own, neither in the current folder, {elsewhere}" in done.stderr
 
 
+@pytest.mark.long
 def test_planning_and_profiling_an_own_model(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     pool, own = ["--pool", "cpu", "--threads", "1"], ["--model", "own:Net", "--loss", "own:smooth"]

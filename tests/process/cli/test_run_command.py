@@ -66,6 +66,7 @@ def test_a_module_is_found_from_the_current_folder(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[0] == f"__main__ {path} package.__main__ {tmp_path} ['--pool', 'cpu']"
 
 
+@pytest.mark.long
 def test_an_error_shows_the_lines_of_the_script_alone(tmp_path: Path) -> None:
     path = script(
         tmp_path,
