@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import onebox
+from onebox.errors import UsageError
 from onebox.plan import ASYNC
 from tests.models import CASES
 from tests.process.shelf import Shelf
@@ -80,3 +81,11 @@ def test_the_model_is_measured_behind_code_that_runs_on_the_device(pools: Shelf)
         loss = trainer.step(torch.full((8, 4), 51, dtype=torch.uint8), torch.zeros(8, 3)).item()
     assert torch.equal(torch.random.get_rng_state(), before)
     assert loss == pytest.approx(nn.functional.mse_loss(model(torch.full((8, 4), 0.2)), torch.zeros(8, 3)).item())
+
+
+def test_a_plan_that_is_not_there_is_answered_with_what_is_allowed(pools: Shelf) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(UsageError, match=r"plan='atuo': there is no such file; allowed are a Plan, .*'auto'"):
+        onebox.Trainer(
+            model, nn.functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), pool=pools(2), plan="atuo"
+        )

@@ -17,7 +17,7 @@ from onebox.engine.client_state import ClientState
 from onebox.engine.config import check_numerics, chosen_recovery, steps_in_flight
 from onebox.engine.data.prefetch import BatchPrefetcher, UploadCounters, UploadedBatch
 from onebox.engine.memory.timeline import MemoryTimeline, memory_timeline
-from onebox.engine.planning.resolve_plan import PlanRequest
+from onebox.engine.planning.resolve_plan import ALLOWED_PLANS, PlanRequest
 from onebox.engine.recovery.policy import RecoveryRecord
 from onebox.engine.session import TrainingSession
 from onebox.engine.state.checkpoint_files import read, write
@@ -590,6 +590,8 @@ def _given_plan(plan: Plan | str | Path | DataParallel) -> Plan | DataParallel |
     """Return a plan as given, read from its file if that is given."""
     if plan == "auto":
         return "auto"
+    if isinstance(plan, str) and not Path(plan).exists():
+        raise UsageError(f"plan={plan!r}: there is no such file; {ALLOWED_PLANS}")
     return Plan.read(plan) if isinstance(plan, str | Path) else plan
 
 

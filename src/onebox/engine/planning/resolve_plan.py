@@ -26,6 +26,9 @@ from onebox.trainer_options import DataParallel, StaleGradients
 
 _LOG = logging.getLogger("onebox")
 
+ALLOWED_PLANS = "allowed are a Plan, the path of a plan file, 'auto', and onebox.DataParallel(...)"
+"""Advice for a wrong ``plan`` argument."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
@@ -54,9 +57,7 @@ class PlanRequest:
             if missing:
                 raise UsageError(f"the plan uses device {missing[0]}, but the pool has {len(pool)}, numbered from 0")
         elif not isinstance(self.plan, DataParallel) and self.plan != "auto":
-            raise UsageError(
-                f"plan={self.plan!r}: allowed are a Plan, the path of a plan file, 'auto', and onebox.DataParallel(...)"
-            )
+            raise UsageError(f"plan={self.plan!r}: {ALLOWED_PLANS}")
 
     def sample(self, devices: int) -> Plan | None:
         """Return the plan, or for data parallel training one with given or equal shares; ``None`` for ``auto``."""
