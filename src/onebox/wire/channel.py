@@ -166,29 +166,29 @@ def receive(socket: zmq.Socket[bytes]) -> list[Any]:
     return join(parts)
 
 
-def cut(frames: Frames) -> list[Any]:
+def cut(frames: Frames, part_bytes: int = PART_BYTES) -> list[Any]:
     """Split frames into parts for sending."""
     parts: list[Any] = []
     for frame in frames:
-        if len(frame) < PART_BYTES:
+        if len(frame) < part_bytes:
             parts.append(frame)
         else:
             whole = memoryview(frame)
-            parts += [whole[start : start + PART_BYTES] for start in range(0, len(whole) + 1, PART_BYTES)]
+            parts += [whole[start : start + part_bytes] for start in range(0, len(whole) + 1, part_bytes)]
     return parts
 
 
-def join(parts: list[Any]) -> list[Any]:
+def join(parts: list[Any], part_bytes: int = PART_BYTES) -> list[Any]:
     """Join parts into frames; the list is emptied, so that memory is not held twice.
 
     Raises:
         WireError: The last frame is incomplete, or a part is too long.
     """
-    if all(len(part) < PART_BYTES for part in parts):
+    if all(len(part) < part_bytes for part in parts):
         return parts
-    ends = [number for number, part in enumerate(parts) if len(part) < PART_BYTES]
-    if not ends or ends[-1] != len(parts) - 1 or any(len(part) > PART_BYTES for part in parts):
-        raise WireError(f"a message of {len(parts)} parts of up to {PART_BYTES} bytes that ends within a frame")
+    ends = [number for number, part in enumerate(parts) if len(part) < part_bytes]
+    if not ends or ends[-1] != len(parts) - 1 or any(len(part) > part_bytes for part in parts):
+        raise WireError(f"a message of {len(parts)} parts of up to {part_bytes} bytes that ends within a frame")
     counts = [end - start for start, end in zip([-1, *ends], ends, strict=False)]
     parts.reverse()
     return [_joined(parts, count) for count in counts]

@@ -10,12 +10,13 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 
 from onebox.errors import WorkerDied
 
@@ -36,6 +37,14 @@ REFUSED = {
 
 ALSO_REFUSED_BY_THE_CPU = "Jiterator is only supported on CUDA"
 """The one error of the CPU: anything else would be due to the device beside it."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_profile() -> Iterator[None]:
+    """Undo that PyTorch's databases load a profile of hypothesis as they are imported, one of their own where CI=1."""
+    profile = settings.get_current_profile_name()
+    yield
+    settings.load_profile(profile)
 
 
 @pytest.mark.short

@@ -68,13 +68,6 @@ def test_a_pair_of_keys_is_immutable() -> None:
 # ---- parts
 
 
-@pytest.fixture
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of three bytes."""
-    monkeypatch.setattr(channel, "PART_BYTES", 3)
-
-
-@pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize(
     ("frames", "parts"),
     [
@@ -85,24 +78,21 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_long_frames_travel_in_parts_that_a_shorter_one_ends(frames: list[bytes], parts: list[bytes]) -> None:
-    assert [bytes(part) for part in channel.cut(frames)] == parts
-    assert [bytes(frame) for frame in channel.join(list(parts))] == frames
+    assert [bytes(part) for part in channel.cut(frames, 3)] == parts
+    assert [bytes(frame) for frame in channel.join(list(parts), 3)] == frames
 
 
 @given(st.lists(st.binary(max_size=14), min_size=1, max_size=6), st.integers(1, 5))
 def test_what_is_cut_is_joined_again(frames: list[bytes], size: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(channel, "PART_BYTES", size)
-        parts = channel.cut(frames)
-        assert max(map(len, parts)) <= size
-        assert [bytes(frame) for frame in channel.join(parts)] == frames
+    parts = channel.cut(frames, size)
+    assert max(map(len, parts)) <= size
+    assert [bytes(frame) for frame in channel.join(parts, size)] == frames
 
 
-@pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("parts", [[b"abc"], [b"a", b"abc"], [b"abc", b"abc"], [b"abc", b"abcd", b""], [b"abcd"]])
 def test_a_message_that_ends_within_a_frame_is_refused(parts: list[bytes]) -> None:
     with pytest.raises(WireError, match="ends within a frame"):
-        channel.join(parts)
+        channel.join(parts, 3)
 
 
 def test_whole_frames_are_handed_on_as_they_are() -> None:

@@ -186,14 +186,15 @@ def test_hostile_headers(header: bytes) -> None:
 
 
 def test_limits_hold_before_anything_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    header = encode(ENVELOPES[0])
+    long = Envelope(1, False, (Free(tuple(range(100_000, 110_000))),))  # longer than what other pools send meanwhile
+    header = encode(long)
     monkeypatch.setattr(codec, "HEADER_BYTES", len(header))
     decode_envelope([header])
     with pytest.raises(WireError, match="header"):
         decode_envelope([header + b"\x00"])
     monkeypatch.setattr(codec, "HEADER_BYTES", len(header) - 1)
     with pytest.raises(WireError, match="limit"):
-        encode(ENVELOPES[0])
+        encode(long)
 
 
 @pytest.mark.parametrize("count", [0, codec.FRAMES + 1])
