@@ -50,7 +50,7 @@ class Rig:
     def do(self, *instructions: Instruction, frames: Sequence[Any] = ()) -> list[Result]:
         """Execute the instructions of one message."""
         left = iter(frames)
-        self.machine.frames_out, self.machine.times_ns, self.machine.used_bytes = [], [], []
+        self.machine.begin()
         with torch.inference_mode():
             return [result for instruction in instructions for result in self.machine.execute(instruction, left)]
 

@@ -29,7 +29,16 @@ from onebox.wire.protocol.instructions import (
     Send,
     references,
 )
-from onebox.wire.protocol.requests import Define, Instruction, OptimizerSpec, Put, Routine, Run, StoredProgram
+from onebox.wire.protocol.requests import (
+    Define,
+    Instruction,
+    OptimizerSpec,
+    Put,
+    Routine,
+    Run,
+    SetNumerics,
+    StoredProgram,
+)
 from onebox.wire.protocol.responses import Digest, OptimizerState, Result, Scalars, Tensors, WorkerFailure
 from onebox.wire.protocol.snapshots import Fill, Lay, Read, Recall, Remembered, SlotInstruction, Snapshot, Write
 from onebox.worker.comm.api import ClientChannel
@@ -38,6 +47,7 @@ from onebox.worker.device import ComputeDevice
 from onebox.worker.execution.collectives import CollectiveExecutor, Communication, Resolve
 from onebox.worker.execution.eager import EagerExecutor, VoidKernel
 from onebox.worker.execution.errors import describe_failure
+from onebox.worker.execution.numerics import NumericState
 from onebox.worker.execution.optimizer_steps import OptimizerSteps
 from onebox.worker.faults import FaultInjector
 from onebox.worker.memory.buffers import BufferStore, Poisoned, QuotaExceeded
@@ -96,9 +106,15 @@ class Executor:
         self._updates = OptimizerSteps(
             device, self.store, self._offloader, self._definition, self._before_update, self.progress
         )
+        self._numerics = NumericState()
         self._trace = Trace()
         self._run = Run(0)
         self._place: tuple[int, int] | None = None  # number of the running routine, and index of its instruction
+
+    def begin(self) -> None:
+        """Begin a message: its results are its own, and its operators have PyTorch's precision unless it sets them."""
+        self.times_ns, self.used_bytes, self.frames_out = [], [], []
+        self._numerics.use()
 
     def execute(self, instruction: Instruction, frames: Iterator[Any]) -> list[Result]:
         """Execute one instruction; a failure voids the buffers that it would have written and is reported.
@@ -388,6 +404,10 @@ class Executor:
         self._groups.retime(retime.links)
         return []
 
+    def _set_numerics(self, what: SetNumerics, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+        self._numerics.use(what)
+        return []
+
     def _definition(self, number: int, kind: type[_Kind]) -> _Kind:
         found = self._definitions.get(number)
         if isinstance(found, WorkerFailure):
@@ -424,6 +444,7 @@ class Executor:
         FormGroup: _form,
         LeaveGroup: _leave_group,
         Retime: _retime,
+        SetNumerics: _set_numerics,
     }
 
 

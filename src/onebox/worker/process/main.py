@@ -30,6 +30,7 @@ from onebox.worker.comm.api import RankLost
 from onebox.worker.device import ComputeDevice
 from onebox.worker.emulated import EmulatedDevice
 from onebox.worker.execution.executor import Executor
+from onebox.worker.execution.numerics import CUBLAS_BUFFERS
 from onebox.worker.faults import Fault, FaultInjector
 from onebox.worker.memory.buffers import Poisoned
 from onebox.worker.process.heartbeat import HeartbeatThread
@@ -262,7 +263,7 @@ class WorkerServer:
         machine = self.machine
         self._number, self._failed = envelope.number, False
         results: list[Result] = []
-        machine.times_ns, machine.used_bytes, machine.frames_out = [], [], []
+        machine.begin()
         left = iter(frames)
         for instruction in envelope.instructions:
             if isinstance(instruction, Shutdown):
@@ -304,6 +305,7 @@ def main(owner: int = 0, watched: Sequence[int] = ()) -> None:
         sys.stdin.fileno(),
         *(watched or (os.pidfd_open(owner),)),
     )  # a fork of the owner keeps the first open
+    os.environ.setdefault(*CUBLAS_BUFFERS)
     config = msgspec.json.decode(_first_line(owner_descriptors[0]), type=WorkerConfig)
     if config.owner not in (0, owner):
         raise SystemExit(f"process {config.owner}, which started this worker, has ended")
