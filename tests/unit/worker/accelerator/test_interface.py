@@ -6,12 +6,26 @@ import ast
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import onebox.worker
-from onebox.worker.accelerator import Accelerator, accelerator_for, needs_driver
+from onebox.wire import spec_of
+from onebox.wire.protocol.instructions import Ask, Call, Evict, Offload, OptimizerStep, Prefetch
+from onebox.wire.protocol.requests import Define, OptimizerSpec
+from onebox.wire.protocol.responses import WorkerMemory
+from onebox.wire.protocol.snapshots import Fill, Snapshot
+from onebox.worker.accelerator import Accelerator, HostAccelerator, accelerator_for, needs_driver
+from onebox.worker.comm.shm.gpu_sender import shm_copier_for
+from onebox.worker.comm.shm.group import ShmGroup
+from onebox.worker.comm.shm.segment import supported
+from onebox.worker.device import ComputeDevice
+from tests.unit.machines import Rig, define, elementwise
+from tests.unit.programs import HOST
+from tests.unit.ranks import run_ranks
 
 ROOT = Path(onebox.worker.__file__).parent
 ATTRIBUTES = {"cuda", "is_cuda", "is_pinned", "pin_memory", "record_stream"}
@@ -112,3 +126,66 @@ def test_generators() -> None:
 
 def test_the_devices_that_need_a_driver() -> None:
     assert [needs_driver(name) for name in ("cpu", "sim", "cuda:0", "cuda:11")] == [False, False, True, True]
+
+
+class StandIn(HostAccelerator):
+    """An asynchronous device whose tensors are in host memory, and whose work is complete at once."""
+
+    asynchronous = True
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.used: set[str] = set()
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("_") and name != "used":
+            self.used.add(name)
+        return super().__getattribute__(name)
+
+
+def _worked(rig: Rig) -> list[Tensor]:
+    """Return the tensors that a program, an offload, an optimizer on the host and a snapshot leave behind."""
+    x = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4)
+    rig.put(b1=x, b2=x * 2, b3=x * 3)
+    rig.do(
+        define(100, elementwise("aten.relu.default", spec_of(x))),
+        Define(101, OptimizerSpec("AdamW", (((0, 1), {"lr": 0.1}),), (1, 2), host=True)),
+        Call(100, (3,), (4,)),
+        Offload((3, 4)),
+        Evict((4,)),
+        OptimizerStep(101, (3, 4), 0.5),
+        Snapshot(1, (1, 2), 101),
+        OptimizerStep(101, (3, 4), 0.5),
+        Prefetch((4,)),
+        Fill((5,), (spec_of(x),), ((1, 0),)),
+    )
+    found = [rig.get(number) for number in range(1, 6)]
+    memory = rig.do(Ask("peak"))
+    assert isinstance(memory[0], WorkerMemory)
+    assert rig.failures == []
+    rig.machine.close()
+    return found
+
+
+def test_another_device_stands_in_although_its_tensors_are_in_host_memory() -> None:
+    stand_in = StandIn()
+    expected, found = _worked(Rig()), _worked(Rig(device=ComputeDevice("cuda:0", 1, accelerator=stand_in)))
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+    wanted = {"current", "empty", "keep", "memory", "on", "pinned", "reset_peak", "stream", "to_device", "to_host"}
+    assert wanted <= stand_in.used
+
+
+@pytest.mark.skipif(not supported(), reason="groups through shared memory need Linux on x86-64")
+def test_another_device_stands_in_for_a_group() -> None:
+    stand_in = StandIn()
+
+    def rank(number: int, group: ShmGroup) -> None:
+        x = torch.arange(5000.0)
+        group.send(x + number, 1 - number, 0)
+        assert torch.equal(group.receive(spec_of(x), 1 - number, 0)().tensor, x + 1 - number)
+        assert torch.equal(group.reduce([x])().tensor, 2 * x)
+
+    copier = shm_copier_for(stand_in)
+    assert copier is not None
+    run_ranks(2, rank, devices=[stand_in, HOST], copiers={0: copier})
+    assert {"empty", "keep", "on", "pin", "unpin", "stream"} <= stand_in.used
