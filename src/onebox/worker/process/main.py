@@ -27,10 +27,11 @@ from onebox.wire import Connection, KeyPair, codecs, configure, decode_envelope,
 from onebox.wire.protocol.groups import Reduced, Rendezvous, TicketCancelled
 from onebox.wire.protocol.requests import PROTOCOL, Envelope, Shutdown
 from onebox.wire.protocol.responses import Hello, Reply, WorkerFailure, WorkerMessage
+from onebox.worker.accelerator import DeviceFailed
 from onebox.worker.comm.api import RankLost
 from onebox.worker.device import ComputeDevice
 from onebox.worker.emulated import EmulatedDevice
-from onebox.worker.execution.errors import describe_failure
+from onebox.worker.execution.errors import describe_failure, require_device
 from onebox.worker.execution.executor import Executor
 from onebox.worker.execution.numerics import CUBLAS_BUFFERS
 from onebox.worker.execution.pending_reply import Outcome, PendingReply
@@ -296,14 +297,19 @@ class WorkerServer:
         return True
 
     def _send_complete(self) -> None:
-        """Send the replies that are complete, in their order."""
+        """Send the replies that are complete, in their order.
+
+        Raises:
+            DeviceFailed: The device can do no more work in this process.
+        """
         while self._replies:
             reply = self._replies[0]
             try:
                 if not reply.complete:
                     return
                 message, frames = reply.message()
-            except Exception as error:  # the device has failed
+            except Exception as error:
+                require_device(self._device, error, "run")
                 message, frames = Reply(reply.number, (), describe_failure(error, "run")), []
             self._replies.popleft()
             self.send_to_client(message, frames)
@@ -358,7 +364,7 @@ def main(owner: int = 0, watched: Sequence[int] = ()) -> None:
     try:
         server.serve()
         status = 0
-    except SystemExit as error:
+    except (SystemExit, DeviceFailed) as error:  # its owner reports it with the end of this process
         print(f"onebox worker: {error}", file=sys.stderr)
     except BaseException:
         traceback.print_exc()
