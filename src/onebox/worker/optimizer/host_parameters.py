@@ -27,6 +27,7 @@ def runs(tensors: Sequence[Tensor], most_bytes: int = RUN_BYTES) -> list[range]:
     """Divide tensors into runs of at most the given bytes; a larger tensor is a run of its own.
 
     Example:
+        >>> import torch
         >>> runs([torch.zeros(2), torch.zeros(2), torch.zeros(9), torch.zeros(1)], 16)
         [range(0, 2), range(2, 3), range(3, 4)]
     """
