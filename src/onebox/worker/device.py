@@ -46,6 +46,13 @@ def usable_bytes(free_bytes: int) -> int:
     return left_bytes - (left_bytes % _ROUND_BYTES if left_bytes > _ROUND_BYTES else 0)
 
 
+def share_bytes(total_bytes: int, sharing: int) -> int:
+    """Return how many bytes the tensors of each of several workers of one GPU may take; 0, for no limit, of a single
+    one. It depends on nothing that the others have taken already, so that one that is started again has the same.
+    """
+    return usable_bytes(max(0, total_bytes // sharing - CONTEXT_BYTES)) if sharing > 1 else 0
+
+
 class ComputeDevice:
     """A device that programs run on.
 
@@ -186,7 +193,7 @@ class ComputeDevice:
             return memory.total_bytes
         return usable_bytes(memory.free_bytes + memory.reserved_bytes)
 
-    def quota_bytes(self, asked_bytes: int) -> int:
+    def quota_bytes(self, asked_bytes: int, sharing: int = 1) -> int:
         """Limit the memory of this worker, and return the most bytes of its buffers.
 
         Temporary memory of operators on a GPU is outside of buffers: PyTorch's allocator is limited to the buffers plus
@@ -194,8 +201,11 @@ class ComputeDevice:
         driver's memory for each process comes in addition.
 
         Args:
-            asked_bytes: Requested limit; 0 for none.
+            asked_bytes: Requested limit; 0 for none, or a share of a GPU.
+            sharing: Workers that share it, this one included.
         """
+        if not asked_bytes and self.accelerator.asynchronous:
+            asked_bytes = share_bytes(self.accelerator.memory().total_bytes, sharing)
         if asked_bytes:
             self.accelerator.limit(asked_bytes + asked_bytes // 8 + PASSING_BYTES)
         return asked_bytes

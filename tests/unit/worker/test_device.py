@@ -15,7 +15,7 @@ from onebox.wire.protocol.instructions import Call, OptimizerStep
 from onebox.wire.protocol.requests import Define, OptimizerSpec, StoredProgram
 from onebox.worker import device as module
 from onebox.worker import progress as progress_module
-from onebox.worker.device import RESERVE_BYTES, ComputeDevice, usable_bytes
+from onebox.worker.device import PASSING_BYTES, RESERVE_BYTES, ComputeDevice, usable_bytes
 from onebox.worker.progress import WorkerProgress, wait_until
 from onebox.worker.system import clock as clock_module
 from tests.unit.machines import Rig, define, elementwise
@@ -153,6 +153,18 @@ def test_tensors_have_what_is_free_of_a_gpu_but_for_a_reserve(monkeypatch: pytes
 def test_usable_memory_is_less_than_free_memory_and_round(free_bytes: int, usable: int) -> None:
     assert usable_bytes(free_bytes) == usable
     assert usable_bytes(free_bytes + 1) >= usable
+
+
+@pytest.mark.parametrize(
+    ("quota", "sharing", "limit"), [(0, 2, (4 << 30) - (1 << 30)), (1 << 30, 2, 1 << 30), (0, 1, 0)]
+)
+def test_workers_of_one_gpu_have_equal_parts_of_it(
+    monkeypatch: pytest.MonkeyPatch, quota: int, sharing: int, limit: int
+) -> None:
+    gpu = Gpu(monkeypatch)
+    assert ComputeDevice("cuda:0", 1).quota_bytes(quota, sharing) == limit
+    assert gpu.fractions == ([pytest.approx((limit * 9 / 8 + PASSING_BYTES) / (8 << 30))] if limit else [])
+    assert ComputeDevice("cpu", 1).quota_bytes(quota, sharing) == quota
 
 
 def test_a_cpu_has_all_of_its_memory() -> None:
