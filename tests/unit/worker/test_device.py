@@ -156,7 +156,7 @@ def test_usable_memory_is_less_than_free_memory_and_round(free_bytes: int, usabl
 
 
 @pytest.mark.parametrize(
-    ("quota", "sharing", "limit"), [(0, 2, (4 << 30) - (1 << 30)), (1 << 30, 2, 1 << 30), (0, 1, 0)]
+    ("quota", "sharing", "limit"), [(0, 2, (4096 - 512 - 448) << 20), (1 << 30, 2, 1 << 30), (0, 1, 0)]
 )
 def test_workers_of_one_gpu_have_equal_parts_of_it(
     monkeypatch: pytest.MonkeyPatch, quota: int, sharing: int, limit: int
