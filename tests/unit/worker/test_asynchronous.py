@@ -15,7 +15,7 @@ from onebox.wire.protocol.instructions import Ask, Call, Evict, Free, Get, Offlo
 from onebox.wire.protocol.requests import Define, OptimizerSpec, Put, Routine, Run
 from onebox.wire.protocol.responses import Scalars
 from onebox.worker.device import ComputeDevice
-from onebox.worker.memory.staging import UploadRing
+from onebox.worker.memory.staging import HostReads, UploadRing
 from onebox.worker.optimizer.native import NativeOptimizer
 from tests.unit.machines import Rig, define, elementwise
 from tests.unit.worker.late_device import LateDevice
@@ -173,9 +173,41 @@ def test_puts_use_the_ring() -> None:
     rig = rig_of(device)
     spec = TensorSpec("float32", (3, 4))
     rig.do(Put((20,), (spec,)), frames=[bytes(to_frame(X))])
-    assert len(device.streams[-1].events) == 4  # three by rig_of
+    assert len(device.streams[0].events) == 4  # three by rig_of
     assert torch.equal(rig.get(20), X)
     assert device.drains == 0
+
+
+# ---- reads
+
+
+def test_reads_use_pinned_memory_again_when_they_are_over() -> None:
+    device, made = LateDevice(), []
+    device.pinned = lambda size: made.append(size) or torch.empty(size, dtype=torch.uint8)  # type: ignore[method-assign]
+    reads = HostReads(device, slab_bytes=256)
+    for round_ in range(20):
+        tensors = [torch.full((), float(round_ + place)) for place in range(6)]
+        pending = [reads.begin(tensor) for tensor in tensors]
+        assert [float(read()) for read in pending] == [float(tensor) for tensor in tensors]
+    assert len(made) <= 3
+    dropped = [reads.begin(torch.ones(())) for _ in range(20)]
+    del dropped
+    assert len(made) == 5
+    assert device.drains == 0
+
+
+@pytest.mark.parametrize("tensor", [torch.zeros(0), torch.tensor([True]), torch.tensor(1 + 2j).conj(), torch.eye(3).T])
+def test_a_read_is_the_tensor(tensor: torch.Tensor) -> None:
+    found = HostReads(LateDevice()).begin(tensor)()
+    assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+    assert torch.equal(found, tensor)
+
+
+def test_large_tensors_are_waited_for() -> None:
+    device = LateDevice()
+    large = torch.arange(10_000)
+    assert torch.equal(HostReads(device).begin(large)(), large)
+    assert device.drains == 1
 
 
 # ---- launches
