@@ -189,10 +189,11 @@ def test_reads_use_pinned_memory_again_when_they_are_over() -> None:
         tensors = [torch.full((), float(round_ + place)) for place in range(6)]
         pending = [reads.begin(tensor) for tensor in tensors]
         assert [float(read()) for read in pending] == [float(tensor) for tensor in tensors]
-    assert len(made) <= 3
-    dropped = [reads.begin(torch.ones(())) for _ in range(20)]
-    del dropped
-    assert len(made) == 5
+    assert len(made) <= 4  # for those of two rounds
+    for _ in range(10):
+        dropped = [reads.begin(torch.ones(())) for _ in range(20)]
+        del dropped
+    assert len(made) <= 8
     assert device.drains == 0
 
 
