@@ -133,7 +133,7 @@ class HostReads:
     def __init__(self, accelerator: Accelerator, *, slab_bytes: int = SLAB_BYTES) -> None:
         self._accelerator = accelerator
         self._slab_bytes = slab_bytes
-        self._slabs: deque[_Slab] = deque()  # the last one is being filled
+        self._slabs: list[_Slab] = []  # the last one is being filled
 
     def begin(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Begin to copy a tensor, after the device's present work and before its next, which may overwrite it.
@@ -161,10 +161,11 @@ class HostReads:
         """Return a slab with room for some bytes."""
         if self._slabs and self._slabs[-1].used_bytes + size_bytes <= self._slab_bytes:
             return self._slabs[-1]
-        if self._slabs and not self._slabs[0].reads:
-            slab = self._slabs.popleft()
-            slab.used_bytes = 0
-        else:
+        slab = next((each for each in self._slabs if not each.reads), None)
+        if slab is None:
             slab = _Slab(self._accelerator.pinned(self._slab_bytes))
+        else:
+            self._slabs.remove(slab)
+            slab.used_bytes = 0
         self._slabs.append(slab)
         return slab
