@@ -4,6 +4,7 @@ device's work."""
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections import deque
 from collections.abc import Callable
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from onebox.wire import DTYPES, TensorSpec, check_elements
-from onebox.worker.accelerator import Accelerator, Event
+from onebox.worker.accelerator import Accelerator, Event, Stream
 
 BLOCK_BYTES = 8 << 20
 BLOCKS = 4
@@ -50,10 +51,13 @@ class UploadRing:
 
     def __init__(self, accelerator: Accelerator, *, block_bytes: int = BLOCK_BYTES, blocks: int = BLOCKS) -> None:
         self._accelerator = accelerator
-        self._stream = accelerator.stream()
         self._block_bytes = block_bytes
         self._most = blocks
         self._ring: deque[_Block] = deque()  # the last one is being filled
+
+    @functools.cached_property
+    def _stream(self) -> Stream:
+        return self._accelerator.stream()
 
     def upload(self, spec: TensorSpec, frame: memoryview | bytes) -> Tensor:
         """Return a new tensor with the elements of a frame, which the device's next work may read.
