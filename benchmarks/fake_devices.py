@@ -7,9 +7,8 @@ list of operators that have a CUDA kernel is the one from which PyTorch is gener
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,11 @@ import torch
 import torchgen
 import yaml
 from torch import Tensor
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from onebox.graph.programs import ModelPrograms
-from onebox.wire import DTYPES, Many, Operator, Program, SlotArgument, TensorSpec, Value, dtype_name, overload
+from onebox.wire import ATTENTION, ATTENTION_BACKWARD, DTYPES, attention, Many, Operator, Program, SlotArgument, TensorSpec, Value, dtype_name, overload
 from onebox.worker.programs.arguments import constant
 
 CUDA = torch.device("cuda:0")
@@ -57,7 +57,7 @@ def mismatches(name: str, program: Program, device: torch.device = CUDA) -> list
         device: The device.
     """
     found: list[Mismatch] = []
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True), mock.patch.object(Tensor, "contiguous", _contiguous):
         registers: dict[int, Tensor] = {slot: _made(spec, device) for slot, spec in enumerate(program.inputs)}
         for operator in program.operators:
             problems, made = _run(operator, registers, device)
@@ -72,6 +72,11 @@ def of_model(name: str, model: ModelPrograms, device: torch.device = CUDA) -> li
     """Return the mismatches of all programs of a model."""
     parts = model.phases.items()
     return [bad for phase, part in parts for bad in mismatches(f"{name} {phase.kind}{phase.stage}", part.program, device)]
+
+
+def _contiguous(tensor: Tensor, *, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
+    """Return ``tensor.contiguous()``; the method itself needs a PyTorch that is built for the tensor's device."""
+    return tensor if tensor.is_contiguous(memory_format=memory_format) else tensor.clone(memory_format=memory_format)
 
 
 def _run(
@@ -105,10 +110,29 @@ def _call(operator: Operator, registers: Mapping[int, Tensor], device: torch.dev
     run = overload(operator.name)
     args = [_argument(value, registers, device) for value in operator.args]
     kwargs = {key: _argument(value, registers, device) for key, value in operator.kwargs.items()}
-    made = run(*args, **kwargs)
+    own = run in ON_CUDA and device.type == "cuda"
+    made = _attention(run, args) if own else run(*args, **kwargs)
     results = [made] if isinstance(made, Tensor) else list(made)
     fact = FACTS.get(operator.name) if device.type == "cuda" else None
     return results if fact is None else fact(args, results)
+
+
+def _attention(operator: OpOverload, args: Sequence[Any]) -> tuple[Tensor, ...]:
+    """Run attention by each kernel that a GPU may choose; return the results, which must be alike."""
+    query, mask = args[1 if operator is ATTENTION_BACKWARD else 0], args[8 if operator is ATTENTION_BACKWARD else 5]
+    kernels = [attention.MATH]
+    if attention.fits_fused(query, query, query, mask):
+        kernels.append(attention.EFFICIENT)
+        if mask is None and query.dtype is not torch.float32:
+            kernels.append(attention.FLASH)
+    made = []
+    for kernel in kernels:
+        with mock.patch.object(attention, "kernel_of", lambda *_, kernel=kernel: kernel):
+            made.append(ON_CUDA[operator](*args))
+    looks = {tuple((tuple(t.shape), t.stride(), t.dtype) for t in results) for results in made}
+    if len(looks) > 1:
+        raise ValueError(f"the kernels' results are of several kinds: {looks}")
+    return made[-1]
 
 
 def _argument(value: Value, registers: Mapping[int, Tensor], device: torch.device) -> Any:
@@ -152,4 +176,22 @@ def _without_cuda() -> frozenset[str]:
     return frozenset(found)
 
 
-FACTS: dict[str, Callable[[Sequence[Any], list[Tensor]], list[Tensor]]] = {}
+ON_CUDA: dict[OpOverload, Callable[..., tuple[Tensor, ...]]] = {
+    ATTENTION: attention.forward_cuda,
+    ATTENTION_BACKWARD: attention.backward_cuda,
+}
+"""Operators of onebox that are different functions on GPUs; PyTorch would call their shape functions instead."""
+
+def _running_statistics(args: Sequence[Any], made: list[Tensor]) -> list[Tensor]:
+    """Correct the new running statistics of batch norm.
+
+    They are changed copies of the old ones (``aten/src/ATen/native/BatchNorm.cpp``,
+    ``_batch_norm_legit_functional``), whatever the type of the input; shape functions say float32.
+    """
+    return [*made[:3], *(value.to(old.dtype) for value, old in zip(made[3:], args[3:5], strict=True))]
+
+
+FACTS: dict[str, Callable[[Sequence[Any], list[Tensor]], list[Tensor]]] = {
+    "aten._native_batch_norm_legit_functional.default": _running_statistics,
+}
+"""What CUDA kernels return where PyTorch's shape functions are wrong, by operator: of arguments and fake outputs."""

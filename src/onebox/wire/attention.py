@@ -124,7 +124,7 @@ def _rows_dense(tensor: Tensor) -> Tensor:
 # ---- GPUs
 
 
-def _forward_cuda(
+def forward_cuda(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -137,7 +137,7 @@ def _forward_cuda(
     if kernel == MATH:
         return _forward_math(query, key, value, dropout, causal, mask, scale)
     made = _fused(kernel, *map(_aligned, (query, key, value)), dropout, causal, mask, scale)
-    return _by_rows(made[0]), made[1][:, :, : query.shape[2]].contiguous()
+    return _by_rows(made[0]), made[1].narrow(2, 0, query.shape[2]).contiguous()
 
 
 def _fused(
@@ -163,7 +163,7 @@ def _fused(
     return made
 
 
-def _backward_cuda(
+def backward_cuda(
     gradient: Tensor,
     query: Tensor,
     key: Tensor,
@@ -216,7 +216,7 @@ def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
     mask = mask.to(query.dtype)
     mask = mask.expand(*mask.shape[:-1], columns) if mask.dim() else mask.expand(columns)
     more = -columns % _MASK_COLUMNS
-    dense = functional.pad(mask, (0, more))[..., :columns] if more else mask.contiguous()
+    dense = functional.pad(mask, (0, more)).narrow(-1, 0, columns) if more else mask.contiguous()
     return dense.expand(*query.shape[:3], columns)
 
 
@@ -363,8 +363,8 @@ def _differentiate(ctx: Any, gradient: Tensor, _: Any) -> tuple[Any, ...]:
 
 def _register() -> None:
     for name, on_cpu, on_cuda, shapes in (
-        ("attention", _forward_cpu, _forward_cuda, _forward_shapes),
-        ("attention_backward", _backward_cpu, _backward_cuda, _backward_shapes),
+        ("attention", _forward_cpu, forward_cuda, _forward_shapes),
+        ("attention_backward", _backward_cpu, backward_cuda, _backward_shapes),
     ):
         _library.impl(name, on_cpu, "CPU")
         _library.impl(name, on_cuda, "CUDA")

@@ -286,7 +286,7 @@ def capture(
         module = _Stateless(wrapper, name, example, device_type)
         tensors = tuple(leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor))
         try:
-            joint = trace(module, tensors, module.state, module.known, backward=backward, varying=varying or {})
+            joint = trace(module, tensors, module.state, module.known, backward=backward, varying=varying or {}, device_type=device_type)
         except CaptureError:
             raise
         except Exception as error:
