@@ -7,8 +7,9 @@ list of operators that have a CUDA kernel is the one from which PyTorch is gener
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,26 @@ import yaml
 from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
-from onebox.graph.programs import ModelPrograms
-from onebox.wire import ATTENTION, ATTENTION_BACKWARD, DTYPES, attention, Many, Operator, Program, SlotArgument, TensorSpec, Value, dtype_name, overload
+from onebox.graph import ModelPrograms, Phase, Port
+from onebox.wire import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    DTYPES,
+    Many,
+    Operator,
+    Program,
+    SlotArgument,
+    TensorSpec,
+    Value,
+    dtype_name,
+    overload,
+    specs_by_slot,
+)
+from onebox.wire import attention as attention_operators
 from onebox.worker.programs.arguments import constant
+from onebox.worker.programs.device_implementation import device_implementation
 
 CUDA = torch.device("cuda:0")
 
@@ -56,22 +73,50 @@ def mismatches(name: str, program: Program, device: torch.device = CUDA) -> list
         program: The program.
         device: The device.
     """
-    found: list[Mismatch] = []
-    with FakeTensorMode(allow_non_fake_inputs=True), mock.patch.object(Tensor, "contiguous", _contiguous):
-        registers: dict[int, Tensor] = {slot: _made(spec, device) for slot, spec in enumerate(program.inputs)}
-        for operator in program.operators:
-            problems, made = _run(operator, registers, device)
-            found += [Mismatch(program=name, operator=operator.name, problem=problem) for problem in problems]
-            registers.update(made)
-            for slot in operator.dies:
-                del registers[slot]
-    return found
+    with _faked():
+        return _walk(name, program, [_made(spec, device) for spec in program.inputs], device)[0]
 
 
 def of_model(name: str, model: ModelPrograms, device: torch.device = CUDA) -> list[Mismatch]:
-    """Return the mismatches of all programs of a model."""
-    parts = model.phases.items()
-    return [bad for phase, part in parts for bad in mismatches(f"{name} {phase.kind}{phase.stage}", part.program, device)]
+    """Return the mismatches of all programs of a model, each run with the values that those before it make."""
+    found: list[Mismatch] = []
+    values: dict[Port, Tensor] = {}
+    with _faked():
+        for phase in sorted(model.phases, key=_in_order):
+            part = model.phases[phase]
+            inputs = zip(part.inputs, part.program.inputs, strict=True)
+            given = [values[port] if port in values else _made(spec, device) for port, spec in inputs]
+            bad, made = _walk(f"{name} {phase.kind}{phase.stage}", part.program, given, device)
+            found += bad
+            values |= {port: value for port, value in zip(part.outputs, made, strict=True) if port.kind == "value"}
+    return found
+
+
+def _in_order(phase: Phase) -> tuple[bool, int]:
+    """Return the place of a phase: forward first, backward from the last stage to the first."""
+    return (False, phase.stage) if phase.kind == "F" else (True, -phase.stage)
+
+
+@contextlib.contextmanager
+def _faked() -> Iterator[None]:
+    with FakeTensorMode(allow_non_fake_inputs=True), mock.patch.object(Tensor, "contiguous", _contiguous):
+        yield
+
+
+def _walk(
+    name: str, program: Program, inputs: Sequence[Tensor], device: torch.device
+) -> tuple[list[Mismatch], list[Tensor]]:
+    """Run a program; return its mismatches and its outputs."""
+    found: list[Mismatch] = []
+    registers = dict(enumerate(inputs))
+    specs = specs_by_slot(program)
+    for operator in program.operators:
+        problems, made = _run(operator, registers, specs, device)
+        found += [Mismatch(program=name, operator=operator.name, problem=problem) for problem in problems]
+        registers.update(made)
+        for slot in operator.dies:
+            del registers[slot]
+    return found, [registers[slot] for slot in program.outputs]
 
 
 def _contiguous(tensor: Tensor, *, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
@@ -80,13 +125,13 @@ def _contiguous(tensor: Tensor, *, memory_format: torch.memory_format = torch.co
 
 
 def _run(
-    operator: Operator, registers: Mapping[int, Tensor], device: torch.device
+    operator: Operator, registers: Mapping[int, Tensor], specs: Mapping[int, TensorSpec], device: torch.device
 ) -> tuple[list[str], dict[int, Tensor]]:
     """Run an operator; return its problems, and its outputs, or what it should have returned."""
     if device.type == "cuda" and not has_cuda_kernel(operator.name):
         return ["has no CUDA kernel"], _stated(operator, device)
     try:
-        made = _call(operator, registers, device)
+        made = _call(operator, registers, specs, device)
     except Exception as error:
         return [f"fails: {type(error).__name__}: {str(error).splitlines()[0][:200]}"], _stated(operator, device)
     problems: list[str] = []
@@ -106,28 +151,50 @@ def _run(
     return problems, given
 
 
-def _call(operator: Operator, registers: Mapping[int, Tensor], device: torch.device) -> list[Tensor]:
+def _call(
+    operator: Operator, registers: Mapping[int, Tensor], specs: Mapping[int, TensorSpec], device: torch.device
+) -> list[Tensor]:
     run = overload(operator.name)
+    other = device_implementation(operator, specs, device)
     args = [_argument(value, registers, device) for value in operator.args]
     kwargs = {key: _argument(value, registers, device) for key, value in operator.kwargs.items()}
     own = run in ON_CUDA and device.type == "cuda"
-    made = _attention(run, args) if own else run(*args, **kwargs)
+    try:
+        made = _attention(run, args) if own else (other or run)(*args, **kwargs)
+    except RuntimeError as error:
+        if _NEEDS_CUDA not in str(error):
+            raise
+        made = _as_on_cpu(other or run, args, kwargs, device)
     results = [made] if isinstance(made, Tensor) else list(made)
     fact = FACTS.get(operator.name) if device.type == "cuda" else None
     return results if fact is None else fact(args, results)
 
 
+_NEEDS_CUDA = "PyTorch is not linked with support for cuda devices"
+
+
+def _as_on_cpu(run: Callable[..., Any], args: Any, kwargs: Any, device: torch.device) -> Any:
+    """Return results of a shape function that slices a tensor, which needs a PyTorch for its device, from the CPU's."""
+
+    def on(where: torch.device, value: Tensor) -> Tensor:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=where)
+
+    args, kwargs = tree_map_only(Tensor, lambda value: on(torch.device("cpu"), value), (args, kwargs))
+    return tree_map_only(Tensor, lambda value: on(device, value), run(*args, **kwargs))
+
+
 def _attention(operator: OpOverload, args: Sequence[Any]) -> tuple[Tensor, ...]:
     """Run attention by each kernel that a GPU may choose; return the results, which must be alike."""
-    query, mask = args[1 if operator is ATTENTION_BACKWARD else 0], args[8 if operator is ATTENTION_BACKWARD else 5]
-    kernels = [attention.MATH]
-    if attention.fits_fused(query, query, query, mask):
-        kernels.append(attention.EFFICIENT)
+    backward = operator is ATTENTION_BACKWARD
+    query, (mask, *_) = args[backward], [*args[8 if backward else 5 :], None]
+    kernels = [attention_operators.MATH]
+    if attention_operators.fits_fused(query, query, query, mask):
+        kernels.append(attention_operators.EFFICIENT)
         if mask is None and query.dtype is not torch.float32:
-            kernels.append(attention.FLASH)
+            kernels.append(attention_operators.FLASH)
     made = []
     for kernel in kernels:
-        with mock.patch.object(attention, "kernel_of", lambda *_, kernel=kernel: kernel):
+        with mock.patch.object(attention_operators, "kernel_of", lambda *_, kernel=kernel: kernel):
             made.append(ON_CUDA[operator](*args))
     looks = {tuple((tuple(t.shape), t.stride(), t.dtype) for t in results) for results in made}
     if len(looks) > 1:
@@ -177,10 +244,11 @@ def _without_cuda() -> frozenset[str]:
 
 
 ON_CUDA: dict[OpOverload, Callable[..., tuple[Tensor, ...]]] = {
-    ATTENTION: attention.forward_cuda,
-    ATTENTION_BACKWARD: attention.backward_cuda,
+    ATTENTION: attention_operators.forward_cuda,
+    ATTENTION_BACKWARD: attention_operators.backward_cuda,
 }
 """Operators of onebox that are different functions on GPUs; PyTorch would call their shape functions instead."""
+
 
 def _running_statistics(args: Sequence[Any], made: list[Tensor]) -> list[Tensor]:
     """Correct the new running statistics of batch norm.

@@ -81,9 +81,7 @@ def _forward_cpu(
     if dropout or not fits_fused(query, key, value, mask):
         return _forward_math(query, key, value, dropout, causal, mask, scale)
     kernel = _aten._scaled_dot_product_flash_attention_for_cpu.default
-    out, logsumexp = kernel(
-        *map(_rows_dense, (query, key, value)), 0.0, causal, attn_mask=_four(mask), scale=scale
-    )
+    out, logsumexp = kernel(*map(_rows_dense, (query, key, value)), 0.0, causal, attn_mask=_four(mask), scale=scale)
     return _by_rows(out), logsumexp.contiguous()
 
 
@@ -136,7 +134,7 @@ def forward_cuda(
     kernel = kernel_of(query, key, value, mask, dropout, causal)
     if kernel == MATH:
         return _forward_math(query, key, value, dropout, causal, mask, scale)
-    made = _fused(kernel, *map(_aligned, (query, key, value)), dropout, causal, mask, scale)
+    made = _fused(kernel, _aligned(query), _aligned(key), _aligned(value), dropout, causal, mask, scale)
     return _by_rows(made[0]), made[1].narrow(2, 0, query.shape[2]).contiguous()
 
 
@@ -356,7 +354,7 @@ def _differentiate(ctx: Any, gradient: Tensor, _: Any) -> tuple[Any, ...]:
         return *ATTENTION_BACKWARD(*given, *options), None, None, None, None
     if ctx.dropout:  # create_graph=True: a second derivative is requested
         raise NotImplementedError("second derivatives of attention with dropout")
-    leaves = [tensor.view_as(tensor) for tensor in (query, key, value)]
+    leaves = query.view_as(query), key.view_as(key), value.view_as(value)
     again, _ = _forward_math(*leaves, *options)
     return *torch.autograd.grad(again, leaves, gradient, create_graph=True), None, None, None, None
 

@@ -91,4 +91,4 @@ _multi_head = _inside(
     scaled_dot_product_attention=_attend,
     has_torch_function=lambda _: False,
 )
-"""The function of ``nn.MultiheadAttention`` with this attention: a function that a mode is called for runs without it."""
+"""The function of ``nn.MultiheadAttention`` with this attention; what a mode is called for runs without the mode."""

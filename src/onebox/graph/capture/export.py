@@ -193,7 +193,14 @@ class _Stateless(nn.Module):
         try:
             for held, key, name in self._places:
                 held[key] = given[name]
-            with WholeRecurrent(), self._attention(), self.calls, HostDevices(), self.calls.layers(wrapper), _assignments_written(wrapper):
+            with (
+                WholeRecurrent(),
+                self._attention(),
+                self.calls,
+                HostDevices(),
+                self.calls.layers(wrapper),
+                _assignments_written(wrapper),
+            ):
                 return self.recorder.run(lambda: wrapper(_apart(inputs), _apart(targets)))
         finally:
             for held, key, tensor in before:
@@ -286,7 +293,15 @@ def capture(
         module = _Stateless(wrapper, name, example, device_type)
         tensors = tuple(leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor))
         try:
-            joint = trace(module, tensors, module.state, module.known, backward=backward, varying=varying or {}, device_type=device_type)
+            joint = trace(
+                module,
+                tensors,
+                module.state,
+                module.known,
+                backward=backward,
+                varying=varying or {},
+                device_type=device_type,
+            )
         except CaptureError:
             raise
         except Exception as error:

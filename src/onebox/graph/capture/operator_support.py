@@ -2,7 +2,7 @@
 
 A model is captured with CPU tensors, wherever the graph is to run: a client needs no GPU. The graph of a pool with a
 GPU states the outputs of operators as GPUs make them, and its CPU workers convert their own
-(:mod:`onebox.worker.programs.gpu_outputs`).
+(:mod:`onebox.worker.programs.device_implementation`).
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def widens(node: fx.Node) -> bool:
 def draws(node: fx.Node) -> bool:
     """Return whether a node draws random numbers."""
     if node.target in _DROPOUT:
-        return node.args[_DROPOUT[node.target]] != 0.0
+        return bool(node.args[_DROPOUT[node.target]])
     return isinstance(node.target, torch._ops.OpOverload) and is_random(node.target)
 
 

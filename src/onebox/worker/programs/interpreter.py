@@ -27,7 +27,7 @@ from onebox.wire import (
 )
 from onebox.worker.optimizer.fused_kernels import exactly
 from onebox.worker.programs.arguments import ValueIndex, by_keyword, constant, picker
-from onebox.worker.programs.gpu_outputs import with_gpu_outputs
+from onebox.worker.programs.device_implementation import device_implementation
 from onebox.worker.programs.kernels import OutputLayout
 from onebox.worker.programs.matmul_dispatch import faster_implementation
 from onebox.worker.progress import WorkerProgress
@@ -188,7 +188,7 @@ class CompiledProgram:
         run = (
             by_keyword(run, tuple(named))
             if named
-            else with_gpu_outputs(operator, self._specs, self._device)
+            else device_implementation(operator, self._specs, self._device)
             or faster_implementation(operator, self._specs, self._device)
             or run
         )

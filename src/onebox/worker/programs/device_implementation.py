@@ -1,8 +1,11 @@
-"""Operators on CPUs with the outputs that GPUs make, for programs that both run.
+"""Implementations of operators by device, for programs that CPUs and GPUs run.
 
 A program for a pool with a GPU states what the GPU's kernels return. Those of CPUs keep the statistics of norms in
 bfloat16 where GPUs have float32, return nothing where these return running statistics, and values for the gradient of
 log-sigmoid, which GPUs compute again. A program for CPUs alone states what they make, and nothing is converted.
+
+A model is traced with the strides of CPU kernels. Those of GPUs may leave another order of dimensions in memory
+(convolutions most of all), where a view of the trace is a copy.
 """
 
 from __future__ import annotations
@@ -20,17 +23,19 @@ _aten = torch.ops.aten
 _LOW = ("bfloat16", "float16")
 
 
-def with_gpu_outputs(
+def device_implementation(
     operator: Operator, specs: Mapping[int, TensorSpec], device: torch.device
 ) -> Callable[..., Any] | None:
-    """Return an operator with the outputs of GPUs; ``None`` where its own are those that the program states.
+    """Return an implementation whose outputs are those that the program states; ``None`` if the operator's own are.
 
     Args:
         operator: The operator; the result takes the same positional arguments.
         specs: Spec of each slot of its program.
         device: Its device.
     """
-    if device.type != "cpu" or operator.name not in _CONVERTED or operator.kwargs:
+    if device.type != "cpu":
+        return Tensor.reshape if operator.name == "aten.view.default" else None
+    if operator.name not in _CONVERTED or operator.kwargs:
         return None
     differs, run = _CONVERTED[operator.name]
     try:
