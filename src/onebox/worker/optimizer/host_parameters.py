@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
+from onebox.worker.accelerator import Accelerator
 from onebox.worker.memory.async_copy import CopyStream, StreamCopy
 
 RUN_BYTES = 32 << 20
@@ -27,6 +27,7 @@ def runs(tensors: Sequence[Tensor], most_bytes: int = RUN_BYTES) -> list[range]:
     """Divide tensors into runs of at most the given bytes; a larger tensor is a run of its own.
 
     Example:
+        >>> import torch
         >>> runs([torch.zeros(2), torch.zeros(2), torch.zeros(9), torch.zeros(1)], 16)
         [range(0, 2), range(2, 3), range(3, 4)]
     """
@@ -40,35 +41,49 @@ def runs(tensors: Sequence[Tensor], most_bytes: int = RUN_BYTES) -> list[range]:
     return [*found, range(start, len(tensors))] if tensors else found
 
 
+def _starts(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
+    """Return the offset of each tensor in memory for all of them, and its size."""
+    starts, end = [], 0
+    for tensor in tensors:
+        starts.append(end)
+        end += -(-tensor.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+    return starts, end
+
+
+def _over(memory: Tensor, start: int, like: Tensor) -> Tensor:
+    """Return a part of memory as a tensor of the type and shape of another."""
+    return memory[start : start + like.nbytes].view(like.dtype).view(like.shape)
+
+
 class HostParameters:
     """Copies of parameters, kept equal to the originals.
 
     Args:
         parameters: The parameters, on their device. Other writers of one must call :meth:`refresh`.
+        accelerator: Their device.
         run_bytes: Bytes that are transferred at once.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], *, run_bytes: int = RUN_BYTES) -> None:
-        device = parameters[0].device
-        pinned = device.type == "cuda"
+    def __init__(self, parameters: Sequence[Tensor], accelerator: Accelerator, *, run_bytes: int = RUN_BYTES) -> None:
+        self._accelerator = accelerator
         self.parameters = list(parameters)
-        self._copies = CopyStream(device) if pinned else None
-        self.tensors = [torch.empty(p.shape, dtype=p.dtype, pin_memory=pinned).copy_(p) for p in parameters]
+        self._copies = CopyStream(accelerator) if accelerator.asynchronous else None
+        starts, whole_bytes = _starts(parameters)
+        self._memory = accelerator.pinned(whole_bytes)
+        self.tensors = [_over(self._memory, start, p).copy_(p) for p, start in zip(parameters, starts, strict=True)]
         self._runs = runs(self.tensors, run_bytes)
         self._starts: list[int] = []
         longest = 0
         for run in self._runs:
-            end = 0
-            for index in run:
-                self._starts.append(end)
-                end += -(-self.tensors[index].nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
-            longest = max(longest, end)
-        self._landings = [torch.empty(longest, dtype=torch.uint8, pin_memory=pinned) for _ in self._runs[:2]]
+            starts, run_bytes = _starts([self.tensors[index] for index in run])
+            self._starts += starts
+            longest = max(longest, run_bytes)
+        self._landings = [accelerator.pinned(longest) for _ in self._runs[:2]]
 
     @property
     def size_bytes(self) -> int:
         """Bytes of the copies and of the gradient buffers."""
-        return sum(tensor.nbytes for tensor in (*self.tensors, *self._landings))
+        return sum(memory.nbytes for memory in (self._memory, *self._landings))
 
     def move(self, index: int, place: Tensor) -> None:
         """Relocate a parameter from its next step on, which overwrites all of it."""
@@ -87,7 +102,7 @@ class HostParameters:
             apply: Updates a run of the copies in :attr:`tensors`.
         """
         if factor is not None:
-            factor = factor.cpu()
+            factor = self._accelerator.to_host(factor)
         if self._copies is not None:
             self._copies.follow()
         stepped = [[index for index in run if index in gradients] for run in self._runs]
@@ -114,8 +129,7 @@ class HostParameters:
         landing = self._landings[number % 2]
         landed = []
         for index in run:
-            gradient, start = gradients[index], self._starts[index]
-            landed.append(landing[start : start + gradient.nbytes].view(gradient.dtype).view(gradient.shape))
+            landed.append(_over(landing, self._starts[index], gradients[index]))
         return landed, self._copy([(gradients[index], place) for index, place in zip(run, landed, strict=True)])
 
     def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> StreamCopy | None:

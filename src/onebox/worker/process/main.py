@@ -26,6 +26,7 @@ from onebox.wire import Connection, KeyPair, codecs, configure, decode_envelope,
 from onebox.wire.protocol.groups import Reduced, Rendezvous, TicketCancelled
 from onebox.wire.protocol.requests import PROTOCOL, Envelope, Shutdown
 from onebox.wire.protocol.responses import Hello, Reply, Result, WorkerFailure, WorkerMessage
+from onebox.worker.accelerator import DeviceFailed
 from onebox.worker.comm.api import RankLost
 from onebox.worker.device import ComputeDevice
 from onebox.worker.emulated import EmulatedDevice
@@ -61,6 +62,7 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
         last_port: Last of the allowed TCP ports.
         owner: Process id of the owner with which it ends; 0 for its parent.
         cores: Cores of its operators; empty for any.
+        sharing: Workers of its pool on its GPU; each has an equal part of the memory unless it has a quota.
     """
 
     device: str
@@ -76,6 +78,7 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     last_port: int = 0
     owner: int = 0
     cores: tuple[int, ...] = ()
+    sharing: int = 1
 
     @property
     def ports(self) -> range:
@@ -108,7 +111,7 @@ class WorkerServer:
             self._device,
             self,
             self._report,
-            quota_bytes=self._device.quota_bytes(config.quota_bytes),
+            quota_bytes=self._device.quota_bytes(config.quota_bytes, config.sharing),
             faults=FaultInjector(config.faults),
         )
         self._watcher = HeartbeatThread(
@@ -323,7 +326,7 @@ def main(owner: int = 0, watched: Sequence[int] = ()) -> None:
     try:
         server.serve()
         status = 0
-    except SystemExit as error:
+    except (SystemExit, DeviceFailed) as error:  # its owner reports it with the end of this process
         print(f"onebox worker: {error}", file=sys.stderr)
     except BaseException:
         traceback.print_exc()

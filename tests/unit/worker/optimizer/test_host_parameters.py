@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from onebox.wire.protocol.requests import OptimizerSpec
+from onebox.worker.accelerator import accelerator_for
 from onebox.worker.memory.buffers import QuotaExceeded
 from onebox.worker.memory.host import HOST_SHARE, HostMemory
 from onebox.worker.optimizer import host_parameters as masters_module
@@ -42,7 +43,7 @@ class Elsewhere(HostParameters):
     """Copies of parameters of which three at most are on their way at once, on a device that is the CPU itself."""
 
     def __init__(self, parameters: list[Tensor]) -> None:
-        super().__init__(parameters, run_bytes=100)
+        super().__init__(parameters, accelerator_for("cpu"), run_bytes=100)
 
 
 @pytest.fixture
@@ -110,8 +111,8 @@ def test_the_state_counts_for_the_host_and_not_for_the_device() -> None:
 def test_copies_of_parameters_and_of_gradients_count_for_the_host() -> None:
     host = HostMemory(0)
     native = optimizer("SGD", tensors("SGD", 0), host=host)
-    state = sum(tensor.nbytes for tensor in tensors("SGD", 0))
-    assert host.used_bytes == state + 2 * (128 + 64), "the longest run has 80 and 8 bytes, each from a multiple of 64"
+    copies = 128 + 64 + 128 + 64
+    assert host.used_bytes == copies + 2 * (128 + 64), "the longest run has 80 and 8 bytes, each from a multiple of 64"
     native.close()
     assert host.used_bytes == 0
 
