@@ -7,9 +7,10 @@ steps that overlap.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from onebox.engine.compile.batch_job import BatchJob, BufferNumbers
+from onebox.engine.compile.receive_order import in_send_order
 from onebox.engine.compile.routine import RoutineBuilder, StepRoutine
 from onebox.engine.compile.update.async_window import DueUpdate, LateUpdate, Window, WindowWeights, WorkerWindows
 from onebox.engine.compile.update.batchnorm import BatchNormStatistics, WorkerStatistics
@@ -19,7 +20,7 @@ from onebox.engine.compile.update.optimizer_update import WorkerUpdate
 from onebox.engine.compile.value_numbers import ValueNumbers
 from onebox.engine.compile.worker_program import WorkerProgramBuilder
 from onebox.engine.partition.phase_programs import PhaseProgram
-from onebox.engine.partition.sharding_spec import ShardingSpec
+from onebox.engine.partition.sharding_spec import Members, ShardingSpec
 from onebox.engine.workload.emulated_costs import EmulatedCosts
 from onebox.graph import ModelPrograms
 from onebox.plan import Action, Plan
@@ -97,7 +98,7 @@ class Lowering:
             WorkerUpdate(self._gradients, row.builder, worker).finish()
             row.answer()
             found[worker] = row.builder.finish(row.leaves, row.results)
-        return found
+        return self._in_order(found)
 
     def windows(self, job: BatchJob) -> dict[int, WorkerWindows]:
         """Return each worker's routines for overlapping steps; the job's schedule is that of a steady-state window."""
@@ -111,8 +112,21 @@ class Lowering:
             steady = self._window(second, worker, job, values, job.schedule.rows.get(worker, ()), "steady")
             draining = self._window(second.another(), worker, job, values, drain.get(worker, ()), "drain")
             assert filling.leaves == steady.leaves, "the windows of a step are given different things"
-            found[worker] = WorkerWindows(fill=filling, steady=steady, drain=draining)
-        return found
+            found[worker] = (filling, steady, draining)
+        ordered = in_send_order(found, self._members, self._numbers.new)
+        return {
+            worker: WorkerWindows(fill=filling, steady=steady, drain=draining)
+            for worker, (filling, steady, draining) in ordered.items()
+        }
+
+    @property
+    def _members(self) -> dict[int, Members]:
+        return {number: members for members, number in self._numbers.groups.items()}
+
+    def _in_order(self, routines: Mapping[int, StepRoutine]) -> dict[int, StepRoutine]:
+        """Return routines with their receives in the order of the sends."""
+        alone = {worker: (routine,) for worker, routine in routines.items()}
+        return {worker: own for worker, (own,) in in_send_order(alone, self._members, self._numbers.new).items()}
 
     def _window(
         self,
@@ -201,7 +215,7 @@ class Lowering:
             rounding.finish()
             row.answer()
             found[worker] = row.builder.finish(row.leaves, row.results)
-        return found
+        return self._in_order(found)
 
     def probe(self, job: BatchJob) -> dict[int, StepRoutine]:
         """Return the routine of each worker that changes no state and returns the squared 2-norm of its gradients.
@@ -219,7 +233,7 @@ class Lowering:
             gradients.norm()
             row.answer()
             found[worker] = row.builder.finish(row.leaves, row.results)
-        return found
+        return self._in_order(found)
 
     def _row(
         self,

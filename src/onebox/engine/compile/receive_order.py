@@ -1,0 +1,149 @@
+"""Receive order: each worker posts its receives from another one in the order in which that one sends. Pure.
+
+NCCL has no tags: the n-th receive from a worker gets its n-th message. Receives are emitted one action before their
+readers, whose order may differ from that of the sends, as with skip connections. Such a receive is moved to an earlier
+place, just before the first receive of a later message: it only reserves memory sooner, and nothing waits for it. Where
+steps overlap, a receive may move to the window before, in which the message is sent; its buffer gets its number at the
+end of that window. Routines whose receives are in order stay as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from onebox.engine.compile.routine import InstructionLabel, StepRoutine
+from onebox.engine.partition.sharding_spec import Members
+from onebox.wire.protocol.instructions import Receive, Rename, Send, Step
+
+_WINDOWS = (0, 1, 1, 2)
+"""Overlapping steps, as indices of their routines: the first window, two steady ones, the drain."""
+
+_Pair = tuple[int, int, int]
+"""A group, the sender and the receiver."""
+
+_Occurrence = tuple[int, int]
+"""A channel, and the number of the message on it."""
+
+
+class _Place(NamedTuple):
+    """A place in a sequence of windows.
+
+    Args:
+        window: The window.
+        index: The instruction in its routine that it precedes; infinite for the end.
+    """
+
+    window: int
+    index: float
+
+
+class _Move(NamedTuple):
+    old: _Place
+    place: _Place
+
+
+def in_send_order(
+    routines: Mapping[int, Sequence[StepRoutine]], groups: Mapping[int, Members], new: Callable[[], int]
+) -> dict[int, Sequence[StepRoutine]]:
+    """Return routines in which all receives from a worker are in the order of its sends.
+
+    Args:
+        routines: For each worker its routine of a step; or, where steps overlap, those of the first, a steady, and the
+            draining window.
+        groups: Members of each group, by its number.
+        new: Returns an unused number.
+    """
+    sends: dict[_Pair, list[tuple[_Occurrence, int]]] = defaultdict(list)
+    receives: dict[_Pair, dict[_Occurrence, _Place]] = defaultdict(dict)
+    counts: Counter[tuple[bool, _Pair, int]] = Counter()
+    for worker, own in routines.items():
+        exchanges = [[*_exchanges(routine.steps)] for routine in own]
+        for window, which in enumerate(_sequence(own)):
+            for index, step in exchanges[which]:
+                peer = groups[step.group][step.peer]
+                sent = isinstance(step, Send)
+                pair = (step.group, worker, peer) if sent else (step.group, peer, worker)
+                occurrence = (step.channel, counts[sent, pair, step.channel])
+                counts[sent, pair, step.channel] += 1
+                if sent:
+                    sends[pair].append((occurrence, window))
+                else:
+                    receives[pair][occurrence] = _Place(window, index)
+    moves: dict[int, list[_Move]] = defaultdict(list)
+    for pair, found in receives.items():
+        order = [(occurrence, window) for occurrence, window in sends[pair] if occurrence in found]
+        if len(order) == len(found):
+            moves[pair[2]] += _moves(order, found)
+    return {worker: _moved(own, moves[worker], new) if moves[worker] else own for worker, own in routines.items()}
+
+
+def _sequence(routines: Sequence[StepRoutine]) -> Sequence[int]:
+    return (0,) if len(routines) == 1 else _WINDOWS
+
+
+def _exchanges(steps: Iterable[Step]) -> Iterable[tuple[int, Send | Receive]]:
+    """Yield the messages of a routine; the chunks of one are one."""
+    for index, step in enumerate(steps):
+        if isinstance(step, Receive) or (isinstance(step, Send) and not step.first):
+            yield index, step
+
+
+def _moves(order: Sequence[tuple[_Occurrence, int]], found: Mapping[_Occurrence, _Place]) -> list[_Move]:
+    """Return the moves of the receives of one sender's messages, in the order of the sends.
+
+    Args:
+        order: The messages in that order, each with the window in which it is sent.
+        found: The present place of each receive.
+    """
+    places = dict(found)
+    early: set[int] = set()  # channels whose receives move to the window of the send, in all windows
+    while True:
+        target: dict[_Occurrence, _Place] = {}
+        least = _Place(len(_WINDOWS), 0)
+        for occurrence, _ in reversed(order):
+            least = min(least, places[occurrence])
+            target[occurrence] = least
+        crossing = {one[0] for one in target if target[one].window < found[one].window} - early
+        if not crossing:
+            break
+        early |= crossing
+        places |= {one: min(places[one], _Place(window, math.inf)) for one, window in order if one[0] in early}
+    return [_Move(found[one], target[one]) for one, _ in order if target[one] != found[one]]
+
+
+def _moved(routines: Sequence[StepRoutine], moves: Sequence[_Move], new: Callable[[], int]) -> Sequence[StepRoutine]:
+    """Return a worker's routines with some receives moved."""
+    sequence, made = _sequence(routines), list(routines)
+    numbers: dict[int, int] = {}
+    for which, routine in enumerate(routines):
+        window = sequence.index(which)
+        steps, labels = routine.steps, routine.labels
+        gone = {int(old.index) for old, _ in moves if old.window == window}
+        before: dict[float, list[tuple[Step, InstructionLabel]]] = defaultdict(list)
+        renamed: dict[int, int] = {}
+        for old, place in moves:
+            if place.window != window:
+                continue
+            source = routines[sequence[old.window]]
+            receive, label = source.steps[int(old.index)], source.labels[int(old.index)]
+            assert isinstance(receive, Receive)
+            if old.window > window:
+                number = numbers.get(receive.buffer) or new()
+                numbers[receive.buffer], renamed[number] = number, receive.buffer
+                receive = replace(receive, buffer=number)
+            before[place.index].append((receive, label))
+        if renamed:
+            before[math.inf].append((Rename(tuple(renamed), tuple(renamed.values())), InstructionLabel("hand on")))
+        both: list[tuple[Step, InstructionLabel]] = []
+        for index, pair in enumerate(zip(steps, labels, strict=True)):
+            both += before.get(index, ())
+            both += [] if index in gone else [pair]
+        both += before.get(math.inf, ())
+        if gone or before:
+            made[which] = routine.with_steps([step for step, _ in both], [label for _, label in both])
+    return made
