@@ -195,9 +195,18 @@ class Pool:
         return group
 
     def begin_group(
-        self, workers: Sequence[int], via: Literal["workers", "client"], *, number: int, aside: bool = False
+        self,
+        workers: Sequence[int],
+        via: Literal["workers", "client"],
+        *,
+        number: int,
+        aside: bool = False,
+        tagged: bool = False,
     ) -> list[Future[WorkerReply]]:
-        """Start to form a group without waiting for it; for the arguments see :meth:`form_group`.
+        """Start to form a group without waiting for it; for the other arguments see :meth:`form_group`.
+
+        Args:
+            tagged: Whether its messages must match by channel, which those of NCCL do not.
 
         Returns:
             Futures of its members' replies, for :meth:`note_group`; where one fails, the group has to be left.
@@ -221,7 +230,9 @@ class Pool:
         backend: Literal["gloo", "nccl", "client"] = "gloo"
         if via == "client":
             backend = "client"
-        elif not aside and all(self.devices[worker].nccl for worker in workers):  # even if this client has no NCCL
+        elif not (aside or tagged) and all(
+            self.devices[worker].nccl for worker in workers
+        ):  # even if this client has no NCCL
             backend = "nccl"
         shared = backend == "gloo" and (self.shared or "sim" in kinds or any(links))
         addresses = [self.devices[worker].address for worker in workers]

@@ -8,6 +8,7 @@ steps that overlap.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from onebox.engine.compile.batch_job import BatchJob, BufferNumbers
 from onebox.engine.compile.receive_order import in_send_order
@@ -38,6 +39,7 @@ class Lowering:
         model: Returns the programs for a micro-batch size.
         max_norm: Gradient clipping norm; 0 for none.
         costs: Costs of actions on emulated devices.
+        untagged: Members of the groups whose messages have no tags, by number: receives are in the order of the sends.
 
     Raises:
         CaptureError: A buffer changes in a way that replicas cannot share.
@@ -53,11 +55,13 @@ class Lowering:
         model: ModelPrograms,
         max_norm: float,
         costs: EmulatedCosts,
+        untagged: Mapping[int, Members] = MappingProxyType({}),
     ) -> None:
         self._plan = plan
         self._costs = costs
         self._holdings = holdings
         self._numbers = numbers
+        self._untagged = untagged
         self._gradients = Gradients(holdings, numbers, trained=trained, model=model, max_norm=max_norm)
         self._moved: dict[str, int] = {}
         BatchNormStatistics(holdings, numbers, model, self._moved)  # refuses buffers that replicas cannot share
@@ -98,7 +102,7 @@ class Lowering:
             WorkerUpdate(self._gradients, row.builder, worker).finish()
             row.answer()
             found[worker] = row.builder.finish(row.leaves, row.results)
-        return self._in_order(found)
+        return self._alone(found)
 
     def windows(self, job: BatchJob) -> dict[int, WorkerWindows]:
         """Return each worker's routines for overlapping steps; the job's schedule is that of a steady-state window."""
@@ -113,20 +117,18 @@ class Lowering:
             draining = self._window(second.another(), worker, job, values, drain.get(worker, ()), "drain")
             assert filling.leaves == steady.leaves, "the windows of a step are given different things"
             found[worker] = (filling, steady, draining)
-        ordered = in_send_order(found, self._members, self._numbers.new)
         return {
             worker: WorkerWindows(fill=filling, steady=steady, drain=draining)
-            for worker, (filling, steady, draining) in ordered.items()
+            for worker, (filling, steady, draining) in self._in_order(found).items()
         }
 
-    @property
-    def _members(self) -> dict[int, Members]:
-        return {number: members for members, number in self._numbers.groups.items()}
+    def _in_order(self, routines: Mapping[int, Sequence[StepRoutine]]) -> Mapping[int, Sequence[StepRoutine]]:
+        """Return routines with their receives in the order of the sends, where messages have no tags."""
+        return in_send_order(routines, self._untagged, self._numbers.new) if self._untagged else routines
 
-    def _in_order(self, routines: Mapping[int, StepRoutine]) -> dict[int, StepRoutine]:
-        """Return routines with their receives in the order of the sends."""
-        alone = {worker: (routine,) for worker, routine in routines.items()}
-        return {worker: own for worker, (own,) in in_send_order(alone, self._members, self._numbers.new).items()}
+    def _alone(self, routines: Mapping[int, StepRoutine]) -> dict[int, StepRoutine]:
+        """Return routines of one step in order."""
+        return {w: own for w, (own,) in self._in_order({w: (own,) for w, own in routines.items()}).items()}
 
     def _window(
         self,
@@ -215,7 +217,7 @@ class Lowering:
             rounding.finish()
             row.answer()
             found[worker] = row.builder.finish(row.leaves, row.results)
-        return self._in_order(found)
+        return self._alone(found)
 
     def probe(self, job: BatchJob) -> dict[int, StepRoutine]:
         """Return the routine of each worker that changes no state and returns the squared 2-norm of its gradients.
@@ -233,7 +235,7 @@ class Lowering:
             gradients.norm()
             row.answer()
             found[worker] = row.builder.finish(row.leaves, row.results)
-        return self._in_order(found)
+        return self._alone(found)
 
     def _row(
         self,
@@ -253,6 +255,7 @@ class Lowering:
             ranks=self._holdings.ranks,
             builder=builder or RoutineBuilder(self._numbers.new, self._numbers.program),
             actions=actions,
+            untagged=self._untagged,
         )
 
 

@@ -3,8 +3,8 @@
 A communicator runs its operations in the order of their calls: the n-th send of a worker to another matches the n-th
 receive there, whatever their channels, and the n-th collectives of a group's members match. Sends, receives and
 collectives only begin where a worker comes to them; it waits where it reads a buffer that one of them fills. Each
-direction between two workers has a communicator of its own, made when the group is formed. Gloo and shared memory, which
-respect channels, run every sequence of instructions that these rules run.
+direction between two workers has a communicator of its own, made when the group is formed. Gloo and shared memory,
+which respect channels, run every sequence of instructions that these rules run.
 
 A message that is received in another's place, and a circle of waits, are faults, reported with their instructions.
 """
@@ -12,7 +12,7 @@ A message that is received in another's place, and a circle of waits, are faults
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -34,7 +34,7 @@ from onebox.wire.protocol.instructions import (
     Rename,
     Send,
 )
-from onebox.wire.protocol.requests import Instruction, Put, StoredProgram
+from onebox.wire.protocol.requests import Instruction, Put
 from onebox.wire.protocol.snapshots import Recall
 
 _SHOWN = 3
@@ -51,11 +51,13 @@ class TransferRules:
             library.
         blocking: Whether a receive lets the worker go on only when it has ended: as if everything that a worker does
             waited for its whole device.
+        tagged: Groups in which messages match by channel, as with Gloo.
     """
 
     paired: bool = False
     lazy: bool = False
     blocking: bool = False
+    tagged: Container[int] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,16 +82,16 @@ class InstructionPlace(NamedTuple):
 
     Args:
         worker: Its worker.
-        index: Its index among the worker's instructions.
+        number: Its index among the worker's instructions.
         text: Readable description.
     """
 
     worker: int
-    index: int
+    number: int
     text: str
 
     def __str__(self) -> str:
-        return f"instruction {self.index} of device {self.worker}, {self.text}"
+        return f"instruction {self.number} of device {self.worker}, {self.text}"
 
 
 @dataclass(frozen=True)
@@ -107,16 +109,39 @@ class OrderFault:
     message: str
 
 
-def routine_instructions(
-    routines: Iterable[StepRoutine], specs: Mapping[int, TensorSpec] | None = None
-) -> WorkerInstructions:
-    """Return the instructions of a worker that runs routines one after the other.
+def windows_in_turn(routines: Sequence[StepRoutine]) -> Sequence[int]:
+    """Return a run of a worker's routines that covers all neighbourhoods, as their indices.
 
     Args:
-        routines: The routines.
-        specs: Specs of the permanent buffers, as far as known.
+        routines: The routine of a step; or, where steps overlap, those of the first, a steady, and the draining window.
     """
-    known = dict(specs or {})
+    return (0,) if len(routines) == 1 else (0, 1, 1, 2)
+
+
+def step_faults(
+    routines: Mapping[int, Sequence[StepRoutine]],
+    groups: Mapping[int, Members],
+    rules: TransferRules = TransferRules(),
+    shared: Container[int] = (),
+) -> tuple[OrderFault, ...]:
+    """Return the faults in the order of transfers of a step; see :func:`order_faults`.
+
+    Args:
+        routines: For each worker its routine; or, where steps overlap, those of the first, a steady, and the draining
+            window.
+        groups: Members of each group, by its number.
+        rules: The rules.
+        shared: Buffers that have the same meaning on all workers.
+    """
+    workers = {
+        worker: routine_instructions([own[which] for which in windows_in_turn(own)]) for worker, own in routines.items()
+    }
+    return order_faults(workers, groups, rules, shared)
+
+
+def routine_instructions(routines: Iterable[StepRoutine]) -> WorkerInstructions:
+    """Return the instructions of a worker that runs routines one after the other."""
+    specs: dict[int, TensorSpec] = {}
     instructions: list[Instruction] = []
     labels: list[str] = []
     programs: dict[int, Program] = {}
@@ -124,14 +149,15 @@ def routine_instructions(
         instructions += routine.steps
         labels += (label.name for label in routine.labels)
         programs.update(routine.programs)
-        known |= {number: spec for number, (_, spec) in routine.constants.items()}
-    return WorkerInstructions(instructions=instructions, labels=labels, programs=programs, specs=known)
+        specs |= {number: spec for number, (_, spec) in routine.constants.items()}
+    return WorkerInstructions(instructions=instructions, labels=labels, programs=programs, specs=specs)
 
 
 def order_faults(
     workers: Mapping[int, WorkerInstructions],
     groups: Mapping[int, Members],
-    rules: TransferRules = TransferRules(),  # noqa: B008 - frozen
+    rules: TransferRules = TransferRules(),
+    shared: Container[int] = (),
 ) -> tuple[OrderFault, ...]:
     """Return the faults of the order in which workers send, receive and reduce; none if every order is right.
 
@@ -139,8 +165,9 @@ def order_faults(
         workers: The instructions of each worker, from a state in which nothing is on its way.
         groups: Members of each group, by its number.
         rules: The rules.
+        shared: Buffers that have the same meaning on all workers: a sum or a broadcast of one matches only itself.
     """
-    return _Simulation(workers, groups, rules).faults()
+    return _Simulation(workers, groups, rules, shared).faults()
 
 
 def fault_text(faults: Sequence[OrderFault]) -> str:
@@ -152,7 +179,7 @@ def fault_text(faults: Sequence[OrderFault]) -> str:
 # ---- operations of one worker
 
 _Key = tuple[int, ...]
-"""A communicator: its group, and for messages the two workers; see :func:`_key`."""
+"""A communicator: its group, and for messages the two workers and, in tagged groups, the channel."""
 
 
 class _Operation:
@@ -175,7 +202,7 @@ class _Operation:
 class _Wait(NamedTuple):
     """A wait for an operation, at an instruction that reads its result."""
 
-    index: int
+    at: int
     operation: _Operation
 
 
@@ -187,16 +214,23 @@ class _Extraction:
         given: Its instructions.
         groups: Members of each group.
         rules: The rules.
+        shared: Buffers that have the same meaning on all workers.
     """
 
     def __init__(
-        self, worker: int, given: WorkerInstructions, groups: Mapping[int, Members], rules: TransferRules
+        self,
+        worker: int,
+        given: WorkerInstructions,
+        groups: Mapping[int, Members],
+        rules: TransferRules,
+        shared: Container[int],
     ) -> None:
         self.events: list[_Operation | _Wait] = []
         self._worker = worker
         self._given = given
         self._groups = groups
         self._rules = rules
+        self._shared = shared
         self._specs: dict[int, TensorSpec] = dict(given.specs)
         self._made: dict[int, tuple[int, int]] = {}  # by buffer: the program and the position of its output
         self._outputs: dict[int, list[TensorSpec]] = {}
@@ -220,20 +254,8 @@ class _Extraction:
                 self._begin(step.group, "send", (step.channel, rows), [self._spec(step.buffer)], peer)
             case Receive():
                 self._receive(step)
-            case Reduce():
-                rank = self._groups[step.group].index(self._worker)
-                specs = [self._spec(number) for number in step.buffers]
-                operation = self._begin(step.group, "reduce", step.root, specs)
-                self._promise(step.buffers if step.root in (-1, rank) else (), [operation])
-            case Broadcast():
-                rank = self._groups[step.group].index(self._worker)
-                specs = list(step.specs) or [self._spec(number) for number in step.buffers]
-                operation = self._begin(step.group, "broadcast", step.root, specs)
-                if rank != step.root:
-                    self._promise(step.buffers, [operation], step.specs)
-            case Gather():
-                operation = self._begin(step.group, "gather", step.dim, [step.spec])
-                self._promise((step.into,), [operation], (step.spec,))
+            case Reduce() | Broadcast() | Gather():
+                self._collective(step)
             case Rename():
                 self._rename(dict(zip(step.buffers, step.into, strict=True)))
             case Free():
@@ -243,6 +265,26 @@ class _Extraction:
                 self._known(step.buffers, step.specs)
             case _:
                 pass
+
+    def _collective(self, step: Reduce | Broadcast | Gather) -> None:
+        rank = self._groups[step.group].index(self._worker)
+        specs: list[TensorSpec | None]
+        match step:
+            case Reduce():
+                specs = [self._spec(number) for number in step.buffers]
+                reduced = self._begin(step.group, "reduce", (step.root, *self._known_as(step.buffers)), specs)
+                self._promise(step.buffers if step.root in (-1, rank) else (), [reduced])
+            case Broadcast():
+                specs = [*step.specs] or [self._spec(number) for number in step.buffers]
+                sent = self._begin(step.group, "broadcast", (step.root, *self._known_as(step.buffers)), specs)
+                self._promise(() if rank == step.root else step.buffers, [sent], step.specs)
+            case Gather():
+                joined = self._begin(step.group, "gather", step.dim, [step.spec])
+                self._promise((step.into,), [joined], (step.spec,))
+
+    def _known_as(self, numbers: Sequence[int]) -> Iterator[int]:
+        """Yield what identifies buffers to all workers, where something does."""
+        return (number if number in self._shared else 0 for number in numbers)
 
     def _receive(self, step: Receive) -> None:
         peer = self._groups[step.group][step.peer]
@@ -263,13 +305,14 @@ class _Extraction:
         if peer is not None:
             ends = (self._worker, peer) if kind == "send" else (peer, self._worker)
             key = (group, *(sorted(ends) if self._rules.paired else ends))
+            if group in self._rules.tagged:
+                assert isinstance(detail, tuple)
+                key = (group, *ends, detail[0])
         operation = _Operation(self._worker, self._index, key, kind, detail, specs)
         self.events.append(operation)
         return operation
 
-    def _promise(
-        self, numbers: Sequence[int], operations: list[_Operation], specs: Sequence[TensorSpec] = ()
-    ) -> None:
+    def _promise(self, numbers: Sequence[int], operations: list[_Operation], specs: Sequence[TensorSpec] = ()) -> None:
         for number in numbers:
             self._pending[number] = operations
         self._known(numbers, specs)
@@ -354,15 +397,22 @@ class _Simulation:
         workers: The instructions of each worker.
         groups: Members of each group, by its number.
         rules: The rules.
+        shared: Buffers that have the same meaning on all workers.
     """
 
     def __init__(
-        self, workers: Mapping[int, WorkerInstructions], groups: Mapping[int, Members], rules: TransferRules
+        self,
+        workers: Mapping[int, WorkerInstructions],
+        groups: Mapping[int, Members],
+        rules: TransferRules,
+        shared: Container[int],
     ) -> None:
         self._workers = workers
         self._groups = groups
         self._rules = rules
-        self._events = {worker: _Extraction(worker, own, groups, rules).events for worker, own in workers.items()}
+        self._events = {
+            worker: _Extraction(worker, own, groups, rules, shared).events for worker, own in workers.items()
+        }
         self._next = dict.fromkeys(workers, 0)
         self._communicators: dict[_Key, _Communicator] = {}
         self._sleeping: dict[int, list[int]] = defaultdict(list)  # workers, by the id of the operation they wait for
@@ -395,7 +445,7 @@ class _Simulation:
         """Begin an operation; return whether its communicator exists."""
         key, worker = operation.key, operation.worker
         if key not in self._communicators:
-            self._communicators[key] = _Communicator(key[1:] or self._groups[key[0]])
+            self._communicators[key] = _Communicator(key[1:3] or self._groups[key[0]])
         communicator = self._communicators[key]
         if self._rules.lazy and len(communicator.there) < len(communicator.queues):
             communicator.there.add(worker)
@@ -435,9 +485,11 @@ class _Simulation:
         """Return an operation's instruction, or another one of its worker."""
         index = operation.index if at is None else at
         labels = self._workers[operation.worker].labels
-        name = f'"{labels[index]}"' if index < len(labels) else type(
-            self._workers[operation.worker].instructions[index]
-        ).__name__.lower()
+        name = (
+            f'"{labels[index]}"'
+            if index < len(labels)
+            else type(self._workers[operation.worker].instructions[index]).__name__.lower()
+        )
         if at is not None:
             return InstructionPlace(operation.worker, index, name)
         where = f"group {operation.key[0]}"
@@ -486,7 +538,7 @@ class _Simulation:
                 return OrderFault("unmatched", (known,), f"{known}, has no counterpart on device {worker}")
             event = events[position]
             if isinstance(event, _Wait):
-                waits, key = self._place(event.operation, event.index), event.operation.key
+                waits, key = self._place(event.operation, event.at), event.operation.key
             else:
                 waits, key = self._place(event), event.key
             steps.append((f"{known}, needs device {worker}, which is at {waits}", [known, waits]))

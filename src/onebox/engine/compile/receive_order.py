@@ -10,18 +10,17 @@ end of that window. Routines whose receives are in order stay as they are.
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from onebox.engine.compile.order_check import windows_in_turn
 from onebox.engine.compile.routine import InstructionLabel, StepRoutine
 from onebox.engine.partition.sharding_spec import Members
 from onebox.wire.protocol.instructions import Receive, Rename, Send, Step
-
-_WINDOWS = (0, 1, 1, 2)
-"""Overlapping steps, as indices of their routines: the first window, two steady ones, the drain."""
 
 _Pair = tuple[int, int, int]
 """A group, the sender and the receiver."""
@@ -35,11 +34,11 @@ class _Place(NamedTuple):
 
     Args:
         window: The window.
-        index: The instruction in its routine that it precedes; infinite for the end.
+        before: The instruction in its routine that it precedes; infinite for the end.
     """
 
     window: int
-    index: float
+    before: float
 
 
 class _Move(NamedTuple):
@@ -55,15 +54,15 @@ def in_send_order(
     Args:
         routines: For each worker its routine of a step; or, where steps overlap, those of the first, a steady, and the
             draining window.
-        groups: Members of each group, by its number.
+        groups: Members of each group whose messages have no tags, by its number; others are left as they are.
         new: Returns an unused number.
     """
     sends: dict[_Pair, list[tuple[_Occurrence, int]]] = defaultdict(list)
     receives: dict[_Pair, dict[_Occurrence, _Place]] = defaultdict(dict)
     counts: Counter[tuple[bool, _Pair, int]] = Counter()
     for worker, own in routines.items():
-        exchanges = [[*_exchanges(routine.steps)] for routine in own]
-        for window, which in enumerate(_sequence(own)):
+        exchanges = [[*_exchanges(routine.steps, groups)] for routine in own]
+        for window, which in enumerate(windows_in_turn(own)):
             for index, step in exchanges[which]:
                 peer = groups[step.group][step.peer]
                 sent = isinstance(step, Send)
@@ -82,14 +81,10 @@ def in_send_order(
     return {worker: _moved(own, moves[worker], new) if moves[worker] else own for worker, own in routines.items()}
 
 
-def _sequence(routines: Sequence[StepRoutine]) -> Sequence[int]:
-    return (0,) if len(routines) == 1 else _WINDOWS
-
-
-def _exchanges(steps: Iterable[Step]) -> Iterable[tuple[int, Send | Receive]]:
-    """Yield the messages of a routine; the chunks of one are one."""
+def _exchanges(steps: Iterable[Step], groups: Container[int]) -> Iterable[tuple[int, Send | Receive]]:
+    """Yield the messages of a routine in some groups; the chunks of one are one."""
     for index, step in enumerate(steps):
-        if isinstance(step, Receive) or (isinstance(step, Send) and not step.first):
+        if isinstance(step, Send | Receive) and step.group in groups and not (isinstance(step, Send) and step.first):
             yield index, step
 
 
@@ -104,7 +99,7 @@ def _moves(order: Sequence[tuple[_Occurrence, int]], found: Mapping[_Occurrence,
     early: set[int] = set()  # channels whose receives move to the window of the send, in all windows
     while True:
         target: dict[_Occurrence, _Place] = {}
-        least = _Place(len(_WINDOWS), 0)
+        least = _Place(sys.maxsize, 0)
         for occurrence, _ in reversed(order):
             least = min(least, places[occurrence])
             target[occurrence] = least
@@ -118,25 +113,25 @@ def _moves(order: Sequence[tuple[_Occurrence, int]], found: Mapping[_Occurrence,
 
 def _moved(routines: Sequence[StepRoutine], moves: Sequence[_Move], new: Callable[[], int]) -> Sequence[StepRoutine]:
     """Return a worker's routines with some receives moved."""
-    sequence, made = _sequence(routines), list(routines)
+    sequence, made = windows_in_turn(routines), list(routines)
     numbers: dict[int, int] = {}
     for which, routine in enumerate(routines):
         window = sequence.index(which)
         steps, labels = routine.steps, routine.labels
-        gone = {int(old.index) for old, _ in moves if old.window == window}
+        gone = {int(old.before) for old, _ in moves if old.window == window}
         before: dict[float, list[tuple[Step, InstructionLabel]]] = defaultdict(list)
         renamed: dict[int, int] = {}
         for old, place in moves:
             if place.window != window:
                 continue
             source = routines[sequence[old.window]]
-            receive, label = source.steps[int(old.index)], source.labels[int(old.index)]
+            receive, label = source.steps[int(old.before)], source.labels[int(old.before)]
             assert isinstance(receive, Receive)
             if old.window > window:
                 number = numbers.get(receive.buffer) or new()
                 numbers[receive.buffer], renamed[number] = number, receive.buffer
                 receive = replace(receive, buffer=number)
-            before[place.index].append((receive, label))
+            before[place.before].append((receive, label))
         if renamed:
             before[math.inf].append((Rename(tuple(renamed), tuple(renamed.values())), InstructionLabel("hand on")))
         both: list[tuple[Step, InstructionLabel]] = []
