@@ -41,8 +41,8 @@ def require_order(
         groups: Members of each group.
         shared: Buffers that have the same meaning on all workers.
     """
+    from onebox.engine.compile.message_order import in_send_order
     from onebox.engine.compile.order_check import fault_text, step_faults
-    from onebox.engine.compile.receive_order import in_send_order
 
     ordered = in_send_order(routines, groups, functools.partial(next, itertools.count(1 << 40)))
     faults = step_faults(ordered, groups, shared=shared)

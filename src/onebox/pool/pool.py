@@ -230,10 +230,8 @@ class Pool:
         backend: Literal["gloo", "nccl", "client"] = "gloo"
         if via == "client":
             backend = "client"
-        elif not (aside or tagged) and all(
-            self.devices[worker].nccl for worker in workers
-        ):  # even if this client has no NCCL
-            backend = "nccl"
+        elif not aside and not tagged and all(self.devices[worker].nccl for worker in workers):
+            backend = "nccl"  # even if this client has no NCCL
         shared = backend == "gloo" and (self.shared or "sim" in kinds or any(links))
         addresses = [self.devices[worker].address for worker in workers]
         self._client_loop.form(group, workers)

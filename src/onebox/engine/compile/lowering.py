@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from onebox.engine.compile.batch_job import BatchJob, BufferNumbers
-from onebox.engine.compile.receive_order import in_send_order
+from onebox.engine.compile.message_order import in_send_order
 from onebox.engine.compile.routine import RoutineBuilder, StepRoutine
 from onebox.engine.compile.update.async_window import DueUpdate, LateUpdate, Window, WindowWeights, WorkerWindows
 from onebox.engine.compile.update.batchnorm import BatchNormStatistics, WorkerStatistics
@@ -39,7 +39,8 @@ class Lowering:
         model: Returns the programs for a micro-batch size.
         max_norm: Gradient clipping norm; 0 for none.
         costs: Costs of actions on emulated devices.
-        untagged: Members of the groups whose messages have no tags, by number: receives are in the order of the sends.
+        untagged: Members of the groups whose messages have no tags, by number: they are received in the order in
+            which they are sent.
 
     Raises:
         CaptureError: A buffer changes in a way that replicas cannot share.
@@ -123,7 +124,7 @@ class Lowering:
         }
 
     def _in_order(self, routines: Mapping[int, Sequence[StepRoutine]]) -> Mapping[int, Sequence[StepRoutine]]:
-        """Return routines with their receives in the order of the sends, where messages have no tags."""
+        """Return the routines or windows of each worker with messages in one order, where they have no tags."""
         return in_send_order(routines, self._untagged, self._numbers.new) if self._untagged else routines
 
     def _alone(self, routines: Mapping[int, StepRoutine]) -> dict[int, StepRoutine]:
@@ -255,7 +256,6 @@ class Lowering:
             ranks=self._holdings.ranks,
             builder=builder or RoutineBuilder(self._numbers.new, self._numbers.program),
             actions=actions,
-            untagged=self._untagged,
         )
 
 

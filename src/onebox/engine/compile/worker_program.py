@@ -7,7 +7,7 @@ of a step that the next window reads are kept under those numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from onebox.engine.compile.batch_job import BatchJob, BufferNumbers
@@ -48,7 +48,6 @@ class WorkerProgramBuilder:
         ranks: For each worker, its rank in its replica.
         builder: The routine.
         actions: The worker's row, or the part of a window in the routine.
-        untagged: Groups whose messages have no tags: nothing is sent between the chunks of a value.
     """
 
     def __init__(
@@ -63,7 +62,6 @@ class WorkerProgramBuilder:
         ranks: Mapping[int, int],
         builder: RoutineBuilder,
         actions: Sequence[Action],
-        untagged: Container[int] = (),
     ) -> None:
         self.builder = builder
         self.actions = actions
@@ -75,7 +73,6 @@ class WorkerProgramBuilder:
         self._plan = plan
         self._members = all_workers_group(plan.devices, numbers.groups)
         self._numbers = numbers
-        self._untagged = bool(self._members) and numbers.groups.get(self._members) in untagged
         self._costs = costs
         self._ranks = ranks
         self._count = len(job.micro_batches)
@@ -230,14 +227,8 @@ class WorkerProgramBuilder:
         sent: set[Port] = set()
 
         def send(ports: Sequence[Port]) -> None:
-            ready = [port for port in ports if port not in sent]
-            if self._untagged:
-                ready.sort(key=lambda port: port not in part.chunks)
-                begun = sent.union(ready).intersection(part.chunks)
-                if 0 < len(begun) < len(part.chunks):  # the receiver takes the chunks of a value in a row
-                    ready = [port for port in ready if port in part.chunks]
-            self._send(ready, part, stage, micro_batch)
-            sent.update(ready)
+            self._send([port for port in ports if port not in sent], part, stage, micro_batch)
+            sent.update(ports)
 
         def hand_on() -> None:
             send(part.outputs)

@@ -125,7 +125,8 @@ class InstalledPlan:
         else:
             self._may_be_at_once(batch, stepped=False)
         if self.compiler.untagged and steps:
-            self._require_order(self.compiler.step(batch, windows=windows))
+            for overlapping in sorted({windows, windows or bool(self.compiler.versions.previous)}):
+                self._require_order(self.compiler.step(batch, windows=overlapping))
         self.checks: Mapping[int, Sequence[tuple[Members, Ask]]] = {}
 
     def _new_number(self) -> int:
@@ -376,7 +377,8 @@ class InstalledPlan:
         return evaluation_contents(self.compiler, batch, self._resident, at_once=at_once, stepped=stepped)
 
     def probe(self, batch: Batch, sizes: Sequence[int]) -> Probe | None:
-        """Return routines that compute losses and gradients without changing state; ``None`` if memory is insufficient.
+        """Return routines that compute losses and gradients without changing state; ``None`` if memory is insufficient,
+        or GPUs would mix up their transfers.
 
         Args:
             batch: The batch.
@@ -385,7 +387,7 @@ class InstalledPlan:
         probe = self.compiler.probe(batch, sizes)
         contents = probe_contents(self.compiler, batch, probe, self._resident, windows=self._windows)
         fits = all(peak_of(found) <= self._room_bytes(worker) for worker, found in contents.items())
-        return probe if fits else None
+        return probe if fits and (self._tagged or not probe.compiled.faults) else None
 
     def close(self) -> None:
         """Leave the groups."""
