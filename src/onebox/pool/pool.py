@@ -8,6 +8,7 @@ import itertools
 import logging
 import math
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from types import TracebackType
@@ -66,6 +67,7 @@ class Pool:
         self._sources = sources
         self._client_loop = client_loop
         self._forming: dict[int, list[Future[WorkerReply]]] = {}  # of groups that no member has left
+        self._forming_lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._owner = os.getpid()
         self._closed = False
@@ -234,15 +236,16 @@ class Pool:
             backend = "nccl"  # even if this client has no NCCL
         shared = backend == "gloo" and (self.shared or "sim" in kinds or any(links))
         addresses = [self.devices[worker].address for worker in workers]
-        self._client_loop.form(group, workers)
-        self._forming[group] = asked = [
-            self.post(
-                worker,
-                [FormGroup(group, rank, len(workers), backend, address, GROUP_S, shared, links[rank], aside)],
-                answer=True,
-            )
-            for rank, (worker, address) in enumerate(zip(workers, addresses, strict=True))
-        ]
+        with self._forming_lock:  # workers form groups in the order of the requests, which has to be one order
+            self._client_loop.form(group, workers)
+            self._forming[group] = asked = [
+                self.post(
+                    worker,
+                    [FormGroup(group, rank, len(workers), backend, address, GROUP_S, shared, links[rank], aside)],
+                    answer=True,
+                )
+                for rank, (worker, address) in enumerate(zip(workers, addresses, strict=True))
+            ]
         return asked
 
     def is_formed(self, group: int) -> bool:
