@@ -17,10 +17,7 @@ from onebox.worker.optimizer.host_parameters import HostParameters
 from onebox.worker.optimizer.native import NativeOptimizer
 from tests.trainer_arguments import grouped
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
-]
+pytestmark = pytest.mark.gpu
 
 SHAPES = ((512, 512), (512,), (64, 512), (3,), (1024, 1024))
 

@@ -13,10 +13,7 @@ from onebox.pool import raise_first
 from onebox.report import compare_memory
 from onebox.wire.protocol.instructions import Ask
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def model(name: str) -> nn.Module:

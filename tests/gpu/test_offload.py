@@ -16,10 +16,7 @@ from onebox.wire.protocol.instructions import Call, Evict, Free, Offload, Prefet
 from onebox.worker.device import ComputeDevice
 from tests.unit.machines import Rig, define, elementwise
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
-]
+pytestmark = pytest.mark.gpu
 
 SPEC = TensorSpec("float32", (2048, 2048))
 BATCH = 12

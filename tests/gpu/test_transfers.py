@@ -13,10 +13,7 @@ from onebox.wire.protocol.requests import Put
 from onebox.worker.comm.shm.segment import supported
 from tests.process.test_ways import SHAPES, maps, swap, used_bytes
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "sockets"])

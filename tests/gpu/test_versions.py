@@ -13,10 +13,7 @@ from onebox.worker.device import ComputeDevice
 from onebox.worker.optimizer.delay_compensation import AHEAD
 from tests.unit.machines import Rig
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
-]
+pytestmark = pytest.mark.gpu
 
 START = torch.arange(12, dtype=torch.float64).reshape(3, 4)
 

@@ -10,10 +10,7 @@ from torch import nn
 
 import onebox
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")
