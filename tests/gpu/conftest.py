@@ -18,7 +18,7 @@ KINDS = ("cuda", "cpu")
 
 
 @pytest.fixture(scope="session")
-def kind() -> str:
+def device_kind() -> str:
     """Return the kind of the devices, ``cuda`` or ``cpu``."""
     kind = os.environ.get("ONEBOX_TEST_DEVICE", "cuda")
     if kind not in KINDS:
@@ -29,9 +29,9 @@ def kind() -> str:
 
 
 @pytest.fixture(scope="session")
-def real(kind: str) -> bool:
+def real(device_kind: str) -> bool:
     """Return whether the devices are GPUs."""
-    return kind == "cuda"
+    return device_kind == "cuda"
 
 
 @pytest.fixture(scope="session")
@@ -42,18 +42,18 @@ def on_gpu(real: bool) -> None:
 
 
 @pytest.fixture(scope="session")
-def device(kind: str) -> str:
+def device(device_kind: str) -> str:
     """Return one device, for the specification of a pool."""
-    return "cuda:0" if kind == "cuda" else kind
+    return "cuda:0" if device_kind == "cuda" else device_kind
 
 
 @pytest.fixture(scope="session")
-def devices(kind: str) -> Callable[[int], str]:
+def devices(device_kind: str) -> Callable[[int], str]:
     """Return a function from a number of devices to the specification of a pool; it skips where there are fewer."""
 
     def named(count: int) -> str:
-        if kind != "cuda":
-            return ",".join([kind] * count)
+        if device_kind != "cuda":
+            return ",".join([device_kind] * count)
         if torch.cuda.device_count() < count:
             pytest.skip(f"needs {count} CUDA devices, here are {torch.cuda.device_count()}")
         return ",".join(f"cuda:{index}" for index in range(count))
