@@ -62,11 +62,7 @@ def test_the_same_bits_twice(pool: onebox.Pool) -> None:
         generator = torch.Generator().manual_seed(1)
         with onebox.Trainer(model, nn.functional.cross_entropy, optimizer, pool=pool, seed=3) as trainer:
             return [
-                float(
-                    trainer.step(
-                        torch.randn(16, 3, 16, 16, generator=generator), torch.arange(16) % 10
-                    )
-                )
+                float(trainer.step(torch.randn(16, 3, 16, 16, generator=generator), torch.arange(16) % 10))
                 for _ in range(5)
             ]
 

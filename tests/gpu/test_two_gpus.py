@@ -151,15 +151,14 @@ def test_a_killed_peer_is_an_error_in_time(layout: str, devices: Callable[[int],
 def test_a_run_goes_on_after_a_killed_peer(layout: str, devices: Callable[[int], str]) -> None:
     plan = staged("gpt2", (0, 1)) if layout == "pipeline" else Plan.data_parallel([0, 1], [1.0, 1.0], micro_batch=3)
     batches = CASES["gpt2"].batches([8] * 12)
-    with onebox.open(devices(2), threads=1) as own:
-        with _begun(own, plan, recover=True, snapshot_every=2) as trainer:
-            losses = [float(trainer.step(*batch)) for batch in batches[:5]]
-            os.kill(own.process_ids[1], signal.SIGKILL)
-            begin_s = time.monotonic()
-            losses += [float(trainer.step(*batch)) for batch in batches[5:]]
-            assert time.monotonic() - begin_s < 2 * NOTICED_S
-            assert len(trainer.recoveries) == 1
-            found = _outcome(trainer, losses)
+    with onebox.open(devices(2), threads=1) as own, _begun(own, plan, recover=True, snapshot_every=2) as trainer:
+        losses = [float(trainer.step(*batch)) for batch in batches[:5]]
+        os.kill(own.process_ids[1], signal.SIGKILL)
+        begin_s = time.monotonic()
+        losses += [float(trainer.step(*batch)) for batch in batches[5:]]
+        assert time.monotonic() - begin_s < 2 * NOTICED_S
+        assert len(trainer.recoveries) == 1
+        found = _outcome(trainer, losses)
     assert_same(found, reference("gpt2", plan, [8] * 12, optimizer="sgd"), TOLERANCE)
 
 

@@ -39,9 +39,13 @@ _INTERRUPTED = 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the checks, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu_run", description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=get_args(Kind), default="cuda", help="cpu or model: a rehearsal without a GPU")
+    parser.add_argument(
+        "--device", choices=get_args(Kind), default="cuda", help="cpu or model: a rehearsal without a GPU"
+    )
     parser.add_argument("--minutes", type=float, default=30.0, help="for all checks together")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="of the checks, those whose names contain one of these")
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="of the checks, those whose names contain one of these"
+    )
     parser.add_argument("--report", type=Path, metavar="FOLDER", help="where the report goes; under runs/ if not given")
     parser.add_argument("--list", action="store_true", help="list the checks and end")
     options = parser.parse_args(arguments)
@@ -72,11 +76,13 @@ class GpuRun:
         device: Kind of devices.
         folder: For the report and the logs; made if need be.
         limit_s: For all checks together.
+        spare_s: Least time that is worth starting a check for.
     """
 
     device: Kind
     folder: Path
     limit_s: float
+    spare_s: float = SPARE_S
 
     def all(self, checks: Sequence[Check]) -> Report:
         """Run checks, one after the other, and return the report, which is written anew after each."""
@@ -114,11 +120,12 @@ class GpuRun:
         log, listing = self.folder / f"{name}.log", self.folder / f"{name}.xml"
         blank = Result(name=check.name, reveals=check.reveals, status="skipped", log=log.name)
         limit_s = min(check.limit_s, left_s)
-        if limit_s < SPARE_S:
+        if limit_s < self.spare_s:
             return replace(blank, reason=f"the {self.limit_s / 60:.0f} minutes are over")
         if self.device == "cuda" and machine and len(machine.get("devices", [])) < check.devices:
             return replace(blank, reason=f"needs {check.devices} GPUs, here are {len(machine.get('devices', []))}")
-        filled = [part.format(device=self.device, folder=self.folder) for part in check.command]
+        values = {"{device}": self.device, "{folder}": str(self.folder)}
+        filled = [values.get(part, part) for part in check.command]
         filled += check.rehearsal if self.device != "cuda" else ()
         command = [sys.executable, *filled, *([f"--junitxml={listing}"] if check.tests else [])]
         ending = run(command, log=log, limit_s=limit_s, folder=ROOT, environment=self._environment())

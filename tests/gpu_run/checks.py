@@ -1,7 +1,7 @@
 """The checks of a GPU in the order in which they run: what each command would reveal, and how long it may take.
 
-What is quick and what everything else rests on comes first; benchmarks come last, as a figure of a wrong result is worth
-nothing. The limits are several times what a check takes, and bound a check that hangs.
+What is quick and what everything else rests on comes first; benchmarks come last, as a figure of a wrong result is
+worth nothing. The limits are several times what a check takes, and bound a check that hangs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Check:
     rehearsal: tuple[str, ...] = ()
 
 
-def tests(name: str, reveals: str, *selection: str, limit_s: float, devices: int = 1) -> Check:
+def suite(name: str, reveals: str, *selection: str, limit_s: float, devices: int = 1) -> Check:
     """Return a check that runs tests.
 
     A warning is none of its business: PyTorch has warnings of its own on each kind of GPU.
@@ -56,9 +56,7 @@ def tests(name: str, reveals: str, *selection: str, limit_s: float, devices: int
         devices: Number of devices that it needs.
     """
     usual = ("-m", "pytest", "-v", "-W", "default", "-p", "no:cacheprovider", f"--timeout={TEST_S}")
-    return Check(
-        name=name, reveals=reveals, command=(*usual, *selection), limit_s=limit_s, devices=devices, tests=True
-    )
+    return Check(name=name, reveals=reveals, command=(*usual, *selection), limit_s=limit_s, devices=devices, tests=True)
 
 
 _PAIR = "tests/gpu/test_two_gpus.py"
@@ -70,45 +68,77 @@ CHECKS: tuple[Check, ...] = (
         command=("-m", "tests.gpu_run.machine", "{device}"),
         limit_s=90,
     ),
-    tests(
+    suite(
         "open",
         "the sandbox refuses device files, libraries or system calls that CUDA needs",
         "tests/gpu/test_open.py",
         limit_s=120,
     ),
-    tests("equality", "wrong results: float64 on one worker against plain PyTorch", "tests/gpu/test_equality.py", limit_s=180),
-    tests(
+    suite(
+        "equality",
+        "wrong results: float64 on one worker against plain PyTorch",
+        "tests/gpu/test_equality.py",
+        limit_s=180,
+    ),
+    suite(
         "operators",
         "operators whose shapes or types differ from those that the CPU's capture promised",
         "tests/gpu/test_operators.py",
         limit_s=240,
     ),
-    tests(
+    suite(
         "clocks",
         "times of instructions that are those of the host's calls instead of the GPU's work",
         "tests/gpu/test_clocks.py",
         limit_s=90,
     ),
-    tests("offload", "a copy that memory is taken from too early", "tests/gpu/test_offload.py", limit_s=120),
-    tests("host update", "gradients or parameters that are read before they are made", "tests/gpu/test_host_update.py", limit_s=120),
-    tests("versions", "versions of parameters that share memory", "tests/gpu/test_versions.py", limit_s=90),
-    tests("transfers", "tensors between a GPU and a CPU that arrive wrong or late", "tests/gpu/test_transfers.py", limit_s=90),
-    tests(
+    suite("offload", "a copy that memory is taken from too early", "tests/gpu/test_offload.py", limit_s=120),
+    suite(
+        "host update",
+        "gradients or parameters that are read before they are made",
+        "tests/gpu/test_host_update.py",
+        limit_s=120,
+    ),
+    suite("versions", "versions of parameters that share memory", "tests/gpu/test_versions.py", limit_s=90),
+    suite(
+        "transfers",
+        "tensors between a GPU and a CPU that arrive wrong or late",
+        "tests/gpu/test_transfers.py",
+        limit_s=90,
+    ),
+    suite(
         "bad label",
         "a device-side assertion whose worker stays in the pool with a broken context",
         "tests/gpu/test_bad_label.py",
         limit_s=120,
     ),
-    tests("memory", "peaks that are not those predicted, budgets that do not bind", "tests/gpu/test_memory.py", limit_s=120),
-    tests("numerics", "TF32 or nondeterminism that nobody asked for", "tests/gpu/test_numerics.py", limit_s=90),
-    tests("one GPU twice", "two workers of one GPU: NCCL refuses them", "tests/gpu/test_one_gpu_twice.py", limit_s=120),
-    tests("virtual", "the virtual device on a GPU", "tests/gpu/test_virtual.py", limit_s=120),
-    tests("two: replicas", "averaging over NCCL", _PAIR, "-k", "replicas", limit_s=90, devices=2),
-    tests("two: pipelines", "a deadlock of sends and receives over NCCL", _PAIR, "-k", "schedules", limit_s=240, devices=2),
-    tests("two: skips", "channels of one pair that swap: NCCL has no tags", _PAIR, "-k", "skips", limit_s=90, devices=2),
-    tests("two: migration", "a plan that takes over while groups of the last one close", _PAIR, "-k", "migration", limit_s=120, devices=2),
-    tests("two: peer killed", "a wait of NCCL that nothing interrupts", _PAIR, "-k", "killed", limit_s=180, devices=2),
-    tests("two: idle", "NCCL's own threads: heartbeat and watchdog", _PAIR, "-k", "idle", limit_s=150, devices=2),
+    suite(
+        "memory",
+        "peaks that are not those predicted, budgets that do not bind",
+        "tests/gpu/test_memory.py",
+        limit_s=120,
+    ),
+    suite("numerics", "TF32 or nondeterminism that nobody asked for", "tests/gpu/test_numerics.py", limit_s=90),
+    suite("one GPU twice", "two workers of one GPU: NCCL refuses them", "tests/gpu/test_one_gpu_twice.py", limit_s=120),
+    suite("virtual", "the virtual device on a GPU", "tests/gpu/test_virtual.py", limit_s=120),
+    suite("two: replicas", "averaging over NCCL", _PAIR, "-k", "replicas", limit_s=90, devices=2),
+    suite(
+        "two: pipelines", "a deadlock of sends and receives over NCCL", _PAIR, "-k", "schedules", limit_s=240, devices=2
+    ),
+    suite(
+        "two: skips", "channels of one pair that swap: NCCL has no tags", _PAIR, "-k", "skips", limit_s=90, devices=2
+    ),
+    suite(
+        "two: migration",
+        "a plan that takes over while groups of the last one close",
+        _PAIR,
+        "-k",
+        "migration",
+        limit_s=120,
+        devices=2,
+    ),
+    suite("two: peer killed", "a wait of NCCL that nothing interrupts", _PAIR, "-k", "killed", limit_s=180, devices=2),
+    suite("two: idle", "NCCL's own threads: heartbeat and watchdog", _PAIR, "-k", "idle", limit_s=150, devices=2),
     Check(
         name="steps",
         reveals="speed: remote over plain eager PyTorch, the target is at most 1.02; with a kernel timeline",

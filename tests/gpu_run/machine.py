@@ -65,7 +65,9 @@ def torch_and_gpus() -> dict[str, Any]:
                 "capability": f"{properties.major}.{properties.minor}",
                 "processors": properties.multi_processor_count,
                 "peers": [
-                    other for other in range(count) if other != index and torch.cuda.can_device_access_peer(index, other)
+                    other
+                    for other in range(count)
+                    if other != index and torch.cuda.can_device_access_peer(index, other)
                 ],
             }
         )

@@ -14,7 +14,7 @@ from pathlib import Path
 DUMP_S = 3.0
 """Time for the stacks of all threads to be written before the processes are killed."""
 
-LEAVE_S = 5.0
+LEAVE_S = 3.0
 """Time for workers to end after the command that started them."""
 
 _STATE, _SESSION = 0, 3
@@ -38,9 +38,7 @@ class Ending:
     left: int
 
 
-def run(
-    command: Sequence[str], *, log: Path, limit_s: float, folder: Path, environment: Mapping[str, str]
-) -> Ending:
+def run(command: Sequence[str], *, log: Path, limit_s: float, folder: Path, environment: Mapping[str, str]) -> Ending:
     """Run a command, and end all processes of its session.
 
     One whose time is over gets SIGABRT, at which Python writes the stacks of all threads, then SIGKILL with all of its

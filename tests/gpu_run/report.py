@@ -93,7 +93,9 @@ class Report:
         for result in self.results:
             if result.status == "failed":
                 lines += ["", *_failed(result)]
-        counts = [(kind, sum(result.status == kind for result in self.results)) for kind in ("passed", "failed", "skipped")]
+        counts = [
+            (kind, sum(result.status == kind for result in self.results)) for kind in ("passed", "failed", "skipped")
+        ]
         rest = len(self.results) - sum(count for _, count in counts)
         told = ", ".join(f"{count} {kind}" for kind, count in counts)
         return "\n".join([*lines, "", told + (f", {rest} not run" if rest else "")])
@@ -105,8 +107,8 @@ class Report:
         names = ("driver", "cuda", "torch", "nccl", "cudnn", "python", "kernel", "cores")
         lines = [", ".join(f"{name} {found.get(name)}" for name in names)]
         lines += [
-            f"  cuda:{index}: {gpu['name']}, {gpu['memory_bytes'] / 2**30:.1f} GiB ({gpu['free_bytes'] / 2**30:.1f} free), "
-            f"capability {gpu['capability']}, peers {gpu['peers']}"
+            f"  cuda:{index}: {gpu['name']}, {gpu['memory_bytes'] / 2**30:.1f} GiB "
+            f"({gpu['free_bytes'] / 2**30:.1f} free), capability {gpu['capability']}, peers {gpu['peers']}"
             for index, gpu in enumerate(found.get("devices", []))
         ]
         lines += [f"  {name}={value}" for name, value in found.get("variables", {}).items()]
