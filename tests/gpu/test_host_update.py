@@ -36,14 +36,17 @@ def test_steps_on_the_host_have_the_bits_of_a_cpu(
     What comes into their memory is of the same sizes: the allocator keeps memory by size.
     """
     device = compute.device
-    monkeypatch.setattr(NativeOptimizer, "_copies", lambda self, tensors: HostParameters(tensors, run_bytes=1 << 20))
+    monkeypatch.setattr(
+        NativeOptimizer, "_copies", lambda self, tensors: HostParameters(tensors, self._accelerator, run_bytes=1 << 20)
+    )
     torch.manual_seed(0)
     here = [torch.randn(shape) for shape in SHAPES]
     there = [tensor.to(device, copy=True) for tensor in here]
     spec = OptimizerSpec(kind, ((tuple(range(len(SHAPES))), {"lr": 0.1}),), tuple(range(1, 1 + len(SHAPES))))
     one = NativeOptimizer(spec, here, [])
     host = HostMemory(0)
-    other = NativeOptimizer(OptimizerSpec(spec.name, spec.groups, spec.parameters, host=True), there, [], host)
+    on_host = OptimizerSpec(spec.name, spec.groups, spec.parameters, host=True)
+    other = NativeOptimizer(on_host, there, [], host, compute.accelerator)
     busy = torch.randn(EDGE[device.type], EDGE[device.type], device=device)
     for _ in range(4):
         gradients = [torch.randn(shape) for shape in SHAPES]

@@ -86,7 +86,8 @@ def test_a_check_that_hangs_ends_with_all_its_processes_and_says_where_it_was(tm
 
 
 def test_what_does_not_fit_the_time_or_the_machine_is_skipped(tmp_path: Path) -> None:
-    machine = Check(name="machine", reveals="", command=("-c", "print('{\"devices\": [{}]}')"), limit_s=60)
+    gpu = {"name": "one", "memory_bytes": 1 << 30, "free_bytes": 1 << 30, "capability": "9.0", "peers": []}
+    machine = script("machine", f"print({json.dumps({'devices': [gpu]})!r})")
     two = script("needs two", "", devices=2)
     report = GpuRun(device="cuda", folder=tmp_path, limit_s=120).all([machine, two, script("one", "")])
     assert result(report, "needs two").reason == "needs 2 GPUs, here are 1"
