@@ -1,7 +1,8 @@
 """Devices of the tests of this folder: GPUs, or others on which the tests themselves are tried out.
 
-``ONEBOX_TEST_DEVICE`` says which: ``cuda`` if not given; ``cpu`` for workers without a GPU. What needs a real GPU
-skips on others, and all skips where there is no GPU and no other device is asked for.
+``ONEBOX_TEST_DEVICE`` says which: ``cuda`` if not given; ``cpu`` for workers without a GPU; ``model`` for modelled
+accelerators. What needs a real GPU skips on others, and all skips where there is no GPU and no other device is asked
+for.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import torch
 
 from onebox.worker.device import ComputeDevice
 
-KINDS = ("cuda", "cpu")
+KINDS = ("cuda", "cpu", "model")
 
 
 @pytest.fixture(scope="session")
 def device_kind() -> str:
-    """Return the kind of the devices, ``cuda`` or ``cpu``."""
+    """Return the kind of the devices, one of :data:`KINDS`."""
     kind = os.environ.get("ONEBOX_TEST_DEVICE", "cuda")
     if kind not in KINDS:
         raise ValueError(f"ONEBOX_TEST_DEVICE is {kind!r}; allowed are {', '.join(KINDS)}")
@@ -44,7 +45,7 @@ def on_gpu(real: bool) -> None:
 @pytest.fixture(scope="session")
 def device(device_kind: str) -> str:
     """Return one device, for the specification of a pool."""
-    return "cuda:0" if device_kind == "cuda" else device_kind
+    return device_kind if device_kind == "cpu" else f"{device_kind}:0"
 
 
 @pytest.fixture(scope="session")
@@ -52,11 +53,9 @@ def devices(device_kind: str) -> Callable[[int], str]:
     """Return a function from a number of devices to the specification of a pool; it skips where there are fewer."""
 
     def named(count: int) -> str:
-        if device_kind != "cuda":
-            return ",".join([device_kind] * count)
-        if torch.cuda.device_count() < count:
+        if device_kind == "cuda" and torch.cuda.device_count() < count:
             pytest.skip(f"needs {count} CUDA devices, here are {torch.cuda.device_count()}")
-        return ",".join(f"cuda:{index}" for index in range(count))
+        return ",".join("cpu" if device_kind == "cpu" else f"{device_kind}:{index}" for index in range(count))
 
     return named
 

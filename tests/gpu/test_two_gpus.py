@@ -61,11 +61,10 @@ def test_replicas_that_share_the_state_of_the_optimizer(pool: onebox.Pool) -> No
     ("schedule", "stages"),
     [("gpipe", (0, 1)), ("1f1b", (0, 1)), ("zb-h1", (0, 1)), ("interleaved", (0, 1, 0, 1)), ("zbv", (0, 1, 1, 0))],
 )
-@pytest.mark.parametrize("model", ["gpt2", "vit"])
-def test_schedules(model: str, schedule: str, stages: tuple[int, ...], pool: onebox.Pool) -> None:
-    plan = staged(model, stages, schedule=schedule)
+def test_schedules(schedule: str, stages: tuple[int, ...], pool: onebox.Pool) -> None:
+    plan = staged("gpt2", stages, schedule=schedule)
     sizes = [12, 5, 12, 12]
-    assert_same(run(pool, model, plan, sizes), reference(model, plan, sizes), TOLERANCE)
+    assert_same(run(pool, "gpt2", plan, sizes), reference("gpt2", plan, sizes), TOLERANCE)
 
 
 def test_schedules_with_many_micro_batches(pool: onebox.Pool) -> None:

@@ -122,35 +122,26 @@ class GpuRun:
         limit_s = min(check.limit_s, left_s)
         if limit_s < self.spare_s:
             return replace(blank, reason=f"the {self.limit_s / 60:.0f} minutes are over")
-        if self.device == "cuda" and machine and len(machine.get("devices", [])) < check.devices:
-            return replace(blank, reason=f"needs {check.devices} GPUs, here are {len(machine.get('devices', []))}")
+        if machine.get("missing"):
+            return replace(blank, reason=f"packages are missing: {', '.join(machine['missing'])}")
+        found = len(machine.get("devices", []))
+        if self.device == "cuda" and machine and found < check.devices:
+            return replace(blank, reason=f"needs {check.devices} GPUs, here are {found}")
         values = {"{device}": self.device, "{folder}": str(self.folder)}
         filled = [values.get(part, part) for part in check.command]
         filled += check.rehearsal if self.device != "cuda" else ()
-        command = [sys.executable, *filled, *([f"--junitxml={listing}"] if check.tests else [])]
-        ending = run(command, log=log, limit_s=limit_s, folder=ROOT, environment=self._environment())
+        filled += [f"--junitxml={listing}"] if check.tests else []
+        listing.unlink(missing_ok=True)
+        ending = run([sys.executable, *filled], log=log, limit_s=limit_s, folder=ROOT, environment=self._environment())
         counts, failures, skips = tests_of(listing)
-        found = replace(
-            blank,
-            seconds=ending.seconds,
-            limit_s=limit_s,
-            counts=counts,
-            failures=failures,
-            skips=skips,
-            figures=None if check.tests else figures_of(log),
-        )
-        if ending.late:
-            reason = f"not over after {limit_s:.0f} s; its processes were ended"
-            return replace(found, status="failed", reason=reason, last_lines=last_lines(log))
-        if ending.status:
-            how = f"signal {-ending.status}" if ending.status < 0 else f"exit status {ending.status}"
-            return replace(found, status="failed", reason=how, last_lines=last_lines(log))
-        if ending.left:
-            reason = f"{ending.left} processes were left and have been ended"
-            return replace(found, status="failed", reason=reason, last_lines=last_lines(log))
+        figures = None if check.tests else figures_of(log)
+        made = replace(blank, seconds=ending.seconds, limit_s=limit_s, counts=counts, skips=skips, figures=figures)
+        wrong = ending.problem(limit_s)
+        if wrong:
+            return replace(made, status="failed", reason=wrong, failures=failures, last_lines=last_lines(log))
         if check.tests and not counts.get("passed"):
-            return replace(found, reason="; ".join(skips) or "no test ran")
-        return replace(found, status="passed")
+            return replace(made, reason="; ".join(skips) or "no test ran")
+        return replace(made, status="passed")
 
     def _environment(self) -> dict[str, str]:
         path = os.pathsep.join(filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]))

@@ -37,6 +37,14 @@ class Ending:
     late: bool
     left: int
 
+    def problem(self, limit_s: float) -> str:
+        """Return what was wrong; empty where the command did as it should within its time."""
+        if self.late:
+            return f"not over after {limit_s:.0f} s; its processes were ended"
+        if self.status:
+            return f"signal {-self.status}" if self.status < 0 else f"exit status {self.status}"
+        return f"{self.left} processes were left and have been ended" if self.left else ""
+
 
 def run(command: Sequence[str], *, log: Path, limit_s: float, folder: Path, environment: Mapping[str, str]) -> Ending:
     """Run a command, and end all processes of its session.

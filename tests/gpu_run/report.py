@@ -16,6 +16,9 @@ Status = Literal["passed", "failed", "skipped", "running", "waiting"]
 LAST_LINES = 25
 """Lines of a log in the report; the log is beside it."""
 
+STACK_LINES = 12
+"""Innermost calls of each thread in the report."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
@@ -148,8 +151,18 @@ def tests_of(listing: Path) -> tuple[dict[str, int], list[tuple[str, str]], dict
 
 
 def last_lines(log: Path) -> list[str]:
-    """Return the end of a log."""
-    return log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:] if log.is_file() else []
+    """Return the end of a log; where stacks were written at the end, what came before and the beginning of each.
+
+    The innermost call is first in a stack, and a test runner's own calls, of which there are many, are last.
+    """
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
+    stacks = next((place for place, line in enumerate(lines) if "Fatal Python error" in line), len(lines))
+    found, depth = lines[max(0, stacks - LAST_LINES) : stacks], 0
+    for line in lines[stacks:]:
+        depth = depth + 1 if line.startswith("  ") else 0
+        if depth <= STACK_LINES and not line.startswith("Extension modules"):
+            found.append(line)
+    return found
 
 
 def figures_of(log: Path) -> dict[str, Any] | None:
