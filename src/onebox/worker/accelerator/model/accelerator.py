@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from onebox.worker.accelerator.api import DeviceIdentity, DeviceMemory, DeviceTensors
 from onebox.worker.accelerator.model import operators
 from onebox.worker.accelerator.model.allocator import CachingAllocator, PinnedMemory
 from onebox.worker.accelerator.model.happens_before import Race
@@ -33,8 +34,8 @@ class Counters:
     pageable_copies: int
 
 
-class ModelAccelerator:
-    """A modelled accelerator; there can be one in a process.
+class ModelAccelerator(DeviceTensors):
+    """A modelled accelerator; there can be one in a process. It watches the thread that makes it.
 
     Args:
         seed: Decides the order of what nothing orders.
@@ -44,14 +45,16 @@ class ModelAccelerator:
     asynchronous = True
 
     def __init__(self, seed: int = 0, *, memory_bytes: int = MEMORY_BYTES) -> None:
-        self.device = torch.device(operators.device_name(), 0)
-        self.generator = torch.default_generator
+        super().__init__(torch.device(operators.device_name(), 0))
+        self.generator: torch.Generator = torch.default_generator
+        self.backends: tuple[str, ...] = ("gloo",)
         self._scheduler = Scheduler(seed)
         self._allocator = CachingAllocator(self._scheduler, memory_bytes)
         self._pinned = PinnedMemory(self._scheduler)
         self._operators = operators.ModelOperators(self._scheduler, self._allocator, self._pinned)
         self._watch = operators.HostWatch(self._scheduler, self._pinned)
         operators.install(self._operators)
+        self._watch.__enter__()
 
     @property
     def races(self) -> Sequence[Race]:
@@ -64,13 +67,14 @@ class ModelAccelerator:
         scheduler = self._scheduler
         return Counters(scheduler.launches, scheduler.synchronisations, self._operators.pageable_copies)
 
-    def watch(self) -> AbstractContextManager[object]:
-        """Note the accesses to page-locked memory by operators of the host, in this thread."""
-        return self._watch
-
     def close(self) -> None:
-        """End the device; its tensors can only be freed."""
+        """End the device, in the thread that made it; its tensors can only be freed."""
+        self._watch.__exit__(None, None, None)
         operators.uninstall()
+
+    def identity(self) -> DeviceIdentity:
+        """Return its make."""
+        return DeviceIdentity("modelled accelerator")
 
     # ---- streams
 
@@ -96,9 +100,9 @@ class ModelAccelerator:
 
     # ---- memory
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a new tensor."""
-        return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the host, after waiting for its elements."""
+        return tensor.cpu()
 
     def pinned(self, size_bytes: int) -> Tensor:
         """Return new page-locked bytes of the host."""
@@ -115,7 +119,28 @@ class ModelAccelerator:
 
     def keep(self, tensor: Tensor, stream: ModelStream) -> None:
         """Delay the reuse of a tensor's memory until the present work of a stream is over when it is freed."""
-        self._allocator.keep(tensor, stream)
+        if tensor.device.type == self.device.type:
+            self._allocator.keep(tensor, stream)
+
+    def memory(self) -> DeviceMemory:
+        """Return its memory at present."""
+        found = self._allocator
+        free_bytes = found.size_bytes - found.reserved_bytes
+        return DeviceMemory(
+            found.size_bytes, free_bytes, found.allocated_bytes, found.peak_bytes, found.reserved_bytes
+        )
+
+    def reset_peak(self) -> None:
+        """Begin to count the peak anew."""
+        self._allocator.peak_bytes = self._allocator.allocated_bytes
+
+    def limit(self, size_bytes: int) -> None:
+        """Limit the memory of tensors."""
+        self._allocator.limit_bytes = min(size_bytes, self._allocator.size_bytes)
+
+    def new_generator(self, seed: int) -> torch.Generator:
+        """Return a new generator of random numbers."""
+        return torch.Generator().manual_seed(seed)
 
 
 __all__ = ["MEMORY_BYTES", "Counters", "ModelAccelerator"]
