@@ -197,17 +197,14 @@ class PinnedMemory:
             self._places[made.address] = made.address + len(memory)
             return made.take()
 
-    def register(self, memory: Tensor) -> None:
-        """Register existing memory.
-
-        Raises:
-            RuntimeError: Some of it is registered.
-        """
+    def register(self, memory: Tensor) -> bool:
+        """Register existing memory; return false if some of it is registered already, as the driver refuses that."""
         self.collect()
         start, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
         if any(begin < end and start < stop for begin, stop in self._places.items()):
-            raise RuntimeError("memory that is page-locked already is registered again")
+            return False
         self._places[start] = end
+        return True
 
     def unregister(self, memory: Tensor) -> None:
         """Unregister memory.
@@ -220,11 +217,18 @@ class PinnedMemory:
             raise RuntimeError("memory that is not registered is unregistered")
         self._scheduler.release((memory.data_ptr(), end))
 
-    def holds(self, address: int) -> bool:
-        """Return whether memory is page-locked."""
+    def holds(self, start: int, end: int) -> bool:
+        """Return whether memory is page-locked.
+
+        Raises:
+            RuntimeError: Only a part of it is; a driver refuses to copy such memory.
+        """
         with self._scheduler.lock:
             self.collect()
-            return any(start <= address < end for start, end in self._places.items())
+            common = [(first, last) for first, last in self._places.items() if first < end and start < last]
+            if common and not any(first <= start and end <= last for first, last in common):
+                raise RuntimeError("an access to memory of which only a part is page-locked")
+            return bool(common)
 
     def __bool__(self) -> bool:
         return bool(self._places)

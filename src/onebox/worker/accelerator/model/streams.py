@@ -94,7 +94,8 @@ class ModelEvent:
 
     @property
     def complete(self) -> bool:
-        """True if the kernels before it have run."""
+        """True if the kernels before it have run, and the events that its stream waited for before are complete."""
+        self.stream.skip()
         return self.stream.done >= self.position
 
     def query(self) -> bool:
@@ -125,6 +126,12 @@ class ModelStream:
         self.done = 0
         self.free_ns = 0
         self._scheduler = scheduler
+
+    def skip(self) -> None:
+        """Pass over waits for what is complete."""
+        while self.queue and isinstance(self.queue[0], ModelEvent) and self.queue[0].complete:
+            self.queue.popleft()
+            self.done += 1
 
     def record(self, *, timed: bool = False, yields: bool = False) -> ModelEvent:
         """Return an event after the work so far."""
@@ -203,6 +210,7 @@ class Scheduler:
             join(stream.context.clock, event.clock)
             stream.free_ns = max(stream.free_ns, event.time_ns())
             stream.queue.append(event)
+            stream.launched += 1
 
     # ---- kernels
 
@@ -273,7 +281,8 @@ class Scheduler:
         with self.lock:
             self.synchronisations += 1
             streams = list(self._streams)
-            self._run_until(lambda: not any(stream.queue for stream in streams), streams)
+            events = [self.record(stream) for stream in streams]
+            self._run_until(lambda: all(event.complete for event in events), streams)
             for stream in streams:
                 join(self._host().clock, stream.context.clock)
         self.raise_failure()
@@ -339,8 +348,7 @@ class Scheduler:
             if stream in seen:
                 continue
             seen.add(stream)
-            while stream.queue and isinstance(stream.queue[0], ModelEvent) and stream.queue[0].complete:
-                stream.queue.popleft()
+            stream.skip()
             if not stream.queue:
                 continue
             first = stream.queue[0]
