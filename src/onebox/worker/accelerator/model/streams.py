@@ -95,7 +95,6 @@ class ModelEvent:
     @property
     def complete(self) -> bool:
         """True if the kernels before it have run, and the events that its stream waited for before are complete."""
-        self.stream.skip()
         return self.stream.done >= self.position
 
     def query(self) -> bool:
@@ -126,12 +125,6 @@ class ModelStream:
         self.done = 0
         self.free_ns = 0
         self._scheduler = scheduler
-
-    def skip(self) -> None:
-        """Pass over waits for what is complete."""
-        while self.queue and isinstance(self.queue[0], ModelEvent) and self.queue[0].complete:
-            self.queue.popleft()
-            self.done += 1
 
     def record(self, *, timed: bool = False, yields: bool = False) -> ModelEvent:
         """Return an event after the work so far."""
@@ -211,6 +204,7 @@ class Scheduler:
             stream.free_ns = max(stream.free_ns, event.time_ns())
             stream.queue.append(event)
             stream.launched += 1
+            self._pass_waits()
 
     # ---- kernels
 
@@ -348,7 +342,6 @@ class Scheduler:
             if stream in seen:
                 continue
             seen.add(stream)
-            stream.skip()
             if not stream.queue:
                 continue
             first = stream.queue[0]
@@ -370,6 +363,18 @@ class Scheduler:
         except Exception as error:  # raised where the host waits, as of a real device
             self._failure = self._failure or f"{kernel.name} failed on the device: {error}"
         stream.done += 1
+        self._pass_waits()
+
+    def _pass_waits(self) -> None:
+        """Let streams pass over waits for what is complete, by which other events may become complete."""
+        changed = True
+        while changed:
+            changed = False
+            for stream in self._streams:
+                while stream.queue and isinstance(stream.queue[0], ModelEvent) and stream.queue[0].complete:
+                    stream.queue.popleft()
+                    stream.done += 1
+                    changed = True
 
 
 def _caller() -> str:
