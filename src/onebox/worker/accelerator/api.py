@@ -11,6 +11,10 @@ import torch
 from torch import Tensor
 
 
+class DeviceFailed(Exception):
+    """The device can do no more work in this process, as after a failed assertion in one of its kernels."""
+
+
 @dataclass(frozen=True)
 class DeviceIdentity:
     """The make of a device.
