@@ -122,9 +122,6 @@ class CachingAllocator:
         waiting, self._waiting = self._waiting, []
         for block in waiting:
             if all(event.complete for event in block.pending):
-                for event in block.pending:  # the allocator has asked for it
-                    self._scheduler.acquire(event.clock)
-                block.pending = []
                 self._free.setdefault(block.stream, []).append(block)
             else:
                 self._waiting.append(block)
@@ -144,6 +141,9 @@ class CachingAllocator:
         if able:
             best = min(reversed(able), key=lambda block: block.size_bytes)  # of equal ones the last
             free.remove(best)
+            for event in best.pending:  # the allocator has seen that it is complete
+                self._scheduler.acquire(event.clock)
+            best.pending = []
             return best
         if self.allocated_bytes + size_bytes <= self.limit_bytes:
             found = self._carve(size_bytes, stream)
