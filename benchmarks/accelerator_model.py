@@ -1,7 +1,7 @@
 """Suites of the worker on modelled accelerators, and whether they notice each wait that is missing.
 
-A modelled accelerator runs kernels as late as it may, in an order drawn from a seed, in memory that is poisoned until it
-is written, and checks that each two accesses to the same bytes are in an order that streams, events and waits give.
+A modelled accelerator runs kernels as late as it may, in an order drawn from a seed, in memory that is poisoned until
+it is written, and checks that each two accesses to the same bytes are in an order that streams, events and waits give.
 
 ``suites`` and ``schedules`` count the files of tests and their cases with each seed; ``races`` and ``deadlocks`` those
 that failed so, ``failures`` all; ``mutations`` are the waits of ``tests/seeded_faults/waits.toml``, each removed in a
@@ -44,7 +44,19 @@ def run_suite(path: str, seeds: int) -> tuple[int, list[str]]:
         The number of cases, and a line for each that failed.
     """
     chosen = " or ".join(f"seed{seed}" for seed in range(seeds))
-    command = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "--timeout=120", "-k", chosen, path]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-rA",
+        "-p",
+        "no:cacheprovider",
+        "--timeout=120",
+        "-k",
+        chosen,
+        path,
+    ]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_S, check=False)
     except subprocess.TimeoutExpired:
@@ -74,7 +86,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--seeds", type=int, default=4, help="seeds of the suites, up to 8 (of processes up to 4)")
-    parser.add_argument("--only", metavar="NAME", action="append", default=[], help="only mutations whose name has this")
+    parser.add_argument(
+        "--only", metavar="NAME", action="append", default=[], help="only mutations whose name has this"
+    )
     given = parser.parse_args()
     begin_s = time.monotonic()
     suites = [str(path.relative_to(ROOT)) for path in sorted((ROOT / UNIT).glob("test_*.py"))] + [PROCESS]

@@ -16,13 +16,13 @@ from msgspec.structs import replace
 import onebox
 from onebox.plan import ASYNC, Plan
 from onebox.pool import open_pool
+from tests.models import CASES, FATED, OPTIMIZERS
 from tests.process.shelf import untouched
 from tests.process.stages import reference, run, staged
 from tests.process.test_migration import moved, trained
 from tests.process.test_offload import plan_for, trainer_on
 from tests.process.test_staleness import late
 from tests.process.test_staleness import run as run_late
-from tests.models import CASES, FATED, OPTIMIZERS
 from tests.reference import Outcome, assert_same
 from tests.trainer_arguments import grouped
 

@@ -19,7 +19,6 @@ from onebox.worker.device import ComputeDevice
 from onebox.worker.execution.executor import Executor
 from onebox.worker.faults import Fault, FaultInjector
 
-
 _accelerators: list[Accelerator | None] = [None]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,7 +87,7 @@ class ModelAccelerator(DeviceTensors):
         """Return a new stream."""
         return self._scheduler.stream()
 
-    def on(self, stream: ModelStream) -> AbstractContextManager[None]:
+    def on(self, stream: Any) -> AbstractContextManager[None]:
         """Direct the work of this thread to a stream."""
         return self._scheduler.on(stream)
 
@@ -94,7 +95,7 @@ class ModelAccelerator(DeviceTensors):
         """Wait for all work.
 
         Raises:
-            DeviceFailed: There was a race, or a kernel failed.
+            ModelledFailure: There was a race, or a kernel failed.
         """
         self._scheduler.synchronize()
 
@@ -116,7 +117,7 @@ class ModelAccelerator(DeviceTensors):
         """Undo :meth:`pin`."""
         self._pinned.unregister(memory)
 
-    def keep(self, tensor: Tensor, stream: ModelStream) -> None:
+    def keep(self, tensor: Tensor, stream: Any) -> None:
         """Delay the reuse of a tensor's memory until the present work of a stream is over when it is freed."""
         if tensor.device.type == self.device.type:
             self._allocator.keep(tensor, stream)
@@ -125,9 +126,7 @@ class ModelAccelerator(DeviceTensors):
         """Return its memory at present."""
         found = self._allocator
         free_bytes = found.size_bytes - found.reserved_bytes
-        return DeviceMemory(
-            found.size_bytes, free_bytes, found.allocated_bytes, found.peak_bytes, found.reserved_bytes
-        )
+        return DeviceMemory(found.size_bytes, free_bytes, found.allocated_bytes, found.peak_bytes, found.reserved_bytes)
 
     def reset_peak(self) -> None:
         """Begin to count the peak anew."""

@@ -60,7 +60,7 @@ class CachingAllocator:
 
     def __init__(self, scheduler: Scheduler, size_bytes: int) -> None:
         self._scheduler = scheduler
-        # Pages that nobody writes take no memory; shared ones do not count as data of the process, which may be limited.
+        # Pages that are never written take no memory, and shared ones are not under the limit of the process's data.
         self._map = mmap.mmap(-1, size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
         self.arena = torch.frombuffer(self._map, dtype=torch.uint8)
         self.base = self.arena.data_ptr()
@@ -126,9 +126,7 @@ class CachingAllocator:
             else:
                 self._waiting.append(block)
 
-    def host_view(
-        self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
-    ) -> Tensor:
+    def host_view(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return memory of the device as a tensor of the host, for a kernel."""
         typed = self._typed.get(dtype)
         if typed is None:

@@ -166,7 +166,8 @@ def byte_ranges(address: int, shape: Iterable[int], strides: Iterable[int], item
     sizes = sorted((abs(stride), size) for size, stride in zip(shape, strides, strict=True) if size != 1)
     if any(size == 0 for _, size in sizes):
         return []
-    dense, outer = 1, []
+    dense = 1
+    outer: list[tuple[int, int]] = []
     for stride, size in sizes:
         if stride <= dense and not outer:
             dense = max(dense, stride * (size - 1) + dense)

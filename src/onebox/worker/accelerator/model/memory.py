@@ -68,7 +68,7 @@ class TrackedMemory:
         contents.data, contents.device, contents.dimensions = address, _Device(kind, 0), 1
         contents.elements = _ElementType(1, 8, 1)
         contents.shape, contents.strides = self._shape, self._strides
-        made = torch._C._from_dlpack(_new_capsule(ctypes.addressof(managed), b"dltensor", None))  # type: ignore[attr-defined]
+        made = torch._C._from_dlpack(_new_capsule(ctypes.addressof(managed), b"dltensor", None))
         self._first: Tensor | None = made
         self._weak = made.untyped_storage()._weak_ref()
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from onebox.worker.accelerator.model.allocator import CachingAllocator, PinnedMemory
@@ -24,7 +24,7 @@ from onebox.worker.accelerator.model.streams import Kernel, Scheduler
 
 aten = torch.ops.aten
 
-_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)  # type: ignore[attr-defined]
+_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _METADATA = ("aten::set_", "aten::_reshape_alias", "aten::_has_same_storage_numel")
 _BY_DEVICE = {"aten::convolution", "aten::convolution_backward"}
 """Operators that choose a library by the device."""
@@ -156,8 +156,12 @@ class ModelOperators:
         if any(argument.is_out for argument in operator._schema.arguments):
             self._fit(operator, taken, tree, written)
         on_host = [self._on_host(value) if isinstance(value, Tensor) else value for value in taken]
-        reads = [place for value in flat if isinstance(value, Tensor) and id(value) not in written and self._is_own(value)
-                 for place in self._bytes_of(value)]
+        reads = [
+            place
+            for value in flat
+            if isinstance(value, Tensor) and id(value) not in written and self._is_own(value)
+            for place in self._bytes_of(value)
+        ]
         writes = [place for value in written.values() for place in self._bytes_of(value)]
         call = _Call(operator, on_host, tree)
         if torch.Tag.nondeterministic_seeded in operator.tags:
@@ -196,7 +200,9 @@ class ModelOperators:
             self.new(layout) if isinstance(layout, tuple) else None if layout is None else flat[layout]
             for layout in layouts
         ]
-        new = [(index, self._on_host(outputs[index])) for index, layout in enumerate(layouts) if isinstance(layout, tuple)]
+        new = [
+            (index, self._on_host(outputs[index])) for index, layout in enumerate(layouts) if isinstance(layout, tuple)
+        ]
         made = [place for index, _ in new for place in self._bytes_of(outputs[index])]
 
         def run() -> None:
@@ -211,15 +217,16 @@ class ModelOperators:
         """Call an operator whose results can only be laid out when its arguments are there."""
         self._scheduler.launch(Kernel(str(operator), reads, (), lambda: None)).synchronize()
         found, tree = tree_flatten(call())
-        outputs = []
+        outputs: list[Any] = []
         for value in found:
             if isinstance(value, Tensor):
                 made = self.new((value.dtype, tuple(value.shape), value.stride()))
                 memory, kept = self._on_host(made), value
-                run: Callable[[], object] = lambda memory=memory, kept=kept: memory.copy_(kept)  # noqa: E731
+                run = functools.partial(memory.copy_, kept)
                 self._scheduler.launch(Kernel(str(operator), (), self._bytes_of(made), run), counted=False)
-                value = made
-            outputs.append(value)
+                outputs.append(made)
+            else:
+                outputs.append(value)
         return tree_unflatten(outputs, tree)
 
     def _check_places(self, operator: OpOverload, values: Sequence[Any]) -> None:
@@ -281,7 +288,9 @@ class _Call:
 
     def draw(self, zeros: Sequence[Any]) -> None:
         """Take the random numbers now: the generator goes on as if the operator had run."""
-        self._generator = next((value for value in zeros if isinstance(value, torch.Generator)), torch.default_generator)
+        self._generator = next(
+            (value for value in zeros if isinstance(value, torch.Generator)), torch.default_generator
+        )
         self._state = self._generator.get_state()
         _Call(self._operator, zeros, self._tree)()
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -37,7 +38,7 @@ _HERE = str(Path(__file__).parent)
 _OUTSIDE = ("/torch/", "<frozen", "/contextlib.py")
 
 
-class DeviceFailed(RuntimeError):
+class ModelledFailure(RuntimeError):
     """A race or a failed kernel, raised where the host waits for the device."""
 
 
@@ -105,7 +106,7 @@ class ModelEvent:
         """Wait until it is complete.
 
         Raises:
-            DeviceFailed: There was a race, or a kernel failed.
+            ModelledFailure: There was a race, or a kernel failed.
         """
         self._scheduler.wait_for(self)
 
@@ -130,11 +131,11 @@ class ModelStream:
         """Return an event after the work so far."""
         return self._scheduler.record(self)
 
-    def wait(self, event: ModelEvent) -> None:
+    def wait(self, event: Any) -> None:
         """Order later work after an event."""
         self._scheduler.order(self, event)
 
-    def wait_stream(self, other: ModelStream) -> None:
+    def wait_stream(self, other: Any) -> None:
         """Order later work after the present work of another stream."""
         self.wait(other.record())
 
@@ -159,7 +160,7 @@ class Scheduler:
         self._random = random.Random(seed)
         self._eagerness = (0.0, 0.2, 0.5, 0.8)[seed % 4]
         self._streams: list[ModelStream] = []
-        self._hosts: dict[int, _Context] = {}
+        self._hosts: list[_Context] = []
         self._numbers = 0
         self._failure = ""
         self._told: set[tuple[str, str]] = set()
@@ -213,7 +214,9 @@ class Scheduler:
         with self.lock:
             stream, host = self.current(), self._host()
             join(stream.context.clock, host.clock)
-            access = Access(stream.number, stream.context.step(), f"{kernel.name} (stream {stream.number}, {_caller()})")
+            access = Access(
+                stream.number, stream.context.step(), f"{kernel.name} (stream {stream.number}, {_caller()})"
+            )
             host.step()
             self._accessed(kernel.reads, kernel.writes, access, stream.context.clock)
             stream.free_ns = max(stream.free_ns, time.monotonic_ns()) + kernel.duration_ns
@@ -240,7 +243,9 @@ class Scheduler:
                     ):
                         host = self._host()
                         first = Access(stream.number, 0, f"{kernel.name} (stream {stream.number})")
-                        self._note(Race(first, Access(host.number, 0, f"release (host, {_caller()})"), "release", place[0]))
+                        self._note(
+                            Race(first, Access(host.number, 0, f"release (host, {_caller()})"), "release", place[0])
+                        )
             self.check.forget(place)
 
     # ---- waits of the host
@@ -258,7 +263,7 @@ class Scheduler:
         """Run what an event needs.
 
         Raises:
-            DeviceFailed: There was a race, or a kernel failed.
+            ModelledFailure: There was a race, or a kernel failed.
         """
         with self.lock:
             self.synchronisations += 1
@@ -270,7 +275,7 @@ class Scheduler:
         """Run all kernels.
 
         Raises:
-            DeviceFailed: There was a race, or a kernel failed.
+            ModelledFailure: There was a race, or a kernel failed.
         """
         with self.lock:
             self.synchronisations += 1
@@ -290,10 +295,10 @@ class Scheduler:
         """Raise a failure that the host has not seen.
 
         Raises:
-            DeviceFailed: There was a race, or a kernel failed.
+            ModelledFailure: There was a race, or a kernel failed.
         """
         if self._failure:
-            raise DeviceFailed(self._failure)
+            raise ModelledFailure(self._failure)
 
     # ---- internals
 
@@ -303,13 +308,14 @@ class Scheduler:
 
     def _host(self) -> _Context:
         """Return the context of this thread; a new thread starts after what the others have done."""
-        found = self._hosts.get(threading.get_ident())
-        if found is None or getattr(self._local, "context", None) is not found:
+        found: _Context | None = getattr(self._local, "context", None)
+        if found is None:
             found = _Context(self._next())
-            for other in self._hosts.values():
+            for other in self._hosts:
                 join(found.clock, other.clock)
             found.step()
-            self._hosts[threading.get_ident()] = self._local.context = found
+            self._hosts.append(found)
+            self._local.context = found
         return found
 
     def _accessed(self, reads: Sequence[Range], writes: Sequence[Range], access: Access, clock: Clock) -> None:
@@ -358,7 +364,10 @@ class Scheduler:
         kernel = stream.queue.popleft()
         assert isinstance(kernel, Kernel)
         try:
-            with torch.inference_mode(), _disable_current_modes():  # accesses by kernels were noted when they were launched
+            with (
+                torch.inference_mode(),
+                _disable_current_modes(),
+            ):  # accesses by kernels were noted when they were launched
                 kernel.run()
         except Exception as error:  # raised where the host waits, as of a real device
             self._failure = self._failure or f"{kernel.name} failed on the device: {error}"
@@ -388,4 +397,4 @@ def _caller() -> str:
     return "unknown"
 
 
-__all__ = ["DeviceFailed", "Kernel", "ModelEvent", "ModelStream", "Scheduler"]
+__all__ = ["Kernel", "ModelEvent", "ModelStream", "ModelledFailure", "Scheduler"]
