@@ -11,6 +11,7 @@ import torch
 from onebox.worker.accelerator.api import Accelerator, DeviceFailed, DeviceIdentity, DeviceMemory, Event, Stream
 from onebox.worker.accelerator.cpu import HostAccelerator
 from onebox.worker.accelerator.cuda import CudaAccelerator
+from onebox.worker.accelerator.model import ModelAccelerator
 
 __all__ = [
     "Accelerator",
@@ -29,11 +30,14 @@ def accelerator_for(name: str) -> Accelerator:
     """Return the accelerator of a device, for this process.
 
     Args:
-        name: The name of the device, by PyTorch: ``cpu``, ``cuda:k``, or ``meta`` for tensors without elements.
+        name: The name of the device, by PyTorch: ``cpu``, ``cuda:k``, or ``meta`` for tensors without elements; or
+            ``model:SEED``, a modelled accelerator for tests.
 
     Raises:
         RuntimeError: PyTorch knows no such device, or this machine lacks it.
     """
+    if name.startswith("model:"):
+        return ModelAccelerator(int(name.removeprefix("model:")))
     device = torch.device(name)
     return CudaAccelerator(device) if device.type == "cuda" else HostAccelerator(device)
 
