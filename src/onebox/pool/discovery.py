@@ -20,7 +20,7 @@ _GRAMMAR = (
 )
 
 _PART = re.compile(
-    r"(?P<name>cpu|sim|cuda(?::(?P<index>\d{1,3}))?)(?:\*(?P<count>[1-9]\d{0,2}))?(?:@(?P<speed>\d{1,6}(?:\.\d{1,9})?))?"
+    r"(?P<name>cpu|sim|(?:cuda|model)(?::(?P<index>\d{1,3}))?)(?:\*(?P<count>[1-9]\d{0,2}))?(?:@(?P<speed>\d{1,6}(?:\.\d{1,9})?))?"
 )
 
 
@@ -29,7 +29,7 @@ class DeviceRequest:
     """One worker to start.
 
     Args:
-        device: ``cpu``, ``cuda:k`` or ``sim``.
+        device: ``cpu``, ``cuda:k`` or ``sim``; or for tests ``model:SEED``, a modelled accelerator.
         threads: Threads that its CPU operators may use.
         speed: Fraction of its full speed that a CPU is to work at; for ``sim``, the divisor of costs.
     """
@@ -63,12 +63,13 @@ def requested_devices(spec: str = "auto", threads: int | None = None) -> list[De
     found: list[tuple[str, float]] = []
     for part in _default(accelerators) if spec.strip() == "auto" else spec.split(","):
         found += _expand(part.strip(), spec, accelerators)
-    processors, cards = (sum(name.startswith(kind) for name, _ in found) for kind in ("cpu", "cuda"))
+    processors, cards = (sum(name.startswith(kind) for name, _ in found) for kind in (("cpu", "model"), "cuda"))
     shares = {
         "sim": 1,
         "cpu": threads or max(1, (cores() - cards) // max(1, processors)),  # a GPU's worker keeps a core busy
         "cuda": threads or max(1, cores() // max(1, processors + cards)),
     }
+    shares["model"] = shares["cpu"]
     return [DeviceRequest(device=name, threads=shares[name.split(":")[0]], speed=speed) for name, speed in found]
 
 
@@ -86,6 +87,9 @@ def _expand(part: str, spec: str, accelerators: int) -> list[tuple[str, float]]:
     if speed <= 0 or (speed > 1 and not part.startswith("sim")) or (cuda and match["speed"]):
         allowed = "above 0 for sim, above 0 and up to 1 for cpu (what slows it down), none for cuda"
         raise UsageError(f"pool {spec!r} asks for speed {match['speed']} at {part!r}; allowed: {allowed}")
+    if part.startswith("model"):
+        seed, count = int(match["index"] or 0), int(match["count"] or 1)
+        return [(f"model:{seed + number}", speed) for number in range(count)]
     if not cuda:
         return [(match["name"], speed)] * int(match["count"] or 1)
     wanted = range(accelerators) if match["index"] is None else [int(match["index"])]

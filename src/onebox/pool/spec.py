@@ -30,7 +30,7 @@ GRAMMAR = (
 THIS_MACHINE = "local"
 """Address of this machine in a file of hosts."""
 
-_LOCAL = re.compile(r"(?:auto|cpu|cuda|sim)(?![\w.-])", re.ASCII)
+_LOCAL = re.compile(r"(?:auto|cpu|cuda|sim|model)(?![\w.-])", re.ASCII)
 _DEVICE = re.compile(r"auto|cpu(?:\*[1-9]\d{0,2})?|cuda(?::\d{1,3}|\*[1-9]\d{0,2})?", re.ASCII)
 
 

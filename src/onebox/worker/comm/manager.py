@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from onebox.errors import WireError
 from onebox.wire.protocol.groups import EmulatedLink, FormGroup
 from onebox.wire.protocol.instructions import Broadcast, Gather, Receive, Reduce, Send
 from onebox.wire.protocol.requests import Routine
 from onebox.wire.protocol.responses import Joined, Left, WorkerFailure
+from onebox.worker.accelerator import Accelerator, accelerator_for
 from onebox.worker.comm.api import ClientChannel, RankLost, WorkerGroup
 from onebox.worker.comm.client import ChannelStore, ClientGroup
 from onebox.worker.comm.emulated_links import EmulatedLinks
@@ -26,7 +25,7 @@ from onebox.worker.system.cpu_affinity import threads_on_all_cores
 from onebox.worker.system.network_interfaces import NoAddress, is_foreign
 from onebox.worker.system.tcp_connections import GroupSockets
 
-_HOST = torch.device("cpu")
+_HOST = accelerator_for("cpu")
 
 
 class GroupManager:
@@ -34,13 +33,13 @@ class GroupManager:
 
     Args:
         channel: The channel to the client.
-        device: Device of the tensors.
+        accelerator: Device of the tensors.
         progress: Marked during waits.
     """
 
-    def __init__(self, channel: ClientChannel, device: torch.device, progress: WorkerProgress) -> None:
+    def __init__(self, channel: ClientChannel, accelerator: Accelerator, progress: WorkerProgress) -> None:
         self._channel = channel
-        self._device = device
+        self._accelerator = accelerator
         self._progress = progress
         self._groups: dict[int, WorkerGroup] = {}
         self._lost: dict[int, WorkerFailure] = {}
@@ -58,9 +57,9 @@ class GroupManager:
         Raises:
             RankLost: The others did not join in time.
         """
-        device, progress = (_HOST, WorkerProgress()) if form.aside else (self._device, self._progress)
+        accelerator, progress = (_HOST, WorkerProgress()) if form.aside else (self._accelerator, self._progress)
         with self._sockets.making(form.group), threads_on_all_cores():
-            group = form_group(form, self._channel, device, progress, self._emulated_links)
+            group = form_group(form, self._channel, accelerator, progress, self._emulated_links)
             self._groups[form.group] = group
         return group.joined
 
@@ -128,7 +127,7 @@ def groups_of(routine: Routine) -> tuple[int, ...]:
 def form_group(
     form: FormGroup,
     channel: ClientChannel,
-    device: torch.device,
+    accelerator: Accelerator,
     progress: WorkerProgress,
     emulated_links: EmulatedLinks,
 ) -> WorkerGroup:
@@ -137,7 +136,7 @@ def form_group(
     Args:
         form: The group, with this worker's rank.
         channel: The channel to the client, for the rendezvous.
-        device: Device of the tensors.
+        accelerator: Device of the tensors.
         progress: Marked during waits.
         emulated_links: State of this worker's emulated links.
 
@@ -146,15 +145,16 @@ def form_group(
         NoAddress: This host does not have the address under which others reach it, where Gloo would have to listen.
     """
     if form.backend == "client":
-        return ClientGroup(form, channel, device)
+        return ClientGroup(form, channel, accelerator)
     store = ChannelStore(channel, form.group, form.timeout_s)
     with progress.wait():
-        met = find_shm_peers(form, store, device.type) if form.shared and supported() else None
-        near = None if met is None else ShmGroup(form, met, device, progress, emulated_links, shm_copier_for(device))
+        copier = shm_copier_for(accelerator)
+        met = find_shm_peers(form, store, paged=copier is not None) if form.shared and supported() else None
+        near = None if met is None else ShmGroup(form, met, accelerator, progress, emulated_links, copier)
         if near is not None and met is not None and len(met.memories) == form.size:
             return near
         try:
-            whole = _by_sockets(form, store, device, progress)
+            whole = _by_sockets(form, store, accelerator, progress)
         except BaseException:
             if near is not None:
                 near.close()
@@ -167,12 +167,14 @@ def form_group(
         return HybridGroup(near, whole)
 
 
-def _by_sockets(form: FormGroup, store: ChannelStore, device: torch.device, progress: WorkerProgress) -> TorchDistGroup:
+def _by_sockets(
+    form: FormGroup, store: ChannelStore, accelerator: Accelerator, progress: WorkerProgress
+) -> TorchDistGroup:
     if form.links:
         raise WireError("links can be emulated in groups of one Linux host with x86-64 only")
     if form.backend == "gloo" and is_foreign(form.address):
         raise NoAddress(f"this host has no address {form.address} of its own, where other workers would connect to")
     try:
-        return TorchDistGroup(form, store, device, progress)
+        return TorchDistGroup(form, store, accelerator, progress)
     except RuntimeError as error:
         raise RankLost(f"the group could not be formed: {str(error).splitlines()[0]}") from error

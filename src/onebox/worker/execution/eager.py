@@ -89,7 +89,7 @@ class EagerExecutor:
             Poisoned: It could not be defined.
             WireError: There is none.
         """
-        found = self._definitions.get(number) if number else self._device.own_generator
+        found = self._definitions.get(number) if number else self._device.accelerator.generator
         if isinstance(found, WorkerFailure):
             raise Poisoned(found)
         if not isinstance(found, torch.Generator):
@@ -120,11 +120,11 @@ class EagerExecutor:
             return
         state = self._store.get(instruction.buffer)
         if state.device.type != "meta":  # a device without values draws no random numbers
-            generator.set_state(state.cpu())
+            generator.set_state(self._device.accelerator.to_host(state))
 
     def _keep_generator(self, instruction: KeepGenerator) -> None:
         state = self.generator(instruction.generator).get_state()
-        self._store.put(instruction.buffer, state.to(self._device.device))
+        self._store.put(instruction.buffer, self._device.accelerator.to_device(state))
 
     # ---- calls
 

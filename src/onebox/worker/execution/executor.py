@@ -88,11 +88,12 @@ class Executor:
         self._faults = faults
         self._definitions: dict[int, Any] = {}
         self._eager = EagerExecutor(device, self.store, self._definitions, self.progress, report)
-        self._groups = GroupManager(channel, device.device, self.progress)
+        accelerator = device.accelerator
+        self._groups = GroupManager(channel, accelerator, self.progress)
         self._owed: dict[int, tuple[int, ...]] = {}  # groups of the routines that could not be defined
-        self._snapshots = SnapshotService(device.device, self.store, self.host, self._groups, self._definition, faults)
+        self._snapshots = SnapshotService(accelerator, self.store, self.host, self._groups, self._definition, faults)
         self._collectives = CollectiveExecutor(self.store, self._groups, self._before_update)
-        self._offloader = Offloader(device.device, self.store, self.host, faults, self.progress)
+        self._offloader = Offloader(accelerator, self.store, self.host, faults, self.progress)
         self._updates = OptimizerSteps(
             device, self.store, self._offloader, self._definition, self._before_update, self.progress
         )

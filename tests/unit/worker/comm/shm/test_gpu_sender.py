@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from onebox.wire import DTYPES, TensorSpec
+from onebox.worker.accelerator import accelerator_for
 from onebox.worker.comm.api import RankLost, RowRange
 from onebox.worker.comm.shm.gpu_sender import ShmCopy, shm_copier_for
 from onebox.worker.comm.shm.group import ShmGroup
@@ -240,5 +241,5 @@ def test_pages_that_a_driver_knows_stay_until_the_group_is_left() -> None:
 
 
 def test_only_accelerators_have_a_copier() -> None:
-    assert shm_copier_for(torch.device("cpu")) is None
-    assert shm_copier_for(torch.device("meta")) is None
+    assert shm_copier_for(accelerator_for("cpu")) is None
+    assert shm_copier_for(accelerator_for("meta")) is None

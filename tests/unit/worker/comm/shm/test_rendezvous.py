@@ -16,6 +16,7 @@ from onebox.errors import WireError
 from onebox.wire import TensorSpec, spec_of
 from onebox.wire.protocol.groups import FormGroup
 from onebox.wire.protocol.responses import Joined
+from onebox.worker.accelerator import accelerator_for
 from onebox.worker.comm.api import RankLost, WorkerGroup
 from onebox.worker.comm.emulated_links import EmulatedLinks
 from onebox.worker.comm.hybrid import HybridGroup
@@ -28,7 +29,7 @@ from onebox.worker.comm.shm.segment import SharedMemory, supported
 from onebox.worker.comm.torch_dist import TorchDistGroup
 from onebox.worker.progress import WorkerProgress
 from tests.leaks import nothing_left
-from tests.unit.programs import CPU
+from tests.unit.programs import HOST
 from tests.unit.ranks import Hub, Keys
 
 pytestmark = pytest.mark.skipif(not supported(), reason="groups through shared memory need Linux on x86-64")
@@ -50,7 +51,7 @@ def run(places: str, rank: Callable[[int, WorkerGroup], Any]) -> list[Any]:
     def one(number: int) -> Any:
         PLACE.name = places[number]
         form = FormGroup(3, number, len(places), "gloo", "127.0.0.1", 20.0, True)
-        group = form_group(form, hub.channel(number), CPU, WorkerProgress(), EmulatedLinks())
+        group = form_group(form, hub.channel(number), HOST, WorkerProgress(), EmulatedLinks())
         try:
             return rank(number, group)
         finally:
@@ -146,7 +147,7 @@ def test_devices_that_do_not_compute_need_one_host_and_so_do_emulated_links() ->
         PLACE.name = "ab"[number]
         form = FormGroup(3, number, 2, "gloo", "127.0.0.1", 20.0, True)
         with pytest.raises(RankLost, match="can only be in a group of one host"):
-            form_group(form, hub.channel(number), torch.device("meta"), WorkerProgress(), EmulatedLinks())
+            form_group(form, hub.channel(number), accelerator_for("meta"), WorkerProgress(), EmulatedLinks())
 
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(one, range(2)))
