@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from onebox.worker.accelerator.api import Accelerator, DeviceIdentity, DeviceMemory, Event, Stream
+from onebox.worker.accelerator.api import Accelerator, DeviceIdentity, DeviceMemory, Event, Graph, Stream
 from onebox.worker.accelerator.cpu import HostAccelerator
 from onebox.worker.accelerator.cuda import CudaAccelerator
 from onebox.worker.accelerator.model import ModelAccelerator
@@ -18,6 +18,7 @@ __all__ = [
     "DeviceIdentity",
     "DeviceMemory",
     "Event",
+    "Graph",
     "HostAccelerator",
     "Stream",
     "accelerator_for",

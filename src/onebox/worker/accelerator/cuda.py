@@ -1,4 +1,4 @@
-"""A GPU by CUDA: the only file of the worker that uses ``torch.cuda``. Never run on a GPU so far; see docs/gpu.md."""
+"""A GPU by CUDA: with ``cuda_graph`` alone in using ``torch.cuda``. Never run on a GPU so far; see docs/gpu.md."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onebox.worker.accelerator.api import DeviceIdentity, DeviceMemory, DeviceTensors
+from onebox.worker.accelerator.api import DeviceIdentity, DeviceMemory
+from onebox.worker.accelerator.cuda_graph import GraphCapture
 
 _ANCHOR_NS = 1_000_000_000
 """Age at which clocks are compared anew: 20 ppm are 20 µs then; ``elapsed_time``, a float of ms, is exact to 60 ns."""
@@ -45,7 +46,7 @@ class _CudaStream:
         self.stream.synchronize()
 
 
-class CudaAccelerator(DeviceTensors):
+class CudaAccelerator(GraphCapture):
     """A GPU; implements :class:`~onebox.worker.accelerator.api.Accelerator`, which describes the methods."""
 
     asynchronous = True
