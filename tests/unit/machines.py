@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,10 +13,24 @@ from onebox.wire import Operator, Program, SlotArgument, TensorSpec, from_frame,
 from onebox.wire.protocol.instructions import Get
 from onebox.wire.protocol.requests import Define, Instruction, Put, StoredProgram
 from onebox.wire.protocol.responses import Result, Tensors, WorkerFailure
+from onebox.worker.accelerator import Accelerator
 from onebox.worker.comm.api import RankLost
 from onebox.worker.device import ComputeDevice
 from onebox.worker.execution.executor import Executor
 from onebox.worker.faults import Fault, FaultInjector
+
+
+_accelerators: list[Accelerator | None] = [None]
+
+
+@contextmanager
+def rigs_on(accelerator: Accelerator) -> Iterator[None]:
+    """Let machines that name no device compute on an accelerator."""
+    _accelerators.append(accelerator)
+    try:
+        yield
+    finally:
+        _accelerators.pop()
 
 
 class Rig:
@@ -24,7 +39,7 @@ class Rig:
     Args:
         quota_bytes: The most bytes that its buffers may take.
         faults: To inject.
-        device: Its device; a CPU where ``None``.
+        device: Its device; where ``None``, that of :func:`rigs_on`, or a CPU.
     """
 
     def __init__(
@@ -34,7 +49,7 @@ class Rig:
         self.said: list[Any] = []
         self.tickets = 0
         injector = FaultInjector(faults)
-        device = device or ComputeDevice("cpu", 1)
+        device = device or ComputeDevice("cpu", 1, accelerator=_accelerators[-1])
         self.machine = Executor(device, self, self.failures.append, quota_bytes=quota_bytes, faults=injector)
 
     def send_to_client(self, message: Any, frames: Sequence[Any] = ()) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -304,7 +304,7 @@ class _Call:
             self._generator.set_state(now)
 
     def _run(self, args: Any, kwargs: Any) -> Any:
-        with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes():
+        with torch.inference_mode(), _disable_current_modes():
             return self._operator(*args, **kwargs)
 
 

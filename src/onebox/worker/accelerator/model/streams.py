@@ -16,6 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
 from onebox.worker.accelerator.model.happens_before import Access, AccessCheck, Clock, Race, Range, join
 
 MOST_QUEUED = 20_000
@@ -388,7 +391,8 @@ class Scheduler:
         kernel = stream.queue.popleft()
         assert isinstance(kernel, Kernel)
         try:
-            kernel.run()
+            with torch.inference_mode(), _disable_current_modes():  # accesses by kernels were noted when they were launched
+                kernel.run()
         except Exception as error:  # raised where the host waits, as of a real device
             self._failure = self._failure or f"{kernel.name} failed on the device: {error}"
         stream.done += 1

@@ -1,0 +1,33 @@
+"""Modelled accelerators of several seeds, on which the tests of other folders run again."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from onebox.worker.accelerator import ModelAccelerator
+from tests.unit.machines import rigs_on
+
+SEEDS = range(8)
+
+
+@pytest.fixture(params=[pytest.param(seed, marks=[pytest.mark.long] * (seed > 0)) for seed in SEEDS])
+def seed(request: pytest.FixtureRequest) -> int:
+    """Seed of the order of kernels."""
+    return int(request.param)
+
+
+@pytest.fixture(autouse=True)
+def accelerator(seed: int) -> Iterator[ModelAccelerator]:
+    """The device of the machines of a test, which must not race."""
+    made = ModelAccelerator(seed, memory_bytes=256 << 20)
+    try:
+        with rigs_on(made):
+            yield made
+        made.synchronize()
+        assert made.races == ()
+    finally:
+        made.close()
+        gc.collect()

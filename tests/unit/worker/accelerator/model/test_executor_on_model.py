@@ -1,0 +1,3 @@
+"""On a modelled accelerator."""
+
+from tests.unit.worker.execution.test_executor import *  # noqa: F403

@@ -1,0 +1,3 @@
+"""On a modelled accelerator."""
+
+from tests.unit.worker.optimizer.test_host_parameters import *  # noqa: F403

@@ -1,0 +1,3 @@
+"""On a modelled accelerator."""
+
+from tests.unit.worker.programs.test_interpreter import *  # noqa: F403

@@ -1,0 +1,3 @@
+"""On a modelled accelerator."""
+
+from tests.unit.worker.snapshots.test_snapshots import *  # noqa: F403

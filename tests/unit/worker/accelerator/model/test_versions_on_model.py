@@ -1,0 +1,3 @@
+"""On a modelled accelerator."""
+
+from tests.unit.worker.optimizer.test_versions import *  # noqa: F403
