@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from onebox.worker.accelerator import Accelerator, Graph
-from onebox.worker.programs.interpreter import CompiledProgram, Seed
+from onebox.worker.programs.interpreter import CompiledProgram, OperatorFailed, Seed
 from onebox.worker.progress import WorkerProgress
 
 COPIED_BYTES = 1 << 19
@@ -313,9 +313,8 @@ class ProgramGraph:
 
         try:
             graph, made = self._accelerator.capture(work, len(self._positions))
-        except Exception as error:
-            cause = error.__cause__ or error  # of an operator
-            raise _Unfit(f"{type(error).__name__} {error}: {cause}") from error
+        except OperatorFailed as error:
+            raise _Unfit(f"{error.operator}: {error.__cause__}") from error
         finally:
             progress.executed = done
         storages, outputs = _described(read, made)
