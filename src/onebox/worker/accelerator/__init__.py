@@ -8,13 +8,22 @@ from __future__ import annotations
 
 import torch
 
-from onebox.worker.accelerator.api import Accelerator, DeviceIdentity, DeviceMemory, Event, Graph, Stream
+from onebox.worker.accelerator.api import (
+    Accelerator,
+    DeviceFailed,
+    DeviceIdentity,
+    DeviceMemory,
+    Event,
+    Graph,
+    Stream,
+)
 from onebox.worker.accelerator.cpu import HostAccelerator
 from onebox.worker.accelerator.cuda import CudaAccelerator
 from onebox.worker.accelerator.model import ModelAccelerator
 
 __all__ = [
     "Accelerator",
+    "DeviceFailed",
     "DeviceIdentity",
     "DeviceMemory",
     "Event",

@@ -13,6 +13,10 @@ from torch import Tensor
 _Made = TypeVar("_Made")
 
 
+class DeviceFailed(Exception):
+    """The device can do no more work in this process, as after a failed assertion in one of its kernels."""
+
+
 @dataclass(frozen=True)
 class DeviceIdentity:
     """The make of a device.

@@ -1,4 +1,4 @@
-"""A GPU by CUDA: with ``cuda_graph`` alone in using ``torch.cuda``. Never run on a GPU so far; see docs/gpu.md."""
+"""A GPU by CUDA: with ``cuda_graph`` the only user of ``torch.cuda`` in the worker; not yet run on one."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ _ANCHOR_NS = 1_000_000_000
 
 
 class _CudaEvent(torch.cuda.Event):
-    anchor: tuple[torch.cuda.Event, int] | None = None
+    anchor: Any = None  # of a timed one
 
     def time_ns(self) -> int:
-        assert self.anchor is not None, "recorded without its time"
         return self.anchor[1] + round(self.anchor[0].elapsed_time(self) * 1e6)
 
 
@@ -56,12 +55,13 @@ class CudaAccelerator(GraphCapture):
         torch.cuda.set_device(self.device)
         self.generator: torch.Generator = torch.cuda.default_generators[self.device.index]
         self.backends: tuple[str, ...] = ("nccl", "gloo") if dist.is_nccl_available() else ("gloo",)
-        self._idle = torch.cuda.Stream(self.device)
+        self._idle: torch.cuda.Stream | None = None
         self._anchor: tuple[torch.cuda.Event, int] | None = None
 
     def anchor(self) -> tuple[torch.cuda.Event, int]:
         """Return an event that was reached at a known time, on a stream that is always idle."""
         if self._anchor is None or time.monotonic_ns() - self._anchor[1] > _ANCHOR_NS:
+            self._idle = self._idle or torch.cuda.Stream(self.device)
             event, begin_ns = torch.cuda.Event(enable_timing=True), time.monotonic_ns()
             event.record(self._idle)
             event.synchronize()

@@ -1,4 +1,4 @@
-"""A CUDA graph of captured kernels. Never run on a GPU so far; see docs/gpu.md."""
+"""CUDA graphs of captured kernels; not yet run on a GPU."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from onebox.wire.protocol.eager import DefaultType, EagerWork, KeepGenerator, Op
 from onebox.wire.protocol.responses import OperatorResult, Result, WorkerFailure
 from onebox.worker.device import ComputeDevice
 from onebox.worker.emulated import NoValues
-from onebox.worker.execution.errors import describe_failure
+from onebox.worker.execution.errors import describe_failure, require_device
 from onebox.worker.memory.buffers import BufferStore, Poisoned, QuotaExceeded
 from onebox.worker.programs.blocks import CompiledBlock, Void
 from onebox.worker.programs.interpreter import OperatorFailed, describe
@@ -195,9 +195,10 @@ class EagerExecutor:
             self._store.spoil(inputs[index], failure)
 
     def _explain(self, error: Exception, kernel: CompiledKernel, arguments: Sequence[Any]) -> WorkerFailure:
-        """Report an operator's exception, and return it as a failure."""
+        """Report an operator's exception, and return it as a failure; see :func:`require_device`."""
         if not isinstance(error, WireError):
             error = self._blamed(error, kernel, arguments)
+        require_device(self._device, error, kernel.name)
         failure = describe_failure(error, kernel.name)
         self._report(failure)
         return failure

@@ -34,12 +34,13 @@ from onebox.wire.protocol.instructions import (
 from onebox.wire.protocol.requests import Define, Instruction, OptimizerSpec, Put, Routine, Run, StoredProgram
 from onebox.wire.protocol.responses import Digest, OptimizerState, Result, Scalars, Tensors, WorkerFailure
 from onebox.wire.protocol.snapshots import Fill, Lay, Read, Recall, Remembered, SlotInstruction, Snapshot, Write
+from onebox.worker.accelerator import DeviceFailed
 from onebox.worker.comm.api import ClientChannel
 from onebox.worker.comm.manager import GroupManager, groups_of
 from onebox.worker.device import ComputeDevice, seed_of
 from onebox.worker.execution.collectives import CollectiveExecutor, Communication, Resolve
 from onebox.worker.execution.eager import EagerExecutor, VoidKernel
-from onebox.worker.execution.errors import describe_failure
+from onebox.worker.execution.errors import describe_failure, require_device
 from onebox.worker.execution.optimizer_steps import OptimizerSteps
 from onebox.worker.faults import FaultInjector
 from onebox.worker.memory.buffers import BufferStore, Poisoned, QuotaExceeded
@@ -117,6 +118,7 @@ class Executor:
 
         Raises:
             Poisoned: Its reply needs a void buffer; the failure states the reason.
+            DeviceFailed: The device can do no more work in this process.
             WireError: It is not an instruction for an executor.
         """
         if isinstance(instruction, Run):
@@ -191,7 +193,10 @@ class Executor:
             if isinstance(instruction, _ANSWERED):
                 raise
             return []
+        except DeviceFailed:
+            raise
         except Exception as error:
+            require_device(self._device, error, progress.doing)
             failure = describe_failure(error, progress.doing, self._place)
             self._void(instruction, failure, resolve)
             self._report(failure)

@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import onebox.worker
-from onebox.worker.accelerator import Accelerator, accelerator_for, needs_driver
+from onebox.wire import KernelSpec, SlotArgument, Strided, spec_of
+from onebox.wire.protocol.eager import Operate
+from onebox.wire.protocol.instructions import Ask, Call, Evict, Offload, OptimizerStep, Prefetch
+from onebox.wire.protocol.requests import Define, OptimizerSpec
+from onebox.wire.protocol.responses import WorkerMemory
+from onebox.wire.protocol.snapshots import Fill, Snapshot
+from onebox.worker.accelerator import Accelerator, DeviceFailed, HostAccelerator, accelerator_for, needs_driver
+from onebox.worker.comm.shm.gpu_sender import shm_copier_for
+from onebox.worker.comm.shm.group import ShmGroup
+from onebox.worker.comm.shm.segment import supported
+from onebox.worker.device import ComputeDevice
+from onebox.worker.memory.buffers import Poisoned
+from tests.unit.machines import Rig, define, elementwise
+from tests.unit.programs import HOST
+from tests.unit.ranks import run_ranks
 
-ROOT = Path(onebox.worker.__file__).parent
+PACKAGE = Path(onebox.worker.__file__).parent
 ATTRIBUTES = {"cuda", "is_cuda", "is_pinned", "pin_memory", "record_stream"}
 
 
@@ -63,10 +80,10 @@ def test_every_use_of_cuda_is_found(line: str) -> None:
 
 
 def test_only_the_interface_knows_cuda() -> None:
-    files = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT / "accelerator")
+    files = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE / "accelerator")
     assert len(files) > 60
-    assert {str(path.relative_to(ROOT)): lines for path in files if (lines := uses_of_cuda(path.read_text()))} == {}
-    own = {path.name: path.read_text() for path in (ROOT / "accelerator").glob("*.py")}
+    assert {str(path.relative_to(PACKAGE)): lines for path in files if (lines := uses_of_cuda(path.read_text()))} == {}
+    own = {path.name: path.read_text() for path in (PACKAGE / "accelerator").glob("*.py")}
     cuda = {name: text for name, text in own.items() if "torch.cuda." in text}
     assert set(cuda) == {"cuda.py", "cuda_graph.py"}
     assert all(len(text.splitlines()) < 120 for text in cuda.values())
@@ -113,3 +130,116 @@ def test_generators() -> None:
 
 def test_the_devices_that_need_a_driver() -> None:
     assert [needs_driver(name) for name in ("cpu", "sim", "cuda:0", "cuda:11")] == [False, False, True, True]
+
+
+class StandIn(HostAccelerator):
+    """An asynchronous device whose tensors are in host memory, and whose work is complete at once."""
+
+    asynchronous = True
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.used: set[str] = set()
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("_") and name != "used":
+            self.used.add(name)
+        return super().__getattribute__(name)
+
+
+def _worked(rig: Rig) -> list[Tensor]:
+    """Return the tensors that a program, an offload, an optimizer on the host and a snapshot leave behind."""
+    x = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4)
+    rig.put(b1=x, b2=x * 2, b3=x * 3)
+    rig.do(
+        define(100, elementwise("aten.relu.default", spec_of(x))),
+        Define(101, OptimizerSpec("AdamW", (((0, 1), {"lr": 0.1}),), (1, 2), host=True)),
+        Call(100, (3,), (4,)),
+        Offload((3, 4)),
+        Evict((4,)),
+        OptimizerStep(101, (3, 4), 0.5),
+        Snapshot(1, (1, 2), 101),
+        OptimizerStep(101, (3, 4), 0.5),
+        Prefetch((4,)),
+        Fill((5,), (spec_of(x),), ((1, 0),)),
+    )
+    found = [rig.get(number) for number in range(1, 6)]
+    memory = rig.do(Ask("peak"))
+    assert isinstance(memory[0], WorkerMemory)
+    assert rig.failures == []
+    rig.machine.close()
+    return found
+
+
+def test_another_device_stands_in_although_its_tensors_are_in_host_memory() -> None:
+    stand_in = StandIn()
+    expected, found = _worked(Rig()), _worked(Rig(device=ComputeDevice("cuda:0", 1, accelerator=stand_in)))
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+    wanted = {"current", "empty", "keep", "memory", "on", "pinned", "reset_peak", "stream", "to_device", "to_host"}
+    assert wanted <= stand_in.used
+
+
+class _FailedEvent:
+    def query(self) -> bool:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+
+class _FailedStream:
+    def record(self, **_: bool) -> _FailedEvent:
+        return _FailedEvent()
+
+
+class Failing(StandIn):
+    """A device of which every call fails after a kernel has failed, as those of a CUDA context do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failed = False
+
+    def current(self) -> Any:
+        return _FailedStream() if self.failed else super().current()
+
+    def synchronize(self) -> None:
+        if self.failed:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+
+@pytest.mark.parametrize(
+    "use",
+    [Call(100, (1, 2), (3,)), Operate((101, 1, 2, 3)), Ask("digest", (9,))],
+    ids=["a program", "one operator", "none"],
+)
+def test_whatever_fails_on_a_failed_device_ends_the_worker(use: Any) -> None:
+    device = Failing()
+    rig = Rig(device=ComputeDevice("cuda:0", 1, accelerator=device))
+    x = torch.ones(3)
+    rig.put(b1=x, b2=torch.ones(4))
+    program = elementwise("aten.add.Tensor", spec_of(x), 2)
+    kernel = KernelSpec(
+        "aten.add.Tensor", (SlotArgument(0), SlotArgument(1)), {}, 2, 0, (Strided("float32", (3,), (1,)),)
+    )
+    rig.do(define(100, program), Define(101, kernel))
+    with contextlib.suppress(Poisoned):
+        rig.do(use)
+    assert len(rig.failures) == 1, "what fails on a device that works is the instruction"
+    device.failed = True
+    with pytest.raises(DeviceFailed, match="cuda:0 has failed, and this process") as caught:
+        rig.do(use)
+    assert caught.value.__cause__ is not None
+    assert len(rig.failures) == 1, "the end of the process reports it"
+
+
+@pytest.mark.skipif(not supported(), reason="groups through shared memory need Linux on x86-64")
+def test_another_device_stands_in_for_a_group() -> None:
+    stand_in = StandIn()
+
+    def rank(number: int, group: ShmGroup) -> None:
+        x = torch.arange(5000.0)
+        group.send(x + number, 1 - number, 0)
+        assert torch.equal(group.receive(spec_of(x), 1 - number, 0)().tensor, x + 1 - number)
+        assert torch.equal(group.reduce([x])().tensor, 2 * x)
+
+    copier = shm_copier_for(stand_in)
+    assert copier is not None
+    run_ranks(2, rank, devices=[stand_in, HOST], copiers={0: copier})
+    assert {"empty", "keep", "on", "pin", "unpin", "stream"} <= stand_in.used

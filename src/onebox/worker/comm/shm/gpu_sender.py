@@ -174,6 +174,7 @@ class GpuShmSender:
         """Return a tensor of the device with the elements of a message, which is returned when they have been
         copied.
         """
+        self.settle()
         made, done = self._copier.into(memory, message.offset, message.spec)
         self._reading.append((done, expected))
         return made

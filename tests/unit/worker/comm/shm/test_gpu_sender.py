@@ -175,6 +175,26 @@ def test_what_is_read_is_given_back_when_its_copy_is_made() -> None:
     assert after < LARGE.size_bytes
 
 
+def test_a_rank_that_only_receives_gives_blocks_back() -> None:
+    copier = LateCopier()
+
+    def rank(which: int, group: ShmGroup) -> int:
+        assert group._sender is not None
+        most_bytes = 0
+        for order in range(20):
+            if which == 0:
+                group.send(number(0, order), 1, 0)
+                group.gather(torch.tensor([order]), TensorSpec("int64", (2,)), 0)()
+                most_bytes = max(most_bytes, group._sender.unread_bytes)
+            else:
+                group.receive(LARGE, 0, 0)()
+                copier.intos[-1].make()
+                group.gather(torch.tensor([order]), TensorSpec("int64", (2,)), 0)()
+        return most_bytes
+
+    assert run_ranks(2, rank, copiers={1: copier})[0] < 4 * LARGE.size_bytes
+
+
 @settings(max_examples=15, deadline=None)
 @given(st.integers(2, 3), st.lists(st.sampled_from([0, 1, 700, 60_000]), max_size=6), st.integers(0, 1 << 30))
 def test_ranks_that_all_send_before_they_receive_get_everything(size: int, sizes: list[int], seed: int) -> None:

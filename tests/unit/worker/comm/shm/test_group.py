@@ -401,7 +401,7 @@ def test_nothing_stays_behind_of_a_group_that_nobody_joins() -> None:
         raise AssertionError("there is no group")
 
     with pytest.MonkeyPatch.context() as patch:
-        card = f"{shm_domain()}:cpu:1:67108864:3:ff".encode()
+        card = f"{shm_domain()}:0:1:67108864:3:ff".encode()
         patch.setattr("tests.unit.ranks.Keys.get", lambda self, key: card if "memory" in key else b"0,1")
         with pytest.raises(RankLost, match=r"only ranks \[[01]\] share"):
             run_ranks(2, rank, timeout_s=0.2)

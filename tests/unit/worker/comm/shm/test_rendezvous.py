@@ -157,8 +157,9 @@ def test_devices_that_do_not_compute_need_one_host_and_so_do_emulated_links() ->
     ("said", "complaint"),
     [
         (b"nonsense", "is named b'nonsense'"),
-        (b"place:cpu:1:2:3:zz", "is named"),
-        (b"place:cpu:1:4096:3:ff", "a memory of 4096 bytes"),
+        (b"place:1:1:2:3:zz", "is named"),
+        (b"place:cpu:1:4096:3:ff", "is named"),
+        (b"place:1:1:4096:3:ff", "a memory of 4096 bytes"),
         (b"\xff", "is named"),
     ],
 )
@@ -175,7 +176,7 @@ def test_a_rank_whose_process_has_ended_is_lost() -> None:
     pid = os.posix_spawn("/bin/true", ["true"], {})
     os.waitpid(pid, 0)
     keys = Keys()
-    keys.set("memory/1", f"a:cpu:{pid}:{1 << 30}:3:ff")
+    keys.set("memory/1", f"a:0:{pid}:{1 << 30}:3:ff")
     with pytest.raises(RankLost, match=f"process {pid} has ended"):
         find_shm_peers(FormGroup(3, 0, 2, "gloo", "127.0.0.1", 1.0, True), keys)
 
