@@ -52,8 +52,6 @@ class CudaAccelerator(GraphCapture):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(torch.device("cuda", device.index or 0))
-        torch.cuda.set_device(self.device)
-        self.generator: torch.Generator = torch.cuda.default_generators[self.device.index]
         self.backends: tuple[str, ...] = ("nccl", "gloo") if dist.is_nccl_available() else ("gloo",)
         self._idle: torch.cuda.Stream | None = None
         self._anchor: tuple[torch.cuda.Event, int] | None = None

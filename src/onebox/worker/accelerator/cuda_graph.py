@@ -60,10 +60,18 @@ class CudaGraph:
 
 
 class GraphCapture(DeviceTensors):
-    """The capture of CUDA graphs, for a GPU."""
+    """A GPU's capture of CUDA graphs.
+
+    Args:
+        device: The GPU, with its index.
+    """
 
     graphs = True
-    generator: torch.Generator
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        torch.cuda.set_device(device)  # also makes the generators
+        self.generator: torch.Generator = torch.cuda.default_generators[device.index]
 
     def capture(self, work: Callable[[Callable[[], None]], _Made], draws: int) -> tuple[CudaGraph, _Made]:
         """Capture the kernels of a function; see :meth:`onebox.worker.accelerator.api.Accelerator.capture`."""
