@@ -5,16 +5,18 @@ from __future__ import annotations
 import hashlib
 import math
 import time
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from onebox.errors import UsageError, WireError
-from onebox.wire import TensorSpec, from_frame, to_frame
+from onebox.wire import TensorSpec, from_frame, spec_of, to_frame
 from onebox.wire.protocol.requests import OptimizerSpec, StoredProgram
-from onebox.wire.protocol.responses import InstructionSets
+from onebox.wire.protocol.responses import InstructionSets, Scalars
 from onebox.worker.accelerator import Accelerator, accelerator_for
 from onebox.worker.memory.host import HostMemory
+from onebox.worker.memory.staging import UploadRing, begin_read
 from onebox.worker.optimizer.native import NativeOptimizer
 from onebox.worker.programs.interpreter import CompiledProgram
 from onebox.worker.progress import WorkerProgress, wait_until
@@ -40,6 +42,9 @@ class ComputeDevice:
 
     _aside: Tensor | None = None
     """State of the device's default generator while a program draws its own random numbers."""
+
+    _uploads: UploadRing | None = None
+    """Created with the first upload to an asynchronous device."""
 
     def __init__(self, name: str, threads: int, speed: float = 1.0, *, accelerator: Accelerator | None = None) -> None:
         if not 0 < speed <= 1 or (speed < 1 and name != "cpu"):
@@ -120,15 +125,30 @@ class ComputeDevice:
         Raises:
             WireError: The frame does not match the spec.
         """
-        return self.accelerator.to_device(from_frame(spec, frame))
+        if not self.accelerator.asynchronous:
+            return self.accelerator.to_device(from_frame(spec, frame))
+        if self._uploads is None:
+            self._uploads = UploadRing(self.accelerator)
+        return self._uploads.upload(spec, frame)
 
-    def read(self, tensor: Tensor) -> memoryview:
-        """Return the elements of a tensor, as a frame."""
-        return to_frame(self.accelerator.to_host(tensor))
+    def read(self, tensor: Tensor) -> memoryview | Callable[[], memoryview]:
+        """Return the elements of a tensor, as a frame; on an asynchronous device a function that returns them when it
+        has done the work up to here.
+        """
+        if not self.accelerator.asynchronous:
+            return to_frame(self.accelerator.to_host(tensor))
+        copy = begin_read(self.accelerator, tensor)
+        return lambda: to_frame(copy())
 
-    def scalar(self, tensor: Tensor) -> float:
-        """Return the value of a tensor of one element."""
-        return float(self.accelerator.to_host(tensor))
+    def scalars(self, tensors: Sequence[Tensor]) -> Scalars | Callable[[], Scalars]:
+        """Return the values of tensors of one element; on an asynchronous device a function, as :meth:`read`."""
+        if not self.accelerator.asynchronous:
+            return Scalars(tuple(float(tensor) for tensor in tensors))
+        for tensor in tensors:
+            if tensor.numel() != 1:
+                raise ValueError(f"{spec_of(tensor)} is no single value")
+        copies = [begin_read(self.accelerator, tensor) for tensor in tensors]
+        return lambda: Scalars(tuple(float(copy()) for copy in copies))
 
     def digest(self, tensors: list[Tensor]) -> bytes:
         """Return one hash over the bytes of tensors."""

@@ -15,7 +15,7 @@ from onebox.wire.protocol.groups import FormGroup, LeaveGroup, Reduced, Rendezvo
 from onebox.wire.protocol.instructions import GroupDelays, Options, Step
 from onebox.wire.protocol.snapshots import SlotInstruction, StateEntry
 
-PROTOCOL = 11
+PROTOCOL = 12
 """Version of everything in this file, in ``steps.py``, ``program.py`` and ``state.py``; both sides must agree."""
 
 
@@ -120,6 +120,27 @@ class Run(Message, frozen=True, tag="run"):
     optimizer: int = 0
 
 
+class SetNumerics(Message, frozen=True, tag="numerics"):
+    """Set precision and determinism of operators for the rest of the message; otherwise they are PyTorch's defaults.
+
+    Args:
+        matmul: Precision of products of float32 matrices.
+        tf32_convolutions: Whether cuDNN's convolutions may use TF32.
+        cudnn_benchmark: Whether cuDNN chooses its algorithms by trying them.
+        cudnn_deterministic: Whether cuDNN uses deterministic algorithms only.
+        deterministic: Whether all operators must be deterministic: ``no``, ``warn``, or ``yes``, with which others
+            fail.
+        cuda_graphs: Whether programs may be captured as CUDA graphs.
+    """
+
+    matmul: Literal["highest", "high", "medium"] = "highest"
+    tf32_convolutions: bool = True
+    cudnn_benchmark: bool = False
+    cudnn_deterministic: bool = False
+    deterministic: Literal["no", "warn", "yes"] = "no"
+    cuda_graphs: bool = True
+
+
 class Shutdown(Message, frozen=True, tag="bye"):
     """End the worker."""
 
@@ -134,6 +155,7 @@ Instruction = (
     | FormGroup
     | LeaveGroup
     | Retime
+    | SetNumerics
     | Rendezvous
     | Reduced
     | TicketCancelled

@@ -132,7 +132,7 @@ class NativeOptimizer:
         *,
         members: Sequence[int] = (),
         late: bool = False,
-    ) -> float | None:
+    ) -> Tensor | None:
         """Update parameters.
 
         Args:
@@ -161,7 +161,7 @@ class NativeOptimizer:
         if not stepped <= self._counted:
             self._counted |= stepped
             self._count()
-        return None if norm is None else float(self._accelerator.to_host(norm))
+        return norm
 
     def chosen(self, members: Sequence[int]) -> Sequence[int]:
         """Return the positions of the parameters denoted by ``members``.

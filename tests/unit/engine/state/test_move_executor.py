@@ -53,7 +53,7 @@ def filled(rigs: Rigs, worker: int, wanted: Sequence[WantedPart], places: Sequen
     rigs.post(worker, [Fill(numbers, tuple(each.spec for each in wanted), tuple(places))])
     (listing,) = rigs.rigs[worker].do(Get(numbers))
     assert isinstance(listing, Tensors)
-    frames = [bytes(frame) for frame in rigs.rigs[worker].machine.frames_out]
+    frames = [bytes(frame) for frame in rigs.rigs[worker].frames_out]
     return [from_frame(spec, frame) for spec, frame in zip(listing.specs, frames, strict=True)]
 
 
