@@ -110,13 +110,17 @@ class _Output(NamedTuple):
         source: Its input, or its storage among those copied.
         of_input: Whether it is a view of that input.
         whole: Whether it is that input, or all of that storage, itself.
-        like: Element type, shape, strides and offset, relative to that of the input.
+        shape: Its shape.
+        strides: Its strides.
+        offset: Its offset, relative to that of the input.
     """
 
     source: int
     of_input: bool
     whole: bool
-    like: tuple[torch.dtype, torch.Size, tuple[int, ...], int]
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int
 
 
 class _Captured:
@@ -153,6 +157,7 @@ class _Captured:
         self._copies = list(copies.values())
         self._storages = storages
         self._outputs = outputs
+        self._sources = sorted({output.source for output in outputs if output.of_input})
 
     def moved(self, inputs: Sequence[Tensor]) -> list[int]:
         """Return the inputs that are read in place and are no longer there."""
@@ -165,19 +170,16 @@ class _Captured:
         if self._copies:
             torch._foreach_copy_(self._copies, [inputs[place] for place in self._copied])
         self.graph.replay(seeds)
-        bases = {source: inputs[source] for source, of_input, *_ in self._outputs if of_input}
+        bases = {source: inputs[source] for source in self._sources}
         inputs.clear()  # their memory can be used for the outputs
         made = [storage.clone() for storage in self._storages]
         outputs = []
-        for source, of_input, whole, (dtype, shape, strides, offset) in self._outputs:
+        for source, of_input, whole, shape, strides, offset in self._outputs:
             base = bases[source] if of_input else made[source]
             if whole:
                 outputs.append(base)
-            elif of_input:
-                outputs.append(base.as_strided(shape, strides, base.storage_offset() + offset))
             else:
-                view = torch.empty(0, dtype=dtype, device=base.device)
-                outputs.append(view.set_(base.untyped_storage(), offset, shape, strides))
+                outputs.append(base.as_strided(shape, strides, base.storage_offset() + offset))
         return outputs
 
 
@@ -341,43 +343,42 @@ def _described(inputs: Sequence[Tensor], made: Sequence[Tensor]) -> tuple[list[T
     Raises:
         _Unfit: An output cannot be made so.
     """
-    sources = {tensor.untyped_storage()._cdata: place for place, tensor in reversed(list(enumerate(inputs)))}
+    bases = {_storage(tensor): (place, tensor) for place, tensor in reversed(list(enumerate(inputs)))}
+    places = {id(tensor): place for place, tensor in reversed(list(enumerate(inputs)))}
     groups: dict[int, list[Tensor]] = {}
     for tensor in made:
-        if tensor.is_conj() or tensor.is_neg():
-            raise _Unfit("an output is a lazy conjugate or negative")
-        groups.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
-    own = [storage for storage in groups if storage not in sources]
+        if _storage(tensor) not in bases:
+            groups.setdefault(_storage(tensor), []).append(tensor)
+    own = {storage: _cover(tensors) for storage, tensors in groups.items()}
     number = {storage: place for place, storage in enumerate(own)}
-    whole = {storage: _is_whole(groups[storage]) for storage in own}
     outputs = []
     for tensor in made:
-        storage = tensor.untyped_storage()._cdata
-        offset = int(tensor.storage_offset())
-        if storage in sources:
-            source = inputs[sources[storage]]
-            if tensor.dtype is not source.dtype:
-                raise _Unfit("an output is a view of an input with another element type")
-            like = tensor.dtype, tensor.shape, tensor.stride(), offset - int(source.storage_offset())
-            same = any(tensor is one for one in inputs)
-            place = next(n for n, one in enumerate(inputs) if one is tensor) if same else sources[storage]
-            outputs.append(_Output(place, True, same, like))
-        else:
-            like = tensor.dtype, tensor.shape, tensor.stride(), offset
-            outputs.append(_Output(number[storage], False, whole[storage], like))
-    flat = [groups[storage][0] if whole[storage] else _bytes_of(groups[storage][0]) for storage in own]
-    return flat, outputs
+        storage = _storage(tensor)
+        of_input = storage in bases
+        place, base = bases[storage] if of_input else (number[storage], own[storage])
+        if tensor.dtype is not base.dtype or tensor.is_conj() or tensor.is_neg():
+            raise _Unfit("an output is another tensor's memory as another type, or lazily conjugate or negative")
+        whole = tensor is base
+        if of_input and id(tensor) in places:
+            place, whole = places[id(tensor)], True
+        offset = int(tensor.storage_offset()) - int(base.storage_offset())
+        outputs.append(_Output(place, of_input, whole, tensor.shape, tensor.stride(), offset))
+    return list(own.values()), outputs
 
 
-def _is_whole(tensors: Sequence[Tensor]) -> bool:
-    """Return whether a single tensor covers its storage, so that its copy has the same layout."""
+def _storage(tensor: Tensor) -> int:
+    """Return the identity of a tensor's storage."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _cover(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the tensor over all of a storage, of which the given ones are all: one of them if a copy of it is laid
+    out as it is, otherwise a flat one.
+    """
     first = tensors[0]
-    if not all(tensor is first for tensor in tensors) or first.untyped_storage().nbytes() != first.nbytes:
-        return False
-    return first.storage_offset() == 0 and torch.empty_like(first, device="meta").stride() == first.stride()
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return all bytes of a tensor's storage."""
-    storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+    storage = first.untyped_storage()
+    alone = all(tensor is first for tensor in tensors) and storage.nbytes() == first.nbytes and not first.is_conj()
+    if alone and torch.empty_like(first, device="meta").stride() == first.stride():
+        return first
+    length = storage.nbytes() // first.itemsize
+    return torch.empty(0, dtype=first.dtype, device=first.device).set_(storage, 0, (length,), (1,))
