@@ -145,7 +145,7 @@ class EmulatedDevice(ComputeDevice):
         """Return the emulated memory."""
         return self._memory_bytes
 
-    def quota_bytes(self, asked_bytes: int) -> int:
+    def quota_bytes(self, asked_bytes: int, sharing: int = 1) -> int:
         """Return the requested limit, which becomes the emulated memory: an accelerator would fail beyond it, too."""
         self._memory_bytes = asked_bytes or self._memory_bytes
         return self._memory_bytes

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from onebox.worker.accelerator.api import DeviceIdentity, DeviceMemory
 from onebox.worker.accelerator.cuda_graph import GraphCapture
+from onebox.worker.accelerator.pinned_pages import locked_pages
 
 _ANCHOR_NS = 1_000_000_000
 """Age at which clocks are compared anew: 20 ppm are 20 µs then; ``elapsed_time``, a float of ms, is exact to 60 ns."""
@@ -90,7 +91,7 @@ class CudaAccelerator(GraphCapture):
         return tensor.cpu()
 
     def pinned(self, size_bytes: int) -> Tensor:
-        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+        return locked_pages(size_bytes, self)
 
     def pin(self, memory: Tensor) -> bool:
         if not int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)):
@@ -111,8 +112,7 @@ class CudaAccelerator(GraphCapture):
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def limit(self, size_bytes: int) -> None:
-        share = size_bytes / torch.cuda.get_device_properties(self.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, share), self.device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, size_bytes / self.memory().total_bytes), self.device)
 
     def new_generator(self, seed: int) -> torch.Generator:
         return torch.Generator(self.device).manual_seed(seed)

@@ -69,6 +69,7 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
         last_port: Last of the allowed TCP ports.
         owner: Process id of the owner with which it ends; 0 for its parent.
         cores: Cores of its operators; empty for any.
+        sharing: Workers of its pool on its GPU; each has an equal part of the memory unless it has a quota.
     """
 
     device: str
@@ -84,6 +85,7 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     last_port: int = 0
     owner: int = 0
     cores: tuple[int, ...] = ()
+    sharing: int = 1
 
     @property
     def ports(self) -> range:
@@ -116,7 +118,7 @@ class WorkerServer:
             self._device,
             self,
             self._report,
-            quota_bytes=self._device.quota_bytes(config.quota_bytes),
+            quota_bytes=self._device.quota_bytes(config.quota_bytes, config.sharing),
             faults=FaultInjector(config.faults),
             between=self._send_complete,
         )
