@@ -114,9 +114,8 @@ class ModelAccelerator(DeviceTensors):
         return self._pinned.bytes(size_bytes)
 
     def pin(self, memory: Tensor) -> bool:
-        """Page-lock memory of the host."""
-        self._pinned.register(memory)
-        return True
+        """Page-lock memory of the host; return whether that was possible."""
+        return self._pinned.register(memory)
 
     def unpin(self, memory: Tensor) -> None:
         """Undo :meth:`pin`."""

@@ -123,9 +123,6 @@ class CachingAllocator:
         waiting, self._waiting = self._waiting, []
         for block in waiting:
             if all(event.complete for event in block.pending):
-                for event in block.pending:  # the allocator has asked for it
-                    self._scheduler.acquire(event.clock)
-                block.pending = []
                 self._free.setdefault(block.stream, []).append(block)
             else:
                 self._waiting.append(block)
@@ -153,6 +150,9 @@ class CachingAllocator:
         if able:
             best = min(reversed(able), key=lambda block: block.size_bytes)  # of equal ones the last
             free.remove(best)
+            for event in best.pending:  # the allocator has seen that it is complete
+                self._scheduler.acquire(event.clock)
+            best.pending = []
             return best
         if self.allocated_bytes + size_bytes <= self.limit_bytes:
             found = self._carve(size_bytes, stream)
@@ -207,17 +207,14 @@ class PinnedMemory:
             self._places[made.address] = made.address + len(memory)
             return made.take()
 
-    def register(self, memory: Tensor) -> None:
-        """Register existing memory.
-
-        Raises:
-            RuntimeError: Some of it is registered.
-        """
+    def register(self, memory: Tensor) -> bool:
+        """Register existing memory; return false if some of it is registered already, as the driver refuses that."""
         self.collect()
         start, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
         if any(begin < end and start < stop for begin, stop in self._places.items()):
-            raise RuntimeError("memory that is page-locked already is registered again")
+            return False
         self._places[start] = end
+        return True
 
     def unregister(self, memory: Tensor) -> None:
         """Unregister memory.
@@ -230,11 +227,18 @@ class PinnedMemory:
             raise RuntimeError("memory that is not registered is unregistered")
         self._scheduler.release((memory.data_ptr(), end))
 
-    def holds(self, address: int) -> bool:
-        """Return whether memory is page-locked."""
+    def holds(self, start: int, end: int) -> bool:
+        """Return whether memory is page-locked.
+
+        Raises:
+            RuntimeError: Only a part of it is; a driver refuses to copy such memory.
+        """
         with self._scheduler.lock:
             self.collect()
-            return any(start <= address < end for start, end in self._places.items())
+            common = [(first, last) for first, last in self._places.items() if first < end and start < last]
+            if common and not any(first <= start and end <= last for first, last in common):
+                raise RuntimeError("an access to memory of which only a part is page-locked")
+            return bool(common)
 
     def __bool__(self) -> bool:
         return bool(self._places)

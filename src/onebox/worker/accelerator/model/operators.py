@@ -120,7 +120,7 @@ class ModelOperators:
         own = self._is_own(source), self._is_own(target)
         held, pageable = [tensor for tensor, mine in zip((source, target), own, strict=True) if not mine], False
         if held and held[0].numel():
-            pageable = not self._pinned.holds(held[0].data_ptr())
+            pageable = not self._is_pinned(held[0])
         if pageable and own[1] and source.numel():
             source = source.clone()  # the driver has read it when the call returns
         seen = [tensor for tensor in (source, target) if not (pageable and not self._is_own(tensor))]
@@ -134,6 +134,10 @@ class ModelOperators:
         if held and (pageable or not non_blocking):
             done.synchronize()
         return target
+
+    def _is_pinned(self, tensor: Tensor) -> bool:
+        ranges = self._bytes_of(tensor)
+        return self._pinned.holds(ranges[0][0], ranges[-1][1])
 
     def _read(self, tensor: Tensor) -> Any:
         """Return the value of a tensor of one element, which the host waits for."""
@@ -331,7 +335,7 @@ class HostWatch(TorchDispatchMode):
 
     def _note(self, func: OpOverload, flat: Sequence[Tensor], written: dict[int, Tensor]) -> None:
         for tensor in flat:
-            if tensor.numel() and self._pinned.holds(tensor.data_ptr()):
+            if tensor.numel() and self._pinned.holds(tensor.data_ptr(), tensor.data_ptr() + tensor.itemsize):
                 places = byte_ranges(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.itemsize)
                 mine = id(tensor) in written
                 self._scheduler.touch([] if mine else places, places if mine else [], str(func))

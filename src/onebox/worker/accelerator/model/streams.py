@@ -94,7 +94,7 @@ class ModelEvent:
 
     @property
     def complete(self) -> bool:
-        """True if the kernels before it have run."""
+        """True if the kernels before it have run, and the events that its stream waited for before are complete."""
         return self.stream.done >= self.position
 
     def query(self) -> bool:
@@ -206,6 +206,8 @@ class Scheduler:
             join(stream.context.clock, event.clock)
             stream.free_ns = max(stream.free_ns, event.time_ns())
             stream.queue.append(event)
+            stream.launched += 1
+            self._pass_waits()
 
     @contextmanager
     def capture(self, stream: ModelStream) -> Iterator[list[Kernel]]:
@@ -307,7 +309,8 @@ class Scheduler:
         with self.lock:
             self.synchronisations += 1
             streams = list(self._streams)
-            self._run_until(lambda: not any(stream.queue for stream in streams), streams)
+            events = [self.record(stream) for stream in streams]
+            self._run_until(lambda: all(event.complete for event in events), streams)
             for stream in streams:
                 join(self._host().clock, stream.context.clock)
         self.raise_failure()
@@ -373,8 +376,6 @@ class Scheduler:
             if stream in seen:
                 continue
             seen.add(stream)
-            while stream.queue and isinstance(stream.queue[0], ModelEvent) and stream.queue[0].complete:
-                stream.queue.popleft()
             if not stream.queue:
                 continue
             first = stream.queue[0]
@@ -396,6 +397,18 @@ class Scheduler:
         except Exception as error:  # raised where the host waits, as of a real device
             self._failure = self._failure or f"{kernel.name} failed on the device: {error}"
         stream.done += 1
+        self._pass_waits()
+
+    def _pass_waits(self) -> None:
+        """Let streams pass over waits for what is complete, by which other events may become complete."""
+        changed = True
+        while changed:
+            changed = False
+            for stream in self._streams:
+                while stream.queue and isinstance(stream.queue[0], ModelEvent) and stream.queue[0].complete:
+                    stream.queue.popleft()
+                    stream.done += 1
+                    changed = True
 
 
 def _caller() -> str:

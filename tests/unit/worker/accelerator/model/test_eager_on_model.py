@@ -1,3 +1,0 @@
-"""On a modelled accelerator."""
-
-from tests.unit.worker.execution.test_eager import *  # noqa: F403

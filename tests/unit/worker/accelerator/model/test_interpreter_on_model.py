@@ -1,3 +1,0 @@
-"""On a modelled accelerator."""
-
-from tests.unit.worker.programs.test_interpreter import *  # noqa: F403

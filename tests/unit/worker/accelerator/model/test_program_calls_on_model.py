@@ -1,3 +1,0 @@
-"""On a modelled accelerator."""
-
-from tests.unit.worker.execution.test_program_calls import *  # noqa: F403
