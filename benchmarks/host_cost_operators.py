@@ -1,9 +1,9 @@
 """The host's time for each operator of a program: interpreted, replayed as a graph, and by plain PyTorch.
 
-The program is a training step of Hugging Face's GPT-2 with 12 layers whose matrices have a few elements, so that kernels
-have almost nothing to do. The device of the graph is a stand-in whose replays do nothing: what is left is the host's
-part, with the check of addresses and the copies of outputs. All sides run in turn; the time is that of the thread, which
-others on the machine disturb little.
+The program is a training step of Hugging Face's GPT-2 with 12 layers whose matrices have a few elements, so that
+kernels have almost nothing to do. The device of the graph is a stand-in whose replays do nothing: what is left is the
+host's part, with the check of addresses and the copies of inputs and outputs. All sides run in turn; the time is that
+of the thread, which others on the machine disturb little.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from onebox.wire import Many, Operator, Program, SlotArgument, TensorSpec, with_deaths
-from onebox.worker.accelerator import ModelAccelerator, accelerator_for
+from onebox.worker.accelerator import Accelerator, accelerator_for
+from onebox.worker.accelerator.model import ModelAccelerator
 from onebox.worker.device import seed_of
 from onebox.worker.memory.buffers import BufferStore, QuotaExceeded
 from onebox.worker.programs import graphs
@@ -68,7 +69,7 @@ class Worker:
     """
 
     def __init__(self, model: ModelAccelerator | None, program: Program) -> None:
-        self.device = model or accelerator_for("cpu")
+        self.device: Accelerator = model or accelerator_for("cpu")
         self.graphs = GraphMemory(self.device)
         self.tape = CompiledProgram(program, self.device.device)
         self.progress = WorkerProgress()
@@ -85,7 +86,12 @@ class Worker:
         if made is not None:
             assert given == [], "the list is emptied"
             return made
-        return self.tape.run(given, lambda at: self.device.generator.manual_seed(seed(at)) and None, self.progress)
+        generator = self.device.generator
+
+        def draw(position: int) -> None:
+            generator.manual_seed(seed(position))
+
+        return self.tape.run(given, draw, self.progress)
 
     def put(self, tensor: Tensor) -> Tensor:
         """Return a copy on the device."""
