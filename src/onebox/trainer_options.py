@@ -191,12 +191,13 @@ class Numerics:
     def __post_init__(self) -> None:
         if self.matmul is not None:
             _require_one("matmul", self.matmul, get_args(MatmulPrecision))
-        _require_bool("cuda_graphs", self.cuda_graphs)
         for name in ("tf32_convolutions", "cudnn_benchmark", "cudnn_deterministic"):
             if getattr(self, name) is not None:
                 _require_bool(name, getattr(self, name))
         if not isinstance(self.deterministic, bool) and self.deterministic not in (None, "warn"):
             raise UsageError(f"deterministic={self.deterministic!r}: allowed are True, False and 'warn'")
+        if self.cuda_graphs is not True:
+            _require_bool("cuda_graphs", self.cuda_graphs)
 
 
 @dataclass(frozen=True, kw_only=True)
