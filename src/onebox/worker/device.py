@@ -16,7 +16,7 @@ from onebox.wire.protocol.requests import OptimizerSpec, StoredProgram
 from onebox.wire.protocol.responses import InstructionSets, Scalars
 from onebox.worker.accelerator import Accelerator, accelerator_for
 from onebox.worker.memory.host import HostMemory
-from onebox.worker.memory.staging import UploadRing, begin_read
+from onebox.worker.memory.staging import HostReads, UploadRing
 from onebox.worker.optimizer.native import NativeOptimizer
 from onebox.worker.programs.interpreter import CompiledProgram
 from onebox.worker.progress import WorkerProgress, wait_until
@@ -71,9 +71,6 @@ class ComputeDevice:
     _aside: Tensor | None = None
     """State of the device's default generator while a program draws its own random numbers."""
 
-    _uploads: UploadRing | None = None
-    """Created with the first upload to an asynchronous device."""
-
     def __init__(self, name: str, threads: int, speed: float = 1.0, *, accelerator: Accelerator | None = None) -> None:
         if not 0 < speed <= 1 or (speed < 1 and name != "cpu"):
             raise UsageError(f"{name} at speed {speed}: a CPU can work at more than 0 and up to 1, a GPU at 1 only")
@@ -86,6 +83,7 @@ class ComputeDevice:
         torch.set_num_threads(threads)
         self.accelerator = accelerator or accelerator_for(name)
         self.device = self.accelerator.device
+        self._uploads, self._reads = UploadRing(self.accelerator), HostReads(self.accelerator)
 
     # ---- programs and optimizers
 
@@ -155,8 +153,6 @@ class ComputeDevice:
         """
         if not self.accelerator.asynchronous:
             return self.accelerator.to_device(from_frame(spec, frame))
-        if self._uploads is None:
-            self._uploads = UploadRing(self.accelerator)
         return self._uploads.upload(spec, frame)
 
     def read(self, tensor: Tensor) -> memoryview | Callable[[], memoryview]:
@@ -165,7 +161,7 @@ class ComputeDevice:
         """
         if not self.accelerator.asynchronous:
             return to_frame(self.accelerator.to_host(tensor))
-        copy = begin_read(self.accelerator, tensor)
+        copy = self._reads.begin(tensor)
         return lambda: to_frame(copy())
 
     def scalars(self, tensors: Sequence[Tensor]) -> Scalars | Callable[[], Scalars]:
@@ -175,7 +171,7 @@ class ComputeDevice:
         for tensor in tensors:
             if tensor.numel() != 1:
                 raise ValueError(f"{spec_of(tensor)} is no single value")
-        copies = [begin_read(self.accelerator, tensor) for tensor in tensors]
+        copies = [self._reads.begin(tensor) for tensor in tensors]
         return lambda: Scalars(tuple(float(copy()) for copy in copies))
 
     def digest(self, tensors: list[Tensor]) -> bytes:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from onebox.wire import TensorSpec, spec_of, to_frame
 from onebox.wire.protocol.instructions import Ask, Call, Evict, Free, Get, Offload, OptimizerStep, Prefetch
 from onebox.wire.protocol.requests import Define, OptimizerSpec, Put, Routine, Run
 from onebox.wire.protocol.responses import Scalars
 from onebox.worker.device import ComputeDevice
-from onebox.worker.memory.staging import UploadRing
+from onebox.worker.memory.staging import HostReads, UploadRing
+from onebox.worker.optimizer.native import NativeOptimizer
 from tests.unit.machines import Rig, define, elementwise
 from tests.unit.worker.late_device import LateDevice
 
@@ -172,3 +176,67 @@ def test_puts_use_the_ring() -> None:
     assert len(device.streams[-1].events) == 4  # three by rig_of
     assert torch.equal(rig.get(20), X)
     assert device.drains == 0
+
+
+# ---- reads
+
+
+def test_reads_use_pinned_memory_again_when_they_are_over() -> None:
+    device, made = LateDevice(), []
+    device.pinned = lambda size: made.append(size) or torch.empty(size, dtype=torch.uint8)  # type: ignore[method-assign]
+    reads = HostReads(device, slab_bytes=256)
+    for round_ in range(20):
+        tensors = [torch.full((), float(round_ + place)) for place in range(6)]
+        pending = [reads.begin(tensor) for tensor in tensors]
+        assert [float(read()) for read in pending] == [float(tensor) for tensor in tensors]
+    assert len(made) <= 4  # for those of two rounds
+    for _ in range(10):
+        dropped = [reads.begin(torch.ones(())) for _ in range(20)]
+        del dropped
+    assert len(made) <= 8
+    assert device.drains == 0
+
+
+@pytest.mark.parametrize("tensor", [torch.zeros(0), torch.tensor([True]), torch.tensor(1 + 2j).conj(), torch.eye(3).T])
+def test_a_read_is_the_tensor(tensor: torch.Tensor) -> None:
+    found = HostReads(LateDevice()).begin(tensor)()
+    assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+    assert torch.equal(found, tensor)
+
+
+def test_large_tensors_are_waited_for() -> None:
+    device = LateDevice()
+    large = torch.arange(10_000)
+    assert torch.equal(HostReads(device).begin(large)(), large)
+    assert device.drains == 1
+
+
+# ---- launches
+
+
+class Calls(TorchDispatchMode):
+    """Counts operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_scaled_by_one_call_to_the_same_bits(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(3)
+    values = [torch.randn(5, 7, generator=generator).to(dtype) for _ in range(6)]
+    spec = OptimizerSpec("SGD", ((tuple(range(6)), {"lr": 0.1, "foreach": False}),), tuple(range(6)))
+    found = []
+    for accelerator in (None, LateDevice()):
+        parameters = [value.clone() for value in values]
+        native = NativeOptimizer(spec, parameters, [], None, accelerator)
+        with torch.inference_mode(), Calls() as calls:
+            native.step([value * 3 for value in values], 0.5)
+        found.append(parameters)
+        assert calls.names["_foreach_mul"] == (accelerator is not None)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

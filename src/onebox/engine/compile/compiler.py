@@ -181,7 +181,14 @@ class Compiler:
             program=numbers.program,
         )
         self._lowering = Lowering(
-            plan, self.holdings, buffers, trained=self.trained, model=model, max_norm=max_norm, costs=costs
+            plan,
+            self.holdings,
+            buffers,
+            trained=self.trained,
+            model=model,
+            max_norm=max_norm,
+            costs=costs,
+            gpus=[worker for worker in plan.devices if devices[worker].kind == "cuda"],
         )
 
     def _first(self, batch: Batch) -> PhasePrograms:

@@ -7,7 +7,7 @@ steps that overlap.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from onebox.engine.compile.batch_job import BatchJob, BufferNumbers
 from onebox.engine.compile.routine import RoutineBuilder, StepRoutine
@@ -37,6 +37,7 @@ class Lowering:
         model: Returns the programs for a micro-batch size.
         max_norm: Gradient clipping norm; 0 for none.
         costs: Costs of actions on emulated devices.
+        gpus: The workers that are GPUs.
 
     Raises:
         CaptureError: A buffer changes in a way that replicas cannot share.
@@ -52,12 +53,13 @@ class Lowering:
         model: ModelPrograms,
         max_norm: float,
         costs: EmulatedCosts,
+        gpus: Collection[int] = (),
     ) -> None:
         self._plan = plan
         self._costs = costs
         self._holdings = holdings
         self._numbers = numbers
-        self._gradients = Gradients(holdings, numbers, trained=trained, model=model, max_norm=max_norm)
+        self._gradients = Gradients(holdings, numbers, trained=trained, model=model, max_norm=max_norm, gpus=gpus)
         self._moved: dict[str, int] = {}
         BatchNormStatistics(holdings, numbers, model, self._moved)  # refuses buffers that replicas cannot share
 

@@ -108,7 +108,8 @@ class Run(Message, frozen=True, tag="run"):
             link); ``Reduce`` and ``Gather`` until a waiting reader has the result; ``Offload`` and ``Prefetch`` until
             their copies are complete. An operation that is not waited for by the end of the run ends where it was
             posted. With Gloo and NCCL, a ``Receive`` ends when it is read, and a ``Send`` when it is handed to the
-            library; on a GPU, copies to and from the host end when they are read.
+            library. Times of a GPU are those at which it reaches the instruction's place in its work, within tens of
+            microseconds, however far the host is ahead; a ``Receive`` there ends when its reader may read it.
     """
 
     routine: int
