@@ -1,8 +1,8 @@
 """The table of faults: mistakes that the history names as found and mended, as changes of today's code.
 
-Each entry of ``faults.toml`` has these keys:
+Each entry of ``faults.toml``, or of ``waits.toml`` for waits of accelerators, has these keys:
 
-- ``origin``: the commit that mended it, and its subject;
+- ``origin``: the commit that mended it, and its subject; none in ``waits.toml``, whose faults were never there;
 - ``what``: the mistake, where the subject does not say it;
 - ``file``, ``old`` and ``new``: the text that puts it back; ``old`` occurs once in the file;
 - ``tests``: tests that fail with it, as arguments of pytest; of the short tier unless ``tier = "long"`` is there.
@@ -23,11 +23,11 @@ class SeededFault:
     """A mended fault, and the change that puts it back."""
 
     name: str
-    origin: str
     file: str
     old: str
     new: str
     tests: tuple[str, ...]
+    origin: str = ""
     what: str = ""
     tier: Tier = "short"
 
@@ -43,9 +43,9 @@ class SeededFault:
         return text.replace(self.old, self.new)
 
 
-def seeded_faults() -> list[SeededFault]:
-    """Return all faults of the table."""
-    entries = tomllib.loads(Path(__file__).with_name("faults.toml").read_text(encoding="utf-8"))
+def seeded_faults(table: str = "faults.toml") -> list[SeededFault]:
+    """Return all faults of a table."""
+    entries = tomllib.loads(Path(__file__).with_name(table).read_text(encoding="utf-8"))
     return [
         SeededFault(name=name, **{**entry, "tests": tuple(entry["tests"])})  # an unknown key is an error
         for name, entry in entries.items()

@@ -11,6 +11,7 @@ from tests.seeded_faults.table import SeededFault, seeded_faults
 
 ROOT = Path(__file__).parents[2]
 FAULTS = seeded_faults()
+WAITS = seeded_faults("waits.toml")
 
 
 def test_there_are_thirty_and_more() -> None:
@@ -18,9 +19,9 @@ def test_there_are_thirty_and_more() -> None:
     assert len({(fault.file, fault.old) for fault in FAULTS}) == len(FAULTS)
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", [*FAULTS, *WAITS], ids=lambda fault: fault.name)
 def test_a_fault_can_be_put_back_and_its_tests_are_there(fault: SeededFault) -> None:
-    assert re.fullmatch(r"[0-9a-f]{7} \S.*", fault.origin)
+    assert fault in WAITS or re.fullmatch(r"[0-9a-f]{7} \S.*", fault.origin)
     before = (ROOT / fault.file).read_text(encoding="utf-8")
     seeded = fault.seeded(before)
     assert seeded != before

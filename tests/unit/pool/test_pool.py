@@ -278,12 +278,44 @@ def test_a_group_adds_up(pool: Pool, via: Any) -> None:
         result(pool.post(0, [Reduce((1,), group)], answer=True))
 
 
+def test_groups_that_threads_form_at_once_are_begun_in_one_order(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In two orders, each of two workers would wait in another group for the other one."""
+    begun: list[list[int]] = [[], []]
+
+    def post(worker: int, instructions: list[Any], answer: bool = False) -> Future[WorkerReply]:
+        begun[worker].append(instructions[0].group)
+        time.sleep(0.001)  # let other threads go on
+        return Future()
+
+    monkeypatch.setattr(pool, "post", post)
+    monkeypatch.setattr(pool._client_loop, "form", lambda group, workers: None)
+    monkeypatch.setattr(pool, "_forming", {})
+    threads = [
+        threading.Thread(
+            target=lambda own=own: [  # type: ignore[misc]
+                pool.begin_group((own % 2, 1 - own % 2), "workers", number=10 * own + turn) for turn in range(5)
+            ]
+        )
+        for own in range(1, 5)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SOON_S)
+    assert begun[0] == begun[1] and len(begun[0]) == 20
+
+
 @pytest.mark.parametrize(
-    ("nccl", "aside", "backend"),
-    [((True, True), False, "nccl"), ((True, False), False, "gloo"), ((True, True), True, "gloo")],
+    ("nccl", "more", "backend"),
+    [
+        ((True, True), {}, "nccl"),
+        ((True, False), {}, "gloo"),
+        ((True, True), {"aside": True}, "gloo"),
+        ((True, True), {"tagged": True}, "gloo"),
+    ],
 )
 def test_what_workers_meet_by_is_what_all_of_them_have(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch, nccl: tuple[bool, bool], aside: bool, backend: str
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, nccl: tuple[bool, bool], more: dict[str, bool], backend: str
 ) -> None:
     """Not what this client's own PyTorch has, which is not between them."""
     devices = [replace(each, device="cuda:0", nccl=has) for each, has in zip(pool.devices, nccl, strict=False)]
@@ -298,7 +330,7 @@ def test_what_workers_meet_by_is_what_all_of_them_have(
     monkeypatch.setattr(pool, "devices", devices)
     monkeypatch.setattr(pool, "post", post)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: backend != "nccl")
-    pool.form_group((0, 1), "workers", aside=aside)
+    raise_first(pool.begin_group((0, 1), "workers", number=pool.new_number(), **more))
     assert [(form.backend, form.shared) for form in formed] == [(backend, backend == "gloo")] * 2
 
 

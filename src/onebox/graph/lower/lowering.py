@@ -82,7 +82,7 @@ def random_positions(graph: fx.Graph) -> dict[fx.Node, int]:
     """
     found: dict[fx.Node, int] = {}
     for node in filter(draws, graph.nodes):
-        forward = canonical(node.args[4]).args[0] if node.target is ATTENTION_BACKWARD else None  # type: ignore[arg-type]
+        forward = canonical(node.args[4]).args[0] if node.target is ATTENTION_BACKWARD else None
         found[node] = found.get(forward, len(found))  # type: ignore[arg-type]
     return found
 

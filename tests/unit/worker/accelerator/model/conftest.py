@@ -13,7 +13,7 @@ from tests.unit.machines import rigs_on
 SEEDS = range(8)
 
 
-@pytest.fixture(params=[pytest.param(seed, marks=[pytest.mark.long] * (seed > 0)) for seed in SEEDS])
+@pytest.fixture(params=[pytest.param(seed, marks=[pytest.mark.long] * (seed > 0), id=f"seed{seed}") for seed in SEEDS])
 def seed(request: pytest.FixtureRequest) -> int:
     """Seed of the order of kernels."""
     return int(request.param)

@@ -1,3 +1,43 @@
-"""Offloading, on a modelled accelerator."""
+"""Offloading on a modelled accelerator: tests of another file, with several seeds."""
 
-from tests.unit.worker.memory.test_offload import *  # noqa: F403
+from tests.unit.worker.memory.test_offload import (
+    rig,
+    test_a_buffer_that_is_filled_anew_is_away_no_more,
+    test_a_second_offload_and_a_second_prefetch_are_errors,
+    test_a_storage_counts_once_here_and_there_and_its_views_are_views_again,
+    test_a_trace_ends_when_the_copies_were_made,
+    test_an_operator_that_fails_between_leaves_the_others_as_they_are,
+    test_an_update_in_place_waits_for_the_copy,
+    test_bytes_that_another_buffer_holds_stay,
+    test_one_failure_goes_through_to_what_is_asked_for,
+    test_the_hosts_memory_is_bounded,
+    test_the_quota_holds_and_eviction_makes_room,
+    test_views_of_several_storages_and_nothing_at_all,
+    test_what_a_call_takes_while_it_is_copied_gives_back_its_place,
+    test_what_is_not_where_it_has_to_be_is_an_error,
+    test_what_is_offloaded_can_be_read_until_it_is_evicted,
+    test_what_was_away_comes_back_to_the_last_bit,
+    test_whoever_is_freed_on_the_way_gives_back_its_place,
+    test_with_the_routine_goes_what_was_kept_for_its_use,
+)
+
+__all__ = [
+    "rig",
+    "test_a_buffer_that_is_filled_anew_is_away_no_more",
+    "test_a_second_offload_and_a_second_prefetch_are_errors",
+    "test_a_storage_counts_once_here_and_there_and_its_views_are_views_again",
+    "test_a_trace_ends_when_the_copies_were_made",
+    "test_an_operator_that_fails_between_leaves_the_others_as_they_are",
+    "test_an_update_in_place_waits_for_the_copy",
+    "test_bytes_that_another_buffer_holds_stay",
+    "test_one_failure_goes_through_to_what_is_asked_for",
+    "test_the_hosts_memory_is_bounded",
+    "test_the_quota_holds_and_eviction_makes_room",
+    "test_views_of_several_storages_and_nothing_at_all",
+    "test_what_a_call_takes_while_it_is_copied_gives_back_its_place",
+    "test_what_is_not_where_it_has_to_be_is_an_error",
+    "test_what_is_offloaded_can_be_read_until_it_is_evicted",
+    "test_what_was_away_comes_back_to_the_last_bit",
+    "test_whoever_is_freed_on_the_way_gives_back_its_place",
+    "test_with_the_routine_goes_what_was_kept_for_its_use",
+]

@@ -56,6 +56,15 @@ def test_a_block_of_the_host_is_used_again_at_once(rig: Rig) -> None:
     assert rig.failures == []
 
 
+def test_a_block_of_the_host_is_given_away_while_it_is_read(rig: Rig) -> None:
+    for _ in range(3):
+        rig.do(Call(101, (1,), (3,)), Offload((3,)), Evict((3,)), Call(101, (2,), (4,)))
+        rig.do(Prefetch((3,)), Offload((4,)))
+        assert torch.equal(rig.get(3), -X)
+        rig.do(Free((3, 4)))
+    assert rig.failures == []
+
+
 def test_values_that_are_freed_while_they_are_copied(rig: Rig) -> None:
     for _ in range(3):
         rig.do(Call(101, (1,), (3,)), Offload((3,)), Free((3,)), Call(101, (2,), (4,)))
@@ -68,23 +77,22 @@ def test_values_that_are_freed_while_they_are_copied(rig: Rig) -> None:
 
 @pytest.mark.parametrize("host", [False, True])
 def test_a_step_with_gradients_in_the_hosts_memory(rig: Rig, host: bool) -> None:
-    rig.do(Define(7, OptimizerSpec("SGD", (((0,), {"lr": 1.0}),), (1,), host=host)))
+    rig.do(Define(7, OptimizerSpec("SGD", (((0,), {"lr": 1.0}),), (1,), host=host)), Offload((1,)))
     value = X.clone()
     for _ in range(3):
-        rig.do(Call(101, (2,), (3,)), Offload((1,)), OptimizerStep(7, (3,)), Call(101, (3,), (4,)), Free((3,)))
+        rig.do(Call(101, (2,), (3,)), OptimizerStep(7, (3,)), Call(101, (3,), (4,)), Free((3,)))
         value += Y
         rig.do(Call(101, (1,), (5,)))
         assert torch.equal(rig.get(5), -value)
         assert torch.equal(rig.get(4), Y)
-        rig.do(Evict((1,)), Prefetch((1,)))
         if host:
             rig.do(Call(101, (2,), (8,)), Offload((8,)), Evict((8,)), OptimizerStep(7, (8,)))
             value += Y
             assert torch.equal(rig.get(1), value)
             rig.do(Free((8,)))
-        else:
-            value = rig.get(1)
         rig.do(Free((4, 5)))
+    rig.do(Evict((1,)), Prefetch((1,)))
+    assert torch.equal(rig.get(1), X), "as it was when it was offloaded"
     assert rig.failures == []
 
 
