@@ -124,7 +124,7 @@ def test_updates_wait_for_snapshots(rig: Rig) -> None:
     for _ in range(3):
         rig.do(Call(101, (2,), (3,)), Snapshot(3, (1, 3)), Free((3,)), Call(101, (1,), (4,)), OptimizerStep(7, (2,)))
         rig.do(Free((4,)), Read(3, 0, X.nbytes))
-        assert bytes(rig.machine.frames_out[0]) == value.numpy().tobytes()
+        assert bytes(rig.frames_out[0]) == value.numpy().tobytes()
         rig.do(Fill((5, 6), (SPEC, SPEC), ((3, 0), (3, X.nbytes))))
         assert torch.equal(rig.get(5), value)
         assert torch.equal(rig.get(6), -Y)
@@ -149,7 +149,7 @@ def test_what_is_put_over_a_parameter_waits(rig: Rig) -> None:
     rig.do(Define(7, OptimizerSpec("SGD", (((0,), {"lr": 1.0}),), (1,))), Snapshot(3, (1,)), Offload((1,)))
     rig.do(Put((1,), (SPEC,), there=True), frames=[Y.numpy().tobytes()])
     rig.do(Read(3, 0, X.nbytes))
-    assert bytes(rig.machine.frames_out[0]) == X.numpy().tobytes()
+    assert bytes(rig.frames_out[0]) == X.numpy().tobytes()
     assert torch.equal(rig.get(1), Y)
 
 
