@@ -27,6 +27,8 @@ from onebox.worker.system.instruction_sets import used_instruction_sets
 PASSING_BYTES = 64 << 20
 """Memory of a GPU worker besides its buffers and an eighth of them: libraries' workspaces are of 8 to 32 MiB."""
 
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
 
 class ComputeDevice:
     """A device that programs run on.
@@ -165,6 +167,23 @@ class ComputeDevice:
         properties = torch.cuda.get_device_properties(self.device)
         capability = (properties.major, properties.minor)
         return capability, properties.multi_processor_count, dist.is_nccl_available()
+
+    def gpu(self) -> str:
+        """Return the identity of a GPU, or nothing for others and where it is unknown.
+
+        It is that of its host since its start, and the GPU's place on the bus there: MIG slices of a GPU have different
+        UUIDs but one place, and that is what NCCL refuses twice.
+        """
+        if self.device.type != "cuda":
+            return ""
+        properties = torch.cuda.get_device_properties(self.device)
+        place = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+        if None in place:  # this torch does not tell it
+            return "" if " MIG " in properties.name else str(properties.uuid)
+        try:
+            return ":".join([_BOOT.read_text().strip(), *map(str, place)])
+        except OSError:
+            return ""
 
     def instructions(self) -> InstructionSets:
         """Return the instruction sets that this process uses."""

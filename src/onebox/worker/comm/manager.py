@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
 
 import torch
@@ -15,15 +17,16 @@ from onebox.worker.comm.api import ClientChannel, RankLost, WorkerGroup
 from onebox.worker.comm.client import ChannelStore, ClientGroup
 from onebox.worker.comm.emulated_links import EmulatedLinks
 from onebox.worker.comm.hybrid import HybridGroup
+from onebox.worker.comm.nccl import FREE_S, REACH, NcclGroup, end_process
 from onebox.worker.comm.shm.gpu_sender import shm_copier_for
 from onebox.worker.comm.shm.group import ShmGroup
 from onebox.worker.comm.shm.rendezvous import find_shm_peers
 from onebox.worker.comm.shm.segment import supported
-from onebox.worker.comm.torch_dist import TorchDistGroup
+from onebox.worker.comm.torch_dist import GlooGroup
 from onebox.worker.memory.buffers import Poisoned
 from onebox.worker.progress import WorkerProgress
 from onebox.worker.system.cpu_affinity import threads_on_all_cores
-from onebox.worker.system.network_interfaces import NoAddress, is_foreign
+from onebox.worker.system.network_interfaces import NoAddress, bind_nccl, is_foreign
 from onebox.worker.system.tcp_connections import GroupSockets
 
 _HOST = torch.device("cpu")
@@ -46,6 +49,7 @@ class GroupManager:
         self._lost: dict[int, WorkerFailure] = {}
         self._emulated_links = EmulatedLinks()
         self._sockets = GroupSockets()
+        self._forming: FormGroup | None = None
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -60,8 +64,12 @@ class GroupManager:
         """
         device, progress = (_HOST, WorkerProgress()) if form.aside else (self._device, self._progress)
         with self._sockets.making(form.group), threads_on_all_cores():
-            group = form_group(form, self._channel, device, progress, self._emulated_links)
-            self._groups[form.group] = group
+            self._forming = form
+            try:
+                group = form_group(form, self._channel, device, progress, self._emulated_links)
+                self._groups[form.group] = group
+            finally:
+                self._forming = None
         return group.joined
 
     def get(self, number: int) -> WorkerGroup:
@@ -90,9 +98,20 @@ class GroupManager:
     def interrupt(self, number: int) -> None:
         """End waits for a silent rank of a group; callable from any thread."""
         self._sockets.shut(number)
-        group = self._groups.get(number)
+        group, forming = self._groups.get(number), self._forming
         if group is not None:
             group.interrupt()
+        elif forming is not None and forming.group == number and forming.rank in forming.nccl:
+            threading.Thread(target=self._watch, args=(forming,), name="onebox-abort", daemon=True).start()
+
+    def _watch(self, forming: FormGroup) -> None:
+        """End this process if a group is not given up in time: nothing ends the wait in which a communicator is made,
+        if a rank has ended before it."""
+        end_s = time.monotonic() + FREE_S
+        while self._forming is forming and time.monotonic() < end_s:
+            time.sleep(0.01)
+        if self._forming is forming:
+            end_process(f"the others of group {forming.group} did not come to their communicators")
 
     def retime(self, links: Sequence[EmulatedLink]) -> None:
         """Change the speeds of this worker's emulated links; see :meth:`EmulatedLinks.retime`.
@@ -149,30 +168,60 @@ def form_group(
         return ClientGroup(form, channel, device)
     store = ChannelStore(channel, form.group, form.timeout_s)
     with progress.wait():
-        met = find_shm_peers(form, store, device.type) if form.shared and supported() else None
-        near = None if met is None else ShmGroup(form, met, device, progress, emulated_links, shm_copier_for(device))
-        if near is not None and met is not None and len(met.memories) == form.size:
-            return near
+        if form.rank not in form.nccl:
+            return _by_host(form, store, device, progress, emulated_links)
+        everybody = len(form.nccl) == form.size
+        if everybody and form.size <= 2 * REACH + 1:
+            return _by_nccl(form, store, device, progress)
+        whole = _by_host(form, store, device, progress, emulated_links)
         try:
-            whole = _by_sockets(form, store, device, progress)
+            near = _by_nccl(form, store, device, progress)
         except BaseException:
-            if near is not None:
-                near.close()
+            whole.close()
             raise
-        if near is None or met is None:
-            return whole
-        if len(met.memories) == 1 and not met.apart:
+        return HybridGroup(near, near.peers, whole, near if everybody else whole)
+
+
+def _by_nccl(form: FormGroup, store: ChannelStore, device: torch.device, progress: WorkerProgress) -> NcclGroup:
+    bind_nccl(form.address)
+    try:
+        return NcclGroup(form, store, device, progress)
+    except RuntimeError as error:
+        raise RankLost(f"the group could not be formed: {str(error).splitlines()[0]}") from error
+
+
+def _by_host(
+    form: FormGroup,
+    store: ChannelStore,
+    device: torch.device,
+    progress: WorkerProgress,
+    emulated_links: EmulatedLinks,
+) -> WorkerGroup:
+    """Join a group through memory where it is shared, and sockets."""
+    met = find_shm_peers(form, store, device.type) if form.shared and supported() else None
+    near = None if met is None else ShmGroup(form, met, device, progress, emulated_links, shm_copier_for(device))
+    if near is not None and met is not None and len(met.memories) == form.size:
+        return near
+    try:
+        whole = _by_sockets(form, store, device, progress)
+    except BaseException:
+        if near is not None:
             near.close()
-            return whole
-        return HybridGroup(near, whole)
+        raise
+    if near is None or met is None:
+        return whole
+    if len(met.memories) == 1 and not met.apart:
+        near.close()
+        return whole
+    return HybridGroup(near, near.joined.near, whole, whole)
 
 
-def _by_sockets(form: FormGroup, store: ChannelStore, device: torch.device, progress: WorkerProgress) -> TorchDistGroup:
+def _by_sockets(form: FormGroup, store: ChannelStore, device: torch.device, progress: WorkerProgress) -> GlooGroup:
     if form.links:
         raise WireError("links can be emulated in groups of one Linux host with x86-64 only")
-    if form.backend == "gloo" and is_foreign(form.address):
+    if is_foreign(form.address):
         raise NoAddress(f"this host has no address {form.address} of its own, where other workers would connect to")
     try:
-        return TorchDistGroup(form, store, device, progress)
+        return GlooGroup(form, store, device, progress)
     except RuntimeError as error:
         raise RankLost(f"the group could not be formed: {str(error).splitlines()[0]}") from error
