@@ -279,14 +279,25 @@ def test_a_group_adds_up(pool: Pool, via: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nccl", "aside", "backend"),
-    [((True, True), False, "nccl"), ((True, False), False, "gloo"), ((True, True), True, "gloo")],
+    ("gpus", "aside", "ranks"),
+    [
+        (("a", "b"), False, (0, 1)),
+        (("a", ""), False, ()),
+        (("a", "b"), True, ()),
+        (("a", "a"), False, ()),
+        (("", "a", "b", "a"), False, (1, 2)),
+    ],
+    ids=["two GPUs", "one GPU", "for host memory", "one GPU twice", "a CPU, and two GPUs of which one twice"],
 )
-def test_what_workers_meet_by_is_what_all_of_them_have(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch, nccl: tuple[bool, bool], aside: bool, backend: str
+def test_different_gpus_whose_workers_have_nccl_use_it(
+    open_pool: OpenPool, monkeypatch: pytest.MonkeyPatch, gpus: tuple[str, ...], aside: bool, ranks: tuple[int, ...]
 ) -> None:
     """Not what this client's own PyTorch has, which is not between them."""
-    devices = [replace(each, device="cuda:0", nccl=has) for each, has in zip(pool.devices, nccl, strict=False)]
+    pool = open_pool(len(gpus))
+    devices = [
+        replace(each, device="cuda:0" if gpu else "cpu", nccl=bool(gpu), gpu=gpu)
+        for each, gpu in zip(pool.devices, gpus, strict=True)
+    ]
     formed: list[Any] = []
 
     def post(worker: int, instructions: list[Any], answer: bool = False) -> Future[WorkerReply]:
@@ -297,9 +308,9 @@ def test_what_workers_meet_by_is_what_all_of_them_have(
 
     monkeypatch.setattr(pool, "devices", devices)
     monkeypatch.setattr(pool, "post", post)
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: backend != "nccl")
-    pool.form_group((0, 1), "workers", aside=aside)
-    assert [(form.backend, form.shared) for form in formed] == [(backend, backend == "gloo")] * 2
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: not ranks)
+    pool.form_group(range(len(gpus)), "workers", aside=aside)
+    assert [(form.backend, form.nccl) for form in formed] == [("gloo", ranks)] * len(gpus)
 
 
 @pytest.mark.parametrize("via", ["workers", "client"])

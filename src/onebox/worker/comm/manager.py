@@ -13,11 +13,12 @@ from onebox.wire.protocol.groups import EmulatedLink, FormGroup
 from onebox.wire.protocol.instructions import Broadcast, Gather, Receive, Reduce, Send
 from onebox.wire.protocol.requests import Routine
 from onebox.wire.protocol.responses import Joined, Left, WorkerFailure
+from onebox.worker.comm import nccl
 from onebox.worker.comm.api import ClientChannel, RankLost, WorkerGroup
 from onebox.worker.comm.client import ChannelStore, ClientGroup
 from onebox.worker.comm.emulated_links import EmulatedLinks
 from onebox.worker.comm.hybrid import HybridGroup
-from onebox.worker.comm.nccl import FREE_S, REACH, NcclGroup, end_process
+from onebox.worker.comm.nccl import REACH, NcclGroup
 from onebox.worker.comm.shm.gpu_sender import shm_copier_for
 from onebox.worker.comm.shm.group import ShmGroup
 from onebox.worker.comm.shm.rendezvous import find_shm_peers
@@ -107,11 +108,11 @@ class GroupManager:
     def _watch(self, forming: FormGroup) -> None:
         """End this process if a group is not given up in time: nothing ends the wait in which a communicator is made,
         if a rank has ended before it."""
-        end_s = time.monotonic() + FREE_S
+        end_s = time.monotonic() + nccl.FREE_S
         while self._forming is forming and time.monotonic() < end_s:
             time.sleep(0.01)
         if self._forming is forming:
-            end_process(f"the others of group {forming.group} did not come to their communicators")
+            nccl.end_process(f"the others of group {forming.group} did not come to their communicators")
 
     def retime(self, links: Sequence[EmulatedLink]) -> None:
         """Change the speeds of this worker's emulated links; see :meth:`EmulatedLinks.retime`.

@@ -112,8 +112,6 @@ class NcclGroup(TorchDistGroup):
         store: Key-value store for the rendezvous.
         device: Device of the tensors.
         progress: Marked during waits.
-        connect: Makes a communicator; see :func:`connect`.
-        end: Ends this process, with a reason.
     """
 
     def __init__(
@@ -122,15 +120,11 @@ class NcclGroup(TorchDistGroup):
         store: dist.Store,
         device: torch.device,
         progress: WorkerProgress,
-        *,
-        connect: Callable[..., Any] = connect,
-        end: Callable[[str], None] = end_process,
     ) -> None:
         rank, size = form.nccl.index(form.rank), len(form.nccl)
         os.environ.update(_SETTINGS)
         self._store = store  # PyTorch's threads refer to it
         self._form = form
-        self._end = end
         self._failure = ""
         self._interrupting = threading.Lock()
         self._works: list[tuple[Any, Sequence[Tensor], bool]] = []
@@ -260,7 +254,7 @@ class NcclGroup(TorchDistGroup):
         for thread in threads:
             thread.join(max(0.0, end_s - time.monotonic()))
         if any(thread.is_alive() for thread in threads):
-            self._end(f"NCCL has not ended the communicators of group {self._form.group} within {ABORT_S:.0f} s")
+            end_process(f"NCCL has not ended the communicators of group {self._form.group} within {ABORT_S:.0f} s")
 
     def _free(self) -> None:
         """Abort all communicators, and see the working thread go on."""
@@ -274,7 +268,7 @@ class NcclGroup(TorchDistGroup):
             if progress.executed != before or progress.waiting:
                 return
             time.sleep(0.01)
-        self._end(f"a wait for group {self._form.group} has not ended {FREE_S:.0f} s after it was interrupted")
+        end_process(f"a wait for group {self._form.group} has not ended {FREE_S:.0f} s after it was interrupted")
 
 
 def _abort(communicator: Any) -> None:
