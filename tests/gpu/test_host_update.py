@@ -12,6 +12,7 @@ from torch import nn
 import onebox
 from onebox.errors import DeviceMemoryError
 from onebox.wire.protocol.requests import OptimizerSpec
+from onebox.worker.accelerator import accelerator_for
 from onebox.worker.memory.host import HostMemory
 from onebox.worker.optimizer.host_parameters import HostParameters
 from onebox.worker.optimizer.native import NativeOptimizer
@@ -29,14 +30,17 @@ SHAPES = ((512, 512), (512,), (64, 512), (3,), (1024, 1024))
 @pytest.mark.parametrize("kind", ["Adam", "SGD", "RMSprop"])
 def test_steps_on_the_host_have_the_bits_of_a_cpu(kind: str, max_norm: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU is kept behind by products, so that gradients come, and are used again, before they are made."""
-    monkeypatch.setattr(NativeOptimizer, "_copies", lambda self, tensors: HostParameters(tensors, run_bytes=1 << 20))
+    monkeypatch.setattr(
+        NativeOptimizer, "_copies", lambda self, tensors: HostParameters(tensors, self._accelerator, run_bytes=1 << 20)
+    )
     torch.manual_seed(0)
     here = [torch.randn(shape) for shape in SHAPES]
     there = [tensor.cuda() for tensor in here]
     spec = OptimizerSpec(kind, ((tuple(range(len(SHAPES))), {"lr": 0.1}),), tuple(range(1, 1 + len(SHAPES))))
     one = NativeOptimizer(spec, here, [])
     host = HostMemory(0)
-    other = NativeOptimizer(OptimizerSpec(spec.name, spec.groups, spec.parameters, host=True), there, [], host)
+    on_host = OptimizerSpec(spec.name, spec.groups, spec.parameters, host=True)
+    other = NativeOptimizer(on_host, there, [], host, accelerator_for("cuda:0"))
     busy = torch.randn(4096, 4096, device="cuda")
     for _ in range(4):
         gradients = [torch.randn(shape) for shape in SHAPES]

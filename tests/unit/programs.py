@@ -14,8 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from onebox.wire import Many, Operator, Program, SlotArgument, Value, overload, spec_of, with_deaths
+from onebox.worker.accelerator import accelerator_for
 
 CPU = torch.device("cpu")
+HOST = accelerator_for("cpu")
 
 
 @dataclass

@@ -7,18 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import torch
-
 from onebox.pool.client.group_services import KeyValues
 from onebox.wire.protocol.groups import EmulatedLink, FormGroup, Reduced, Rendezvous
 from onebox.wire.protocol.responses import Contribution, Left, Lookup
+from onebox.worker.accelerator import Accelerator
 from onebox.worker.comm.api import RankLost
 from onebox.worker.comm.emulated_links import EmulatedLinks
 from onebox.worker.comm.shm.gpu_sender import ShmCopier
 from onebox.worker.comm.shm.group import ShmGroup
 from onebox.worker.comm.shm.rendezvous import find_shm_peers
 from onebox.worker.progress import WorkerProgress
-from tests.unit.programs import CPU
+from tests.unit.programs import HOST
 
 
 class Keys:
@@ -97,7 +96,7 @@ def run_ranks(
     rank: Rank,
     *,
     timeout_s: float = 30.0,
-    devices: Sequence[torch.device] = (),
+    devices: Sequence[Accelerator] = (),
     links: Mapping[int, Sequence[EmulatedLink]] | None = None,
     copiers: Mapping[int, ShmCopier] | None = None,
 ) -> list[Any]:
@@ -117,10 +116,10 @@ def run_ranks(
         own = tuple((links or {}).get(number, ()))
         form = FormGroup(3, number, size, "gloo", "127.0.0.1", timeout_s, True, own)
         copier = (copiers or {}).get(number)
-        met = find_shm_peers(form, keys, "cpu" if copier is None else "cuda")
+        met = find_shm_peers(form, keys, paged=copier is not None)
         if len(met.memories) < size:
             raise RankLost(f"only ranks {sorted(met.memories)} share memory")
-        group = ShmGroup(form, met, devices[number] if devices else CPU, WorkerProgress(), EmulatedLinks(), copier)
+        group = ShmGroup(form, met, devices[number] if devices else HOST, WorkerProgress(), EmulatedLinks(), copier)
         del met
         try:
             return rank(number, group)

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import math
-import platform
 import time
 from pathlib import Path
 
-import psutil
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from onebox.errors import UsageError, WireError
 from onebox.wire import TensorSpec, from_frame, to_frame
 from onebox.wire.protocol.requests import OptimizerSpec, StoredProgram
 from onebox.wire.protocol.responses import InstructionSets
+from onebox.worker.accelerator import Accelerator, accelerator_for
 from onebox.worker.memory.host import HostMemory
 from onebox.worker.optimizer.native import NativeOptimizer
 from onebox.worker.programs.interpreter import CompiledProgram
@@ -37,6 +35,7 @@ class ComputeDevice:
         name: ``cpu``, or ``cuda:k``.
         threads: Threads that CPU operators may use.
         speed: Fraction of a CPU's full speed; below 1 everything takes proportionally longer.
+        accelerator: What computes; ``None`` for the device of that name.
 
     Raises:
         UsageError: It does not support such a speed.
@@ -45,22 +44,18 @@ class ComputeDevice:
     _aside: Tensor | None = None
     """State of the device's default generator while a program draws its own random numbers."""
 
-    def __init__(self, name: str, threads: int, speed: float = 1.0) -> None:
+    def __init__(self, name: str, threads: int, speed: float = 1.0, *, accelerator: Accelerator | None = None) -> None:
         if not 0 < speed <= 1 or (speed < 1 and name != "cpu"):
             raise UsageError(f"{name} at speed {speed}: a CPU can work at more than 0 and up to 1, a GPU at 1 only")
         self.name = name
-        self.device = torch.device(name)
         self.threads = threads
         self.speed = speed
         self.emulated = speed < 1
         if self.emulated:
             wake_on_time()
         torch.set_num_threads(threads)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-            self.own_generator = torch.cuda.default_generators[self.device.index or 0]
-        else:
-            self.own_generator = torch.default_generator
+        self.accelerator = accelerator or accelerator_for(name)
+        self.device = self.accelerator.device
 
     # ---- programs and optimizers
 
@@ -83,24 +78,25 @@ class ComputeDevice:
             QuotaExceeded: It runs on the host, which lacks memory.
         """
         check_cost(spec.cost_s)
-        return NativeOptimizer(spec, parameters, state, host)
+        return NativeOptimizer(spec, parameters, state, host, self.accelerator)
 
     def seed(self, run: int, step: int, micro_batch: int, position: int) -> None:
         """Seed the random numbers of one operator from its position in the run; see :meth:`unseed`."""
         if self._aside is None:
-            self._aside = self.own_generator.get_state()
+            self._aside = self.accelerator.generator.get_state()
         text = f"{run}/{step}/{micro_batch}/{position}".encode()
-        self.own_generator.manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1)
+        value = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+        self.accelerator.generator.manual_seed(value >> 1)
 
     def unseed(self) -> None:
         """Restore the device's default generator, used by eager operators, to its state before seeding."""
         if self._aside is not None:
-            self.own_generator.set_state(self._aside)
+            self.accelerator.generator.set_state(self._aside)
             self._aside = None
 
     def new_generator(self, seed: int) -> torch.Generator:
         """Return a new random number generator of this device."""
-        return torch.Generator(self.device).manual_seed(seed)
+        return self.accelerator.new_generator(seed)
 
     def pace(self, start_ns: int, cost_s: float, progress: WorkerProgress) -> None:
         """Extend work to its modelled duration on this device; only an emulated one waits.
@@ -129,59 +125,43 @@ class ComputeDevice:
         Raises:
             WireError: The frame does not match the spec.
         """
-        tensor = from_frame(spec, frame)
-        return tensor if self.device.type == "cpu" else tensor.to(self.device, non_blocking=False)
+        return self.accelerator.to_device(from_frame(spec, frame))
 
     def read(self, tensor: Tensor) -> memoryview:
         """Return the elements of a tensor, as a frame."""
-        return to_frame(tensor)
+        return to_frame(self.accelerator.to_host(tensor))
 
     def scalar(self, tensor: Tensor) -> float:
         """Return the value of a tensor of one element."""
-        return float(tensor)
+        return float(self.accelerator.to_host(tensor))
 
     def digest(self, tensors: list[Tensor]) -> bytes:
         """Return one hash over the bytes of tensors."""
         made = hashlib.blake2b(digest_size=16)
         for tensor in tensors:
-            made.update(to_frame(tensor))
+            made.update(to_frame(self.accelerator.to_host(tensor)))
         return made.digest()
 
     # ---- identification
 
     def product_name(self) -> str:
         """Return the product name of the device."""
-        if self.device.type == "cuda":
-            return torch.cuda.get_device_name(self.device)
-        for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-        return platform.processor() or platform.machine()
+        return self.accelerator.identity().product
 
     def make(self) -> tuple[tuple[int, int], int, bool]:
         """Return compute capability and streaming multiprocessors of a GPU, and whether this PyTorch has NCCL for it;
         zeros for others.
         """
-        if self.device.type != "cuda":
-            return (0, 0), 0, False
-        properties = torch.cuda.get_device_properties(self.device)
-        capability = (properties.major, properties.minor)
-        return capability, properties.multi_processor_count, dist.is_nccl_available()
+        found = self.accelerator.identity()
+        return found.capability, found.multiprocessors, "nccl" in self.accelerator.backends
 
     def gpu(self) -> str:
-        """Return the identity of a GPU, or nothing for others and where it is unknown.
-
-        It is that of its host since its start, and the GPU's place on the bus there: MIG slices of a GPU have different
-        UUIDs but one place, and that is what NCCL refuses twice.
+        """Return the identity of a GPU: its host, since its start, and its place there; empty for others, and where it
+        is unknown.
         """
-        if self.device.type != "cuda":
-            return ""
-        properties = torch.cuda.get_device_properties(self.device)
-        place = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-        if None in place:  # this torch does not tell it
-            return "" if " MIG " in properties.name else str(properties.uuid)
+        place = self.accelerator.identity().place
         try:
-            return ":".join([_BOOT.read_text().strip(), *map(str, place)])
+            return f"{_BOOT.read_text().strip()}/{place}" if place else ""
         except OSError:
             return ""
 
@@ -191,9 +171,7 @@ class ComputeDevice:
 
     def memory_bytes(self) -> int:
         """Return the memory of the device."""
-        if self.device.type == "cuda":
-            return int(torch.cuda.get_device_properties(self.device).total_memory)
-        return int(psutil.virtual_memory().total)
+        return self.accelerator.memory().total_bytes
 
     def quota_bytes(self, asked_bytes: int) -> int:
         """Limit the memory of this worker, and return the most bytes of its buffers.
@@ -205,9 +183,8 @@ class ComputeDevice:
         Args:
             asked_bytes: Requested limit; 0 for the device's memory.
         """
-        if asked_bytes and self.device.type == "cuda":
-            share = (asked_bytes + asked_bytes // 8 + PASSING_BYTES) / self.memory_bytes()
-            torch.cuda.set_per_process_memory_fraction(min(1.0, share), self.device)
+        if asked_bytes:
+            self.accelerator.limit(asked_bytes + asked_bytes // 8 + PASSING_BYTES)
         return asked_bytes
 
 

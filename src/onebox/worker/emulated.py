@@ -26,6 +26,7 @@ from onebox.wire import DTYPES, TensorSpec, check_elements, spec_of, specs_by_sl
 from onebox.wire.protocol.instructions import Options
 from onebox.wire.protocol.requests import OptimizerSpec, StoredProgram
 from onebox.wire.protocol.responses import InstructionSets
+from onebox.worker.accelerator import accelerator_for
 from onebox.worker.device import ComputeDevice, check_cost
 from onebox.worker.memory.host import HostMemory
 from onebox.worker.optimizer.native import KERNEL_OPTIONS, NativeOptimizer
@@ -71,12 +72,12 @@ class EmulatedDevice(ComputeDevice):
         if not 0 < speed < math.inf:
             raise UsageError(f"sim at speed {speed}: allowed is any number above 0")
         self.name = "sim"
+        self.accelerator = accelerator_for("meta")
         self.device = _META
         self.threads = 1
         self.speed = speed
         self.emulated = True
         self._memory_bytes = MEMORY_BYTES
-        self.own_generator = torch.Generator()
         wake_on_time()
         wake_promptly()
         torch.set_num_threads(1)
@@ -99,10 +100,6 @@ class EmulatedDevice(ComputeDevice):
 
     def seed(self, run: int, step: int, micro_batch: int, position: int) -> None:
         """Do nothing: no random number is drawn."""
-
-    def new_generator(self, seed: int) -> torch.Generator:
-        """Return a generator that has a state but is never used."""
-        return torch.Generator().manual_seed(seed)
 
     def pace(self, start_ns: int, cost_s: float, progress: WorkerProgress) -> None:
         """Sleep until work with a given beginning and cost at speed 1 would be done."""

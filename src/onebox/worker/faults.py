@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from msgspec import Struct
 
+from onebox.worker.accelerator import DeviceFailed
 from onebox.worker.progress import WorkerProgress
 
 
@@ -19,13 +20,13 @@ class Fault(Struct, frozen=True, forbid_unknown_fields=True):
 
     Args:
         kind: ``kill`` (SIGKILL), ``stop`` (SIGSTOP), ``hang`` (sleeps), ``error`` (an exception), ``memory`` (out of
-            memory).
+            memory), ``device`` (the device fails for good).
         instruction: Kind of instruction that triggers it, such as ``call`` or ``reduce``; or a part of one: ``copying``
             (a tensor to a snapshot), ``giving`` and ``taking`` (a piece of one).
         count: Number of the occurrence of that kind, from 1.
     """
 
-    kind: Literal["kill", "stop", "hang", "error", "memory"]
+    kind: Literal["kill", "stop", "hang", "error", "memory", "device"]
     instruction: str
     count: int
 
@@ -62,3 +63,5 @@ class FaultInjector:
             raise RuntimeError("injected fault")
         elif kind == "memory":
             raise torch.OutOfMemoryError("injected fault: out of memory")
+        elif kind == "device":
+            raise DeviceFailed("injected fault: device-side assert triggered")

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import onebox
 from onebox.engine.recovery.policy import RecoveryRecord
-from onebox.errors import PoolError, UsageError
+from onebox.errors import PoolError, UsageError, WorkerDied
 from onebox.plan import Plan, Stage
 from onebox.pool import Fault, open_pool
 from onebox.pool.backends.local import LocalSource
@@ -411,6 +411,26 @@ def test_what_is_left_goes_on_with_the_same_micro_batches(
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(undisturbed("workers")[0]))
     for name, tensor in undisturbed("workers")[1].items():
         torch.testing.assert_close(weights[name], tensor)
+
+
+@pytest.mark.parametrize("kind", ["workers", "stages"])
+def test_a_worker_whose_device_failed_ends_and_is_replaced(undisturbed: Callable[[str], Outcome], kind: str) -> None:
+    with disturbed({1: [Fault("device", "call", 9)]}) as pool:
+        found = run(pool, KINDS[kind])
+    assert_same(found, undisturbed(kind))
+    (story,) = found[2]
+    assert (story.lost, story.replaced) == ((1,), (1,))
+    assert "WorkerDied: worker 1" in story.failure
+    assert story.seconds < 10
+
+
+def test_the_failure_of_a_device_is_told_with_the_end_of_its_worker() -> None:
+    with (
+        disturbed({0: [Fault("device", "call", 3)]}) as pool,
+        pytest.raises(WorkerDied, match="injected fault: device-side assert triggered") as caught,
+    ):
+        run(pool, KINDS["workers"], recover=False, snapshot_every=None)
+    assert (caught.value.worker, caught.value.exit_status) == (0, 1)
 
 
 def test_settings_that_cannot_be_are_refused(pool: onebox.Pool) -> None:

@@ -20,6 +20,7 @@ from onebox.errors import WireError
 from onebox.wire import TensorSpec, dtype_name, from_frame, spec_of, to_frame
 from onebox.wire.protocol.groups import FormGroup, Rendezvous
 from onebox.wire.protocol.responses import Contribution, Joined, Lookup
+from onebox.worker.accelerator import Accelerator
 from onebox.worker.comm.api import Begun, ClientChannel, Finish, RankLost, ReceivedTensor, RowRange
 
 
@@ -84,12 +85,12 @@ class ChannelStore(dist.Store):
 class ClientGroup:
     """A group that reduces at the client."""
 
-    def __init__(self, form: FormGroup, channel: ClientChannel, device: torch.device) -> None:
+    def __init__(self, form: FormGroup, channel: ClientChannel, accelerator: Accelerator) -> None:
         self.rank = form.rank
         self._number = form.group
         self._timeout_s = form.timeout_s
         self._channel = channel
-        self._device = device
+        self._accelerator = accelerator
         self._order = 0
 
     @property
@@ -110,13 +111,14 @@ class ClientGroup:
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         ticket = self._channel.new_ticket()
         spec = spec_of(flat)
-        self._channel.send_to_client(Contribution(ticket, self._number, self._order, spec), [to_frame(flat)])
+        frame = to_frame(self._accelerator.to_host(flat))
+        self._channel.send_to_client(Contribution(ticket, self._number, self._order, spec), [frame])
         self._order += 1
 
         def finish() -> ReceivedTensor:
             _, frames = self._channel.await_ticket(ticket, self._timeout_s)
             total = from_frame(TensorSpec(dtype_name(flat.dtype), tuple(flat.shape)), frames[0])
-            return ReceivedTensor(total.to(self._device), time.monotonic_ns())
+            return ReceivedTensor(self._accelerator.to_device(total), time.monotonic_ns())
 
         return finish
 

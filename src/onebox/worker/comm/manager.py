@@ -6,13 +6,12 @@ import threading
 import time
 from collections.abc import Sequence
 
-import torch
-
 from onebox.errors import WireError
 from onebox.wire.protocol.groups import EmulatedLink, FormGroup
 from onebox.wire.protocol.instructions import Broadcast, Gather, Receive, Reduce, Send
 from onebox.wire.protocol.requests import Routine
 from onebox.wire.protocol.responses import Joined, Left, WorkerFailure
+from onebox.worker.accelerator import Accelerator, accelerator_for
 from onebox.worker.comm import nccl
 from onebox.worker.comm.api import ClientChannel, RankLost, WorkerGroup
 from onebox.worker.comm.client import ChannelStore, ClientGroup
@@ -30,7 +29,7 @@ from onebox.worker.system.cpu_affinity import threads_on_all_cores
 from onebox.worker.system.network_interfaces import NoAddress, bind_nccl, is_foreign
 from onebox.worker.system.tcp_connections import GroupSockets
 
-_HOST = torch.device("cpu")
+_HOST = accelerator_for("cpu")
 
 
 class GroupManager:
@@ -38,13 +37,13 @@ class GroupManager:
 
     Args:
         channel: The channel to the client.
-        device: Device of the tensors.
+        accelerator: Device of the tensors.
         progress: Marked during waits.
     """
 
-    def __init__(self, channel: ClientChannel, device: torch.device, progress: WorkerProgress) -> None:
+    def __init__(self, channel: ClientChannel, accelerator: Accelerator, progress: WorkerProgress) -> None:
         self._channel = channel
-        self._device = device
+        self._accelerator = accelerator
         self._progress = progress
         self._groups: dict[int, WorkerGroup] = {}
         self._lost: dict[int, WorkerFailure] = {}
@@ -63,11 +62,11 @@ class GroupManager:
         Raises:
             RankLost: The others did not join in time.
         """
-        device, progress = (_HOST, WorkerProgress()) if form.aside else (self._device, self._progress)
+        accelerator, progress = (_HOST, WorkerProgress()) if form.aside else (self._accelerator, self._progress)
         with self._sockets.making(form.group), threads_on_all_cores():
             self._forming = form
             try:
-                group = form_group(form, self._channel, device, progress, self._emulated_links)
+                group = form_group(form, self._channel, accelerator, progress, self._emulated_links)
                 self._groups[form.group] = group
             finally:
                 self._forming = None
@@ -148,7 +147,7 @@ def groups_of(routine: Routine) -> tuple[int, ...]:
 def form_group(
     form: FormGroup,
     channel: ClientChannel,
-    device: torch.device,
+    accelerator: Accelerator,
     progress: WorkerProgress,
     emulated_links: EmulatedLinks,
 ) -> WorkerGroup:
@@ -157,7 +156,7 @@ def form_group(
     Args:
         form: The group, with this worker's rank.
         channel: The channel to the client, for the rendezvous.
-        device: Device of the tensors.
+        accelerator: Device of the tensors.
         progress: Marked during waits.
         emulated_links: State of this worker's emulated links.
 
@@ -166,27 +165,27 @@ def form_group(
         NoAddress: This host does not have the address under which others reach it, where Gloo would have to listen.
     """
     if form.backend == "client":
-        return ClientGroup(form, channel, device)
+        return ClientGroup(form, channel, accelerator)
     store = ChannelStore(channel, form.group, form.timeout_s)
     with progress.wait():
         if form.rank not in form.nccl:
-            return _by_host(form, store, device, progress, emulated_links)
+            return _by_host(form, store, accelerator, progress, emulated_links)
         everybody = len(form.nccl) == form.size
         if everybody and form.size <= 2 * REACH + 1:
-            return _by_nccl(form, store, device, progress)
-        whole = _by_host(form, store, device, progress, emulated_links)
+            return _by_nccl(form, store, accelerator, progress)
+        whole = _by_host(form, store, accelerator, progress, emulated_links)
         try:
-            near = _by_nccl(form, store, device, progress)
+            near = _by_nccl(form, store, accelerator, progress)
         except BaseException:
             whole.close()
             raise
         return HybridGroup(near, near.peers, whole, near if everybody else whole)
 
 
-def _by_nccl(form: FormGroup, store: ChannelStore, device: torch.device, progress: WorkerProgress) -> NcclGroup:
+def _by_nccl(form: FormGroup, store: ChannelStore, accelerator: Accelerator, progress: WorkerProgress) -> NcclGroup:
     bind_nccl(form.address)
     try:
-        return NcclGroup(form, store, device, progress)
+        return NcclGroup(form, store, accelerator, progress)
     except RuntimeError as error:
         raise RankLost(f"the group could not be formed: {str(error).splitlines()[0]}") from error
 
@@ -194,17 +193,18 @@ def _by_nccl(form: FormGroup, store: ChannelStore, device: torch.device, progres
 def _by_host(
     form: FormGroup,
     store: ChannelStore,
-    device: torch.device,
+    accelerator: Accelerator,
     progress: WorkerProgress,
     emulated_links: EmulatedLinks,
 ) -> WorkerGroup:
     """Join a group through memory where it is shared, and sockets."""
-    met = find_shm_peers(form, store, device.type) if form.shared and supported() else None
-    near = None if met is None else ShmGroup(form, met, device, progress, emulated_links, shm_copier_for(device))
+    copier = shm_copier_for(accelerator)
+    met = find_shm_peers(form, store, paged=copier is not None) if form.shared and supported() else None
+    near = None if met is None else ShmGroup(form, met, accelerator, progress, emulated_links, copier)
     if near is not None and met is not None and len(met.memories) == form.size:
         return near
     try:
-        whole = _by_sockets(form, store, device, progress)
+        whole = _by_sockets(form, store, accelerator, progress)
     except BaseException:
         if near is not None:
             near.close()
@@ -217,12 +217,12 @@ def _by_host(
     return HybridGroup(near, near.joined.near, whole, whole)
 
 
-def _by_sockets(form: FormGroup, store: ChannelStore, device: torch.device, progress: WorkerProgress) -> GlooGroup:
+def _by_sockets(form: FormGroup, store: ChannelStore, accelerator: Accelerator, progress: WorkerProgress) -> GlooGroup:
     if form.links:
         raise WireError("links can be emulated in groups of one Linux host with x86-64 only")
     if is_foreign(form.address):
         raise NoAddress(f"this host has no address {form.address} of its own, where other workers would connect to")
     try:
-        return GlooGroup(form, store, device, progress)
+        return GlooGroup(form, store, accelerator, progress)
     except RuntimeError as error:
         raise RankLost(f"the group could not be formed: {str(error).splitlines()[0]}") from error

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from onebox.wire import DTYPES, TensorSpec
 from onebox.wire.protocol.groups import FormGroup
+from onebox.worker.accelerator import Accelerator
 from onebox.worker.comm.api import Finish, RankLost, RowRange, check_rows
 from onebox.worker.comm.torch_dist import CLOSE_S, TorchDistGroup, as_real
 from onebox.worker.progress import WorkerProgress
@@ -110,7 +111,7 @@ class NcclGroup(TorchDistGroup):
     Args:
         form: The group, with this worker's rank; the GPUs of ``form.nccl`` are its members.
         store: Key-value store for the rendezvous.
-        device: Device of the tensors.
+        accelerator: Device of the tensors.
         progress: Marked during waits.
     """
 
@@ -118,7 +119,7 @@ class NcclGroup(TorchDistGroup):
         self,
         form: FormGroup,
         store: dist.Store,
-        device: torch.device,
+        accelerator: Accelerator,
         progress: WorkerProgress,
     ) -> None:
         rank, size = form.nccl.index(form.rank), len(form.nccl)
@@ -131,9 +132,9 @@ class NcclGroup(TorchDistGroup):
         self._most = _FEW
         self._ways: dict[tuple[int, int], Any] = {}
         timeout = timedelta(seconds=form.timeout_s)
-        make = functools.partial(connect, device=device, timeout=timeout)
+        make = functools.partial(connect, device=accelerator.device, timeout=timeout)
         whole = make(dist.PrefixStore("all", store), rank, size)
-        super().__init__(rank, size, whole, device=device, staged=device, progress=progress)
+        super().__init__(rank, size, whole, accelerator=accelerator, staged=False, progress=progress)
         try:
             for way in directions(size):
                 if rank in way:
@@ -164,7 +165,7 @@ class NcclGroup(TorchDistGroup):
             WireError: The chunks do not form the whole.
         """
         check_rows(spec, rows)
-        tensor = torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device=self._staged)
+        tensor = self._accelerator.empty(spec.shape, DTYPES[spec.dtype])
         way = self._way(self._form.nccl.index(peer), self.rank)
         parts = tensor.split(list(rows)) if rows else [tensor]
         works = [self._begin(functools.partial(way.recv, [as_real(part)], 0, 0), part) for part in parts]

@@ -22,6 +22,7 @@ from onebox.errors import WireError
 from onebox.wire import DTYPES, TensorSpec, spec_of
 from onebox.wire.protocol.groups import FormGroup
 from onebox.wire.protocol.responses import Joined
+from onebox.worker.accelerator import Accelerator
 from onebox.worker.comm.agreement import (
     FINGERPRINT_ELEMENTS,
     check_fingerprints,
@@ -46,8 +47,8 @@ class TorchDistGroup(ABC):
         rank: This worker's rank.
         size: Number of ranks.
         group: The process group.
-        device: Device of the tensors.
-        staged: Device of the tensors that the process group takes.
+        accelerator: Device of the tensors.
+        staged: Whether the process group takes tensors of the host.
         progress: Marked during waits.
     """
 
@@ -57,15 +58,16 @@ class TorchDistGroup(ABC):
         size: int,
         group: Any,
         *,
-        device: torch.device,
-        staged: torch.device,
+        accelerator: Accelerator,
+        staged: bool,
         progress: WorkerProgress,
     ) -> None:
         self.rank = rank
         self._size = size
         self._group = group
-        self._device = device
+        self._accelerator = accelerator
         self._staged = staged
+        self._device = torch.device("cpu") if staged else accelerator.device
         self._progress = progress
         self._order = 0
         self._agreed: set[int] = set()
@@ -125,7 +127,12 @@ class TorchDistGroup(ABC):
     def _flat(self, tensors: Sequence[Tensor], fingerprint: tuple[int, int]) -> Tensor:
         """Return tensors as one real tensor, with the fingerprint appended."""
         parts = [as_real(tensor).reshape(-1) for tensor in tensors]
-        return torch.cat([*parts, fingerprint_elements(fingerprint[1], parts[0].dtype, self._size).to(parts[0].device)])
+        fingerprint_part = fingerprint_elements(fingerprint[1], parts[0].dtype, self._size)
+        return torch.cat([*map(self._stage, parts), fingerprint_part.to(self._device)])
+
+    def _stage(self, tensor: Tensor) -> Tensor:
+        """Return a tensor where the backend takes it."""
+        return self._accelerator.to_host(tensor) if self._staged else tensor
 
     def _checked(
         self, flat: Tensor, specs: Sequence[TensorSpec], fingerprint: tuple[int, int], times: int
@@ -134,7 +141,8 @@ class TorchDistGroup(ABC):
         multiplicity.
         """
         kind = collective_fingerprint(times, specs)
-        known = flat.is_cuda and kind in self._agreed  # reading it makes the host wait for the GPU: once for each kind
+        # Reading it makes the host wait for an asynchronous device: once for each kind.
+        known = self._accelerator.asynchronous and kind in self._agreed
         self._agreed.add(kind)
 
         def made() -> Tensor:
@@ -143,7 +151,9 @@ class TorchDistGroup(ABC):
                     flat[-FINGERPRINT_ELEMENTS:], fingerprint[1], self._size, fingerprint[0], times=times
                 )
             elements = flat[:-FINGERPRINT_ELEMENTS]
-            return elements if elements.dtype is DTYPES[specs[0].dtype] else torch.view_as_complex(elements.view(-1, 2))
+            complex_made = elements.dtype is not DTYPES[specs[0].dtype]
+            elements = self._accelerator.to_device(elements)
+            return torch.view_as_complex(elements.view(-1, 2)) if complex_made else elements
 
         return made
 
@@ -161,12 +171,12 @@ class TorchDistGroup(ABC):
         if not 0 <= dim < len(own.shape) or own.size_bytes > spec.size_bytes:
             raise WireError(f"{own} cannot be gathered along dimension {dim} to {spec}")
         fingerprint = crc32(f"gather {order} {spec} {dim}".encode())
-        mine = torch.zeros(_HEAD_BYTES + spec.size_bytes, dtype=torch.uint8, device=self._staged)
+        mine = torch.zeros(_HEAD_BYTES + spec.size_bytes, dtype=torch.uint8, device=self._device)
         mine[:_HEAD_BYTES].view(torch.int64).copy_(torch.tensor([own.shape[dim], fingerprint]))
-        mine[_HEAD_BYTES : _HEAD_BYTES + own.size_bytes] = tensor.contiguous().view(-1).view(torch.uint8)
+        mine[_HEAD_BYTES : _HEAD_BYTES + own.size_bytes] = self._stage(tensor).contiguous().view(-1).view(torch.uint8)
         parts = [torch.empty_like(mine) for _ in range(self._size)]
         work = self._begin(lambda: self._group.allgather([parts], [mine]), mine, *parts)
-        return self._finish([work], lambda: _join(parts, own, spec, dim, fingerprint).to(self._device))
+        return self._finish([work], lambda: self._accelerator.to_device(_join(parts, own, spec, dim, fingerprint)))
 
     def check(self) -> bool:
         """Return false: a wait for an operation is one of the host, which fails with it."""
@@ -206,12 +216,12 @@ class GlooGroup(TorchDistGroup):
     Args:
         form: The group, with this worker's rank.
         store: Key-value store for the rendezvous.
-        device: Device of the tensors.
+        accelerator: Device of the tensors.
         progress: Marked during waits.
     """
 
-    def __init__(self, form: FormGroup, store: dist.Store, device: torch.device, progress: WorkerProgress) -> None:
-        if device.type == "meta":
+    def __init__(self, form: FormGroup, store: dist.Store, accelerator: Accelerator, progress: WorkerProgress) -> None:
+        if accelerator.device.type == "meta":
             raise RankLost("a worker that does not compute can only be in a group of one host's CPU and sim devices")
         self._store = store
         self._outgoing = _Outgoing()
@@ -220,8 +230,7 @@ class GlooGroup(TorchDistGroup):
         options._timeout = timedelta(seconds=form.timeout_s)
         options._threads = 1
         group = dist.ProcessGroupGloo(store, form.rank, form.size, options)
-        staged = torch.device("cpu")
-        super().__init__(form.rank, form.size, group, device=device, staged=staged, progress=progress)
+        super().__init__(form.rank, form.size, group, accelerator=accelerator, staged=True, progress=progress)
 
     def send(self, tensor: Tensor, peer: int, channel: int, within: RowRange | None = None) -> int:
         """Begin to send a tensor to a rank with its present contents: eager operators may overwrite it before it is
@@ -229,7 +238,7 @@ class GlooGroup(TorchDistGroup):
 
         A chunk is sent like any tensor; the reader knows the chunks.
         """
-        dense = tensor.to(self._staged).contiguous()
+        dense = self._stage(tensor).contiguous()
         if dense.data_ptr() == tensor.data_ptr():
             dense = dense.clone()
         self._begin(lambda: self._group.send([as_real(dense)], peer, channel), dense, sent=True)
@@ -242,12 +251,12 @@ class GlooGroup(TorchDistGroup):
             WireError: The chunks do not form the whole.
         """
         check_rows(spec, rows)
-        tensor = torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device=self._staged)
+        tensor = torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device=self._device)
         parts = tensor.split(list(rows)) if rows else [tensor]
         works = [
             self._begin(functools.partial(self._group.recv, [as_real(part)], peer, channel), part) for part in parts
         ]
-        return self._finish(works, lambda: tensor.to(self._device))
+        return self._finish(works, lambda: self._accelerator.to_device(tensor))
 
     def interrupt(self) -> None:
         """Do nothing: waits end when the group's sockets are shut down

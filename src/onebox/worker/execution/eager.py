@@ -15,7 +15,7 @@ from onebox.wire.protocol.eager import DefaultType, EagerWork, KeepGenerator, Op
 from onebox.wire.protocol.responses import OperatorResult, Result, WorkerFailure
 from onebox.worker.device import ComputeDevice
 from onebox.worker.emulated import NoValues
-from onebox.worker.execution.errors import describe_failure
+from onebox.worker.execution.errors import describe_failure, require_device
 from onebox.worker.memory.buffers import BufferStore, Poisoned, QuotaExceeded
 from onebox.worker.programs.blocks import CompiledBlock, Void
 from onebox.worker.programs.interpreter import OperatorFailed, describe
@@ -89,7 +89,7 @@ class EagerExecutor:
             Poisoned: It could not be defined.
             WireError: There is none.
         """
-        found = self._definitions.get(number) if number else self._device.own_generator
+        found = self._definitions.get(number) if number else self._device.accelerator.generator
         if isinstance(found, WorkerFailure):
             raise Poisoned(found)
         if not isinstance(found, torch.Generator):
@@ -120,11 +120,11 @@ class EagerExecutor:
             return
         state = self._store.get(instruction.buffer)
         if state.device.type != "meta":  # a device without values draws no random numbers
-            generator.set_state(state.cpu())
+            generator.set_state(self._device.accelerator.to_host(state))
 
     def _keep_generator(self, instruction: KeepGenerator) -> None:
         state = self.generator(instruction.generator).get_state()
-        self._store.put(instruction.buffer, state.to(self._device.device))
+        self._store.put(instruction.buffer, self._device.accelerator.to_device(state))
 
     # ---- calls
 
@@ -195,9 +195,10 @@ class EagerExecutor:
             self._store.spoil(inputs[index], failure)
 
     def _explain(self, error: Exception, kernel: CompiledKernel, arguments: Sequence[Any]) -> WorkerFailure:
-        """Report an operator's exception, and return it as a failure."""
+        """Report an operator's exception, and return it as a failure; see :func:`require_device`."""
         if not isinstance(error, WireError):
             error = self._blamed(error, kernel, arguments)
+        require_device(self._device, error, kernel.name)
         failure = describe_failure(error, kernel.name)
         self._report(failure)
         return failure

@@ -11,7 +11,9 @@ from msgspec.structs import replace
 from onebox.errors import UsageError, WireError
 from onebox.sizes import parse_size
 from onebox.wire.protocol.responses import WorkerFailure
+from onebox.worker.accelerator import DeviceFailed
 from onebox.worker.comm.api import RankLost
+from onebox.worker.device import ComputeDevice
 from onebox.worker.emulated import NoValues
 from onebox.worker.memory.buffers import QuotaExceeded
 from onebox.worker.programs.interpreter import OperatorFailed
@@ -32,6 +34,31 @@ def describe_failure(error: Exception, doing: str, place: tuple[int, int] | None
         asked_bytes, used_bytes, allowed_bytes = memory_figures(cause or error)
         failure = replace(failure, asked_bytes=asked_bytes, used_bytes=used_bytes, allowed_bytes=allowed_bytes)
     return replace(failure, routine=place[0], place=place[1]) if place else failure
+
+
+def require_device(device: ComputeDevice, error: Exception, doing: str) -> None:
+    """Require, after an error, that the device can still work.
+
+    A failed kernel makes every later call to the driver of a GPU fail in this process, whatever it asks for. So one
+    that does not wait tells this error from others, such as a lack of memory, independent of their texts.
+
+    Args:
+        device: The device.
+        error: The error.
+        doing: The instruction.
+
+    Raises:
+        DeviceFailed: It cannot.
+    """
+    try:
+        device.accelerator.current().record().query()
+    except RuntimeError:
+        failure = _explain(error, doing)
+        where = f"{failure.operator} {failure.shapes}".strip()
+        raise DeviceFailed(
+            f"{device.name} has failed, and this process, which can no longer use it, ends; the failure was noticed in "
+            f"{where}, perhaps after the kernel that caused it: {failure.message}"
+        ) from error
 
 
 def _explain(error: Exception, doing: str) -> WorkerFailure:

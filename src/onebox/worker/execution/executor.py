@@ -32,12 +32,13 @@ from onebox.wire.protocol.instructions import (
 from onebox.wire.protocol.requests import Define, Instruction, OptimizerSpec, Put, Routine, Run, StoredProgram
 from onebox.wire.protocol.responses import Digest, OptimizerState, Result, Scalars, Tensors, WorkerFailure
 from onebox.wire.protocol.snapshots import Fill, Lay, Read, Recall, Remembered, SlotInstruction, Snapshot, Write
+from onebox.worker.accelerator import DeviceFailed
 from onebox.worker.comm.api import ClientChannel
 from onebox.worker.comm.manager import GroupManager, groups_of
 from onebox.worker.device import ComputeDevice
 from onebox.worker.execution.collectives import CollectiveExecutor, Communication, Resolve
 from onebox.worker.execution.eager import EagerExecutor, VoidKernel
-from onebox.worker.execution.errors import describe_failure
+from onebox.worker.execution.errors import describe_failure, require_device
 from onebox.worker.execution.optimizer_steps import OptimizerSteps
 from onebox.worker.faults import FaultInjector
 from onebox.worker.memory.buffers import BufferStore, Poisoned, QuotaExceeded
@@ -88,11 +89,12 @@ class Executor:
         self._faults = faults
         self._definitions: dict[int, Any] = {}
         self._eager = EagerExecutor(device, self.store, self._definitions, self.progress, report)
-        self._groups = GroupManager(channel, device.device, self.progress)
+        accelerator = device.accelerator
+        self._groups = GroupManager(channel, accelerator, self.progress)
         self._owed: dict[int, tuple[int, ...]] = {}  # groups of the routines that could not be defined
-        self._snapshots = SnapshotService(device.device, self.store, self.host, self._groups, self._definition, faults)
+        self._snapshots = SnapshotService(accelerator, self.store, self.host, self._groups, self._definition, faults)
         self._collectives = CollectiveExecutor(self.store, self._groups, self._before_update)
-        self._offloader = Offloader(device.device, self.store, self.host, faults, self.progress)
+        self._offloader = Offloader(accelerator, self.store, self.host, faults, self.progress)
         self._updates = OptimizerSteps(
             device, self.store, self._offloader, self._definition, self._before_update, self.progress
         )
@@ -112,6 +114,7 @@ class Executor:
 
         Raises:
             Poisoned: Its reply needs a void buffer; the failure states the reason.
+            DeviceFailed: The device can do no more work in this process.
             WireError: It is not an instruction for an executor.
         """
         if isinstance(instruction, Run):
@@ -186,7 +189,10 @@ class Executor:
             if isinstance(instruction, _ANSWERED):
                 raise
             return []
+        except DeviceFailed:
+            raise
         except Exception as error:
+            require_device(self._device, error, progress.doing)
             failure = describe_failure(error, progress.doing, self._place)
             self._void(instruction, failure, resolve)
             self._report(failure)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from onebox.cost import ACCELERATOR_BPS
+from onebox.worker.accelerator import Accelerator, Event
 from onebox.worker.faults import FaultInjector
 from onebox.worker.progress import WorkerProgress, wait_until
 
@@ -73,17 +74,17 @@ class AsyncCopier(Protocol):
         """Stop copying; copies in progress may stay incomplete."""
 
 
-def copier_for(device: torch.device, faults: FaultInjector, progress: WorkerProgress) -> AsyncCopier:
+def copier_for(accelerator: Accelerator, faults: FaultInjector, progress: WorkerProgress) -> AsyncCopier:
     """Return the copier for a device.
 
     Args:
-        device: The device.
+        accelerator: The device.
         faults: Faults to inject, for tests.
         progress: Notified when the worker sleeps for an emulated copy.
     """
-    if device.type == "cuda":
-        return StreamCopier(device)
-    return EmulatedCopier(progress) if device.type == "meta" else ThreadCopier(faults)
+    if accelerator.asynchronous:
+        return StreamCopier(accelerator)
+    return EmulatedCopier(progress) if accelerator.device.type == "meta" else ThreadCopier(faults)
 
 
 class EmulatedCopier:
@@ -224,9 +225,9 @@ class ThreadCopier:
 class StreamCopy:
     """A copy on a stream of its own."""
 
-    def __init__(self, device: torch.device, event: torch.cuda.Event) -> None:
+    def __init__(self, accelerator: Accelerator, event: Event) -> None:
         self.event = event
-        self._device = device
+        self._accelerator = accelerator
 
     def wait(self) -> int:
         """Order the device's next work after the copy; return the present time."""
@@ -239,7 +240,7 @@ class StreamCopy:
 
     def order(self) -> None:
         """Order the device's next work after the copy."""
-        torch.cuda.current_stream(self._device).wait_event(self.event)
+        self._accelerator.current().wait(self.event)
 
     def over(self) -> bool:
         """Return whether it is complete."""
@@ -247,67 +248,65 @@ class StreamCopy:
 
 
 class CopyStream:
-    """Copies between a GPU and pinned memory, on one stream, parallel to the GPU's work and in their order.
+    """Copies between a device and pinned memory, on one stream, parallel to the device's work and in their order.
 
     Args:
-        device: The GPU.
+        accelerator: The device.
         yields: Whether a thread that waits for a copy yields its core, which wakes it later.
     """
 
-    def __init__(self, device: torch.device, *, yields: bool = False) -> None:
-        self.stream = torch.cuda.Stream(device)
-        self._device = device
+    def __init__(self, accelerator: Accelerator, *, yields: bool = False) -> None:
+        self.stream = accelerator.stream()
+        self._accelerator = accelerator
         self._yields = yields
 
     def follow(self) -> None:
         """Order the next copies after the device's present work."""
-        self.stream.wait_stream(torch.cuda.current_stream(self._device))
+        self.stream.wait_stream(self._accelerator.current())
 
     def copy(self, pairs: Iterable[tuple[Tensor, Tensor]], *, hold: bool = False) -> StreamCopy:
         """Begin to copy tensors.
 
         Args:
             pairs: Each source with its target.
-            hold: Whether the memory of sources on the GPU must not be reused before; else the caller keeps them.
+            hold: Whether the memory of sources on the device must not be reused before; else the caller keeps them.
         """
-        with torch.cuda.stream(self.stream):
+        with self._accelerator.on(self.stream):
             for source, target in pairs:
                 target.copy_(source, non_blocking=True)
-                if hold and source.is_cuda:
-                    source.record_stream(self.stream)
-            event = torch.cuda.Event(blocking=self._yields)
-            event.record(self.stream)
-        return StreamCopy(self._device, event)
+                if hold:
+                    self._accelerator.keep(source, self.stream)
+        return StreamCopy(self._accelerator, self.stream.record(yields=self._yields))
 
     def settle(self) -> None:
         """Order the device's next work after all copies."""
-        torch.cuda.current_stream(self._device).wait_stream(self.stream)
+        self._accelerator.current().wait_stream(self.stream)
 
 
 class StreamCopier:
-    """Copies between a GPU and pinned memory, with one stream for each direction.
+    """Copies between a device and pinned memory, with one stream for each direction.
 
     Args:
-        device: The GPU.
+        accelerator: The device.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
         self._streams: dict[bool, CopyStream] = {}
         self._uses: dict[int, StreamCopy] = {}  # the last copy from or to each block of the host, by address
 
     def block(self, size_bytes: int) -> Tensor:
         """Return new pinned memory."""
-        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+        return self._accelerator.pinned(size_bytes)
 
     def move(self, source: Tensor, target: Tensor, *, back: bool = False) -> PendingCopy:
         """Begin to copy bytes, ordered after the device's earlier work."""
         if back not in self._streams:
-            self._streams[back] = CopyStream(self._device)
+            self._streams[back] = CopyStream(self._accelerator)
         stream, block = self._streams[back], (source if back else target).data_ptr()
         stream.follow()
         if block in self._uses:
-            stream.stream.wait_event(self._uses[block].event)
+            stream.stream.wait(self._uses[block].event)
         self._uses[block] = copy = stream.copy([(source, target)])
         return copy
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from onebox.errors import WireError
 from onebox.wire.protocol.instructions import Evict, Offload, Prefetch
+from onebox.worker.accelerator import Accelerator
 from onebox.worker.faults import FaultInjector
 from onebox.worker.memory.async_copy import AsyncCopier, PendingCopy, copier_for
 from onebox.worker.memory.buffers import BufferStore
@@ -169,7 +170,7 @@ class Offloader:
     """Executes ``Offload``, ``Evict`` and ``Prefetch``.
 
     Args:
-        device: Device of the buffers.
+        accelerator: Device of the buffers.
         store: The buffers.
         host: The count of host memory.
         faults: Faults to inject, for tests.
@@ -178,15 +179,15 @@ class Offloader:
 
     def __init__(
         self,
-        device: torch.device,
+        accelerator: Accelerator,
         store: BufferStore,
         host: HostMemory,
         faults: FaultInjector,
         progress: WorkerProgress,
     ) -> None:
-        self._device = device
+        self._accelerator = accelerator
         self._store = store
-        self._copier = copier_for(device, faults, progress)
+        self._copier = copier_for(accelerator, faults, progress)
         self._blocks = HostBlockPool(self._copier, host)
 
     def run(self, what: Offload | Evict | Prefetch, numbers: Sequence[int], trace: Trace) -> None:
@@ -274,7 +275,7 @@ class Offloader:
         done = _last_of(trace.later())
         for copy, views in groups.items():
             self._store.reserve(copy.block.numel())
-            flat = torch.empty(copy.block.numel(), dtype=torch.uint8, device=self._device)
+            flat = self._accelerator.empty((copy.block.numel(),), torch.uint8)
             returning = _Returning(flat, self._copier.move(copy.block, flat, back=True), views, done)
             self._store.promise(views, returning)
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
+from onebox.worker.accelerator import Accelerator
 from onebox.worker.memory.async_copy import CopyStream, StreamCopy
 
 RUN_BYTES = 32 << 20
@@ -45,15 +45,15 @@ class HostParameters:
 
     Args:
         parameters: The parameters, on their device. Other writers of one must call :meth:`refresh`.
+        accelerator: Their device.
         run_bytes: Bytes that are transferred at once.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], *, run_bytes: int = RUN_BYTES) -> None:
-        device = parameters[0].device
-        pinned = device.type == "cuda"
+    def __init__(self, parameters: Sequence[Tensor], accelerator: Accelerator, *, run_bytes: int = RUN_BYTES) -> None:
+        self._accelerator = accelerator
         self.parameters = list(parameters)
-        self._copies = CopyStream(device) if pinned else None
-        self.tensors = [torch.empty(p.shape, dtype=p.dtype, pin_memory=pinned).copy_(p) for p in parameters]
+        self._copies = CopyStream(accelerator) if accelerator.asynchronous else None
+        self.tensors = [accelerator.pinned(p.nbytes).view(p.dtype).view(p.shape).copy_(p) for p in parameters]
         self._runs = runs(self.tensors, run_bytes)
         self._starts: list[int] = []
         longest = 0
@@ -63,7 +63,7 @@ class HostParameters:
                 self._starts.append(end)
                 end += -(-self.tensors[index].nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
             longest = max(longest, end)
-        self._landings = [torch.empty(longest, dtype=torch.uint8, pin_memory=pinned) for _ in self._runs[:2]]
+        self._landings = [accelerator.pinned(longest) for _ in self._runs[:2]]
 
     @property
     def size_bytes(self) -> int:
@@ -87,7 +87,7 @@ class HostParameters:
             apply: Updates a run of the copies in :attr:`tensors`.
         """
         if factor is not None:
-            factor = factor.cpu()
+            factor = self._accelerator.to_host(factor)
         if self._copies is not None:
             self._copies.follow()
         stepped = [[index for index in run if index in gradients] for run in self._runs]

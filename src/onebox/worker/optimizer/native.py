@@ -13,6 +13,7 @@ from onebox.wire.protocol.instructions import Delay, Options
 from onebox.wire.protocol.requests import OptimizerSpec
 from onebox.wire.protocol.snapshots import StateEntry
 from onebox.wire.tensors import spec_of
+from onebox.worker.accelerator import Accelerator, accelerator_for
 from onebox.worker.memory.host import HostMemory
 from onebox.worker.optimizer.delay_compensation import (
     AHEAD,
@@ -64,6 +65,7 @@ class NativeOptimizer:
         parameters: The buffers, in the order of ``spec.parameters``, each in one group.
         state: Tensors for the entries of ``spec.state`` that have one, in order.
         host: The count of host memory, for an optimizer on the host.
+        accelerator: The device of the parameters; ``None`` for the CPU.
 
     Raises:
         WireError: A class is not allowed or missing in this torch, options do not match it, or a parameter is not in
@@ -72,8 +74,14 @@ class NativeOptimizer:
     """
 
     def __init__(
-        self, spec: OptimizerSpec, parameters: list[Tensor], state: list[Tensor], host: HostMemory | None = None
+        self,
+        spec: OptimizerSpec,
+        parameters: list[Tensor],
+        state: list[Tensor],
+        host: HostMemory | None = None,
+        accelerator: Accelerator | None = None,
     ) -> None:
+        self._accelerator = accelerator or accelerator_for("cpu")
         self._names = for_each_group(spec.name, len(spec.groups))
         _check(spec, self._names)
         self.numbers = spec.parameters
@@ -153,7 +161,7 @@ class NativeOptimizer:
         if not stepped <= self._counted:
             self._counted |= stepped
             self._count()
-        return None if norm is None else float(norm)
+        return None if norm is None else float(self._accelerator.to_host(norm))
 
     def chosen(self, members: Sequence[int]) -> Sequence[int]:
         """Return the positions of the parameters denoted by ``members``.
@@ -326,7 +334,7 @@ class NativeOptimizer:
 
     def _copies(self, parameters: list[Tensor]) -> HostParameters | None:
         """Return copies of parameters that the host cannot update in place."""
-        return HostParameters(parameters) if parameters[0].device.type == "cuda" else None
+        return HostParameters(parameters, self._accelerator) if self._accelerator.asynchronous else None
 
     def _options(self, options: Options) -> dict[str, Any]:
         """Return options in the form of the class."""

@@ -26,6 +26,7 @@ from onebox.wire import Connection, KeyPair, codecs, configure, decode_envelope,
 from onebox.wire.protocol.groups import Reduced, Rendezvous, TicketCancelled
 from onebox.wire.protocol.requests import PROTOCOL, Envelope, Shutdown
 from onebox.wire.protocol.responses import Hello, Reply, Result, WorkerFailure, WorkerMessage
+from onebox.worker.accelerator import DeviceFailed
 from onebox.worker.comm.api import RankLost
 from onebox.worker.device import ComputeDevice
 from onebox.worker.emulated import EmulatedDevice
@@ -324,7 +325,7 @@ def main(owner: int = 0, watched: Sequence[int] = ()) -> None:
     try:
         server.serve()
         status = 0
-    except SystemExit as error:
+    except (SystemExit, DeviceFailed) as error:  # its owner reports it with the end of this process
         print(f"onebox worker: {error}", file=sys.stderr)
     except BaseException:
         traceback.print_exc()

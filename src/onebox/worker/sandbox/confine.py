@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from onebox.worker.accelerator import needs_driver
 from onebox.worker.memory.host import HOST_SHARE
 from onebox.worker.sandbox import landlock, seccomp
 
@@ -74,7 +75,7 @@ def confine(device: str, address: str, *, memory_bytes: int = 0, threads: int = 
     Returns:
         The state of each part: ``on``, or the reason that it is not.
     """
-    gpu = device.startswith("cuda")
+    gpu = needs_driver(device)
     tempfile.gettempdir()  # looks for a writable folder once
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = sys.prefix  # torch looks for one, too; nothing is compiled here
     own_bytes = (2 + HOST_SHARE) * memory_bytes

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
-
 from onebox.errors import WireError
 from onebox.wire import TensorSpec, rows_of, spec_of, to_frame
 from onebox.wire.protocol.responses import FilledSlots as Filled
@@ -25,6 +23,7 @@ from onebox.wire.protocol.snapshots import (
     Take,
     Write,
 )
+from onebox.worker.accelerator import Accelerator
 from onebox.worker.comm.manager import GroupManager
 from onebox.worker.faults import FaultInjector
 from onebox.worker.memory.buffers import BufferStore
@@ -38,7 +37,7 @@ class SnapshotService:
     """Slots and their operations.
 
     Args:
-        device: Device of the buffers.
+        accelerator: Device of the buffers.
         store: The buffers.
         host: The count of host memory.
         groups: The groups of this worker.
@@ -48,19 +47,19 @@ class SnapshotService:
 
     def __init__(
         self,
-        device: torch.device,
+        accelerator: Accelerator,
         store: BufferStore,
         host: HostMemory,
         groups: GroupManager,
         definition: Callable[[int, type[NativeOptimizer]], NativeOptimizer],
         faults: FaultInjector,
     ) -> None:
-        self._device = device
+        self._accelerator = accelerator
         self._store = store
         self._host = host
         self._groups = groups
         self._definition = definition
-        self._slots = SnapshotSlots(device, faults, limit_bytes=SHARE * store.quota_bytes)
+        self._slots = SnapshotSlots(accelerator, faults, limit_bytes=SHARE * store.quota_bytes)
         self._courier = SnapshotTransfer(faults)
 
     def run(self, what: SlotInstruction, frames: Iterator[Any], answers: list[Any]) -> list[Result]:
@@ -104,7 +103,7 @@ class SnapshotService:
             case Remembered():
                 tensor = self._definition(what.optimizer, NativeOptimizer).remembered(what.parameter, what.key)
                 part = rows_of(tensor, what.first, what.rows)
-                answers.append(to_frame(part))
+                answers.append(to_frame(self._accelerator.to_host(part)))
                 return [Tensors((spec_of(part),))]
             case Drop():
                 slots.drop(what.slots, again=what.again)
@@ -114,7 +113,6 @@ class SnapshotService:
         """Return the memory of buffers, slots and other host data; reset the peaks if requested."""
         store, host = self._store, self._host
         kept_bytes = self._slots.used_bytes
-        cuda = self._device.type == "cuda"
         memory = WorkerMemory(
             store.used_bytes,
             store.peak_bytes,
@@ -122,12 +120,11 @@ class SnapshotService:
             kept_bytes,
             host.used_bytes,
             host.peak_bytes,
-            torch.cuda.max_memory_allocated(self._device) if cuda else 0,
+            self._accelerator.memory().peak_bytes if self._accelerator.asynchronous else 0,
         )
         if anew:
             store.peak_bytes, host.peak_bytes = store.used_bytes, host.used_bytes
-            if cuda:
-                torch.cuda.reset_peak_memory_stats(self._device)
+            self._accelerator.reset_peak()
         return memory
 
     def filled(self, slots: Sequence[int]) -> Filled:
@@ -181,5 +178,5 @@ class SnapshotService:
         if len(found) != len(lay.buffers):
             raise WireError(f"{len(lay.buffers)} buffers for {len(found)} tensors of an optimizer's state")
         for number, tensor in zip(lay.buffers, found, strict=True):
-            self._store.put(number, tensor.to(self._device))  # a step count may be elsewhere
+            self._store.put(number, self._accelerator.to_device(tensor))  # a step count may be elsewhere
         return SnapshotContents((), tuple(entry for entry, _ in laid))

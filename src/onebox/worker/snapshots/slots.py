@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from onebox.errors import WireError
@@ -19,6 +18,7 @@ from onebox.sizes import enough_text, size_text
 from onebox.wire import DTYPES, TensorSpec, spec_of
 from onebox.wire.protocol.responses import FilledSlots as Filled
 from onebox.wire.protocol.snapshots import layout
+from onebox.worker.accelerator import Accelerator
 from onebox.worker.faults import FaultInjector
 from onebox.worker.memory.async_copy import CopyStream, StreamCopy
 from onebox.worker.memory.buffers import QuotaExceeded
@@ -82,20 +82,20 @@ class SnapshotSlots:
     """The slots of a worker.
 
     Args:
-        device: Where its buffers live.
+        accelerator: The device of its buffers.
         faults: Faults to inject, for tests.
         limit_bytes: Most bytes of all slots; 0 for no limit. They do not count towards the quota of buffers, which
             limits the device's memory.
     """
 
-    def __init__(self, device: torch.device, faults: FaultInjector, *, limit_bytes: int = 0) -> None:
+    def __init__(self, accelerator: Accelerator, faults: FaultInjector, *, limit_bytes: int = 0) -> None:
         self.used_bytes = 0
-        self._device = device
+        self._accelerator = accelerator
         self._limit_bytes = limit_bytes
         self._faults = faults
         self._slots: dict[int, SnapshotSlot] = {}
         self._spare: list[Tensor] = []
-        self._copies = CopyStream(device) if device.type == "cuda" else None
+        self._copies = CopyStream(accelerator) if accelerator.asynchronous else None
         self._last: StreamCopy | None = None
 
     # ---- filling
@@ -117,7 +117,7 @@ class SnapshotSlots:
                     f"{SHARE} times the memory of the device"
                 )
             self.used_bytes += size_bytes
-            found = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=self._copies is not None)
+            found = self._accelerator.pinned(size_bytes)
         else:
             self._spare = [memory for memory in self._spare if memory is not found]
         self._slots[number] = SnapshotSlot(found)
@@ -184,7 +184,7 @@ class SnapshotSlots:
         Raises:
             WireError: The range is out of bounds.
         """
-        return self.host_tensor(spec, place).to(self._device, copy=True)
+        return self._accelerator.to_device(self.host_tensor(spec, place), copy=True)
 
     def host_tensor(self, spec: TensorSpec, place: tuple[int, int]) -> Tensor:
         """Return contents of a slot as a tensor, as a view.

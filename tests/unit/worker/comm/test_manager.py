@@ -28,7 +28,7 @@ from onebox.worker.comm.emulated_links import EmulatedLinks
 from onebox.worker.comm.manager import form_group
 from onebox.worker.execution.collectives import PendingBucket
 from onebox.worker.progress import WorkerProgress
-from tests.unit.programs import CPU
+from tests.unit.programs import HOST
 from tests.unit.ranks import Hub
 
 
@@ -42,7 +42,7 @@ def run(
         form = FormGroup(3, number, size, "gloo", address, 20.0, shared)
         progress = WorkerProgress()
         progress.waiting = False
-        group = form_group(form, hub.channel(number), CPU, progress, EmulatedLinks())
+        group = form_group(form, hub.channel(number), HOST, progress, EmulatedLinks())
         assert not progress.waiting
         try:
             return rank(number, group, progress)
@@ -322,7 +322,7 @@ def test_waiting_for_others_is_marked(shared: bool) -> None:
 def test_a_group_that_nobody_joins_is_given_up() -> None:
     form = FormGroup(3, 0, 2, "gloo", "127.0.0.1", 0.3)
     with pytest.raises(RankLost):
-        form_group(form, Hub().channel(0), CPU, WorkerProgress(), EmulatedLinks())
+        form_group(form, Hub().channel(0), HOST, WorkerProgress(), EmulatedLinks())
 
 
 # ---- the store of a rendezvous
@@ -384,7 +384,7 @@ class Answering:
 def client_group(answer: Callable[[Contribution, bytes], Sequence[Any]]) -> tuple[ClientGroup, Answering]:
     client = Answering(answer)
     form = FormGroup(3, 0, 2, "client", "127.0.0.1", 5.0)
-    return ClientGroup(form, client, CPU), client
+    return ClientGroup(form, client, HOST), client
 
 
 def test_contributions_are_flat_and_numbered() -> None:

@@ -19,7 +19,7 @@ from onebox.worker.comm.api import RankLost, WorkerGroup
 from onebox.worker.comm.hybrid import HybridGroup
 from onebox.worker.comm.manager import GroupManager
 from onebox.worker.progress import WorkerProgress
-from tests.unit.programs import CPU
+from tests.unit.programs import HOST
 from tests.unit.ranks import Hub, HubChannel
 from tests.unit.worker.comm.modelled_nccl import ModelledNccl
 
@@ -101,7 +101,7 @@ def run(
         library.here.gpu = number
         progress = WorkerProgress()
         channel = OwnedChannel(client, number)
-        manager = GroupManager(channel, CPU, progress)
+        manager = GroupManager(channel, HOST, progress)
         manager.form(FormGroup(3, number, size, "gloo", "127.0.0.1", 20.0, shared, nccl=among))
         try:
             return rank(Rank(number, manager, progress, channel))
@@ -278,7 +278,7 @@ def test_a_process_that_makes_communicators_for_ranks_that_ended_ends(
 ) -> None:
     """Nothing else ends this wait."""
     library.patience_s = 1.5
-    manager = GroupManager(OwnedChannel(Hub(), 0), CPU, WorkerProgress())
+    manager = GroupManager(OwnedChannel(Hub(), 0), HOST, WorkerProgress())
     library.here.gpu = 0
     threading.Timer(0.1, manager.interrupt, (3,)).start()
     with pytest.raises(AssertionError):  # the modelled process goes on after its end
@@ -317,7 +317,7 @@ def test_the_library_refuses_one_gpu_twice(library: ModelledNccl) -> None:
 
     def one(number: int) -> str:
         library.here.gpu = "the only one"
-        manager = GroupManager(OwnedChannel(hub, number), CPU, WorkerProgress())
+        manager = GroupManager(OwnedChannel(hub, number), HOST, WorkerProgress())
         with pytest.raises(RankLost, match="Duplicate GPU") as caught:
             manager.form(FormGroup(3, number, 2, "gloo", "127.0.0.1", 20.0, nccl=(0, 1)))
         return str(caught.value)

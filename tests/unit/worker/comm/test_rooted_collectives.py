@@ -19,6 +19,7 @@ from onebox.wire import TensorSpec, spec_of
 from onebox.wire.protocol.groups import EmulatedLink, FormGroup
 from onebox.wire.protocol.instructions import Broadcast, Reduce
 from onebox.wire.protocol.requests import Routine
+from onebox.worker.accelerator import accelerator_for
 from onebox.worker.comm.api import Begun, RankLost, WorkerGroup
 from onebox.worker.comm.client import ClientGroup
 from onebox.worker.comm.emulated_links import EmulatedLinks
@@ -28,10 +29,11 @@ from onebox.worker.comm.shm.segment import supported
 from onebox.worker.execution.collectives import CollectiveExecutor
 from onebox.worker.memory.buffers import BufferStore, QuotaExceeded
 from onebox.worker.progress import Trace, WorkerProgress
-from tests.unit.programs import CPU
+from tests.unit.programs import HOST
 from tests.unit.ranks import Hub, run_ranks
 
 META = torch.device("meta")
+SIM = accelerator_for("meta")
 
 WAYS = ["shared memory", "sockets", "both"]
 
@@ -45,7 +47,7 @@ def run(size: int, way: str, rank: Callable[[WorkerGroup], Any], *, timeout_s: f
     def one(number: int) -> Any:
         def form(group: int, *, shared: bool) -> WorkerGroup:
             asked = FormGroup(group, number, size, "gloo", "127.0.0.1", timeout_s, shared)
-            return form_group(asked, hub.channel(number), CPU, WorkerProgress(), EmulatedLinks())
+            return form_group(asked, hub.channel(number), HOST, WorkerProgress(), EmulatedLinks())
 
         group = form(3, shared=way != "sockets")
         if way == "both":
@@ -157,7 +159,7 @@ def test_roots_that_are_not_there(way: str) -> None:
 
 
 def test_the_client_sums_for_all_or_not_at_all() -> None:
-    group = ClientGroup(FormGroup(1, 0, 2, "client", "", 1.0), Hub().channel(0), CPU)
+    group = ClientGroup(FormGroup(1, 0, 2, "client", "", 1.0), Hub().channel(0), HOST)
     with pytest.raises(WireError, match="sums for all of its ranks, not for one"):
         group.collect([torch.ones(1)], 0)
     with pytest.raises(WireError, match="only sums"):
@@ -257,7 +259,7 @@ def test_devices_that_do_not_compute_get_what_has_no_elements() -> None:
         collected = came(group.collect([mine], 1))
         return [collected, came(group.broadcast([spec_of(mine)], [mine] if number == 1 else (), 1))]
 
-    zero, one = run_ranks(2, rank, devices=[META, META])
+    zero, one = run_ranks(2, rank, devices=[SIM, SIM])
     assert zero[0] is None and one[1] is None
     assert all(each.is_meta and each.shape == (5,) for each in (zero[1], one[0]))
 

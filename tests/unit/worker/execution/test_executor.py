@@ -459,7 +459,9 @@ def test_an_optimizer_goes_on_from_what_is_put_where_its_parameter_lies(
 ) -> None:
     """With copies on the host as on a GPU, but for the GPU."""
     if host:
-        monkeypatch.setattr(NativeOptimizer, "_copies", lambda _, parameters: HostParameters(parameters))
+        monkeypatch.setattr(
+            NativeOptimizer, "_copies", lambda own, parameters: HostParameters(parameters, own._accelerator)
+        )
     rig = Rig()
     rig.put(b1=X, b2=torch.ones(2, 2, dtype=torch.float64))
     rig.do(Define(7, OptimizerSpec("SGD", (((0,), {"lr": 1.0, "momentum": 0.5}),), (1,), host=host)))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from onebox.wire.protocol.requests import OptimizerSpec
+from onebox.worker.accelerator import accelerator_for
 from onebox.worker.memory.buffers import QuotaExceeded
 from onebox.worker.memory.host import HOST_SHARE, HostMemory
 from onebox.worker.optimizer import host_parameters as masters_module
@@ -42,7 +43,7 @@ class Elsewhere(HostParameters):
     """Copies of parameters of which three at most are on their way at once, on a device that is the CPU itself."""
 
     def __init__(self, parameters: list[Tensor]) -> None:
-        super().__init__(parameters, run_bytes=100)
+        super().__init__(parameters, accelerator_for("cpu"), run_bytes=100)
 
 
 @pytest.fixture

@@ -603,7 +603,11 @@ def test_copies_of_a_gpus_parameters_are_stepped_where_these_come_to_lie(
     from onebox.worker.optimizer.native import NativeOptimizer
 
     plain = rig_with("AdamW", delay)
-    monkeypatch.setattr(NativeOptimizer, "_copies", lambda _, parameters: HostParameters(parameters, run_bytes=BYTES))
+    monkeypatch.setattr(
+        NativeOptimizer,
+        "_copies",
+        lambda own, parameters: HostParameters(parameters, own._accelerator, run_bytes=BYTES),
+    )
     copied = rig_with("AdamW", delay, host=True)
     for rig in (plain, copied):
         rig.do(branch())

@@ -43,7 +43,7 @@ from onebox.worker.progress import WorkerProgress
 from onebox.worker.snapshots.slots import SnapshotSlots
 from onebox.worker.snapshots.transfer import SnapshotTransfer
 from tests.unit.machines import Rig
-from tests.unit.programs import CPU
+from tests.unit.programs import HOST
 from tests.unit.ranks import Hub
 
 X = torch.arange(6, dtype=torch.float64).reshape(2, 3)
@@ -52,7 +52,7 @@ WAIT_S = 20.0
 
 
 def slots(limit_bytes: int = 0) -> SnapshotSlots:
-    return SnapshotSlots(CPU, FaultInjector(), limit_bytes=limit_bytes)
+    return SnapshotSlots(HOST, FaultInjector(), limit_bytes=limit_bytes)
 
 
 @pytest.fixture
@@ -231,7 +231,7 @@ def carry(
 
     def rank(number: int) -> SnapshotSlots:
         form = FormGroup(3, number, 2, "gloo", "127.0.0.1", WAIT_S, shared, (), True)
-        group = form_group(form, hub.channel(number), CPU, WorkerProgress(), EmulatedLinks())
+        group = form_group(form, hub.channel(number), HOST, WorkerProgress(), EmulatedLinks())
         own = slots()
         courier = SnapshotTransfer(FaultInjector(faults if number == 0 else ()))
         if number == 0:

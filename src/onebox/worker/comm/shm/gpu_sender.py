@@ -8,13 +8,13 @@ import mmap
 import queue
 import threading
 from collections import deque
-from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from onebox.wire import DTYPES, TensorSpec
+from onebox.worker.accelerator import Accelerator
 from onebox.worker.comm.api import RankLost
 from onebox.worker.comm.shm.arena import MemoryBlock, rounded
 from onebox.worker.comm.shm.layout import ShmMessage
@@ -68,26 +68,26 @@ class ShmCopier(Protocol):
         """Wait for all copies, and release all memory."""
 
 
-def shm_copier_for(device: torch.device) -> ShmCopier | None:
-    """Return the copier for a device; ``None`` for one whose tensors are in host memory, or have no elements."""
-    return CudaShmCopier(device) if device.type == "cuda" else None
+def shm_copier_for(accelerator: Accelerator) -> ShmCopier | None:
+    """Return the copier for a device; ``None`` for one that the host does not run ahead of."""
+    return StreamShmCopier(accelerator) if accelerator.asynchronous else None
 
 
-class CudaShmCopier:
-    """Copies between a GPU and shared memory, with one stream for each direction.
+class StreamShmCopier:
+    """Copies between a device and shared memory, with one stream for each direction.
 
     Copies are asynchronous if the memory is page-locked: each block is registered with the driver at first use. Blocks
     of such a group begin and end at page boundaries, and their pages are kept until the group is left.
 
     Args:
-        device: The GPU.
+        accelerator: The device.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._out = CopyStream(device, yields=True)
-        self._into = CopyStream(device, yields=True)
-        self._registered: dict[int, SharedMemory] = {}  # blocks by address
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._out = CopyStream(accelerator, yields=True)
+        self._into = CopyStream(accelerator, yields=True)
+        self._registered: dict[int, Tensor] = {}  # blocks by address
         self._refused = False
 
     def out(self, tensor: Tensor, memory: SharedMemory, offset: int, start: int, size_bytes: int) -> ShmCopy:
@@ -102,37 +102,31 @@ class CudaShmCopier:
     def into(self, memory: SharedMemory, offset: int, spec: TensorSpec) -> tuple[Tensor, ShmCopy]:
         """Begin to copy from a block, independent of the device's other work."""
         host = self._block(memory, offset, spec.size_bytes)
-        with torch.cuda.stream(self._into.stream):
-            made = torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device=self._device)
+        with self._accelerator.on(self._into.stream):
+            made = self._accelerator.empty(spec.shape, DTYPES[spec.dtype])
         copied = self._into.copy([(host, made.view(-1).view(torch.uint8))])
         copied.order()
-        made.record_stream(torch.cuda.current_stream(self._device))
+        self._accelerator.keep(made, self._accelerator.current())
         return made, copied
 
     def release(self) -> None:
         """Wait for all copies, and unregister all blocks."""
         for copies in (self._out, self._into):
             copies.stream.synchronize()
-        for address in self._registered:
-            torch.cuda.cudart().cudaHostUnregister(address)
+        for block in self._registered.values():
+            self._accelerator.unpin(block)
         self._registered.clear()
 
     def _block(self, memory: SharedMemory, offset: int, size_bytes: int) -> Tensor:
         """Return the bytes of a block, page-locked."""
         address = memory.address + offset
         if size_bytes and address not in self._registered and not self._refused:
-            size = rounded(size_bytes, PAGE_BYTES)
-            if int(torch.cuda.cudart().cudaHostRegister(address, size, 0)):
-                self._refused = True  # copies still work, but synchronously
-                self._forget_error()
+            block = memory.bytes[offset : offset + rounded(size_bytes, PAGE_BYTES)]
+            if self._accelerator.pin(block):
+                self._registered[address] = block
             else:
-                self._registered[address] = memory
+                self._refused = True  # copies still work, but synchronously
         return memory.bytes[offset : offset + size_bytes]
-
-    def _forget_error(self) -> None:
-        """Clear the driver's error, which the next kernel launch would report."""
-        with suppress(RuntimeError):
-            torch.zeros(1, device=self._device)
 
 
 class _Waiting(NamedTuple):
@@ -180,6 +174,7 @@ class GpuShmSender:
         """Return a tensor of the device with the elements of a message, which is returned when they have been
         copied.
         """
+        self.settle()
         made, done = self._copier.into(memory, message.offset, message.spec)
         self._reading.append((done, expected))
         return made

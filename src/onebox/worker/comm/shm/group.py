@@ -26,6 +26,7 @@ from onebox.errors import WireError
 from onebox.wire import DTYPES, TensorSpec, spec_of
 from onebox.wire.protocol.groups import FormGroup
 from onebox.wire.protocol.responses import Joined
+from onebox.worker.accelerator import Accelerator
 from onebox.worker.comm.agreement import collective_fingerprint
 from onebox.worker.comm.api import Begun, Finish, RankLost, ReceivedTensor, RowRange, check_rows
 from onebox.worker.comm.emulated_links import EmulatedLinks, EmulatedRing
@@ -49,7 +50,7 @@ class ShmGroup:
     Args:
         form: The group, with this worker's rank.
         met: Memories of the ranks on this host. Reductions and gathers require those of all ranks.
-        device: Device of its tensors; ``meta`` for an emulated device.
+        accelerator: Device of its tensors.
         progress: Marked during waits.
         emulated_links: State of this worker's emulated links.
         copier: Copier for a device whose tensors are not in host memory.
@@ -59,7 +60,7 @@ class ShmGroup:
         self,
         form: FormGroup,
         met: ShmPeers,
-        device: torch.device,
+        accelerator: Accelerator,
         progress: WorkerProgress,
         emulated_links: EmulatedLinks,
         copier: ShmCopier | None = None,
@@ -67,7 +68,7 @@ class ShmGroup:
         self._rank = form.rank
         self._size = form.size
         self._timeout_s = form.timeout_s
-        self._device = device
+        self._accelerator = accelerator
         self._progress = progress
         self._emulated_links = emulated_links
         self._links = {link.peer: link.link for link in form.links}
@@ -205,7 +206,7 @@ class ShmGroup:
             memory = self._inboxes[peer].memory
             assert memory is not None
             return self._gpu_sender.receive(expected, message, memory)
-        if self._device.type != "meta":
+        if self._accelerator.device.type != "meta":
             return expected.take(message)
         expected.give_back()
         return torch.empty(message.spec.shape, dtype=DTYPES[message.spec.dtype], device="meta")
@@ -238,7 +239,7 @@ class ShmGroup:
         """Return a block with tensors concatenated; ``None`` if they have no elements."""
         if tensors[0].is_meta:
             return None
-        host = tensors if self._gpu_sender is None else [tensor.cpu() for tensor in tensors]
+        host = [self._accelerator.to_host(tensor) for tensor in tensors]
         return self._member(self._rank).write(host, spec.size_bytes)
 
     def _hand_on(self, tensors: Sequence[Tensor], spec: TensorSpec, code: int, peers: Sequence[int]) -> int:
@@ -287,8 +288,7 @@ class ShmGroup:
             finally:
                 collective.give_back()
             self._sleep_until(max(message.at_ns for message in messages) if alone else collective.end_ns)
-            made = made if self._gpu_sender is None else made.to(self._device)
-            return ReceivedTensor(made, time.monotonic_ns())
+            return ReceivedTensor(self._accelerator.to_device(made), time.monotonic_ns())
 
         return finish
 

@@ -87,18 +87,18 @@ def note_speed(memory: SharedMemory, links: int, speed: LinkSpeed) -> None:
 
 @dataclass(frozen=True)
 class _Card:
-    """Location of a rank, kind of its device, and its memory: process, bytes, inode, name of its
-    :class:`DescriptorExchange`."""
+    """Location of a rank, whether the driver of its device registers memory by pages (0 or 1), and its memory: process,
+    bytes, inode, name of its :class:`DescriptorExchange`."""
 
     place: str
-    kind: str
+    paged: int
     process: int
     size: int
     inode: int
     post: str
 
     def __str__(self) -> str:
-        return f"{self.place}:{self.kind}:{self.process}:{self.size}:{self.inode}:{self.post}"
+        return f"{self.place}:{self.paged}:{self.process}:{self.size}:{self.inode}:{self.post}"
 
     @classmethod
     def of(cls, text: bytes) -> _Card:
@@ -108,9 +108,9 @@ class _Card:
             WireError: It is malformed.
         """
         try:
-            place, kind, process, size, inode, post = text.decode("ascii").split(":")
+            place, paged, process, size, inode, post = text.decode("ascii").split(":")
             bytes.fromhex(post)
-            card = cls(place, kind, int(process), int(size), int(inode), post)
+            card = cls(place, int(paged), int(process), int(size), int(inode), post)
         except ValueError:
             raise WireError(f"a rank's memory is named {text[:80]!r}, which is no name of one") from None
         if not LEAST_BYTES <= card.size <= SPAN_BYTES or card.size % 8 or not post:
@@ -118,13 +118,13 @@ class _Card:
         return card
 
 
-def find_shm_peers(form: FormGroup, keys: KeyValueStore, kind: str = "cpu") -> ShmPeers:
+def find_shm_peers(form: FormGroup, keys: KeyValueStore, *, paged: bool = False) -> ShmPeers:
     """Find the ranks that share memory with this one, possibly none.
 
     Args:
         form: The group, with this worker's rank.
         keys: The group's key-value store.
-        kind: The kind of its device, by its torch name.
+        paged: Whether the driver of its device registers memory by pages.
 
     Raises:
         RankLost: Another rank has ended, or did not join.
@@ -134,7 +134,7 @@ def find_shm_peers(form: FormGroup, keys: KeyValueStore, kind: str = "cpu") -> S
     note_speed(own, len(form.links), LinkSpeed.slowest([LinkSpeed.of(link) for link in form.links]))
     memories = {form.rank: own}
     try:
-        near, came = _exchange(form, keys, own, kind)
+        near, came = _exchange(form, keys, own, paged)
         try:
             for rank in list(came):
                 memories[rank] = SharedMemory.of(came.pop(rank), near[rank].size)
@@ -152,7 +152,7 @@ def find_shm_peers(form: FormGroup, keys: KeyValueStore, kind: str = "cpu") -> S
     return ShmPeers(
         {rank: memory for rank, memory in memories.items() if rank == form.rank or rank in together},
         {rank: _watch(near[rank]) for rank in together},
-        "cuda" in {kind, *(near[rank].kind for rank in together)},
+        paged or any(near[rank].paged for rank in together),
         tuple(
             (rank, "it could not have this one's memory" if rank in memories else "its memory did not come")
             for rank in sorted(near.keys() - together)
@@ -161,12 +161,12 @@ def find_shm_peers(form: FormGroup, keys: KeyValueStore, kind: str = "cpu") -> S
 
 
 def _exchange(
-    form: FormGroup, keys: KeyValueStore, own: SharedMemory, kind: str
+    form: FormGroup, keys: KeyValueStore, own: SharedMemory, paged: bool
 ) -> tuple[dict[int, _Card], dict[int, int]]:
     """Return the ranks in the same place as this one, and the descriptors received from them."""
     post = DescriptorExchange()
     try:
-        card = _Card(shm_domain(), kind, os.getpid(), len(own.map), own.inode, post.name)
+        card = _Card(shm_domain(), int(paged), os.getpid(), len(own.map), own.inode, post.name)
         keys.set(f"memory/{form.rank}", str(card))
         others = [rank for rank in range(form.size) if rank != form.rank]
         cards = {rank: _Card.of(keys.get(f"memory/{rank}")) for rank in others}

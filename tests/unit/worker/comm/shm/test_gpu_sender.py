@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from onebox.wire import DTYPES, TensorSpec
+from onebox.worker.accelerator import accelerator_for
 from onebox.worker.comm.api import RankLost, RowRange
 from onebox.worker.comm.shm.gpu_sender import ShmCopy, shm_copier_for
 from onebox.worker.comm.shm.group import ShmGroup
@@ -174,6 +175,26 @@ def test_what_is_read_is_given_back_when_its_copy_is_made() -> None:
     assert after < LARGE.size_bytes
 
 
+def test_a_rank_that_only_receives_gives_blocks_back() -> None:
+    copier = LateCopier()
+
+    def rank(which: int, group: ShmGroup) -> int:
+        assert group._sender is not None
+        most_bytes = 0
+        for order in range(20):
+            if which == 0:
+                group.send(number(0, order), 1, 0)
+                group.gather(torch.tensor([order]), TensorSpec("int64", (2,)), 0)()
+                most_bytes = max(most_bytes, group._sender.unread_bytes)
+            else:
+                group.receive(LARGE, 0, 0)()
+                copier.intos[-1].make()
+                group.gather(torch.tensor([order]), TensorSpec("int64", (2,)), 0)()
+        return most_bytes
+
+    assert run_ranks(2, rank, copiers={1: copier})[0] < 4 * LARGE.size_bytes
+
+
 @settings(max_examples=15, deadline=None)
 @given(st.integers(2, 3), st.lists(st.sampled_from([0, 1, 700, 60_000]), max_size=6), st.integers(0, 1 << 30))
 def test_ranks_that_all_send_before_they_receive_get_everything(size: int, sizes: list[int], seed: int) -> None:
@@ -240,5 +261,5 @@ def test_pages_that_a_driver_knows_stay_until_the_group_is_left() -> None:
 
 
 def test_only_accelerators_have_a_copier() -> None:
-    assert shm_copier_for(torch.device("cpu")) is None
-    assert shm_copier_for(torch.device("meta")) is None
+    assert shm_copier_for(accelerator_for("cpu")) is None
+    assert shm_copier_for(accelerator_for("meta")) is None

@@ -18,6 +18,7 @@ from torch import Tensor
 from onebox.errors import WireError
 from onebox.wire import DTYPES, TensorSpec, spec_of
 from onebox.wire.protocol.groups import EmulatedLink
+from onebox.worker.accelerator import accelerator_for
 from onebox.worker.comm.api import Finish, RankLost, RowRange
 from onebox.worker.comm.shm.group import ShmGroup
 from onebox.worker.comm.shm.rendezvous import shm_domain
@@ -29,6 +30,7 @@ from tests.unit.ranks import run_ranks
 pytestmark = pytest.mark.skipif(not supported(), reason="groups through shared memory need Linux on x86-64")
 
 META = torch.device("meta")
+SIM = accelerator_for("meta")
 
 COMPARED = [name for name in DTYPES if name != "complex32"]
 """The element types that PyTorch can compare."""
@@ -399,7 +401,7 @@ def test_nothing_stays_behind_of_a_group_that_nobody_joins() -> None:
         raise AssertionError("there is no group")
 
     with pytest.MonkeyPatch.context() as patch:
-        card = f"{shm_domain()}:cpu:1:67108864:3:ff".encode()
+        card = f"{shm_domain()}:0:1:67108864:3:ff".encode()
         patch.setattr("tests.unit.ranks.Keys.get", lambda self, key: card if "memory" in key else b"0,1")
         with pytest.raises(RankLost, match=r"only ranks \[[01]\] share"):
             run_ranks(2, rank, timeout_s=0.2)
@@ -595,7 +597,7 @@ def test_collectives_take_as_long_as_on_a_ring(kind: str, device: str) -> None:
 
     passes = 2 if kind == "sum" else 1
     cost_ns = 1e9 * passes * (ranks - 1) * (count / ranks / bandwidth_bps + latency_s)
-    times = run_ranks(ranks, rank, links=links, devices=[torch.device(device)] * ranks)
+    times = run_ranks(ranks, rank, links=links, devices=[accelerator_for(device)] * ranks)
     last_ns = max(begin for begin, _ in times)
     assert min(end for _, end in times) >= last_ns + math.floor(cost_ns)
 
@@ -616,7 +618,7 @@ def test_devices_that_do_not_compute_send_no_elements() -> None:
         with pytest.raises(WireError, match="disagree"):
             wait()
 
-    run_ranks(2, rank, devices=[META] * 2)
+    run_ranks(2, rank, devices=[SIM] * 2)
 
 
 def test_a_device_that_computes_cannot_use_what_has_no_elements() -> None:
@@ -633,4 +635,4 @@ def test_a_device_that_computes_cannot_use_what_has_no_elements() -> None:
                 finish()
         return True
 
-    assert all(run_ranks(2, rank, devices=[META, torch.device("cpu")]))
+    assert all(run_ranks(2, rank, devices=[SIM, accelerator_for("cpu")]))

@@ -16,6 +16,7 @@ from onebox.errors import WireError
 from onebox.wire import TensorSpec, spec_of
 from onebox.wire.protocol.groups import FormGroup
 from onebox.wire.protocol.responses import Joined
+from onebox.worker.accelerator import accelerator_for
 from onebox.worker.comm.api import RankLost, WorkerGroup
 from onebox.worker.comm.emulated_links import EmulatedLinks
 from onebox.worker.comm.hybrid import HybridGroup
@@ -28,7 +29,7 @@ from onebox.worker.comm.shm.segment import SharedMemory, supported
 from onebox.worker.comm.torch_dist import GlooGroup
 from onebox.worker.progress import WorkerProgress
 from tests.leaks import nothing_left
-from tests.unit.programs import CPU
+from tests.unit.programs import HOST
 from tests.unit.ranks import Hub, Keys
 
 pytestmark = pytest.mark.skipif(not supported(), reason="groups through shared memory need Linux on x86-64")
@@ -50,7 +51,7 @@ def run(places: str, rank: Callable[[int, WorkerGroup], Any]) -> list[Any]:
     def one(number: int) -> Any:
         PLACE.name = places[number]
         form = FormGroup(3, number, len(places), "gloo", "127.0.0.1", 20.0, True)
-        group = form_group(form, hub.channel(number), CPU, WorkerProgress(), EmulatedLinks())
+        group = form_group(form, hub.channel(number), HOST, WorkerProgress(), EmulatedLinks())
         try:
             return rank(number, group)
         finally:
@@ -146,7 +147,7 @@ def test_devices_that_do_not_compute_need_one_host_and_so_do_emulated_links() ->
         PLACE.name = "ab"[number]
         form = FormGroup(3, number, 2, "gloo", "127.0.0.1", 20.0, True)
         with pytest.raises(RankLost, match="can only be in a group of one host"):
-            form_group(form, hub.channel(number), torch.device("meta"), WorkerProgress(), EmulatedLinks())
+            form_group(form, hub.channel(number), accelerator_for("meta"), WorkerProgress(), EmulatedLinks())
 
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(one, range(2)))
@@ -156,8 +157,9 @@ def test_devices_that_do_not_compute_need_one_host_and_so_do_emulated_links() ->
     ("said", "complaint"),
     [
         (b"nonsense", "is named b'nonsense'"),
-        (b"place:cpu:1:2:3:zz", "is named"),
-        (b"place:cpu:1:4096:3:ff", "a memory of 4096 bytes"),
+        (b"place:1:1:2:3:zz", "is named"),
+        (b"place:cpu:1:4096:3:ff", "is named"),
+        (b"place:1:1:4096:3:ff", "a memory of 4096 bytes"),
         (b"\xff", "is named"),
     ],
 )
@@ -174,7 +176,7 @@ def test_a_rank_whose_process_has_ended_is_lost() -> None:
     pid = os.posix_spawn("/bin/true", ["true"], {})
     os.waitpid(pid, 0)
     keys = Keys()
-    keys.set("memory/1", f"a:cpu:{pid}:{1 << 30}:3:ff")
+    keys.set("memory/1", f"a:0:{pid}:{1 << 30}:3:ff")
     with pytest.raises(RankLost, match=f"process {pid} has ended"):
         find_shm_peers(FormGroup(3, 0, 2, "gloo", "127.0.0.1", 1.0, True), keys)
 

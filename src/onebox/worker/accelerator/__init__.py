@@ -1,0 +1,43 @@
+"""Devices that compute, behind one interface: streams, events, page-locked memory, generators and memory statistics.
+
+Nothing else in ``worker`` asks whether a device is a GPU: code that matters only where the host runs ahead of the
+device asks :attr:`Accelerator.asynchronous`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from onebox.worker.accelerator.api import Accelerator, DeviceFailed, DeviceIdentity, DeviceMemory, Event, Stream
+from onebox.worker.accelerator.cpu import HostAccelerator
+from onebox.worker.accelerator.cuda import CudaAccelerator
+
+__all__ = [
+    "Accelerator",
+    "DeviceFailed",
+    "DeviceIdentity",
+    "DeviceMemory",
+    "Event",
+    "HostAccelerator",
+    "Stream",
+    "accelerator_for",
+    "needs_driver",
+]
+
+
+def accelerator_for(name: str) -> Accelerator:
+    """Return the accelerator of a device, for this process.
+
+    Args:
+        name: The name of the device, by PyTorch: ``cpu``, ``cuda:k``, or ``meta`` for tensors without elements.
+
+    Raises:
+        RuntimeError: PyTorch knows no such device, or this machine lacks it.
+    """
+    device = torch.device(name)
+    return CudaAccelerator(device) if device.type == "cuda" else HostAccelerator(device)
+
+
+def needs_driver(name: str) -> bool:
+    """Return whether a device, by its name, is used through the files of a driver; initialises nothing."""
+    return name.startswith("cuda")
