@@ -12,7 +12,7 @@ PROFILE ?= long
 LONG = -m "long or hypothesis" --hypothesis-profile $(PROFILE)
 TOGETHER = -q --numprocesses auto --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-all net lint bench soak clean
+.PHONY: demo test test-all net gpu lint bench soak clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -34,6 +34,11 @@ test-all: $(VENV)/.stamp-test
 # Hosts as network namespaces: as root, on a machine with iproute2.
 net: $(VENV)/.stamp-test
 	$(BIN)/pytest -q tests/net
+
+# On a machine with GPUs: all checks of them within half an hour, and a report in runs (docs/gpu.md). An environment that
+# has PyTorch and the packages is used instead of .venv by  make gpu PYTHON_ENV=FOLDER;  arguments come in ARGS.
+gpu: $(if $(PYTHON_ENV),,$(VENV)/.stamp-test)
+	$(or $(PYTHON_ENV),$(VENV))/bin/python -m tests.gpu_run $(ARGS)
 
 lint: $(VENV)/.stamp-test
 	$(BIN)/ruff check .

@@ -26,6 +26,8 @@ from typing import Any
 import pytest
 from hypothesis import is_hypothesis_test, settings
 
+from tests.transfer_order import check_every_lowering
+
 settings.register_profile("short", deadline=None, derandomize=True, max_examples=25)
 settings.register_profile("long", deadline=None, derandomize=False, max_examples=100)
 settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=100)
@@ -94,6 +96,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((n for n, start in enumerate(LONGEST) if item.nodeid.startswith(start)), len(LONGEST))
 
     items.sort(key=place)
+
+
+def pytest_runtest_setup() -> None:
+    """Check the order of transfers of every plan that a test builds."""
+    check_every_lowering()
 
 
 def pytest_collection_finish() -> None:

@@ -3,7 +3,7 @@
     OneboxError
     ├── UsageError(ValueError)      a wrong argument, flag or call; exit status 2 on the command line
     │   └── MissingExtra            ... because an optional package is not installed
-    ├── PlanError                   no plan fits the memory of the devices
+    ├── PlanError                   no plan fits the memory of the devices, or they cannot run this one
     ├── CaptureError                a model that cannot be captured as a graph
     ├── DataError                   a data file or sample that is missing or damaged
     ├── CheckpointError             a checkpoint that is missing, damaged or foreign
@@ -49,7 +49,7 @@ class MissingExtra(UsageError):
 
 
 class PlanError(OneboxError):
-    """No plan fits the memory of the devices.
+    """No plan fits the memory of the devices, or GPUs cannot run the transfers of one in their order.
 
     Args:
         message: Which stage misses which device by how many bytes, and what would help.

@@ -19,6 +19,9 @@ Correction = Literal["auto", "none", "predict", "extrapolate", "lookahead", "bot
 
 Shares = Literal["auto", "equal", "measured"] | Sequence[float]
 
+MatmulPrecision = Literal["highest", "high", "medium"]
+"""Internal precision of products of float32 matrices; see ``torch.set_float32_matmul_precision``."""
+
 SegmentCosts = Mapping[str, tuple[float, float, float]]
 """By segment name: seconds of forward, input gradient and weight gradient for one sample at full speed."""
 
@@ -96,8 +99,8 @@ class Recovery:
     The worker is restarted; if that is impossible, its replicas do its part, another device replaces it, or a plan is
     searched for the remaining devices, with the same micro-batches. All receive the newest snapshot, which workers
     store for each other, and later steps are repeated. Each recovery is logged and added to
-    :attr:`Trainer.recoveries`. With the same plan the run ends bitwise equal to one without a loss, with another plan
-    equal up to rounding.
+    :attr:`Trainer.recoveries`. With the same plan the run ends bitwise equal to one without a loss, on GPUs if their
+    operators are deterministic (:class:`Numerics`); otherwise equal up to rounding.
 
     Args:
         snapshot_every: Steps between two snapshots, from which a run continues after a loss; without it as many as keep
@@ -150,6 +153,49 @@ class Staging:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Numerics:
+    """Precision and determinism of the workers' operators.
+
+    Each value is, where it is ``None``, that of the client's PyTorch at the creation of the trainer: a run computes as
+    it would in the client's process. The values of a run are stored in its checkpoints.
+
+    Args:
+        matmul: Precision of products of float32 matrices: ``highest`` (float32), ``high`` (TF32 where a device has it)
+            or ``medium`` (bf16 also); see ``torch.set_float32_matmul_precision``.
+        tf32_convolutions: Whether cuDNN's convolutions of float32 may use TF32, as by
+            ``torch.backends.cudnn.allow_tf32``.
+        cudnn_benchmark: Whether cuDNN tries its algorithms and takes the fastest, which may be another one in the next
+            run.
+        cudnn_deterministic: Whether cuDNN uses deterministic algorithms only.
+        deterministic: Whether all operators are deterministic, as by ``torch.use_deterministic_algorithms``; one that
+            cannot be is an error, or a warning of the worker where this is ``"warn"``. On a GPU, steps repeated after
+            the loss of a worker are bitwise the same only with ``True``.
+
+    Raises:
+        UsageError: A value is not allowed.
+
+    Example:
+        >>> Engine(numerics=Numerics(matmul="high", deterministic=True)).numerics.matmul
+        'high'
+    """
+
+    matmul: MatmulPrecision | None = None
+    tf32_convolutions: bool | None = None
+    cudnn_benchmark: bool | None = None
+    cudnn_deterministic: bool | None = None
+    deterministic: bool | Literal["warn"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.matmul is not None:
+            _require_one("matmul", self.matmul, get_args(MatmulPrecision))
+        for name in ("tf32_convolutions", "cudnn_benchmark", "cudnn_deterministic"):
+            if getattr(self, name) is not None:
+                _require_bool(name, getattr(self, name))
+        if not isinstance(self.deterministic, bool) and self.deterministic not in (None, "warn"):
+            raise UsageError(f"deterministic={self.deterministic!r}: allowed are True, False and 'warn'")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Engine:
     """Execution of steps.
 
@@ -165,6 +211,7 @@ class Engine:
         check_every: Steps between two comparisons of a hash of all parameters and buffers among replicas; 0 for none.
         costs: For experiments with emulated ``sim`` devices: for each segment of the model, by name, the seconds of
             forward, input gradient and weight gradient of a sample, at speed 1. Without it the plan's predictions.
+        numerics: Precision and determinism of the workers' operators; without it as the client's PyTorch is set.
 
     Raises:
         UsageError: A value is not allowed.
@@ -176,8 +223,11 @@ class Engine:
     trace: bool = True
     check_every: int = 100
     costs: SegmentCosts | None = None
+    numerics: Numerics = Numerics()
 
     def __post_init__(self) -> None:
+        if not isinstance(self.numerics, Numerics):
+            raise UsageError(f"numerics={self.numerics!r}: allowed are onebox.Numerics(...)")
         _require_int("in_flight", self.in_flight, least=1)
         _require_int("check_every", self.check_every, least=0, optional=False)
         for name in ("overlap", "fuse", "trace"):

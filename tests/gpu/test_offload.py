@@ -16,19 +16,16 @@ from onebox.wire.protocol.instructions import Call, Evict, Free, Offload, Prefet
 from onebox.worker.device import ComputeDevice
 from tests.unit.machines import Rig, define, elementwise
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
-]
+pytestmark = pytest.mark.gpu
 
 SPEC = TensorSpec("float32", (2048, 2048))
 BATCH = 12
 STEPS = 5
 
 
-def test_memory_that_is_used_again_at_once_spoils_no_copy() -> None:
+def test_memory_that_is_used_again_at_once_spoils_no_copy(compute: ComputeDevice) -> None:
     """The GPU is kept behind by products, so that each copy is begun, and its memory given away, before it is made."""
-    rig = Rig(device=ComputeDevice("cuda:0", 1))
+    rig = Rig(device=compute)
     rig.do(define(100, elementwise("aten.mm.default", SPEC, 2)), define(101, elementwise("aten.neg.default", SPEC)))
     torch.manual_seed(0)
     x, y = torch.randn(SPEC.shape), torch.randn(SPEC.shape)
@@ -44,8 +41,8 @@ def test_memory_that_is_used_again_at_once_spoils_no_copy() -> None:
         assert torch.equal(rig.get(3), x)
 
 
-def test_what_is_freed_on_the_way_spoils_nothing() -> None:
-    rig = Rig(device=ComputeDevice("cuda:0", 1))
+def test_what_is_freed_on_the_way_spoils_nothing(compute: ComputeDevice) -> None:
+    rig = Rig(device=compute)
     rig.do(define(101, elementwise("aten.neg.default", SPEC)))
     torch.manual_seed(0)
     x = torch.randn(SPEC.shape)
@@ -87,10 +84,10 @@ def _train(device: str, policy: ActivationPolicy) -> tuple[nn.Module, list[float
     return model, losses, measured
 
 
-def test_a_model_of_which_all_is_offloaded_trains_as_on_a_cpu_in_less_memory() -> None:
+def test_a_model_of_which_all_is_offloaded_trains_as_on_a_cpu_in_less_memory(device: str) -> None:
     expected, losses, _ = _train("cpu", "keep")
-    _, _, kept_bytes = _train("cuda:0", "keep")
-    found, found_losses, found_bytes = _train("cuda:0", "offload")
+    _, _, kept_bytes = _train(device, "keep")
+    found, found_losses, found_bytes = _train(device, "offload")
     assert found_losses == pytest.approx(losses, abs=1e-9)
     for name, tensor in expected.state_dict().items():
         assert torch.allclose(found.state_dict()[name], tensor, atol=1e-8, rtol=1e-8), name

@@ -13,16 +13,13 @@ from onebox.wire.protocol.requests import Put
 from onebox.worker.comm.shm.segment import supported
 from tests.process.test_ways import SHAPES, maps, swap, used_bytes
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "sockets"])
-def test_tensors_go_between_a_gpu_and_a_cpu(shared: bool) -> None:
+def test_tensors_go_between_a_gpu_and_a_cpu(shared: bool, device: str) -> None:
     own, whole = TensorSpec("float32", (2,)), TensorSpec("float32", (4,))
-    with onebox.open("cuda:0,cpu", threads=1) as pool:
+    with onebox.open(f"{device},cpu", threads=1) as pool:
         pool.shared = shared
         group = pool.form_group((0, 1), "workers")
         if shared and supported():
@@ -52,8 +49,8 @@ def test_tensors_go_between_a_gpu_and_a_cpu(shared: bool) -> None:
         assert from_frame(whole, answer.frames[2]).tolist() == [1.0, 0.0, 1.0, 1.0]
 
 
-def test_tensors_of_all_sizes_go_both_ways_at_once_while_both_compute() -> None:
-    with onebox.open("cuda:0,cpu", threads=1) as pool:
+def test_tensors_of_all_sizes_go_both_ways_at_once_while_both_compute(device: str) -> None:
+    with onebox.open(f"{device},cpu", threads=1) as pool:
         group = pool.form_group((0, 1), "workers")
         for _ in range(4):
             one, other = swap(pool, group, SHAPES * 2)

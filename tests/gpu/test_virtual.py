@@ -10,15 +10,12 @@ from torch import nn
 
 import onebox
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[onebox.Pool]:
-    with onebox.open("cuda,cpu", threads=1) as pool:
+def pool(device: str) -> Iterator[onebox.Pool]:
+    with onebox.open(f"{device},cpu", threads=1) as pool:
         yield pool
 
 
@@ -52,11 +49,11 @@ def test_a_plain_loop_gives_what_it_gives_on_the_host(pool: onebox.Pool, kind: s
     assert _losses(kind, "vgpu:0") == pytest.approx(_losses(kind, "cpu"), abs=1e-9)
 
 
-def test_random_numbers_are_those_of_the_gpu(pool: onebox.Pool) -> None:
+def test_random_numbers_are_those_of_the_device(pool: onebox.Pool, device: str) -> None:
     torch.manual_seed(5)
     drawn = torch.randn(1000, device="vgpu:0").cpu()
-    generator = torch.Generator("cuda").manual_seed(5)
-    assert torch.equal(drawn, torch.randn(1000, device="cuda", generator=generator).cpu())
+    generator = torch.Generator(device).manual_seed(5)
+    assert torch.equal(drawn, torch.randn(1000, device=device, generator=generator).cpu())
 
 
 def test_tensors_go_between_the_gpu_and_a_worker_on_the_host(pool: onebox.Pool) -> None:
@@ -66,7 +63,7 @@ def test_tensors_go_between_the_gpu_and_a_worker_on_the_host(pool: onebox.Pool) 
     assert torch.equal(there.cpu(), tensor)
 
 
-def test_memory_runs_out_as_on_a_gpu_and_comes_back(pool: onebox.Pool) -> None:
+def test_memory_runs_out_as_on_a_gpu_and_comes_back(pool: onebox.Pool, on_gpu: None) -> None:
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(1 << 42, dtype=torch.uint8, device="vgpu:0").sum().item()
     assert torch.ones(3, device="vgpu:0").sum().item() == 3

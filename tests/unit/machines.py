@@ -33,6 +33,9 @@ class Rig:
         self.failures: list[WorkerFailure] = []
         self.said: list[Any] = []
         self.tickets = 0
+        self.frames_out: list[Any] = []
+        self.times_ns: tuple[int, ...] = ()
+        self.used_bytes: tuple[int, ...] = ()
         injector = FaultInjector(faults)
         device = device or ComputeDevice("cpu", 1)
         self.machine = Executor(device, self, self.failures.append, quota_bytes=quota_bytes, faults=injector)
@@ -50,9 +53,14 @@ class Rig:
     def do(self, *instructions: Instruction, frames: Sequence[Any] = ()) -> list[Result]:
         """Execute the instructions of one message."""
         left = iter(frames)
-        self.machine.frames_out, self.machine.times_ns, self.machine.used_bytes = [], [], []
+        self.machine.begin()
         with torch.inference_mode():
-            return [result for instruction in instructions for result in self.machine.execute(instruction, left)]
+            results = [result for instruction in instructions for result in self.machine.execute(instruction, left)]
+            reply = self.machine.reply(0, results)
+            reply.wait()
+            message, self.frames_out = reply.message()
+            self.times_ns, self.used_bytes = message.times_ns, message.used_bytes
+            return list(message.results)
 
     def put(self, **tensors: Tensor) -> None:
         """Fill buffers; ``b3`` is number 3."""
@@ -64,7 +72,7 @@ class Rig:
         """Return a buffer."""
         (listing,) = self.do(Get((number,)))
         assert isinstance(listing, Tensors)
-        return from_frame(listing.specs[0], bytes(self.machine.frames_out[0]))
+        return from_frame(listing.specs[0], bytes(self.frames_out[0]))
 
     @property
     def used(self) -> int:

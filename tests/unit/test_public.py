@@ -19,6 +19,7 @@ PUBLIC = [
     "Evaluation",
     "Feed",
     "Link",
+    "Numerics",
     "OneboxError",
     "Plan",
     "Pool",

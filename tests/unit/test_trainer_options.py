@@ -10,7 +10,7 @@ from typing import Any, get_args
 import pytest
 
 from onebox.errors import UsageError
-from onebox.trainer_options import Correction, DataParallel, Engine, Recovery, Staging, StaleGradients
+from onebox.trainer_options import Correction, DataParallel, Engine, Numerics, Recovery, Staging, StaleGradients
 from onebox.wire.protocol.instructions import Delay
 
 
@@ -38,6 +38,10 @@ from onebox.wire.protocol.instructions import Delay
         (Engine, {"check_every": -1}, "check_every=-1: allowed are 0 and more"),
         (Engine, {"check_every": None}, "check_every=None"),
         (Engine, {"trace": 1}, "trace=1: allowed are True and False"),
+        (Engine, {"numerics": "high"}, "numerics='high': allowed are onebox.Numerics"),
+        (Numerics, {"matmul": "tf32"}, "matmul='tf32': allowed are 'highest', 'high', 'medium'"),
+        (Numerics, {"deterministic": "yes"}, "deterministic='yes': allowed are True, False and 'warn'"),
+        (Numerics, {"cudnn_benchmark": 1}, "cudnn_benchmark=1: allowed are True and False"),
         (Engine, {"costs": {"a": (1.0, 2.0)}}, "costs of segment 'a'"),
         (Engine, {"costs": {"a": (1.0, 2.0, -3.0)}}, "costs of segment 'a'"),
     ],

@@ -77,7 +77,7 @@ def flops_of(operator: Operator, specs: Mapping[int, TensorSpec]) -> float:
         mask = operator.args[10]
         wanted = sum(bool(item) for item in getattr(mask, "items", ())[:2])
         return wanted * _convolution(operator, prod(shapes[0]), shapes[1], shapes[2], 7)
-    if "scaled_dot_product" in name:
+    if "scaled_dot_product" in name or name in ("attention", "attention_backward"):
         query, key, value = shapes[1:4] if "backward" in name else shapes[:3]
         forward = 2.0 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
         return 2.5 * forward if "backward" in name else forward  # five products, two of which forward has, too

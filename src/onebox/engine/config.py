@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Literal, get_args
+
+import torch
 
 from onebox.errors import UsageError
 from onebox.graph import Precision
 from onebox.pool import Pool
 from onebox.pool.backends.local import LOCAL_HOST
-from onebox.trainer_options import Recovery
+from onebox.trainer_options import MatmulPrecision, Numerics, Recovery
+from onebox.wire.protocol.requests import SetNumerics
 
 _SHORT_STEP_S = 0.01
 _MOST_STEPS = 8
@@ -36,6 +40,59 @@ def check_precision(precision: str) -> None:
     """
     if precision not in get_args(Precision):
         raise UsageError(f"precision={precision!r}: allowed are 'fp32', 'bf16' and 'auto'")
+
+
+def resolved_numerics(asked: Numerics) -> Numerics:
+    """Return precision and determinism with each open value as it is set in this process.
+
+    Example:
+        >>> resolved_numerics(Numerics(matmul="high")).matmul
+        'high'
+    """
+    cudnn = torch.backends.cudnn
+    here = Numerics(
+        matmul=_matmul_precision(),
+        tf32_convolutions=_tf32_convolutions(),
+        cudnn_benchmark=cudnn.benchmark,
+        cudnn_deterministic=cudnn.deterministic,
+        deterministic=(False, "warn", True)[torch.get_deterministic_debug_mode()],
+    )
+    given = {name: value for name, value in dataclasses.asdict(asked).items() if value is not None}
+    return dataclasses.replace(here, **given)
+
+
+def _matmul_precision() -> MatmulPrecision:
+    try:
+        return torch.get_float32_matmul_precision()  # type: ignore[return-value]
+    except RuntimeError:  # set for each library by itself
+        return "high" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "highest"
+
+
+def _tf32_convolutions() -> bool:
+    try:
+        return torch.backends.cudnn.allow_tf32
+    except RuntimeError:  # set for convolutions and recurrent layers by themselves
+        return torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
+
+
+def numeric_instructions(numerics: Numerics) -> tuple[SetNumerics, ...]:
+    """Return the instructions that set precision and determinism for the runs that follow them in a message.
+
+    Args:
+        numerics: The values; open ones are those of PyTorch's defaults.
+
+    Returns:
+        One instruction, or none for PyTorch's defaults.
+
+    Example:
+        >>> numeric_instructions(Numerics(cudnn_benchmark=False))
+        ()
+    """
+    given = {name: value for name, value in dataclasses.asdict(numerics).items() if value is not None}
+    if (deterministic := given.get("deterministic")) is not None:
+        given["deterministic"] = "warn" if deterministic == "warn" else "yes" if deterministic else "no"
+    found = SetNumerics(**given)
+    return () if found == SetNumerics() else (found,)
 
 
 def steps_in_flight(round_trip_s: float) -> int:

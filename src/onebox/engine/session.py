@@ -98,6 +98,7 @@ class TrainingSession:
             self.snapshots,
             self.traces.locate,
             in_flight=settings.in_flight,
+            deterministic=any(each.deterministic == "yes" for each in settings.numerics),
             checkpoint=saved,
         )
         self.adaptive = self._adaptive_controller(adaptive, pool) if adaptive else None
@@ -241,7 +242,8 @@ class TrainingSession:
                 part = parts[worker]
                 run = Run(routine.number, part.bindings, work.number, settings.seed, changed, settings.trace, optimizer)
                 asks = [ask for _, ask in checks.get(worker, ())] if check else []
-                answers[worker] = self._pool.post(worker, [*part.instructions, run, *asks], part.frames, answer=True)
+                message = [*part.instructions, *settings.numerics, run, *asks]
+                answers[worker] = self._pool.post(worker, message, part.frames, answer=True)
         launched = LaunchedStep(work=work, prepared=prepared, window=window, beside=beside, answers=answers)
         futures = [*(future for asked in deferred for future in asked.futures), *answers.values()]
         work.loss.expect(futures, functools.partial(self._finish, launched, before, deferred))
@@ -302,6 +304,7 @@ class TrainingSession:
                 prepare=self._evaluation,
                 parts=self.uploads.parts_beside,
                 metrics=metrics,
+                numerics=self._settings.numerics,
                 in_flight=self._settings.in_flight,
                 retry=self.recovery.run,
                 poisoning=self.recovery.poisoning,

@@ -14,7 +14,13 @@ from torch import Tensor, nn
 from onebox.engine.adaptive.controller import AppliedDecision
 from onebox.engine.adaptive.problem_source import check_adaptive
 from onebox.engine.client_state import ClientState
-from onebox.engine.config import check_numerics, chosen_recovery, steps_in_flight
+from onebox.engine.config import (
+    check_numerics,
+    chosen_recovery,
+    numeric_instructions,
+    resolved_numerics,
+    steps_in_flight,
+)
 from onebox.engine.data.prefetch import BatchPrefetcher, UploadCounters, UploadedBatch
 from onebox.engine.memory.timeline import MemoryTimeline, memory_timeline
 from onebox.engine.planning.resolve_plan import ALLOWED_PLANS, PlanRequest
@@ -140,11 +146,13 @@ class Trainer:
         _require_group("stale", stale, StaleGradients | None, "StaleGradients(...), and None for exact steps")
         _require_group("staging", staging, Staging, "Staging(...)")
         _require_group("engine", engine, Engine, "Engine(...)")
+        numerics = resolved_numerics(engine.numerics)
         self.model, self.loss, self.optimizer, self.pool = model, loss, optimizer, pool
         self.precision: Precision = precision
         self.clip_grad_norm, self.seed = clip_grad_norm, seed
         self.loss_reduction: LossReduction = loss_reduction
-        self.pad, self.recovery, self.staging, self.engine = pad, recovery, staging, engine
+        self.pad, self.recovery, self.staging = pad, recovery, staging
+        self.engine = replace(engine, numerics=numerics)
         self.extra: dict[str, Any] = _start.extra if _start else {}
         self._metrics = dict(metrics or {})
         request = PlanRequest(
@@ -162,6 +170,7 @@ class Trainer:
             in_flight=engine.in_flight or steps_in_flight(pool.round_trip_s),
             max_norm=clip_grad_norm or 0.0,
             overlap=engine.overlap,
+            numerics=numeric_instructions(numerics),
         )
         settings = with_staleness(settings, optimizer, stale, request.sample(len(pool)))
         self.stale = replace(stale, warm_up=settings.warm_up) if stale else None
@@ -177,6 +186,7 @@ class Trainer:
             fuse=engine.fuse,
             costs=engine.costs,
             reduction=loss_reduction,
+            numerics=numerics,
         )
         self._run = TrainingSession(
             pool,
@@ -513,7 +523,7 @@ class Trainer:
         """Create a trainer that continues from a checkpoint.
 
         With the same plan (equally many devices, nothing overridden) the result is bitwise equal to that of an
-        uninterrupted run.
+        uninterrupted run; on GPUs if their operators are deterministic (:class:`Numerics`).
 
         The other arguments are those of :class:`Trainer`; ``stored`` stands for the value in the checkpoint. A group
         that is given replaces all of the stored one.

@@ -27,7 +27,8 @@ class DeviceInfo:
         device: Its name on that host: ``cpu``, ``cuda:k`` or ``sim``.
         name: Product name.
         threads: Threads that its CPU operators may use.
-        memory_bytes: Its memory, or the worker's quota where that is less.
+        memory_bytes: Its memory, of a GPU what was free when its worker started, less a reserve for libraries; or the
+            worker's quota where that is less.
         speed: Fraction of its full speed that a throttled CPU works at; for ``sim``, the divisor of costs.
         emulated: Whether times on it are emulated: it is throttled, or computes nothing (``sim``).
         capability: Compute capability of a GPU, such as (9, 0); (0, 0) for others.

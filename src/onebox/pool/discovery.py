@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -32,11 +33,13 @@ class DeviceRequest:
         device: ``cpu``, ``cuda:k`` or ``sim``.
         threads: Threads that its CPU operators may use.
         speed: Fraction of its full speed that a CPU is to work at; for ``sim``, the divisor of costs.
+        sharing: Workers of the pool that share its GPU, itself included; 1 for other devices.
     """
 
     device: str
     threads: int
     speed: float = 1.0
+    sharing: int = 1
 
 
 def cores() -> int:
@@ -69,7 +72,11 @@ def requested_devices(spec: str = "auto", threads: int | None = None) -> list[De
         "cpu": threads or max(1, (cores() - cards) // max(1, processors)),  # a GPU's worker keeps a core busy
         "cuda": threads or max(1, cores() // max(1, processors + cards)),
     }
-    return [DeviceRequest(device=name, threads=shares[name.split(":")[0]], speed=speed) for name, speed in found]
+    on_gpus = Counter(name for name, _ in found if name.startswith("cuda"))
+    return [
+        DeviceRequest(device=name, threads=shares[name.split(":")[0]], speed=speed, sharing=on_gpus.get(name, 1))
+        for name, speed in found
+    ]
 
 
 def _default(accelerators: int) -> list[str]:

@@ -27,6 +27,8 @@ _ADVICE = {
     "error of onebox, and the operator and the shapes say which",
     "data": "plain PyTorch says the same of this batch: look at the values, types and shapes that go into the model "
     "and the loss; what is computed from them is void",
+    "nondeterministic": "the run is to be deterministic (onebox.Numerics, or torch.use_deterministic_algorithms in "
+    "this process): leave this operator out of the model, or allow it with deterministic='warn' or False",
     "asserted": "a GPU says so of a number that is out of range, mostly a label or an index of an embedding: look at "
     "the values of the batch; a cpu device says which it is",
     "values": "use a cpu or cuda device where values are needed",
@@ -77,6 +79,8 @@ def _advice(failure: WorkerFailure) -> str:
         return _ADVICE[failure.kind]
     if "device-side assert" in failure.message:
         return _ADVICE["asserted"]
+    if "does not have a deterministic implementation" in failure.message:
+        return _ADVICE["nondeterministic"]
     if failure.cause != "IndexError" and not _DATA.search(failure.message):
         return _ADVICE["operator"]
     label, scores = _CLASSES.search(failure.message), _SCORES.search(failure.shapes)

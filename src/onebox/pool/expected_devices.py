@@ -15,7 +15,7 @@ from onebox.pool.spec import LocalPart, asked_parts
 from onebox.sizes import Memory, parse_budgets
 from onebox.wire import codecs
 from onebox.wire.protocol.responses import NO_INSTRUCTION_SETS
-from onebox.worker.device import ComputeDevice
+from onebox.worker.device import CONTEXT_BYTES, ComputeDevice, share_bytes, usable_bytes
 from onebox.worker.emulated import MEMORY_BYTES, PRODUCT
 from onebox.worker.memory.host import HostMemory
 from onebox.worker.system.instruction_sets import used_instruction_sets
@@ -58,7 +58,9 @@ def _described(number: int, request: DeviceRequest, quota: int) -> DeviceInfo:
         name, memory, used = device.product_name(), device.memory_bytes(), device.instructions()
     else:
         about = torch.cuda.get_device_properties(request.device)
-        name, memory, used = about.name, int(about.total_memory), used_instruction_sets()
+        name, memory = about.name, usable_bytes(int(about.total_memory) - CONTEXT_BYTES)
+        used = used_instruction_sets()
+        quota = quota or share_bytes(int(about.total_memory), request.sharing)
         capability, processors = (about.major, about.minor), about.multi_processor_count
         nccl = torch.distributed.is_nccl_available()
     host = HostMemory(memory if request.device == "sim" else quota)  # sim has its memory as a quota

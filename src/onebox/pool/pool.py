@@ -8,6 +8,7 @@ import itertools
 import logging
 import math
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from types import TracebackType
@@ -66,6 +67,7 @@ class Pool:
         self._sources = sources
         self._client_loop = client_loop
         self._forming: dict[int, list[Future[WorkerReply]]] = {}  # of groups that no member has left
+        self._forming_lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._owner = os.getpid()
         self._closed = False
@@ -195,9 +197,18 @@ class Pool:
         return group
 
     def begin_group(
-        self, workers: Sequence[int], via: Literal["workers", "client"], *, number: int, aside: bool = False
+        self,
+        workers: Sequence[int],
+        via: Literal["workers", "client"],
+        *,
+        number: int,
+        aside: bool = False,
+        tagged: bool = False,
     ) -> list[Future[WorkerReply]]:
-        """Start to form a group without waiting for it; for the arguments see :meth:`form_group`.
+        """Start to form a group without waiting for it; for the other arguments see :meth:`form_group`.
+
+        Args:
+            tagged: Whether its messages must match by channel, which those of NCCL do not.
 
         Returns:
             Futures of its members' replies, for :meth:`note_group`; where one fails, the group has to be left.
@@ -219,19 +230,20 @@ class Pool:
         if "sim" in kinds and via == "client":
             raise UsageError("sim devices have no values that a client could add up; let their sums go via workers")
         backend: Literal["gloo", "client"] = "client" if via == "client" else "gloo"
-        by_nccl = via == "workers" and not aside and not any(links)  # even if this client has no NCCL
+        by_nccl = via == "workers" and not aside and not tagged and not any(links)  # even if this client has no NCCL
         nccl = nccl_ranks([self.devices[worker] for worker in workers]) if by_nccl else ()
         shared = backend == "gloo" and (self.shared or "sim" in kinds or any(links))
         addresses = [self.devices[worker].address for worker in workers]
-        self._client_loop.form(group, workers)
-        self._forming[group] = asked = [
-            self.post(
-                worker,
-                [FormGroup(group, rank, len(workers), backend, address, GROUP_S, shared, links[rank], aside, nccl)],
-                answer=True,
-            )
-            for rank, (worker, address) in enumerate(zip(workers, addresses, strict=True))
-        ]
+        with self._forming_lock:  # workers form groups in the order of the requests, which has to be one order
+            self._client_loop.form(group, workers)
+            self._forming[group] = asked = [
+                self.post(
+                    worker,
+                    [FormGroup(group, rank, len(workers), backend, address, GROUP_S, shared, links[rank], aside, nccl)],
+                    answer=True,
+                )
+                for rank, (worker, address) in enumerate(zip(workers, addresses, strict=True))
+            ]
         return asked
 
     def is_formed(self, group: int) -> bool:

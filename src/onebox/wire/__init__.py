@@ -1,5 +1,6 @@
 """Message types, tensor framing and the encrypted channel between a client and its workers."""
 
+from onebox.wire.attention import ATTENTION, ATTENTION_BACKWARD, fits_fused
 from onebox.wire.channel import (
     Connection,
     KeyPair,
@@ -57,6 +58,8 @@ from onebox.wire.tensors import (
 )
 
 __all__ = [
+    "ATTENTION",
+    "ATTENTION_BACKWARD",
     "DTYPES",
     "FREE",
     "MOST_BYTES",
@@ -97,6 +100,7 @@ __all__ = [
     "detect_dead_peers",
     "dtype_name",
     "encode",
+    "fits_fused",
     "from_frame",
     "is_known",
     "is_random",

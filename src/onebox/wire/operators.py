@@ -8,9 +8,10 @@ import torch
 from torch._ops import OpOverload
 
 from onebox.errors import WireError
+from onebox.wire.attention import ATTENTION, ATTENTION_BACKWARD
 from onebox.wire.recurrent import RECURRENT, RECURRENT_BACKWARD
 
-_OWN = {str(operator): operator for operator in (RECURRENT, RECURRENT_BACKWARD)}
+_OWN = {str(operator): operator for operator in (ATTENTION, ATTENTION_BACKWARD, RECURRENT, RECURRENT_BACKWARD)}
 """Operators that are not PyTorch's."""
 
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import hashlib
 import math
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from onebox.errors import UsageError, WireError
-from onebox.wire import TensorSpec, from_frame, to_frame
+from onebox.wire import TensorSpec, from_frame, spec_of, to_frame
 from onebox.wire.protocol.requests import OptimizerSpec, StoredProgram
-from onebox.wire.protocol.responses import InstructionSets
+from onebox.wire.protocol.responses import InstructionSets, Scalars
 from onebox.worker.accelerator import Accelerator, accelerator_for
 from onebox.worker.memory.host import HostMemory
+from onebox.worker.memory.staging import HostReads, UploadRing
 from onebox.worker.optimizer.native import NativeOptimizer
 from onebox.worker.programs.interpreter import CompiledProgram
 from onebox.worker.progress import WorkerProgress, wait_until
@@ -26,6 +28,34 @@ PASSING_BYTES = 64 << 20
 """Memory of a GPU worker besides its buffers and an eighth of them: libraries' workspaces are of 8 to 32 MiB."""
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+RESERVE_BYTES = 512 << 20
+"""Memory of a GPU that tensors must leave: for NCCL (``NCCL_BUFFSIZE``, 4 MiB, for each neighbour and each of up to 32
+channels), kernels that CUDA loads at their first use, and workspaces. By their documentation, not measured."""
+
+CONTEXT_BYTES = 512 << 20
+"""Memory of a GPU that a process with PyTorch takes before its first tensor, where it cannot be asked; an estimate."""
+
+_ROUND_BYTES = 64 << 20
+
+
+def usable_bytes(free_bytes: int) -> int:
+    """Return how many bytes tensors may take of the free memory of a GPU.
+
+    It is a multiple of 64 MiB where there is more than that, so that a pool is described alike each time it is opened.
+
+    Args:
+        free_bytes: Memory that nobody has taken: neither other processes nor the CUDA context of this one.
+    """
+    left_bytes = max(0, free_bytes - min(RESERVE_BYTES, free_bytes // 8))
+    return left_bytes - (left_bytes % _ROUND_BYTES if left_bytes > _ROUND_BYTES else 0)
+
+
+def share_bytes(total_bytes: int, sharing: int) -> int:
+    """Return how many bytes the tensors of each of several workers of one GPU may take; 0, for no limit, of a single
+    one. It depends on nothing that the others have taken already, so that one that is started again has the same.
+    """
+    return usable_bytes(max(0, total_bytes // sharing - CONTEXT_BYTES)) if sharing > 1 else 0
 
 
 class ComputeDevice:
@@ -56,6 +86,7 @@ class ComputeDevice:
         torch.set_num_threads(threads)
         self.accelerator = accelerator or accelerator_for(name)
         self.device = self.accelerator.device
+        self._uploads, self._reads = UploadRing(self.accelerator), HostReads(self.accelerator)
 
     # ---- programs and optimizers
 
@@ -125,15 +156,28 @@ class ComputeDevice:
         Raises:
             WireError: The frame does not match the spec.
         """
-        return self.accelerator.to_device(from_frame(spec, frame))
+        if not self.accelerator.asynchronous:
+            return self.accelerator.to_device(from_frame(spec, frame))
+        return self._uploads.upload(spec, frame)
 
-    def read(self, tensor: Tensor) -> memoryview:
-        """Return the elements of a tensor, as a frame."""
-        return to_frame(self.accelerator.to_host(tensor))
+    def read(self, tensor: Tensor) -> memoryview | Callable[[], memoryview]:
+        """Return the elements of a tensor, as a frame; on an asynchronous device a function that returns them when it
+        has done the work up to here.
+        """
+        if not self.accelerator.asynchronous:
+            return to_frame(self.accelerator.to_host(tensor))
+        copy = self._reads.begin(tensor)
+        return lambda: to_frame(copy())
 
-    def scalar(self, tensor: Tensor) -> float:
-        """Return the value of a tensor of one element."""
-        return float(self.accelerator.to_host(tensor))
+    def scalars(self, tensors: Sequence[Tensor]) -> Scalars | Callable[[], Scalars]:
+        """Return the values of tensors of one element; on an asynchronous device a function, as :meth:`read`."""
+        if not self.accelerator.asynchronous:
+            return Scalars(tuple(float(tensor) for tensor in tensors))
+        for tensor in tensors:
+            if tensor.numel() != 1:
+                raise ValueError(f"{spec_of(tensor)} is no single value")
+        copies = [self._reads.begin(tensor) for tensor in tensors]
+        return lambda: Scalars(tuple(float(copy()) for copy in copies))
 
     def digest(self, tensors: list[Tensor]) -> bytes:
         """Return one hash over the bytes of tensors."""
@@ -170,10 +214,15 @@ class ComputeDevice:
         return used_instruction_sets()
 
     def memory_bytes(self) -> int:
-        """Return the memory of the device."""
-        return self.accelerator.memory().total_bytes
+        """Return the memory that tensors of this process may take: all of a CPU's; of a GPU what is free, or theirs
+        already, less :data:`RESERVE_BYTES`.
+        """
+        memory = self.accelerator.memory()
+        if not self.accelerator.asynchronous:
+            return memory.total_bytes
+        return usable_bytes(memory.free_bytes + memory.reserved_bytes)
 
-    def quota_bytes(self, asked_bytes: int) -> int:
+    def quota_bytes(self, asked_bytes: int, sharing: int = 1) -> int:
         """Limit the memory of this worker, and return the most bytes of its buffers.
 
         Temporary memory of operators on a GPU is outside of buffers: PyTorch's allocator is limited to the buffers plus
@@ -181,8 +230,11 @@ class ComputeDevice:
         driver's memory for each process comes in addition.
 
         Args:
-            asked_bytes: Requested limit; 0 for the device's memory.
+            asked_bytes: Requested limit; 0 for none, or a share of a GPU.
+            sharing: Workers that share it, this one included.
         """
+        if not asked_bytes and self.accelerator.asynchronous:
+            asked_bytes = share_bytes(self.accelerator.memory().total_bytes, sharing)
         if asked_bytes:
             self.accelerator.limit(asked_bytes + asked_bytes // 8 + PASSING_BYTES)
         return asked_bytes

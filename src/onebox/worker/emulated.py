@@ -25,7 +25,7 @@ from onebox.errors import UsageError, WireError
 from onebox.wire import DTYPES, TensorSpec, check_elements, spec_of, specs_by_slot
 from onebox.wire.protocol.instructions import Options
 from onebox.wire.protocol.requests import OptimizerSpec, StoredProgram
-from onebox.wire.protocol.responses import InstructionSets
+from onebox.wire.protocol.responses import InstructionSets, Scalars
 from onebox.worker.accelerator import accelerator_for
 from onebox.worker.device import ComputeDevice, check_cost
 from onebox.worker.memory.host import HostMemory
@@ -121,11 +121,12 @@ class EmulatedDevice(ComputeDevice):
         """Refuse with :class:`NoValues`."""
         raise NoValues(spec_of(tensor))
 
-    def scalar(self, tensor: Tensor) -> float:
-        """Return NaN for a tensor of one element."""
-        if tensor.numel() != 1:
-            raise ValueError(f"{spec_of(tensor)} is no single value")
-        return math.nan
+    def scalars(self, tensors: Sequence[Tensor]) -> Scalars:
+        """Return NaN for each tensor of one element."""
+        for tensor in tensors:
+            if tensor.numel() != 1:
+                raise ValueError(f"{spec_of(tensor)} is no single value")
+        return Scalars((math.nan,) * len(tensors))
 
     def digest(self, tensors: list[Tensor]) -> bytes:
         """Return one hash over the types and shapes of tensors."""
@@ -144,7 +145,7 @@ class EmulatedDevice(ComputeDevice):
         """Return the emulated memory."""
         return self._memory_bytes
 
-    def quota_bytes(self, asked_bytes: int) -> int:
+    def quota_bytes(self, asked_bytes: int, sharing: int = 1) -> int:
         """Return the requested limit, which becomes the emulated memory: an accelerator would fail beyond it, too."""
         self._memory_bytes = asked_bytes or self._memory_bytes
         return self._memory_bytes
@@ -223,8 +224,8 @@ class EmulatedOptimizer(NativeOptimizer):
         *,
         members: Sequence[int] = (),
         late: bool = False,
-    ) -> float | None:
-        """Create the state in the first step; return NaN if a norm is requested."""
+    ) -> Tensor | None:
+        """Create the state in the first step; return a tensor if a norm is requested."""
         chosen = self.chosen(members)
         late = late and self.remembers(chosen)
         if not {(index, late) for index in chosen} <= self._counted:
@@ -232,7 +233,7 @@ class EmulatedOptimizer(NativeOptimizer):
                 super().step(gradients, 0.0, members=members, late=late)
         elif len(gradients) != len(chosen):
             raise WireError(f"{len(gradients)} gradients for {len(chosen)} parameters")
-        return None if max_norm <= 0 and norm is None else math.nan
+        return None if max_norm <= 0 and norm is None else torch.empty((), device=_META)
 
     def expect(self, index: int, into: Tensor) -> None:
         """Do nothing: there are no values."""

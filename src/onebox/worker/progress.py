@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
+from onebox.worker.accelerator import Accelerator, Event
 from onebox.worker.system.clock import sleep_until
 
 
@@ -54,27 +55,36 @@ class PeakMeter(Protocol):
         """Return the peak since :meth:`begin_peak`, and measure the peak of all times again."""
 
 
+Moment = int | Event
+"""A time on the clock of ``time.monotonic_ns``, or a timed event of the device, which has one when it is complete."""
+
+
 class Trace:
     """Start, end and memory of each instruction of a run; see :class:`onebox.wire.protocol.requests.Run` for their
     definitions.
 
+    On an asynchronous device, whose host runs ahead of it, the times are those of events in the device's work.
+
     Args:
         meter: The memory whose bytes are recorded; ``None`` for a disabled trace.
+        accelerator: The device.
     """
 
-    def __init__(self, meter: PeakMeter | None = None) -> None:
-        self.times_ns: list[int] = []
+    def __init__(self, meter: PeakMeter | None = None, accelerator: Accelerator | None = None) -> None:
         self.used_bytes: list[int] = []
         self._meter = meter
+        self._accelerator = accelerator if accelerator is not None and accelerator.asynchronous else None
+        self._times: list[Moment | tuple[Moment, ...]] = []  # of several the latest counts
         self._until_ns = 0
         self._running = False
         self._peak_before = 0
+        self._closed = False
 
     def begin(self) -> None:
         """Record the start of an instruction."""
         meter = self._meter
         if meter is not None:
-            self.times_ns.append(time.monotonic_ns())
+            self._times.append(self._now())
             self._until_ns = 0
             self._running = True
             self._peak_before = meter.begin_peak()
@@ -82,7 +92,7 @@ class Trace:
     def ready(self) -> None:
         """Record that the inputs of the instruction are present, which is its effective start."""
         if self._running:
-            self.times_ns[-1] = time.monotonic_ns()
+            self._times[-1] = self._now()
 
     def until(self, end_ns: int) -> None:
         """Record the arrival time of the instruction's sends, which may be later than its end."""
@@ -92,16 +102,50 @@ class Trace:
         """Record the end of the instruction: the time, its peak, and the bytes in use after it."""
         meter = self._meter
         if meter is not None:
-            self.times_ns.append(max(time.monotonic_ns(), self._until_ns))
+            self._times.append(_latest(self._now(), self._until_ns))
             self._running = False
             self.used_bytes += (meter.end_peak(self._peak_before), meter.used_bytes)
 
-    def later(self) -> Callable[[int], None]:
-        """Return a function that records the completion of the instruction's asynchronous work after its end."""
-        times, place = self.times_ns, len(self.times_ns)
+    def later(self) -> Callable[[Moment], None]:
+        """Return a function that records the completion of the instruction's asynchronous work after its end; called
+        several times, the latest counts.
+        """
+        times, place = self._times, len(self._times)
+        ends: Moment | tuple[Moment, ...] = 0
 
-        def done(at_ns: int) -> None:
-            if 0 < place < len(times):
-                times[place] = max(times[place - 1], at_ns)
+        def done(at: Moment) -> None:
+            nonlocal ends
+            if 0 < place < len(times) and not self._closed:
+                if isinstance(at, int) and self._accelerator is not None:
+                    at = self._now()  # the host does not wait for the device: it is here when the device's work is
+                ends = _latest(ends, at)
+                times[place] = _latest(times[place - 1], ends)
 
         return done
+
+    def close(self) -> None:
+        """End the run: what completes from here on is not recorded."""
+        self._closed = True
+
+    def times_ns(self) -> tuple[int, ...]:
+        """Return start and end of each instruction, when the device's work is complete."""
+        found = [max(map(_ns, each)) if isinstance(each, tuple) else _ns(each) for each in self._times]
+        for place in range(1, len(found), 2):
+            found[place] = max(found[place - 1], found[place])
+        return tuple(found)
+
+    def _now(self) -> Moment:
+        if self._accelerator is None:
+            return time.monotonic_ns()
+        return self._accelerator.current().record(timed=True)
+
+
+def _ns(moment: Moment) -> int:
+    return moment if isinstance(moment, int) else moment.time_ns()
+
+
+def _latest(one: Moment | tuple[Moment, ...], other: Moment | tuple[Moment, ...]) -> Moment | tuple[Moment, ...]:
+    """Return the later one of two times; both, where one is not known yet."""
+    if isinstance(one, int) and isinstance(other, int):
+        return max(one, other)
+    return (*(one if isinstance(one, tuple) else (one,)), *(other if isinstance(other, tuple) else (other,)))

@@ -424,6 +424,24 @@ def test_a_worker_whose_device_failed_ends_and_is_replaced(undisturbed: Callable
     assert story.seconds < 10
 
 
+@pytest.mark.long
+def test_a_step_that_fails_a_device_each_time_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one with a label out of bounds would."""
+    start, starts = LocalSource._start, []
+
+    def faulty(self: LocalSource, number: int, request: Any, key: str, folder: str, _: Any) -> Any:
+        starts.append(number)
+        return start(self, number, request, key, folder, (Fault("device", "call", 3),))
+
+    monkeypatch.setattr(LocalSource, "_start", faulty)
+    with (
+        disturbed({1: [Fault("device", "call", 9)]}) as pool,
+        pytest.raises(PoolError, match="workers were lost 6 times and no step ended in between") as caught,
+    ):
+        run(pool, KINDS["alone"])
+    assert "device-side assert triggered" in str(caught.value)
+
+
 def test_the_failure_of_a_device_is_told_with_the_end_of_its_worker() -> None:
     with (
         disturbed({0: [Fault("device", "call", 3)]}) as pool,

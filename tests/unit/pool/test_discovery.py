@@ -54,6 +54,11 @@ def test_lists(accelerators: int, spec: str, expected: list[str]) -> None:
             requested_devices(spec)
 
 
+def test_workers_that_share_a_gpu_know_it(accelerators: int) -> None:
+    if accelerators:
+        assert [each.sharing for each in requested_devices("cuda:0,cpu*2,cuda:1,cuda:0")] == [2, 1, 1, 1, 2]
+
+
 @pytest.mark.parametrize("spec", ["cuda:3", "cuda:0,cuda:999"])
 @pytest.mark.usefixtures("accelerators")
 def test_devices_that_are_not_there(spec: str) -> None:

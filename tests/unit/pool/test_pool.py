@@ -278,19 +278,58 @@ def test_a_group_adds_up(pool: Pool, via: Any) -> None:
         result(pool.post(0, [Reduce((1,), group)], answer=True))
 
 
+def test_groups_that_threads_form_at_once_are_begun_in_one_order(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In two orders, each of two workers would wait in another group for the other one."""
+    begun: list[list[int]] = [[], []]
+
+    def post(worker: int, instructions: list[Any], answer: bool = False) -> Future[WorkerReply]:
+        begun[worker].append(instructions[0].group)
+        time.sleep(0.001)  # let other threads go on
+        return Future()
+
+    monkeypatch.setattr(pool, "post", post)
+    monkeypatch.setattr(pool._client_loop, "form", lambda group, workers: None)
+    monkeypatch.setattr(pool, "_forming", {})
+    threads = [
+        threading.Thread(
+            target=lambda own=own: [  # type: ignore[misc]
+                pool.begin_group((own % 2, 1 - own % 2), "workers", number=10 * own + turn) for turn in range(5)
+            ]
+        )
+        for own in range(1, 5)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SOON_S)
+    assert begun[0] == begun[1] and len(begun[0]) == 20
+
+
 @pytest.mark.parametrize(
-    ("gpus", "aside", "ranks"),
+    ("gpus", "more", "ranks"),
     [
-        (("a", "b"), False, (0, 1)),
-        (("a", ""), False, ()),
-        (("a", "b"), True, ()),
-        (("a", "a"), False, ()),
-        (("", "a", "b", "a"), False, (1, 2)),
+        (("a", "b"), {}, (0, 1)),
+        (("a", ""), {}, ()),
+        (("a", "b"), {"aside": True}, ()),
+        (("a", "b"), {"tagged": True}, ()),
+        (("a", "a"), {}, ()),
+        (("", "a", "b", "a"), {}, (1, 2)),
     ],
-    ids=["two GPUs", "one GPU", "for host memory", "one GPU twice", "a CPU, and two GPUs of which one twice"],
+    ids=[
+        "two GPUs",
+        "one GPU",
+        "for host memory",
+        "for messages with tags",
+        "one GPU twice",
+        "a CPU, and two GPUs of which one twice",
+    ],
 )
 def test_different_gpus_whose_workers_have_nccl_use_it(
-    open_pool: OpenPool, monkeypatch: pytest.MonkeyPatch, gpus: tuple[str, ...], aside: bool, ranks: tuple[int, ...]
+    open_pool: OpenPool,
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: tuple[str, ...],
+    more: dict[str, bool],
+    ranks: tuple[int, ...],
 ) -> None:
     """Not what this client's own PyTorch has, which is not between them."""
     pool = open_pool(len(gpus))
@@ -309,7 +348,7 @@ def test_different_gpus_whose_workers_have_nccl_use_it(
     monkeypatch.setattr(pool, "devices", devices)
     monkeypatch.setattr(pool, "post", post)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: not ranks)
-    pool.form_group(range(len(gpus)), "workers", aside=aside)
+    raise_first(pool.begin_group(range(len(gpus)), "workers", number=pool.new_number(), **more))
     assert [(form.backend, form.nccl) for form in formed] == [("gloo", ranks)] * len(gpus)
 
 

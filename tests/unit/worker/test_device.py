@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -14,7 +15,7 @@ from onebox.wire.protocol.instructions import Call, OptimizerStep
 from onebox.wire.protocol.requests import Define, OptimizerSpec, StoredProgram
 from onebox.worker import device as module
 from onebox.worker import progress as progress_module
-from onebox.worker.device import ComputeDevice
+from onebox.worker.device import PASSING_BYTES, RESERVE_BYTES, ComputeDevice, usable_bytes
 from onebox.worker.progress import WorkerProgress, wait_until
 from onebox.worker.system import clock as clock_module
 from tests.unit.machines import Rig, define, elementwise
@@ -117,10 +118,11 @@ class Gpu:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.fractions: list[float] = []
-        properties: Any = type("Properties", (), {"total_memory": 8 << 30})
         monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
         monkeypatch.setattr(torch.cuda, "default_generators", [torch.default_generator])
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 << 30, 8 << 30))
+        for name in ("memory_allocated", "max_memory_allocated", "memory_reserved"):
+            monkeypatch.setattr(torch.cuda, name, lambda device: 0)
         monkeypatch.setattr(
             torch.cuda, "set_per_process_memory_fraction", lambda fraction, device: self.fractions.append(fraction)
         )
@@ -133,6 +135,40 @@ def test_the_worker_of_a_gpu_takes_little_more_than_its_buffers(
     gpu = Gpu(monkeypatch)
     assert ComputeDevice("cuda:0", 1).quota_bytes(quota) == quota
     assert gpu.fractions == [pytest.approx(fraction)]
+
+
+def test_tensors_have_what_is_free_of_a_gpu_but_for_a_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 8 GiB, other processes and the context of this one have 3; what its own allocator has is its own."""
+    Gpu(monkeypatch)
+    device = ComputeDevice("cuda:0", 1)
+    assert device.memory_bytes() == (5 << 30) - RESERVE_BYTES
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 1 << 30)
+    assert device.memory_bytes() == (6 << 30) - RESERVE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "usable"),
+    [(0, 0), (80 << 30, (80 << 30) - RESERVE_BYTES), ((80 << 30) + 5_000_000, (80 << 30) - RESERVE_BYTES), (800, 700)],
+)
+def test_usable_memory_is_less_than_free_memory_and_round(free_bytes: int, usable: int) -> None:
+    assert usable_bytes(free_bytes) == usable
+    assert usable_bytes(free_bytes + 1) >= usable
+
+
+@pytest.mark.parametrize(
+    ("quota", "sharing", "limit"), [(0, 2, (4096 - 512 - 448) << 20), (1 << 30, 2, 1 << 30), (0, 1, 0)]
+)
+def test_workers_of_one_gpu_have_equal_parts_of_it(
+    monkeypatch: pytest.MonkeyPatch, quota: int, sharing: int, limit: int
+) -> None:
+    gpu = Gpu(monkeypatch)
+    assert ComputeDevice("cuda:0", 1).quota_bytes(quota, sharing) == limit
+    assert gpu.fractions == ([pytest.approx((limit * 9 / 8 + PASSING_BYTES) / (8 << 30))] if limit else [])
+    assert ComputeDevice("cpu", 1).quota_bytes(quota, sharing) == quota
+
+
+def test_a_cpu_has_all_of_its_memory() -> None:
+    assert ComputeDevice("cpu", 1).memory_bytes() == psutil.virtual_memory().total
 
 
 def test_a_gpu_without_a_limit_has_none(monkeypatch: pytest.MonkeyPatch) -> None:

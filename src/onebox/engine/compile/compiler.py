@@ -10,6 +10,7 @@ from torch import Tensor
 from onebox.engine.compile.batch_job import BatchJob, BufferNumbers
 from onebox.engine.compile.definition_numbers import DefinitionNumbers
 from onebox.engine.compile.lowering import Lowering
+from onebox.engine.compile.order_check import OrderFault, TransferRules, step_faults
 from onebox.engine.compile.routine import InstructionLabel, StepRoutine
 from onebox.engine.compile.update.async_window import Window, WorkerWindows
 from onebox.engine.partition.elementwise import check_elements
@@ -28,7 +29,7 @@ from onebox.engine.workload.parameter_groups import Optimizers
 from onebox.errors import CaptureError
 from onebox.graph import ModelPrograms
 from onebox.plan import MicroBatch, Plan
-from onebox.pool import DeviceInfo
+from onebox.pool import DeviceInfo, nccl_ranks
 from onebox.pool.network.emulated import LinkMap
 from onebox.wire import DTYPES
 
@@ -43,6 +44,7 @@ class CompiledStep:
         windows: The other kinds of windows, where steps overlap.
         reduction: Reduction of the micro-batches' losses to the batch's loss.
         travelling: Weights of the micro-batches, if they are sent with each batch.
+        faults: Faults in the order of transfers between GPUs.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -50,6 +52,7 @@ class CompiledStep:
     windows: Mapping[int, WorkerWindows] = field(default_factory=dict)
     reduction: LossReduction = None
     travelling: TravellingWeights | None = None
+    faults: tuple[OrderFault, ...] = ()
 
     def weights_of(self, batch: Batch) -> tuple[float, ...]:
         """Return the loss weight of each micro-batch."""
@@ -99,6 +102,21 @@ class Probe:
     compiled: CompiledStep
     constants: Mapping[int, Tensor]
     models: Sequence[ModelPrograms]
+
+
+def untagged_groups(plan: Plan, groups: Mapping[Members, int], devices: Sequence[DeviceInfo]) -> Mapping[int, Members]:
+    """Return the groups that may use NCCL, which has no tags: those of GPUs alone.
+
+    Args:
+        plan: The plan.
+        groups: The number of each group.
+        devices: All devices of the pool.
+    """
+    if plan.sync != "workers":
+        return {}
+    return {
+        number: members for members, number in groups.items() if nccl_ranks([devices[member] for member in members])
+    }
 
 
 class Compiler:
@@ -166,6 +184,8 @@ class Compiler:
         groups = self.holdings.groups(self.trained, affine, everybody=everybody)
         self.groups: Mapping[Members, int] = {members: group_number(members) for members in groups}
         """The number of each set of workers that exchange something."""
+        self.untagged: Mapping[int, Members] = untagged_groups(plan, self.groups, devices)
+        """The members of each group that may use NCCL."""
         costs = EmulatedCosts(
             plan=plan,
             speeds={worker: devices[worker].speed for worker in plan.devices},
@@ -181,7 +201,15 @@ class Compiler:
             program=numbers.program,
         )
         self._lowering = Lowering(
-            plan, self.holdings, buffers, trained=self.trained, model=model, max_norm=max_norm, costs=costs
+            plan,
+            self.holdings,
+            buffers,
+            trained=self.trained,
+            model=model,
+            max_norm=max_norm,
+            costs=costs,
+            gpus=[worker for worker in plan.devices if devices[worker].kind == "cuda"],
+            untagged=self.untagged,
         )
 
     def _first(self, batch: Batch) -> PhasePrograms:
@@ -245,7 +273,8 @@ class Compiler:
             constants=numbers,
             leaves=len(batch.leaves),
         )
-        compiled = CompiledStep(micro_batches=parts, routines=self._lowering.probe(job))
+        routines = self._lowering.probe(job)
+        compiled = CompiledStep(micro_batches=parts, routines=routines, faults=self._faults(routines))
         constants = {numbers[size][name]: tensor for size, own in tensors.items() for name, tensor in own.items()}
         return Probe(compiled=compiled, constants=constants, models=[model.programs for model in models.values()])
 
@@ -355,8 +384,25 @@ class Compiler:
         else:
             found, routines = {}, self._lowering.train(job) if train else self._lowering.evaluate(job)
         return CompiledStep(
-            micro_batches=parts, routines=routines, windows=found, reduction=reduction, travelling=travelling
+            micro_batches=parts,
+            routines=routines,
+            windows=found,
+            reduction=reduction,
+            travelling=travelling,
+            faults=self._faults(routines, found),
         )
+
+    def _faults(
+        self, routines: Mapping[int, StepRoutine], windows: Mapping[int, WorkerWindows] | None = None
+    ) -> tuple[OrderFault, ...]:
+        """Return the faults in the order of transfers, if it matters."""
+        if not self.untagged:
+            return ()
+        turns = {worker: (own.fill, own.steady, own.drain) for worker, own in (windows or {}).items()}
+        members = {number: members for members, number in self.groups.items()}
+        rules = TransferRules(tagged=members.keys() - self.untagged.keys())
+        alone = {worker: (own,) for worker, own in routines.items()}
+        return step_faults(turns or alone, members, rules, self.gradients)
 
     def _constants_of(self, batch: Batch, size: int, *, train: bool) -> tuple[Hashable, Mapping[str, Tensor]]:
         """Return the key of the graph for micro-batches of a size, and its constants by name."""

@@ -7,9 +7,11 @@ steps that overlap.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 
 from onebox.engine.compile.batch_job import BatchJob, BufferNumbers
+from onebox.engine.compile.message_order import in_send_order
 from onebox.engine.compile.routine import RoutineBuilder, StepRoutine
 from onebox.engine.compile.update.async_window import DueUpdate, LateUpdate, Window, WindowWeights, WorkerWindows
 from onebox.engine.compile.update.batchnorm import BatchNormStatistics, WorkerStatistics
@@ -19,7 +21,7 @@ from onebox.engine.compile.update.optimizer_update import WorkerUpdate
 from onebox.engine.compile.value_numbers import ValueNumbers
 from onebox.engine.compile.worker_program import WorkerProgramBuilder
 from onebox.engine.partition.phase_programs import PhaseProgram
-from onebox.engine.partition.sharding_spec import ShardingSpec
+from onebox.engine.partition.sharding_spec import Members, ShardingSpec
 from onebox.engine.workload.emulated_costs import EmulatedCosts
 from onebox.graph import ModelPrograms
 from onebox.plan import Action, Plan
@@ -37,6 +39,9 @@ class Lowering:
         model: Returns the programs for a micro-batch size.
         max_norm: Gradient clipping norm; 0 for none.
         costs: Costs of actions on emulated devices.
+        gpus: The workers that are GPUs.
+        untagged: Members of the groups whose messages have no tags, by number: they are received in the order in
+            which they are sent.
 
     Raises:
         CaptureError: A buffer changes in a way that replicas cannot share.
@@ -52,12 +57,15 @@ class Lowering:
         model: ModelPrograms,
         max_norm: float,
         costs: EmulatedCosts,
+        gpus: Collection[int] = (),
+        untagged: Mapping[int, Members] = MappingProxyType({}),
     ) -> None:
         self._plan = plan
         self._costs = costs
         self._holdings = holdings
         self._numbers = numbers
-        self._gradients = Gradients(holdings, numbers, trained=trained, model=model, max_norm=max_norm)
+        self._untagged = untagged
+        self._gradients = Gradients(holdings, numbers, trained=trained, model=model, max_norm=max_norm, gpus=gpus)
         self._moved: dict[str, int] = {}
         BatchNormStatistics(holdings, numbers, model, self._moved)  # refuses buffers that replicas cannot share
 
@@ -97,7 +105,7 @@ class Lowering:
             WorkerUpdate(self._gradients, row.builder, worker).finish()
             row.answer()
             found[worker] = row.builder.finish(row.leaves, row.results)
-        return found
+        return self._alone(found)
 
     def windows(self, job: BatchJob) -> dict[int, WorkerWindows]:
         """Return each worker's routines for overlapping steps; the job's schedule is that of a steady-state window."""
@@ -111,8 +119,19 @@ class Lowering:
             steady = self._window(second, worker, job, values, job.schedule.rows.get(worker, ()), "steady")
             draining = self._window(second.another(), worker, job, values, drain.get(worker, ()), "drain")
             assert filling.leaves == steady.leaves, "the windows of a step are given different things"
-            found[worker] = WorkerWindows(fill=filling, steady=steady, drain=draining)
-        return found
+            found[worker] = (filling, steady, draining)
+        return {
+            worker: WorkerWindows(fill=filling, steady=steady, drain=draining)
+            for worker, (filling, steady, draining) in self._in_order(found).items()
+        }
+
+    def _in_order(self, routines: Mapping[int, Sequence[StepRoutine]]) -> Mapping[int, Sequence[StepRoutine]]:
+        """Return the routines or windows of each worker with messages in one order, where they have no tags."""
+        return in_send_order(routines, self._untagged, self._numbers.new) if self._untagged else routines
+
+    def _alone(self, routines: Mapping[int, StepRoutine]) -> dict[int, StepRoutine]:
+        """Return routines of one step in order."""
+        return {w: own for w, (own,) in self._in_order({w: (own,) for w, own in routines.items()}).items()}
 
     def _window(
         self,
@@ -201,7 +220,7 @@ class Lowering:
             rounding.finish()
             row.answer()
             found[worker] = row.builder.finish(row.leaves, row.results)
-        return found
+        return self._alone(found)
 
     def probe(self, job: BatchJob) -> dict[int, StepRoutine]:
         """Return the routine of each worker that changes no state and returns the squared 2-norm of its gradients.
@@ -219,7 +238,7 @@ class Lowering:
             gradients.norm()
             row.answer()
             found[worker] = row.builder.finish(row.leaves, row.results)
-        return found
+        return self._alone(found)
 
     def _row(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from onebox.cost.estimate import TYPICAL_RATES, program_s
 from onebox.plan import Action
@@ -53,6 +53,27 @@ class StepRoutine:
     leaves: tuple[tuple[int, int], ...]
     results: tuple[tuple[int, int], ...]
     labels: tuple[InstructionLabel, ...]
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """The instructions."""
+        (steps,) = (define.what.steps for define in self.definitions if isinstance(define.what, Routine))
+        return steps
+
+    @property
+    def programs(self) -> dict[int, Program]:
+        """The programs that they call, by number."""
+        return {d.number: d.what.program for d in self.definitions if isinstance(d.what, StoredProgram)}
+
+    def with_steps(self, steps: Sequence[Step], labels: Sequence[InstructionLabel]) -> StepRoutine:
+        """Return the routine with other instructions."""
+        definitions = tuple(
+            Define(define.number, Routine(tuple(steps), define.what.bindings))
+            if isinstance(define.what, Routine)
+            else define
+            for define in self.definitions
+        )
+        return replace(self, definitions=definitions, labels=tuple(labels))
 
 
 @dataclass

@@ -96,7 +96,7 @@ class RetiredGroups:
 
 
 def begin_group_formation(
-    pool: Pool, members: Sequence[int], via: Sync, number: int, *, aside: bool = False
+    pool: Pool, members: Sequence[int], via: Sync, number: int, *, aside: bool = False, tagged: bool = False
 ) -> DeferredReplies:
     """Form a group; return its pending replies.
 
@@ -106,10 +106,10 @@ def begin_group_formation(
         via: Transport of its exchanges.
         number: Number of the group.
         aside: Whether it is for background transfers.
+        tagged: Whether its messages match by channel, which NCCL's do not.
 
     Raises:
         OneboxError: The pool is broken.
     """
-    return DeferredReplies(
-        pool.begin_group(members, via, number=number, aside=aside), functools.partial(pool.note_group, members)
-    )
+    asked = pool.begin_group(members, via, number=number, aside=aside, tagged=tagged)
+    return DeferredReplies(asked, functools.partial(pool.note_group, members))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from onebox.engine.compile.compiler import CompiledStep, Compiler, Probe
 from onebox.engine.compile.definition_numbers import DefinitionNumbers
+from onebox.engine.compile.order_check import fault_text
 from onebox.engine.install.deferred_replies import DeferredReplies, begin_group_formation
 from onebox.engine.install.program_cache import ProgramCache
 from onebox.engine.memory.initial_contents import evaluation_contents, probe_contents, step_contents, step_peaks
@@ -20,10 +22,12 @@ from onebox.engine.partition.weight_versions import WeightVersions
 from onebox.engine.state.remote import RemoteState
 from onebox.engine.workload.batch import Batch
 from onebox.engine.workload.captures import Captures
-from onebox.errors import OneboxError
+from onebox.errors import OneboxError, PlanError
 from onebox.plan import Plan
 from onebox.pool import Pool
 from onebox.wire.protocol.instructions import Ask
+
+_LOG = logging.getLogger("onebox")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +67,7 @@ class InstalledPlan:
         CaptureError: The model cannot be captured, or cannot be divided among replicas.
         UsageError: The plan is for another model.
         DeviceMemoryError: It needs more memory than a device has, or may use; nothing has been uploaded.
+        PlanError: GPUs would mix up its transfers, and groups of the plan before serve on.
     """
 
     def __init__(
@@ -93,6 +98,7 @@ class InstalledPlan:
         self._there: set[CompiledStep] = set()
         self._stored: dict[int, dict[int, int]] = {}
         self._unformed: list[Members] = []
+        self._tagged = False
         self._optimizer = remote.optimizer_number if before else remote.new_number()
         self.compiler = Compiler(
             plan,
@@ -118,6 +124,9 @@ class InstalledPlan:
                 self._require_room(batch, windows=True)
         else:
             self._may_be_at_once(batch, stepped=False)
+        if self.compiler.untagged and steps:
+            for overlapping in sorted({windows, windows or bool(self.compiler.versions.previous)}):
+                self._require_order(self.compiler.step(batch, windows=overlapping))
         self.checks: Mapping[int, Sequence[tuple[Members, Ask]]] = {}
 
     def _new_number(self) -> int:
@@ -154,7 +163,8 @@ class InstalledPlan:
         asked = []
         while self._unformed:
             members = self._unformed[0]
-            asked.append(begin_group_formation(self._pool, members, self.plan.sync, self._groups[members]))
+            number = self._groups[members]
+            asked.append(begin_group_formation(self._pool, members, self.plan.sync, number, tagged=self._tagged))
             self._unformed.pop(0)
         return asked
 
@@ -231,6 +241,7 @@ class InstalledPlan:
     def _sent(self, batch: Batch, compiled: CompiledStep, *, train: bool) -> CompiledStep:
         """Bring routines to the workers where they are not there yet, and return them."""
         if compiled not in self._there:
+            self._require_order(compiled)
             self._there.add(compiled)
             for graph, tensors in self.compiler.constants_of(batch, compiled, train=train).items():
                 self._programs.constants.upload(graph, tensors, self.plan.devices)
@@ -323,6 +334,21 @@ class InstalledPlan:
             raise lack.error()
         self._fitting.add(shape)
 
+    def _require_order(self, compiled: CompiledStep) -> None:
+        """Refuse routines that would wait forever, or exchange messages, over NCCL; groups that are not formed yet are
+        formed with Gloo instead.
+
+        Raises:
+            PlanError: Groups exist already, or serve on from the plan before.
+        """
+        if not compiled.faults or self._tagged:
+            return
+        why = f"GPUs would mix up transfers of {self.plan.describe()}, or wait forever:\n{fault_text(compiled.faults)}"
+        if not all(members in self._unformed for members in self.compiler.untagged.values()):
+            raise PlanError(f"{why}\n  Choose another schedule, such as 'gpipe', or cut the model elsewhere")
+        _LOG.warning("%s\n  its groups use Gloo, which is slower: choose another schedule for NCCL", why)
+        self._tagged = True
+
     def _leaves(self, worker: int, spare_bytes: int) -> None:
         """Record the memory of a worker that a step or an evaluation leaves free."""
         self.spare_bytes[worker] = min(spare_bytes, self.spare_bytes.get(worker, spare_bytes))
@@ -351,7 +377,8 @@ class InstalledPlan:
         return evaluation_contents(self.compiler, batch, self._resident, at_once=at_once, stepped=stepped)
 
     def probe(self, batch: Batch, sizes: Sequence[int]) -> Probe | None:
-        """Return routines that compute losses and gradients without changing state; ``None`` if memory is insufficient.
+        """Return routines that compute losses and gradients without changing state; ``None`` if memory is insufficient,
+        or GPUs would mix up their transfers.
 
         Args:
             batch: The batch.
@@ -360,7 +387,7 @@ class InstalledPlan:
         probe = self.compiler.probe(batch, sizes)
         contents = probe_contents(self.compiler, batch, probe, self._resident, windows=self._windows)
         fits = all(peak_of(found) <= self._room_bytes(worker) for worker, found in contents.items())
-        return probe if fits else None
+        return probe if fits and (self._tagged or not probe.compiled.faults) else None
 
     def close(self) -> None:
         """Leave the groups."""

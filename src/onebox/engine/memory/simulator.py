@@ -28,7 +28,6 @@ from onebox.wire.protocol.instructions import (
     Rename,
     Step,
 )
-from onebox.wire.protocol.requests import Routine, StoredProgram
 
 
 @dataclass(frozen=True)
@@ -75,18 +74,12 @@ class InitialContents:
     @property
     def steps(self) -> tuple[Step, ...]:
         """The instructions of the routine."""
-        return _steps_of(self.routine)
+        return self.routine.steps
 
     @property
     def programs(self) -> dict[int, Program]:
         """The programs that they call, by number."""
-        definitions = self.routine.definitions
-        return {d.number: d.what.program for d in definitions if isinstance(d.what, StoredProgram)}
-
-
-def _steps_of(routine: StepRoutine) -> tuple[Step, ...]:
-    (steps,) = (d.what.steps for d in routine.definitions if isinstance(d.what, Routine))
-    return steps
+        return self.routine.programs
 
 
 def peaks_of(contents: InitialContents) -> tuple[int, int]:
@@ -111,7 +104,7 @@ def simulate_memory(contents: InitialContents) -> Iterator[MemorySimulator]:
     programs = contents.programs
     for routine in contents.earlier:
         ledger.begin(routine, contents.leaves)
-        for step in _steps_of(routine):
+        for step in routine.steps:
             ledger.follow(step, programs)
     ledger.begin(contents.routine, contents.leaves)
     yield ledger

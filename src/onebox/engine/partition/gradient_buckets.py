@@ -9,6 +9,9 @@ from onebox.wire import TensorSpec
 BUCKET_BYTES = 1 << 20
 """Approximate size of a gradient bucket."""
 
+GPU_BUCKET_BYTES = 25 << 20
+"""That among GPUs, where each exchange has kernels of its own: the size of ``DistributedDataParallel``'s buckets."""
+
 
 def fill_buckets(
     names: Sequence[str], specs: Mapping[str, TensorSpec], size_bytes: int = BUCKET_BYTES

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from onebox.engine.partition.gradient_buckets import fill_buckets
+from onebox.engine.partition.gradient_buckets import BUCKET_BYTES, fill_buckets
 from onebox.wire import TensorSpec
 
 Members = tuple[int, ...]
@@ -65,7 +65,10 @@ def assign_owners(
 
 
 def buckets_by_owner(
-    names: Sequence[str], specs: Mapping[str, TensorSpec], owner_of: Callable[[str], int | None]
+    names: Sequence[str],
+    specs: Mapping[str, TensorSpec],
+    owner_of: Callable[[str], int | None],
+    size_bytes: int = BUCKET_BYTES,
 ) -> list[GradientBucket]:
     """Group gradients into buckets with one owner each, in the order in which they are complete.
 
@@ -73,10 +76,15 @@ def buckets_by_owner(
         names: Parameters, in the order in which their gradients are computed.
         specs: Spec of each gradient.
         owner_of: Returns the only worker that receives a sum; ``None`` for all.
+        size_bytes: Approximate size of a bucket.
     """
     groups: dict[int | None, list[str]] = {}
     for name in names:
         groups.setdefault(owner_of(name), []).append(name)
-    found = [GradientBucket(tuple(part), owner) for owner, own in groups.items() for part in fill_buckets(own, specs)]
+    found = [
+        GradientBucket(tuple(part), owner)
+        for owner, own in groups.items()
+        for part in fill_buckets(own, specs, size_bytes)
+    ]
     place = {name: number for number, name in enumerate(names)}
     return sorted(found, key=lambda bucket: place[bucket.names[-1]])

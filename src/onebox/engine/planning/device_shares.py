@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from onebox.engine.compile.definition_numbers import DefinitionNumbers
+from onebox.engine.config import numeric_instructions
 from onebox.engine.data.batch_transfer import put_leaves
 from onebox.engine.install.program_cache import ConstantTensors
 from onebox.engine.partition.sharding_spec import ShardingSpec
@@ -62,7 +63,7 @@ def measure_speeds(pool: Pool, captures: Captures, batch: Batch, remote: RemoteS
     The batch is divided evenly for the measurement; the results are discarded.
     """
     workers = range(len(pool))
-    size = max(1, batch.size // len(pool))
+    size, numerics = max(1, batch.size // len(pool)), captures.recipe.numerics
     model = captures.traced(batch, size, train=False).divide()
     everybody = tuple(workers)
     names = remote.named.numbers
@@ -80,7 +81,8 @@ def measure_speeds(pool: Pool, captures: Captures, batch: Batch, remote: RemoteS
         futures = []
         for worker in workers:
             put, frames = put_leaves(pool, batch.slice(0, size))
-            futures.append(pool.post(worker, [put, Run(routine, put.buffers, trace=True)], frames, answer=True))
+            run = Run(routine, put.buffers, trace=True)
+            futures.append(pool.post(worker, [put, *numeric_instructions(numerics), run], frames, answer=True))
         for worker, answer in enumerate(raise_first(futures)):
             times[worker].append(answer.times_ns[1] - answer.times_ns[0])
     for worker in workers:

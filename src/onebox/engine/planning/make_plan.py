@@ -26,7 +26,7 @@ from onebox.plan.search.result import SearchResult
 from onebox.plan_names import ACTIVATION_POLICIES, ChainPolicy, searchable_schedules
 from onebox.pool import DeviceInfo, Pool
 from onebox.sizes import Memory, parse_budgets
-from onebox.trainer_options import StaleGradients
+from onebox.trainer_options import Numerics, StaleGradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +62,7 @@ def make_plan(
     preparing: float = 0.0,
     precision: Precision = "fp32",
     fuse: bool = False,
+    numerics: Numerics = Numerics(),
     budget_s: float = 5.0,
     fresh: bool = False,
     stale: StaleGradients | None = None,
@@ -88,6 +89,7 @@ def make_plan(
             preparation need more cores than there are, they slow each other down.
         precision: As for :class:`Trainer`.
         fuse: Likewise.
+        numerics: As for :class:`Engine`.
         budget_s: Time limit in seconds for everything after measuring. It is counted in simulated steps, with a margin,
             so that the same input gives the same plan; on a busy machine the clock ends the search, with the best plan
             so far.
@@ -128,6 +130,7 @@ def make_plan(
         sizes=measured_sizes(batch.size, allowed),
         precision=precision,
         fuse=fuse,
+        numerics=numerics,
         fresh=fresh,
     )
     problem = make_problem(

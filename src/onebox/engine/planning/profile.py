@@ -20,7 +20,7 @@ from torch import nn
 
 from onebox.cost import load, store
 from onebox.cost.model_profile import AS_CAPTURED, ModelBytes, ModelProfile, SegmentTimes, SegmentVariant
-from onebox.engine.config import check_precision, steps_in_flight
+from onebox.engine.config import check_precision, numeric_instructions, resolved_numerics, steps_in_flight
 from onebox.engine.data.prefetch import BatchPrefetcher
 from onebox.engine.problem.planner_problem import CachedTimes, device_type, divided_bytes, times_key
 from onebox.engine.problem.stage_formats import compared, ways_of
@@ -35,7 +35,7 @@ from onebox.errors import DeviceMemoryError, UsageError
 from onebox.graph import Loss, ModelPrograms, Precision
 from onebox.plan import Action, Plan, Schedule, Stage
 from onebox.pool import Pool, open_pool
-from onebox.trainer_options import Staging
+from onebox.trainer_options import Numerics, Staging
 
 _WARM = 2
 _STEPS = 6
@@ -65,6 +65,7 @@ def profile_model(
     sizes: Sequence[int],
     precision: Precision = "fp32",
     fuse: bool = False,
+    numerics: Numerics = Numerics(),
     fresh: bool = False,
     cache: bool = True,
 ) -> tuple[ModelProfile, Captures]:
@@ -80,6 +81,7 @@ def profile_model(
         sizes: Micro-batch sizes in samples, one or more.
         precision: As for :class:`~onebox.engine.Trainer`.
         fuse: Likewise.
+        numerics: As for :class:`~onebox.trainer_options.Engine`.
         fresh: Whether to measure even if the times are cached.
         cache: Whether to use the user's cache, keyed by graph, devices and torch version.
 
@@ -95,13 +97,16 @@ def profile_model(
         raise UsageError(f"micro-batches of {list(sizes)} samples: allowed are 1 to {batch.size}, the batch")
     check_precision(precision)
     measured: dict[str, list[SegmentTimes]] = {}
+    numerics = resolved_numerics(numerics)
     runs: _Runs | None = None
     with contextlib.ExitStack() as stack:
         place = _Place(pool, stack)
         for size in sorted(set(sizes)):
             samples = torch.arange(size * _MICRO_BATCHES) % batch.size
             small = batch.structure.nest([leaf[samples] for leaf in batch.leaves])
-            runs = _Runs(model, loss, optimizer, small, size, precision, fuse, runs.captures if runs else None)
+            runs = _Runs(
+                model, loss, optimizer, small, size, precision, fuse, numerics, runs.captures if runs else None
+            )
             runs.prepare(pool)
             key = runs.key(pool)
             known = load(key, CachedTimes) if cache and not fresh else None
@@ -167,6 +172,7 @@ class _Runs:
         size: int,
         precision: Precision,
         fuse: bool,
+        numerics: Numerics,
         captures: Captures | None,
     ) -> None:
         self._arguments = (model, loss, optimizer)
@@ -174,6 +180,7 @@ class _Runs:
         self._size = size
         self._precision = precision
         self._fuse = fuse
+        self._numerics = numerics
         self.captures = captures
         self._names: tuple[str, ...] = ()
         self._bytes: ModelBytes | None = None
@@ -199,7 +206,8 @@ class _Runs:
 
     def key(self, pool: Pool) -> str:
         """Return the cache key of the times, with everything that they depend on."""
-        return times_key(self.bytes().graph, pool.devices, self._arguments[2], self._size, self._precision)
+        optimizer = self._arguments[2]
+        return times_key(self.bytes().graph, pool.devices, optimizer, self._size, self._precision, self._numerics)
 
     def measure(self, pool: Pool, devices: Sequence[int]) -> dict[str, SegmentTimes]:
         """Train on each device at once, in each promising format; return the times of each type of device."""
@@ -270,7 +278,14 @@ class _Runs:
             lambda captures, batch: plan,
             self.captures,
             RemoteState(*self._arguments, pool),
-            StepSettings(seed=0, trace=True, check_every=0, in_flight=steps_in_flight(pool.round_trip_s), max_norm=0.0),
+            StepSettings(
+                seed=0,
+                trace=True,
+                check_every=0,
+                in_flight=steps_in_flight(pool.round_trip_s),
+                max_norm=0.0,
+                numerics=numeric_instructions(self._numerics),
+            ),
             BatchPrefetcher(pool, Staging().ahead_bytes),
             recovery=None,
         )

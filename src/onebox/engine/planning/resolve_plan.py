@@ -120,6 +120,7 @@ class PlanRequest:
             policies=[policy for policy in ACTIVATION_POLICIES if policy not in barred],
             precision=recipe.precision,
             fuse=recipe.fuse,
+            numerics=recipe.numerics,
             stale=self.stale,
         )
         _LOG.info("plan='auto': %s", found.plan.describe())
@@ -150,6 +151,7 @@ def _with_measured_formats(plan: Plan, pool: Pool, captures: Captures, remote: R
         sizes=[max(part.size for part in plan.micro_batches(batch.size))],
         precision=recipe.precision,
         fuse=recipe.fuse,
+        numerics=recipe.numerics,
     )
     return with_formats(plan, profile, pool.devices)
 

@@ -58,7 +58,9 @@ def estimate_profile(
     divided: list[tuple[ModelPrograms, ModelBytes]] = []
     for size in sorted(set(sizes)):
         divided.append(divided_bytes(captures, batch, size, optimizer))
-        key = times_key(divided[-1][1].graph, devices, optimizer, size, captures.recipe.precision)
+        key = times_key(
+            divided[-1][1].graph, devices, optimizer, size, captures.recipe.precision, captures.recipe.numerics
+        )
         found = load(key, CachedTimes) if rates is None else None
         for kind, times in (found.times if found else {}).items():
             known.setdefault(kind, []).append(times)

@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from onebox.cost import ACCELERATOR_BPS, key_of
 from onebox.cost.model_profile import ModelBytes, ModelProfile, SegmentTimes
+from onebox.engine.config import numeric_instructions
 from onebox.engine.problem.segment_bytes import model_bytes
 from onebox.engine.workload.batch import Batch
 from onebox.engine.workload.captures import Captures
@@ -22,6 +23,7 @@ from onebox.plan_names import ACTIVATION_POLICIES, ChainPolicy
 from onebox.pool import DeviceInfo
 from onebox.pool.backends.local import LOCAL_HOST
 from onebox.pool.core_usage import busy_threads
+from onebox.trainer_options import Numerics
 
 _SENSIBLE = 32
 """Smaller micro-batches are not measured but extrapolated from larger ones."""
@@ -36,7 +38,14 @@ class CachedTimes(Struct, frozen=True, forbid_unknown_fields=True):
     times: dict[str, SegmentTimes]
 
 
-def times_key(graph: str, devices: Sequence[DeviceInfo], optimizer: Optimizers, size: int, precision: Precision) -> str:
+def times_key(
+    graph: str,
+    devices: Sequence[DeviceInfo],
+    optimizer: Optimizers,
+    size: int,
+    precision: Precision,
+    numerics: Numerics = Numerics(),
+) -> str:
     """Return the cache key of a model's times, with everything that they depend on.
 
     Args:
@@ -45,12 +54,13 @@ def times_key(graph: str, devices: Sequence[DeviceInfo], optimizer: Optimizers, 
         optimizer: The optimizer.
         size: Samples of a micro-batch.
         precision: Precision of the run: with ``auto`` more is measured.
+        numerics: Precision and determinism of operators.
     """
     found = sorted(
         (d.kind, d.name, d.host, d.threads, d.speed, d.instructions.aten, d.instructions.onednn) for d in devices
     )
-    more = precision == "auto"
-    return key_of("segments in all ways", graph, found, str(torch.__version__), elements_of(optimizer), size, more)
+    more = (precision == "auto", *map(str, numeric_instructions(numerics)))
+    return key_of("segments in all ways", graph, found, str(torch.__version__), elements_of(optimizer), size, *more)
 
 
 def divided_bytes(

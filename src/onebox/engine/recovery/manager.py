@@ -64,6 +64,7 @@ class RecoveryManager(StepObserver):
         snapshots: The snapshots to recover from; ``None`` if the first loss is final.
         locate: Adds the location in the step to an error.
         in_flight: Most steps in flight.
+        deterministic: Whether all operators are deterministic on GPUs, too.
         checkpoint: Path of the latest checkpoint.
     """
 
@@ -76,6 +77,7 @@ class RecoveryManager(StepObserver):
         locate: Callable[[Exception], None],
         *,
         in_flight: int,
+        deterministic: bool,
         checkpoint: Path | None,
     ) -> None:
         self.error: Exception | None = None
@@ -88,6 +90,7 @@ class RecoveryManager(StepObserver):
         self._snapshots = snapshots
         self._locate = locate
         self._in_flight = in_flight
+        self._exact = deterministic or all(device.kind != "cuda" for device in pool.devices)
         self._tries = 0
         self._furthest = -1
 
@@ -225,6 +228,7 @@ class RecoveryManager(StepObserver):
             redone=len(restart.replay),
             attempts=attempts,
             seconds=time.monotonic() - start_s,
+            exact=self._exact,
         )
         self.recoveries.append(story)
         _LOG.warning("%s", story)

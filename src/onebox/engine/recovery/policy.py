@@ -200,6 +200,7 @@ class RecoveryRecord:
         redone: Number of steps that had begun since the snapshot and were repeated.
         attempts: Number of attempts.
         seconds: From detection until all completed steps were repeated and the others begun.
+        exact: Whether repeated steps are bitwise the same: on a GPU only with deterministic operators.
     """
 
     at_s: float
@@ -213,6 +214,7 @@ class RecoveryRecord:
     redone: int
     attempts: int
     seconds: float
+    exact: bool = True
 
     def __str__(self) -> str:
         found = [f"lost {_workers(self.lost)}" if self.lost else "a group of workers fell apart"]
@@ -220,6 +222,8 @@ class RecoveryRecord:
         found += [f"{_workers(self.gone)} gone"] if self.gone else []
         found += [f"new plan: {self.plan}"] if self.plan else []
         found += [f"redid {self.redone} steps from the snapshot after step {self.snapshot_step}"]
+        inexact = self.redone and not self.exact
+        found += ["which may differ in the last bits (onebox.Numerics(deterministic=True) prevents it)"] * inexact
         tries = f" in {self.attempts} attempts" if self.attempts > 1 else ""
         return f"recovered at step {self.step} in {self.seconds:.1f} s{tries}: {', '.join(found)} ({self.failure})"
 

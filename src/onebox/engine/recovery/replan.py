@@ -189,10 +189,11 @@ def _known_times(
     size: int, size_bytes: ModelBytes, work: ReplanWorkload, pool: Pool
 ) -> Mapping[str, SegmentTimes] | None:
     """Return earlier measurements on such a pool, for this micro-batch size or else another."""
-    batch, precision = work.batch.size, work.captures.recipe.precision
+    batch, recipe = work.batch.size, work.captures.recipe
+    precision, numerics = recipe.precision, recipe.numerics
     for other in dict.fromkeys((size, *measured_sizes(batch, allowed_sizes(batch)))):
         graph = size_bytes if other == size else divided_bytes(work.captures, work.batch, other, work.optimizer)[1]
-        known = load(times_key(graph.graph, pool.devices, work.optimizer, other, precision), CachedTimes)
+        known = load(times_key(graph.graph, pool.devices, work.optimizer, other, precision, numerics), CachedTimes)
         if known is not None:
             return known.times
     return None

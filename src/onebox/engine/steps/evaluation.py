@@ -15,7 +15,7 @@ from onebox.engine.workload.batch import Batch
 from onebox.engine.workload.loss_reduction import normalisers
 from onebox.errors import UsageError
 from onebox.pool import Pool, WorkerReply, raise_first
-from onebox.wire.protocol.requests import Run
+from onebox.wire.protocol.requests import Run, SetNumerics
 from onebox.wire.protocol.responses import Scalars
 
 
@@ -26,6 +26,7 @@ def evaluate(
     prepare: Callable[[Batch], CompiledStep],
     parts: Callable[[Batch, CompiledStep], Mapping[int, WorkerBatch]],
     metrics: Sequence[str],
+    numerics: Sequence[SetNumerics],
     in_flight: int,
     retry: Callable[[Callable[[], None]], None],
     poisoning: Callable[[str], AbstractContextManager[None]],
@@ -38,6 +39,7 @@ def evaluate(
         prepare: Returns the routines that evaluate a batch.
         parts: Returns the transfer of each worker's part of a batch.
         metrics: Names of the metrics.
+        numerics: Instructions before each run that set precision and determinism.
         in_flight: Most batches in flight.
         retry: Calls a function, again after each recovery from a loss.
         poisoning: Returns the context of messages that only some workers may have received if it is interrupted.
@@ -66,7 +68,7 @@ def evaluate(
             if asked.futures is None:
                 asked.compiled = prepare(asked.batch)
                 with poisoning("an evaluation"):
-                    asked.futures = _post(pool, asked.compiled, parts(asked.batch, asked.compiled))
+                    asked.futures = _post(pool, asked.compiled, parts(asked.batch, asked.compiled), numerics)
 
     def finish() -> None:
         begin()
@@ -105,13 +107,14 @@ class _Asked:
     futures: list[Future[WorkerReply]] | None = None
 
 
-def _post(pool: Pool, compiled: CompiledStep, parts: Mapping[int, WorkerBatch]) -> list[Future[WorkerReply]]:
-    return [
-        pool.post(
-            worker, [*part.instructions, Run(compiled.routines[worker].number, part.bindings)], part.frames, answer=True
-        )
-        for worker, part in parts.items()
-    ]
+def _post(
+    pool: Pool, compiled: CompiledStep, parts: Mapping[int, WorkerBatch], numerics: Sequence[SetNumerics]
+) -> list[Future[WorkerReply]]:
+    futures = []
+    for worker, part in parts.items():
+        run = Run(compiled.routines[worker].number, part.bindings)
+        futures.append(pool.post(worker, [*part.instructions, *numerics, run], part.frames, answer=True))
+    return futures
 
 
 class _Means:

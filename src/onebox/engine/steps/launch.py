@@ -15,6 +15,7 @@ from onebox.engine.steps.results import StepLoss
 from onebox.engine.workload.batch import Batch
 from onebox.pool import WorkerReply
 from onebox.wire.protocol.instructions import GroupDelays, Options
+from onebox.wire.protocol.requests import SetNumerics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +58,7 @@ class StepSettings:
         delay: Treatment of the gradients that are late as a result, for all parameter groups or for each.
         warm_up: Number of steps before the first one with older weights.
         overlap: Whether exact steps overlap: the rest of a step's update is done in the next step, where it is needed.
+        numerics: Instructions before each run that set precision and determinism.
     """
 
     seed: int
@@ -68,6 +70,7 @@ class StepSettings:
     delay: GroupDelays = "none"
     warm_up: int = 0
     overlap: bool = False
+    numerics: tuple[SetNumerics, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

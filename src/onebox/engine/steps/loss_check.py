@@ -31,7 +31,7 @@ from onebox.plan import MicroBatch
 from onebox.pool import Pool, raise_first
 from onebox.wire import DTYPES, spec_of, specs_by_slot, to_frame
 from onebox.wire.protocol.instructions import Free
-from onebox.wire.protocol.requests import Put, Run
+from onebox.wire.protocol.requests import Put, Run, SetNumerics
 from onebox.wire.protocol.responses import Scalars
 
 _LOG = logging.getLogger("onebox")
@@ -197,6 +197,8 @@ class MeanLossCheck:
     def _run(self, batch: Batch, probe: Probe, packing: BatchCompression) -> tuple[float, float]:
         """Return the loss of a batch, weighted by samples, and the norm of its gradient; no state is changed."""
         compiled = probe.compiled
+        on_gpus = any(device.kind == "cuda" for device in self._pool.devices)
+        exact = [SetNumerics(tf32_convolutions=False)] if on_gpus else []  # rounding must not look like another loss
         futures = []
         for worker, part in worker_batches(self._pool, batch, compiled, packing).items():
             routine = compiled.routines[worker]
@@ -208,7 +210,7 @@ class MeanLossCheck:
             frames = [bytes(to_frame(tensor)) for tensor in constants.values()]
             free = Free(tuple(constants), tuple(define.number for define in routine.definitions))
             run = Run(routine.number, part.bindings)
-            message = [*([put] if constants else []), *routine.definitions, *part.instructions, run, free]
+            message = [*([put] if constants else []), *routine.definitions, *part.instructions, *exact, run, free]
             futures.append(self._pool.post(worker, message, [*frames, *part.frames], answer=True))
         loss = square = 0.0
         weights_of = compiled.weights_of(batch)

@@ -187,10 +187,10 @@ class OverlapScheduler(StepObserver):
             return
         settings, step = self._settings, open_.work.number
         traced = self._drained(open_)
-        futures = [
-            self._pool.post(worker, [Run(routine.number, (), step + 1, settings.seed, (), settings.trace)], answer=True)
-            for worker, routine in open_.prepared.compiled.of("drain").items()
-        ]
+        futures = []
+        for worker, routine in open_.prepared.compiled.of("drain").items():
+            run = Run(routine.number, (), step + 1, settings.seed, (), settings.trace)
+            futures.append(self._pool.post(worker, [*settings.numerics, run], answer=True))
         self.defer(DeferredReplies(futures, functools.partial(self._take, open_, traced)))
 
     def defer(self, asked: DeferredReplies) -> None:

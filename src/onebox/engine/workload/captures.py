@@ -22,7 +22,7 @@ from onebox.graph.capture.python_state import PythonStateGuard
 from onebox.graph.capture.python_variables import WatchedValue
 from onebox.graph.capture.symbolic_sizes import Varying
 from onebox.pool import DeviceInfo
-from onebox.trainer_options import SegmentCosts
+from onebox.trainer_options import Numerics, SegmentCosts
 from onebox.wire import TensorSpec
 
 _LOG = logging.getLogger("onebox")
@@ -64,6 +64,7 @@ class CaptureSpec:
         fuse: Whether to fuse activations that are written out as several operators.
         costs: Costs of the model's segments on emulated devices; ``None`` for the plan's predictions.
         reduction: Reduction of the micro-batches' losses to the batch's loss.
+        numerics: Precision and determinism of operators; open values are PyTorch's defaults.
     """
 
     model: nn.Module
@@ -76,6 +77,7 @@ class CaptureSpec:
     fuse: bool = False
     costs: SegmentCosts | None = None
     reduction: LossReduction = None
+    numerics: Numerics = Numerics()
 
 
 def target_type(devices: Iterable[DeviceInfo]) -> str:

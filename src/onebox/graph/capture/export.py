@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from onebox.errors import CaptureError
+from onebox.graph.capture.attention import WholeAttention
 from onebox.graph.capture.host_devices import HostDevices, on_host
 from onebox.graph.capture.joint import Joint, trace
 from onebox.graph.capture.locate import explain
@@ -137,10 +138,12 @@ class _Stateless(nn.Module):
         wrapper: The wrapper.
         name: The class of the model, for error messages.
         example: Inputs and targets, nested; non-tensors in them are passed on unchanged.
+        device_type: The type of device on which the graph is to run.
     """
 
-    def __init__(self, wrapper: Wrapper, name: str, example: tuple[Any, Any]) -> None:
+    def __init__(self, wrapper: Wrapper, name: str, example: tuple[Any, Any], device_type: str) -> None:
         super().__init__()
+        self._attention = contextlib.nullcontext if device_type == "cpu" else WholeAttention
         leaves, self._nesting = pytree.tree_flatten(example)
         self._constants = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
         self._wrapper = (wrapper,)  # in a tuple, so that its tensors are not registered twice
@@ -190,7 +193,14 @@ class _Stateless(nn.Module):
         try:
             for held, key, name in self._places:
                 held[key] = given[name]
-            with WholeRecurrent(), self.calls, HostDevices(), self.calls.layers(wrapper), _assignments_written(wrapper):
+            with (
+                WholeRecurrent(),
+                self._attention(),
+                self.calls,
+                HostDevices(),
+                self.calls.layers(wrapper),
+                _assignments_written(wrapper),
+            ):
                 return self.recorder.run(lambda: wrapper(_apart(inputs), _apart(targets)))
         finally:
             for held, key, tensor in before:
@@ -280,10 +290,18 @@ def capture(
         stack.enter_context(portable_operators(device_type))
         stack.enter_context(quiet())
         stack.enter_context(transparent())
-        module = _Stateless(wrapper, name, example)
+        module = _Stateless(wrapper, name, example, device_type)
         tensors = tuple(leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor))
         try:
-            joint = trace(module, tensors, module.state, module.known, backward=backward, varying=varying or {})
+            joint = trace(
+                module,
+                tensors,
+                module.state,
+                module.known,
+                backward=backward,
+                varying=varying or {},
+                device_type=device_type,
+            )
         except CaptureError:
             raise
         except Exception as error:

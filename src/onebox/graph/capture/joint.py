@@ -27,6 +27,7 @@ from torch.fx import traceback as fx_traceback
 
 from onebox.errors import CaptureError
 from onebox.graph.capture.locate import node_refusal
+from onebox.graph.capture.operator_support import restate, state_gpu_outputs
 from onebox.graph.capture.symbolic_sizes import Symbols, Varying, fake_inputs, with_numbers
 
 
@@ -109,6 +110,7 @@ def trace(
     *,
     backward: bool,
     varying: Varying,
+    device_type: str = "cpu",
 ) -> Joint:
     """Trace a module through AOTAutograd: the user's own forward, custom gradients and hooks run under the tracer.
 
@@ -121,6 +123,7 @@ def trace(
             module, in a hook for example.
         backward: Whether to trace gradients too.
         varying: Sizes of inputs and targets for which there are to be symbols.
+        device_type: The type of device on which the graph is to run.
 
     Raises:
         CaptureError: No parameter gets a gradient, or forward writes to a tensor that is not a buffer.
@@ -135,6 +138,8 @@ def trace(
         graph = joint.graph_module.graph
         _forget_statistics(graph)
         widen_statistics(graph)
+        if device_type != "cpu":
+            state_gpu_outputs(graph)
         outputs = list(_outputs(graph, state))
         constants: dict[str, Tensor] = {}
         inputs = [
@@ -173,27 +178,21 @@ def _forget_statistics(graph: fx.Graph) -> None:
 def widen_statistics(graph: fx.Graph) -> None:
     """Correct the types of statistics where the tracer's differ from the kernels'.
 
-    Those of batch norm with inputs in bfloat16 and weights in float32 are float32, as the weight is, on CPUs and GPUs.
+    Those of batch norm with inputs in bfloat16 and weights in float32 are float32, as the weight is, on CPUs and GPUs;
+    new running statistics are of the type of the old ones, of which they are changed copies.
     The logarithm of attention's sums on CPUs is float64 where the queries are; torch 2.11 says float32.
     """
     for target in (_BATCH_NORM, _BATCH_NORM_OF_EVALUATION):
         for node in graph.find_nodes(op="call_function", target=target):
             weight = node.args[1]
             if isinstance(weight, fx.Node):
-                _make_type(node, (1, 2), weight.meta["val"].dtype)
+                restate(node, {place: node.meta["val"][place].to(weight.meta["val"].dtype) for place in (1, 2)})
+    for node in graph.find_nodes(op="call_function", target=_BATCH_NORM):
+        running = {place: node.args[place] for place in (3, 4) if isinstance(node.args[place], fx.Node)}
+        restate(node, {place: node.meta["val"][place].to(old.meta["val"].dtype) for place, old in running.items()})
     for node in graph.find_nodes(op="call_function", target=_ATTENTION):
         if node.args[0].meta["val"].dtype is torch.float64:
-            _make_type(node, (1,), torch.float64)
-
-
-def _make_type(node: fx.Node, places: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Set the type of some outputs of a node, and of the nodes that name them."""
-    values: dict[Any, Any] = dict(enumerate(node.meta["val"]))
-    for place in places:
-        values[place] = values[place].to(dtype)
-    node.meta["val"] = tuple(values.values())
-    for user in node.users:
-        user.meta["val"] = values[user.args[1]]
+            restate(node, {1: node.meta["val"][1].to(torch.float64)})
 
 
 def _input_port(desc: Any, module: nn.Module, state: Mapping[str, str], constants: dict[str, Tensor]) -> Port:

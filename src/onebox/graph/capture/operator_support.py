@@ -1,6 +1,8 @@
 """Operator support: a graph that runs on every kind of device, and autocast to bfloat16.
 
-A model is captured with CPU tensors, wherever the graph is to run: a client needs no GPU.
+A model is captured with CPU tensors, wherever the graph is to run: a client needs no GPU. The graph of a pool with a
+GPU states the outputs of operators as GPUs make them, and its CPU workers convert their own
+(:mod:`onebox.worker.programs.device_implementation`).
 """
 
 from __future__ import annotations
@@ -10,10 +12,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+
+_aten = torch.ops.aten
+
+_LOW = (torch.bfloat16, torch.float16)
+
+_BATCH_NORMS = (
+    _aten._native_batch_norm_legit.no_stats,
+    _aten._native_batch_norm_legit_functional.default,
+    _aten._native_batch_norm_legit_no_training.default,
+)
 
 _NORMS = {
     functional.layer_norm,
@@ -72,3 +84,32 @@ class _NormsInFloat32(TorchFunctionMode):
 
 def _widened(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype == torch.bfloat16 else value
+
+
+def state_gpu_outputs(graph: fx.Graph) -> None:
+    """State the outputs of operators in a graph as GPUs make them, where those of CPUs differ.
+
+    Statistics of layer norm and batch norm in bfloat16 and float16 are float32; batch norm with running statistics
+    returns them, where CPUs return nothing; log-sigmoid returns no values for its gradient.
+    """
+    for node in graph.find_nodes(op="call_function", target=_aten.native_layer_norm.default):
+        _, *statistics = node.meta["val"]
+        if node.args[0].meta["val"].dtype in _LOW:
+            restate(node, {place: value.to(torch.float32) for place, value in enumerate(statistics, 1)})
+    for target in _BATCH_NORMS:
+        for node in graph.find_nodes(op="call_function", target=target):
+            x = node.args[0].meta["val"]
+            dtype = torch.float32 if x.dtype in _LOW else x.dtype
+            restate(node, {place: x.new_empty(x.shape[1], dtype=dtype) for place in (1, 2)})
+    for node in graph.find_nodes(op="call_function", target=_aten.log_sigmoid_forward.default):
+        restate(node, {1: node.meta["val"][1].new_empty(0)})
+
+
+def restate(node: fx.Node, changed: Mapping[int, Tensor]) -> None:
+    """Set what some outputs of a node are like, and so of the nodes that name them."""
+    values = [changed.get(place, value) for place, value in enumerate(node.meta["val"])]
+    node.meta["val"] = tuple(values)
+    for user in node.users:
+        place = user.args[1]
+        assert isinstance(place, int)
+        user.meta["val"] = values[place]

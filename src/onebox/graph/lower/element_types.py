@@ -12,6 +12,7 @@ from onebox.errors import CaptureError
 from onebox.graph.capture.joint import Joint, Port
 from onebox.graph.capture.locate import place_of_node
 from onebox.graph.lower.lowering import resolve
+from onebox.wire import ATTENTION
 
 _aten = torch.ops.aten
 
@@ -27,6 +28,7 @@ _ALIKE: Mapping[Any, str] = {
     _aten.convolution.default: "a convolution",
     _aten._scaled_dot_product_flash_attention_for_cpu.default: "attention",
     _aten._scaled_dot_product_efficient_attention.default: "attention",
+    ATTENTION: "attention",
 }
 """Operators whose tensors must be of one type, with their names in messages."""
 

@@ -11,6 +11,8 @@ from torch import Tensor, fx
 
 from onebox.graph.capture.locate import node_refusal
 from onebox.wire import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
     Complex,
     DType,
     LayoutArgument,
@@ -33,6 +35,9 @@ _aten = torch.ops.aten
 
 _SAME_VALUE = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh_copy.default}
 """Operators that return their argument: on a functional tape there are no writes to it."""
+
+_DROPOUT: Mapping[Any, int] = {ATTENTION: 3, ATTENTION_BACKWARD: 6}
+"""Operators that draw random numbers only for dropout, and the index of that argument."""
 
 _INSTEAD = {
     _aten.index.Tensor: _aten._unsafe_index.Tensor,
@@ -65,12 +70,21 @@ def widens(node: fx.Node) -> bool:
 
 def draws(node: fx.Node) -> bool:
     """Return whether a node draws random numbers."""
+    if node.target in _DROPOUT:
+        return bool(node.args[_DROPOUT[node.target]])
     return isinstance(node.target, torch._ops.OpOverload) and is_random(node.target)
 
 
 def random_positions(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Number the random operators of a whole graph, in its order."""
-    return {node: number for number, node in enumerate(filter(draws, graph.nodes))}
+    """Number the random operators of a whole graph, in its order.
+
+    The gradient of attention has the number of its forward, whose dropout it draws again.
+    """
+    found: dict[fx.Node, int] = {}
+    for node in filter(draws, graph.nodes):
+        forward = canonical(node.args[4]).args[0] if node.target is ATTENTION_BACKWARD else None
+        found[node] = found.get(forward, len(found))  # type: ignore[arg-type]
+    return found
 
 
 def resolve(node: fx.Node) -> fx.Node:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from onebox.graph.shard.rules import LETTERS, WHOLE, Output, Rule, Specs, numbers, shape
-from onebox.wire import Many, Operator, SlotArgument, overload
+from onebox.wire import ATTENTION, ATTENTION_BACKWARD, Many, Operator, SlotArgument, overload
 
 
 def rule_of(operator: Operator, specs: Specs) -> Rule | None:
@@ -280,11 +280,15 @@ def _attention(*, backward: bool) -> Callable[[Operator, Specs], Rule | None]:
         inputs: dict[int | str, str] = dict.fromkeys(range(head + 3), "bh--")
         if backward:
             inputs |= {4: "bh--", 5: "bh-"}
+        place: int | str = "attn_mask"
         mask = operator.kwargs.get("attn_mask")
+        if operator.name in (str(ATTENTION), str(ATTENTION_BACKWARD)):
+            place = 8 if backward else 5
+            mask = operator.args[place] if len(operator.args) > place else None
         if isinstance(mask, SlotArgument):
             batch = (*shape(operator, head, specs)[:2], 0, 0)
             aligned = _aligned(specs[mask.index].shape, batch)
-            inputs["attn_mask"] = aligned.translate(str.maketrans(LETTERS[:4], "bh--"))
+            inputs[place] = aligned.translate(str.maketrans(LETTERS[:4], "bh--"))
         outputs = [Output("bh--")] * 3 if backward else [Output("bh--"), Output("bh-")]
         return Rule(inputs, outputs)
 
@@ -357,4 +361,6 @@ _RULES: dict[str, Callable[[Operator, Specs], Rule | None]] = {
     "aten.stack.default": _several(new=True),
     "aten._scaled_dot_product_flash_attention_for_cpu.default": _attention(backward=False),
     "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": _attention(backward=True),
+    str(ATTENTION): _attention(backward=False),
+    str(ATTENTION_BACKWARD): _attention(backward=True),
 }

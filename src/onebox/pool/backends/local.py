@@ -98,6 +98,7 @@ class LocalSource:
             quota_bytes=self._quotas[number - self._first],
             faults=faults,
             speed=request.speed,
+            sharing=request.sharing,
             owner=os.getpid(),
             cores=self._cores[number - self._first],
         )

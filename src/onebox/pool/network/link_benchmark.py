@@ -109,8 +109,8 @@ def one_way_s(sent_ns: Sequence[int], answered_ns: Sequence[int], *, clock: bool
 
 
 def have_one_clock(one: DeviceInfo, other: DeviceInfo) -> bool:
-    """Return whether the traces of two devices are comparable: on one host's clock, and with work complete when its
-    time ends."""
+    """Return whether the traces of two devices are comparable to the microsecond: on one host's clock, which the times
+    of a GPU's events only approach."""
     return one.host == other.host and "cuda" not in (one.kind, other.kind)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from onebox.errors import OneboxError, UsageError
+from onebox.pool.devices import nccl_ranks
 from onebox.vgpu.core.metadata import dense
 from onebox.vgpu.core.tensor import Handle, VirtualTensor, wrap
 from onebox.vgpu.dispatch.dispatch import launch
@@ -35,13 +36,16 @@ class Communicator:
         group: The number of the group, whose ranks are those of the workers.
         rank: This rank.
         size: Number of ranks.
+        tagged: Whether messages on different channels may be received in another order than sent, which NCCL, the way
+            between GPUs, does not support.
     """
 
-    def __init__(self, queue: CommandQueue, group: int, rank: int, size: int) -> None:
+    def __init__(self, queue: CommandQueue, group: int, rank: int, size: int, *, tagged: bool = True) -> None:
         self.queue = queue
         self.group = group
         self.rank = rank
         self.size = size
+        self.tagged = tagged
 
     def total(self, tensor: VirtualTensor) -> VirtualTensor:
         """Return the sum of each rank's tensor, in the order of the ranks; the tensor is not modified.
@@ -144,7 +148,8 @@ def form(store: Any, name: str, queue: CommandQueue, rank: int, size: int) -> Co
         workers = [int(store.get(f"{name}/{other}")) for other in range(size)]
         if rank == 0:
             store.set(name, str(queue.pool.form_group(workers, "workers")))
-        return Communicator(queue, int(store.get(name)), rank, size)
+        tagged = not nccl_ranks([queue.pool.devices[worker] for worker in workers])
+        return Communicator(queue, int(store.get(name)), rank, size, tagged=tagged)
     except BaseException:
         _release(queue)
         raise

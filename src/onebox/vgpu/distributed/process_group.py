@@ -298,15 +298,31 @@ class VirtualProcessGroup(_Base):
 
     @_issuing
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Any:
-        """Send a tensor to a rank."""
+        """Send a tensor to a rank.
+
+        Raises:
+            UsageError: GPUs exchange messages without tags.
+        """
+        self._require_tags(tensors, tag)
         for tensor in tensors:
             self._sent([tensor], [peer], 2 * tag)
         return [_same(tensor) for tensor in tensors]
 
     @_issuing
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Any:
-        """Receive a tensor from a rank."""
+        """Receive a tensor from a rank.
+
+        Raises:
+            UsageError: GPUs exchange messages without tags.
+        """
+        self._require_tags(tensors, tag)
         return [self._received(tensor, peer, 2 * tag) for tensor in tensors]
+
+    def _require_tags(self, tensors: Sequence[Tensor], tag: int) -> None:
+        if tag and not all(self._at(tensor).tagged for tensor in tensors):
+            raise UsageError(
+                f"tag={tag}: NCCL has no tags; leave it out, and receive from a rank in its order of sends"
+            )
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> CollectiveWork:
         """Raise an error: the sender must be given.

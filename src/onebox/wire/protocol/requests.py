@@ -15,7 +15,7 @@ from onebox.wire.protocol.groups import FormGroup, LeaveGroup, Reduced, Rendezvo
 from onebox.wire.protocol.instructions import GroupDelays, Options, Step
 from onebox.wire.protocol.snapshots import SlotInstruction, StateEntry
 
-PROTOCOL = 11
+PROTOCOL = 12
 """Version of everything in this file, in ``steps.py``, ``program.py`` and ``state.py``; both sides must agree."""
 
 
@@ -108,7 +108,8 @@ class Run(Message, frozen=True, tag="run"):
             link); ``Reduce`` and ``Gather`` until a waiting reader has the result; ``Offload`` and ``Prefetch`` until
             their copies are complete. An operation that is not waited for by the end of the run ends where it was
             posted. With Gloo and NCCL, a ``Receive`` ends when it is read, and a ``Send`` when it is handed to the
-            library; on a GPU, copies to and from the host end when they are read.
+            library. Times of a GPU are those at which it reaches the instruction's place in its work, within tens of
+            microseconds, however far the host is ahead; a ``Receive`` there ends when its reader may read it.
     """
 
     routine: int
@@ -118,6 +119,25 @@ class Run(Message, frozen=True, tag="run"):
     options: tuple[Options, ...] = ()
     trace: bool = False
     optimizer: int = 0
+
+
+class SetNumerics(Message, frozen=True, tag="numerics"):
+    """Set precision and determinism of operators for the rest of the message; otherwise they are PyTorch's defaults.
+
+    Args:
+        matmul: Precision of products of float32 matrices.
+        tf32_convolutions: Whether cuDNN's convolutions may use TF32.
+        cudnn_benchmark: Whether cuDNN chooses its algorithms by trying them.
+        cudnn_deterministic: Whether cuDNN uses deterministic algorithms only.
+        deterministic: Whether all operators must be deterministic: ``no``, ``warn``, or ``yes``, with which others
+            fail.
+    """
+
+    matmul: Literal["highest", "high", "medium"] = "highest"
+    tf32_convolutions: bool = True
+    cudnn_benchmark: bool = False
+    cudnn_deterministic: bool = False
+    deterministic: Literal["no", "warn", "yes"] = "no"
 
 
 class Shutdown(Message, frozen=True, tag="bye"):
@@ -134,6 +154,7 @@ Instruction = (
     | FormGroup
     | LeaveGroup
     | Retime
+    | SetNumerics
     | Rendezvous
     | Reduced
     | TicketCancelled

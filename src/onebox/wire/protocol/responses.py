@@ -39,7 +39,7 @@ class Hello(Message, frozen=True, tag="hello"):
         device: Such as ``cpu``, ``cuda:0`` or ``sim``.
         name: The device's product name.
         threads: Threads that operators may use.
-        memory_bytes: Memory of the device, or the worker's quota if that is less.
+        memory_bytes: Memory of the device that tensors may take, or the worker's quota if that is less.
         speed: Fraction of full speed of a throttled CPU; for a ``sim`` device, the divisor of costs.
         emulated: Whether its times are artificial: it is throttled, or computes nothing (``sim``).
         capability: Compute capability of a GPU, such as (9, 0); (0, 0) otherwise.

@@ -176,7 +176,7 @@ class Accelerator(Protocol):
         """
 
     def pinned(self, size_bytes: int) -> Tensor:
-        """Return new page-locked bytes of the host, with which copies are asynchronous."""
+        """Return new page-locked bytes of the host, with which copies are asynchronous, in less than a page more."""
 
     def pin(self, memory: Tensor) -> bool:
         """Page-lock existing memory of the host; return whether that was possible.

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onebox.worker.accelerator.api import DeviceIdentity, DeviceMemory, DeviceTensors, gpu_place
+from onebox.worker.accelerator.pinned_pages import locked_pages
 
 _ANCHOR_NS = 1_000_000_000
 """Age at which clocks are compared anew: 20 ppm are 20 µs then; ``elapsed_time``, a float of ms, is exact to 60 ns."""
@@ -91,7 +92,7 @@ class CudaAccelerator(DeviceTensors):
         return tensor.cpu()
 
     def pinned(self, size_bytes: int) -> Tensor:
-        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+        return locked_pages(size_bytes, self)
 
     def pin(self, memory: Tensor) -> bool:
         if not int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)):
@@ -112,8 +113,7 @@ class CudaAccelerator(DeviceTensors):
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def limit(self, size_bytes: int) -> None:
-        share = size_bytes / torch.cuda.get_device_properties(self.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, share), self.device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, size_bytes / self.memory().total_bytes), self.device)
 
     def new_generator(self, seed: int) -> torch.Generator:
         return torch.Generator(self.device).manual_seed(seed)

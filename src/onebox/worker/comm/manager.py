@@ -95,6 +95,18 @@ class GroupManager:
             group.close()
         self._sockets.forget(number)
 
+    def check(self) -> None:
+        """Require that what the device has received is what other ranks have sent, as far as the host knows.
+
+        The host does not wait for operations of NCCL, so that their failures show nowhere else: see
+        :meth:`WorkerGroup.check`.
+
+        Raises:
+            RankLost: An operation of a group has failed or was interrupted.
+        """
+        for group in self._groups.values():
+            group.check()
+
     def interrupt(self, number: int) -> None:
         """End waits for a silent rank of a group; callable from any thread."""
         self._sockets.shut(number)

@@ -13,7 +13,7 @@ from onebox.wire.protocol.instructions import Broadcast, Gather, Receive, Reduce
 from onebox.worker.comm.api import Finish, RankLost, RowRange
 from onebox.worker.comm.manager import GroupManager
 from onebox.worker.memory.buffers import BufferStore
-from onebox.worker.progress import Trace
+from onebox.worker.progress import Moment, Trace
 
 Resolve = Callable[[int], int]
 """Maps a reference to a buffer's number."""
@@ -128,7 +128,7 @@ class PendingBucket:
         shapes: Sequence[torch.Size],
         size_bytes: int,
         finish: Finish,
-        done: Callable[[int], None],
+        done: Callable[[Moment], None],
         into: Sequence[Tensor] = (),
     ) -> None:
         self.size_bytes = size_bytes

@@ -82,13 +82,20 @@ def _kind(error: BaseException) -> Literal["memory", "operator", "peer"]:
     if isinstance(error, RankLost):
         return "peer"
     memory = isinstance(error, QuotaExceeded | torch.OutOfMemoryError | MemoryError)
-    return "memory" if memory or "DefaultCPUAllocator" in str(error) else "operator"
+    return "memory" if memory or _OUT_OF_MEMORY.search(str(error)) else "operator"
 
 
 def _first_lines(error: BaseException, lines: int = 4) -> str:
     text = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return "\n".join(text[:lines])
 
+
+_OUT_OF_MEMORY = re.compile(
+    r"DefaultCPUAllocator|CUDA error: out of memory|CU(?:BLAS|SPARSE|SOLVER)_STATUS_ALLOC_FAILED|CUFFT_ALLOC_FAILED"
+    r"|CUDNN_STATUS_(?:ALLOC|INTERNAL_ERROR_(?:HOST|DEVICE)_ALLOCATION)_FAILED"
+)
+"""Other names of a lack of memory: of PyTorch's allocator on CPUs, of the driver, and of libraries with memory of their
+own, whose exceptions have the class of any other."""
 
 _SIZES = {
     "asked": re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w+)"),

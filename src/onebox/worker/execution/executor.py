@@ -29,8 +29,17 @@ from onebox.wire.protocol.instructions import (
     Send,
     references,
 )
-from onebox.wire.protocol.requests import Define, Instruction, OptimizerSpec, Put, Routine, Run, StoredProgram
-from onebox.wire.protocol.responses import Digest, OptimizerState, Result, Scalars, Tensors, WorkerFailure
+from onebox.wire.protocol.requests import (
+    Define,
+    Instruction,
+    OptimizerSpec,
+    Put,
+    Routine,
+    Run,
+    SetNumerics,
+    StoredProgram,
+)
+from onebox.wire.protocol.responses import Digest, OptimizerState, Tensors, WorkerFailure
 from onebox.wire.protocol.snapshots import Fill, Lay, Read, Recall, Remembered, SlotInstruction, Snapshot, Write
 from onebox.worker.accelerator import DeviceFailed
 from onebox.worker.comm.api import ClientChannel
@@ -39,7 +48,9 @@ from onebox.worker.device import ComputeDevice
 from onebox.worker.execution.collectives import CollectiveExecutor, Communication, Resolve
 from onebox.worker.execution.eager import EagerExecutor, VoidKernel
 from onebox.worker.execution.errors import describe_failure, require_device
+from onebox.worker.execution.numerics import NumericState
 from onebox.worker.execution.optimizer_steps import OptimizerSteps
+from onebox.worker.execution.pending_reply import Outcome, PendingReply
 from onebox.worker.faults import FaultInjector
 from onebox.worker.memory.buffers import BufferStore, Poisoned, QuotaExceeded
 from onebox.worker.memory.host import HostMemory
@@ -66,6 +77,8 @@ class Executor:
         report: Called with each failure, at once and before groups are left.
         quota_bytes: Most bytes of buffers; 0 for no limit.
         faults: Faults to inject, for tests.
+        between: Called between the instructions of a routine on an asynchronous device, to send replies that have
+            become complete.
     """
 
     def __init__(
@@ -76,17 +89,17 @@ class Executor:
         *,
         quota_bytes: int = 0,
         faults: FaultInjector,
+        between: Callable[[], None] | None = None,
     ) -> None:
         self.progress = WorkerProgress()
         self.store = BufferStore(quota_bytes)
         self.host = HostMemory(quota_bytes)
         self.frames_out: list[Any] = []
-        self.times_ns: list[int] = []
-        self.used_bytes: list[int] = []
         self._device = device
         self._channel = channel
         self._report = report
         self._faults = faults
+        self._between = between
         self._definitions: dict[int, Any] = {}
         self._eager = EagerExecutor(device, self.store, self._definitions, self.progress, report)
         accelerator = device.accelerator
@@ -98,11 +111,32 @@ class Executor:
         self._updates = OptimizerSteps(
             device, self.store, self._offloader, self._definition, self._before_update, self.progress
         )
+        self._numerics = NumericState()
         self._trace = Trace()
         self._run = Run(0)
         self._place: tuple[int, int] | None = None  # number of the running routine, and index of its instruction
 
-    def execute(self, instruction: Instruction, frames: Iterator[Any]) -> list[Result]:
+    def begin(self) -> None:
+        """Begin a message: its results are its own, and its operators have PyTorch's precision unless it sets them."""
+        self.frames_out = []
+        self._trace = Trace()
+        self._numerics.use()
+
+    def reply(self, number: int, results: Sequence[Outcome]) -> PendingReply:
+        """Return the reply to a message.
+
+        Args:
+            number: The message's number.
+            results: The results of its instructions.
+        """
+        frames, trace, after = self.frames_out, self._trace, None
+        self.frames_out, self._trace = [], Trace()
+        accelerator = self._device.accelerator
+        if accelerator.asynchronous and (trace.used_bytes or any(map(callable, (*results, *frames)))):
+            after = accelerator.current().record(yields=True)
+        return PendingReply(number, results, frames, trace, after)
+
+    def execute(self, instruction: Instruction, frames: Iterator[Any]) -> Sequence[Outcome]:
         """Execute one instruction; a failure voids the buffers that it would have written and is reported.
 
         Args:
@@ -134,7 +168,7 @@ class Executor:
 
     # ---- running
 
-    def _run_routine(self, run: Run) -> list[Result]:
+    def _run_routine(self, run: Run) -> Sequence[Outcome]:
         routine = self._definitions.get(run.routine)
         if not isinstance(routine, Routine) or len(run.bindings) < routine.bindings:
             return self._cannot_run(run, routine)
@@ -145,11 +179,11 @@ class Executor:
 
         self._run = run
         self._updates.begin(run, routine.steps, self._definitions)
-        self._trace = trace = Trace(self.store if run.trace else None)
-        self.times_ns, self.used_bytes = trace.times_ns, trace.used_bytes
-        results: list[Result] = []
+        self._trace = trace = Trace(self.store if run.trace else None, self._device.accelerator)
+        results: list[Outcome] = []
         nothing: Iterator[Any] = iter(())
         poisoned: Poisoned | None = None
+        between = self._between if self._device.accelerator.asynchronous else None
         for number, step in enumerate(routine.steps):
             self._place = run.routine, number
             trace.begin()
@@ -158,12 +192,15 @@ class Executor:
             except Poisoned as error:
                 poisoned = poisoned or error  # later instructions, such as freeing buffers, still run
             trace.end()
+            if between is not None:
+                between()
+        trace.close()
         self._place = None
         if poisoned is not None:
             raise poisoned
         return results
 
-    def _cannot_run(self, run: Run, routine: object) -> list[Result]:
+    def _cannot_run(self, run: Run, routine: object) -> Sequence[Outcome]:
         """Report a routine that cannot run, and leave the groups in which others would wait for it."""
         groups = self._groups.numbers
         failure = WorkerFailure("protocol", "run", f"routine {run.routine} is not there or lacks bindings")
@@ -176,14 +213,17 @@ class Executor:
             self._groups.abandon(number, failure)
         return []
 
-    def _guarded(self, instruction: Instruction, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+    def _guarded(self, instruction: Instruction, frames: Iterator[Any], resolve: Resolve) -> Sequence[Outcome]:
         """Execute an instruction; convert its exceptions to void buffers and a report."""
         progress = self.progress
         progress.executed += 1
         progress.doing = type(instruction).__name__.lower()
         try:
             self._faults.before(progress)
-            return self._handlers[type(instruction)](self, instruction, frames, resolve)
+            results = self._handlers[type(instruction)](self, instruction, frames, resolve)
+            if isinstance(instruction, _ANSWERED):
+                self._groups.check()  # after a wait for the device, which an interrupted operation ends with any values
+            return results
         except Poisoned as error:
             self._void(instruction, error.failure, resolve)
             if isinstance(instruction, _ANSWERED):
@@ -228,7 +268,7 @@ class Executor:
 
     # ---- one method for each instruction
 
-    def _define(self, define: Define, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+    def _define(self, define: Define, frames: Iterator[Any], resolve: Resolve) -> Sequence[Outcome]:
         what, deferred = define.what, None
         if isinstance(what, OptimizerSpec) and what.succeeds:
             there = define.number in self._definitions
@@ -261,7 +301,7 @@ class Executor:
         state = [from_frame(one.value, next(frames)) for one in spec.state if isinstance(one.value, TensorSpec)]
         return self._device.optimizer(spec, self.store.many(spec.parameters), state, self.host)
 
-    def _put(self, put: Put, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+    def _put(self, put: Put, frames: Iterator[Any], resolve: Resolve) -> Sequence[Outcome]:
         packed = put.packed or ("",) * len(put.specs)
         for number, spec, codec in zip(put.buffers, put.specs, packed, strict=True):
             frame = next(frames)
@@ -275,7 +315,7 @@ class Executor:
                 self.store.put(number, made)
         return []
 
-    def _call(self, call: Call, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+    def _call(self, call: Call, frames: Iterator[Any], resolve: Resolve) -> Sequence[Outcome]:
         tape, store, device = self._definition(call.program, CompiledProgram), self.store, self._device
         program, run = tape.program, self._run
         if len(call.inputs) != len(program.inputs) or len(call.outputs) != len(program.outputs):
@@ -309,19 +349,19 @@ class Executor:
         device.pace(start_ns, tape.cost_s, self.progress)
         return []
 
-    def _free(self, free: Free, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+    def _free(self, free: Free, frames: Iterator[Any], resolve: Resolve) -> Sequence[Outcome]:
         for reference in free.buffers:
             self.store.forget(resolve(reference))
         for number in free.definitions:
             self._undefine(number)
         return []
 
-    def _get(self, get: Get, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+    def _get(self, get: Get, frames: Iterator[Any], resolve: Resolve) -> Sequence[Outcome]:
         tensors = [rows_of(self.store.get(resolve(number)), get.first, get.rows) for number in get.buffers]
         self.frames_out += [self._device.read(tensor) for tensor in tensors]
         return [Tensors(tuple(spec_of(tensor) for tensor in tensors))]
 
-    def _run_on_slots(self, what: SlotInstruction, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+    def _run_on_slots(self, what: SlotInstruction, frames: Iterator[Any], resolve: Resolve) -> Sequence[Outcome]:
         if isinstance(what, Recall) and isinstance(
             deferred := self._definitions.get(what.optimizer), DeferredOptimizer
         ):
@@ -329,7 +369,7 @@ class Executor:
             return []
         return self._snapshots.run(what, frames, self.frames_out)
 
-    def _ask(self, ask: Ask, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+    def _ask(self, ask: Ask, frames: Iterator[Any], resolve: Resolve) -> Sequence[Outcome]:
         if ask.about in ("memory", "peak"):
             return [self._snapshots.memory(anew=ask.about == "peak")]
         if ask.about == "slots":
@@ -341,20 +381,20 @@ class Executor:
         tensors = [self.store.get(resolve(reference)) for reference in ask.buffers]
         if ask.about == "digest":
             return [Digest(self._device.digest(tensors))]
-        return [Scalars(tuple(self._device.scalar(tensor) for tensor in tensors))]
+        return [self._device.scalars(tensors)]
 
-    def _exchange(self, what: Communication, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+    def _exchange(self, what: Communication, frames: Iterator[Any], resolve: Resolve) -> Sequence[Outcome]:
         self._collectives.run(what, resolve, self._trace)
         return []
 
-    def _move(self, what: Offload | Evict | Prefetch, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+    def _move(self, what: Offload | Evict | Prefetch, frames: Iterator[Any], resolve: Resolve) -> Sequence[Outcome]:
         self._offloader.run(what, [resolve(reference) for reference in what.buffers], self._trace)
         return []
 
-    def _optimize(self, step: OptimizerStep, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+    def _optimize(self, step: OptimizerStep, frames: Iterator[Any], resolve: Resolve) -> Sequence[Outcome]:
         return self._updates.step(step, resolve, self._run, self._trace)
 
-    def _branch(self, branch: Branch, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+    def _branch(self, branch: Branch, frames: Iterator[Any], resolve: Resolve) -> Sequence[Outcome]:
         deferred = self._definitions.get(branch.optimizer)
         if branch.behind and isinstance(deferred, DeferredOptimizer) and resolve is _same:
             self._updates.expect(branch, deferred.numbers)
@@ -363,35 +403,39 @@ class Executor:
             self._updates.branch(branch, resolve)
         return []
 
-    def _rename(self, rename: Rename, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+    def _rename(self, rename: Rename, frames: Iterator[Any], resolve: Resolve) -> Sequence[Outcome]:
         self._updates.rename(rename, resolve)
         return []
 
     def _before_update(self) -> None:
         """Separate replies and copies from buffers that are about to be written in place."""
-        self.frames_out = [bytes(frame) for frame in self.frames_out]
+        self.frames_out = [frame if callable(frame) else bytes(frame) for frame in self.frames_out]
         self._snapshots.before_update()
         self._offloader.settle()
 
-    def _run_eager(self, what: EagerWork, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+    def _run_eager(self, what: EagerWork, frames: Iterator[Any], resolve: Resolve) -> Sequence[Outcome]:
         self._before_update()
         start_ns = time.monotonic_ns()
         results = self._eager.run(what)
         self._device.pace(start_ns, 0.0, self.progress)
         return results
 
-    def _form(self, form: FormGroup, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+    def _form(self, form: FormGroup, frames: Iterator[Any], resolve: Resolve) -> Sequence[Outcome]:
         return [self._groups.form(form)]
 
-    def _leave_group(self, leave: LeaveGroup, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+    def _leave_group(self, leave: LeaveGroup, frames: Iterator[Any], resolve: Resolve) -> Sequence[Outcome]:
         self._snapshots.leave(leave.group)
         self._groups.leave(leave.group)
         return []
 
-    def _retime(self, retime: Retime, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+    def _retime(self, retime: Retime, frames: Iterator[Any], resolve: Resolve) -> Sequence[Outcome]:
         if retime.speed:
             self._device.retime(retime.speed)
         self._groups.retime(retime.links)
+        return []
+
+    def _set_numerics(self, what: SetNumerics, frames: Iterator[Any], resolve: Resolve) -> Sequence[Outcome]:
+        self._numerics.use(what)
         return []
 
     def _definition(self, number: int, kind: type[_Kind]) -> _Kind:
@@ -413,7 +457,7 @@ class Executor:
             self._handlers[type(instruction)](self, instruction, iter(()), _same)
         return optimizer
 
-    _handlers: dict[type[Any], Callable[..., list[Result]]] = {  # noqa: RUF012
+    _handlers: dict[type[Any], Callable[..., Sequence[Outcome]]] = {  # noqa: RUF012
         Define: _define,
         Put: _put,
         Call: _call,
@@ -430,6 +474,7 @@ class Executor:
         FormGroup: _form,
         LeaveGroup: _leave_group,
         Retime: _retime,
+        SetNumerics: _set_numerics,
     }
 
 

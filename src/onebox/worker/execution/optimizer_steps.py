@@ -12,9 +12,9 @@ from onebox.errors import WireError
 from onebox.wire import spec_of
 from onebox.wire.protocol.instructions import Branch, OptimizerStep, Options, Rename
 from onebox.wire.protocol.requests import Run
-from onebox.wire.protocol.responses import Result, Scalars
 from onebox.worker.device import ComputeDevice
 from onebox.worker.execution.collectives import Resolve
+from onebox.worker.execution.pending_reply import Outcome
 from onebox.worker.memory.buffers import BufferStore
 from onebox.worker.memory.offload import Offloader
 from onebox.worker.optimizer.delay_compensation import AHEAD
@@ -75,7 +75,7 @@ class OptimizerSteps:
         self._changes.pop(optimizer, None)
         self._applied.pop(optimizer, None)
 
-    def step(self, step: OptimizerStep, resolve: Resolve, run: Run, trace: Trace) -> list[Result]:
+    def step(self, step: OptimizerStep, resolve: Resolve, run: Run, trace: Trace) -> list[Outcome]:
         """Execute a step of an optimizer.
 
         Returns:
@@ -115,7 +115,7 @@ class OptimizerSteps:
         if ahead:
             self.versions.renewed(step.optimizer, chosen, [(n, self._store.get(n)) for n in ahead])
         self._device.pace(start_ns, optimizer.cost_of(chosen), self._progress)
-        return [*([] if found is None else [Scalars((found,))]), *([] if delays is None else [delays])]
+        return [*([] if found is None else [self._device.scalars([found])]), *([] if delays is None else [delays])]
 
     def overwrite(self, number: int, made: Tensor, definitions: Iterable[object]) -> None:
         """Overwrite a buffer in place; its optimizers continue from the new elements.

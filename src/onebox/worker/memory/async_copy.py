@@ -23,7 +23,7 @@ from torch import Tensor
 from onebox.cost import ACCELERATOR_BPS
 from onebox.worker.accelerator import Accelerator, Event
 from onebox.worker.faults import FaultInjector
-from onebox.worker.progress import WorkerProgress, wait_until
+from onebox.worker.progress import Moment, WorkerProgress, wait_until
 
 WAIT_S = 300.0
 """Longest duration of a copy; after that it has failed."""
@@ -34,8 +34,8 @@ _JOIN_S = 5.0
 class PendingCopy(Protocol):
     """A copy in progress."""
 
-    def wait(self) -> int:
-        """Order the device's next work after the copy; return the time since which it is known to be complete.
+    def wait(self) -> Moment:
+        """Order the device's next work after the copy; return the time of its completion, as far as that is known.
 
         Raises:
             RuntimeError: It failed.
@@ -229,10 +229,10 @@ class StreamCopy:
         self.event = event
         self._accelerator = accelerator
 
-    def wait(self) -> int:
-        """Order the device's next work after the copy; return the present time."""
+    def wait(self) -> Moment:
+        """Order the device's next work after the copy; return its event."""
         self.order()
-        return time.monotonic_ns()
+        return self.event
 
     def finish(self) -> None:
         """Wait on the host until it is complete."""
@@ -276,7 +276,7 @@ class CopyStream:
                 target.copy_(source, non_blocking=True)
                 if hold:
                     self._accelerator.keep(source, self.stream)
-        return StreamCopy(self._accelerator, self.stream.record(yields=self._yields))
+        return StreamCopy(self._accelerator, self.stream.record(timed=True, yields=self._yields))
 
     def settle(self) -> None:
         """Order the device's next work after all copies."""

@@ -20,13 +20,13 @@ from onebox.worker.faults import FaultInjector
 from onebox.worker.memory.async_copy import AsyncCopier, PendingCopy, copier_for
 from onebox.worker.memory.buffers import BufferStore
 from onebox.worker.memory.host import HostMemory
-from onebox.worker.progress import Trace, WorkerProgress
+from onebox.worker.progress import Moment, Trace, WorkerProgress
 
 _SPARE = 2
 """Limit of spare blocks as a multiple of the peak use: sizes recur in each step, and new memory costs as much as a copy
 (pages of the host have to be cleared, pinned ones locked)."""
 
-OnCopied = Callable[[int], None]
+OnCopied = Callable[[Moment], None]
 
 
 class HostBlockPool:
@@ -243,7 +243,7 @@ class Offloader:
         known = [number for number in numbers if self._store.away(number) is not None]
         if known:
             raise WireError(f"buffer {known[0]} is being copied to the host's memory already")
-        done = _last_of(trace.later())
+        done = trace.later()
         groups: dict[int, dict[int, Tensor]] = {}
         for number, tensor in tensors.items():
             groups.setdefault(tensor.untyped_storage()._cdata, {})[number] = tensor
@@ -272,7 +272,7 @@ class Offloader:
                 raise WireError(f"buffer {number} is on the device; only what was evicted can be prefetched")
             copy = self._copy(number)
             groups.setdefault(copy, {})[number] = copy.views[number]
-        done = _last_of(trace.later())
+        done = trace.later()
         for copy, views in groups.items():
             self._store.reserve(copy.block.numel())
             flat = self._accelerator.empty((copy.block.numel(),), torch.uint8)
@@ -291,15 +291,3 @@ class Offloader:
 def _bytes_of(tensor: Tensor) -> Tensor:
     """Return all bytes of a tensor's storage."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-
-
-def _last_of(done: OnCopied) -> OnCopied:
-    """Return a callback that records the latest of several times."""
-    latest = 0
-
-    def note(at_ns: int) -> None:
-        nonlocal latest
-        latest = max(latest, at_ns)
-        done(latest)
-
-    return note

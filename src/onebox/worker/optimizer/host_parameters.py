@@ -27,6 +27,7 @@ def runs(tensors: Sequence[Tensor], most_bytes: int = RUN_BYTES) -> list[range]:
     """Divide tensors into runs of at most the given bytes; a larger tensor is a run of its own.
 
     Example:
+        >>> import torch
         >>> runs([torch.zeros(2), torch.zeros(2), torch.zeros(9), torch.zeros(1)], 16)
         [range(0, 2), range(2, 3), range(3, 4)]
     """
@@ -38,6 +39,20 @@ def runs(tensors: Sequence[Tensor], most_bytes: int = RUN_BYTES) -> list[range]:
             start, size_bytes = index, 0
         size_bytes += tensor.nbytes
     return [*found, range(start, len(tensors))] if tensors else found
+
+
+def _starts(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
+    """Return the offset of each tensor in memory for all of them, and its size."""
+    starts, end = [], 0
+    for tensor in tensors:
+        starts.append(end)
+        end += -(-tensor.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+    return starts, end
+
+
+def _over(memory: Tensor, start: int, like: Tensor) -> Tensor:
+    """Return a part of memory as a tensor of the type and shape of another."""
+    return memory[start : start + like.nbytes].view(like.dtype).view(like.shape)
 
 
 class HostParameters:
@@ -53,22 +68,22 @@ class HostParameters:
         self._accelerator = accelerator
         self.parameters = list(parameters)
         self._copies = CopyStream(accelerator) if accelerator.asynchronous else None
-        self.tensors = [accelerator.pinned(p.nbytes).view(p.dtype).view(p.shape).copy_(p) for p in parameters]
+        starts, whole_bytes = _starts(parameters)
+        self._memory = accelerator.pinned(whole_bytes)
+        self.tensors = [_over(self._memory, start, p).copy_(p) for p, start in zip(parameters, starts, strict=True)]
         self._runs = runs(self.tensors, run_bytes)
         self._starts: list[int] = []
         longest = 0
         for run in self._runs:
-            end = 0
-            for index in run:
-                self._starts.append(end)
-                end += -(-self.tensors[index].nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
-            longest = max(longest, end)
+            starts, run_bytes = _starts([self.tensors[index] for index in run])
+            self._starts += starts
+            longest = max(longest, run_bytes)
         self._landings = [accelerator.pinned(longest) for _ in self._runs[:2]]
 
     @property
     def size_bytes(self) -> int:
         """Bytes of the copies and of the gradient buffers."""
-        return sum(tensor.nbytes for tensor in (*self.tensors, *self._landings))
+        return sum(memory.nbytes for memory in (self._memory, *self._landings))
 
     def move(self, index: int, place: Tensor) -> None:
         """Relocate a parameter from its next step on, which overwrites all of it."""
@@ -114,8 +129,7 @@ class HostParameters:
         landing = self._landings[number % 2]
         landed = []
         for index in run:
-            gradient, start = gradients[index], self._starts[index]
-            landed.append(landing[start : start + gradient.nbytes].view(gradient.dtype).view(gradient.shape))
+            landed.append(_over(landing, self._starts[index], gradients[index]))
         return landed, self._copy([(gradients[index], place) for index, place in zip(run, landed, strict=True)])
 
     def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> StreamCopy | None:

@@ -132,7 +132,7 @@ class NativeOptimizer:
         *,
         members: Sequence[int] = (),
         late: bool = False,
-    ) -> float | None:
+    ) -> Tensor | None:
         """Update parameters.
 
         Args:
@@ -161,7 +161,7 @@ class NativeOptimizer:
         if not stepped <= self._counted:
             self._counted |= stepped
             self._count()
-        return None if norm is None else float(self._accelerator.to_host(norm))
+        return norm
 
     def chosen(self, members: Sequence[int]) -> Sequence[int]:
         """Return the positions of the parameters denoted by ``members``.
@@ -189,8 +189,15 @@ class NativeOptimizer:
             for run in runs(gradients):  # copies of all at once would take as much memory as the gradients
                 few = [gradients[place] for place in run]
                 if factor is not None:
-                    few = [gradient * factor.to(gradient.dtype) for gradient in few]
+                    few = self._scaled(few, factor)
                 apply([chosen[place] for place in run], few)
+
+    def _scaled(self, gradients: list[Tensor], factor: Tensor) -> list[Tensor]:
+        """Return gradients times a factor; by one call for all where each call has a kernel to launch."""
+        kinds = {gradient.dtype for gradient in gradients}
+        if self._accelerator.asynchronous and len(kinds) == 1:
+            return list(torch._foreach_mul(gradients, factor.to(kinds.pop())))
+        return [gradient * factor.to(gradient.dtype) for gradient in gradients]
 
     def _apply(self, members: Sequence[int], gradients: Sequence[Tensor], late: bool) -> None:
         """Update some parameters; the others, without gradients, stay unchanged."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -25,12 +26,15 @@ from onebox.forking import signal_at_end_of_parent
 from onebox.wire import Connection, KeyPair, codecs, configure, decode_envelope, detect_dead_peers, encode, listen, send
 from onebox.wire.protocol.groups import Reduced, Rendezvous, TicketCancelled
 from onebox.wire.protocol.requests import PROTOCOL, Envelope, Shutdown
-from onebox.wire.protocol.responses import Hello, Reply, Result, WorkerFailure, WorkerMessage
+from onebox.wire.protocol.responses import Hello, Reply, WorkerFailure, WorkerMessage
 from onebox.worker.accelerator import DeviceFailed
 from onebox.worker.comm.api import RankLost
 from onebox.worker.device import ComputeDevice
 from onebox.worker.emulated import EmulatedDevice
+from onebox.worker.execution.errors import describe_failure, require_device
 from onebox.worker.execution.executor import Executor
+from onebox.worker.execution.numerics import CUBLAS_BUFFERS
+from onebox.worker.execution.pending_reply import Outcome, PendingReply
 from onebox.worker.faults import Fault, FaultInjector
 from onebox.worker.memory.buffers import Poisoned
 from onebox.worker.process.heartbeat import HeartbeatThread
@@ -41,6 +45,9 @@ SEND_TIMEOUT_S = 300.0
 """Longest time that a client may leave messages unread; the end of a client is detected in other ways."""
 
 _DEAF = f"the client has taken nothing for {SEND_TIMEOUT_S:.0f} s; this worker ends"
+
+_POLL_S = 1e-4
+"""Interval at which an asynchronous device is asked whether replies are complete, while no message comes."""
 
 _PR_SET_NAME = 15
 
@@ -62,6 +69,7 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
         last_port: Last of the allowed TCP ports.
         owner: Process id of the owner with which it ends; 0 for its parent.
         cores: Cores of its operators; empty for any.
+        sharing: Workers of its pool on its GPU; each has an equal part of the memory unless it has a quota.
     """
 
     device: str
@@ -77,6 +85,7 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     last_port: int = 0
     owner: int = 0
     cores: tuple[int, ...] = ()
+    sharing: int = 1
 
     @property
     def ports(self) -> range:
@@ -109,8 +118,9 @@ class WorkerServer:
             self._device,
             self,
             self._report,
-            quota_bytes=self._device.quota_bytes(config.quota_bytes),
+            quota_bytes=self._device.quota_bytes(config.quota_bytes, config.sharing),
             faults=FaultInjector(config.faults),
+            between=self._send_complete,
         )
         self._watcher = HeartbeatThread(
             self._context,
@@ -130,6 +140,7 @@ class WorkerServer:
         self._link = Connection(self._socket, self._transmit, self.ports.commands, own=True)
         self._deferred: deque[tuple[Envelope, Sequence[Any]]] = deque()
         self._answers: dict[int, tuple[Rendezvous | Reduced | TicketCancelled, Sequence[Any]]] = {}
+        self._replies: deque[PendingReply] = deque()
         self._tickets = 0
         self._number = 0
         self._failed = False
@@ -231,7 +242,12 @@ class WorkerServer:
         while True:
             now_s = time.monotonic()
             link.flush(now_s)
+            self._send_complete()
             until_s = min(end_s, link.due_s)
+            if self._replies:
+                if not self._socket.poll(0):
+                    time.sleep(_POLL_S)
+                until_s = now_s
             patience_ms = -1 if until_s == math.inf else max(0, math.ceil((until_s - now_s) * 1000))
             self._socket.setsockopt(zmq.RCVTIMEO, patience_ms)  # cheaper than a poll followed by a receive
             try:
@@ -263,11 +279,12 @@ class WorkerServer:
         """Execute one message and reply to it; return whether to continue."""
         machine = self.machine
         self._number, self._failed = envelope.number, False
-        results: list[Result] = []
-        machine.times_ns, machine.used_bytes, machine.frames_out = [], [], []
+        results: list[Outcome] = []
+        machine.begin()
         left = iter(frames)
         for instruction in envelope.instructions:
             if isinstance(instruction, Shutdown):
+                self._send_all()
                 return False
             try:
                 results += machine.execute(instruction, left)
@@ -278,10 +295,34 @@ class WorkerServer:
             if any(True for _ in left):
                 self._report(WorkerFailure("protocol", "message", "it has more frames than its instructions need"))
         if envelope.answer and not self._failed:
-            traced = tuple(machine.times_ns), tuple(machine.used_bytes)
-            reply = Reply(envelope.number, tuple(results), None, *traced)
-            self.send_to_client(reply, machine.frames_out)
+            self._replies.append(machine.reply(envelope.number, results))
+            self._send_complete()
         return True
+
+    def _send_complete(self) -> None:
+        """Send the replies that are complete, in their order.
+
+        Raises:
+            DeviceFailed: The device can do no more work in this process.
+        """
+        while self._replies:
+            reply = self._replies[0]
+            try:
+                if not reply.complete:
+                    return
+                message, frames = reply.message()
+            except Exception as error:
+                require_device(self._device, error, "run")
+                message, frames = Reply(reply.number, (), describe_failure(error, "run")), []
+            self._replies.popleft()
+            self.send_to_client(message, frames)
+
+    def _send_all(self) -> None:
+        """Wait for all replies, and send them."""
+        if self._replies:
+            with contextlib.suppress(Exception):  # reported by the replies
+                self._replies[-1].wait()
+            self._send_complete()
 
     def _report(self, failure: WorkerFailure) -> None:
         """Report a failure to the client, once for each message."""
@@ -306,6 +347,7 @@ def main(owner: int = 0, watched: Sequence[int] = ()) -> None:
         sys.stdin.fileno(),
         *(watched or (os.pidfd_open(owner),)),
     )  # a fork of the owner keeps the first open
+    os.environ.setdefault(*CUBLAS_BUFFERS)
     config = msgspec.json.decode(_first_line(owner_descriptors[0]), type=WorkerConfig)
     if config.owner not in (0, owner):
         raise SystemExit(f"process {config.owner}, which started this worker, has ended")

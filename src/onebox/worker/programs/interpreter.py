@@ -27,6 +27,7 @@ from onebox.wire import (
 )
 from onebox.worker.optimizer.fused_kernels import exactly
 from onebox.worker.programs.arguments import ValueIndex, by_keyword, constant, picker
+from onebox.worker.programs.device_implementation import device_implementation
 from onebox.worker.programs.kernels import OutputLayout
 from onebox.worker.programs.matmul_dispatch import faster_implementation
 from onebox.worker.progress import WorkerProgress
@@ -187,7 +188,9 @@ class CompiledProgram:
         run = (
             by_keyword(run, tuple(named))
             if named
-            else faster_implementation(operator, self._specs, self._device) or run
+            else device_implementation(operator, self._specs, self._device)
+            or faster_implementation(operator, self._specs, self._device)
+            or run
         )
         within = operator.outs[0] not in self._given_out  # no operator writes there, so that nothing needs a copy
         if operator.name == "aten.clone.default" and keywords.get("memory_format") in _FORMATS and within:

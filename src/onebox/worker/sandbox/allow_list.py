@@ -16,7 +16,7 @@ import torch
 from torch._ops import OpOverload
 
 from onebox.errors import WireError
-from onebox.wire import RECURRENT, RECURRENT_BACKWARD, is_known, overload
+from onebox.wire import ATTENTION, ATTENTION_BACKWARD, RECURRENT, RECURRENT_BACKWARD, is_known, overload
 
 PROGRAMS = "operators.txt"
 """The list of operators of programs."""
@@ -123,7 +123,7 @@ def eager_by_rule(operator: OpOverload) -> bool:
 
 def names_by_rule(rule: Callable[[OpOverload], bool] = allowed_by_rule) -> list[str]:
     """Return the names of all operators of this torch that a rule admits, sorted."""
-    own = (RECURRENT, RECURRENT_BACKWARD)
+    own = (ATTENTION, ATTENTION_BACKWARD, RECURRENT, RECURRENT_BACKWARD)
     names = {str(operator) for operator in own if rule(operator)}
     for schema in torch._C._jit_get_all_schemas():
         if schema.name.startswith("aten::"):

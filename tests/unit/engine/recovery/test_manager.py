@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -18,12 +19,13 @@ REFUSED = UsageError("not like this")
 
 def manager(located: list[Exception] | None = None) -> RecoveryManager:
     return RecoveryManager(
-        cast(Pool, None),
+        cast(Pool, SimpleNamespace(devices=())),
         cast(RecoverableRun, None),
         cast(OverlapScheduler, None),
         None,
         (located if located is not None else []).append,
         in_flight=1,
+        deterministic=False,
         checkpoint=None,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import pairwise
 
 import pytest
@@ -240,3 +241,6 @@ def test_a_story_is_one_line() -> None:
         assert part in line
     assert "redid 9 steps from the snapshot after step 31" in line
     assert "was ended by signal 9" in line
+    assert "last bits" not in line
+    assert "which may differ in the last bits" in str(dataclasses.replace(story, exact=False))
+    assert "last bits" not in str(dataclasses.replace(story, exact=False, redone=0))

@@ -33,7 +33,7 @@ class Rigs:
         results = rig.do(*instructions, frames=[bytes(frame) for frame in frames])
         assert not rig.failures
         future: Future[WorkerReply] = Future()
-        future.set_result(WorkerReply(tuple(results), [bytes(frame) for frame in rig.machine.frames_out], ()))
+        future.set_result(WorkerReply(tuple(results), [bytes(frame) for frame in rig.frames_out], ()))
         return future
 
     @property

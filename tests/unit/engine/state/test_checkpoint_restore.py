@@ -22,6 +22,10 @@ from tests.trainer_arguments import grouped
 from tests.unit.engine.conftest import Pools
 from tests.unit.engine.state.test_checkpoint_files import manifest
 
+NUMERICS = onebox.Numerics(
+    matmul="highest", tf32_convolutions=False, cudnn_benchmark=True, cudnn_deterministic=True, deterministic="warn"
+)
+
 
 class Scale(nn.Module):
     """A loss with a parameter of its own."""
@@ -178,7 +182,7 @@ def test_options_are_those_of_the_checkpoint_unless_given(tmp_path: Path, pools:
         "stale": onebox.StaleGradients(correction="none", warm_up=2),
         "recovery": None,
         "staging": onebox.Staging(ahead=0),
-        "engine": onebox.Engine(check_every=7),
+        "engine": onebox.Engine(check_every=7, numerics=NUMERICS),
     }
     with onebox.Trainer(model, loss, optimizer, pool=pools(1), **options) as trainer:
         trainer.save(tmp_path)
@@ -193,7 +197,7 @@ def test_options_are_those_of_the_checkpoint_unless_given(tmp_path: Path, pools:
         "stale": None,
         "recovery": "auto",
         "staging": onebox.Staging(),
-        "engine": onebox.Engine(fuse=True),
+        "engine": onebox.Engine(fuse=True, numerics=NUMERICS),
     }
     with onebox.Trainer.resume(tmp_path, model, loss, optimizer, pool=pools(1), **given) as trainer:
         assert {name: getattr(trainer, name) for name in given} == given

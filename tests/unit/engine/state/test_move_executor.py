@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
+from onebox.engine.compile.order_check import TransferRules, WorkerInstructions, order_faults
 from onebox.engine.recovery.snapshot_fetch import SnapshotFetch
 from onebox.engine.state.move_executor import (
     PeerExchange,
@@ -53,7 +56,7 @@ def filled(rigs: Rigs, worker: int, wanted: Sequence[WantedPart], places: Sequen
     rigs.post(worker, [Fill(numbers, tuple(each.spec for each in wanted), tuple(places))])
     (listing,) = rigs.rigs[worker].do(Get(numbers))
     assert isinstance(listing, Tensors)
-    frames = [bytes(frame) for frame in rigs.rigs[worker].machine.frames_out]
+    frames = [bytes(frame) for frame in rigs.rigs[worker].frames_out]
     return [from_frame(spec, frame) for spec, frame in zip(listing.specs, frames, strict=True)]
 
 
@@ -195,3 +198,47 @@ def test_a_worker_sends_its_parts_before_it_receives_any() -> None:
         2: [Send(3, 9, 1, 0), Receive(1, spec, 9, 1, 0)],
         5: [Send(1, 9, 0, 0), Receive(3, spec, 9, 0, 0)],
     }
+
+
+# ---- transfers between workers have no tags between GPUs
+
+
+@given(st.data())
+@settings(max_examples=100, deadline=None)
+def test_any_migration_is_in_one_order(data: st.DataObject) -> None:
+    """Parts of one size, of which any worker may need any: each is received as the part that is sent."""
+    names, workers = (
+        [f"w{number}" for number in range(data.draw(st.integers(1, 6)))],
+        range(data.draw(st.integers(2, 4))),
+    )
+    owners = {name: data.draw(st.sets(st.sampled_from(workers), min_size=1)) for name in names}
+
+    def layout(held: Mapping[str, set[int]]) -> StateLayout:
+        return StateLayout(parts={w: [StateItem(name, "", 0) for name in names if w in held[name]] for w in workers})
+
+    moves = plan_moves(layout(owners), layout({name: data.draw(st.sets(st.sampled_from(workers))) for name in names}))
+    specs = {10 + number: TensorSpec("float32", (4, 1 + number % 3)) for number in range(len(names))}
+    exchange = PeerExchange(group=1, members=tuple(workers))
+    for move in data.draw(st.permutations(moves)):
+        number = 10 + names.index(move.item.name)
+        exchange.carry(move, number, specs[number])
+
+    def faults(rules: TransferRules | None = None) -> list[str]:
+        posted = {w: WorkerInstructions(instructions=i, specs=specs) for w, i in exchange.instructions.items()}
+        return [fault.kind for fault in order_faults(posted, {1: tuple(workers)}, rules or TransferRules())]
+
+    assert not faults()
+    both = {(move.source, move.target) for move in moves} & {(move.target, move.source) for move in moves}
+    assert bool(both) <= bool(faults(TransferRules(paired=True))), "one communicator for both directions would hang"
+    for received in exchange.received.values():
+        first, *rest = received
+        assert isinstance(first, Receive)
+        other = [
+            each for each in rest if isinstance(each, Receive) and (each.peer, each.spec) != (first.peer, first.spec)
+        ]
+        for each in other[:1]:
+            if each.peer == first.peer:
+                received.remove(each)
+                received.insert(0, each)
+                assert "mismatch" in faults()
+                return

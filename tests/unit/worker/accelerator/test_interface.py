@@ -30,7 +30,7 @@ from tests.unit.machines import Rig, define, elementwise
 from tests.unit.programs import HOST
 from tests.unit.ranks import run_ranks
 
-ROOT = Path(onebox.worker.__file__).parent
+PACKAGE = Path(onebox.worker.__file__).parent
 ATTRIBUTES = {"cuda", "is_cuda", "is_pinned", "pin_memory", "record_stream"}
 
 
@@ -80,10 +80,10 @@ def test_every_use_of_cuda_is_found(line: str) -> None:
 
 
 def test_only_the_interface_knows_cuda() -> None:
-    files = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT / "accelerator")
+    files = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE / "accelerator")
     assert len(files) > 60
-    assert {str(path.relative_to(ROOT)): lines for path in files if (lines := uses_of_cuda(path.read_text()))} == {}
-    (cuda,) = (path for path in (ROOT / "accelerator").iterdir() if "torch.cuda." in path.read_text())
+    assert {str(path.relative_to(PACKAGE)): lines for path in files if (lines := uses_of_cuda(path.read_text()))} == {}
+    (cuda,) = (path for path in (PACKAGE / "accelerator").iterdir() if "torch.cuda." in path.read_text())
     assert cuda.name == "cuda.py"
     assert len(cuda.read_text().splitlines()) < 120
 

@@ -13,12 +13,14 @@ import torch
 import torch.distributed as dist
 
 from onebox.wire import TensorSpec, spec_of
-from onebox.wire.protocol.groups import FormGroup
+from onebox.wire.protocol.groups import FormGroup, LeaveGroup
 from onebox.worker.comm import nccl
 from onebox.worker.comm.api import RankLost, WorkerGroup
 from onebox.worker.comm.hybrid import HybridGroup
 from onebox.worker.comm.manager import GroupManager
+from onebox.worker.memory.buffers import Poisoned
 from onebox.worker.progress import WorkerProgress
+from tests.unit.machines import Rig
 from tests.unit.programs import HOST
 from tests.unit.ranks import Hub, HubChannel
 from tests.unit.worker.comm.modelled_nccl import ModelledNccl
@@ -217,8 +219,9 @@ def test_a_wait_for_a_silent_rank_ends_when_it_is_interrupted(library: ModelledN
             with pytest.raises(RankLost):
                 rank.group.reduce([torch.ones(1)])
             with pytest.raises(RankLost):
-                rank.group.check()
+                rank.manager.check()
             rank.manager.leave(3)
+            rank.manager.check()
         finally:
             waiting.set()
         return "ended", time.monotonic() - before_s
@@ -345,3 +348,29 @@ def test_a_large_group_has_as_many_communicators_as_a_small_one(library: Modelle
 
 def test_nine_gpus_all_reach_each_other() -> None:
     assert len(set(nccl.directions(9))) == 9 * 8
+
+
+def test_a_value_that_is_read_after_an_interruption_is_an_error(library: ModelledNccl, ended: list[str]) -> None:
+    """The wait for the device ends with whatever is in its memory."""
+    hub, formed = Hub(), threading.Barrier(2)
+
+    def one(number: int) -> None:
+        library.here.gpu = number
+        rig = Rig()
+        channel = OwnedChannel(hub, number)
+        for name in ("send_to_client", "await_ticket", "new_ticket"):
+            setattr(rig, name, getattr(channel, name))
+        rig.put(b1=torch.ones(1))
+        rig.do(FormGroup(3, number, 2, "gloo", "127.0.0.1", 20.0, nccl=(0, 1)))
+        assert rig.get(1).tolist() == [1]
+        rig.machine.interrupt(3)
+        with pytest.raises(Poisoned, match="does not answer"):
+            rig.get(1)
+        assert [failure.kind for failure in rig.failures] == ["peer"]
+        formed.wait(20)
+        rig.do(LeaveGroup(3))
+        assert rig.get(1).tolist() == [1]
+        rig.machine.close()
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(one, range(2)))

@@ -90,7 +90,7 @@ def test_a_trace_tells_waiting_from_working() -> None:
             routine = Routine((Receive(2, SPEC, GROUP, 0), Call(100, (1,), (3,)), Call(100, (2,), (4,))), 0)
         rig.do(Define(50, routine), Run(50, trace=True))
         assert rig.failures == []
-        return rig.machine.times_ns
+        return rig.times_ns
 
     sender, receiver = run(rank, links=True)
     assert len(sender) == 4
@@ -112,7 +112,7 @@ def test_links_change_between_runs(kind: str) -> None:
             rig.do(Retime(links=(EmulatedLink(0, 1 - number, latency_s, float("inf")), EmulatedLink(0, 99, 9.0, 1.0))))
             rig.do(Run(50, trace=True))
             assert rig.failures == []
-            lasted.append((rig.machine.times_ns[1] - rig.machine.times_ns[0]) / 1e9)
+            lasted.append((rig.times_ns[1] - rig.times_ns[0]) / 1e9)
             rig.do(Reduce((1,), OTHER), Call(100, (1,), (3,)))  # both are done
         return lasted
 
@@ -138,7 +138,7 @@ def test_what_came_before_it_was_asked_for_is_there_at_once() -> None:
             rig.do(Reduce((1,), GROUP), Call(100, (1,), (3,)))  # by now it has come
             rig.do(Define(50, Routine((Receive(2, SPEC, GROUP, 0), Call(100, (2,), (4,))), 0)), Run(50, trace=True))
         assert rig.failures == []
-        return rig.machine.times_ns
+        return rig.times_ns
 
     times = run(rank)[1]
     assert times[0] == times[1] <= times[2] <= times[3]
@@ -152,7 +152,7 @@ def test_a_trace_of_a_collective_lasts_until_its_result_is_there(kind: str) -> N
             rig.put(b2=torch.ones(1))
         rig.do(Define(50, Routine((collective, Call(100, (1,), (3,))), 0)), Run(50, trace=True))
         assert rig.failures == []
-        return rig.machine.times_ns
+        return rig.times_ns
 
     passes = 2 if kind == "reduce" else 1
     for times in run(rank, links=True):
@@ -234,7 +234,7 @@ def test_an_owner_steps_and_all_have_what_it_made_of_the_parameter() -> None:
         results = rig.do(Get((3,)), Reduce((1,), GROUP, 1), *step, Broadcast((3,), GROUP, 1), Get((3,)))
         assert rig.failures == []
         assert len(results) == 2
-        before, after = (torch.frombuffer(bytearray(frame), dtype=torch.float32) for frame in rig.machine.frames_out)
+        before, after = (torch.frombuffer(bytearray(frame), dtype=torch.float32) for frame in rig.frames_out)
         assert rig.machine.store.get(3) is kept
         assert rig.used == kept.nbytes
         return [before.tolist(), after.tolist()]

@@ -233,7 +233,7 @@ def test_an_answer_is_as_of_its_place_in_the_stream(rig: Rig) -> None:
     rig.put(b12=ONES * 2)
     rig.do(Define(9, BlockSpec((2, 0, 1), 2, (), 0)), Replay(9, (13, 11), ()))
     rig.do(Get((11,)), Operate((2, 11, 12)), Get((11,)), Replay(9, (11, 12), ()), Get((11,)))
-    values = [torch.frombuffer(bytearray(frame), dtype=torch.float64)[0].item() for frame in rig.machine.frames_out]
+    values = [torch.frombuffer(bytearray(frame), dtype=torch.float64)[0].item() for frame in rig.frames_out]
     assert values == [1.0, 2.0, 4.0]
 
 

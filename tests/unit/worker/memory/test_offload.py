@@ -239,7 +239,7 @@ def test_views_of_several_storages_and_nothing_at_all(rig: Rig) -> None:
 def test_a_trace_ends_when_the_copies_were_made(rig: Rig) -> None:
     steps = (Offload((2, 3, 4)), Call(100, (1,), (5,)), Evict((2, 3, 4)), Prefetch((2, 3, 4)), Call(100, (2,), (6,)))
     rig.do(Define(200, Routine((*steps, Free((5, 6))), 0)), Run(200, trace=True))
-    times = rig.machine.times_ns
+    times = rig.times_ns
     assert len(times) == 12
     assert all(start <= end for start, end in zip(times[::2], times[1::2], strict=True))
     assert times[1] <= times[5], "an eviction ends before its copy"
@@ -272,7 +272,7 @@ def test_a_device_without_values_takes_as_long_as_the_way_would() -> None:
     rig.do(define(103, filled(large)), Call(103, (), (1,)), Call(103, (), (2,)))
     steps = (Offload((1,)), Offload((2,)), Evict((1, 2)), Prefetch((2,)), Prefetch((1,)), Offload((1,)))
     rig.do(Define(200, Routine(steps, 0)), Run(200, trace=True))
-    times = rig.machine.times_ns
+    times = rig.times_ns
     seconds = [(end - start) / 1e9 for start, end in zip(times[::2], times[1::2], strict=True)]
     way_s = large.size_bytes / ACCELERATOR_BPS
     assert seconds[0] >= 0.99 * way_s

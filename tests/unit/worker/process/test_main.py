@@ -6,6 +6,7 @@ import os
 import random
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,13 +18,14 @@ import zmq
 from onebox.wire import TensorSpec, configure, decode_worker_message, encode, from_frame, new_keys, to_frame
 from onebox.wire.protocol.groups import FormGroup, Reduced, Rendezvous, TicketCancelled
 from onebox.wire.protocol.instructions import Ask, Call, Get, Reduce
-from onebox.wire.protocol.requests import PROTOCOL, Envelope, Instruction, Put, Shutdown
+from onebox.wire.protocol.requests import PROTOCOL, Define, Envelope, Instruction, Put, Routine, Run, Shutdown
 from onebox.wire.protocol.responses import Contribution, Hello, Left, Lookup, Reply, Scalars, Tensors
 from onebox.worker import WorkerConfig
 from onebox.worker.process import main
 from onebox.worker.process.main import Ports, WorkerServer
 from onebox.worker.progress import WorkerProgress
 from tests.unit.machines import define, elementwise
+from tests.unit.worker.late_device import LateDevice
 
 SPEC = TensorSpec("float32", (2,))
 VALUES = torch.tensor([1.0, -2.0])
@@ -263,3 +265,34 @@ def test_a_configuration_does_not_show_its_secret() -> None:
     config = WorkerConfig("cpu", 2, keys.public, keys.secret, keys.public)
     assert keys.secret not in repr(config)
     assert keys.secret not in f"{config}"
+
+
+def test_the_next_step_is_queued_before_the_device_has_done_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An asynchronous device's replies wait for its values, and nothing else does; they keep their order."""
+    device = LateDevice()
+    monkeypatch.setattr("onebox.worker.device.accelerator_for", lambda name: device)
+    client = Client()
+    try:
+        assert isinstance(client.receive()[0], Hello)
+        client.ask(put(), Define(50, Routine((Ask("memory"),), 0)), frames=[FRAME])
+        executed = client.server.machine.progress.executed
+        device.current().work(0.5)
+        begin_s = time.monotonic()
+        first, second = client.tell(Get((1,))), client.tell(Ask("memory"))
+        third = client.tell(Run(50, trace=True))
+        while client.server.machine.progress.executed < executed + 3:
+            assert time.monotonic() < begin_s + 0.4
+            time.sleep(0.001)
+        assert client.socket.poll(0) == 0
+        replies = [client.receive() for _ in range(3)]
+        assert [reply.number for reply, _ in replies] == [first, second, third]
+        assert time.monotonic() >= begin_s + 0.5
+        assert torch.equal(from_frame(SPEC, bytes(replies[0][1][0])), VALUES)
+        start_ns, end_ns = replies[2][0].times_ns
+        assert begin_s + 0.4 < start_ns / 1e9 <= end_ns / 1e9
+        device.current().work(0.2)
+        last = client.tell(Get((1,)))
+        client.tell(Shutdown(), answer=False)
+        assert client.receive()[0].number == last
+    finally:
+        client.close()

@@ -69,7 +69,7 @@ def state_of(rig: Rig) -> tuple[tuple[StateEntry, ...], list[Tensor]]:
     (listing,) = rig.do(Ask("optimizer", (7,)))
     assert isinstance(listing, OptimizerState)
     specs = [entry.value for entry in listing.entries if isinstance(entry.value, TensorSpec)]
-    frames = [bytes(frame) for frame in rig.machine.frames_out]
+    frames = [bytes(frame) for frame in rig.frames_out]
     return listing.entries, [from_frame(spec, frame) for spec, frame in zip(specs, frames, strict=True)]
 
 
@@ -146,7 +146,7 @@ def test_a_slot_is_read_and_written_in_parts(rig: Rig) -> None:
     frames = []
     for start, size in ((0, 40), (40, 8)):
         rig.do(Read(20, start, size))
-        frames.append(bytes(rig.machine.frames_out[0]))
+        frames.append(bytes(rig.frames_out[0]))
     rig.do(Write(21, 40, 64), Write(21, 0, 64), frames=frames[::-1])
     rig.do(Fill((5,), (spec_of(X),), ((21, 0),)))
     assert torch.equal(rig.get(5), X)

@@ -7,13 +7,14 @@ The sharding spec decides whether all holders of a parameter apply them, or its 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal
 
 from onebox.engine.compile.batch_job import BatchJob, BufferNumbers
 from onebox.engine.compile.phase_emission import PhaseCall, emit
 from onebox.engine.compile.routine import InstructionLabel
 from onebox.engine.compile.update.collectives import GroupReduction, RoutineScope
+from onebox.engine.partition.gradient_buckets import BUCKET_BYTES, GPU_BUCKET_BYTES
 from onebox.engine.partition.optimizer_sharding import GradientBucket, buckets_by_owner
 from onebox.engine.partition.phase_programs import PhaseProgram
 from onebox.engine.partition.sharding_spec import Members, ShardingSpec, all_workers_group
@@ -38,6 +39,7 @@ class Gradients:
         trained: Names of the trained parameters, in the optimizer's order.
         model: Returns the programs for a micro-batch size.
         max_norm: Gradient clipping norm; 0 for none.
+        gpus: The workers that are GPUs, which exchange larger buckets among each other.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Gradients:
         trained: Sequence[str],
         model: ModelPrograms,
         max_norm: float,
+        gpus: Collection[int] = (),
     ) -> None:
         self.holdings = holdings
         self.numbers = numbers
@@ -72,7 +75,12 @@ class Gradients:
                 if len(members) > 1:
                     shared.setdefault(members, []).append(name)
         self.buckets = {
-            members: buckets_by_owner(names, self.specs, functools.partial(holdings.owner, members))
+            members: buckets_by_owner(
+                names,
+                self.specs,
+                functools.partial(holdings.owner, members),
+                GPU_BUCKET_BYTES if all(worker in gpus for worker in members) else BUCKET_BYTES,
+            )
             for members, names in shared.items()
         }
         self._additions: dict[tuple[TensorSpec, ...], Program] = {}

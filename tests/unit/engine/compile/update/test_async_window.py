@@ -31,6 +31,7 @@ from onebox.wire.protocol.instructions import (
     Step,
 )
 from onebox.wire.protocol.requests import Routine
+from tests.unit.engine.compile.test_order_check import SKEWED
 from tests.unit.engine.nets import Lowered, lower, plan, stage
 
 PLANS: dict[str, Plan] = {
@@ -309,7 +310,7 @@ LENGTHS = st.lists(st.integers(1, 4), min_size=1, max_size=3)
 @given(lengths=LENGTHS, seed=st.integers(0, 99))
 def test_stale_windows(name: str, lengths: list[int], seed: int) -> None:
     """Each action once; forward and backward of a step with the weights before the last update; nothing ever blocks."""
-    lowered = lower(PLANS[name], SIZE, max_norm=float(seed % 2), overlap="stale")
+    lowered = lower(PLANS[name], SIZE, max_norm=float(seed % 2), overlap="stale", untagged=seed % 3 == 0)
     check(lowered, "stale", lengths, random.Random(seed))
 
 
@@ -318,10 +319,19 @@ def test_stale_windows(name: str, lengths: list[int], seed: int) -> None:
 @given(lengths=LENGTHS, seed=st.integers(0, 99))
 def test_exact_windows(name: str, lengths: list[int], seed: int) -> None:
     """Each action of a step with the weights of all updates before; in a group all do the same in one order."""
-    lowered = lower(EXACT[name], SIZE, max_norm=float(seed % 2), overlap="exact")
+    lowered = lower(EXACT[name], SIZE, max_norm=float(seed % 2), overlap="exact", untagged=seed % 3 == 0)
     check(lowered, "exact", lengths, random.Random(seed))
 
 
 def test_a_step_is_smaller_than_the_stages_are_many() -> None:
     for size in (2, 4, 6):
         check(lower(PLANS["four stages"], size, overlap="stale"), "stale", (3, 2), random.Random(size))
+
+
+@pytest.mark.parametrize("made", SKEWED)
+@settings(deadline=None, max_examples=6)
+@given(lengths=LENGTHS, seed=st.integers(0, 99))
+def test_windows_whose_messages_have_no_tags(made: tuple[Plan, int], lengths: list[int], seed: int) -> None:
+    """Receives that are in the window before their reader, and sends that wait for another one, change nothing."""
+    plan, size = made
+    check(lower(plan, size, overlap="stale", untagged=True), "stale", lengths, random.Random(seed))

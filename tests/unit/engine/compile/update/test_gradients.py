@@ -136,7 +136,7 @@ def _all_zero(program: Program) -> bool:
 
 def test_sums_begin_while_backward_is_running(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bucket that is complete travels while the rest is computed; with earlier micro-batches nothing is cut."""
-    monkeypatch.setattr("onebox.engine.partition.gradient_buckets.fill_buckets.__defaults__", (100,))
+    monkeypatch.setattr("onebox.engine.compile.update.gradients.BUCKET_BYTES", 100)
     lowered = lower(Plan.data_parallel([0, 1], [1.0, 1.0], micro_batch=2), 8)
     steps, labels = steps_of(lowered, 0), lowered.routines[0].labels
     calls = [label.action for step, label in zip(steps, labels, strict=True) if isinstance(step, Call)]
@@ -221,6 +221,18 @@ def _finish(lowered: Lowered, holdings: ShardingSpec, *, worker: int, actions: S
     WorkerGradients(gradients, scope)
     WorkerUpdate(gradients, builder, worker).finish()
     return builder.steps
+
+
+def test_gpus_exchange_larger_buckets_among_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    lowered = lower(Plan.data_parallel([0, 1], [1.0, 1.0], micro_batch=2), 8)
+    monkeypatch.setattr("onebox.engine.compile.update.gradients.BUCKET_BYTES", 1)
+
+    def buckets(*gpus: int) -> int:
+        trained, model = lowered.trained, lowered.model
+        made = Gradients(lowered.holdings, lowered.numbers, trained=trained, model=model, max_norm=0.0, gpus=gpus)
+        return sum(map(len, made.buckets.values()))
+
+    assert [buckets(), buckets(0), buckets(0, 1)] == [len(lowered.trained), len(lowered.trained), 1]
 
 
 def test_a_gradient_that_a_worker_does_not_hold_is_an_error_and_not_left_out() -> None:
