@@ -29,7 +29,7 @@ from onebox.engine.workload.parameter_groups import Optimizers
 from onebox.errors import CaptureError
 from onebox.graph import ModelPrograms
 from onebox.plan import MicroBatch, Plan
-from onebox.pool import DeviceInfo, nccl_ranks
+from onebox.pool import DeviceInfo
 from onebox.pool.network.emulated import LinkMap
 from onebox.wire import DTYPES
 
@@ -105,7 +105,7 @@ class Probe:
 
 
 def untagged_groups(plan: Plan, groups: Mapping[Members, int], devices: Sequence[DeviceInfo]) -> Mapping[int, Members]:
-    """Return the groups that may use NCCL, which has no tags: those of GPUs alone.
+    """Return the groups that may use NCCL, which has no tags: those with two GPUs.
 
     Args:
         plan: The plan.
@@ -115,7 +115,7 @@ def untagged_groups(plan: Plan, groups: Mapping[Members, int], devices: Sequence
     if plan.sync != "workers":
         return {}
     return {
-        number: members for members, number in groups.items() if nccl_ranks([devices[member] for member in members])
+        number: members for members, number in groups.items() if sum(devices[member].nccl for member in members) > 1
     }
 
 
