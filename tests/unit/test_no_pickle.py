@@ -43,11 +43,13 @@ METHODS = {
 
 
 REPLACED = {
+    "graph/capture/attention.py": {"types.FunctionType"},
     "vgpu/distributed/ranks.py": {"torch.multiprocessing.spawn", "torch.multiprocessing.spawn.ProcessRaisedException"},
     "vgpu/cuda_alias/subsystems.py": {"torch.multiprocessing"},
     "vgpu/integration/serialization.py": {"multiprocessing.reduction", "multiprocessing.reduction.ForkingPickler"},
 }
-"""Names that scripts use and that are given something else to do here: ranks are threads, and nothing is pickled."""
+"""Names that scripts use and that are given something else to do here: ranks are threads, and nothing is pickled. And a
+function of PyTorch itself that is called with another attention."""
 
 
 def sources() -> list[Path]:

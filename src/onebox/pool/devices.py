@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ class DeviceInfo:
         capability: Compute capability of a GPU, such as (9, 0); (0, 0) for others.
         processors: Streaming multiprocessors of a GPU; 0 for others.
         nccl: Whether it is a GPU whose worker has NCCL.
+        gpu: Identity of a GPU, equal for several workers on it and for its MIG slices; empty where unknown.
         instructions: Instruction sets of the processor that its worker uses.
         cores: Cores of its host that its worker may use, shared or not; see :attr:`onebox.pool.Pool.cores`.
         codecs: Compression codecs that its worker accepts for frames.
@@ -57,6 +59,7 @@ class DeviceInfo:
     codecs: tuple[str, ...] = ()
     host_bytes: int = 0
     host_free_bytes: int = field(default=0, compare=False)  # differs at every start
+    gpu: str = field(default="", compare=False)  # differs at every start of its host
 
     @property
     def kind(self) -> str:
@@ -113,4 +116,18 @@ def welcome(handle: WorkerHandle, future: Future[Hello]) -> DeviceInfo:
         codecs=hello.codecs,
         host_bytes=hello.host_bytes,
         host_free_bytes=hello.host_free_bytes,
+        gpu=hello.gpu,
     )
+
+
+def nccl_ranks(members: Sequence[DeviceInfo]) -> tuple[int, ...]:
+    """Return the ranks of a group that use NCCL among themselves: one for each GPU, as NCCL refuses a GPU twice.
+
+    Args:
+        members: The devices, by rank.
+    """
+    first: dict[str, int] = {}
+    for rank, device in enumerate(members):
+        if device.nccl and device.gpu:
+            first.setdefault(device.gpu, rank)
+    return tuple(first.values()) if len(first) > 1 else ()

@@ -23,7 +23,7 @@ from onebox.pool.backends.local import LOCAL_HOST
 from onebox.pool.client.connection import WorkerReply
 from onebox.pool.client.loop import ClientLoop
 from onebox.pool.core_usage import HostCores, host_cores
-from onebox.pool.devices import DeviceInfo
+from onebox.pool.devices import DeviceInfo, nccl_ranks
 from onebox.pool.discovery import cores
 from onebox.pool.errors import raise_first
 from onebox.pool.network.client_bandwidth import ClientBandwidth
@@ -176,8 +176,8 @@ class Pool:
 
         Args:
             workers: Members; their order gives the ranks.
-            via: ``workers`` for transfers from worker to worker: through memory where they find that they can share it,
-                by NCCL among CUDA devices, else by Gloo. ``client`` for sums that the client computes.
+            via: ``workers`` for transfers from worker to worker: by NCCL among different GPUs, through memory where
+                they find that they can share it, else by Gloo. ``client`` for sums that the client computes.
             aside: Whether it is for background transfers between host memories.
             number: Its number, from :meth:`new_number`; 0 for a new one.
 
@@ -229,11 +229,9 @@ class Pool:
             )
         if "sim" in kinds and via == "client":
             raise UsageError("sim devices have no values that a client could add up; let their sums go via workers")
-        backend: Literal["gloo", "nccl", "client"] = "gloo"
-        if via == "client":
-            backend = "client"
-        elif not aside and not tagged and all(self.devices[worker].nccl for worker in workers):
-            backend = "nccl"  # even if this client has no NCCL
+        backend: Literal["gloo", "client"] = "client" if via == "client" else "gloo"
+        by_nccl = via == "workers" and not aside and not tagged and not any(links)  # even if this client has no NCCL
+        nccl = nccl_ranks([self.devices[worker] for worker in workers]) if by_nccl else ()
         shared = backend == "gloo" and (self.shared or "sim" in kinds or any(links))
         addresses = [self.devices[worker].address for worker in workers]
         with self._forming_lock:  # workers form groups in the order of the requests, which has to be one order
@@ -241,7 +239,7 @@ class Pool:
             self._forming[group] = asked = [
                 self.post(
                     worker,
-                    [FormGroup(group, rank, len(workers), backend, address, GROUP_S, shared, links[rank], aside)],
+                    [FormGroup(group, rank, len(workers), backend, address, GROUP_S, shared, links[rank], aside, nccl)],
                     answer=True,
                 )
                 for rank, (worker, address) in enumerate(zip(workers, addresses, strict=True))

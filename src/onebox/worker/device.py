@@ -6,6 +6,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ from onebox.worker.system.instruction_sets import used_instruction_sets
 
 PASSING_BYTES = 64 << 20
 """Memory of a GPU worker besides its buffers and an eighth of them: libraries' workspaces are of 8 to 32 MiB."""
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 RESERVE_BYTES = 512 << 20
 """Memory of a GPU that tensors must leave: for NCCL (``NCCL_BUFFSIZE``, 4 MiB, for each neighbour and each of up to 32
@@ -193,6 +196,16 @@ class ComputeDevice:
         """
         found = self.accelerator.identity()
         return found.capability, found.multiprocessors, "nccl" in self.accelerator.backends
+
+    def gpu(self) -> str:
+        """Return the identity of a GPU: its host, since its start, and its place there; empty for others, and where it
+        is unknown.
+        """
+        place = self.accelerator.identity().place
+        try:
+            return f"{_BOOT.read_text().strip()}/{place}" if place else ""
+        except OSError:
+            return ""
 
     def instructions(self) -> InstructionSets:
         """Return the instruction sets that this process uses."""

@@ -306,19 +306,37 @@ def test_groups_that_threads_form_at_once_are_begun_in_one_order(pool: Pool, mon
 
 
 @pytest.mark.parametrize(
-    ("nccl", "more", "backend"),
+    ("gpus", "more", "ranks"),
     [
-        ((True, True), {}, "nccl"),
-        ((True, False), {}, "gloo"),
-        ((True, True), {"aside": True}, "gloo"),
-        ((True, True), {"tagged": True}, "gloo"),
+        (("a", "b"), {}, (0, 1)),
+        (("a", ""), {}, ()),
+        (("a", "b"), {"aside": True}, ()),
+        (("a", "b"), {"tagged": True}, ()),
+        (("a", "a"), {}, ()),
+        (("", "a", "b", "a"), {}, (1, 2)),
+    ],
+    ids=[
+        "two GPUs",
+        "one GPU",
+        "for host memory",
+        "for messages with tags",
+        "one GPU twice",
+        "a CPU, and two GPUs of which one twice",
     ],
 )
-def test_what_workers_meet_by_is_what_all_of_them_have(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch, nccl: tuple[bool, bool], more: dict[str, bool], backend: str
+def test_different_gpus_whose_workers_have_nccl_use_it(
+    open_pool: OpenPool,
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: tuple[str, ...],
+    more: dict[str, bool],
+    ranks: tuple[int, ...],
 ) -> None:
     """Not what this client's own PyTorch has, which is not between them."""
-    devices = [replace(each, device="cuda:0", nccl=has) for each, has in zip(pool.devices, nccl, strict=False)]
+    pool = open_pool(len(gpus))
+    devices = [
+        replace(each, device="cuda:0" if gpu else "cpu", nccl=bool(gpu), gpu=gpu)
+        for each, gpu in zip(pool.devices, gpus, strict=True)
+    ]
     formed: list[Any] = []
 
     def post(worker: int, instructions: list[Any], answer: bool = False) -> Future[WorkerReply]:
@@ -329,9 +347,9 @@ def test_what_workers_meet_by_is_what_all_of_them_have(
 
     monkeypatch.setattr(pool, "devices", devices)
     monkeypatch.setattr(pool, "post", post)
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: backend != "nccl")
-    raise_first(pool.begin_group((0, 1), "workers", number=pool.new_number(), **more))
-    assert [(form.backend, form.shared) for form in formed] == [(backend, backend == "gloo")] * 2
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: not ranks)
+    raise_first(pool.begin_group(range(len(gpus)), "workers", number=pool.new_number(), **more))
+    assert [(form.backend, form.nccl) for form in formed] == [("gloo", ranks)] * len(gpus)
 
 
 @pytest.mark.parametrize("via", ["workers", "client"])

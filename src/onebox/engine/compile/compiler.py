@@ -105,7 +105,7 @@ class Probe:
 
 
 def untagged_groups(plan: Plan, groups: Mapping[Members, int], devices: Sequence[DeviceInfo]) -> Mapping[int, Members]:
-    """Return the groups that may use NCCL, which has no tags: those of GPUs alone.
+    """Return the groups that may use NCCL, which has no tags: those with two GPUs.
 
     Args:
         plan: The plan.
@@ -114,7 +114,9 @@ def untagged_groups(plan: Plan, groups: Mapping[Members, int], devices: Sequence
     """
     if plan.sync != "workers":
         return {}
-    return {number: members for members, number in groups.items() if all(devices[member].nccl for member in members)}
+    return {
+        number: members for members, number in groups.items() if sum(devices[member].nccl for member in members) > 1
+    }
 
 
 class Compiler:

@@ -50,6 +50,7 @@ class Hello(Message, frozen=True, tag="hello"):
         codecs: Supported compression of frames.
         host_bytes: Host memory that it may use for data that would otherwise be on the device.
         host_free_bytes: Free memory of its host at its start.
+        gpu: Identity of a GPU: its host, since when, and its place on the bus; empty for others, and where unknown.
     """
 
     protocol: int
@@ -68,6 +69,7 @@ class Hello(Message, frozen=True, tag="hello"):
     codecs: tuple[str, ...] = ()
     host_bytes: int = 0
     host_free_bytes: int = 0
+    gpu: str = ""
 
 
 class WorkerFailure(Message, frozen=True, tag="failure"):

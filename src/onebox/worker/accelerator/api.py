@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,11 +25,28 @@ class DeviceIdentity:
         product: Its product name.
         capability: Compute capability of a GPU; zeros for others.
         multiprocessors: Streaming multiprocessors of a GPU; 0 for others.
+        place: Place of a GPU in its host; see :func:`gpu_place`.
     """
 
     product: str
     capability: tuple[int, int] = (0, 0)
     multiprocessors: int = 0
+    place: str = ""
+
+
+def gpu_place(properties: Any) -> str:
+    """Return what tells a GPU from others: its address on the bus, which NCCL, too, takes for its identity.
+
+    MIG slices of a GPU have UUIDs of their own, but one address.
+
+    Args:
+        properties: Its properties, by CUDA. Those of an earlier torch lack the address: the place is then the UUID, or
+            nothing for a MIG slice.
+    """
+    address = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    if None not in address:
+        return ":".join(map(str, address))
+    return "" if " MIG " in properties.name else str(properties.uuid)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onebox.worker.accelerator.api import DeviceIdentity, DeviceMemory
+from onebox.worker.accelerator.api import DeviceIdentity, DeviceMemory, gpu_place
 from onebox.worker.accelerator.cuda_graph import GraphCapture
 from onebox.worker.accelerator.pinned_pages import locked_pages
 
@@ -69,7 +69,7 @@ class CudaAccelerator(GraphCapture):
 
     def identity(self) -> DeviceIdentity:
         found = torch.cuda.get_device_properties(self.device)
-        return DeviceIdentity(found.name, (found.major, found.minor), found.multi_processor_count)
+        return DeviceIdentity(found.name, (found.major, found.minor), found.multi_processor_count, gpu_place(found))
 
     def current(self) -> _CudaStream:
         return _CudaStream(torch.cuda.current_stream(self.device), self)

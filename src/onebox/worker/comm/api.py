@@ -101,6 +101,13 @@ class WorkerGroup(Protocol):
             rows: Number of rows of each chunk; empty if it is sent whole.
         """
 
+    def check(self) -> bool:
+        """Return whether operations go on without the host: waits for them do not fail with them.
+
+        Raises:
+            RankLost: Such an operation has failed, or has been interrupted, so that its result is undefined.
+        """
+
     def interrupt(self) -> None:
         """End waits for other ranks, as far as shutting down sockets does not.
 

@@ -6,6 +6,7 @@ the client.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -20,14 +21,20 @@ from onebox.wire import TensorSpec, dtype_name, from_frame, spec_of, to_frame
 from onebox.wire.protocol.groups import FormGroup, Rendezvous
 from onebox.wire.protocol.responses import Contribution, Joined, Lookup
 from onebox.worker.accelerator import Accelerator
-from onebox.worker.comm.api import Begun, ClientChannel, Finish, ReceivedTensor, RowRange
+from onebox.worker.comm.api import Begun, ClientChannel, Finish, RankLost, ReceivedTensor, RowRange
 
 
 class ChannelStore(dist.Store):
-    """A key-value store at the client, for the rendezvous of one group."""
+    """A key-value store at the client, for the rendezvous of one group.
+
+    It serves the thread that forms the group, which owns the channel. Threads of ``ProcessGroupNCCL`` use its store
+    besides, to announce failures to each other and to look for such announcements, at any time until they end; what
+    they write is dropped, and what they look for is not there.
+    """
 
     def __init__(self, channel: ClientChannel, group: int, timeout_s: float) -> None:
         super().__init__()
+        self._owner = threading.get_ident()
         self._channel = channel
         self._group = group
         self._timeout_s = timeout_s
@@ -62,6 +69,10 @@ class ChannelStore(dist.Store):
         self._timeout_s = timeout.total_seconds()
 
     def _ask(self, action: Any, keys: list[str], value: bytes = b"") -> bytes:
+        if threading.get_ident() != self._owner:
+            if action in ("set", "check", "delete"):
+                return b""
+            raise RankLost("the store of a group is asked by a thread that has not formed it")
         ticket = self._channel.new_ticket()
         self._channel.send_to_client(Lookup(ticket, self._group, action, tuple(keys), value))
         if action == "set":
@@ -122,6 +133,10 @@ class ClientGroup:
     def receive(self, spec: TensorSpec, peer: int, channel: int, rows: Sequence[int] = ()) -> Finish:
         """Refuse: the client does not forward tensors."""
         raise WireError("a group at the client has no way from worker to worker")
+
+    def check(self) -> bool:
+        """Return false: nothing goes on without the host."""
+        return False
 
     def interrupt(self) -> None:
         """Do nothing: the client replies, with an error if nothing will arrive."""

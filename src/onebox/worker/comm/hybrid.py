@@ -1,58 +1,60 @@
-"""Groups over several hosts: shared memory within a host, sockets between hosts."""
+"""Groups whose ranks reach each other in two ways: by memory or NCCL where they can, and by any other way."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
 from onebox.wire import TensorSpec
 from onebox.wire.protocol.responses import Joined
-from onebox.worker.comm.api import Begun, Finish, RowRange
-from onebox.worker.comm.shm.group import ShmGroup
-from onebox.worker.comm.torch_dist import TorchDistGroup
+from onebox.worker.comm.api import Begun, Finish, RowRange, WorkerGroup
 
 
 class HybridGroup:
-    """A group that uses shared memory or sockets between two ranks, and sockets for collectives.
+    """A group that sends to some ranks in one way and to the others in another.
 
-    All messages between two ranks use one path, so that they arrive in order.
+    All messages between two ranks use one way, so that they arrive in order.
 
     Args:
-        near: The part of the group that shares memory.
-        whole: The whole group, over sockets.
+        near: The preferred way to some ranks.
+        peers: Those ranks; the same choice is made on both sides.
+        whole: A way to all ranks.
+        collectives: The way of collectives, which is one of all ranks.
     """
 
-    def __init__(self, near: ShmGroup, whole: TorchDistGroup) -> None:
+    def __init__(self, near: WorkerGroup, peers: Collection[int], whole: WorkerGroup, collectives: WorkerGroup) -> None:
         self._near = near
-        self._all = whole
-        self._ranks = frozenset(near.joined.near)
+        self._whole = whole
+        self._collectives = collectives
+        self._peers = frozenset(peers)
 
     @property
     def rank(self) -> int:
         """This worker's rank."""
-        return self._near.rank
+        return self._whole.rank
 
     @property
     def joined(self) -> Joined:
         """Return the ranks that share memory with this one."""
-        return self._near.joined
+        shared = self._near.joined
+        return shared if shared != Joined() else self._whole.joined
 
     def reduce(self, tensors: Sequence[Tensor]) -> Finish:
         """Begin to sum tensors of one type over the ranks, as one flat tensor."""
-        return self._all.reduce(tensors)
+        return self._collectives.reduce(tensors)
 
     def collect(self, tensors: Sequence[Tensor], root: int) -> Begun:
         """Begin to sum tensors of one type for one rank."""
-        return self._all.collect(tensors, root)
+        return self._collectives.collect(tensors, root)
 
     def broadcast(self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], root: int) -> Begun:
         """Begin to broadcast tensors of one type from one rank."""
-        return self._all.broadcast(specs, tensors, root)
+        return self._collectives.broadcast(specs, tensors, root)
 
     def gather(self, tensor: Tensor, spec: TensorSpec, dim: int) -> Finish:
         """Begin to gather the ranks' tensors along a dimension."""
-        return self._all.gather(tensor, spec, dim)
+        return self._collectives.gather(tensor, spec, dim)
 
     def send(self, tensor: Tensor, peer: int, channel: int, within: RowRange | None = None) -> int:
         """Send a tensor, or a part of one, to a rank."""
@@ -62,15 +64,20 @@ class HybridGroup:
         """Begin to receive a tensor from a rank."""
         return self._way(peer).receive(spec, peer, channel, rows)
 
+    def check(self) -> bool:
+        """Return whether operations go on without the host."""
+        near, whole = self._near.check(), self._whole.check()
+        return near or whole
+
     def interrupt(self) -> None:
         """End all waits; callable from any thread."""
         self._near.interrupt()
-        self._all.interrupt()
+        self._whole.interrupt()
 
     def close(self) -> None:
         """Leave the group."""
         self._near.close()
-        self._all.close()
+        self._whole.close()
 
-    def _way(self, peer: int) -> ShmGroup | TorchDistGroup:
-        return self._near if peer in self._ranks else self._all
+    def _way(self, peer: int) -> WorkerGroup:
+        return self._near if peer in self._peers else self._whole

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
 
 from onebox.errors import WireError
@@ -10,19 +12,21 @@ from onebox.wire.protocol.instructions import Broadcast, Gather, Receive, Reduce
 from onebox.wire.protocol.requests import Routine
 from onebox.wire.protocol.responses import Joined, Left, WorkerFailure
 from onebox.worker.accelerator import Accelerator, accelerator_for
+from onebox.worker.comm import nccl
 from onebox.worker.comm.api import ClientChannel, RankLost, WorkerGroup
 from onebox.worker.comm.client import ChannelStore, ClientGroup
 from onebox.worker.comm.emulated_links import EmulatedLinks
 from onebox.worker.comm.hybrid import HybridGroup
+from onebox.worker.comm.nccl import REACH, NcclGroup
 from onebox.worker.comm.shm.gpu_sender import shm_copier_for
 from onebox.worker.comm.shm.group import ShmGroup
 from onebox.worker.comm.shm.rendezvous import find_shm_peers
 from onebox.worker.comm.shm.segment import supported
-from onebox.worker.comm.torch_dist import TorchDistGroup
+from onebox.worker.comm.torch_dist import GlooGroup
 from onebox.worker.memory.buffers import Poisoned
 from onebox.worker.progress import WorkerProgress
 from onebox.worker.system.cpu_affinity import threads_on_all_cores
-from onebox.worker.system.network_interfaces import NoAddress, is_foreign
+from onebox.worker.system.network_interfaces import NoAddress, bind_nccl, is_foreign
 from onebox.worker.system.tcp_connections import GroupSockets
 
 _HOST = accelerator_for("cpu")
@@ -45,6 +49,7 @@ class GroupManager:
         self._lost: dict[int, WorkerFailure] = {}
         self._emulated_links = EmulatedLinks()
         self._sockets = GroupSockets()
+        self._forming: FormGroup | None = None
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -59,8 +64,12 @@ class GroupManager:
         """
         accelerator, progress = (_HOST, WorkerProgress()) if form.aside else (self._accelerator, self._progress)
         with self._sockets.making(form.group), threads_on_all_cores():
-            group = form_group(form, self._channel, accelerator, progress, self._emulated_links)
-            self._groups[form.group] = group
+            self._forming = form
+            try:
+                group = form_group(form, self._channel, accelerator, progress, self._emulated_links)
+                self._groups[form.group] = group
+            finally:
+                self._forming = None
         return group.joined
 
     def get(self, number: int) -> WorkerGroup:
@@ -86,12 +95,35 @@ class GroupManager:
             group.close()
         self._sockets.forget(number)
 
+    def check(self) -> None:
+        """Require that what the device has received is what other ranks have sent, as far as the host knows.
+
+        The host does not wait for operations of NCCL, so that their failures show nowhere else: see
+        :meth:`WorkerGroup.check`.
+
+        Raises:
+            RankLost: An operation of a group has failed or was interrupted.
+        """
+        for group in self._groups.values():
+            group.check()
+
     def interrupt(self, number: int) -> None:
         """End waits for a silent rank of a group; callable from any thread."""
         self._sockets.shut(number)
-        group = self._groups.get(number)
+        group, forming = self._groups.get(number), self._forming
         if group is not None:
             group.interrupt()
+        elif forming is not None and forming.group == number and forming.rank in forming.nccl:
+            threading.Thread(target=self._watch, args=(forming,), name="onebox-abort", daemon=True).start()
+
+    def _watch(self, forming: FormGroup) -> None:
+        """End this process if a group is not given up in time: nothing ends the wait in which a communicator is made,
+        if a rank has ended before it."""
+        end_s = time.monotonic() + nccl.FREE_S
+        while self._forming is forming and time.monotonic() < end_s:
+            time.sleep(0.01)
+        if self._forming is forming:
+            nccl.end_process(f"the others of group {forming.group} did not come to their communicators")
 
     def retime(self, links: Sequence[EmulatedLink]) -> None:
         """Change the speeds of this worker's emulated links; see :meth:`EmulatedLinks.retime`.
@@ -148,33 +180,61 @@ def form_group(
         return ClientGroup(form, channel, accelerator)
     store = ChannelStore(channel, form.group, form.timeout_s)
     with progress.wait():
-        copier = shm_copier_for(accelerator)
-        met = find_shm_peers(form, store, paged=copier is not None) if form.shared and supported() else None
-        near = None if met is None else ShmGroup(form, met, accelerator, progress, emulated_links, copier)
-        if near is not None and met is not None and len(met.memories) == form.size:
-            return near
+        if form.rank not in form.nccl:
+            return _by_host(form, store, accelerator, progress, emulated_links)
+        everybody = len(form.nccl) == form.size
+        if everybody and form.size <= 2 * REACH + 1:
+            return _by_nccl(form, store, accelerator, progress)
+        whole = _by_host(form, store, accelerator, progress, emulated_links)
         try:
-            whole = _by_sockets(form, store, accelerator, progress)
+            near = _by_nccl(form, store, accelerator, progress)
         except BaseException:
-            if near is not None:
-                near.close()
+            whole.close()
             raise
-        if near is None or met is None:
-            return whole
-        if len(met.memories) == 1 and not met.apart:
+        return HybridGroup(near, near.peers, whole, near if everybody else whole)
+
+
+def _by_nccl(form: FormGroup, store: ChannelStore, accelerator: Accelerator, progress: WorkerProgress) -> NcclGroup:
+    bind_nccl(form.address)
+    try:
+        return NcclGroup(form, store, accelerator, progress)
+    except RuntimeError as error:
+        raise RankLost(f"the group could not be formed: {str(error).splitlines()[0]}") from error
+
+
+def _by_host(
+    form: FormGroup,
+    store: ChannelStore,
+    accelerator: Accelerator,
+    progress: WorkerProgress,
+    emulated_links: EmulatedLinks,
+) -> WorkerGroup:
+    """Join a group through memory where it is shared, and sockets."""
+    copier = shm_copier_for(accelerator)
+    met = find_shm_peers(form, store, paged=copier is not None) if form.shared and supported() else None
+    near = None if met is None else ShmGroup(form, met, accelerator, progress, emulated_links, copier)
+    if near is not None and met is not None and len(met.memories) == form.size:
+        return near
+    try:
+        whole = _by_sockets(form, store, accelerator, progress)
+    except BaseException:
+        if near is not None:
             near.close()
-            return whole
-        return HybridGroup(near, whole)
+        raise
+    if near is None or met is None:
+        return whole
+    if len(met.memories) == 1 and not met.apart:
+        near.close()
+        return whole
+    return HybridGroup(near, near.joined.near, whole, whole)
 
 
-def _by_sockets(
-    form: FormGroup, store: ChannelStore, accelerator: Accelerator, progress: WorkerProgress
-) -> TorchDistGroup:
+def _by_sockets(form: FormGroup, store: ChannelStore, accelerator: Accelerator, progress: WorkerProgress) -> GlooGroup:
     if form.links:
         raise WireError("links can be emulated in groups of one Linux host with x86-64 only")
-    if form.backend == "gloo" and is_foreign(form.address):
+    if is_foreign(form.address):
         raise NoAddress(f"this host has no address {form.address} of its own, where other workers would connect to")
     try:
-        return TorchDistGroup(form, store, accelerator, progress)
+        return GlooGroup(form, store, accelerator, progress)
     except RuntimeError as error:
         raise RankLost(f"the group could not be formed: {str(error).splitlines()[0]}") from error

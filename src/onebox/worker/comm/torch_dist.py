@@ -1,4 +1,4 @@
-"""Groups over torch.distributed: Gloo between hosts and for mixed devices, NCCL between GPUs."""
+"""Groups over torch.distributed, and those over Gloo: between hosts, and for mixed devices."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import queue
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -30,9 +31,8 @@ from onebox.worker.comm.agreement import (
 )
 from onebox.worker.comm.api import Begun, Finish, RankLost, ReceivedTensor, RowRange, check_rows
 from onebox.worker.progress import WorkerProgress
-from onebox.worker.system.network_interfaces import bind_nccl
 
-_CLOSE_S = 5.0
+CLOSE_S = 5.0
 """Longest wait of a leaving worker for its sends to be received."""
 
 _HEAD_BYTES = 16
@@ -40,42 +40,37 @@ _HEAD_BYTES = 16
 _COLLECT, _BROADCAST = 1, 2  # fingerprints of collectives other than an all-reduce
 
 
-class TorchDistGroup:
-    """A group without global state in ``torch.distributed``.
+class TorchDistGroup(ABC):
+    """Collectives of a group without global state in ``torch.distributed``.
 
     Args:
-        form: The group, with this worker's rank.
-        store: Key-value store for the rendezvous.
+        rank: This worker's rank.
+        size: Number of ranks.
+        group: The process group.
         accelerator: Device of the tensors.
+        staged: Whether the process group takes tensors of the host.
         progress: Marked during waits.
     """
 
-    def __init__(self, form: FormGroup, store: dist.Store, accelerator: Accelerator, progress: WorkerProgress) -> None:
-        if accelerator.device.type == "meta":
-            raise RankLost("a worker that does not compute can only be in a group of one host's CPU and sim devices")
-        self.rank = form.rank
-        self._store = store
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        group: Any,
+        *,
+        accelerator: Accelerator,
+        staged: bool,
+        progress: WorkerProgress,
+    ) -> None:
+        self.rank = rank
+        self._size = size
+        self._group = group
         self._accelerator = accelerator
+        self._staged = staged
+        self._device = torch.device("cpu") if staged else accelerator.device
         self._progress = progress
-        self._size = form.size
         self._order = 0
         self._agreed: set[int] = set()
-        self._outgoing = _Outgoing(form.backend == "gloo")
-        self._staged = form.backend == "gloo"  # its tensors are in host memory
-        self._device = torch.device("cpu") if self._staged else accelerator.device
-        timeout = timedelta(seconds=form.timeout_s)
-        self._group: Any
-        if form.backend == "nccl":
-            bind_nccl(form.address)
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            self._group = dist.ProcessGroupNCCL(store, form.rank, form.size, options)
-        else:
-            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=form.address)]
-            options._timeout = timeout
-            options._threads = 1
-            self._group = dist.ProcessGroupGloo(store, form.rank, form.size, options)
 
     @property
     def joined(self) -> Joined:
@@ -87,7 +82,7 @@ class TorchDistGroup:
         specs = [spec_of(tensor) for tensor in tensors]
         fingerprint = self._fingerprint(specs)
         flat = self._flat(tensors, fingerprint)
-        work = self._guard(lambda: self._group.allreduce([flat]))
+        work = self._begin(lambda: self._group.allreduce([flat]), flat)
         return self._finish([work], self._checked(flat, specs, fingerprint, self._size))
 
     def collect(self, tensors: Sequence[Tensor], root: int) -> Begun:
@@ -98,10 +93,9 @@ class TorchDistGroup:
         flat = self._flat(tensors, fingerprint)
         options = dist.ReduceOptions()
         options.rootRank = root
-        work = self._guard(lambda: self._group.reduce([flat], options))
+        work = self._begin(lambda: self._group.reduce([flat], options), flat, sent=self.rank != root)
         if self.rank == root:
             return self._finish([work], self._checked(flat, specs, fingerprint, self._size))
-        self._outgoing.add(work, flat)
         return time.monotonic_ns()
 
     def broadcast(self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], root: int) -> Begun:
@@ -116,10 +110,9 @@ class TorchDistGroup:
             flat = torch.empty(count, dtype=dtype.to_real(), device=self._device)
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
-        work = self._guard(lambda: self._group.broadcast([flat], options))
+        work = self._begin(lambda: self._group.broadcast([flat], options), flat, sent=self.rank == root)
         if self.rank != root:
             return self._finish([work], self._checked(flat, specs, fingerprint, 1))
-        self._outgoing.add(work, flat)
         return time.monotonic_ns()
 
     def _check_root(self, root: int) -> None:
@@ -133,7 +126,7 @@ class TorchDistGroup:
 
     def _flat(self, tensors: Sequence[Tensor], fingerprint: tuple[int, int]) -> Tensor:
         """Return tensors as one real tensor, with the fingerprint appended."""
-        parts = [_real(tensor).reshape(-1) for tensor in tensors]
+        parts = [as_real(tensor).reshape(-1) for tensor in tensors]
         fingerprint_part = fingerprint_elements(fingerprint[1], parts[0].dtype, self._size)
         return torch.cat([*map(self._stage, parts), fingerprint_part.to(self._device)])
 
@@ -182,47 +175,22 @@ class TorchDistGroup:
         mine[:_HEAD_BYTES].view(torch.int64).copy_(torch.tensor([own.shape[dim], fingerprint]))
         mine[_HEAD_BYTES : _HEAD_BYTES + own.size_bytes] = self._stage(tensor).contiguous().view(-1).view(torch.uint8)
         parts = [torch.empty_like(mine) for _ in range(self._size)]
-        work = self._guard(lambda: self._group.allgather([parts], [mine]))
+        work = self._begin(lambda: self._group.allgather([parts], [mine]), mine, *parts)
         return self._finish([work], lambda: self._accelerator.to_device(_join(parts, own, spec, dim, fingerprint)))
 
-    def send(self, tensor: Tensor, peer: int, channel: int, within: RowRange | None = None) -> int:
-        """Begin to send a tensor to a rank with its present contents: eager operators may overwrite it before it is
-        sent.
+    def check(self) -> bool:
+        """Return false: a wait for an operation is one of the host, which fails with it."""
+        return False
 
-        A chunk is sent like any tensor; the reader knows the chunks.
+    @abstractmethod
+    def _begin(self, call: Callable[[], Any], *tensors: Tensor, sent: bool = False) -> Any:
+        """Begin an operation and return its work.
+
+        Args:
+            call: Begins it.
+            tensors: Tensors that it uses until it is complete.
+            sent: Whether nobody waits for it here.
         """
-        dense = self._stage(tensor).contiguous()
-        if dense.data_ptr() == tensor.data_ptr():
-            dense = dense.clone()
-        self._outgoing.add(self._guard(lambda: self._group.send([_real(dense)], peer, channel)), dense)
-        return time.monotonic_ns()
-
-    def receive(self, spec: TensorSpec, peer: int, channel: int, rows: Sequence[int] = ()) -> Finish:
-        """Begin to receive a tensor from a rank; its chunks are written to their places.
-
-        Raises:
-            WireError: The chunks do not form the whole.
-        """
-        check_rows(spec, rows)
-        tensor = torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device=self._device)
-        parts = tensor.split(list(rows)) if rows else [tensor]
-        works = [self._guard(functools.partial(self._group.recv, [_real(part)], peer, channel)) for part in parts]
-        return self._finish(works, lambda: self._accelerator.to_device(tensor))
-
-    def interrupt(self) -> None:
-        """Do nothing: waits end when the group's sockets are shut down
-        (:mod:`onebox.worker.system.tcp_connections`)."""
-
-    def close(self) -> None:
-        """Leave the group when sends have been received, or after a timeout; waiting peers then fail at once."""
-        if self._group is None:
-            return
-        with self._progress.wait():
-            self._outgoing.drain(_CLOSE_S)
-        if hasattr(self._group, "abort"):
-            self._group.abort()
-        self._outgoing.close()
-        self._group = None
 
     def _finish(self, works: Sequence[Any], made: Callable[[], Tensor]) -> Finish:
         def finish() -> ReceivedTensor:
@@ -242,46 +210,101 @@ class TorchDistGroup:
             raise RankLost(str(error).splitlines()[0]) from error
 
 
+class GlooGroup(TorchDistGroup):
+    """A group over Gloo.
+
+    Args:
+        form: The group, with this worker's rank.
+        store: Key-value store for the rendezvous.
+        accelerator: Device of the tensors.
+        progress: Marked during waits.
+    """
+
+    def __init__(self, form: FormGroup, store: dist.Store, accelerator: Accelerator, progress: WorkerProgress) -> None:
+        if accelerator.device.type == "meta":
+            raise RankLost("a worker that does not compute can only be in a group of one host's CPU and sim devices")
+        self._store = store
+        self._outgoing = _Outgoing()
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=form.address)]
+        options._timeout = timedelta(seconds=form.timeout_s)
+        options._threads = 1
+        group = dist.ProcessGroupGloo(store, form.rank, form.size, options)
+        super().__init__(form.rank, form.size, group, accelerator=accelerator, staged=True, progress=progress)
+
+    def send(self, tensor: Tensor, peer: int, channel: int, within: RowRange | None = None) -> int:
+        """Begin to send a tensor to a rank with its present contents: eager operators may overwrite it before it is
+        sent.
+
+        A chunk is sent like any tensor; the reader knows the chunks.
+        """
+        dense = self._stage(tensor).contiguous()
+        if dense.data_ptr() == tensor.data_ptr():
+            dense = dense.clone()
+        self._begin(lambda: self._group.send([as_real(dense)], peer, channel), dense, sent=True)
+        return time.monotonic_ns()
+
+    def receive(self, spec: TensorSpec, peer: int, channel: int, rows: Sequence[int] = ()) -> Finish:
+        """Begin to receive a tensor from a rank; its chunks are written to their places.
+
+        Raises:
+            WireError: The chunks do not form the whole.
+        """
+        check_rows(spec, rows)
+        tensor = torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device=self._device)
+        parts = tensor.split(list(rows)) if rows else [tensor]
+        works = [
+            self._begin(functools.partial(self._group.recv, [as_real(part)], peer, channel), part) for part in parts
+        ]
+        return self._finish(works, lambda: self._accelerator.to_device(tensor))
+
+    def interrupt(self) -> None:
+        """Do nothing: waits end when the group's sockets are shut down
+        (:mod:`onebox.worker.system.tcp_connections`)."""
+
+    def close(self) -> None:
+        """Leave the group when sends have been received, or after a timeout; waiting peers then fail at once."""
+        if self._group is None:
+            return
+        with self._progress.wait():
+            self._outgoing.drain(CLOSE_S)
+        if hasattr(self._group, "abort"):
+            self._group.abort()
+        self._outgoing.close()
+        self._group = None
+
+    def _begin(self, call: Callable[[], Any], *tensors: Tensor, sent: bool = False) -> Any:
+        """Begin an operation on a tensor and return its work."""
+        work = self._guard(call)
+        if sent:
+            self._outgoing.add(work, tensors)
+        return work
+
+
 class _Outgoing:
     """Tensors that are being sent, each kept until completion.
 
     Completion of a Gloo send is only visible to a wait, and a wait with a timeout closes the group when it expires; so
     a thread waits for sends, in order.
-
-    Args:
-        threaded: Whether completion requires a waiting thread.
     """
 
-    def __init__(self, threaded: bool) -> None:
-        self._kept: list[tuple[Any, Tensor]] = []
-        self._queue: queue.SimpleQueue[tuple[Any, Tensor] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._wait, name="onebox-sent", daemon=True) if threaded else None
-        if self._thread is not None:
-            self._thread.start()
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[Any, Sequence[Tensor]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._wait, name="onebox-sent", daemon=True)
+        self._thread.start()
 
-    def add(self, work: Any, tensor: Tensor) -> None:
-        """Keep a tensor until it has been sent."""
-        if self._thread is not None:
-            self._queue.put((work, tensor))
-        else:
-            self._kept = [(other, kept) for other, kept in self._kept if not other.is_completed()]
-            self._kept.append((work, tensor))
+    def add(self, work: Any, tensors: Sequence[Tensor]) -> None:
+        """Keep tensors until they have been sent."""
+        self._queue.put((work, tensors))
 
     def drain(self, timeout_s: float) -> None:
         """Wait until everything is sent, with a timeout."""
-        end_s = time.monotonic() + timeout_s
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join(timeout_s)
-        while self._kept and time.monotonic() < end_s:
-            self._kept = [(work, kept) for work, kept in self._kept if not work.is_completed()]
-            time.sleep(0.001)
+        self._queue.put(None)
+        self._thread.join(timeout_s)
 
     def close(self) -> None:
         """Release everything, after pending sends have been aborted."""
-        self._kept.clear()
-        if self._thread is not None:
-            self._thread.join(_CLOSE_S)
+        self._thread.join(CLOSE_S)
 
     def _wait(self) -> None:
         while (item := self._queue.get()) is not None:
@@ -290,7 +313,7 @@ class _Outgoing:
             del item
 
 
-def _real(tensor: Tensor) -> Tensor:
+def as_real(tensor: Tensor) -> Tensor:
     """Return a complex tensor as a real one for libraries without complex numbers: real and imaginary parts side by
     side.
     """

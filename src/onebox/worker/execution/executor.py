@@ -224,7 +224,10 @@ class Executor:
         progress.doing = type(instruction).__name__.lower()
         try:
             self._faults.before(progress)
-            return self._handlers[type(instruction)](self, instruction, frames, resolve)
+            results = self._handlers[type(instruction)](self, instruction, frames, resolve)
+            if isinstance(instruction, _ANSWERED):
+                self._groups.check()  # after a wait for the device, which an interrupted operation ends with any values
+            return results
         except Poisoned as error:
             self._void(instruction, error.failure, resolve)
             if isinstance(instruction, _ANSWERED):

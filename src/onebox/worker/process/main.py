@@ -216,6 +216,7 @@ class WorkerServer:
                 codecs(),
                 self.machine.host.limit_bytes,
                 self.machine.host.free_bytes,
+                self._device.gpu(),
             )
         )
         with torch.inference_mode():

@@ -1,11 +1,14 @@
-"""The network interface under which a worker is reachable: NCCL takes names, not addresses."""
+"""The network interface under which a worker is reachable, and what NCCL is configured to use: it takes names, not
+addresses."""
 
 from __future__ import annotations
 
 import errno
 import os
 import socket
+from contextlib import suppress
 from ipaddress import ip_address
+from pathlib import Path
 
 import psutil
 
@@ -14,7 +17,11 @@ class NoAddress(Exception):
     """This host is reached under an address of another host, as behind a NAT."""
 
 
-_VARIABLE = "NCCL_SOCKET_IFNAME"
+_NET = Path("/sys/class/net")
+_FAMILIES = {4: "AF_INET", 6: "AF_INET6"}
+
+_bound: dict[str, str] = {}
+"""Environment variables that :func:`bind_nccl` has set; others are those of the machine's owner."""
 
 
 def interface_of(address: str) -> str | None:
@@ -57,16 +64,39 @@ def is_foreign(address: str) -> bool:
 
 
 def bind_nccl(address: str) -> None:
-    """Restrict NCCL to the interface of an address, unless the machine's owner has configured others.
+    """Restrict NCCL to the interface of an address, and to its RDMA device if it has one; variables that the machine's
+    owner has set stay as they are.
 
-    NCCL reads this once, at first use.
+    Without it NCCL takes the first interface and all InfiniBand devices, which may belong to other networks than that
+    of the pool. NCCL reads this once, at first use.
 
     Args:
         address: The address under which peers reach this worker.
     """
     name = interface_of(address)
-    if name is not None:
-        os.environ.setdefault(_VARIABLE, f"={name}")  # "=": exactly this name, not a prefix
+    version = 0 if name is None else ip_address(address.partition("%")[0]).version
+    rdma = [] if name is None else _rdma(name)
+    _set("NCCL_SOCKET_IFNAME", "" if name is None else f"={name}")  # "=": exactly this name, not a prefix
+    _set("NCCL_SOCKET_FAMILY", _FAMILIES.get(version, ""))
+    _set("NCCL_IB_DISABLE", "" if rdma else "1")
+    _set("NCCL_IB_HCA", "=" + ",".join(rdma) if rdma else "")
+
+
+def _rdma(interface: str) -> list[str]:
+    """Return the names of the RDMA devices of an interface, such as ``mlx5_0``."""
+    with suppress(OSError):
+        return sorted(os.listdir(_NET / interface / "device" / "infiniband"))
+    return []
+
+
+def _set(variable: str, value: str) -> None:
+    """Set an environment variable, or remove it if the value is empty, unless it is the owner's."""
+    if os.environ.get(variable) != _bound.get(variable):
+        return
+    if value:
+        os.environ[variable] = _bound[variable] = value
+    elif _bound.pop(variable, None) is not None:
+        del os.environ[variable]
 
 
 __all__ = ["NoAddress", "bind_nccl", "interface_of", "is_foreign"]

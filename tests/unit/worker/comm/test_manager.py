@@ -346,7 +346,7 @@ def test_the_store_does_what_torch_asks_of_it() -> None:
 def test_the_store_waits_for_a_key_as_long_as_it_may() -> None:
     hub = Hub()
     store = ChannelStore(hub.channel(0), 1, 30.0)
-    timer = threading.Timer(0.05, ChannelStore(hub.channel(1), 1, 1.0).set, ("late", b"1"))
+    timer = threading.Timer(0.05, lambda: ChannelStore(hub.channel(1), 1, 1.0).set("late", b"1"))
     timer.start()
     assert store.get("late") == b"1"
     timer.join()

@@ -51,7 +51,8 @@ def run(size: int, way: str, rank: Callable[[WorkerGroup], Any], *, timeout_s: f
 
         group = form(3, shared=way != "sockets")
         if way == "both":
-            group = HybridGroup(group, form(4, shared=False))  # type: ignore[arg-type]
+            sockets = form(4, shared=False)
+            group = HybridGroup(group, group.joined.near, sockets, sockets)
         try:
             formed.wait(60)  # one that leaves at once would be missed by those that still form the group
             return rank(group)

@@ -26,7 +26,7 @@ from onebox.worker.comm.shm.descriptors import DescriptorExchange
 from onebox.worker.comm.shm.group import ShmGroup
 from onebox.worker.comm.shm.rendezvous import find_shm_peers, shm_domain
 from onebox.worker.comm.shm.segment import SharedMemory, supported
-from onebox.worker.comm.torch_dist import TorchDistGroup
+from onebox.worker.comm.torch_dist import GlooGroup
 from onebox.worker.progress import WorkerProgress
 from tests.leaks import nothing_left
 from tests.unit.programs import HOST
@@ -80,9 +80,9 @@ def swap(group: WorkerGroup, number: int, size: int) -> list[tuple[int, int, Ten
     ("places", "kinds"),
     [
         ("aa", [ShmGroup] * 2),
-        ("ab", [TorchDistGroup] * 2),
+        ("ab", [GlooGroup] * 2),
         ("abaab", [HybridGroup] * 5),
-        ("aab", [HybridGroup, HybridGroup, TorchDistGroup]),
+        ("aab", [HybridGroup, HybridGroup, GlooGroup]),
     ],
 )
 def test_tensors_go_by_the_way_that_there_is(places: str, kinds: Sequence[type]) -> None:

@@ -1,0 +1,277 @@
+"""Groups over NCCL, between GPUs.
+
+The rules of ``torch.distributed.ProcessGroupNCCL``, 2.11 to 2.13, that determine this module:
+
+- The operations of one communicator run one after the other on its own stream, in the order in which the host calls
+  them; tags are ignored. So a receive that is called before its tensor exists holds up all that follow it. Each
+  direction between two ranks is therefore a communicator of its own: its sender only sends and its receiver only
+  receives, and the n-th send there is the n-th receive. Plans make both in one order
+- A communicator that is made at its first use holds up the host until both ranks come to it. All of them are made when
+  the group is formed, in one order on all ranks. After ``eager_connect_single_device``, point-to-point operations use
+  the communicator of the process group instead of a new one for each pair
+- A wait for an operation makes the current stream wait, not the host, and never fails. The host notices a failure when
+  it waits for the device: see :meth:`NcclGroup.check`
+- An abort ends the kernels of a communicator, whose results are then undefined. It may hang
+- Its threads use the store at any time: see :class:`~onebox.worker.comm.client.ChannelStore`
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from onebox.wire import DTYPES, TensorSpec
+from onebox.wire.protocol.groups import FormGroup
+from onebox.worker.accelerator import Accelerator
+from onebox.worker.comm.api import Finish, RankLost, RowRange, check_rows
+from onebox.worker.comm.torch_dist import CLOSE_S, TorchDistGroup, as_real
+from onebox.worker.progress import WorkerProgress
+
+REACH = 4
+"""Distance, in the ring of ranks, up to which two ranks send to each other by NCCL. A communicator takes tens of MiB of
+each GPU's memory, so a rank has at most four times as many, however large its group is; up to nine ranks all reach each
+other."""
+
+ABORT_S = 5.0
+"""Longest time that aborting communicators may take; the process ends after it."""
+
+FREE_S = 10.0
+"""Longest time that a thread may stay in one call after the abort that should have ended it."""
+
+_FEW = 32
+"""Operations up to which completed ones are not looked for."""
+
+_SETTINGS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # an error of a peer must not end this process: it is reported
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+    "TORCH_NCCL_DESYNC_DEBUG": "0",  # uses the store
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # polls the store
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # would end this process when an abort takes long
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",  # polls the store
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",  # about what the directions are for
+    "TORCH_NCCL_USE_COMM_NONBLOCKING": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",  # after an error its thread sleeps for four times as long
+}
+
+
+def connect(store: dist.Store, rank: int, size: int, device: torch.device, timeout: timedelta) -> Any:
+    """Return a communicator as a ``ProcessGroupNCCL``, made when all ranks are there.
+
+    Args:
+        store: Key-value store of these ranks alone.
+        rank: This rank.
+        size: Number of ranks.
+        device: This rank's GPU.
+        timeout: Bound of its operations.
+    """
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    options.config.blocking = 1
+    made = dist.ProcessGroupNCCL(store, rank, size, options)
+    made.eager_connect_single_device(device)
+    return made
+
+
+def directions(size: int) -> Iterator[tuple[int, int]]:
+    """Return the pairs of sender and receiver that have a communicator, in the order in which they are made.
+
+    Example:
+        >>> list(directions(2))
+        [(0, 1), (1, 0)]
+        >>> sum(0 in pair for pair in directions(100))
+        16
+    """
+    for one in range(size):
+        for other in range(one + 1, size):
+            if min(other - one, size - other + one) <= REACH:
+                yield one, other
+                yield other, one
+
+
+def end_process(reason: str) -> None:
+    """End this process, so that recovery replaces it."""
+    print(f"onebox worker: {reason}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+class NcclGroup(TorchDistGroup):
+    """A group of GPUs: a communicator for collectives, and one for each direction.
+
+    Args:
+        form: The group, with this worker's rank; the GPUs of ``form.nccl`` are its members.
+        store: Key-value store for the rendezvous.
+        accelerator: Device of the tensors.
+        progress: Marked during waits.
+    """
+
+    def __init__(
+        self,
+        form: FormGroup,
+        store: dist.Store,
+        accelerator: Accelerator,
+        progress: WorkerProgress,
+    ) -> None:
+        rank, size = form.nccl.index(form.rank), len(form.nccl)
+        os.environ.update(_SETTINGS)
+        self._store = store  # PyTorch's threads refer to it
+        self._form = form
+        self._failure = ""
+        self._interrupting = threading.Lock()
+        self._works: list[tuple[Any, Sequence[Tensor], bool]] = []
+        self._most = _FEW
+        self._ways: dict[tuple[int, int], Any] = {}
+        timeout = timedelta(seconds=form.timeout_s)
+        make = functools.partial(connect, device=accelerator.device, timeout=timeout)
+        whole = make(dist.PrefixStore("all", store), rank, size)
+        super().__init__(rank, size, whole, accelerator=accelerator, staged=False, progress=progress)
+        try:
+            for way in directions(size):
+                if rank in way:
+                    prefix = dist.PrefixStore("{}-{}".format(*way), store)
+                    self._ways[way] = make(prefix, way.index(rank), 2)  # rank 0 sends, and rank 1 receives
+        except BaseException:
+            self._abort([self._group, *self._ways.values()])
+            raise
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """Ranks of the formed group, which may have other members, that are reached by NCCL."""
+        return tuple(self._form.nccl[target] for source, target in self._ways if source == self.rank)
+
+    def send(self, tensor: Tensor, peer: int, channel: int, within: RowRange | None = None) -> int:
+        """Begin to send a tensor to a rank with its present contents, after all that has been sent to that rank."""
+        dense = tensor.contiguous()
+        if dense.data_ptr() == tensor.data_ptr():
+            dense = dense.clone()
+        way = self._way(self.rank, self._form.nccl.index(peer))
+        self._begin(lambda: way.send([as_real(dense)], 1, 0), dense, sent=True)
+        return time.monotonic_ns()
+
+    def receive(self, spec: TensorSpec, peer: int, channel: int, rows: Sequence[int] = ()) -> Finish:
+        """Begin to receive a tensor from a rank: the next one that it sends, in any channel.
+
+        Raises:
+            WireError: The chunks do not form the whole.
+        """
+        check_rows(spec, rows)
+        tensor = self._accelerator.empty(spec.shape, DTYPES[spec.dtype])
+        way = self._way(self._form.nccl.index(peer), self.rank)
+        parts = tensor.split(list(rows)) if rows else [tensor]
+        works = [self._begin(functools.partial(way.recv, [as_real(part)], 0, 0), part) for part in parts]
+        return self._finish(works, lambda: tensor)
+
+    def check(self) -> bool:
+        """Return whether operations are not complete, without waiting for them.
+
+        Raises:
+            RankLost: One was interrupted or has failed.
+        """
+        self._sort()
+        if self._failure:
+            raise RankLost(self._failure)
+        return bool(self._works)
+
+    def interrupt(self, reason: str = "another worker of the group does not answer") -> None:
+        """Abort all communicators, in another thread; end this process if they or their waits do not end."""
+        with self._interrupting:
+            if self._failure:
+                return
+            self._failure = reason
+        threading.Thread(target=self._free, name="onebox-abort", daemon=True).start()
+
+    def close(self) -> None:
+        """Leave the group when sends have ended, or after a timeout; what peers still wait for does not come."""
+        if self._group is None:
+            return
+        end_s = time.monotonic() + CLOSE_S
+        with self._progress.wait():
+            while not self._failure and any(sent for _, _, sent in self._works) and time.monotonic() < end_s:
+                time.sleep(0.001)
+                self._sort()
+            communicators = [self._group, *self._ways.values()]
+            self._group = None
+            self._ways.clear()
+            self._abort(communicators)
+        self._works.clear()
+
+    def _way(self, source: int, target: int) -> Any:
+        way = self._ways.get((source, target))
+        if way is None:
+            raise RankLost(f"no direction from rank {source} to rank {target} in a group of {self._size} over NCCL")
+        return way
+
+    def _begin(self, call: Callable[[], Any], *tensors: Tensor, sent: bool = False) -> Any:
+        """Begin an operation on a tensor and return its work; the tensors are kept until it is complete."""
+        work = self._guard(call)
+        self._works.append((work, tensors, sent))
+        if len(self._works) > self._most:
+            self._sort()
+            self._most = _FEW + 2 * len(self._works)
+        return work
+
+    def _sort(self) -> None:
+        """Release what is complete, and interrupt the group if an operation has failed."""
+        left = []
+        for work, tensors, sent in self._works:
+            if not work.is_completed():
+                left.append((work, tensors, sent))
+            elif (error := work.exception()) is not None:
+                self.interrupt(str(error).splitlines()[0])
+        self._works = left
+
+    def _guard(self, call: Callable[[], Any]) -> Any:
+        if self._failure:
+            raise RankLost(self._failure)
+        try:
+            made = super()._guard(call)
+        except RankLost:
+            if self._failure:
+                raise RankLost(self._failure) from None
+            raise
+        if self._failure:  # a wait for an aborted operation ends without an error
+            raise RankLost(self._failure)
+        return made
+
+    def _abort(self, communicators: list[Any]) -> None:
+        """Abort communicators and release those of the list; end this process if that takes too long."""
+        threads = []
+        while communicators:
+            each = communicators.pop()
+            threads.append(threading.Thread(target=_abort, args=(each,), name="onebox-abort", daemon=True))
+            del each  # the last reference is the thread's: releasing one waits for PyTorch's threads
+            threads[-1].start()
+        end_s = time.monotonic() + ABORT_S
+        for thread in threads:
+            thread.join(max(0.0, end_s - time.monotonic()))
+        if any(thread.is_alive() for thread in threads):
+            end_process(f"NCCL has not ended the communicators of group {self._form.group} within {ABORT_S:.0f} s")
+
+    def _free(self) -> None:
+        """Abort all communicators, and see the working thread go on."""
+        progress = self._progress
+        before = progress.executed
+        group = self._group
+        self._abort([*self._ways.values()] + ([] if group is None else [group]))
+        del group
+        end_s = time.monotonic() + FREE_S
+        while time.monotonic() < end_s:
+            if progress.executed != before or progress.waiting:
+                return
+            time.sleep(0.01)
+        end_process(f"a wait for group {self._form.group} has not ended {FREE_S:.0f} s after it was interrupted")
+
+
+def _abort(communicator: Any) -> None:
+    with suppress(RuntimeError):
+        communicator.abort()
