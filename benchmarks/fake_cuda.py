@@ -40,7 +40,7 @@ NOT_CALLED = frozenset({"_batch_norm_with_update"})
 
 DTYPES = (torch.float32, torch.bfloat16)
 PARTS = 24
-"""Cases are dealt to so many processes, one after the other: what one of them leaves in PyTorch's caches ends with it."""
+"""Number of processes, one after the other, to which a suite is dealt."""
 
 
 @dataclass(kw_only=True)
@@ -233,7 +233,7 @@ def _in_process(suite: str, names: Sequence[str], ends: float) -> list[Outcome]:
     """Check some names in a process of their own, which an operator may end."""
     command = [sys.executable, __file__, "--part", suite, *names]
     timeout = max(ends - time.monotonic(), 1.0)
-    ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=timeout)
+    ran = subprocess.run(command, check=False, capture_output=True, text=True, timeout=timeout)
     found = [_outcome(json.loads(line.removeprefix(_LINE))) for line in ran.stdout.splitlines() if _LINE in line[:8]]
     if ran.returncode and len(names) > 1:  # to find which of them ended it
         half = len(names) // 2

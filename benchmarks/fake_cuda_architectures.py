@@ -125,7 +125,9 @@ ARCHITECTURES: dict[str, Callable[[], Built]] = dict(
         }, _words),
         _entry("Albert", "ForMaskedLM", _TEXT | {"embedding_size": 16}, _words),
         _entry("Electra", "ForMaskedLM", _TEXT | {"embedding_size": 16}, _words),
-        _entry("DebertaV2", "ForMaskedLM", _TEXT | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}, _words),
+        _entry("DebertaV2", "ForMaskedLM", _TEXT | {
+            "relative_attention": True, "pos_att_type": ["p2c", "c2p"],
+        }, _words),
         _entry("T5", "ForConditionalGeneration", {
             "vocab_size": _WORDS, "d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2,
             "use_cache": False, "decoder_start_token_id": 0, "pad_token_id": 0,

@@ -12,8 +12,9 @@ from collections.abc import Callable
 
 from common import finish
 from host_cost_counts import step_counts
+from host_cost_operators import operator_costs
 
-PARTS: tuple[Callable[[], dict[str, object]], ...] = (step_counts,)
+PARTS: tuple[Callable[[], dict[str, object]], ...] = (operator_costs, step_counts)
 """Each measures one part and returns its entries of the report."""
 
 

@@ -154,7 +154,7 @@ class Staging:
 
 @dataclass(frozen=True, kw_only=True)
 class Numerics:
-    """Precision and determinism of the workers' operators.
+    """Precision, determinism and launches of the workers' operators.
 
     Each value is, where it is ``None``, that of the client's PyTorch at the creation of the trainer: a run computes as
     it would in the client's process. The values of a run are stored in its checkpoints.
@@ -170,6 +170,8 @@ class Numerics:
         deterministic: Whether all operators are deterministic, as by ``torch.use_deterministic_algorithms``; one that
             cannot be is an error, or a warning of the worker where this is ``"warn"``. On a GPU, steps repeated after
             the loss of a worker are bitwise the same only with ``True``.
+        cuda_graphs: Whether GPUs may repeat a program as a CUDA graph, with the same kernels but without launching them
+            one by one.
 
     Raises:
         UsageError: A value is not allowed.
@@ -184,6 +186,7 @@ class Numerics:
     cudnn_benchmark: bool | None = None
     cudnn_deterministic: bool | None = None
     deterministic: bool | Literal["warn"] | None = None
+    cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
         if self.matmul is not None:
@@ -193,6 +196,8 @@ class Numerics:
                 _require_bool(name, getattr(self, name))
         if not isinstance(self.deterministic, bool) and self.deterministic not in (None, "warn"):
             raise UsageError(f"deterministic={self.deterministic!r}: allowed are True, False and 'warn'")
+        if self.cuda_graphs is not True:
+            _require_bool("cuda_graphs", self.cuda_graphs)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -36,21 +36,35 @@ def _largest(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs - targets).abs().max()
 
 
-@pytest.mark.parametrize("make", [_product, _convolution])
-def test_float32_is_no_tf32(make: type, pool: onebox.Pool) -> None:
+def _error(make: Callable[[], nn.Module], pool: onebox.Pool, numerics: onebox.Numerics) -> float:
+    """Return the largest error of a step's outputs, relative to the largest output."""
     torch.manual_seed(0)
     model = make()
     inputs = torch.randn(64, 512)
     exact = model.double()(inputs.double()).detach()
     model.float()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with onebox.Trainer(model, _largest, optimizer, pool=pool) as trainer:
-        error = float(trainer.step(inputs, exact.float()))
-    assert error <= ROUNDED * float(exact.abs().max())
+    engine = onebox.Engine(numerics=numerics)
+    with onebox.Trainer(model, _largest, optimizer, pool=pool, engine=engine) as trainer:
+        return float(trainer.step(inputs, exact.float())) / float(exact.abs().max())
+
+
+@pytest.mark.parametrize("make", [_product, _convolution])
+def test_float32_is_no_tf32_where_it_is_not_to_be(make: Callable[[], nn.Module], pool: onebox.Pool) -> None:
+    assert _error(make, pool, onebox.Numerics(matmul="highest", tf32_convolutions=False)) <= ROUNDED
+
+
+@pytest.mark.parametrize("make", [_product, _convolution])
+def test_float32_is_tf32_where_it_may_be(make: Callable[[], nn.Module], pool: onebox.Pool, on_gpu: None) -> None:
+    if torch.cuda.get_device_capability(0) < (8, 0):
+        pytest.skip("this GPU has no TF32")
+    assert _error(make, pool, onebox.Numerics(matmul="high", tf32_convolutions=True)) > ROUNDED
 
 
 def test_the_same_bits_twice(pool: onebox.Pool) -> None:
     """Convolutions and pools, whose gradients a GPU may add up in any order."""
+
+    engine = onebox.Engine(numerics=onebox.Numerics(deterministic=True))
 
     def trained() -> list[float]:
         torch.manual_seed(0)
@@ -60,7 +74,7 @@ def test_the_same_bits_twice(pool: onebox.Pool) -> None:
         )  # fmt: skip
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         generator = torch.Generator().manual_seed(1)
-        with onebox.Trainer(model, nn.functional.cross_entropy, optimizer, pool=pool, seed=3) as trainer:
+        with onebox.Trainer(model, nn.functional.cross_entropy, optimizer, pool=pool, seed=3, engine=engine) as trainer:
             return [
                 float(trainer.step(torch.randn(16, 3, 16, 16, generator=generator), torch.arange(16) % 10))
                 for _ in range(5)

@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen.insert(0, CHECKS[0])  # the machine is in every report
     for kind in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(kind, lambda *_: _interrupt())
-    folder = (options.report or ROOT / "runs" / f"gpu-{now()}").resolve()
+    folder = (options.report or Path("runs", f"gpu-{now()}")).resolve()
     made = GpuRun(device=options.device, folder=folder, limit_s=60 * options.minutes).all(chosen)
     print(f"\n{made.text()}\n\nreport: {folder}/report.txt and report.json")
     return _INTERRUPTED if any(result.reason == "interrupted" for result in made.results) else made.status

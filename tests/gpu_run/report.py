@@ -16,7 +16,7 @@ Status = Literal["passed", "failed", "skipped", "running", "waiting"]
 LAST_LINES = 25
 """Lines of a log in the report; the log is beside it."""
 
-STACK_LINES = 12
+STACK_LINES = 20
 """Innermost calls of each thread in the report."""
 
 

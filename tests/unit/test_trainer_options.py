@@ -9,9 +9,11 @@ from typing import Any, get_args
 
 import pytest
 
+from onebox.engine.config import numeric_instructions, resolved_numerics
 from onebox.errors import UsageError
 from onebox.trainer_options import Correction, DataParallel, Engine, Numerics, Recovery, Staging, StaleGradients
 from onebox.wire.protocol.instructions import Delay
+from onebox.wire.protocol.requests import SetNumerics
 
 
 @pytest.mark.parametrize(
@@ -41,6 +43,7 @@ from onebox.wire.protocol.instructions import Delay
         (Engine, {"numerics": "high"}, "numerics='high': allowed are onebox.Numerics"),
         (Numerics, {"matmul": "tf32"}, "matmul='tf32': allowed are 'highest', 'high', 'medium'"),
         (Numerics, {"deterministic": "yes"}, "deterministic='yes': allowed are True, False and 'warn'"),
+        (Numerics, {"cuda_graphs": 1}, "cuda_graphs=1: allowed are True and False"),
         (Numerics, {"cudnn_benchmark": 1}, "cudnn_benchmark=1: allowed are True and False"),
         (Engine, {"costs": {"a": (1.0, 2.0)}}, "costs of segment 'a'"),
         (Engine, {"costs": {"a": (1.0, 2.0, -3.0)}}, "costs of segment 'a'"),
@@ -71,3 +74,9 @@ def test_corrections_are_those_of_the_workers() -> None:
 def test_they_are_imported_without_torch() -> None:
     code = "import sys, onebox.trainer_options; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_captured_programs_are_switched_off_with_a_run() -> None:
+    assert numeric_instructions(Numerics()) == ()
+    assert numeric_instructions(Numerics(cuda_graphs=False)) == (SetNumerics(cuda_graphs=False),)
+    assert resolved_numerics(Numerics(cuda_graphs=False)).cuda_graphs is False

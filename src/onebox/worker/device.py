@@ -112,9 +112,7 @@ class ComputeDevice:
         """Seed the random numbers of one operator from its position in the run; see :meth:`unseed`."""
         if self._aside is None:
             self._aside = self.accelerator.generator.get_state()
-        text = f"{run}/{step}/{micro_batch}/{position}".encode()
-        value = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
-        self.accelerator.generator.manual_seed(value >> 1)
+        self.accelerator.generator.manual_seed(seed_of(run, step, micro_batch, position))
 
     def unseed(self) -> None:
         """Restore the device's default generator, used by eager operators, to its state before seeding."""
@@ -225,6 +223,12 @@ class ComputeDevice:
         if asked_bytes:
             self.accelerator.limit(asked_bytes + asked_bytes // 8 + PASSING_BYTES)
         return asked_bytes
+
+
+def seed_of(run: int, step: int, micro_batch: int, position: int) -> int:
+    """Return the seed of the random operator at a position of a program."""
+    text = f"{run}/{step}/{micro_batch}/{position}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 def check_cost(cost_s: float) -> None:

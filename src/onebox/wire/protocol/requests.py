@@ -131,6 +131,7 @@ class SetNumerics(Message, frozen=True, tag="numerics"):
         cudnn_deterministic: Whether cuDNN uses deterministic algorithms only.
         deterministic: Whether all operators must be deterministic: ``no``, ``warn``, or ``yes``, with which others
             fail.
+        cuda_graphs: Whether programs may be captured as CUDA graphs.
     """
 
     matmul: Literal["highest", "high", "medium"] = "highest"
@@ -138,6 +139,7 @@ class SetNumerics(Message, frozen=True, tag="numerics"):
     cudnn_benchmark: bool = False
     cudnn_deterministic: bool = False
     deterministic: Literal["no", "warn", "yes"] = "no"
+    cuda_graphs: bool = True
 
 
 class Shutdown(Message, frozen=True, tag="bye"):

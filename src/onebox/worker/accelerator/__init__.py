@@ -8,7 +8,15 @@ from __future__ import annotations
 
 import torch
 
-from onebox.worker.accelerator.api import Accelerator, DeviceFailed, DeviceIdentity, DeviceMemory, Event, Stream
+from onebox.worker.accelerator.api import (
+    Accelerator,
+    DeviceFailed,
+    DeviceIdentity,
+    DeviceMemory,
+    Event,
+    Graph,
+    Stream,
+)
 from onebox.worker.accelerator.cpu import HostAccelerator
 from onebox.worker.accelerator.cuda import CudaAccelerator
 from onebox.worker.accelerator.model import ModelAccelerator
@@ -19,6 +27,7 @@ __all__ = [
     "DeviceIdentity",
     "DeviceMemory",
     "Event",
+    "Graph",
     "HostAccelerator",
     "Stream",
     "accelerator_for",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+_Made = TypeVar("_Made")
 
 
 class DeviceFailed(Exception):
@@ -95,6 +97,20 @@ class Stream(Protocol):
         """
 
 
+class Graph(Protocol):
+    """Kernels that were captured once, and are launched together: with the same addresses, in memory of their own."""
+
+    size_bytes: int
+    """Bytes of that memory; it is the graph's until nothing refers to the graph and its tensors."""
+
+    def replay(self, seeds: Sequence[int]) -> None:
+        """Launch the kernels on the stream of this thread.
+
+        Args:
+            seeds: The seed of each random operator, in their order.
+        """
+
+
 class Accelerator(Protocol):
     """A device of this process.
 
@@ -113,6 +129,9 @@ class Accelerator(Protocol):
 
     backends: tuple[str, ...]
     """Backends of ``torch.distributed`` that take its tensors."""
+
+    graphs: bool
+    """Whether it can capture work; see :meth:`capture`."""
 
     def identity(self) -> DeviceIdentity:
         """Return its make."""
@@ -179,6 +198,22 @@ class Accelerator(Protocol):
 
     def limit(self, size_bytes: int) -> None:
         """Limit the bytes that PyTorch's allocator takes for this process."""
+
+    # ---- graphs
+
+    def capture(self, work: Callable[[Callable[[], None]], _Made], draws: int) -> tuple[Graph, _Made]:
+        """Capture the kernels of a function, which do not run.
+
+        Args:
+            work: The function; it is given one to call before each random operator.
+            draws: The number of random operators.
+
+        Returns:
+            The graph, and the result of the function; its tensors are filled by each replay.
+
+        Raises:
+            RuntimeError: The device cannot capture it, such as a read by the host.
+        """
 
     # ---- random numbers
 

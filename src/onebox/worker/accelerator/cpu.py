@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import platform
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import torch
 from torch import Tensor
 
-from onebox.worker.accelerator.api import DeviceIdentity, DeviceMemory, DeviceTensors, Event, Stream
+from onebox.worker.accelerator.api import DeviceIdentity, DeviceMemory, DeviceTensors, Event, Graph, Stream
+
+_Made = TypeVar("_Made")
 
 _CPU_INFO = Path("/proc/cpuinfo")
 
@@ -56,6 +60,7 @@ class HostAccelerator(DeviceTensors):
     """
 
     asynchronous = False
+    graphs = False
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -113,6 +118,10 @@ class HostAccelerator(DeviceTensors):
 
     def limit(self, size_bytes: int) -> None:
         """Do nothing: the process is limited by the kernel."""
+
+    def capture(self, work: Callable[[Callable[[], None]], _Made], draws: int) -> tuple[Graph, _Made]:
+        """Refuse: there are no kernels without the operators."""
+        raise RuntimeError(f"{self.device} captures no work")
 
     def new_generator(self, seed: int) -> torch.Generator:
         """Return a new generator, which for tensors without elements is one of a CPU that is never used."""

@@ -1,4 +1,4 @@
-"""A GPU by CUDA: the only file of the worker that uses ``torch.cuda``; not yet run on one."""
+"""A GPU by CUDA: with ``cuda_graph`` the only user of ``torch.cuda`` in the worker; not yet run on one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onebox.worker.accelerator.api import DeviceIdentity, DeviceMemory, DeviceTensors
+from onebox.worker.accelerator.api import DeviceIdentity, DeviceMemory
+from onebox.worker.accelerator.cuda_graph import GraphCapture
 from onebox.worker.accelerator.pinned_pages import locked_pages
 
 _ANCHOR_NS = 1_000_000_000
@@ -45,15 +46,13 @@ class _CudaStream:
         self.stream.synchronize()
 
 
-class CudaAccelerator(DeviceTensors):
+class CudaAccelerator(GraphCapture):
     """A GPU; implements :class:`~onebox.worker.accelerator.api.Accelerator`, which describes the methods."""
 
     asynchronous = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(torch.device("cuda", device.index or 0))
-        torch.cuda.set_device(self.device)
-        self.generator: torch.Generator = torch.cuda.default_generators[self.device.index]
         self.backends: tuple[str, ...] = ("nccl", "gloo") if dist.is_nccl_available() else ("gloo",)
         self._idle: torch.cuda.Stream | None = None
         self._anchor: tuple[torch.cuda.Event, int] | None = None

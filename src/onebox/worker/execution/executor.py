@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, get_args
 
+from torch import Tensor
+
 from onebox.errors import WireError
 from onebox.wire import BlockSpec, GeneratorSpec, KernelSpec, TensorSpec, from_frame, rows_of, spec_of, unpack
 from onebox.wire.protocol.eager import EagerWork, KeepGenerator, Operate, Perform, Replay
@@ -44,7 +46,7 @@ from onebox.wire.protocol.snapshots import Fill, Lay, Read, Recall, Remembered, 
 from onebox.worker.accelerator import DeviceFailed
 from onebox.worker.comm.api import ClientChannel
 from onebox.worker.comm.manager import GroupManager, groups_of
-from onebox.worker.device import ComputeDevice
+from onebox.worker.device import ComputeDevice, seed_of
 from onebox.worker.execution.collectives import CollectiveExecutor, Communication, Resolve
 from onebox.worker.execution.eager import EagerExecutor, VoidKernel
 from onebox.worker.execution.errors import describe_failure, require_device
@@ -57,6 +59,7 @@ from onebox.worker.memory.host import HostMemory
 from onebox.worker.memory.offload import Offloader
 from onebox.worker.optimizer.deferred import DeferredOptimizer
 from onebox.worker.optimizer.native import NativeOptimizer
+from onebox.worker.programs.graphs import GraphMemory
 from onebox.worker.programs.interpreter import CompiledProgram, OperatorFailed
 from onebox.worker.progress import Trace, WorkerProgress
 from onebox.worker.snapshots.service import SnapshotService
@@ -92,7 +95,8 @@ class Executor:
         between: Callable[[], None] | None = None,
     ) -> None:
         self.progress = WorkerProgress()
-        self.store = BufferStore(quota_bytes)
+        self.graphs = GraphMemory(device.accelerator)
+        self.store = BufferStore(quota_bytes, self.graphs)
         self.host = HostMemory(quota_bytes)
         self.frames_out: list[Any] = []
         self._device = device
@@ -334,17 +338,48 @@ class Executor:
         for position in call.takes:
             store.forget(numbers[position])
 
-        def seed(position: int) -> None:
-            device.seed(run.seed, step, call.micro_batch, position)
-
-        try:
-            outputs = tape.laid_out(tape.run(inputs, seed, self.progress))
-        finally:
-            device.unseed()
+        outputs = self._replay(tape, inputs, run.seed, step, call.micro_batch)
+        if outputs is None:
+            outputs = self._interpret(tape, inputs, run.seed, step, call.micro_batch)
         for reference, tensor in zip(call.outputs, outputs, strict=True):
             store.put(resolve(reference), tensor)
         device.pace(start_ns, tape.cost_s, self.progress)
         return []
+
+    def _replay(
+        self, tape: CompiledProgram, inputs: list[Tensor], seed: int, step: int, micro_batch: int
+    ) -> list[Tensor] | None:
+        """Run a program as a graph; return ``None`` if it has to be interpreted."""
+        numerics = self._numerics.present
+        if not numerics.cuda_graphs:
+            return None
+        return self.graphs.run(
+            tape,
+            inputs,
+            lambda position: seed_of(seed, step, micro_batch, position),
+            self.progress,
+            self._room,
+            numerics,
+        )
+
+    def _interpret(
+        self, tape: CompiledProgram, inputs: list[Tensor], seed: int, step: int, micro_batch: int
+    ) -> list[Tensor]:
+        """Run a program operator by operator."""
+        device = self._device
+        try:
+            return tape.laid_out(
+                tape.run(inputs, lambda position: device.seed(seed, step, micro_batch, position), self.progress)
+            )
+        finally:
+            device.unseed()
+
+    def _room(self) -> int:
+        """Return the bytes that a captured program may take."""
+        found = self._device.accelerator.memory()
+        free_bytes = found.free_bytes + found.reserved_bytes - found.allocated_bytes
+        within = self.store.room_bytes()
+        return free_bytes if within is None else min(free_bytes, within)
 
     def _free(self, free: Free, frames: Iterator[Any], resolve: Resolve) -> Sequence[Outcome]:
         for reference in free.buffers:

@@ -19,11 +19,11 @@ class NumericState:
     """Precision and determinism of operators at present."""
 
     def __init__(self) -> None:
-        self._present = _DEFAULTS
+        self.present = _DEFAULTS
 
     def use(self, wanted: SetNumerics = _DEFAULTS) -> None:
         """Set precision and determinism; PyTorch's defaults without an argument."""
-        if wanted == self._present:
+        if wanted == self.present:
             return
         torch.set_float32_matmul_precision(wanted.matmul)
         cudnn = torch.backends.cudnn
@@ -31,4 +31,4 @@ class NumericState:
         cudnn.benchmark = wanted.cudnn_benchmark
         cudnn.deterministic = wanted.cudnn_deterministic
         torch.set_deterministic_debug_mode(_MODES[wanted.deterministic])
-        self._present = wanted
+        self.present = wanted

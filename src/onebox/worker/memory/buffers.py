@@ -38,6 +38,15 @@ class HostCopies(Protocol):
         """Renumber buffers, all at once; unknown ones are ignored."""
 
 
+class ReclaimableMemory(Protocol):
+    """Memory that is in use only as long as buffers do not need it."""
+
+    size_bytes: int
+
+    def release(self) -> None:
+        """Free it."""
+
+
 class Poisoned(Exception):
     """A buffer is void because of an earlier failure."""
 
@@ -85,10 +94,12 @@ class BufferStore:
 
     Args:
         quota_bytes: Most bytes in use; 0 for no limit.
+        spare: Other memory within the quota, which is not counted as in use, and is released when it is needed.
     """
 
-    def __init__(self, quota_bytes: int = 0) -> None:
+    def __init__(self, quota_bytes: int = 0, spare: ReclaimableMemory | None = None) -> None:
         self.quota_bytes = quota_bytes
+        self._spare = spare
         self.used_bytes = 0
         self.peak_bytes = 0
         self._tensors: dict[int, Tensor] = {}
@@ -317,6 +328,11 @@ class BufferStore:
             self.used_bytes -= pending.size_bytes
             pending.end()
 
+    def room_bytes(self) -> int | None:
+        """Return the bytes that nothing uses within the quota, apart from spare memory; ``None`` without a quota."""
+        spare_bytes = self._spare.size_bytes if self._spare is not None else 0
+        return self.quota_bytes - self.used_bytes - spare_bytes if self.quota_bytes else None
+
     def reserve(self, more_bytes: int) -> None:
         """Check that additional bytes may be in use for a while, and record their peak.
 
@@ -324,6 +340,8 @@ class BufferStore:
             QuotaExceeded: They would exceed the quota.
         """
         total = self.used_bytes + more_bytes
+        if self.quota_bytes and self._spare is not None and total + self._spare.size_bytes > self.quota_bytes:
+            self._spare.release()
         if self.quota_bytes and total > self.quota_bytes:
             raise QuotaExceeded(
                 f"{enough_text(total)} needed, but the quota is {size_text(self.quota_bytes)}: "

@@ -61,7 +61,9 @@ def _states_running(operator: Operator, specs: Mapping[int, TensorSpec]) -> bool
     """Return whether a batch norm states statistics that CPUs return otherwise, or not at all."""
     statistics = operator.specs[1]
     evaluates = operator.name == _NO_TRAINING or operator.args[5] is False
-    return _states_wide(operator, specs) or (evaluates and statistics is not None and statistics.shape != (0,))
+    if evaluates:  # CPUs alone state none, also in a low precision
+        return statistics is not None and statistics.shape != (0,)
+    return _states_wide(operator, specs)
 
 
 def _reads_wide(x: int, mean: int) -> Callable[[Operator, Mapping[int, TensorSpec]], bool]:

@@ -27,6 +27,7 @@ from onebox.wire import (
 )
 from onebox.worker.optimizer.fused_kernels import exactly
 from onebox.worker.programs.arguments import ValueIndex, by_keyword, constant, picker
+from onebox.worker.programs.bindings import TENSOR, fastest
 from onebox.worker.programs.device_implementation import device_implementation
 from onebox.worker.programs.kernels import OutputLayout
 from onebox.worker.programs.matmul_dispatch import faster_implementation
@@ -185,6 +186,9 @@ class CompiledProgram:
         if not listed and (len(operator.outs) != len(returns) or operator.outs == (None,)):
             raise WireError(f"{operator.name} has {len(returns)} outputs, but fills {operator.outs}")
         run = exactly(call)
+        if run is call:
+            given = [self._constants(value) for value in operator.args]
+            run = fastest(call, given, keywords | {key: self._constants(value) for key, value in named.items()})
         run = (
             by_keyword(run, tuple(named))
             if named
@@ -205,6 +209,12 @@ class CompiledProgram:
             return tuple(self._register(item) for item in value.items)  # type: ignore[misc]
         self._registers.append(constant(value, self._device))
         return len(self._registers) - 1
+
+    def _constants(self, value: Value) -> Any:
+        """Return an argument, :data:`TENSOR` in place of tensors."""
+        if isinstance(value, Many):
+            return [TENSOR if isinstance(item, SlotArgument) else item for item in value.items]
+        return TENSOR if isinstance(value, SlotArgument) else constant(value, self._device)
 
     def _check(self, operator: Operator, registers: list[Any]) -> None:
         for slot, spec in zip(operator.outs, operator.specs, strict=True):

@@ -13,6 +13,7 @@ from onebox.errors import WireError
 from onebox.wire import DTYPES, GeneratorArgument, Hole, Items, KernelSpec, SlotArgument, Strided, dtype_name, overload
 from onebox.worker.optimizer.fused_kernels import exactly
 from onebox.worker.programs.arguments import ValueIndex, by_keyword, constant, picker
+from onebox.worker.programs.bindings import TENSOR, fastest
 from onebox.worker.sandbox.allow_list import EAGER, allowed
 
 _RUNNING = frozenset({"running_mean", "running_var"})
@@ -68,6 +69,12 @@ class CompiledKernel:
             )
         self.pick = picker(self.places)
         exact = exactly(call)
+        if exact is call:
+            exact = fastest(
+                call,
+                [layout.example(value) for value in kernel.args],
+                {key: layout.example(value) for key, value in kernel.kwargs.items()},
+            )
         run: Callable[..., Any] = functools.partial(exact, **fixed) if fixed else exact
         self.run = by_keyword(run, tuple(named)) if named else run
         writes = written_inputs(kernel)
@@ -134,6 +141,14 @@ class _Layout:
             return tuple(self.place(item) for item in value.items)  # type: ignore[misc]
         self._constants.append(self.constant(value))
         return kernel.inputs + kernel.floats + len(self._constants) - 1
+
+    def example(self, value: Any) -> Any:
+        """Return an argument as it may be in a call, :data:`TENSOR` in place of tensors."""
+        if isinstance(value, Items):
+            return [self.example(item) for item in value.items]
+        if isinstance(value, SlotArgument | Hole):
+            return TENSOR if isinstance(value, SlotArgument) else 0.5
+        return self.constant(value)
 
     def constant(self, value: Any) -> Any:
         """Return an argument that is the same in every call."""

@@ -25,6 +25,8 @@ from onebox.worker.sandbox.allow_list import (
 PINNED_WITH = "2.13"
 
 
+OWN = ("attention", "attention_backward", "recurrent", "recurrent_backward")
+
 LISTS = [PROGRAMS, EAGER]
 
 
@@ -41,7 +43,7 @@ def test_the_pinned_list_is_a_sorted_list_of_names(file: str) -> None:
     names = sorted(pinned_names(file))
     assert len(names) > 1000
     own = [name for name in names if not re.fullmatch(r"aten\.\w+\.\w+", name)]
-    assert own == ["onebox.recurrent.default", "onebox.recurrent_backward.default"]
+    assert own == [f"onebox.{name}.default" for name in OWN]
 
 
 def test_kernels_may_name_what_programs_may_name() -> None:

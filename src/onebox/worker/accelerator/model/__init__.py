@@ -9,6 +9,7 @@ them. Each access of a byte is checked: two that no stream, event or wait of the
 - :mod:`~onebox.worker.accelerator.model.allocator`: the arena and its caching allocator;
 - :mod:`~onebox.worker.accelerator.model.memory`: tensors over given memory, whose release is noticed;
 - :mod:`~onebox.worker.accelerator.model.operators`: PyTorch's operators as queued kernels;
+- :mod:`~onebox.worker.accelerator.model.graph`: captured kernels;
 - :mod:`~onebox.worker.accelerator.model.accelerator`: the interface of the worker.
 """
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,8 +13,11 @@ from torch import Tensor
 from onebox.worker.accelerator.api import DeviceIdentity, DeviceMemory, DeviceTensors
 from onebox.worker.accelerator.model import operators
 from onebox.worker.accelerator.model.allocator import CachingAllocator, PinnedMemory
+from onebox.worker.accelerator.model.graph import ModelGraph, capture
 from onebox.worker.accelerator.model.happens_before import Race
 from onebox.worker.accelerator.model.streams import ModelStream, Scheduler
+
+_Made = TypeVar("_Made")
 
 MEMORY_BYTES = 2 << 30
 """Memory of a modelled device."""
@@ -44,6 +47,7 @@ class ModelAccelerator(DeviceTensors):
     """
 
     asynchronous = True
+    graphs = True
 
     def __init__(self, seed: int = 0, *, memory_bytes: int = MEMORY_BYTES) -> None:
         super().__init__(torch.device(operators.device_name(), 0))
@@ -135,6 +139,10 @@ class ModelAccelerator(DeviceTensors):
     def limit(self, size_bytes: int) -> None:
         """Limit the memory of tensors."""
         self._allocator.limit_bytes = min(size_bytes, self._allocator.size_bytes)
+
+    def capture(self, work: Callable[[Callable[[], None]], _Made], draws: int) -> tuple[ModelGraph, _Made]:
+        """Capture the kernels of a function; see :meth:`onebox.worker.accelerator.api.Accelerator.capture`."""
+        return capture(self._scheduler, self._allocator, self._operators, work, draws)
 
     def new_generator(self, seed: int) -> torch.Generator:
         """Return a new generator of random numbers."""

@@ -71,6 +71,7 @@ class CachingAllocator:
         self._typed: dict[torch.dtype, Tensor] = {torch.uint8: self.arena}
         self._blocks: dict[int, Block] = {}
         self._free: dict[ModelStream, list[Block]] = {}
+        self._private: set[ModelStream] = set()
         self._waiting: list[Block] = []
         self._extents: list[Range] = [(self.base, self.base + size_bytes)]
 
@@ -133,6 +134,14 @@ class CachingAllocator:
             typed = self._typed[dtype] = self.arena.view(dtype)
         return typed.as_strided(shape, strides, (address - self.base) // dtype.itemsize)
 
+    def make_private(self, stream: ModelStream) -> None:
+        """Keep the memory of a stream for it, also what is free, until :meth:`give_up`."""
+        self._private.add(stream)
+
+    def give_up(self, stream: ModelStream) -> None:
+        """Let the free memory of a stream be used by others."""
+        self._private.discard(stream)
+
     def _block(self, size_bytes: int, stream: ModelStream) -> Block:
         free = self._free.setdefault(stream, [])
         able = [block for block in free if size_bytes <= block.size_bytes <= 2 * size_bytes]
@@ -163,8 +172,9 @@ class CachingAllocator:
         """Wait for the device, and make one memory of all free blocks."""
         self._scheduler.synchronize()
         self.collect()
-        extents = [*self._extents, *(block.place for free in self._free.values() for block in free)]
-        self._free.clear()
+        given = [blocks for stream, blocks in self._free.items() if stream not in self._private]
+        extents = [*self._extents, *(block.place for blocks in given for block in blocks)]
+        self._free = {stream: blocks for stream, blocks in self._free.items() if stream in self._private}
         self._extents = []
         for start, end in sorted(extents):
             if self._extents and self._extents[-1][1] == start:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +47,8 @@ class ModelOperators:
 
     def __init__(self, scheduler: Scheduler, allocator: CachingAllocator, pinned: PinnedMemory) -> None:
         self.pageable_copies = 0
+        self.captured_draws: list[Callable[[Tensor], None]] = []
+        """Functions that set the random numbers of captured operators, in their order."""
         self._scheduler = scheduler
         self._allocator = allocator
         self._pinned = pinned
@@ -166,6 +168,8 @@ class ModelOperators:
         call = _Call(operator, on_host, tree)
         if torch.Tag.nondeterministic_seeded in operator.tags:
             call.draw(self._zeros(on_host))
+            if self._scheduler.captures():
+                self.captured_draws.append(call.set_state)
         if any(tag in operator.tags for tag in _UNKNOWN):
             return self._launch_known(operator, call, reads)
         if written and all(id(value) in written for value in _returned(operator, args, kwargs)):
@@ -293,6 +297,10 @@ class _Call:
         )
         self._state = self._generator.get_state()
         _Call(self._operator, zeros, self._tree)()
+
+    def set_state(self, state: Tensor) -> None:
+        """Set the random numbers of the next runs."""
+        self._state = state
 
     def __call__(self) -> Any:
         args, kwargs = tree_unflatten(self._values, self._tree)

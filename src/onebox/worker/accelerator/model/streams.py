@@ -165,6 +165,9 @@ class Scheduler:
         self._failure = ""
         self._told: set[tuple[str, str]] = set()
         self._local = threading.local()
+        self.capturing: list[Kernel] | None = None
+        """Kernels that a thread captures instead of queueing them; other threads go on."""
+        self._capturing_thread = 0
         self.default = self.stream()
 
     # ---- streams
@@ -207,12 +210,41 @@ class Scheduler:
             stream.launched += 1
             self._pass_waits()
 
+    @contextmanager
+    def capture(self, stream: ModelStream) -> Iterator[list[Kernel]]:
+        """Capture the kernels of this thread instead of queueing them.
+
+        Args:
+            stream: The stream of the context, which nothing else uses.
+        """
+        if self.capturing is not None:
+            raise RuntimeError("another capture is under way")
+        with self.on(stream):
+            kernels: list[Kernel] = []
+            self.capturing, self._capturing_thread = kernels, threading.get_ident()
+            try:
+                yield kernels
+            finally:
+                self.capturing = None
+
+    def captures(self) -> bool:
+        """Return whether this thread captures kernels."""
+        return self.capturing is not None and self._capturing_thread == threading.get_ident()
+
+    def _require_no_capture(self) -> None:
+        if self.captures():
+            raise RuntimeError("the host cannot wait for the device while it captures work")
+
     # ---- kernels
 
     def launch(self, kernel: Kernel, *, counted: bool = True) -> ModelEvent:
-        """Queue a kernel on this thread's stream; return the event after it."""
+        """Queue a kernel on this thread's stream, or capture it; return the event after it."""
         with self.lock:
             stream, host = self.current(), self._host()
+            if self.captures():
+                assert self.capturing is not None
+                self.capturing.append(kernel)
+                return ModelEvent(self, stream, dict(stream.context.clock), stream.free_ns)
             join(stream.context.clock, host.clock)
             access = Access(
                 stream.number, stream.context.step(), f"{kernel.name} (stream {stream.number}, {_caller()})"
@@ -265,6 +297,7 @@ class Scheduler:
         Raises:
             ModelledFailure: There was a race, or a kernel failed.
         """
+        self._require_no_capture()
         with self.lock:
             self.synchronisations += 1
             self._run_until(lambda: event.complete, [event.stream])
@@ -277,6 +310,7 @@ class Scheduler:
         Raises:
             ModelledFailure: There was a race, or a kernel failed.
         """
+        self._require_no_capture()
         with self.lock:
             self.synchronisations += 1
             streams = list(self._streams)
