@@ -47,6 +47,10 @@ _new_capsule.restype = ctypes.py_object
 _new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 
 
+_structures: dict[int, tuple[object, ...]] = {}
+"""Structures of memory that tensors may be over: PyTorch reads them when the last one goes, maybe after the device."""
+
+
 class TrackedMemory:
     """Memory under tensors, and whether all of them are gone.
 
@@ -62,12 +66,14 @@ class TrackedMemory:
     def __init__(self, address: int, size_bytes: int, kind: int, owner: object = None) -> None:
         self.address = address
         self.owner = owner
-        self._shape, self._strides = (ctypes.c_int64 * 1)(size_bytes), (ctypes.c_int64 * 1)(1)
-        self._managed = managed = _Managed()
+        shape, strides = (ctypes.c_int64 * 1)(size_bytes), (ctypes.c_int64 * 1)(1)
+        managed = _Managed()
         contents = managed.contents
         contents.data, contents.device, contents.dimensions = address, _Device(kind, 0), 1
         contents.elements = _ElementType(1, 8, 1)
-        contents.shape, contents.strides = self._shape, self._strides
+        contents.shape, contents.strides = shape, strides
+        self._structure = ctypes.addressof(managed)
+        _structures[self._structure] = managed, shape, strides
         made = torch._C._from_dlpack(_new_capsule(ctypes.addressof(managed), b"dltensor", None))
         self._first: Tensor | None = made
         self._weak = made.untyped_storage()._weak_ref()
@@ -83,6 +89,7 @@ class TrackedMemory:
         if not torch.UntypedStorage._expired(self._weak):
             return False
         torch.UntypedStorage._free_weak_ref(self._weak)
+        del _structures[self._structure]
         return True
 
 

@@ -58,7 +58,8 @@ def test_memory_is_used_again_at_once_by_its_stream_unless_it_is_kept(accelerato
         del again
         assert accelerator.empty((100,), torch.float32).data_ptr() != address
         accelerator.synchronize()
-        assert accelerator.empty((100,), torch.float32).data_ptr() == address
+        free = [accelerator.empty((100,), torch.float32) for _ in range(2)]
+        assert address in [tensor.data_ptr() for tensor in free]
 
 
 def test_memory_has_an_end_and_counts(accelerator: ModelAccelerator) -> None:

@@ -16,7 +16,7 @@ from onebox.worker.accelerator import ModelAccelerator
 from onebox.worker.comm.api import RankLost
 from onebox.worker.comm.shm.gpu_sender import StreamShmCopier
 from onebox.worker.comm.shm.group import ShmGroup
-from onebox.worker.comm.shm.segment import supported
+from onebox.worker.comm.shm.segment import SharedMemory, supported
 from onebox.worker.faults import FaultInjector
 from onebox.worker.memory.async_copy import CopyStream
 from onebox.worker.optimizer.host_parameters import HostParameters
@@ -173,13 +173,14 @@ def test_ranks_that_send_in_both_directions(accelerator: ModelAccelerator) -> No
     def rank(which: int, group: ShmGroup) -> list[Tensor]:
         found = []
         with torch.inference_mode(), accelerator.on(accelerator.stream()):
-            for step in range(6):
-                whole = accelerator.to_device(X) * (which + step + 1)
+            x, y = accelerator.to_device(X), accelerator.to_device(Y)
+            for step in range(6):  # nothing here makes the host wait for this rank's stream
+                whole = x * (which + step + 1)
                 group.send(whole, 1 - which, 0)
                 whole.fill_(-1)
-                group.send((accelerator.to_device(Y) + which).view(8, 5).t(), 1 - which, 1)
+                group.send((y + which).view(8, 5).t(), 1 - which, 1)
                 del whole
-                busy = accelerator.to_device(X).mul_(2)
+                busy = x * 2
                 one = group.receive(SPEC, 1 - which, 0)().tensor
                 other = group.receive(TensorSpec("float64", (5, 8)), 1 - which, 1)().tensor
                 sums = one + other.t().reshape(-1)
@@ -197,3 +198,13 @@ def test_ranks_that_send_in_both_directions(accelerator: ModelAccelerator) -> No
         raise AssertionError(str(error)) from error
     for which, step in itertools.product(range(2), range(6)):
         assert torch.equal(results[which][step], X * (1 - which + step + 1) + Y + 1 - which)
+
+
+@pytest.mark.skipif(not supported(), reason="groups through shared memory need Linux on x86-64")
+def test_memory_is_registered_as_long_as_it_is_copied(accelerator: ModelAccelerator) -> None:
+    copier, memory = StreamShmCopier(accelerator), SharedMemory.make()
+    with torch.inference_mode():
+        made, _ = copier.into(memory, 1 << 16, SPEC)
+        copier.release()
+        assert accelerator.races == ()
+        made.sum()
