@@ -28,7 +28,7 @@ from tests.trainer_arguments import grouped
 
 SIZES = (6, 6, 5)
 
-SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2, 3))]
+SEEDS = [pytest.param(seed, marks=[pytest.mark.long] * (seed > 0), id=f"seed{seed}") for seed in range(4)]
 
 
 @pytest.fixture(scope="module", params=SEEDS)
