@@ -150,7 +150,8 @@ def rehearsed(*names: str) -> list[Check]:
     return [replace(check, limit_s=3 * check.limit_s) for check in CHECKS if check.name in names]
 
 
-REHEARSED = ["open", "clocks", "versions", "bad label", "numerics", "one GPU twice", "two: skips", "two: idle"]
+REHEARSED = ["open", "clocks", "bad label", "numerics", "one GPU twice", "two: skips"]
+"""Some of each kind; ``python -m tests.gpu_run --device cpu`` rehearses all, for a quarter of an hour."""
 
 
 @pytest.mark.long
@@ -166,20 +167,6 @@ def test_checks_pass_on_cpu_workers_beside_one_that_fails_and_one_that_hangs(tmp
     assert report.machine["torch"]
     assert report.machine["confinement"]
     assert all(found.counts["passed"] for found in report.results if found.counts)
-
-
-@pytest.mark.long
-def test_the_other_checks_pass_on_cpu_workers_too(tmp_path: Path) -> None:
-    left_out = {*REHEARSED, "steps", "operators", "equality"}
-    checks = rehearsed(*({check.name for check in CHECKS} - left_out))
-    report = GpuRun(device="cpu", folder=tmp_path, limit_s=590).all(checks)
-    assert {found.status for found in report.results} == {"passed"}, report.text()
-
-
-@pytest.mark.long
-def test_results_are_compared_on_cpu_workers(tmp_path: Path) -> None:
-    report = GpuRun(device="cpu", folder=tmp_path, limit_s=590).all(rehearsed("equality", "operators"))
-    assert {found.status for found in report.results} == {"passed"}, report.text()
 
 
 @pytest.mark.long
