@@ -99,8 +99,10 @@ class GroupManager:
         self._failed.discard(number)
         self._sockets.forget(number)
 
-    def check(self) -> None:
-        """Require that what the device has received is what other ranks have sent, as far as the host knows.
+    def check(self) -> bool:
+        """Return whether operations of groups go on without the host.
+
+        Require that what the device has received is what other ranks have sent, as far as the host knows.
 
         The host does not wait for operations of NCCL, so that their failures show nowhere else: see
         :meth:`WorkerGroup.check`.
@@ -108,8 +110,8 @@ class GroupManager:
         Raises:
             RankLost: An operation of a group has failed or was interrupted.
         """
-        for group in self._groups.values():
-            group.check()
+        going = [group.check() for group in self._groups.values()]  # all, as one may have failed
+        return any(going)
 
     def failures(self) -> int:
         """Return the number of groups that have failed until now, with those that this worker has left since."""

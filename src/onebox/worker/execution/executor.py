@@ -382,8 +382,11 @@ class Executor:
         finally:
             device.unseed()
 
-    def _room(self) -> int:
-        """Return the bytes that a captured program may take."""
+    def _room(self) -> int | None:
+        """Return the bytes that a captured program may take; ``None`` while a group's operations go on: a wait for the
+        whole device would be one for a receive, whose tensor may depend on what this worker sends after it."""
+        if self._groups.check():
+            return None
         found = self._device.accelerator.memory()
         free_bytes = found.free_bytes + found.reserved_bytes - found.allocated_bytes
         within = self.store.room_bytes()
