@@ -5,8 +5,7 @@ it is written, and checks that each two accesses to the same bytes are in an ord
 
 ``suites`` and ``schedules`` count the files of tests and their cases with each seed; ``races`` and ``deadlocks`` those
 that failed so, ``failures`` all; ``mutations`` are the waits of ``tests/seeded_faults/waits.toml``, each removed in a
-copy of the tree, and ``mutations_missed`` those that no test notices. Run it by
-``python -m benchmarks.accelerator_model``.
+copy of the tree, and ``mutations_missed`` those that no test notices.
 """
 
 from __future__ import annotations
@@ -20,6 +19,8 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.seeded_faults.__main__ import Copy, check
 from tests.seeded_faults.table import seeded_faults

@@ -99,6 +99,7 @@ DIFFERENT = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_operators_that_differ_on_a_gpu_are_found_in_programs_for_cpus_and_not_in_those_for_gpus(what: str) -> None:
     model, name, dtype = DIFFERENT[what]()
@@ -107,6 +108,7 @@ def test_operators_that_differ_on_a_gpu_are_found_in_programs_for_cpus_and_not_i
     assert fake_devices.of_model(what, programs_of(model, case.loss, batch, "cuda")) == []
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_a_worker_on_a_cpu_runs_programs_for_gpus(what: str) -> None:
     torch.manual_seed(0)
@@ -119,6 +121,7 @@ def test_a_worker_on_a_cpu_runs_programs_for_gpus(what: str) -> None:
         torch.testing.assert_close(found[port], value, msg=lambda text, port=port: f"{port}: {text}")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", CASES)
 def test_models_make_on_a_gpu_what_their_programs_state(name: str) -> None:

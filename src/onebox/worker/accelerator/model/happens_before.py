@@ -1,8 +1,9 @@
 """The happens-before relation of a modelled accelerator: vector clocks, and a check of each access to memory.
 
-Each stream and each thread of the host is a context that counts its own steps. A clock holds, for each context, the
-steps that have certainly ended; two accesses of which one writes, and of which neither is in the clock of the other,
-are a race (Flanagan and Freund, FastTrack, PLDI 2009).
+Each stream is a context that counts its own steps, and so is the host: its threads order their work by locks, queues
+and other processes, which are not seen here, and count as one. A clock holds, for each context, the steps that have
+certainly ended; two accesses of which one writes, and of which neither is in the clock of the other, are a race
+(Flanagan and Freund, FastTrack, PLDI 2009).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Access:
     """An access to memory.
 
     Args:
-        context: Number of its stream or thread.
+        context: Number of its stream, or of the host.
         step: Its step there.
         label: Its operator, stream and caller, for messages.
     """

@@ -71,7 +71,7 @@ class Kernel:
 
 @dataclass(eq=False)
 class _Context:
-    """A stream or a thread of the host, with its number, its step and its clock."""
+    """A stream or the host, with its number, its step and its clock."""
 
     number: int
     clock: Clock = field(default_factory=dict)
@@ -160,8 +160,8 @@ class Scheduler:
         self._random = random.Random(seed)
         self._eagerness = (0.0, 0.2, 0.5, 0.8)[seed % 4]
         self._streams: list[ModelStream] = []
-        self._hosts: list[_Context] = []
         self._numbers = 0
+        self._host = _Context(self._next())  # of all threads: how they hand work to each other is not seen
         self._failure = ""
         self._told: set[tuple[str, str]] = set()
         self._local = threading.local()
@@ -196,7 +196,7 @@ class Scheduler:
     def record(self, stream: ModelStream) -> ModelEvent:
         """Return an event after the work of a stream so far."""
         with self.lock:
-            host, clock = self._host(), dict(stream.context.clock)
+            host, clock = self._host, dict(stream.context.clock)
             join(clock, host.clock)
             host.step()
             return ModelEvent(self, stream, clock, max(stream.free_ns, time.monotonic_ns()))
@@ -240,7 +240,7 @@ class Scheduler:
     def launch(self, kernel: Kernel, *, counted: bool = True) -> ModelEvent:
         """Queue a kernel on this thread's stream, or capture it; return the event after it."""
         with self.lock:
-            stream, host = self.current(), self._host()
+            stream, host = self.current(), self._host
             if self.captures():
                 assert self.capturing is not None
                 self.capturing.append(kernel)
@@ -262,7 +262,7 @@ class Scheduler:
     def touch(self, reads: Sequence[Range], writes: Sequence[Range], name: str) -> None:
         """Record an access by the host."""
         with self.lock:
-            host = self._host()
+            host = self._host
             self._accessed(reads, writes, Access(host.number, host.step(), f"{name} (host, {_caller()})"), host.clock)
 
     def release(self, place: Range) -> None:
@@ -273,7 +273,7 @@ class Scheduler:
                     if isinstance(kernel, Kernel) and any(
                         start < place[1] and place[0] < end for start, end in (*kernel.reads, *kernel.writes)
                     ):
-                        host = self._host()
+                        host = self._host
                         first = Access(stream.number, 0, f"{kernel.name} (stream {stream.number})")
                         self._note(
                             Race(first, Access(host.number, 0, f"release (host, {_caller()})"), "release", place[0])
@@ -288,7 +288,7 @@ class Scheduler:
             if not event.complete and self._random.random() < 0.5:
                 self._advance([event.stream])
             if event.complete:
-                join(self._host().clock, event.clock)
+                join(self._host.clock, event.clock)
             return event.complete
 
     def wait_for(self, event: ModelEvent) -> None:
@@ -301,7 +301,7 @@ class Scheduler:
         with self.lock:
             self.synchronisations += 1
             self._run_until(lambda: event.complete, [event.stream])
-            join(self._host().clock, event.clock)
+            join(self._host.clock, event.clock)
         self.raise_failure()
 
     def synchronize(self) -> None:
@@ -317,13 +317,13 @@ class Scheduler:
             events = [self.record(stream) for stream in streams]
             self._run_until(lambda: all(event.complete for event in events), streams)
             for stream in streams:
-                join(self._host().clock, stream.context.clock)
+                join(self._host.clock, stream.context.clock)
         self.raise_failure()
 
     def acquire(self, clock: Clock) -> None:
-        """Order this thread after what it has seen complete."""
+        """Order the host after what it has seen complete."""
         with self.lock:
-            join(self._host().clock, clock)
+            join(self._host.clock, clock)
 
     def raise_failure(self) -> None:
         """Raise a failure that the host has not seen.
@@ -339,18 +339,6 @@ class Scheduler:
     def _next(self) -> int:
         self._numbers += 1
         return self._numbers
-
-    def _host(self) -> _Context:
-        """Return the context of this thread; a new thread starts after what the others have done."""
-        found: _Context | None = getattr(self._local, "context", None)
-        if found is None:
-            found = _Context(self._next())
-            for other in self._hosts:
-                join(found.clock, other.clock)
-            found.step()
-            self._hosts.append(found)
-            self._local.context = found
-        return found
 
     def _accessed(self, reads: Sequence[Range], writes: Sequence[Range], access: Access, clock: Clock) -> None:
         for place in reads:
