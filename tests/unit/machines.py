@@ -71,7 +71,9 @@ class Rig:
         with torch.inference_mode():
             results = [result for instruction in instructions for result in self.machine.execute(instruction, left)]
             reply = self.machine.reply(0, results)
-            reply.wait()
+            if reply.after is not None:
+                reply.after.synchronize()
+            assert reply.complete
             message, self.frames_out = reply.message()
             self.times_ns, self.used_bytes = message.times_ns, message.used_bytes
             return list(message.results)

@@ -31,7 +31,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 RESERVE_BYTES = 512 << 20
 """Memory of a GPU that tensors must leave: for NCCL (``NCCL_BUFFSIZE``, 4 MiB, for each neighbour and each of up to 32
-channels), kernels that CUDA loads at their first use, and workspaces. By their documentation, not measured."""
+channels), kernels that CUDA loads later than its context, and workspaces. By their documentation, not measured."""
 
 CONTEXT_BYTES = 512 << 20
 """Memory of a GPU that a process with PyTorch takes before its first tensor, where it cannot be asked; an estimate."""

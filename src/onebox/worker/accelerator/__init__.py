@@ -22,6 +22,7 @@ from onebox.worker.accelerator.cuda import CudaAccelerator
 from onebox.worker.accelerator.model import ModelAccelerator
 
 __all__ = [
+    "KERNELS_AT_ONCE",
     "Accelerator",
     "DeviceFailed",
     "DeviceIdentity",
@@ -33,6 +34,11 @@ __all__ = [
     "accelerator_for",
     "needs_driver",
 ]
+
+
+KERNELS_AT_ONCE = "CUDA_MODULE_LOADING", "EAGER"
+"""Environment variable of CUDA, and a value with which the driver loads kernels when it starts. Otherwise it loads each
+at its first use, which may wait for all work of the device: a receive there would wait for a send that comes later."""
 
 
 def accelerator_for(name: str) -> Accelerator:

@@ -47,6 +47,8 @@ class GroupManager:
         self._progress = progress
         self._groups: dict[int, WorkerGroup] = {}
         self._lost: dict[int, WorkerFailure] = {}
+        self._failed: set[int] = set()
+        self._failures: list[str] = []
         self._emulated_links = EmulatedLinks()
         self._sockets = GroupSockets()
         self._forming: FormGroup | None = None
@@ -93,10 +95,14 @@ class GroupManager:
         group = self._groups.pop(number, None)
         if group is not None:
             group.close()
+            self._note(number, group)
+        self._failed.discard(number)
         self._sockets.forget(number)
 
-    def check(self) -> None:
-        """Require that what the device has received is what other ranks have sent, as far as the host knows.
+    def check(self) -> bool:
+        """Return whether operations of groups go on without the host.
+
+        Require that what the device has received is what other ranks have sent, as far as the host knows.
 
         The host does not wait for operations of NCCL, so that their failures show nowhere else: see
         :meth:`WorkerGroup.check`.
@@ -104,8 +110,35 @@ class GroupManager:
         Raises:
             RankLost: An operation of a group has failed or was interrupted.
         """
-        for group in self._groups.values():
+        going = [group.check() for group in self._groups.values()]  # all, as one may have failed
+        return any(going)
+
+    def failures(self) -> int:
+        """Return the number of groups that have failed until now, with those that this worker has left since."""
+        for number, group in self._groups.items():
+            self._note(number, group)
+        return len(self._failures)
+
+    def check_since(self, failures: int) -> None:
+        """Require that no group has failed since a call of :meth:`failures`, also none that was left since.
+
+        Args:
+            failures: The result of that call.
+
+        Raises:
+            RankLost: One has.
+        """
+        if self.failures() > failures:
+            raise RankLost(self._failures[-1])
+
+    def _note(self, number: int, group: WorkerGroup) -> None:
+        """Count the failure of a group, once."""
+        try:
             group.check()
+        except RankLost as error:
+            if number not in self._failed:
+                self._failed.add(number)
+                self._failures.append(str(error))
 
     def interrupt(self, number: int) -> None:
         """End waits for a silent rank of a group; callable from any thread."""

@@ -10,7 +10,7 @@ The rules of ``torch.distributed.ProcessGroupNCCL``, 2.11 to 2.13, that determin
   the group is formed, in one order on all ranks. After ``eager_connect_single_device``, point-to-point operations use
   the communicator of the process group instead of a new one for each pair
 - A wait for an operation makes the current stream wait, not the host, and never fails. The host notices a failure when
-  it waits for the device: see :meth:`NcclGroup.check`
+  it waits for the device, and what was computed on the device meanwhile is undefined: see :meth:`NcclGroup.check`
 - An abort ends the kernels of a communicator, whose results are then undefined. It may hang
 - Its threads use the store at any time: see :class:`~onebox.worker.comm.client.ChannelStore`
 """
@@ -191,7 +191,10 @@ class NcclGroup(TorchDistGroup):
         threading.Thread(target=self._free, name="onebox-abort", daemon=True).start()
 
     def close(self) -> None:
-        """Leave the group when sends have ended, or after a timeout; what peers still wait for does not come."""
+        """Leave the group when sends have ended, or after a timeout; what peers still wait for does not come.
+
+        What this rank has not received is undefined from then on: :meth:`check` fails.
+        """
         if self._group is None:
             return
         end_s = time.monotonic() + CLOSE_S
@@ -199,6 +202,9 @@ class NcclGroup(TorchDistGroup):
             while not self._failure and any(sent for _, _, sent in self._works) and time.monotonic() < end_s:
                 time.sleep(0.001)
                 self._sort()
+            self._sort()
+            if any(not sent for _, _, sent in self._works):
+                self._failure = self._failure or "this worker left the group before it had received everything"
             communicators = [self._group, *self._ways.values()]
             self._group = None
             self._ways.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -117,6 +118,7 @@ class Executor:
         )
         self._numerics = NumericState()
         self._trace = Trace()
+        self._group_failures = 0  # when the message began
         self._run = Run(0)
         self._place: tuple[int, int] | None = None  # number of the running routine, and index of its instruction
 
@@ -124,6 +126,8 @@ class Executor:
         """Begin a message: its results are its own, and its operators have PyTorch's precision unless it sets them."""
         self.frames_out = []
         self._trace = Trace()
+        if self._device.accelerator.asynchronous:
+            self._group_failures = self._groups.failures()
         self._numerics.use()
 
     def reply(self, number: int, results: Sequence[Outcome]) -> PendingReply:
@@ -138,7 +142,8 @@ class Executor:
         accelerator = self._device.accelerator
         if accelerator.asynchronous and (trace.used_bytes or any(map(callable, (*results, *frames)))):
             after = accelerator.current().record(yields=True)
-        return PendingReply(number, results, frames, trace, after)
+        check = functools.partial(self._groups.check_since, self._group_failures)
+        return PendingReply(number, results, frames, trace, after, check)
 
     def execute(self, instruction: Instruction, frames: Iterator[Any]) -> Sequence[Outcome]:
         """Execute one instruction; a failure voids the buffers that it would have written and is reported.
@@ -377,8 +382,11 @@ class Executor:
         finally:
             device.unseed()
 
-    def _room(self) -> int:
-        """Return the bytes that a captured program may take."""
+    def _room(self) -> int | None:
+        """Return the bytes that a captured program may take; ``None`` while a group's operations go on: a wait for the
+        whole device would be one for a receive, whose tensor may depend on what this worker sends after it."""
+        if self._groups.check():
+            return None
         found = self._device.accelerator.memory()
         free_bytes = found.free_bytes + found.reserved_bytes - found.allocated_bytes
         within = self.store.room_bytes()

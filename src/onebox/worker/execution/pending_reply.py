@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from onebox.wire.protocol.responses import Reply, Result
-from onebox.worker.accelerator import Event
+from onebox.worker.accelerator import DeviceFailed, Event
+from onebox.worker.comm.api import RankLost
 from onebox.worker.progress import Trace
 
 Deferred = Callable[[], Result]
 """Returns a result when the device has done the work before it."""
 
 Outcome = Result | Deferred
+
+LOOK_S = 0.01
+"""Interval at which groups are checked while a reply waits for the device: it asks for every operation that goes on."""
+
+LOST_S = 15.0
+"""Longest time that a device may go on after a group that it used was interrupted, whose abort ends its kernels."""
 
 
 class PendingReply:
@@ -24,6 +32,7 @@ class PendingReply:
         frames: Frames of tensors, or functions that return them, as of results.
         trace: Times and memory of the instructions.
         after: Mark in the device's work with which everything is complete; ``None`` if it is.
+        check: Requires that no group has failed since the message began.
     """
 
     def __init__(
@@ -33,30 +42,43 @@ class PendingReply:
         frames: Sequence[Any],
         trace: Trace,
         after: Event | None,
+        check: Callable[[], None],
     ) -> None:
         self.number = number
         self._results = results
         self._frames = frames
         self._trace = trace
-        self._after = after
+        self.after = after
+        self._check = check
+        self._look_s = 0.0
+        self._lost_s = 0.0
 
     @property
     def complete(self) -> bool:
         """True if :meth:`message` can be called.
 
-        Raises:
-            RuntimeError: The device has failed.
-        """
-        return self._after is None or self._after.query()
-
-    def wait(self) -> None:
-        """Wait until it is complete.
+        The device's work also ends with the kernels of an operation between workers that was interrupted, whose values
+        are undefined. So the groups are checked after it, and not before.
 
         Raises:
+            RankLost: A group has failed since the message began, and the device's work is over.
+            DeviceFailed: It is not over long after such a failure.
             RuntimeError: The device has failed.
         """
-        if self._after is not None:
-            self._after.synchronize()
+        if self.after is None:
+            return True
+        over, now_s = self.after.query(), time.monotonic()
+        if over or now_s >= self._look_s:
+            self._look_s = now_s + LOOK_S
+            try:
+                self._check()
+            except RankLost as error:
+                if over:
+                    raise
+                self._lost_s = self._lost_s or now_s
+                if now_s - self._lost_s > LOST_S:
+                    raise DeviceFailed(f"the device goes on {LOST_S:.0f} s after a group failed: {error}") from error
+        return over
 
     def message(self) -> tuple[Reply, list[Any]]:
         """Return the message with its frames."""

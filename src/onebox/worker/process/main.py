@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -27,7 +26,7 @@ from onebox.wire import Connection, KeyPair, codecs, configure, decode_envelope,
 from onebox.wire.protocol.groups import Reduced, Rendezvous, TicketCancelled
 from onebox.wire.protocol.requests import PROTOCOL, Envelope, Shutdown
 from onebox.wire.protocol.responses import Hello, Reply, WorkerFailure, WorkerMessage
-from onebox.worker.accelerator import DeviceFailed
+from onebox.worker.accelerator import KERNELS_AT_ONCE, DeviceFailed, needs_driver
 from onebox.worker.comm.api import RankLost
 from onebox.worker.device import ComputeDevice
 from onebox.worker.emulated import EmulatedDevice
@@ -302,6 +301,8 @@ class WorkerServer:
     def _send_complete(self) -> None:
         """Send the replies that are complete, in their order.
 
+        One whose group has failed meanwhile is a failure: its values may be those of interrupted operations.
+
         Raises:
             DeviceFailed: The device can do no more work in this process.
         """
@@ -311,6 +312,8 @@ class WorkerServer:
                 if not reply.complete:
                     return
                 message, frames = reply.message()
+            except DeviceFailed:
+                raise
             except Exception as error:
                 require_device(self._device, error, "run")
                 message, frames = Reply(reply.number, (), describe_failure(error, "run")), []
@@ -318,11 +321,22 @@ class WorkerServer:
             self.send_to_client(message, frames)
 
     def _send_all(self) -> None:
-        """Wait for all replies, and send them."""
-        if self._replies:
-            with contextlib.suppress(Exception):  # reported by the replies
-                self._replies[-1].wait()
+        """Wait for all replies, and send them.
+
+        Raises:
+            SystemExit: The device did not come to them within :data:`SEND_TIMEOUT_S`.
+            DeviceFailed: It can do no more work in this process.
+        """
+        end_s = time.monotonic() + SEND_TIMEOUT_S
+        with self.machine.progress.wait():  # the device may hang until its group is interrupted
             self._send_complete()
+            while self._replies:
+                if time.monotonic() > end_s:
+                    raise SystemExit(
+                        f"the device has not done its work within {SEND_TIMEOUT_S:.0f} s; this worker ends"
+                    )
+                time.sleep(_POLL_S)
+                self._send_complete()
 
     def _report(self, failure: WorkerFailure) -> None:
         """Report a failure to the client, once for each message."""
@@ -349,6 +363,7 @@ def main(owner: int = 0, watched: Sequence[int] = ()) -> None:
     )  # a fork of the owner keeps the first open
     os.environ.setdefault(*CUBLAS_BUFFERS)
     config = msgspec.json.decode(_first_line(owner_descriptors[0]), type=WorkerConfig)
+    load_kernels_at_once(config)
     if config.owner not in (0, owner):
         raise SystemExit(f"process {config.owner}, which started this worker, has ended")
     # Before there are other threads, which it would not affect.
@@ -373,6 +388,15 @@ def main(owner: int = 0, watched: Sequence[int] = ()) -> None:
         traceback.print_exc()
     sys.stderr.flush()
     os._exit(status)  # libraries' threads must not delay the end
+
+
+def load_kernels_at_once(config: WorkerConfig) -> None:
+    """Have the driver of a GPU load its kernels when it starts, unless the environment says otherwise.
+
+    It takes time and memory of the GPU. Workers that share one have no room for that: they load them as needed.
+    """
+    if needs_driver(config.device) and config.sharing == 1:
+        os.environ.setdefault(*KERNELS_AT_ONCE)
 
 
 def wake_with_owner() -> None:

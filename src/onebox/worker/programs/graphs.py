@@ -41,8 +41,9 @@ _CAPTURES = 4
 _PATIENCE = 64
 """Runs until a capture is tried again after memory was short."""
 
-Room = Callable[[], int]
-"""Returns the bytes that nothing uses within the quota."""
+Room = Callable[[], int | None]
+"""Returns the bytes that nothing uses within the quota; ``None`` while the host must not wait for the whole device, as
+a capture does."""
 
 
 class GraphMemory:
@@ -274,10 +275,13 @@ class ProgramGraph:
         self._wait -= 1
         if self._runs <= 2 or self._wait > 0:
             return None
+        room_bytes = room()
+        if room_bytes is None:  # perhaps in the next run
+            return None
         places = zip(before, self._seen, strict=True)
         self._moving.update(place for place, (old, new) in enumerate(places) if old != new)
         copied_bytes = sum(inputs[place].nbytes for place in self._moving)
-        if self._peak_bytes + copied_bytes > room():
+        if self._peak_bytes + copied_bytes > room_bytes:
             self._wait = _PATIENCE
             return None
         try:

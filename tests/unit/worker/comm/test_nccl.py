@@ -374,3 +374,39 @@ def test_a_value_that_is_read_after_an_interruption_is_an_error(library: Modelle
 
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(one, range(2)))
+
+
+def test_a_group_that_was_left_too_early_has_failed_for_the_work_before(
+    library: ModelledNccl, ended: list[str]
+) -> None:
+    """Leaving it aborts the receive, which the device's next work reads."""
+    left = threading.Event()
+
+    def rank(rank: Rank) -> None:
+        if rank.number == 1:
+            left.wait(20)
+            return
+        manager = rank.manager
+        before = manager.failures()
+        rank.group.receive(ONE, 1, 0)
+        manager.check_since(before)
+        manager.leave(3)
+        with pytest.raises(RankLost, match="before it had received everything"):
+            manager.check_since(before)
+        manager.check_since(manager.failures())
+        left.set()
+
+    run(library, 2, rank)
+
+
+def test_a_group_that_is_left_when_everything_has_come_has_not_failed(library: ModelledNccl) -> None:
+    def rank(rank: Rank) -> None:
+        before = rank.manager.failures()
+        finish = rank.group.receive(ONE, 1 - rank.number, 0)
+        rank.group.send(torch.ones(1), 1 - rank.number, 0)
+        assert finish().tensor.item() == 1
+        rank.group.reduce([torch.ones(1)])()
+        rank.manager.leave(3)
+        rank.manager.check_since(before)
+
+    run(library, 2, rank)

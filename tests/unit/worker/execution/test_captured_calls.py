@@ -109,3 +109,32 @@ def test_a_worker_that_is_short_of_memory_drops_its_graphs(model: ModelAccelerat
     rig.do(Free(names))
     again = steps(rig)
     assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+
+
+class BusyGroup:
+    """A group whose operations go on as long as it is busy."""
+
+    busy = True
+
+    def check(self) -> bool:
+        return self.busy
+
+    def close(self) -> None:
+        """Leave it."""
+
+
+def test_nothing_is_captured_while_operations_between_workers_go_on(model: ModelAccelerator) -> None:
+    """A capture waits for the whole device: for a receive, too, whose peer may wait for what this worker sends next."""
+    rig = rig_on(ComputeDevice("cuda:0", 1, accelerator=model))
+    group = BusyGroup()
+    rig.machine._groups._groups[3] = group  # type: ignore[assignment]
+    rig.put(b1=X)
+    for _ in range(4):
+        rig.do(Run(200), Free((2, 3)))
+    assert rig.machine.graphs.captures == 0
+    group.busy = False
+    rig.do(Run(200))
+    assert rig.machine.graphs.captures == 1
+    assert not rig.failures
+    rig.do(Free((1, 2, 3)))
+    rig.machine.close()

@@ -16,11 +16,13 @@ import torch
 import zmq
 
 from onebox.wire import TensorSpec, configure, decode_worker_message, encode, from_frame, new_keys, to_frame
-from onebox.wire.protocol.groups import FormGroup, Reduced, Rendezvous, TicketCancelled
+from onebox.wire.protocol.groups import FormGroup, LeaveGroup, Reduced, Rendezvous, TicketCancelled
 from onebox.wire.protocol.instructions import Ask, Call, Get, Reduce
 from onebox.wire.protocol.requests import PROTOCOL, Define, Envelope, Instruction, Put, Routine, Run, Shutdown
 from onebox.wire.protocol.responses import Contribution, Hello, Left, Lookup, Reply, Scalars, Tensors
 from onebox.worker import WorkerConfig
+from onebox.worker.accelerator import DeviceFailed
+from onebox.worker.comm.api import RankLost
 from onebox.worker.process import main
 from onebox.worker.process.main import Ports, WorkerServer
 from onebox.worker.progress import WorkerProgress
@@ -296,3 +298,121 @@ def test_the_next_step_is_queued_before_the_device_has_done_the_last_one(monkeyp
         assert client.receive()[0].number == last
     finally:
         client.close()
+
+
+class FailingGroup:
+    """A group whose operations are interrupted."""
+
+    failure = ""
+
+    def check(self) -> bool:
+        if self.failure:
+            raise RankLost(self.failure)
+        return True
+
+    def interrupt(self) -> None:
+        self.failure = "another worker of the group does not answer"
+
+    def close(self) -> None:
+        """Leave it."""
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[LateDevice, Client]]:
+    """A worker of an asynchronous device in group 3, with a buffer."""
+    device = LateDevice()
+    monkeypatch.setattr("onebox.worker.device.accelerator_for", lambda name: device)
+    client = Client()
+    try:
+        assert isinstance(client.receive()[0], Hello)
+        client.ask(put(), frames=[FRAME])
+        client.server.machine._groups._groups[3] = FailingGroup()  # type: ignore[assignment]
+        yield device, client
+    finally:
+        device.current().busy_until_ns = 0
+        if not client.thread.is_alive():  # it has ended by an error, at which a process would end
+            client.server._watcher.stop()
+            client.server._socket.close(0)
+            client.server._context.term()
+        client.close()
+
+
+def begun(client: Client, *instructions: Instruction) -> int:
+    """Send a message, and wait until it has been executed."""
+    executed = client.server.machine.progress.executed
+    number = client.tell(*instructions)
+    end_s = time.monotonic() + 10
+    while client.server.machine.progress.executed < executed + len(instructions):
+        assert time.monotonic() < end_s
+        time.sleep(0.001)
+    return number
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["in the group", "after the group was left"])
+def test_a_reply_that_waits_for_interrupted_operations_is_a_failure(
+    late: tuple[LateDevice, Client], left: bool
+) -> None:
+    """The device's work is over then, with any values."""
+    device, client = late
+    device.current().work(0.3)
+    number = begun(client, Get((1,)))
+    client.server.machine.interrupt(3)
+    if left:
+        begun(client, LeaveGroup(3))
+    replies = [message for message in (client.receive()[0] for _ in range(1 + 2 * left)) if isinstance(message, Reply)]
+    assert replies[0].number == number
+    assert replies[0].failure is not None
+    assert (replies[0].failure.kind, replies[0].failure.message) == (
+        "peer",
+        "another worker of the group does not answer",
+    )
+    assert not replies[0].results
+    if left:  # nothing of the group is needed any more
+        assert client.ask(Get((1,))).failure is None
+
+
+def test_an_interrupted_device_that_goes_on_ends_the_worker(
+    late: tuple[LateDevice, Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onebox.worker.execution.pending_reply.LOST_S", 0.1)
+    device, client = late
+    ended: list[BaseException] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: ended.append(args.exc_value))
+    device.current().work(60.0)
+    begun(client, Get((1,)))
+    client.server.machine.interrupt(3)
+    client.thread.join(10)
+    assert not client.thread.is_alive()
+    assert [type(error) for error in ended] == [DeviceFailed]
+
+
+def test_the_end_of_a_worker_does_not_wait_for_a_device_for_ever(
+    late: tuple[LateDevice, Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(main, "SEND_TIMEOUT_S", 0.1)
+    device, client = late
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    device.current().work(60.0)
+    begun(client, Get((1,)))
+    client.tell(Shutdown(), answer=False)
+    client.thread.join(10)
+    assert not client.thread.is_alive()
+    assert device.synchronised == 0
+
+
+@pytest.mark.parametrize(
+    ("device", "sharing", "given", "loading"),
+    [
+        ("cuda:1", 1, None, "EAGER"),
+        ("cuda:1", 1, "LAZY", "LAZY"),
+        ("cuda:1", 2, None, None),
+        ("cpu", 1, None, None),
+        ("sim", 1, None, None),
+    ],
+)
+def test_workers_with_a_gpu_of_their_own_load_kernels_at_once(
+    monkeypatch: pytest.MonkeyPatch, device: str, sharing: int, given: str | None, loading: str | None
+) -> None:
+    monkeypatch.setattr(os, "environ", {} if given is None else {"CUDA_MODULE_LOADING": given})
+    main.load_kernels_at_once(WorkerConfig(device, 1, "", "", "", sharing=sharing))
+    assert os.environ.get("CUDA_MODULE_LOADING") == loading
