@@ -26,7 +26,7 @@ from tests.seeded_faults.__main__ import Copy, check
 from tests.seeded_faults.table import seeded_faults
 
 ROOT = Path(__file__).parents[1]
-UNIT = "tests/unit/worker/accelerator/model"
+UNIT = "tests/modelled"
 PROCESS = "tests/process/test_modelled.py"
 RUN_S = 900.0
 """Time limit of a suite."""
@@ -86,7 +86,7 @@ def main() -> int:
     """Run suites and mutations; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--seeds", type=int, default=4, help="seeds of the suites, up to 8 (of processes up to 4)")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of the suites, up to 3")
     parser.add_argument(
         "--only", metavar="NAME", action="append", default=[], help="only mutations whose name has this"
     )

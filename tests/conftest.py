@@ -21,6 +21,7 @@ import os
 import unittest
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,6 +42,8 @@ TOGETHER = {
 }
 """Beginnings of the names of tests that share what a machine has once, or what takes long to make."""
 
+MODELLED = Path(__file__).parent / "modelled"
+
 LONGEST = (
     "tests/net/",
     "tests/process/vgpu/test_examples.py",
@@ -60,6 +63,13 @@ LONGEST = (
     "tests/process/test_",
 )
 """What takes longest comes first, so that nobody waits at the end for one file; all else is short."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave tests on modelled accelerators to the test that runs them in a process of their own."""
+    if collection_path != MODELLED:
+        return None
+    return not any(Path(each.partition("::")[0]).resolve().is_relative_to(MODELLED) for each in config.args)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -64,7 +64,7 @@ def devices(device_kind: str) -> Callable[[int], str]:
 def compute(device: str, device_kind: str) -> Iterator[ComputeDevice]:
     """Return the device in this process; a limit of its memory is lifted afterwards."""
     if device_kind == "model":
-        pytest.skip("tests/unit/worker/accelerator/model has this on modelled accelerators")
+        pytest.skip("tests/modelled has this on modelled accelerators")
     yield ComputeDevice(device, 1)
     if device.startswith("cuda"):
         torch.cuda.set_per_process_memory_fraction(1.0, torch.device(device))
