@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import torch
 
-from onebox.worker.accelerator.api import (
+from onebox.worker.accelerator.cpu import HostAccelerator
+from onebox.worker.accelerator.cuda import CudaAccelerator
+from onebox.worker.accelerator.interface import (
     Accelerator,
     DeviceFailed,
     DeviceIdentity,
     DeviceMemory,
+    DeviceStream,
     Event,
     Graph,
-    Stream,
 )
-from onebox.worker.accelerator.cpu import HostAccelerator
-from onebox.worker.accelerator.cuda import CudaAccelerator
 from onebox.worker.accelerator.model import ModelAccelerator
 
 __all__ = [
@@ -27,10 +27,10 @@ __all__ = [
     "DeviceFailed",
     "DeviceIdentity",
     "DeviceMemory",
+    "DeviceStream",
     "Event",
     "Graph",
     "HostAccelerator",
-    "Stream",
     "accelerator_for",
     "needs_driver",
 ]

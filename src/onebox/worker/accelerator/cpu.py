@@ -13,7 +13,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from onebox.worker.accelerator.api import DeviceIdentity, DeviceMemory, DeviceTensors, Event, Graph, Stream
+from onebox.worker.accelerator.interface import DeviceIdentity, DeviceMemory, DeviceStream, DeviceTensors, Event, Graph
 
 _Made = TypeVar("_Made")
 
@@ -45,7 +45,7 @@ class _HostStream:
     def wait(self, event: Event) -> None:
         pass
 
-    def wait_stream(self, other: Stream) -> None:
+    def wait_stream(self, other: DeviceStream) -> None:
         pass
 
     def synchronize(self) -> None:
@@ -53,7 +53,7 @@ class _HostStream:
 
 
 class HostAccelerator(DeviceTensors):
-    """The host's processors; implements :class:`~onebox.worker.accelerator.api.Accelerator`.
+    """The host's processors; implements :class:`~onebox.worker.accelerator.interface.Accelerator`.
 
     Args:
         device: ``cpu``; or ``meta`` for tensors without elements, whose generator is not the process's.
@@ -83,14 +83,14 @@ class HostAccelerator(DeviceTensors):
         """Return the only stream."""
         return self._stream
 
-    def on(self, stream: Stream) -> AbstractContextManager[object]:
+    def on(self, stream: DeviceStream) -> AbstractContextManager[object]:
         """Return a context that changes nothing."""
         return nullcontext()
 
     def synchronize(self) -> None:
         """Do nothing: all work is complete."""
 
-    def keep(self, tensor: Tensor, stream: Stream) -> None:
+    def keep(self, tensor: Tensor, stream: DeviceStream) -> None:
         """Do nothing: no work is left that could use it."""
 
     def to_host(self, tensor: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onebox.worker.accelerator.api import DeviceIdentity, DeviceMemory, gpu_place
 from onebox.worker.accelerator.cuda_graph import GraphCapture
+from onebox.worker.accelerator.interface import DeviceIdentity, DeviceMemory, gpu_place
 from onebox.worker.accelerator.pinned_pages import locked_pages
 
 _ANCHOR_NS = 1_000_000_000
@@ -47,7 +47,7 @@ class _CudaStream:
 
 
 class CudaAccelerator(GraphCapture):
-    """A GPU; implements :class:`~onebox.worker.accelerator.api.Accelerator`, which describes the methods."""
+    """A GPU; implements :class:`~onebox.worker.accelerator.interface.Accelerator`, which describes the methods."""
 
     asynchronous = True
 

@@ -7,13 +7,13 @@ from typing import TypeVar
 
 import torch
 
-from onebox.worker.accelerator.api import DeviceTensors
+from onebox.worker.accelerator.interface import DeviceTensors
 
 _Made = TypeVar("_Made")
 
 
 class CudaGraph:
-    """A CUDA graph with a private pool of memory; implements :class:`~onebox.worker.accelerator.api.Graph`.
+    """A CUDA graph with a private pool of memory; implements :class:`~onebox.worker.accelerator.interface.Graph`.
 
     A replay reads the seed of each generator state that is registered with the graph. Every random operator is captured
     with a state of its own, which has the seed and the offset 0 before each replay, as a seeded generator has.
@@ -34,7 +34,7 @@ class CudaGraph:
             self._graph.register_generator_state(state)
 
     def capture(self, work: Callable[[Callable[[], None]], _Made]) -> _Made:
-        """Capture the kernels of a function; see :meth:`onebox.worker.accelerator.api.Accelerator.capture`."""
+        """Capture the kernels of a function; see :meth:`onebox.worker.accelerator.interface.Accelerator.capture`."""
         states: Iterator[torch.Generator] = iter(self._states)
 
         def draw() -> None:
@@ -74,6 +74,6 @@ class GraphCapture(DeviceTensors):
         self.generator: torch.Generator = torch.cuda.default_generators[device.index]
 
     def capture(self, work: Callable[[Callable[[], None]], _Made], draws: int) -> tuple[CudaGraph, _Made]:
-        """Capture the kernels of a function; see :meth:`onebox.worker.accelerator.api.Accelerator.capture`."""
+        """Capture the kernels of a function; see :meth:`onebox.worker.accelerator.interface.Accelerator.capture`."""
         graph = CudaGraph(self.device, self.generator, draws)
         return graph, graph.capture(work)

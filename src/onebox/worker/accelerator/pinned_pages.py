@@ -12,7 +12,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from onebox.worker.accelerator.api import Accelerator
+from onebox.worker.accelerator.interface import Accelerator
 
 
 class _LockedPages(mmap.mmap):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from onebox.wire import DTYPES, TensorSpec, check_elements
-from onebox.worker.accelerator import Accelerator, Event, Stream
+from onebox.worker.accelerator import Accelerator, DeviceStream, Event
 
 BLOCK_BYTES = 8 << 20
 BLOCKS = 4
@@ -56,7 +56,7 @@ class UploadRing:
         self._ring: deque[_Block] = deque()  # the last one is being filled
 
     @functools.cached_property
-    def _stream(self) -> Stream:
+    def _stream(self) -> DeviceStream:
         return self._accelerator.stream()
 
     def upload(self, spec: TensorSpec, frame: memoryview | bytes) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from onebox.worker.accelerator.api import DeviceIdentity, DeviceMemory, DeviceTensors
+from onebox.worker.accelerator.interface import DeviceIdentity, DeviceMemory, DeviceTensors
 from onebox.worker.accelerator.model import operators
 from onebox.worker.accelerator.model.allocator import CachingAllocator, PinnedMemory
 from onebox.worker.accelerator.model.graph import ModelGraph, capture
@@ -57,7 +57,7 @@ class ModelAccelerator(DeviceTensors):
         self._allocator = CachingAllocator(self._scheduler, memory_bytes)
         self._pinned = PinnedMemory(self._scheduler)
         self._operators = operators.ModelOperators(self._scheduler, self._allocator, self._pinned)
-        self._watch = operators.HostWatch(self._scheduler, self._pinned)
+        self._watch = operators.HostAccessWatch(self._scheduler, self._pinned)
         operators.install(self._operators)
         self._watch.__enter__()
 
@@ -141,7 +141,7 @@ class ModelAccelerator(DeviceTensors):
         self._allocator.limit_bytes = min(size_bytes, self._allocator.size_bytes)
 
     def capture(self, work: Callable[[Callable[[], None]], _Made], draws: int) -> tuple[ModelGraph, _Made]:
-        """Capture the kernels of a function; see :meth:`onebox.worker.accelerator.api.Accelerator.capture`."""
+        """Capture the kernels of a function; see :meth:`onebox.worker.accelerator.interface.Accelerator.capture`."""
         return capture(self._scheduler, self._allocator, self._operators, work, draws)
 
     def new_generator(self, seed: int) -> torch.Generator:

@@ -25,7 +25,7 @@ _Set = Callable[[Tensor], None]
 
 
 class ModelGraph:
-    """Captured kernels; see :class:`onebox.worker.accelerator.api.Graph`.
+    """Captured kernels; see :class:`onebox.worker.accelerator.interface.Graph`.
 
     Args:
         scheduler: The streams of the device.
@@ -67,7 +67,7 @@ def capture(
     work: Callable[[Callable[[], None]], _Made],
     draws: int,
 ) -> tuple[ModelGraph, _Made]:
-    """Capture the kernels of a function; see :meth:`onebox.worker.accelerator.api.Accelerator.capture`."""
+    """Capture the kernels of a function; see :meth:`onebox.worker.accelerator.interface.Accelerator.capture`."""
     stream = scheduler.stream()
     found = operators.captured_draws = []
     before = allocator.reserved_bytes

@@ -321,7 +321,7 @@ class _Call:
             return self._operator(*args, **kwargs)
 
 
-class HostWatch(TorchDispatchMode):
+class HostAccessWatch(TorchDispatchMode):
     """Notes what operators of the host, in this thread, read and write of page-locked memory.
 
     Args:
@@ -453,4 +453,4 @@ def _dispatched(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
     return _present[0].call(operator, args, kwargs)
 
 
-__all__ = ["HostWatch", "ModelOperators", "device_name", "install", "uninstall"]
+__all__ = ["HostAccessWatch", "ModelOperators", "device_name", "install", "uninstall"]

@@ -84,7 +84,7 @@ class _Context:
 
 
 class ModelEvent:
-    """A place in the order of a stream; see :class:`onebox.worker.accelerator.api.Event`."""
+    """A place in the order of a stream; see :class:`onebox.worker.accelerator.interface.Event`."""
 
     def __init__(self, scheduler: Scheduler, stream: ModelStream, clock: Clock, at_ns: int) -> None:
         self.stream = stream
@@ -116,7 +116,7 @@ class ModelEvent:
 
 
 class ModelStream:
-    """A queue of kernels; see :class:`onebox.worker.accelerator.api.Stream`."""
+    """A queue of kernels; see :class:`onebox.worker.accelerator.interface.DeviceStream`."""
 
     def __init__(self, scheduler: Scheduler, number: int) -> None:
         self.number = number

@@ -89,7 +89,7 @@ class Event(Protocol):
         """Return the time at which a complete timed event was reached, by ``time.monotonic_ns``."""
 
 
-class Stream(Protocol):
+class DeviceStream(Protocol):
     """Work that a device performs in the order of its requests, in parallel to that of other streams."""
 
     def record(self, *, timed: bool = False, yields: bool = False) -> Event:
@@ -103,7 +103,7 @@ class Stream(Protocol):
     def wait(self, event: Event) -> None:
         """Order the next work after that before an event."""
 
-    def wait_stream(self, other: Stream) -> None:
+    def wait_stream(self, other: DeviceStream) -> None:
         """Order the next work after the present work of another stream."""
 
     def synchronize(self) -> None:
@@ -155,13 +155,13 @@ class Accelerator(Protocol):
 
     # ---- order
 
-    def current(self) -> Stream:
+    def current(self) -> DeviceStream:
         """Return the stream that operators of this thread use."""
 
-    def stream(self, *, priority: int = 0) -> Stream:
+    def stream(self, *, priority: int = 0) -> DeviceStream:
         """Return a new stream; smaller numbers have priority."""
 
-    def on(self, stream: Stream) -> AbstractContextManager[object]:
+    def on(self, stream: DeviceStream) -> AbstractContextManager[object]:
         """Let operators of this thread use a stream in the context."""
 
     def synchronize(self) -> None:
@@ -176,7 +176,7 @@ class Accelerator(Protocol):
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a new tensor of the device, owned by the stream of this thread."""
 
-    def keep(self, tensor: Tensor, stream: Stream) -> None:
+    def keep(self, tensor: Tensor, stream: DeviceStream) -> None:
         """Let a tensor's memory be reused only after the present work of a stream that does not own it; tensors that
         are not the device's are left alone.
         """
