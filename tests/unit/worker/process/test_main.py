@@ -338,11 +338,10 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[LateDevice, Client]]
 
 
 def begun(client: Client, *instructions: Instruction) -> int:
-    """Send a message, and wait until it has been executed."""
-    executed = client.server.machine.progress.executed
+    """Send a message, and wait until its reply waits for the device."""
     number = client.tell(*instructions)
     end_s = time.monotonic() + 10
-    while client.server.machine.progress.executed < executed + len(instructions):
+    while not client.server._replies:
         assert time.monotonic() < end_s
         time.sleep(0.001)
     return number
@@ -354,11 +353,11 @@ def test_a_reply_that_waits_for_interrupted_operations_is_a_failure(
 ) -> None:
     """The device's work is over then, with any values."""
     device, client = late
-    device.current().work(0.3)
+    device.current().work(1.0)
     number = begun(client, Get((1,)))
     client.server.machine.interrupt(3)
     if left:
-        begun(client, LeaveGroup(3))
+        client.tell(LeaveGroup(3))
     replies = [message for message in (client.receive()[0] for _ in range(1 + 2 * left)) if isinstance(message, Reply)]
     assert replies[0].number == number
     assert replies[0].failure is not None
