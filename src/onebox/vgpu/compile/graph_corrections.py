@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from onebox.graph.capture.joint import widen_statistics
 from onebox.vgpu.core.tensor import VirtualTensor
-from onebox.vgpu.ops.attention import MATH, attend, attend_by, choose
+from onebox.vgpu.ops.attention import attend, attend_by, choose
 from onebox.vgpu.runtime.context import queue_of
+from onebox.wire.attention import MATH
 
 aten = torch.ops.aten
 

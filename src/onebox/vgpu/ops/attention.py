@@ -16,11 +16,9 @@ from onebox.vgpu.core.tensor import VirtualTensor
 from onebox.vgpu.dispatch.registry import special
 from onebox.vgpu.dispatch.synchronous import run_synchronously
 from onebox.vgpu.runtime.command_queue import CommandQueue
+from onebox.wire.attention import EFFICIENT, FLASH, MATH
 
 aten = torch.ops.aten
-
-MATH, FLASH, EFFICIENT = 0, 1, 2
-"""Plain operators, and two fused kernels, as PyTorch numbers them (``torch.nn.attention.SDPBackend``)."""
 
 _choices: weakref.WeakKeyDictionary[CommandQueue, dict[Any, int]] = weakref.WeakKeyDictionary()
 
