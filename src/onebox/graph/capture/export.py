@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -289,6 +290,7 @@ def capture(
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(portable_operators(device_type))
         stack.enter_context(quiet())
+        stack.enter_context(_nondeterministic_traced())
         stack.enter_context(transparent())
         module = _Stateless(wrapper, name, example, device_type)
         tensors = tuple(leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor))
@@ -326,6 +328,23 @@ def quiet() -> Iterator[None]:
     finally:
         for logger in loggers:
             logger.removeFilter(other_thread)
+
+
+@contextlib.contextmanager
+def _nondeterministic_traced() -> Iterator[None]:
+    """Let operators without a deterministic implementation be traced in a deterministic run, where a worker refuses
+    them; the tracer refuses some itself, unless it has traced them before."""
+    before = torch.get_deterministic_debug_mode()
+    if before == 0:
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".* does not have a deterministic implementation")
+        torch.set_deterministic_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.set_deterministic_debug_mode(before)
 
 
 @contextlib.contextmanager
