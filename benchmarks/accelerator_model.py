@@ -5,81 +5,142 @@ it is written, and checks that each two accesses to the same bytes are in an ord
 
 ``suites`` and ``schedules`` count the files of tests and their cases with each seed; ``races`` and ``deadlocks`` those
 that failed so, ``failures`` all; ``mutations`` are the waits of ``tests/seeded_faults/waits.toml``, each removed in a
-copy of the tree, and ``mutations_missed`` those that no test notices.
+copy of the tree, and ``mutations_missed`` those that no test notices. ``not_reached`` are suites and mutations for
+which there was no time.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import queue
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common import commit, machine
+
 from tests.seeded_faults.__main__ import Copy, check
-from tests.seeded_faults.table import seeded_faults
+from tests.seeded_faults.table import SeededFault, seeded_faults
 
 ROOT = Path(__file__).parents[1]
 UNIT = "tests/modelled"
 PROCESS = "tests/process/test_modelled.py"
-RUN_S = 900.0
+RUN_S = 600.0
 """Time limit of a suite."""
 
 _TEST = re.compile(r"^(PASSED|FAILED|ERROR) (?P<name>\S+)(?P<words>.*)$", re.MULTILINE)
 
 
-def run_suite(path: str, seeds: int) -> tuple[int, list[str]]:
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The run of a suite or a mutation.
+
+    Args:
+        name: The suite's file or the mutation.
+        cases: The suite's cases; 0 for a mutation.
+        failed: A line for each case that failed, or the reason why the mutation was missed.
+        seconds: The time that it took.
+    """
+
+    name: str
+    cases: int
+    failed: tuple[str, ...]
+    seconds: float
+
+
+def run_suite(path: str, seeds: int) -> Found:
     """Run the tests of a file with several seeds.
 
     Args:
         path: The file.
         seeds: Number of seeds.
-
-    Returns:
-        The number of cases, and a line for each that failed.
     """
+    begin_s = time.monotonic()
     chosen = " or ".join(f"seed{seed}" for seed in range(seeds))
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-rA",
-        "-p",
-        "no:cacheprovider",
-        "--timeout=120",
-        "-k",
-        chosen,
-        path,
-    ]
+    options = ["-q", "-rA", "-p", "no:cacheprovider", "--timeout=120", "-k", chosen]
+    command = [sys.executable, "-m", "pytest", *options, path]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_S, check=False)
     except subprocess.TimeoutExpired:
-        return 1, [f"{path} did not end: Timeout"]
+        return Found(name=path, cases=1, failed=(f"{path} did not end: Timeout",), seconds=RUN_S)
     tests = list(_TEST.finditer(done.stdout))
     failed = sorted({test["name"] + test["words"] for test in tests if test[1] != "PASSED"})
     if done.returncode not in (0, 1) or not tests:
-        failed.append(f"{path} could not be run: {done.stdout[-300:]}")
-    return len({test["name"] for test in tests}), failed
+        failed.append(f"{path} could not be run: {(done.stdout + done.stderr)[-300:]}")
+    cases = len({test["name"] for test in tests})
+    return Found(name=path, cases=cases, failed=tuple(failed), seconds=round(time.monotonic() - begin_s, 1))
 
 
-def run_mutations(only: Sequence[str]) -> tuple[int, list[str]]:
-    """Remove each wait in a copy of the tree; return how many there are, and those that were not noticed."""
-    faults = [each for each in seeded_faults("waits.toml") if not only or any(name in each.name for name in only)]
-    missed = []
-    with tempfile.TemporaryDirectory(prefix="waits-") as folder:
-        copy = Copy(Path(folder))
-        for fault in faults:
-            result = check(copy, fault, "long", sound=True)
-            print(f"{fault.name:36} {result.outcome:14} {result.seconds:4.0f} s  {result.words}"[:180], file=sys.stderr)
-            missed += [fault.name] * (result.outcome != "caught")
-    return len(faults), missed
+def run_mutation(copies: queue.SimpleQueue[Copy], fault: SeededFault) -> Found:
+    """Remove a wait in a copy of the tree, and run its tests there.
+
+    Args:
+        copies: Copies that are free.
+        fault: The mutation.
+    """
+    copy = copies.get()
+    try:
+        result = check(copy, fault, "long", sound=True)
+    finally:
+        copies.put(copy)
+    missed = () if result.outcome == "caught" else (f"{result.outcome}: {result.words}",)
+    return Found(name=fault.name, cases=0, failed=missed, seconds=round(result.seconds, 1))
+
+
+def run_all(work: dict[str, Callable[[], Found]], jobs: int, limit_s: float) -> Iterator[Found]:
+    """Yield what was found by each piece of work that began before a time limit.
+
+    Args:
+        work: The pieces, by name.
+        jobs: Pieces at a time.
+        limit_s: The limit.
+    """
+    ends = time.monotonic() + limit_s
+
+    def one(run: Callable[[], Found]) -> Found | None:
+        return run() if time.monotonic() < ends else None
+
+    with ThreadPoolExecutor(jobs) as pool:
+        for future in as_completed([pool.submit(one, run) for run in work.values()]):
+            if (found := future.result()) is not None:
+                print(f"{found.name:52} {found.cases or '':4} {found.seconds:5.0f} s", *found.failed, file=sys.stderr)
+                yield found
+
+
+def report(suites: Sequence[str], mutations: Sequence[str], found: dict[str, Found]) -> dict[str, object]:
+    """Return the figures.
+
+    Args:
+        suites: Names of all suites.
+        mutations: Names of all mutations.
+        found: What was found by those that were run.
+    """
+    failed = [line for name in suites if name in found for line in found[name].failed]
+    missed = [name for name in mutations if name in found and found[name].failed]
+    return {
+        "suites": len(suites),
+        "schedules": sum(each.cases for each in found.values()),
+        "failures": len(failed),
+        "races": sum("race" in line.lower() for line in failed),
+        "deadlocks": sum("Timeout" in line for line in failed),
+        "mutations": len(mutations),
+        "mutations_missed": len(missed),
+        "missed": missed,
+        "not_reached": sum(name not in found for name in (*suites, *mutations)),
+        "seconds": round(sum(each.seconds for each in found.values())),
+        "machine": machine(),
+        "commit": commit(),
+    }
 
 
 def main() -> int:
@@ -87,34 +148,40 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--seeds", type=int, default=3, help="seeds of the suites, up to 3")
-    parser.add_argument(
-        "--only", metavar="NAME", action="append", default=[], help="only mutations whose name has this"
-    )
+    parser.add_argument("--only", choices=("suites", "mutations"), help="only those")
+    parser.add_argument("--jobs", type=int, default=2, help="suites or mutations that are run at a time")
+    parser.add_argument("--limit-s", type=float, default=3600.0, help="nothing more is begun after this time")
+    parser.add_argument("--keep", type=Path, help="a file of results: what it has is not run again, and it gets others")
     given = parser.parse_args()
-    begin_s = time.monotonic()
     suites = [str(path.relative_to(ROOT)) for path in sorted((ROOT / UNIT).glob("test_*.py"))] + [PROCESS]
-    schedules, failed = 0, []
-    for suite in suites:
-        count, lines = run_suite(suite, given.seeds)
-        schedules += count
-        failed += lines
-        print(f"{suite:64} {count:4} cases  {len(lines):3} failed", file=sys.stderr)
-    mutations, missed = run_mutations(given.only)
-    found = {
-        "suites": len(suites),
-        "schedules": schedules,
-        "failures": len(failed),
-        "races": sum("race" in line for line in failed),
-        "deadlocks": sum("Timeout" in line for line in failed),
-        "mutations": mutations,
-        "mutations_missed": len(missed),
-        "missed": missed,
-        "seconds": round(time.monotonic() - begin_s),
-    }
-    for line in failed:
-        print(line, file=sys.stderr)
-    print(json.dumps(found) if given.json else "\n".join(f"{key:18} {value}" for key, value in found.items()))
-    return 1 if failed or missed else 0
+    faults = {fault.name: fault for fault in seeded_faults("waits.toml")}
+    names = [*(suites if given.only != "mutations" else ()), *(faults if given.only != "suites" else ())]
+    found: dict[str, Found] = {}
+    if given.keep is not None and given.keep.exists():
+        lines = map(json.loads, given.keep.read_text(encoding="utf-8").splitlines())
+        found = {
+            each["name"]: Found(**each | {"failed": tuple(each["failed"])}) for each in lines if each["name"] in names
+        }
+    copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
+    with ExitStack() as stack:
+        for _ in range(given.jobs):
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="waits-"))
+            copies.put(Copy(Path(folder)))
+        work: dict[str, Callable[[], Found]] = {
+            name: (lambda name=name: run_mutation(copies, faults[name]))  # type: ignore[misc]
+            if name in faults
+            else (lambda name=name: run_suite(name, given.seeds))  # type: ignore[misc]
+            for name in names
+            if name not in found
+        }
+        for each in run_all(work, given.jobs, given.limit_s):
+            found[each.name] = each
+            if given.keep is not None:
+                with given.keep.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(asdict(each)) + "\n")
+    made = report([n for n in names if n not in faults], [n for n in names if n in faults], found)
+    print(json.dumps(made) if given.json else "\n".join(f"{key:18} {value}" for key, value in made.items()))
+    return 1 if made["failures"] or made["missed"] or made["not_reached"] else 0
 
 
 if __name__ == "__main__":

@@ -8,24 +8,20 @@ operator of PyTorch's own database (forward and backward), and architectures of 
 from __future__ import annotations
 
 import argparse
-import json
-import math
-import os
-import subprocess
+import functools
 import sys
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import finish, show
 from coverage_judge import quiet, seed_all
-from fake_devices import Mismatch, of_model
+from fake_cuda_processes import Outcome, Task, answer, kept, run
+from fake_devices import of_model
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
@@ -39,25 +35,11 @@ NOT_CALLED = frozenset({"_batch_norm_with_update"})
 """Operators of the database that no function of PyTorch calls; cuDNN's reserve makes this one's outputs unknowable."""
 
 DTYPES = (torch.float32, torch.bfloat16)
-PARTS = 24
-"""Number of processes, one after the other, to which a suite is dealt."""
+PRECISIONS = ((torch.float32, "fp32"), (torch.float32, "bf16"), (torch.bfloat16, "fp32"))
+"""Element type of a model, and the precision in which it is captured."""
 
-
-@dataclass(kw_only=True)
-class Outcome:
-    """The check of one model or operator.
-
-    Args:
-        name: Its name.
-        programs: Programs that were checked.
-        found: What is wrong.
-        left_out: Reason that there are none: it cannot be captured, on any device.
-    """
-
-    name: str
-    programs: int = 0
-    found: list[Mismatch] = field(default_factory=list)
-    left_out: str = ""
+Trial = tuple[str, Callable[[], Outcome]]
+"""Its name, and the check of one capture."""
 
 
 def check(
@@ -87,21 +69,22 @@ def case_names() -> list[str]:
     return sorted({*CASES, *FATED})
 
 
-def check_case(name: str) -> list[Outcome]:
+def case_trials(name: str) -> Iterator[Trial]:
     """Check a model of the tests: in two element types, with autocast, trained, frozen and evaluated."""
     from tests.models import CASES, FATED
 
     case = (FATED | CASES)[name]
-    made = []
-    for dtype, precision in ((torch.float32, "fp32"), (torch.float32, "bf16"), (torch.bfloat16, "fp32")):
+
+    def trial(what: str, dtype: torch.dtype, precision: str, mode: str) -> Outcome:
+        model = case.model(dtype)
+        model.train(mode != "frozen")
         example = case.batches([3], dtype)[0]
+        return check(what, model, case.loss, example, training=mode != "evaluated", precision=precision)
+
+    for dtype, precision in PRECISIONS:
         for mode in ("trained", "frozen", "evaluated"):
-            model = case.model(dtype)
-            model.train(mode != "frozen")
             what = f"{name} {str(dtype)[6:]} {precision} {mode}"
-            given: Any = {"training": mode != "evaluated", "precision": precision}
-            made.append(check(what, model, case.loss, example, **given))
-    return made
+            yield what, functools.partial(trial, what, dtype, precision, mode)
 
 
 # ---- operators
@@ -149,25 +132,22 @@ def _total(outputs: Any, targets: Tensor) -> Tensor:
     return sum((part.float().sin().sum() for part in (*parts, *others)), targets.sum())
 
 
-def check_operator(name: str, dtypes: Sequence[torch.dtype] = DTYPES, samples: int = 3) -> list[Outcome]:
+def operator_trials(name: str, samples: int) -> Iterator[Trial]:
     """Check an operator of the database with a few samples of each type, forward and backward."""
     from coverage_ops import _by_name
 
-    made: list[Outcome] = []
-    for op in _by_name()[name]:
-        for dtype in dtypes:
+    for number, op in enumerate(_by_name()[name]):
+        for dtype in DTYPES:
             if dtype not in op.supported_dtypes("cpu") or dtype not in op.supported_dtypes("cuda"):
                 continue
             learns = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
             seed_all(1)
             with quiet():
                 found = list(op.sample_inputs("cpu", dtype, requires_grad=learns))
-            chosen = {0, len(found) // 2, len(found) - 1} if found else set()
-            for number in sorted(chosen)[:samples]:
-                sample = found[number]
-                what = f"{name} {str(dtype)[6:]} {number}"
-                made.append(_check_sample(what, op, sample, learns))
-    return made
+            chosen = dict.fromkeys((len(found) // 2, 0, len(found) - 1)) if found else ()
+            for place in list(chosen)[:samples]:
+                what = f"{name} {str(dtype)[6:]} {place}" + f" ({number})" * (number > 0)
+                yield what, functools.partial(_check_sample, what, op, found[place], learns)
 
 
 def _check_sample(what: str, op: Any, sample: Any, learns: bool) -> Outcome:
@@ -194,126 +174,92 @@ def architecture_names() -> list[str]:
     return sorted(ARCHITECTURES)
 
 
-def check_architecture(name: str) -> list[Outcome]:
+def architecture_trials(name: str) -> Iterator[Trial]:
     """Check an architecture of Hugging Face: in float32, with autocast, and in bfloat16."""
     from fake_cuda_architectures import ARCHITECTURES
 
-    made = []
-    for dtype, precision in ((torch.float32, "fp32"), (torch.float32, "bf16"), (torch.bfloat16, "fp32")):
+    def trial(what: str, dtype: torch.dtype, precision: str, mode: str) -> Outcome:
         with torch.random.fork_rng(devices=[]):
             model, inputs, loss = ARCHITECTURES[name]()
-        model = model.to(dtype)
+        cast = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
+        example = cast, torch.zeros(2)
+        return check(what, model.to(dtype), loss, example, training=mode == "trained", precision=precision)
+
+    for dtype, precision in PRECISIONS:
         for mode in ("trained", "evaluated"):
-            cast = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
             what = f"{name} {str(dtype)[6:]} {precision} {mode}"
-            given: Any = {"training": mode == "trained", "precision": precision}
-            made.append(check(what, model, loss, (cast, torch.zeros(2)), **given))
-    return made
+            yield what, functools.partial(trial, what, dtype, precision, mode)
 
 
 # ---- all of it
 
-SUITES: dict[str, tuple[Callable[[], list[str]], Callable[[str], list[Outcome]]]] = {
-    "models": (case_names, check_case),
-    "operators": (operator_names, check_operator),
-    "architectures": (architecture_names, check_architecture),
+SUITES: dict[str, Callable[[], list[str]]] = {
+    "models": case_names,
+    "operators": operator_names,
+    "architectures": architecture_names,
 }
+"""Suites, and the names of what they check."""
 
 
-def _check_part(suite: str, names: Sequence[str]) -> None:
-    """Check some names of a suite in this process, and print each outcome as a line of JSON."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    for name in names:
-        for outcome in SUITES[suite][1](name):
-            print(_LINE + json.dumps(asdict(outcome)), flush=True)
+def trials(task: Task, samples: int) -> Iterator[Trial]:
+    """Return the checks of a task."""
+    if task.suite == "operators":
+        return operator_trials(task.name, samples)
+    return case_trials(task.name) if task.suite == "models" else architecture_trials(task.name)
 
 
-def _in_process(suite: str, names: Sequence[str], ends: float) -> list[Outcome]:
-    """Check some names in a process of their own, which an operator may end."""
-    command = [sys.executable, __file__, "--part", suite, *names]
-    timeout = max(ends - time.monotonic(), 1.0)
-    ran = subprocess.run(command, check=False, capture_output=True, text=True, timeout=timeout)
-    found = [_outcome(json.loads(line.removeprefix(_LINE))) for line in ran.stdout.splitlines() if _LINE in line[:8]]
-    if ran.returncode and len(names) > 1:  # to find which of them ended it
-        half = len(names) // 2
-        return [*_in_process(suite, names[:half], ends), *_in_process(suite, names[half:], ends)]
-    if ran.returncode:
-        last = (ran.stderr.strip().splitlines() or [""])[-1]
-        found.append(Outcome(name=f"{suite} {names[0]}", left_out=f"the process ended with {ran.returncode}: {last}"))
-    return found
-
-
-def _outcome(given: dict[str, Any]) -> Outcome:
-    return Outcome(**(given | {"found": [Mismatch(**bad) for bad in given["found"]]}))
-
-
-_LINE = "outcome "
-
-
-def run(suites: Sequence[str], shard: str = "0/1", jobs: int = 1, ends: float = math.inf) -> Iterator[Outcome]:
-    """Check what a shard of the suites holds.
-
-    Args:
-        suites: Of :data:`SUITES`.
-        shard: ``I/N``: every N-th name of each suite, from the I-th.
-        jobs: Processes.
-        ends: The time (of ``time.monotonic``) by which all has ended.
-
-    Raises:
-        subprocess.TimeoutExpired: The time is up.
-    """
-    first, step = map(int, shard.split("/"))
-    work = []
-    for suite in suites:
-        names = SUITES[suite][0]()[first::step]
-        parts = min(PARTS, len(names))
-        work += [(suite, names[part::parts]) for part in range(parts)]
-    with ThreadPoolExecutor(jobs) as pool:
-        pending = [pool.submit(_in_process, *each, ends) for each in work]
-        try:
-            for future in pending:
-                yield from future.result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-
-
-def report(outcomes: Sequence[Outcome], seconds: float) -> dict[str, Any]:
+def report(outcomes: Sequence[Outcome], not_reached: int, seconds: float) -> dict[str, Any]:
     """Print what is wrong, and totals; return the figures."""
     kinds = Counter((bad.operator, bad.problem.split(" as output")[0]) for out in outcomes for bad in out.found)
     rows = [[operator, problem[:110], str(count)] for (operator, problem), count in kinds.most_common()]
     show("Operators that differ on a GPU", ("operator", "problem", "times"), rows)
-    programs = sum(outcome.programs for outcome in outcomes)
-    left_out = sum(bool(outcome.left_out) for outcome in outcomes)
-    bad = sum(len(outcome.found) for outcome in outcomes)
-    print(f"{programs} programs of {len(outcomes)} captures, {left_out} left out, {bad} mismatches, {seconds:.0f} s")
-    return {"programs": programs, "mismatches": bad, "captures": len(outcomes), "left_out": left_out}
+    ended = [[outcome.name, outcome.ended[:90]] for outcome in outcomes if outcome.ended]
+    if ended:
+        show("Captures that ended their process", ("what", "how"), ended)
+    found = {
+        "programs": sum(outcome.programs for outcome in outcomes),
+        "mismatches": sum(len(outcome.found) for outcome in outcomes),
+        "captures": len(outcomes),
+        "left_out": sum(bool(outcome.left_out) for outcome in outcomes),
+        "ended": len(ended),
+        "not_reached": not_reached,
+    }
+    print(", ".join(f"{key} {value}" for key, value in found.items()) + f"; {seconds:.0f} s")
+    return found
 
 
 def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--suites", nargs="+", choices=list(SUITES), default=list(SUITES), help="what is checked")
-    parser.add_argument("--shard", default="0/1", metavar="I/N", help="every N-th name of each suite, from the I-th")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
-    parser.add_argument("--limit-s", type=float, default=3600.0, help="the longest that all of it may take")
+    parser.add_argument("--only", metavar="WORD", default="", help="only names that contain a word")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--limit-s", type=float, default=7200.0, help="the longest that all of it may take")
+    parser.add_argument("--samples", type=int, default=3, help="samples of each operator and type, up to 3")
+    parser.add_argument("--trial-s", type=float, default=120.0, help="the longest that one capture may take")
+    parser.add_argument("--keep", type=Path, help="a file of outcomes: what it has is not run again, others are added")
     parser.add_argument("--verbose", action="store_true", help="print each mismatch, and what was left out")
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
-    parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.part:
-        _check_part(options.part[0], options.part[1:])
+    if options.serve:
+        torch.set_num_threads(1)
+        warnings.simplefilter("ignore")
+        answer(lambda task: trials(task, options.samples))
         return
-    began = time.perf_counter()
-    outcomes = []
-    for outcome in run(options.suites, options.shard, options.jobs, time.monotonic() + options.limit_s):
-        outcomes.append(outcome)
-        if options.verbose:
-            for bad in outcome.found:
-                print(bad)
-            if outcome.left_out:
-                print(f"{outcome.name}: left out: {outcome.left_out}")
-    finish(report(outcomes, time.perf_counter() - began), as_json=options.json)
+    began = time.monotonic()
+    tasks = [Task(suite, name) for suite in options.suites for name in SUITES[suite]() if options.only in name]
+    done = {task: outcomes for task, outcomes in kept(options.keep).items() if task in tasks}
+    left = [task for task in tasks if task not in done]
+    command = [sys.executable, __file__, "--serve", "--samples", str(options.samples)]
+    done |= run(command, left, options.jobs, trial_s=options.trial_s, ends=began + options.limit_s, keep=options.keep)
+    outcomes = [outcome for task in tasks for outcome in done.get(task, [])]
+    for outcome in outcomes if options.verbose else ():
+        for bad in outcome.found:
+            print(bad)
+        if outcome.left_out:
+            print(f"{outcome.name}: left out: {outcome.left_out}")
+    finish(report(outcomes, len(tasks) - len(done), time.monotonic() - began), as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import onebox
-from onebox.errors import OperatorError
 from tests.models import CASES
 
 pytestmark = pytest.mark.gpu
@@ -132,10 +131,6 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-WIDE_ON_CPU = ("batch norm without parameters", "batch norm without statistics", "instance norm")
-"""Layers that a CPU worker refuses in bf16."""
-
-
 def _mean_square(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return a loss that needs nothing of the targets but their number."""
     return outputs.square().mean() + 0 * targets.sum()
@@ -143,12 +138,7 @@ def _mean_square(outputs: Tensor, targets: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_layers_that_a_gpu_computes_otherwise(
-    name: str, precision: str, pool: onebox.Pool, real: bool, request: pytest.FixtureRequest
-) -> None:
-    if not real and precision == "bf16" and name in WIDE_ON_CPU:
-        reason = "the CPU's kernel makes float32 statistics where the capture promises bfloat16"
-        request.applymarker(pytest.mark.xfail(raises=OperatorError, strict=False, reason=reason))
+def test_layers_that_a_gpu_computes_otherwise(name: str, precision: str, pool: onebox.Pool) -> None:
     torch.manual_seed(0)
     model = LAYERS[name]()
     inputs = torch.randn(8, 6, 8, 8)

@@ -63,6 +63,10 @@ def mean_square(outputs: Any, _: Tensor) -> Tensor:
     return outputs.square().mean()
 
 
+def mean_square_in_float32(outputs: Any, targets: Tensor) -> Tensor:
+    return mean_square(outputs.float(), targets)
+
+
 def programs_of(model: nn.Module, loss: Any, batch: Any, device_type: str) -> ModelPrograms:
     return TracedModel(capture(model, loss, batch, device_type=device_type), backward=True).divide()
 
@@ -121,7 +125,33 @@ def test_a_worker_on_a_cpu_runs_programs_for_gpus(what: str) -> None:
         torch.testing.assert_close(found[port], value, msg=lambda text, port=port: f"{port}: {text}")
 
 
-@pytest.mark.sample(4)
+NARROW_NORMS = {
+    "batch norm without parameters": lambda: nn.BatchNorm2d(6, affine=False),
+    "batch norm without statistics": lambda: nn.BatchNorm2d(6, track_running_stats=False),
+    "batch norm without either": lambda: nn.BatchNorm2d(6, affine=False, track_running_stats=False),
+    "instance norm": lambda: nn.InstanceNorm2d(6, affine=True),
+    "instance norm with statistics": lambda: nn.InstanceNorm2d(6, track_running_stats=True),
+}
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", NARROW_NORMS)
+def test_a_worker_on_a_cpu_normalises_bfloat16_with_parameters_in_float32(name: str, device_type: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(6, 6, 1), NARROW_NORMS[name]())
+    batch = torch.randn(3, 6, 4, 4), torch.zeros(3)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = mean_square(model(batch[0]).float(), batch[1])
+    (gradient,) = torch.autograd.grad(expected, [model[0].weight])
+    captured = capture(model, mean_square_in_float32, batch, precision="bf16", device_type=device_type)
+    made = TracedModel(captured, backward=True).divide()
+    found = results(model, made, batch)
+    torch.testing.assert_close(found[Port("result", 0)], expected.detach())
+    torch.testing.assert_close(found[Port("gradient", "model.0.weight")], gradient, rtol=0.02, atol=0.02)
+    if device_type == "cuda":
+        assert fake_devices.of_model(name, made) == []
+
+
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", CASES)
 def test_models_make_on_a_gpu_what_their_programs_state(name: str) -> None:

@@ -166,6 +166,7 @@ class Compiler:
         self.state = state
         self._new = new
         self._numbers = numbers
+        self._optimizer = optimizer
         self._captures = captures
         self._stages = StageCutter(plan, captures, known_links(devices, links))
         self._compiled: dict[Hashable, CompiledStep] = {}
@@ -402,7 +403,9 @@ class Compiler:
         members = {number: members for members, number in self.groups.items()}
         rules = TransferRules(tagged=members.keys() - self.untagged.keys())
         alone = {worker: (own,) for worker, own in routines.items()}
-        return step_faults(turns or alone, members, rules, self.gradients)
+        stepped = {worker: self.holdings.stepped_by(worker, self.trained) for worker in routines}
+        updated = {w: {self._optimizer: [self.state.numbers[name] for name in own]} for w, own in stepped.items()}
+        return step_faults(turns or alone, members, rules, self.gradients, updated)
 
     def _constants_of(self, batch: Batch, size: int, *, train: bool) -> tuple[Hashable, Mapping[str, Tensor]]:
         """Return the key of the graph for micro-batches of a size, and its constants by name."""

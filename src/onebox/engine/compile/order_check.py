@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from onebox.engine.compile.routine import StepRoutine
@@ -34,7 +35,7 @@ from onebox.wire.protocol.instructions import (
     Rename,
     Send,
 )
-from onebox.wire.protocol.requests import Instruction, Put
+from onebox.wire.protocol.requests import Define, Instruction, OptimizerSpec, Put
 from onebox.wire.protocol.snapshots import Recall
 
 _SHOWN = 3
@@ -69,12 +70,14 @@ class WorkerInstructions:
         labels: Readable name of each; empty if they have none.
         programs: The programs that they call, by number.
         specs: Specs of buffers that exist before, as far as known.
+        optimizers: Buffers of the parameters of each optimizer that exists before, by its number.
     """
 
     instructions: Sequence[Instruction]
     labels: Sequence[str] = ()
     programs: Mapping[int, Program] = field(default_factory=dict)
     specs: Mapping[int, TensorSpec] = field(default_factory=dict)
+    optimizers: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
 
 class InstructionPlace(NamedTuple):
@@ -123,6 +126,7 @@ def step_faults(
     groups: Mapping[int, Members],
     rules: TransferRules = TransferRules(),
     shared: Container[int] = (),
+    optimizers: Mapping[int, Mapping[int, Sequence[int]]] = MappingProxyType({}),
 ) -> tuple[OrderFault, ...]:
     """Return the faults in the order of transfers of a step; see :func:`order_faults`.
 
@@ -132,14 +136,16 @@ def step_faults(
         groups: Members of each group, by its number.
         rules: The rules.
         shared: Buffers that have the same meaning on all workers.
+        optimizers: For each worker, the buffers of the parameters of its optimizers, by their numbers.
     """
     workers = {
-        worker: routine_instructions([own[which] for which in windows_in_turn(own)]) for worker, own in routines.items()
+        worker: _in_turn([own[which] for which in windows_in_turn(own)], optimizers.get(worker, {}))
+        for worker, own in routines.items()
     }
     return order_faults(workers, groups, rules, shared)
 
 
-def routine_instructions(routines: Iterable[StepRoutine]) -> WorkerInstructions:
+def _in_turn(routines: Iterable[StepRoutine], optimizers: Mapping[int, Sequence[int]]) -> WorkerInstructions:
     """Return the instructions of a worker that runs routines one after the other."""
     specs: dict[int, TensorSpec] = {}
     instructions: list[Instruction] = []
@@ -150,7 +156,9 @@ def routine_instructions(routines: Iterable[StepRoutine]) -> WorkerInstructions:
         labels += (label.name for label in routine.labels)
         programs.update(routine.programs)
         specs |= {number: spec for number, (_, spec) in routine.constants.items()}
-    return WorkerInstructions(instructions=instructions, labels=labels, programs=programs, specs=specs)
+    return WorkerInstructions(
+        instructions=instructions, labels=labels, programs=programs, specs=specs, optimizers=optimizers
+    )
 
 
 def order_faults(
@@ -235,14 +243,17 @@ class _Extraction:
         self._made: dict[int, tuple[int, int]] = {}  # by buffer: the program and the position of its output
         self._outputs: dict[int, list[TensorSpec]] = {}
         self._pending: dict[int, list[_Operation]] = {}
+        self._optimizers = dict(given.optimizers)
+        self._deferred: set[int] = set()
         self._index = 0
         for self._index, instruction in enumerate(given.instructions):
             self._follow(instruction)
 
     def _follow(self, step: Instruction) -> None:
         """Add the operations of an instruction, after waits for what it reads."""
+        parameters = self._parameters_read(step)
         if self._pending:
-            self._read(_read_by(step))
+            self._read((*parameters, *_read_by(step)))
         match step:
             case Call():
                 for position, number in enumerate(step.outputs):
@@ -265,6 +276,31 @@ class _Extraction:
                 self._known(step.buffers, step.specs)
             case _:
                 pass
+
+    def _parameters_read(self, step: Instruction) -> Sequence[int]:
+        """Return the parameters that an instruction about an optimizer waits for.
+
+        One that succeeds another is made at its first use, and waits for all of its parameters there.
+        """
+        match step:
+            case Define(number=number, what=OptimizerSpec() as spec):
+                self._optimizers[number] = spec.parameters
+                self._deferred.discard(number)
+                if not spec.succeeds:
+                    return spec.parameters
+                self._deferred.add(number)
+            case Branch() if step.behind and step.optimizer in self._deferred:
+                pass  # it is postponed
+            case OptimizerStep() | Branch():
+                parameters = self._optimizers.get(step.optimizer, ())
+                members = step.members if isinstance(step, OptimizerStep) else ()
+                if not members or step.optimizer in self._deferred:
+                    self._deferred.discard(step.optimizer)
+                    return parameters
+                return [parameters[place] for place in members] if parameters else ()
+            case _:
+                pass
+        return ()
 
     def _collective(self, step: Reduce | Broadcast | Gather) -> None:
         rank = self._groups[step.group].index(self._worker)

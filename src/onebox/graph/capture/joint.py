@@ -27,7 +27,7 @@ from torch.fx import traceback as fx_traceback
 
 from onebox.errors import CaptureError
 from onebox.graph.capture.locate import node_refusal
-from onebox.graph.capture.operator_support import restate, state_gpu_outputs
+from onebox.graph.capture.operator_support import BATCH_NORMS, restate, state_gpu_outputs
 from onebox.graph.capture.symbolic_sizes import Symbols, Varying, fake_inputs, with_numbers
 
 
@@ -49,7 +49,6 @@ class Port(NamedTuple):
 
 
 _BATCH_NORM = torch.ops.aten._native_batch_norm_legit_functional.default
-_BATCH_NORM_OF_EVALUATION = torch.ops.aten._native_batch_norm_legit_no_training.default
 _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
@@ -178,15 +177,15 @@ def _forget_statistics(graph: fx.Graph) -> None:
 def widen_statistics(graph: fx.Graph) -> None:
     """Correct the types of statistics where the tracer's differ from the kernels'.
 
-    Those of batch norm with inputs in bfloat16 and weights in float32 are float32, as the weight is, on CPUs and GPUs;
-    new running statistics are of the type of the old ones, of which they are changed copies.
+    Those of batch norm with inputs in bfloat16 are float32 on CPUs and GPUs if its weights or its running statistics
+    are; new running statistics are of the type of the old ones, of which they are changed copies.
     The logarithm of attention's sums on CPUs is float64 where the queries are; torch 2.11 says float32.
     """
-    for target in (_BATCH_NORM, _BATCH_NORM_OF_EVALUATION):
+    for target, count in BATCH_NORMS.items():
         for node in graph.find_nodes(op="call_function", target=target):
-            weight = node.args[1]
-            if isinstance(weight, fx.Node):
-                restate(node, {place: node.meta["val"][place].to(weight.meta["val"].dtype) for place in (1, 2)})
+            beside = [value.meta["val"].dtype for value in node.args[1 : 1 + count] if isinstance(value, fx.Node)]
+            if beside:
+                restate(node, {place: node.meta["val"][place].to(beside[0]) for place in (1, 2)})
     for node in graph.find_nodes(op="call_function", target=_BATCH_NORM):
         running = {place: node.args[place] for place in (3, 4) if isinstance(node.args[place], fx.Node)}
         restate(node, {place: node.meta["val"][place].to(old.meta["val"].dtype) for place, old in running.items()})

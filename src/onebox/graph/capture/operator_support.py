@@ -21,11 +21,12 @@ _aten = torch.ops.aten
 
 _LOW = (torch.bfloat16, torch.float16)
 
-_BATCH_NORMS = (
-    _aten._native_batch_norm_legit.no_stats,
-    _aten._native_batch_norm_legit_functional.default,
-    _aten._native_batch_norm_legit_no_training.default,
-)
+BATCH_NORMS = {
+    _aten._native_batch_norm_legit.no_stats: 2,
+    _aten._native_batch_norm_legit_functional.default: 4,
+    _aten._native_batch_norm_legit_no_training.default: 4,
+}
+"""Batch norms, with the number of tensors after the input: weight and bias, and running statistics where it has any."""
 
 _NORMS = {
     functional.layer_norm,
@@ -96,7 +97,7 @@ def state_gpu_outputs(graph: fx.Graph) -> None:
         _, *statistics = node.meta["val"]
         if node.args[0].meta["val"].dtype in _LOW:
             restate(node, {place: value.to(torch.float32) for place, value in enumerate(statistics, 1)})
-    for target in _BATCH_NORMS:
+    for target in BATCH_NORMS:
         for node in graph.find_nodes(op="call_function", target=target):
             x = node.args[0].meta["val"]
             dtype = torch.float32 if x.dtype in _LOW else x.dtype

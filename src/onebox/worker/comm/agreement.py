@@ -21,6 +21,7 @@ from onebox.wire import DTYPES, TensorSpec
 FINGERPRINT_ELEMENTS = 8
 """Number of appended elements. Each misses one difference in eight; all together miss one in 2^24."""
 
+_CPU = torch.device("cpu")
 _MOST = 7
 _CODES = {name: code for code, name in enumerate(DTYPES)}
 _EXACT = {torch.bfloat16: 256, torch.float16: 2048, torch.int8: 127, torch.uint8: 255}
@@ -46,25 +47,25 @@ def collective_fingerprint(order: int, specs: Sequence[TensorSpec], *more: int) 
     return crc32(array("q", [order, _CODES[kinds.pop()], *sizes, *more]).tobytes())
 
 
-def fingerprint_elements(fingerprint: int, dtype: torch.dtype, ranks: int) -> Tensor:
-    """Return the elements to append to a rank's data.
+def fingerprint_elements(fingerprint: int, dtype: torch.dtype, ranks: int, device: torch.device = _CPU) -> Tensor:
+    """Return the elements to append to a rank's data, made on its device: a copy from the host would make it wait.
 
     Args:
         fingerprint: Its fingerprint.
         dtype: Element type of the data.
         ranks: Number of ranks: the sum must be exact, too.
+        device: The device.
     """
     most = min(_MOST, _EXACT.get(dtype, 1 << 20) // ranks)
-    return torch.tensor([(fingerprint >> 3 * place & 7) % (most + 1) for place in range(FINGERPRINT_ELEMENTS)]).to(
-        dtype
-    )
+    places = torch.arange(0, 3 * FINGERPRINT_ELEMENTS, 3, device=device)
+    return torch.bitwise_right_shift(fingerprint, places).bitwise_and_(7).remainder_(most + 1).to(dtype)
 
 
 def check_fingerprints(summed: Tensor, fingerprint: int, ranks: int, order: int, *, times: int | None = None) -> None:
     """Require that the fingerprints of all ranks are equal.
 
     Args:
-        summed: The last :data:`FINGERPRINT_ELEMENTS` elements of the sum.
+        summed: The last :data:`FINGERPRINT_ELEMENTS` elements of the sum, in the host's memory.
         fingerprint: This rank's fingerprint.
         ranks: Number of ranks.
         order: Number of the collective, for the message.
@@ -74,7 +75,7 @@ def check_fingerprints(summed: Tensor, fingerprint: int, ranks: int, order: int,
         WireError: They differ.
     """
     own = fingerprint_elements(fingerprint, summed.dtype, ranks)
-    if not torch.equal(summed.cpu(), own * (ranks if times is None else times)):
+    if not torch.equal(summed, own * (ranks if times is None else times)):
         raise WireError(
             f"the ranks disagree on collective {order} of the group: one of them came for tensors of other types or "
             "sizes, or for another collective"

@@ -22,6 +22,7 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -31,9 +32,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from onebox.errors import WireError
 from onebox.wire import DTYPES, TensorSpec
 from onebox.wire.protocol.groups import FormGroup
-from onebox.worker.accelerator import Accelerator
+from onebox.worker.accelerator import Accelerator, Event
+from onebox.worker.comm.agreement import FINGERPRINT_ELEMENTS
 from onebox.worker.comm.api import Finish, RankLost, RowRange, check_rows
 from onebox.worker.comm.torch_dist import CLOSE_S, TorchDistGroup, as_real
 from onebox.worker.progress import WorkerProgress
@@ -51,6 +54,9 @@ FREE_S = 10.0
 
 _FEW = 32
 """Operations up to which completed ones are not looked for."""
+
+_LANDINGS = 64
+"""Fingerprints of collectives that may be on their way to the host at a time."""
 
 _SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # an error of a peer must not end this process: it is reported
@@ -99,6 +105,12 @@ def directions(size: int) -> Iterator[tuple[int, int]]:
                 yield other, one
 
 
+@functools.cache
+def _landings(accelerator: Accelerator) -> deque[Tensor]:
+    """Return unused page-locked memory for fingerprints; it stays locked, as unlocking waits for the whole device."""
+    return deque(accelerator.pinned(_LANDINGS * 8 * FINGERPRINT_ELEMENTS).split(8 * FINGERPRINT_ELEMENTS))
+
+
 def end_process(reason: str) -> None:
     """End this process, so that recovery replaces it."""
     print(f"onebox worker: {reason}", file=sys.stderr, flush=True)
@@ -130,6 +142,9 @@ class NcclGroup(TorchDistGroup):
         self._interrupting = threading.Lock()
         self._works: list[tuple[Any, Sequence[Tensor], bool]] = []
         self._most = _FEW
+        self._agreed: set[int] = set()
+        self._unread: deque[tuple[Event, Tensor, Callable[[Tensor], None]]] = deque()
+        self._landings = _landings(accelerator) if accelerator.asynchronous else None
         self._ways: dict[tuple[int, int], Any] = {}
         timeout = timedelta(seconds=form.timeout_s)
         make = functools.partial(connect, device=accelerator.device, timeout=timeout)
@@ -180,7 +195,7 @@ class NcclGroup(TorchDistGroup):
         self._sort()
         if self._failure:
             raise RankLost(self._failure)
-        return bool(self._works)
+        return bool(self._works or self._unread)
 
     def interrupt(self, reason: str = "another worker of the group does not answer") -> None:
         """Abort all communicators, in another thread; end this process if they or their waits do not end."""
@@ -199,7 +214,7 @@ class NcclGroup(TorchDistGroup):
             return
         end_s = time.monotonic() + CLOSE_S
         with self._progress.wait():
-            while not self._failure and any(sent for _, _, sent in self._works) and time.monotonic() < end_s:
+            while not self._failure and self._sends() and time.monotonic() < end_s:
                 time.sleep(0.001)
                 self._sort()
             self._sort()
@@ -210,6 +225,21 @@ class NcclGroup(TorchDistGroup):
             self._ways.clear()
             self._abort(communicators)
         self._works.clear()
+
+    def _sends(self) -> bool:
+        """Return whether something of this rank, or the check of something that it has received, is not complete."""
+        return bool(self._unread) or any(sent for _, _, sent in self._works)
+
+    def _require(self, summed: Tensor, kind: int, check: Callable[[Tensor], None]) -> None:
+        """Have the fingerprints of the first collective of a kind checked when they have come to the host, which does
+        not wait for them; the group has then failed if they differ."""
+        if self._landings is None:
+            super()._require(summed, kind, check)
+        elif kind not in self._agreed and self._landings:
+            self._agreed.add(kind)
+            seen = self._landings.popleft()[: summed.nbytes].view(summed.dtype)
+            seen.copy_(summed, non_blocking=True)
+            self._unread.append((self._accelerator.current().record(), seen, check))
 
     def _way(self, source: int, target: int) -> Any:
         way = self._ways.get((source, target))
@@ -235,6 +265,14 @@ class NcclGroup(TorchDistGroup):
             elif (error := work.exception()) is not None:
                 self.interrupt(str(error).splitlines()[0])
         self._works = left
+        while self._unread and self._unread[0][0].query():
+            _, seen, check = self._unread.popleft()
+            try:
+                check(seen)
+            except WireError as error:
+                self.interrupt(str(error))
+            assert self._landings is not None
+            self._landings.append(seen.view(torch.uint8))
 
     def _guard(self, call: Callable[[], Any]) -> Any:
         if self._failure:

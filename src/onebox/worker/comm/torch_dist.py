@@ -70,7 +70,6 @@ class TorchDistGroup(ABC):
         self._device = torch.device("cpu") if staged else accelerator.device
         self._progress = progress
         self._order = 0
-        self._agreed: set[int] = set()
 
     @property
     def joined(self) -> Joined:
@@ -127,8 +126,8 @@ class TorchDistGroup(ABC):
     def _flat(self, tensors: Sequence[Tensor], fingerprint: tuple[int, int]) -> Tensor:
         """Return tensors as one real tensor, with the fingerprint appended."""
         parts = [as_real(tensor).reshape(-1) for tensor in tensors]
-        fingerprint_part = fingerprint_elements(fingerprint[1], parts[0].dtype, self._size)
-        return torch.cat([*map(self._stage, parts), fingerprint_part.to(self._device)])
+        fingerprint_part = fingerprint_elements(fingerprint[1], parts[0].dtype, self._size, self._device)
+        return torch.cat([*map(self._stage, parts), fingerprint_part])
 
     def _stage(self, tensor: Tensor) -> Tensor:
         """Return a tensor where the backend takes it."""
@@ -140,22 +139,34 @@ class TorchDistGroup(ABC):
         """Return a function that returns the received elements after checking the fingerprint; ``times`` is its
         multiplicity.
         """
+        order, own = fingerprint
         kind = collective_fingerprint(times, specs)
-        # Reading it makes the host wait for an asynchronous device: once for each kind.
-        known = self._accelerator.asynchronous and kind in self._agreed
-        self._agreed.add(kind)
 
         def made() -> Tensor:
-            if not known:
-                check_fingerprints(
-                    flat[-FINGERPRINT_ELEMENTS:], fingerprint[1], self._size, fingerprint[0], times=times
-                )
+            self._require(
+                flat[-FINGERPRINT_ELEMENTS:],
+                kind,
+                lambda summed: check_fingerprints(summed, own, self._size, order, times=times),
+            )
             elements = flat[:-FINGERPRINT_ELEMENTS]
             complex_made = elements.dtype is not DTYPES[specs[0].dtype]
             elements = self._accelerator.to_device(elements)
             return torch.view_as_complex(elements.view(-1, 2)) if complex_made else elements
 
         return made
+
+    def _require(self, summed: Tensor, kind: int, check: Callable[[Tensor], None]) -> None:
+        """Check the fingerprints of a collective.
+
+        Args:
+            summed: Their sum, where the backend has made it.
+            kind: The same number for all collectives with the same types and sizes.
+            check: Checks it in the host's memory.
+
+        Raises:
+            WireError: They differ.
+        """
+        check(summed)
 
     def gather(self, tensor: Tensor, spec: TensorSpec, dim: int) -> Finish:
         """Begin to gather the ranks' tensors along a dimension.

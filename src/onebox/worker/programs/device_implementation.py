@@ -125,7 +125,7 @@ def _running(x: Tensor, mean: Tensor, variance: Tensor, eps: float) -> tuple[Ten
 def _batch_norm_backward(
     gradient: Tensor, x: Tensor, weight: Any, running: Any, variance: Any, mean: Tensor, deviation: Tensor, *rest: Any
 ) -> Any:
-    own = next((tensor.dtype for tensor in (weight, running) if tensor is not None), x.dtype)
+    own = next((tensor.dtype for tensor in (weight, running) if tensor is not None), mean.dtype)
     kernel = _aten.native_batch_norm_backward.default
     return kernel(gradient, x, weight, running, variance, mean.to(own), deviation.to(own), *rest)
 

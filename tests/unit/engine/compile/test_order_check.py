@@ -23,14 +23,28 @@ from onebox.engine.compile.order_check import (
 from onebox.engine.compile.routine import StepRoutine
 from onebox.plan import Plan
 from onebox.wire import TensorSpec
-from onebox.wire.protocol.instructions import Ask, Broadcast, Free, Gather, Receive, Reduce, Rename, Send, Step
-from onebox.wire.protocol.requests import Instruction
+from onebox.wire.protocol.instructions import (
+    Ask,
+    Branch,
+    Broadcast,
+    Free,
+    Gather,
+    OptimizerStep,
+    Receive,
+    Reduce,
+    Rename,
+    Send,
+    Step,
+)
+from onebox.wire.protocol.requests import Define, Instruction, OptimizerSpec
 from tests.unit.engine.nets import PLANS, Lowered, batch, lower, plan, stage
 from tests.unit.engine.player import play
 
 LIBRARY = TransferRules(paired=True, lazy=True)
 SPEC, OTHER = TensorSpec("float32", (4, 2)), TensorSpec("float32", (3, 2))
 GROUP = {1: (0, 1, 2), 2: (0, 1), 3: (1, 2), 4: (0, 2)}
+DEFERRED = Define(7, OptimizerSpec("SGD", (((0, 1), {}),), (1, 2), succeeds=True))
+"""An optimizer that is made where it is used first."""
 
 
 def faults(rules: TransferRules | None = None, **workers: Sequence[Instruction]) -> tuple[OrderFault, ...]:
@@ -215,6 +229,38 @@ def test_only_the_root_of_a_sum_waits_for_it() -> None:
     assert [fault.kind for fault in faults(None, **own)] == ["deadlock"]
 
 
+@pytest.mark.parametrize(
+    "reader",
+    [
+        (Define(7, OptimizerSpec("SGD", (((0, 1), {}),), (1, 2))),),
+        (DEFERRED, OptimizerStep(7, (5,), members=(1,))),
+        (DEFERRED, Branch(7, (3, 4), behind=1), OptimizerStep(7, (5, 6))),
+        (DEFERRED, Branch(7, (3, 4))),
+        (Define(7, OptimizerSpec("SGD", (((0, 1), {}),), (2, 1), succeeds=True)), Branch(7, (3, 4))),
+    ],
+)
+def test_what_an_optimizer_updates_or_copies_is_waited_for(reader: Sequence[Instruction]) -> None:
+    """Device 0 waits for a broadcast of parameter 1 before it sends what device 1 needs to begin that broadcast."""
+    own = {
+        "w0": [Broadcast((1,), 2, 1, (SPEC,)), *reader, send(5, 1, group=2)],
+        "w1": [receive(9, 0, group=2), read(9), Broadcast((1,), 2, 1)],
+    }
+    assert [fault.kind for fault in faults(None, **own)] == ["deadlock"]
+    own["w1"] = [own["w1"][0], own["w1"][2], own["w1"][1]]
+    assert not faults(None, **own)
+
+
+def test_what_an_optimizer_leaves_alone_is_not_waited_for() -> None:
+    there = [Define(7, OptimizerSpec("SGD", (((0, 1), {}),), (1, 2)))]
+    own = {
+        "w0": [*there, Broadcast((1,), 2, 1, (SPEC,)), OptimizerStep(7, (5,), members=(1,)), send(5, 1, group=2)],
+        "w1": [receive(9, 0, group=2), read(9), Broadcast((1,), 2, 1)],
+    }
+    assert not faults(None, **own)
+    own["w0"][2] = OptimizerStep(7, (5,), members=(0,))
+    assert [fault.kind for fault in faults(None, **own)] == ["deadlock"]
+
+
 # ---- seeded faults in real routines
 
 Overlap = Literal["", "exact", "stale"]
@@ -231,8 +277,10 @@ def groups_of(lowered: Lowered) -> dict[int, tuple[int, ...]]:
 
 
 def check(lowered: Lowered, rules: TransferRules | None = None) -> tuple[OrderFault, ...]:
-    shared = set(lowered.gradients.sums.values()) | set(lowered.gradients.late.values())
-    return step_faults(routines_of(lowered), groups_of(lowered), rules or TransferRules(), shared)
+    numbers, shared = lowered.numbers, {*lowered.gradients.sums.values(), *lowered.gradients.late.values()}
+    stepped = {worker: lowered.holdings.stepped_by(worker, lowered.trained) for worker in lowered.routines}
+    updated = {w: {numbers.optimizer: [numbers.state[name] for name in names]} for w, names in stepped.items()}
+    return step_faults(routines_of(lowered), groups_of(lowered), rules or TransferRules(), shared, updated)
 
 
 def changed(lowered: Lowered, worker: int, change: Callable[[list[Step]], object]) -> tuple[OrderFault, ...]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from onebox.wire import TensorSpec, spec_of
 from onebox.wire.protocol.groups import FormGroup, LeaveGroup
+from onebox.worker.accelerator import Accelerator
 from onebox.worker.comm import nccl
 from onebox.worker.comm.api import RankLost, WorkerGroup
 from onebox.worker.comm.hybrid import HybridGroup
@@ -24,6 +25,7 @@ from tests.unit.machines import Rig
 from tests.unit.programs import HOST
 from tests.unit.ranks import Hub, HubChannel
 from tests.unit.worker.comm.modelled_nccl import ModelledNccl
+from tests.unit.worker.late_device import LateDevice
 
 ONE = TensorSpec("float32", (1,))
 
@@ -85,6 +87,7 @@ def run(
     gpus: Sequence[int] | None = None,
     hub: Hub | None = None,
     shared: bool = False,
+    device: Accelerator = HOST,
 ) -> list[Any]:
     """Form a group of threads and run a function in each.
 
@@ -95,6 +98,7 @@ def run(
         gpus: Ranks that are GPUs; all where left out.
         hub: The client.
         shared: Whether the others may share memory.
+        device: The device of all.
     """
     client = hub or Hub()
     among = tuple(range(size)) if gpus is None else tuple(gpus)
@@ -103,7 +107,7 @@ def run(
         library.here.gpu = number
         progress = WorkerProgress()
         channel = OwnedChannel(client, number)
-        manager = GroupManager(channel, HOST, progress)
+        manager = GroupManager(channel, device, progress)
         manager.form(FormGroup(3, number, size, "gloo", "127.0.0.1", 20.0, shared, nccl=among))
         try:
             return rank(Rank(number, manager, progress, channel))
@@ -198,6 +202,44 @@ def test_threads_of_the_library_do_not_use_the_channel_of_the_worker(library: Mo
         return rank.channel.strangers
 
     assert run(library, 2, rank) == [[], []]
+
+
+def test_ranks_that_mean_different_sums_are_told_when_the_device_is_done(
+    library: ModelledNccl, ended: list[str]
+) -> None:
+    device = LateDevice()
+    waits: list[int] = []
+
+    def rank(rank: Rank) -> None:
+        group, stream = rank.group, device.current()
+        for _ in range(3):
+            assert group.reduce([torch.ones(2)])().tensor.tolist() == [2, 2]
+        stream.work(0.05)
+        shapes = [(2, 3), (3, 2)] if rank.number else [(3, 2), (2, 3)]
+        finish = group.reduce([torch.ones(shape[0]) for shape in shapes])
+        assert finish().tensor.tolist() == [2] * 5
+        waits.append(device.synchronised)
+        end_s = time.monotonic() + 10
+        with pytest.raises(RankLost, match="the ranks disagree on collective 3"):
+            while rank.manager.check() and time.monotonic() < end_s:
+                time.sleep(0.01)
+
+    run(library, 2, rank, device=device)
+    assert waits == [0, 0], "the host waits for no device"
+
+
+def test_a_sum_is_checked_before_the_group_is_left(library: ModelledNccl, ended: list[str]) -> None:
+    device = LateDevice()
+
+    def rank(rank: Rank) -> None:
+        before = rank.manager.failures()
+        device.current().work(0.05)
+        rank.group.reduce([torch.ones(1)] * 2 if rank.number else [torch.ones(2)])()
+        rank.manager.leave(3)
+        with pytest.raises(RankLost, match="the ranks disagree on collective 0"):
+            rank.manager.check_since(before)
+
+    run(library, 2, rank, device=device)
 
 
 # ---- failures
