@@ -132,7 +132,7 @@ def _total(outputs: Any, targets: Tensor) -> Tensor:
     return sum((part.float().sin().sum() for part in (*parts, *others)), targets.sum())
 
 
-def operator_trials(name: str, samples: int) -> Iterator[Trial]:
+def operator_trials(name: str, *, quick: bool) -> Iterator[Trial]:
     """Check an operator of the database with a few samples of each type, forward and backward."""
     from coverage_ops import _by_name
 
@@ -145,7 +145,7 @@ def operator_trials(name: str, samples: int) -> Iterator[Trial]:
             with quiet():
                 found = list(op.sample_inputs("cpu", dtype, requires_grad=learns))
             chosen = dict.fromkeys((len(found) // 2, 0, len(found) - 1)) if found else ()
-            for place in list(chosen)[:samples]:
+            for place in list(chosen)[: 1 if quick else None]:
                 what = f"{name} {str(dtype)[6:]} {place}" + f" ({number})" * (number > 0)
                 yield what, functools.partial(_check_sample, what, op, found[place], learns)
 
@@ -174,7 +174,7 @@ def architecture_names() -> list[str]:
     return sorted(ARCHITECTURES)
 
 
-def architecture_trials(name: str) -> Iterator[Trial]:
+def architecture_trials(name: str, *, quick: bool) -> Iterator[Trial]:
     """Check an architecture of Hugging Face: in float32, with autocast, and in bfloat16."""
     from fake_cuda_architectures import ARCHITECTURES
 
@@ -185,8 +185,8 @@ def architecture_trials(name: str) -> Iterator[Trial]:
         example = cast, torch.zeros(2)
         return check(what, model.to(dtype), loss, example, training=mode == "trained", precision=precision)
 
-    for dtype, precision in PRECISIONS:
-        for mode in ("trained", "evaluated"):
+    for dtype, precision in PRECISIONS[: 2 if quick else None]:
+        for mode in ("trained",) if quick else ("trained", "evaluated"):
             what = f"{name} {str(dtype)[6:]} {precision} {mode}"
             yield what, functools.partial(trial, what, dtype, precision, mode)
 
@@ -201,11 +201,11 @@ SUITES: dict[str, Callable[[], list[str]]] = {
 """Suites, and the names of what they check."""
 
 
-def trials(task: Task, samples: int) -> Iterator[Trial]:
+def trials(task: Task, *, quick: bool) -> Iterator[Trial]:
     """Return the checks of a task."""
     if task.suite == "operators":
-        return operator_trials(task.name, samples)
-    return case_trials(task.name) if task.suite == "models" else architecture_trials(task.name)
+        return operator_trials(task.name, quick=quick)
+    return case_trials(task.name) if task.suite == "models" else architecture_trials(task.name, quick=quick)
 
 
 def report(outcomes: Sequence[Outcome], not_reached: int, seconds: float) -> dict[str, Any]:
@@ -235,7 +235,11 @@ def main() -> None:
     parser.add_argument("--only", metavar="WORD", default="", help="only names that contain a word")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--limit-s", type=float, default=7200.0, help="the longest that all of it may take")
-    parser.add_argument("--samples", type=int, default=3, help="samples of each operator and type, up to 3")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="one sample of each operator and type, not three; architectures trained in float32 and with autocast only",
+    )
     parser.add_argument("--trial-s", type=float, default=120.0, help="the longest that one capture may take")
     parser.add_argument("--keep", type=Path, help="a file of outcomes: what it has is not run again, others are added")
     parser.add_argument("--verbose", action="store_true", help="print each mismatch, and what was left out")
@@ -245,13 +249,13 @@ def main() -> None:
     if options.serve:
         torch.set_num_threads(1)
         warnings.simplefilter("ignore")
-        answer(lambda task: trials(task, options.samples))
+        answer(lambda task: trials(task, quick=options.quick))
         return
     began = time.monotonic()
     tasks = [Task(suite, name) for suite in options.suites for name in SUITES[suite]() if options.only in name]
     done = {task: outcomes for task, outcomes in kept(options.keep).items() if task in tasks}
     left = [task for task in tasks if task not in done]
-    command = [sys.executable, __file__, "--serve", "--samples", str(options.samples)]
+    command = [sys.executable, __file__, "--serve", *["--quick"] * options.quick]
     done |= run(command, left, options.jobs, trial_s=options.trial_s, ends=began + options.limit_s, keep=options.keep)
     outcomes = [outcome for task in tasks for outcome in done.get(task, [])]
     for outcome in outcomes if options.verbose else ():

@@ -161,8 +161,8 @@ def _call(
     own = run in ON_CUDA and device.type == "cuda"
     try:
         made = _attention(run, args) if own else (other or run)(*args, **kwargs)
-    except RuntimeError as error:
-        if _NEEDS_CUDA not in str(error):
+    except (AssertionError, RuntimeError) as error:
+        if not any(text in str(error) for text in _NEED_CUDA):
             raise
         made = _as_on_cpu(other or run, args, kwargs, device)
     results = [made] if isinstance(made, Tensor) else list(made)
@@ -170,11 +170,12 @@ def _call(
     return results if fact is None else fact(args, results)
 
 
-_NEEDS_CUDA = "PyTorch is not linked with support for cuda devices"
+_NEED_CUDA = ("PyTorch is not linked with support for cuda devices", "Torch not compiled with CUDA enabled")
+"""Errors of shape functions that slice a tensor, and of operators without one, whose kernel would be run on zeros."""
 
 
 def _as_on_cpu(run: Callable[..., Any], args: Any, kwargs: Any, device: torch.device) -> Any:
-    """Return results of a shape function that slices a tensor, which needs a PyTorch for its device, from the CPU's."""
+    """Return results of an operator whose shapes need a PyTorch for its device, as the CPU has them."""
 
     def on(where: torch.device, value: Tensor) -> Tensor:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=where)

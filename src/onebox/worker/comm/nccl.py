@@ -144,7 +144,7 @@ class NcclGroup(TorchDistGroup):
         self._most = _FEW
         self._agreed: set[int] = set()
         self._unread: deque[tuple[Event, Tensor, Callable[[Tensor], None]]] = deque()
-        self._landings = _landings(accelerator) if accelerator.asynchronous else None
+        self._landings = _landings(accelerator) if accelerator.asynchronous else None  # type: ignore[arg-type]
         self._ways: dict[tuple[int, int], Any] = {}
         timeout = timedelta(seconds=form.timeout_s)
         make = functools.partial(connect, device=accelerator.device, timeout=timeout)
