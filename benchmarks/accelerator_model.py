@@ -12,6 +12,7 @@ which there was no time.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import queue
 import re
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
@@ -38,7 +40,8 @@ PROCESS = "tests/process/test_modelled.py"
 RUN_S = 600.0
 """Time limit of a suite."""
 
-_TEST = re.compile(r"^(PASSED|FAILED|ERROR) (?P<name>\S+)(?P<words>.*)$", re.MULTILINE)
+_TEST = re.compile(r"^(?P<file>\S+\.py)::.* (PASSED|FAILED|ERROR)\b", re.MULTILINE)
+_FAILURE = re.compile(r"^(?P<words>(FAILED|ERROR) (?P<file>\S+\.py)::.*)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,30 +61,39 @@ class Found:
     seconds: float
 
 
-def run_suite(path: str, seeds: int) -> Found:
-    """Run the tests of a file with several seeds.
+def run_suites(paths: Sequence[str], seeds: int) -> list[Found]:
+    """Run the tests of some files with several seeds, in one process.
 
     Args:
-        path: The file.
+        paths: The files.
         seeds: Number of seeds.
+
+    Returns:
+        What was found by each; at the time limit those that had not ended have failed.
     """
     begin_s = time.monotonic()
     chosen = " or ".join(f"seed{seed}" for seed in range(seeds))
-    options = ["-q", "-rA", "-p", "no:cacheprovider", "--timeout=120", "-k", chosen]
-    command = [sys.executable, "-m", "pytest", *options, path]
+    options = ["-v", "-rfE", "-p", "no:cacheprovider", "--timeout=120", "-k", chosen]
+    command = [sys.executable, "-m", "pytest", *options, *paths]
+    late = ""
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_S, check=False)
-    except subprocess.TimeoutExpired:
-        return Found(name=path, cases=1, failed=(f"{path} did not end: Timeout",), seconds=RUN_S)
-    tests = list(_TEST.finditer(done.stdout))
-    failed = sorted({test["name"] + test["words"] for test in tests if test[1] != "PASSED"})
-    if done.returncode not in (0, 1) or not tests:
-        failed.append(f"{path} could not be run: {(done.stdout + done.stderr)[-300:]}")
-    cases = len({test["name"] for test in tests})
-    return Found(name=path, cases=cases, failed=tuple(failed), seconds=round(time.monotonic() - begin_s, 1))
+        output = done.stdout
+    except subprocess.TimeoutExpired as error:
+        output = (error.stdout or b"").decode(errors="replace")
+        late = "Timeout: it did not end"
+    cases = Counter(match["file"] for match in _TEST.finditer(output))
+    failed = {path: [m["words"] for m in _FAILURE.finditer(output) if m["file"] == path] for path in paths}
+    seconds = round((time.monotonic() - begin_s) / len(paths), 1)
+    made = []
+    for place, path in enumerate(paths):
+        unfinished = late and not any(cases[later] for later in paths[place + 1 :])
+        lines = failed[path] + ([late] if unfinished else [] if cases[path] else [f"no tests: {output[-300:]}"])
+        made.append(Found(name=path, cases=cases[path], failed=tuple(lines), seconds=seconds))
+    return made
 
 
-def run_mutation(copies: queue.SimpleQueue[Copy], fault: SeededFault) -> Found:
+def run_mutation(copies: queue.SimpleQueue[Copy], fault: SeededFault) -> list[Found]:
     """Remove a wait in a copy of the tree, and run its tests there.
 
     Args:
@@ -94,25 +106,25 @@ def run_mutation(copies: queue.SimpleQueue[Copy], fault: SeededFault) -> Found:
     finally:
         copies.put(copy)
     missed = () if result.outcome == "caught" else (f"{result.outcome}: {result.words}",)
-    return Found(name=fault.name, cases=0, failed=missed, seconds=round(result.seconds, 1))
+    return [Found(name=fault.name, cases=0, failed=missed, seconds=round(result.seconds, 1))]
 
 
-def run_all(work: dict[str, Callable[[], Found]], jobs: int, limit_s: float) -> Iterator[Found]:
+def run_all(work: Sequence[Callable[[], list[Found]]], jobs: int, limit_s: float) -> Iterator[Found]:
     """Yield what was found by each piece of work that began before a time limit.
 
     Args:
-        work: The pieces, by name.
+        work: The pieces.
         jobs: Pieces at a time.
         limit_s: The limit.
     """
     ends = time.monotonic() + limit_s
 
-    def one(run: Callable[[], Found]) -> Found | None:
-        return run() if time.monotonic() < ends else None
+    def one(run: Callable[[], list[Found]]) -> list[Found]:
+        return run() if time.monotonic() < ends else []
 
     with ThreadPoolExecutor(jobs) as pool:
-        for future in as_completed([pool.submit(one, run) for run in work.values()]):
-            if (found := future.result()) is not None:
+        for future in as_completed([pool.submit(one, run) for run in work]):
+            for found in future.result():
                 print(f"{found.name:52} {found.cases or '':4} {found.seconds:5.0f} s", *found.failed, file=sys.stderr)
                 yield found
 
@@ -167,13 +179,10 @@ def main() -> int:
         for _ in range(given.jobs):
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="waits-"))
             copies.put(Copy(Path(folder)))
-        work: dict[str, Callable[[], Found]] = {
-            name: (lambda name=name: run_mutation(copies, faults[name]))  # type: ignore[misc]
-            if name in faults
-            else (lambda name=name: run_suite(name, given.seeds))  # type: ignore[misc]
-            for name in names
-            if name not in found
-        }
+        groups = [[name for name in names if name.startswith(UNIT)], [name for name in names if name == PROCESS]]
+        left = [[name for name in group if name not in found] for group in groups]
+        work = [functools.partial(run_suites, group, given.seeds) for group in left if group]
+        work += [functools.partial(run_mutation, copies, faults[n]) for n in names if n in faults and n not in found]
         for each in run_all(work, given.jobs, given.limit_s):
             found[each.name] = each
             if given.keep is not None:
