@@ -125,6 +125,34 @@ def test_a_worker_on_a_cpu_runs_programs_for_gpus(what: str) -> None:
         torch.testing.assert_close(found[port], value, msg=lambda text, port=port: f"{port}: {text}")
 
 
+class Bags(nn.Module):
+    """Bags of two and three words, as features.
+
+    Args:
+        options: Of the embeddings.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.words = nn.EmbeddingBag(7, 4, **options)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """Map 5 words to features [2, 4]."""
+        return self.words(words, torch.tensor([0, 2, 5] if self.words.include_last_offset else [0, 2]))
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_of_embeddings(mode: str, last: bool) -> None:
+    torch.manual_seed(0)
+    model, batch = Bags(mode=mode, include_last_offset=last), (torch.tensor([1, 4, 2, 2, 6]), torch.zeros(2))
+    made = programs_of(model, mean_square, batch, "cuda")
+    assert fake_devices.of_model("bags", made) == []
+    plain = results(model, programs_of(model, mean_square, batch, "cpu"), batch)
+    for port, value in results(model, made, batch).items():
+        torch.testing.assert_close(value, plain[port])
+
+
 NARROW_NORMS = {
     "batch norm without parameters": lambda: nn.BatchNorm2d(6, affine=False),
     "batch norm without statistics": lambda: nn.BatchNorm2d(6, track_running_stats=False),

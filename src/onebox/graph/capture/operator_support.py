@@ -21,6 +21,8 @@ _aten = torch.ops.aten
 
 _LOW = (torch.bfloat16, torch.float16)
 
+_MAXIMA = 2  # the mode of a bag of embeddings, after sums and means
+
 BATCH_NORMS = {
     _aten._native_batch_norm_legit.no_stats: 2,
     _aten._native_batch_norm_legit_functional.default: 4,
@@ -91,7 +93,8 @@ def state_gpu_outputs(graph: fx.Graph) -> None:
     """State the outputs of operators in a graph as GPUs make them, where those of CPUs differ.
 
     Statistics of layer norm and batch norm in bfloat16 and float16 are float32; batch norm with running statistics
-    returns them, where CPUs return nothing; log-sigmoid returns no values for its gradient.
+    returns them, where CPUs return nothing; log-sigmoid returns no values for its gradient. Bags of embeddings return
+    the bag of each index, a size for each offset, and places only where they have maxima (``_embedding_bag_cuda``).
     """
     for node in graph.find_nodes(op="call_function", target=_aten.native_layer_norm.default):
         _, *statistics = node.meta["val"]
@@ -102,6 +105,13 @@ def state_gpu_outputs(graph: fx.Graph) -> None:
             x = node.args[0].meta["val"]
             dtype = torch.float32 if x.dtype in _LOW else x.dtype
             restate(node, {place: x.new_empty(x.shape[1], dtype=dtype) for place in (1, 2)})
+    for target in (_aten._embedding_bag.default, _aten._embedding_bag_forward_only.default):
+        for node in graph.find_nodes(op="call_function", target=target):
+            indices, offsets = (value.meta["val"] for value in node.args[1:3])
+            found = {1: indices.new_empty(indices.shape), 2: indices.new_empty(offsets.shape)}
+            if len(node.args) < 5 or node.args[4] != _MAXIMA:
+                found[3] = indices.new_empty(0)
+            restate(node, found)
     for node in graph.find_nodes(op="call_function", target=_aten.log_sigmoid_forward.default):
         restate(node, {1: node.meta["val"][1].new_empty(0)})
 

@@ -1,8 +1,9 @@
 """Implementations of operators by device, for programs that CPUs and GPUs run.
 
 A program for a pool with a GPU states what the GPU's kernels return. Those of CPUs keep the statistics of norms in
-bfloat16 where GPUs have float32, return nothing where these return running statistics, and values for the gradient of
-log-sigmoid, which GPUs compute again. A program for CPUs alone states what they make, and nothing is converted.
+bfloat16 where GPUs have float32, return nothing where these return running statistics, and values for the gradients of
+log-sigmoid and of bags of embeddings, which GPUs compute again or do without. A program for CPUs alone states what they
+make, and nothing is converted.
 
 A model is traced with the strides of CPU kernels. Those of GPUs may leave another order of dimensions in memory
 (convolutions most of all), where a view of the trace is a copy.
@@ -21,6 +22,8 @@ from onebox.wire import Operator, SlotArgument, TensorSpec, Value
 _aten = torch.ops.aten
 
 _LOW = ("bfloat16", "float16")
+
+_MAXIMA = 2  # the mode of a bag of embeddings, after sums and means
 
 
 def device_implementation(
@@ -85,6 +88,14 @@ def _reads_no_buffer(operator: Operator, specs: Mapping[int, TensorSpec]) -> boo
     return x is not None and buffer is not None and buffer.shape == (0,) != x.shape
 
 
+def _states_bags(operator: Operator, specs: Mapping[int, TensorSpec]) -> bool:
+    """Return whether a bag of embeddings states what GPUs return for the gradient."""
+    offsets, (_, _, sizes, maxima) = _spec(operator.args[2], specs), operator.specs
+    longer = len(operator.args) > 7 and operator.args[7] is True  # CPUs leave out the last offset
+    same = offsets is not None and sizes is not None and sizes.shape == offsets.shape
+    return (maxima is not None and maxima.shape == (0,)) or (longer and same)
+
+
 # ---- operators
 
 
@@ -130,6 +141,16 @@ def _batch_norm_backward(
     return kernel(gradient, x, weight, running, variance, mean.to(own), deviation.to(own), *rest)
 
 
+def _embedding_bag(weight: Tensor, indices: Tensor, offsets: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    out, bags, sizes, maxima = _aten._embedding_bag.default(weight, indices, offsets, *rest)
+    if bags.shape != indices.shape:  # left out in fast sums
+        places = torch.arange(len(indices), device=indices.device)
+        bags = torch.searchsorted(offsets, places, right=True).sub_(1).to(indices.dtype)
+    if sizes.shape != offsets.shape:
+        sizes = torch.cat([sizes, sizes.new_zeros(1)])
+    return out, bags, sizes, maxima if len(rest) > 1 and rest[1] == _MAXIMA else maxima.new_empty(0)
+
+
 def _log_sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
     return _aten.log_sigmoid_forward.default(x)[0], x.new_empty(0)
 
@@ -147,6 +168,8 @@ _CONVERTED: Mapping[str, tuple[Callable[[Operator, Mapping[int, TensorSpec]], bo
     "aten._native_batch_norm_legit_functional.default": (_states_running, _batch_norm),
     "aten._native_batch_norm_legit.no_stats": (_states_wide, _batch_norm_alone),
     "aten.native_batch_norm_backward.default": (_reads_wide(1, 5), _batch_norm_backward),
+    "aten._embedding_bag.default": (_states_bags, _embedding_bag),
+    "aten._embedding_bag_forward_only.default": (_states_bags, _embedding_bag),
     "aten.log_sigmoid_forward.default": (_states_no_buffer, _log_sigmoid),
     "aten.log_sigmoid_backward.default": (_reads_no_buffer, _log_sigmoid_backward),
 }
