@@ -310,7 +310,7 @@ class NcclGroup(TorchDistGroup):
         del group
         end_s = time.monotonic() + FREE_S
         while time.monotonic() < end_s:
-            if progress.executed != before or progress.waiting:
+            if progress.executed != before or progress.waiting or self._group is None:  # it has left the group
                 return
             time.sleep(0.01)
         end_process(f"a wait for group {self._form.group} has not ended {FREE_S:.0f} s after it was interrupted")

@@ -182,7 +182,12 @@ class ModelledProcessGroup:
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         """Make the communicator of the group."""
-        self._communicator("0", self._rank, self._size)
+        try:
+            self._communicator("0", self._rank, self._size)
+        except BaseException:
+            self._ended.set()  # the library's own thread ends with a group that nobody holds
+            self._thread.join(5)
+            raise
         self._eager = True
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Operation:
@@ -211,8 +216,9 @@ class ModelledProcessGroup:
 
     def abort(self) -> None:
         """End all operations of this rank, with any results."""
-        if self.library.hang_in_abort.is_set():
-            time.sleep(self.library.patience_s)
+        end_s = time.monotonic() + self.library.patience_s
+        while self.library.hang_in_abort.is_set() and time.monotonic() < end_s:
+            time.sleep(0.01)
         with self.library.changed:
             for communicator, rank in self._own.values():
                 communicator.aborted.add(rank)

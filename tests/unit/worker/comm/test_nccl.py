@@ -77,6 +77,9 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(nccl, "ABORT_S", 0.3)
     monkeypatch.setattr(nccl, "FREE_S", 0.3)
     yield reasons
+    for thread in threading.enumerate():  # it would end this process when end_process is itself again
+        if thread.name == "onebox-abort":
+            thread.join(20)
 
 
 def run(
