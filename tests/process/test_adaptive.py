@@ -118,6 +118,7 @@ def test_layers_move_away_from_a_device_that_becomes_slow(sims: Pool, caplog: py
     assert any(made.line.startswith(line) for line in begun), "what became of it is added later"
 
 
+@pytest.mark.long
 def test_the_curve_of_a_run_whose_layers_move_is_the_same_to_the_last_bit(pools: Shelf) -> None:
     pool, plan = pools(2), cut(1)
 

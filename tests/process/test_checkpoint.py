@@ -91,6 +91,7 @@ def test_the_settings_of_the_trainer_are_kept(options: dict[str, Any], pools: Sh
     assert_same(resumed, straight, tolerance=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "before", "after"), [("cnn", 1, 3), ("cnn", 3, 2), ("dropping", 2, 1), ("dropping", 1, 2)]
 )

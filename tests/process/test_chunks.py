@@ -56,6 +56,7 @@ def planned(name: str, devices: Any, **more: Any) -> Plan:
     return replace(plan, predicted=expected(plan, SIZES[0]))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "devices", "more"),
     [

@@ -57,6 +57,7 @@ def test_what_fits_to_the_byte_trains_and_a_byte_less_fails() -> None:
     assert operator in str(caught.value), "it fails where the peak was said to be"
 
 
+@pytest.mark.long
 def test_the_largest_batch_trains_and_one_more_sample_fails() -> None:
     budget = asked(None).peaks[0].size_bytes // 2
     found = asked(budget)

@@ -159,6 +159,7 @@ def test_those_of_another_user_have_nothing_of_root(own: ForkServers) -> None:
 # ---- what a fork server is
 
 
+@pytest.mark.long
 def test_it_has_one_thread_and_has_asked_no_driver_for_anything(fork_server: ForkServerProcess) -> None:
     assert len(os.listdir(f"/proc/{fork_server.pid}/task")) == 1
     assert not [link for link in links(fork_server.pid) if link.startswith("/dev/") and link != os.devnull]

@@ -234,6 +234,7 @@ def test_uploads_and_samples_that_stay_have_their_weights(cache: str | None, poo
     assert_equal(model, found, case)
 
 
+@pytest.mark.long
 def test_steps_that_overlap_have_their_own_weights(pools: Shelf) -> None:
     """In an asynchronous pipeline the end of backward comes in the window of the next step, which has other weights."""
     case = CASES["tokens"]
@@ -253,6 +254,7 @@ def test_steps_that_overlap_have_their_own_weights(pools: Shelf) -> None:
         assert torch.allclose(tensors[name], tensor, rtol=0, atol=1e-10), name
 
 
+@pytest.mark.long
 def test_steps_are_done_again_with_their_weights() -> None:
     case = CASES["a share of ignored alone"]
     model, data = case.model(), list(case.data) * 3

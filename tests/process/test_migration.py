@@ -98,6 +98,7 @@ def assert_same_bits(one: Run, other: Run) -> None:
         assert torch.equal(value, twin) if isinstance(value, Tensor) and isinstance(twin, Tensor) else value == twin
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "dtype", "optimizer"), [("unet", torch.float64, "adamw"), ("gpt2", torch.float32, "sgd")]
 )

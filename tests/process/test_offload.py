@@ -218,6 +218,7 @@ def test_a_copy_that_hangs_is_noticed() -> None:
     assert gone(processes, ENDED_S)
 
 
+@pytest.mark.long
 def test_a_worker_that_is_killed_while_it_copies_is_made_up_for() -> None:
     plan, batches = plan_for("unet", DEVICES, "offload"), FATED["unet"].batches([BATCH] * 3)
     runs = []

@@ -76,6 +76,7 @@ def test_batch_norm_in_a_replicated_stage(pool: onebox.Pool) -> None:
         same(pool, "cnn", staged("cnn", ((0, 1), (2, 3)), shares=shares, micro_batch=2), [8, 6, 4, 12, 2])
 
 
+@pytest.mark.long
 def test_clipping_over_stages(pool: onebox.Pool) -> None:
     """The norm is of the gradients of all stages; in PyTorch's pipeline each rank has those of its own stage alone."""
     for devices in ((0, 1, 2), ((0, 1), (2, 3)), (0, 1, 1, 0)):

@@ -94,6 +94,7 @@ def test_an_optimizer_that_looks_at_whole_parameters_steps_them_whole(pools: She
     assert_same(*found, tolerance=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("optimizer", "before", "after"), [("adamw", 2, 3), ("sgd", 3, 2), ("adamw", 2, 0)])
 def test_checkpoints_go_on_with_another_number_of_replicas(
     optimizer: str, before: int, after: int, pools: Shelf, tmp_path: Path

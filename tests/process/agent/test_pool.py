@@ -132,6 +132,7 @@ def failure(pool: Pool, worker: int, kind: type[WorkerError] = WorkerDied) -> An
     return raised.value
 
 
+@pytest.mark.long
 def test_a_worker_that_is_killed_is_named_and_can_be_replaced(hosts: tuple[Host, Host]) -> None:
     with open_pool(f"{hosts[1].address}/cpu", threads=1) as opened:
         (number,) = opened.process_ids

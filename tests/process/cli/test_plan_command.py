@@ -168,6 +168,7 @@ def test_files_are_checked_before_time_is_spent(
     assert not out.out
 
 
+@pytest.mark.long
 def test_too_small_devices_are_an_error_that_says_what_would_help(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -212,6 +213,7 @@ def planned_run(made: Made, tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(folder / "run", done.stdout, json.loads((folder / "run" / "summary.json").read_text()))
 
 
+@pytest.mark.long
 def test_a_planned_run_learns_and_keeps_its_plan(made: Made, planned_run: Made) -> None:
     assert planned_run.plan == made.two_stages()
     names = {path.name for path in planned_run.folder.iterdir()}

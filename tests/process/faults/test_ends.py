@@ -31,6 +31,7 @@ with open_pool("cpu*2", threads=1) as pool:
 """
 
 
+@pytest.mark.long
 def test_ctrl_c_while_training(tmp_path: Path) -> None:
     with Script(tmp_path, TRAIN) as script:
         script.wait_until_ready()

@@ -141,6 +141,7 @@ def assert_injected(error: Any, kind: str, instruction: str, worker: int) -> Non
     assert f"worker {worker} (cpu on localhost): {instruction} failed{of_a_step}: injected fault" in str(error)
 
 
+@pytest.mark.long
 def test_a_checkpoint_from_before_the_fault_resumes_to_the_same_bits(
     tmp_path: Path, whole: onebox.Pool, undisturbed: dict[str, Tensors]
 ) -> None:

@@ -78,6 +78,7 @@ def test_a_loss_beside_a_change_of_plan_costs_no_bit(
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in undisturbed[1].items())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("instruction", "count"), [("optimizerstep", 3), ("branch", 2)])
 def test_a_worker_that_is_lost_in_a_change_that_nobody_waits_for_costs_no_bit(instruction: str, count: int) -> None:
     with open_pool("cpu*2", threads=1) as pool:

@@ -278,6 +278,7 @@ def test_workers_die_while_they_copy_send_and_take_a_snapshot(
     assert [story.lost for story in found[2]] == [(1,)] * 4
 
 
+@pytest.mark.long
 def test_workers_that_cannot_send_a_snapshot_are_brought_together_again(
     undisturbed: Callable[[str], Outcome],
 ) -> None:
@@ -313,6 +314,7 @@ def test_what_nobody_has_any_more_is_one_error_and_the_checkpoint_is_whole(pool:
         assert resumed.step(*batches()[3]).item() > 0
 
 
+@pytest.mark.long
 def test_evaluating_and_saving_go_on_and_each_loss_is_one_logged_line(
     pool: onebox.Pool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -366,6 +368,7 @@ def test_a_loss_that_comes_up_when_the_state_is_read_leaves_no_update_out(
     assert losses == other_losses
 
 
+@pytest.mark.long
 def test_all_but_one_worker_are_lost_at_once_and_come_back() -> None:
     """Who is left has all of the state; those that are started together do not get into each other's way."""
     with onebox.open("cpu*4", threads=1) as pool:

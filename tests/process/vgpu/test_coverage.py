@@ -28,6 +28,7 @@ from coverage_shards import Case, Runner, Tally, names_of, run_cases
 CPU = torch.device("cpu")
 SEED = 4
 TRIALS = 4
+OPERATORS, MODULES = 150, 30
 
 REFUSED = {
     "sparse_mm_reduce": "compressed sparse rows",
@@ -47,24 +48,21 @@ def own_profile() -> Iterator[None]:
     settings.load_profile(profile)
 
 
-@pytest.mark.short
-@pytest.mark.parametrize(
-    ("operators", "modules", "optimizers"), [(3, 1, 1), pytest.param(150, 30, 99, marks=pytest.mark.long)]
-)
-def test_a_part_of_the_databases_gives_what_the_cpu_gives(operators: int, modules: int, optimizers: int) -> None:
+@pytest.mark.long
+def test_a_part_of_the_databases_gives_what_the_cpu_gives() -> None:
     choose = random.Random(SEED)
     cases = [
         Case(kind="opinfo", name=name, dtype=dtype, seed=SEED, limit=TRIALS, repeat=2)
-        for name in choose.sample(names_of("opinfo"), operators)
+        for name in choose.sample(names_of("opinfo"), OPERATORS)
         for dtype in ("float32", "float64", "int64", "bool")
     ]
     cases += [
         Case(kind="moduleinfo", name=name, dtype="float64", seed=SEED, limit=TRIALS)
-        for name in choose.sample(names_of("moduleinfo"), modules)
+        for name in choose.sample(names_of("moduleinfo"), MODULES)
     ]
     cases += [
         Case(kind="optimizerinfo", name=name, dtype="float64", seed=SEED, limit=TRIALS)
-        for name in names_of("optimizerinfo")[:optimizers]
+        for name in names_of("optimizerinfo")
     ]
     tallies = run_cases(cases, "cpu", 1)
     assert not _told(tallies, "wrong")
@@ -72,7 +70,7 @@ def test_a_part_of_the_databases_gives_what_the_cpu_gives(operators: int, module
     assert not _told(tallies, "failed")
     assert not [line for line in _told(tallies, "unsupported") if line.split()[1] not in REFUSED]
     assert not [line for line in _told(tallies, "skipped") if ALSO_REFUSED_BY_THE_CPU not in line]
-    assert sum(tally.count("passed") for tally in tallies) > 2 * operators
+    assert sum(tally.count("passed") for tally in tallies) > 2 * OPERATORS
 
 
 def _told(tallies: list[Tally], *outcomes: str) -> list[str]:

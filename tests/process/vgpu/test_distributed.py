@@ -272,6 +272,7 @@ def test_an_operator_that_fails_ends_the_job_with_its_own_error() -> None:
     assert together(lambda rank: dist.get_rank()) == [0, 1, 2]
 
 
+@pytest.mark.long
 def test_a_worker_that_dies_ends_the_job() -> None:
     with onebox.open("cpu*2", threads=1) as pool:
         met = threading.Barrier(2, timeout=60)

@@ -183,6 +183,7 @@ def test_the_script_with_threads_ends_with_the_error_of_a_killed_worker(tmp_path
         assert gone(script.workers, 0)
 
 
+@pytest.mark.long
 def test_a_worker_that_stops_is_taken_for_hung(pool: onebox.Pool) -> None:
     loop = Loop("vgpu:1")
     loop.step()

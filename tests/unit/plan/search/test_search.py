@@ -73,6 +73,7 @@ def test_small_problems_are_solved_as_well_as_by_exhaustive_search(seed: int) ->
         assert result.simulation.step_s <= 1.02 * best_s
 
 
+@pytest.mark.long
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", [100, 103])
 def test_eight_segments_on_four_devices(seed: int) -> None:
@@ -209,6 +210,7 @@ def branched() -> Problem:
     )
 
 
+@pytest.mark.long
 def test_parallel_branches_run_on_different_devices() -> None:
     """With one micro-batch a chain gains nothing from a second device; towers side by side take half the time."""
     problem = branched()
@@ -236,6 +238,7 @@ def test_nothing_fits() -> None:
     assert "or more devices" in message
 
 
+@pytest.mark.long
 def test_the_memory_that_is_said_to_be_enough_is_enough() -> None:
     problem = tight(18_000_000)
     with pytest.raises(PlanError) as caught:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import mmap
 from collections.abc import Callable
 from typing import Any
@@ -70,11 +69,9 @@ def test_pinned_memory_takes_whole_pages_and_no_more(monkeypatch: pytest.MonkeyP
     assert size_bytes <= locked_bytes < size_bytes + mmap.PAGESIZE or (size_bytes, locked_bytes) == (0, mmap.PAGESIZE)
     part = memory.fill_(7)[: size_bytes // 2]
     del memory
-    gc.collect()
     assert driver.locked, "a part of it is in use"
     assert part.eq(7).all()
     del part
-    gc.collect()
     assert driver.locked == {}
     assert driver.synchronised == 1, "before it is unlocked, for copies may still use it"
 
@@ -85,7 +82,6 @@ def test_memory_that_is_not_locked_is_ordinary(monkeypatch: pytest.MonkeyPatch) 
     memory = accelerator_for("cuda:0").pinned(10_000)
     assert memory.fill_(1).sum() == 10_000
     del memory
-    gc.collect()
     assert (driver.synchronised, driver.reported) == (0, 1), "or the next kernel would report the driver's error"
 
 
