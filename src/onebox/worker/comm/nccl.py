@@ -55,7 +55,7 @@ FREE_S = 10.0
 _FEW = 32
 """Operations up to which completed ones are not looked for."""
 
-_LANDINGS = 64
+_STAGED = 64
 """Fingerprints of collectives that may be on their way to the host at a time."""
 
 _SETTINGS = {
@@ -106,9 +106,9 @@ def directions(size: int) -> Iterator[tuple[int, int]]:
 
 
 @functools.cache
-def _landings(accelerator: Accelerator) -> deque[Tensor]:
+def _staging(accelerator: Accelerator) -> deque[Tensor]:
     """Return unused page-locked memory for fingerprints; it stays locked, as unlocking waits for the whole device."""
-    return deque(accelerator.pinned(_LANDINGS * 8 * FINGERPRINT_ELEMENTS).split(8 * FINGERPRINT_ELEMENTS))
+    return deque(accelerator.pinned(_STAGED * 8 * FINGERPRINT_ELEMENTS).split(8 * FINGERPRINT_ELEMENTS))
 
 
 def end_process(reason: str) -> None:
@@ -144,7 +144,7 @@ class NcclGroup(TorchDistGroup):
         self._most = _FEW
         self._agreed: set[int] = set()
         self._unread: deque[tuple[Event, Tensor, Callable[[Tensor], None]]] = deque()
-        self._landings = _landings(accelerator) if accelerator.asynchronous else None  # type: ignore[arg-type]
+        self._staging = _staging(accelerator) if accelerator.asynchronous else None  # type: ignore[arg-type]
         self._ways: dict[tuple[int, int], Any] = {}
         timeout = timedelta(seconds=form.timeout_s)
         make = functools.partial(connect, device=accelerator.device, timeout=timeout)
@@ -233,11 +233,11 @@ class NcclGroup(TorchDistGroup):
     def _require(self, summed: Tensor, kind: int, check: Callable[[Tensor], None]) -> None:
         """Have the fingerprints of the first collective of a kind checked when they have come to the host, which does
         not wait for them; the group has then failed if they differ."""
-        if self._landings is None:
+        if self._staging is None:
             super()._require(summed, kind, check)
-        elif kind not in self._agreed and self._landings:
+        elif kind not in self._agreed and self._staging:
             self._agreed.add(kind)
-            seen = self._landings.popleft()[: summed.nbytes].view(summed.dtype)
+            seen = self._staging.popleft()[: summed.nbytes].view(summed.dtype)
             seen.copy_(summed, non_blocking=True)
             self._unread.append((self._accelerator.current().record(), seen, check))
 
@@ -271,8 +271,8 @@ class NcclGroup(TorchDistGroup):
                 check(seen)
             except WireError as error:
                 self.interrupt(str(error))
-            assert self._landings is not None
-            self._landings.append(seen.view(torch.uint8))
+            assert self._staging is not None
+            self._staging.append(seen.view(torch.uint8))
 
     def _guard(self, call: Callable[[], Any]) -> Any:
         if self._failure:
