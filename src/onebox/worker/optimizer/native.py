@@ -12,7 +12,7 @@ from onebox.errors import WireError
 from onebox.wire.protocol.instructions import Delay, Options
 from onebox.wire.protocol.requests import OptimizerSpec
 from onebox.wire.protocol.snapshots import StateEntry
-from onebox.wire.tensors import spec_of
+from onebox.wire.tensors import is_dense, spec_of
 from onebox.worker.accelerator import Accelerator, accelerator_for
 from onebox.worker.memory.host import HostMemory
 from onebox.worker.optimizer.delay_compensation import (
@@ -28,7 +28,6 @@ from onebox.worker.optimizer.delay_compensation import (
 from onebox.worker.optimizer.fused_kernels import is_exact
 from onebox.worker.optimizer.host_parameters import HostParameters, runs
 from onebox.worker.optimizer.optimizer_patch import without_compiler
-from onebox.worker.sandbox.argument_rules import is_dense
 
 ALLOWED = (
     "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop",

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from onebox.errors import WireError
+from onebox.wire.tensors import is_dense
 
 Arguments = Mapping[str, Any]
 """Arguments of one call by their names in the operator's schema, defaults included."""
@@ -69,11 +70,6 @@ def _contiguous(tensor: Tensor, name: str) -> None:
 
 def _choice(value: int, name: str, count: int) -> None:
     _require(0 <= value < count, f"{name} is {value}", f"0 to {count - 1}")
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Return whether a tensor's elements lie side by side in memory, in any order, none of them twice."""
-    return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 # ---- elements
