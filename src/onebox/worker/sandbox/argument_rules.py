@@ -479,14 +479,6 @@ def _weight_norm(a: Arguments) -> None:
         _contiguous(tensor, name)
 
 
-def _whole_weight_norm(a: Arguments) -> None:
-    """Check the operator that brings v and g into the layout that its kernel needs."""
-    v, dim = a["v"], a["dim"]
-    _require(-1 <= dim < v.dim(), f"dim is {dim}", "a dimension of v, or -1")
-    if dim in (0, v.dim() - 1):
-        _numel(a["g"], "g", v.shape[dim])
-
-
 # ---- recurrent layers
 
 _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
@@ -623,6 +615,22 @@ def _masked_softmax(a: Arguments) -> None:
         )
     else:
         _same_shape(mask, "mask", x.shape, "the shape of the input")
+
+
+def _attention_layer(a: Arguments) -> None:
+    """Check the layers of transformers that PyTorch computes as one operator in evaluation."""
+    x, heads, mask = a.get("src", a.get("query")), a.get("num_heads", a.get("num_head")), a["mask"]
+    assert x is not None and heads is not None
+    _require(
+        heads > 0 and a["embed_dim"] > 0 and a["embed_dim"] % heads == 0,
+        f"{heads} heads of {a['embed_dim']} features",
+        "a divisor of the features",
+    )
+    _require(x.dim() == 3 and x.shape[2] == a["embed_dim"], f"an input of {list(x.shape)}", "[B, L, features]")
+    if mask is not None:
+        batch, rows = x.shape[:2]
+        allowed = {0: [(rows, rows)], 1: [(batch, rows)]}.get(a["mask_type"], [(batch, heads, rows, rows)])
+        _require(tuple(mask.shape) in allowed, f"a mask of {list(mask.shape)}", " or ".join(map(str, allowed)))
 
 
 # ---- spatial
@@ -959,7 +967,8 @@ RULES: Mapping[str, Rules] = {
     **{name: Rules(_grid_sampler) for name in (
         "grid_sampler_2d", "grid_sampler_2d_backward", "grid_sampler_3d", "grid_sampler_3d_backward", "grid_sampler",
     )},
-    "_weight_norm": Rules(_whole_weight_norm),
+    "_native_multi_head_attention": Rules(_attention_layer),
+    "_transformer_encoder_layer_fwd": Rules(_attention_layer),
     "fractional_max_pool2d": _fractional_pool(2),
     "fractional_max_pool3d": _fractional_pool(3),
     "max_unpool2d": _unpool(2),
