@@ -67,8 +67,8 @@ _UNNEEDED = frozenset(
     {
         # formats of sparse tensors, and kernels that read indices of them without a check
         "segment_reduce", "_segment_reduce_backward", "_convert_indices_from_coo_to_csr",
-        "_convert_indices_from_csr_to_coo", "_coalesce", "_coalesced", "coalesce", "_indices", "_indices_copy", "indices",
-        "indices_copy", "_values", "_values_copy", "values", "values_copy", "ccol_indices", "ccol_indices_copy",
+        "_convert_indices_from_csr_to_coo", "_coalesce", "_coalesced", "coalesce", "_indices", "_indices_copy",
+        "indices", "indices_copy", "_values", "_values_copy", "values", "values_copy", "ccol_indices", "ccol_indices_copy",
         "col_indices", "col_indices_copy", "crow_indices", "crow_indices_copy", "row_indices", "row_indices_copy",
         "_spdiags", "_spsolve", "hspmm", "smm", "sspaddmm", "_to_dense", "to_dense", "to_dense_backward", "native_norm",
         "to_padded_tensor",

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from onebox.errors import WireError
+from onebox.wire.attention import fits_fused
 from onebox.wire.tensors import is_dense
 
 Arguments = Mapping[str, Any]
@@ -568,16 +569,11 @@ def _recurrent_stack(a: Arguments) -> None:
 
 def _attention(a: Arguments) -> None:
     query, key, value = a["query"], a["key"], a["value"]
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        _require(
-            tensor.dim() == 4 and tensor.shape[:2] == query.shape[:2] and tensor.dtype is query.dtype,
-            f"{name} is {tensor.dtype} {list(tensor.shape)}",
-            f"4 dimensions, the first two and the type those of query, {query.dtype} {list(query.shape)}",
-        )
-    _require(key.shape[2] == value.shape[2], f"{key.shape[2]} keys and {value.shape[2]} values", "as many")
-    _require(key.shape[3] == query.shape[3], f"keys of {key.shape[3]} features", str(query.shape[3]))
-    batch, heads, rows = query.shape[:3]
     mask = a.get("attn_mask", a.get("mask", a.get("attn_bias")))
+    own = a["operator"] in ("attention", "attention_backward")
+    if own and not fits_fused(query, key, value, mask):
+        return  # plain operators, which check their arguments
+    batch, heads, rows = _heads(a["operator"], query, key, value)
     if mask is not None:
         wanted = (batch, heads, rows, key.shape[2])
         _require(
@@ -585,20 +581,41 @@ def _attention(a: Arguments) -> None:
             f"a mask of {list(mask.shape)}",
             f"{list(wanted)}, or 1 in place of a size",
         )
-    if "out" in a and "logsumexp" in a:
-        shape = (batch, heads, rows, value.shape[3])
-        gradient = a.get("gradient", a.get("grad_out", a.get("grad_out_")))
-        for name, tensor in (("out", a["out"]), ("the gradient", gradient)):
-            assert tensor is not None
-            _same_shape(tensor, name, shape, "queries by features of values")
-            _require(tensor.dtype is query.dtype, f"{name} is {tensor.dtype}", str(query.dtype))
-        found = a["logsumexp"]
-        padded = found.dim() == 3 and found.shape[2] >= rows and query.device.type != "cpu"
-        _require(
-            tuple(found.shape) == (batch, heads, rows) or (padded and tuple(found.shape[:2]) == (batch, heads)),
-            f"logsumexp is {list(found.shape)}",
-            str([batch, heads, rows]),
+    if "logsumexp" not in a:
+        return
+    gradient = a.get("gradient", a.get("grad_out", a.get("grad_out_")))
+    assert gradient is not None
+    for name, tensor in (("out", a["out"]), ("the gradient", gradient)):
+        _same_shape(tensor, name, (batch, heads, rows, value.shape[3]), "queries by features of values")
+        _require(tensor.dtype is query.dtype, f"{name} is {tensor.dtype}", str(query.dtype))
+    found = a["logsumexp"]
+    padded = "efficient" in a["operator"] and found.dim() == 3 and found.shape[2] >= rows
+    _same_shape(found, "logsumexp", (batch, heads, found.shape[2] if padded else rows), "a number for each query")
+    for name in ("cum_seq_q", "cum_seq_k"):
+        _require(a.get(name) is None or not a[name].numel(), f"{name}, for sequences of several lengths", "None")
+    if "philox_seed" in a:
+        least = 2 if "flash" in a["operator"] else 1
+        _require(a["philox_seed"].numel() >= least or not a["dropout_p"], "a short random state", "that of forward")
+
+
+def _heads(operator: str, query: Tensor, key: Tensor, value: Tensor) -> tuple[int, int, int]:
+    """Check the sizes and types of queries, keys and values; return batch, heads and rows."""
+    _require(query.dim() == 4, f"query of {query.dim()} dimensions", "4")
+    batch, heads, rows, features = query.shape
+    grouped = operator.startswith("_scaled_dot_product_flash_attention") and "cpu" not in operator
+    for name, tensor in (("key", key), ("value", value)):
+        fits = tensor.dim() == 4 and tensor.shape[0] == batch and tensor.dtype is query.dtype
+        of_heads = fits and (
+            tensor.shape[1] == heads or (grouped and tensor.shape[1] > 0 and heads % tensor.shape[1] == 0)
         )
+        _require(
+            fits and of_heads,
+            f"{name} is {tensor.dtype} {list(tensor.shape)}",
+            f"4 dimensions, with type, samples and heads of query, {query.dtype} {list(query.shape)}",
+        )
+    _require(key.shape[1:3] == value.shape[1:3], f"{list(key.shape)} keys, {list(value.shape)} values", "as many")
+    _require(key.shape[3] == features, f"keys of {key.shape[3]} features", str(features))
+    return batch, heads, rows
 
 
 def _masked_softmax(a: Arguments) -> None:
@@ -806,12 +823,9 @@ def _fused_optimizer(a: Arguments) -> None:
     numbers = [*a.get("state_steps", ()), a.get("grad_scale"), a.get("found_inf")]
     numbers += [a["lr"]] if isinstance(a["lr"], Tensor) else []
     for number in numbers:
-        _numel(number, "a number of the optimizer", 1)
-        _require(
-            number is None or number.dtype in (torch.float32, torch.float64),
-            f"a number of {number.dtype}" if number is not None else "",
-            "float32",
-        )
+        if number is not None:
+            _numel(number, "a number of the optimizer", 1)
+            _require(number.dtype in (torch.float32, torch.float64), f"a number of {number.dtype}", "float32")
 
 
 def _pivots(a: Arguments) -> None:
@@ -901,8 +915,7 @@ _POOL_RULES = {
 _BATCH_NORMS = (
     "native_batch_norm", "native_batch_norm_backward", "_native_batch_norm_legit",
     "_native_batch_norm_legit_functional", "_batch_norm_with_update", "_batch_norm_with_update_functional",
-    "_batch_norm_no_update", "batch_norm", "instance_norm", "_batch_norm_impl_index",
-    "_batch_norm_impl_index_backward", "batch_norm_backward", "batch_norm_update_stats", "batch_norm_stats",
+    "_batch_norm_no_update", "batch_norm_backward", "batch_norm_stats",
     "batch_norm_elemt", "batch_norm_backward_reduce", "batch_norm_backward_elemt", "batch_norm_gather_stats",
     "batch_norm_gather_stats_with_counts",
 )  # fmt: skip
@@ -947,7 +960,9 @@ RULES: Mapping[str, Rules] = {
         name: Rules(_attention)
         for name in (
             "attention", "attention_backward", "_scaled_dot_product_flash_attention_for_cpu",
-            "_scaled_dot_product_flash_attention_for_cpu_backward",
+            "_scaled_dot_product_flash_attention_for_cpu_backward", "_scaled_dot_product_flash_attention",
+            "_scaled_dot_product_flash_attention_backward", "_scaled_dot_product_efficient_attention",
+            "_scaled_dot_product_efficient_attention_backward",
         )
     },
     **{name: Rules(_layer_norm) for name in ("native_layer_norm", "native_layer_norm_backward")},
