@@ -68,7 +68,8 @@ _UNNEEDED = frozenset(
         # formats of sparse tensors, and kernels that read indices of them without a check
         "segment_reduce", "_segment_reduce_backward", "_convert_indices_from_coo_to_csr",
         "_convert_indices_from_csr_to_coo", "_coalesce", "_coalesced", "coalesce", "_indices", "_indices_copy",
-        "indices", "indices_copy", "_values", "_values_copy", "values", "values_copy", "ccol_indices", "ccol_indices_copy",
+        "indices", "indices_copy", "_values", "_values_copy", "values", "values_copy", "ccol_indices",
+        "ccol_indices_copy",
         "col_indices", "col_indices_copy", "crow_indices", "crow_indices_copy", "row_indices", "row_indices_copy",
         "_spdiags", "_spsolve", "hspmm", "smm", "sspaddmm", "_to_dense", "to_dense", "to_dense_backward", "native_norm",
         "to_padded_tensor",
@@ -86,7 +87,7 @@ _UNNEEDED = frozenset(
         "_efficient_attention_backward", "_flash_attention_forward_no_dropout_inplace",
         "_fill_mem_eff_dropout_mask_", "_scaled_dot_product_fused_attention_overrideable",
         "_scaled_dot_product_fused_attention_overrideable_backward", "_transform_bias_rescale_qkv",
-        "_triton_multi_head_attention", "_triton_scaled_dot_attention", "_linalg_check_errors",
+        "_triton_multi_head_attention", "_triton_scaled_dot_attention",
         "batch_norm_update_stats", "_batch_norm_impl_index", "_batch_norm_impl_index_backward",
         "_embedding_bag_dense_backward", "linalg_ldl_solve",
         # the functional forms of optimizers, which are no part of a program
@@ -124,15 +125,23 @@ _NOT_EAGER = frozenset(
 def _is_unneeded(operator: OpOverload) -> bool:
     """Return whether neither programs nor scripts need an operator on a worker.
 
-    Composites are decomposed where they are called: into operators whose arguments are checked one by one.
+    Composites are decomposed where they are called: into operators whose arguments are checked one by one. Operators
+    outside PyTorch's dispatcher belong to TorchScript, and some access files.
     """
     base = operator._schema.name.rpartition("::")[2]
     if base in _UNNEEDED or any(part in base for part in _UNNEEDED_KINDS):
         return True
     if base.removeprefix("new_").startswith("empty") and operator._overloadname.startswith("out"):
         return True
-    composite = torch._C.DispatchKey.CompositeImplicitAutograd
-    return base not in _WHOLE and operator.namespace == "aten" and operator.has_kernel_for_dispatch_key(composite)
+    if operator.namespace != "aten":
+        return False
+    if not torch._C._dispatch_has_kernel(operator.name()):
+        return True
+    composite, own = (
+        torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)
+        for key in ("CompositeImplicitAutograd", "CPU")
+    )
+    return base not in _WHOLE and composite and not own
 
 
 def allowed_by_rule(operator: OpOverload) -> bool:
@@ -153,7 +162,6 @@ def eager_by_rule(operator: OpOverload) -> bool:
     """Return whether the rule for kernels admits an operator: all of programs, and those that only operate on tensors.
 
     Operators that write to their arguments, return numbers, or return tensors with data-dependent shapes are included.
-    Operators outside PyTorch's dispatcher are excluded: they belong to TorchScript, and some access files.
     """
     if allowed_by_rule(operator):
         return True
@@ -165,9 +173,6 @@ def eager_by_rule(operator: OpOverload) -> bool:
         or base in _NOT_EAGER | _UNCHECKED
         or any(part in base for part in _ELSEWHERE_EAGER)
     ):
-        return False
-    qualified = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
-    if not torch._C._dispatch_has_kernel(qualified):
         return False
     types = [str(argument.type) for argument in schema.arguments]
     return (

@@ -284,15 +284,13 @@ def _bag_backward_elements(a: Arguments) -> None:
 
 
 def _ctc(a: Arguments) -> None:
-    """Check a loss between sequences and targets: [T, N, C] or [T, C], and [N, S], [S] or one after the other."""
+    """Check a loss between sequences and targets: [T, N, C], and [N, S] or one after the other."""
     x, targets, blank = a["log_probs"], a["targets"], a["blank"]
-    single = x.dim() == 2 and a["operator"] == "ctc_loss"
-    _require(x.dim() == 3 or single, f"log_probs of {x.dim()} dimensions", "3")
+    _require(x.dim() == 3, f"log_probs of {x.dim()} dimensions", "3")
     _require(targets.dim() in (1, 2), f"targets of {targets.dim()} dimensions", "1 or 2")
-    if a["operator"] != "ctc_loss":  # which converts them
-        _integers(targets, "targets")
+    _integers(targets, "targets")
     _choice(blank, "blank", x.shape[-1])
-    batch = 1 if single else x.shape[1]
+    batch = x.shape[1]
     if targets.dim() == 2:
         _require(targets.shape[0] == batch, f"targets of {targets.shape[0]} samples", str(batch))
     for name in ("input_lengths", "target_lengths"):
@@ -545,23 +543,6 @@ def _recurrent(a: Arguments) -> None:
         for gradient, shape in zip(gradients, shapes, strict=True):
             if gradient is not None:
                 _same_shape(gradient, "a gradient", shape, "the shape of a result")
-
-
-def _recurrent_stack(a: Arguments) -> None:
-    """Check PyTorch's own operators of recurrent networks: ``aten::lstm`` and its like."""
-    kind, hx = a["operator"], a["hx"]
-    states = hx if isinstance(hx, list | tuple) else [hx]
-    ways = 2 if a["bidirectional"] else 1
-    if "data" in a:
-        x, batch = a["data"], None
-        _require(x.dim() == 2, f"packed data of {x.dim()} dimensions", "2")
-    else:
-        x = a["input"]
-        _require(x.dim() == 3, f"an input of {x.dim()} dimensions", "3")
-        batch = x.shape[0 if a["batch_first"] else 1]
-    _recurrent_layers(
-        kind, x, states, a["params"], biases=a["has_biases"], ways=ways, layers=a["num_layers"], batch=batch
-    )
 
 
 # ---- attention
@@ -940,18 +921,17 @@ RULES: Mapping[str, Rules] = {
         for count in (1, 2, 3)
         for suffix in ("", "_backward")
     },
-    **{name: Rules(_recurrent_stack) for name in _GATES},
     **{name: Rules(_fused_optimizer) for name in ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")},
     **{name: Rules(_fft) for name in ("_fft_c2c", "_fft_c2r", "_fft_r2c")},
-    **{name: Rules(_ctc, _ctc_elements) for name in ("ctc_loss", "_ctc_loss", "_ctc_loss_backward")},
-    **{name: Rules(_bag, _bag_elements) for name in ("embedding_bag", "_embedding_bag", "_embedding_bag_forward_only")},
+    **{name: Rules(_ctc, _ctc_elements) for name in ("_ctc_loss", "_ctc_loss_backward")},
+    **{name: Rules(_bag, _bag_elements) for name in ("_embedding_bag", "_embedding_bag_forward_only")},
     **{
         name: Rules(_bag_backward, _bag_backward_elements)
         for name in (
-            "_embedding_bag_backward", "_embedding_bag_dense_backward", "_embedding_bag_per_sample_weights_backward",
+            "_embedding_bag_backward", "_embedding_bag_per_sample_weights_backward",
         )
     },
-    **{name: Rules(_pivots, _pivot_elements) for name in ("linalg_lu_solve", "lu_solve", "lu_unpack")},
+    **{name: Rules(_pivots, _pivot_elements) for name in ("linalg_lu_solve", "lu_unpack")},
     **{
         name: Rules(_histogram, _histogram_elements)
         for name in ("histc", "histogram", "_histogramdd_from_bin_cts", "_histogramdd_from_bin_tensors")
@@ -966,7 +946,7 @@ RULES: Mapping[str, Rules] = {
         )
     },
     **{name: Rules(_layer_norm) for name in ("native_layer_norm", "native_layer_norm_backward")},
-    **{name: Rules(_layer_norm) for name in ("_fused_rms_norm", "_fused_rms_norm_backward")},
+    "_fused_rms_norm_backward": Rules(_layer_norm),
     **{name: Rules(_group_norm) for name in ("native_group_norm", "native_group_norm_backward")},
     **{name: Rules(_nll_backward, _nll_backward_elements) for name in ("nll_loss_backward", "nll_loss2d_backward")},
     **{
@@ -975,12 +955,12 @@ RULES: Mapping[str, Rules] = {
     },
     **{name: Rules(_weight_norm) for name in ("_weight_norm_interface", "_weight_norm_interface_backward")},
     **{name: Rules(_embedding_backward, _embedding_backward_elements) for name in (
-        "embedding_backward", "embedding_dense_backward",
+        "embedding_dense_backward",
     )},
     **{name: Rules(_noise) for name in ("rrelu_with_noise", "rrelu_with_noise_", "rrelu_with_noise_functional")},
     **{name: Rules(_unsafe_index, _unsafe_index_elements) for name in ("_index_put_impl", "_index_put_impl_")},
     **{name: Rules(_grid_sampler) for name in (
-        "grid_sampler_2d", "grid_sampler_2d_backward", "grid_sampler_3d", "grid_sampler_3d_backward", "grid_sampler",
+        "grid_sampler_2d", "grid_sampler_2d_backward", "grid_sampler_3d", "grid_sampler_3d_backward",
     )},
     "_native_multi_head_attention": Rules(_attention_layer),
     "_transformer_encoder_layer_fwd": Rules(_attention_layer),
