@@ -102,7 +102,7 @@ _UNNEEDED = frozenset(
 _UNNEEDED_KINDS = ("__interpolate", "__upsample", "_ncf_", "cudnn", "fbgemm", "mkldnn")
 """The same as parts of names: of TorchScript, and of libraries that PyTorch's own operators call."""
 
-_WHOLE = frozenset({"contiguous", "set_", "matmul", "linear", "reshape", "view_as", "expand_as"})
+_WHOLE = frozenset({"contiguous", "is_nonzero", "set_", "matmul", "linear", "reshape", "view_as", "expand_as"})
 """Composites that are on the lists nevertheless."""
 
 _ELSEWHERE_EAGER = (
