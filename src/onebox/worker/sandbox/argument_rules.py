@@ -395,7 +395,7 @@ def _channels(x: Tensor) -> int:
 
 _CHANNEL_VECTORS = (
     "weight", "bias", "running_mean", "running_var", "mean", "invstd", "save_mean", "save_invstd", "save_var",
-    "save_var_transform", "sum_dy", "sum_dy_xmu",
+    "sum_dy", "sum_dy_xmu",
 )  # fmt: skip
 
 
@@ -411,12 +411,11 @@ def _batch_norm(a: Arguments) -> None:
             _same_shape(tensor, name, (tensor.shape[0] if tensor.dim() else 0, count), "one row for each worker")
         else:
             _vector(tensor, name, count)
-    if "grad_out" in a or "grad_output" in a:
-        _same_shape(a.get("grad_out", a.get("grad_output")), "the gradient", x.shape, "the shape of the input")  # type: ignore[arg-type]
-        names = ("save_mean", ("save_invstd", "save_var", "save_var_transform"))
+    if "grad_out" in a:
+        _same_shape(a["grad_out"], "the gradient", x.shape, "the shape of the input")
         if trains and "save_mean" in a:
-            _require(a[names[0]] is not None, "no save_mean", "that of forward")
-            _require(any(a.get(name) is not None for name in names[1]), "no saved deviation", "that of forward")
+            saved = [a.get(name) for name in ("save_mean", "save_invstd", "save_var")]
+            _require(sum(tensor is not None for tensor in saved) == 2, "no saved statistics", "those of forward")
     if not trains and "running_mean" in a:
         _require(
             a["running_mean"] is not None and a["running_var"] is not None, "no running statistics", "both of them"
