@@ -68,6 +68,10 @@ def guarded(operator: OpOverload, run: Run) -> Run:
         run = _Grown(run)
     elif any(argument.is_out for argument in operator._schema.arguments):
         run = _Into(operator, run)
+    elif base in _UNFINISHED:
+        run = _Finished(operator, run, _UNFINISHED[base])
+    elif torch.Tag.dynamic_output_shape in operator.tags:
+        run = _Finished(operator, run, _finish_rest)
     return _Guard(operator, run) if base in RULES else run
 
 
@@ -175,6 +179,49 @@ class _Grown:
         finally:
             storage = target.untyped_storage()
             zero(target, before.get(storage._cdata, 0))
+
+
+class _Finished:
+    """An operator that leaves parts of its results unwritten, which are zeroed."""
+
+    def __init__(self, operator: OpOverload, run: Run, finish: Callable[[Sequence[Tensor], Arguments], None]) -> None:
+        self._run = run
+        self._finish = finish
+        self._names = [argument.name for argument in operator._schema.arguments]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        made = self._run(*args, **kwargs)
+        tensors = _tensors(made)
+        if tensors and tensors[0].device.type != "meta":
+            self._finish(tensors, {**dict(zip(self._names, args, strict=False)), **kwargs})
+        return made
+
+
+def _finish_states(made: Sequence[Tensor], found: Arguments) -> None:
+    """Zero the states of a CTC loss [N, T, S] beyond the lengths of inputs and targets."""
+    states_NTS = made[1]
+    inputs_N, targets_N = (
+        torch.as_tensor(found[name], device=states_NTS.device).reshape(-1, 1)
+        for name in ("input_lengths", "target_lengths")
+    )
+    steps, states = (torch.arange(size, device=states_NTS.device) for size in states_NTS.shape[1:])
+    beyond_NTS = (steps >= inputs_N)[:, :, None] | (states > 2 * targets_N)[:, None, :]
+    states_NTS.masked_fill_(beyond_NTS, 0.0)
+
+
+def _finish_rest(made: Sequence[Tensor], _: Arguments) -> None:
+    """Zero what storages hold beyond their tensors: kernels begin with the largest size that there may be."""
+    for tensor in made:
+        zero(tensor, int(tensor.storage_offset()) * tensor.itemsize + tensor.nbytes)
+
+
+_UNFINISHED: dict[str, Callable[[Sequence[Tensor], Arguments], None]] = {
+    "_ctc_loss": _finish_states,
+    "_embedding_bag": _finish_rest,
+    "_embedding_bag_forward_only": _finish_rest,
+}
+"""Operators that leave parts of their results unwritten; found by running PyTorch's operator database with two fillings
+of free memory."""
 
 
 class _Into:

@@ -294,7 +294,9 @@ CASES = [
     ),
     Case("aten.native_layer_norm_backward.default", NORM_BACK, [{"mean": floats(1)}, {"grad_out": floats(1, 8)}]),
     Case(
-        "aten.native_group_norm.default", GROUPS, [{"HxW": FAR}, {"N": 64}, {"group": 0}, {"group": 3}, {"bias": floats(1)}]
+        "aten.native_group_norm.default",
+        GROUPS,
+        [{"HxW": FAR}, {"N": 64}, {"group": 0}, {"group": 3}, {"bias": floats(1)}],
     ),
     Case(
         "aten.native_group_norm_backward.default",
@@ -399,7 +401,11 @@ CASES = [
         [{"bins": torch.tensor([0.5, 0.1, 0.9])}, {"bins": torch.tensor([0.1, torch.nan])}],
     ),
     Case("aten.reflection_pad1d.default", {"self": floats(1, 4), "padding": [1, 1]}, [{"padding": []}]),
-    Case("aten.rrelu_with_noise.default", {"self": floats(64), "noise": floats(64), "training": True}, [{"noise": floats(1)}]),
+    Case(
+        "aten.rrelu_with_noise.default",
+        {"self": floats(64), "noise": floats(64), "training": True},
+        [{"noise": floats(1)}],
+    ),
 ]  # fmt: skip
 
 
@@ -593,6 +599,35 @@ def test_memory_by_which_a_storage_grows_is_zero() -> None:
     eagerly("aten.set_.source_Tensor_storage_offset", given)
     assert target[:4].tolist() == [3.0] * 4
     assert not target[4:].any()
+
+
+@pytest.mark.parametrize("length", [0, 1, 3])
+def test_states_beyond_a_sequence_are_zero(length: int) -> None:
+    given = {**CTC, "log_probs": floats(64, 2, 3), "input_lengths": [64, length], "target_lengths": [2, 0]}
+    for _ in range(8):
+        dirty(64 * 2 * 5 * 4)
+        states = eagerly("aten._ctc_loss.default", given)[1]
+        assert not states[1, length:].any()
+        assert not states[1, :, 1:].any()
+
+
+def test_there_is_nothing_behind_distinct_elements() -> None:
+    given = {"self": torch.zeros(1024), "return_inverse": False, "return_counts": True, "dim": None}
+    for _ in range(8):
+        dirty(4096, 8192)
+        for made in eagerly("aten.unique_consecutive.default", given):
+            assert not torch.empty(0, dtype=torch.uint8).set_(made.untyped_storage())[made.nbytes :].any()
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2])
+def test_sizes_of_bags_have_nothing_behind_them(mode: int) -> None:
+    given = {**BAG, "offsets": torch.zeros(4097, dtype=torch.int64), "include_last_offset": True, "mode": mode}
+    given |= {"per_sample_weights": None, "indices": integers(0)}
+    for _ in range(8):
+        dirty(4097 * 8)
+        sizes = eagerly("aten._embedding_bag.default", given)[2]
+        behind = torch.empty(0, dtype=torch.int64).set_(sizes.untyped_storage())[sizes.numel() :]
+        assert not behind.any()
 
 
 def test_gaps_of_a_layout_are_zero() -> None:
