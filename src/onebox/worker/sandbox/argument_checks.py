@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from onebox.errors import WireError
+from onebox.wire.tensors import is_dense
 from onebox.worker.sandbox.argument_rules import RULES, Arguments
 
 Run = Callable[..., Any]
@@ -212,7 +213,8 @@ def _finish_states(made: Sequence[Tensor], found: Arguments) -> None:
 def _finish_rest(made: Sequence[Tensor], _: Arguments) -> None:
     """Zero what storages hold beyond their tensors: kernels begin with the largest size that there may be."""
     for tensor in made:
-        zero(tensor, int(tensor.storage_offset()) * tensor.itemsize + tensor.nbytes)
+        if is_dense(tensor):
+            zero(tensor, int(tensor.storage_offset()) * tensor.itemsize + tensor.nbytes)
 
 
 _UNFINISHED: dict[str, Callable[[Sequence[Tensor], Arguments], None]] = {

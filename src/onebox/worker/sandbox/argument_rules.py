@@ -142,9 +142,13 @@ def _fractional_pool(dimensions: int) -> Rules:
     def shapes(a: Arguments) -> None:
         x, samples = a["self"], a["random_samples"]
         _require(x.dim() in (dimensions + 1, dimensions + 2), f"an input of {x.dim()} dimensions", "a batch or one")
-        batch = x.shape[0] if x.dim() == dimensions + 2 else 1
-        expected = (batch, x.shape[-1 - dimensions], dimensions)
-        _same_shape(samples, "random_samples", expected, "samples, channels and dimensions")
+        planes = math.prod(x.shape[:-dimensions])
+        _require(
+            samples.dim() == 3 and samples.shape[2] == dimensions and samples.numel() >= planes * dimensions,
+            f"random_samples is {list(samples.shape)}",
+            f"{dimensions} for each of {planes} planes",
+        )
+        _contiguous(samples, "random_samples")
         for name in ("kernel_size", "output_size"):
             _require(
                 len(a[name]) == dimensions and min(a[name]) > 0, f"{name} is {list(a[name])}", f"{dimensions} from 1"
@@ -633,8 +637,12 @@ def _attention_layer(a: Arguments) -> None:
 # ---- spatial
 
 
+_FARTHEST = 1 << 24
+"""Limit of places that a kernel computes from scales, in floating point, before it bounds them as integers."""
+
+
 def _upsample(a: Arguments) -> None:
-    """Check scales, which say where a kernel reads, against sizes."""
+    """Check scales, which say where a kernel reads."""
     sizes = a.get("output_size")
     if sizes is None or "scale_factors" in a:
         return
@@ -645,14 +653,10 @@ def _upsample(a: Arguments) -> None:
         f"output_size {list(sizes)} of an input of {list(source)}",
         f"{len(names)} of {len(names) + 2} sizes",
     )
-    for name, size, before in zip(names, sizes, source[2:], strict=True):
+    for name, size in zip(names, sizes, strict=True):
         scale = a[name]
-        if scale is not None and scale > 0:
-            _require(
-                size - 1 <= before * scale < size + 2,
-                f"{name} is {scale} from {before} to {size}",
-                "the quotient of the sizes",
-            )
+        if scale is not None and scale > 0:  # others stand for the quotient of the sizes
+            _require(size / scale < _FARTHEST, f"{name} is {scale} for {size}", f"from {size / _FARTHEST:.2g}")
 
 
 def _grid_sampler(a: Arguments) -> None:

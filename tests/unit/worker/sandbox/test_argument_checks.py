@@ -619,6 +619,12 @@ def test_there_is_nothing_behind_distinct_elements() -> None:
             assert not torch.empty(0, dtype=torch.uint8).set_(made.untyped_storage())[made.nbytes :].any()
 
 
+def test_a_part_of_a_result_is_not_what_is_behind_it() -> None:
+    x, y = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64)
+    found = eagerly("aten.linalg_lstsq.default", {"self": x, "b": y})
+    assert torch.equal(found[0], torch.linalg.lstsq(x, y)[0])
+
+
 @pytest.mark.parametrize("mode", [0, 1, 2])
 def test_sizes_of_bags_have_nothing_behind_them(mode: int) -> None:
     given = {**BAG, "offsets": torch.zeros(4097, dtype=torch.int64), "include_last_offset": True, "mode": mode}
