@@ -11,6 +11,7 @@ kernels of GPUs assert the same themselves (``nll_loss``, ``multi_margin_loss``)
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -582,11 +583,23 @@ def _attention(a: Arguments) -> None:
         _require(a["philox_seed"].numel() >= least or not a["dropout_p"], "a short random state", "that of forward")
 
 
+@functools.cache
+def _groups_heads() -> bool:
+    """Return whether the kernel of attention on CPUs, which differs by release, shares keys among heads of queries."""
+    query, both = torch.ones(1, 2, 1, 8), torch.arange(16.0).reshape(1, 2, 1, 8)
+    one = both[:, :1]  # a kernel that does not share them reads the other, within this memory
+    try:
+        out = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(query, one, one)[0]
+    except RuntimeError:
+        return False
+    return torch.equal(out[0, 1, 0], one[0, 0, 0])
+
+
 def _heads(operator: str, query: Tensor, key: Tensor, value: Tensor) -> tuple[int, int, int]:
     """Check the sizes and types of queries, keys and values; return batch, heads and rows."""
     _require(query.dim() == 4, f"query of {query.dim()} dimensions", "4")
     batch, heads, rows, features = query.shape
-    grouped = operator.startswith("_scaled_dot_product_flash_attention") and "cpu" not in operator
+    grouped = "flash" in operator and ("cpu" not in operator or _groups_heads())
     for name, tensor in (("key", key), ("value", value)):
         fits = tensor.dim() == 4 and tensor.shape[0] == batch and tensor.dtype is query.dtype
         of_heads = fits and (

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from onebox.errors import WireError
 from onebox.wire import (
@@ -542,6 +543,23 @@ def test_elements_are_checked_in_every_call_and_shapes_when_they_change() -> Non
         pool(gradient, x, index + 16)
     with pytest.raises(WireError, match="same sizes"):
         pool(floats(1, 2, 1, 1), x, torch.zeros(1, 2, 1, 1, dtype=torch.int64))
+
+
+def test_heads_of_queries_share_keys_where_pytorch_lets_them() -> None:
+    """Without a refusal, and as if each head had keys of its own."""
+    query, key = floats(1, 4, 3, 8), floats(1, 2, 5, 8)
+    with _Checked():
+        shared = torch.nn.functional.scaled_dot_product_attention(query, key, key, enable_gqa=True)
+    own = key.repeat_interleave(2, 1)
+    torch.testing.assert_close(shared, torch.nn.functional.scaled_dot_product_attention(query, own, own))
+
+
+class _Checked(TorchDispatchMode):
+    """Checks the arguments of all operators."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        check_arguments(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
 
 
 def test_checked_indices_are_not_what_is_written() -> None:
