@@ -912,7 +912,7 @@ _POOL_RULES = {
 _BATCH_NORMS = (
     "native_batch_norm", "native_batch_norm_backward", "_native_batch_norm_legit",
     "_native_batch_norm_legit_functional", "_batch_norm_with_update", "_batch_norm_with_update_functional",
-    "_batch_norm_no_update", "batch_norm_backward", "batch_norm_stats",
+    "_native_batch_norm_legit_no_training", "_batch_norm_no_update", "batch_norm_backward", "batch_norm_stats",
     "batch_norm_elemt", "batch_norm_backward_reduce", "batch_norm_backward_elemt", "batch_norm_gather_stats",
     "batch_norm_gather_stats_with_counts",
 )  # fmt: skip
