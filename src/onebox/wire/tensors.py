@@ -85,6 +85,11 @@ def from_frame(spec: TensorSpec, frame: memoryview | bytes) -> Tensor:
     return tensor
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether a tensor's elements lie side by side in memory, in any order, none of them twice."""
+    return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
 def check_elements(spec: TensorSpec, frame: memoryview | bytes) -> None:
     """Require that a frame holds the elements of a tensor.
 

@@ -12,7 +12,7 @@ from onebox.errors import WireError
 from onebox.wire.protocol.instructions import Delay, Options
 from onebox.wire.protocol.requests import OptimizerSpec
 from onebox.wire.protocol.snapshots import StateEntry
-from onebox.wire.tensors import spec_of
+from onebox.wire.tensors import is_dense, spec_of
 from onebox.worker.accelerator import Accelerator, accelerator_for
 from onebox.worker.memory.host import HostMemory
 from onebox.worker.optimizer.delay_compensation import (
@@ -114,10 +114,20 @@ class NativeOptimizer:
         self._count()
 
     def _place(self, entry: StateEntry, tensor: Tensor) -> Tensor:
-        """Return a state tensor in its required place: counters stay on the CPU unless kernels are fused."""
-        group = self.groups[self._group_of[entry.parameter]]
+        """Return a state tensor in its required place: counters stay on the CPU unless kernels are fused.
+
+        Raises:
+            WireError: It does not match its parameter, which fused kernels rely on.
+        """
+        group, parameter = self.groups[self._group_of[entry.parameter]], self.parameters[entry.parameter]
+        fits = tensor.numel() == 1 if entry.key == "step" else tensor.shape == parameter.shape
+        if group.get("fused") and not (fits and (entry.key == "step" or tensor.dtype is parameter.dtype)):
+            raise WireError(
+                f"state {entry.key!r} of the optimizer is {spec_of(tensor)}; allowed is one number for 'step', and "
+                f"otherwise {spec_of(parameter)}, as its parameter"
+            )
         on_device = entry.key != "step" or group.get("fused") or group.get("capturable")
-        return tensor.to(self.parameters[entry.parameter].device) if on_device else tensor
+        return tensor.to(parameter.device) if on_device else tensor
 
     def set_options(self, options: tuple[Options, ...]) -> None:
         """Set options of each group, such as the learning rate of this step."""
@@ -400,6 +410,7 @@ class NativeOptimizer:
         unsuited = group.get("differentiable") or group.get("capturable")
         kinds = {(parameter.dtype, parameter.device) for parameter in group["params"]}
         exact = all(dtype.is_floating_point and is_exact(name, dtype, device) for dtype, device in kinds)
+        exact = exact and all(map(is_dense, group["params"]))  # fused kernels see rows of elements, not strides
         if group["fused"]:
             group["fused"] = exact or None
         elif group.get("foreach") is None and not unsuited and exact:

@@ -27,6 +27,7 @@ from torch import Tensor
 from onebox.worker.accelerator import Accelerator, Graph
 from onebox.worker.programs.interpreter import CompiledProgram, OperatorFailed, Seed
 from onebox.worker.progress import WorkerProgress
+from onebox.worker.sandbox.argument_checks import zeros_strided
 
 COPIED_BYTES = 1 << 19
 """Most bytes of outputs for each operator. Launching an operator takes 2 to 3 µs of the host, in which a GPU copies
@@ -331,14 +332,14 @@ class ProgramGraph:
 
 
 def _memory_like(tensor: Tensor) -> Tensor:
-    """Return new memory with the layout of a tensor.
+    """Return new memory with the layout of a tensor, whose gaps are zero.
 
     Raises:
         _Unfit: Elements of the tensor share memory.
     """
     if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         raise _Unfit("an input whose elements share memory moves")
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return zeros_strided(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
 def _described(inputs: Sequence[Tensor], made: Sequence[Tensor]) -> tuple[list[Tensor], list[_Output]]:

@@ -33,6 +33,7 @@ from onebox.worker.programs.kernels import OutputLayout
 from onebox.worker.programs.matmul_dispatch import faster_implementation
 from onebox.worker.progress import WorkerProgress
 from onebox.worker.sandbox.allow_list import allowed
+from onebox.worker.sandbox.argument_checks import guarded
 
 _shape = op.attrgetter("shape")
 _dtype = op.attrgetter("dtype")
@@ -189,13 +190,15 @@ class CompiledProgram:
         if run is call:
             given = [self._constants(value) for value in operator.args]
             run = fastest(call, given, keywords | {key: self._constants(value) for key, value in named.items()})
-        run = (
-            by_keyword(run, tuple(named))
-            if named
-            else device_implementation(operator, self._specs, self._device)
-            or faster_implementation(operator, self._specs, self._device)
-            or run
-        )
+        if not named:
+            run = (
+                device_implementation(operator, self._specs, self._device)
+                or faster_implementation(operator, self._specs, self._device)
+                or run
+            )
+        run = guarded(call, run)
+        if named:
+            run = by_keyword(run, tuple(named))
         within = operator.outs[0] not in self._given_out  # no operator writes there, so that nothing needs a copy
         if operator.name == "aten.clone.default" and keywords.get("memory_format") in _FORMATS and within:
             run = Tensor.contiguous

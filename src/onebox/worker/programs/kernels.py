@@ -15,6 +15,7 @@ from onebox.worker.optimizer.fused_kernels import exactly
 from onebox.worker.programs.arguments import ValueIndex, by_keyword, constant, picker
 from onebox.worker.programs.bindings import TENSOR, fastest
 from onebox.worker.sandbox.allow_list import EAGER, allowed
+from onebox.worker.sandbox.argument_checks import guarded, zeros_strided
 
 _RUNNING = frozenset({"running_mean", "running_var"})
 """Arguments that operators of the batch norm family write to without declaring it."""
@@ -75,6 +76,7 @@ class CompiledKernel:
                 [layout.example(value) for value in kernel.args],
                 {key: layout.example(value) for key, value in kernel.kwargs.items()},
             )
+        exact = guarded(call, exact)
         run: Callable[..., Any] = functools.partial(exact, **fixed) if fixed else exact
         self.run = by_keyword(run, tuple(named)) if named else run
         writes = written_inputs(kernel)
@@ -200,7 +202,7 @@ class OutputLayout:
                 f"it returned a view with strides {list(made.stride())}, conjugate {made.is_conj()}, negative "
                 f"{made.is_neg()}, where {list(self.strides[0])}, {self.lazy[0]}, {self.lazy[1]} are expected"
             )
-        anew = torch.empty_strided(self.shape, self.strides[0], dtype=self.dtype, device=made.device)
+        anew = zeros_strided(self.shape, self.strides[0], self.dtype, made.device)
         anew = anew.conj() if self.lazy[0] else anew
         return (torch._neg_view(anew) if self.lazy[1] else anew).copy_(made)
 

@@ -63,6 +63,48 @@ _WRITES = frozenset(
 """Operators that write to an argument, mostly running statistics, without declaring it in their schemas."""
 
 
+_UNNEEDED = frozenset(
+    {
+        # formats of sparse tensors, and kernels that read indices of them without a check
+        "segment_reduce", "_segment_reduce_backward", "_convert_indices_from_coo_to_csr",
+        "_convert_indices_from_csr_to_coo", "_coalesce", "_coalesced", "coalesce", "_indices", "_indices_copy",
+        "indices", "indices_copy", "_values", "_values_copy", "values", "values_copy", "ccol_indices",
+        "ccol_indices_copy",
+        "col_indices", "col_indices_copy", "crow_indices", "crow_indices_copy", "row_indices", "row_indices_copy",
+        "_spdiags", "_spsolve", "hspmm", "smm", "sspaddmm", "_to_dense", "to_dense", "to_dense_backward", "native_norm",
+        "to_padded_tensor",
+        # numbers of low discrepancy, pruning, quantization
+        "_sobol_engine_draw", "_sobol_engine_ff_", "_sobol_engine_initialize_state_", "_sobol_engine_scramble_",
+        "_rowwise_prune", "choose_qparams_optimized", "_fused_moving_avg_obs_fq_helper_functional",
+        "_saturate_weight_to_fp16", "_mixed_dtypes_linear", "_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm",
+        "_scaled_grouped_mm_v2", "_grouped_mm", "int_repr", "q_per_channel_scales", "q_per_channel_zero_points",
+        # parts of other operators, with fewer checks than these have
+        "_cummax_helper", "_cummin_helper", "_grid_sampler_2d_cpu_fallback", "_grid_sampler_2d_cpu_fallback_backward",
+        "_slow_conv2d_forward", "_slow_conv2d_backward", "slow_conv3d_forward", "slow_conv_dilated2d",
+        "slow_conv_dilated3d", "slow_conv_transpose2d", "slow_conv_transpose3d", "_conv_depthwise2d",
+        "conv_depthwise3d", "convolution_overrideable", "convolution_backward_overrideable", "linear_backward",
+        "matmul_backward", "_flash_attention_forward", "_flash_attention_backward", "_efficient_attention_forward",
+        "_efficient_attention_backward", "_flash_attention_forward_no_dropout_inplace",
+        "_fill_mem_eff_dropout_mask_", "_scaled_dot_product_fused_attention_overrideable",
+        "_scaled_dot_product_fused_attention_overrideable_backward", "_transform_bias_rescale_qkv",
+        "_triton_multi_head_attention", "_triton_scaled_dot_attention",
+        "batch_norm_update_stats", "_batch_norm_impl_index", "_batch_norm_impl_index_backward",
+        "_embedding_bag_dense_backward", "linalg_ldl_solve",
+        # the functional forms of optimizers, which are no part of a program
+        "_fused_adagrad", "_fused_adam", "_fused_adamw", "_fused_sgd",
+        # tensors without memory of their own, or with state that only the client's PyTorch has
+        "_add_batch_dim", "_remove_batch_dim", "_make_dual", "_make_dual_copy", "_fw_primal", "_fw_primal_copy",
+        "_efficientzerotensor", "_lazy_clone", "_to_cpu", "resize", "resize_as", "set", "_foobar", "_list_to_tensor",
+    }
+)  # fmt: skip
+"""Operators that no script or model needs on a worker, and that would need checks."""
+
+_UNNEEDED_KINDS = ("__interpolate", "__upsample", "_ncf_", "cudnn", "fbgemm", "mkldnn")
+"""The same as parts of names: of TorchScript, and of libraries that PyTorch's own operators call."""
+
+_WHOLE = frozenset({"contiguous", "is_nonzero", "set_", "matmul", "linear", "reshape", "view_as", "expand_as"})
+"""Composites that are on the lists nevertheless."""
+
 _ELSEWHERE_EAGER = (
     *_ELSEWHERE, "fused_moving_avg", "qparams", "q_scale", "q_zero_point", "q_per_channel", "int_repr", "cudnn",
     "nnpack", "mkl", "fbgemm", "triton", "xla", "is_pinned", "storage", "shallow_copy", "coalesce", "indices_copy",
@@ -80,10 +122,32 @@ _NOT_EAGER = frozenset(
 """Operators for PyTorch's own autograd bookkeeping, which clients do not need on workers."""
 
 
+def _is_unneeded(operator: OpOverload) -> bool:
+    """Return whether neither programs nor scripts need an operator on a worker.
+
+    Composites are decomposed where they are called: into operators whose arguments are checked one by one. Operators
+    outside PyTorch's dispatcher belong to TorchScript, and some access files.
+    """
+    base = operator._schema.name.rpartition("::")[2]
+    if base in _UNNEEDED or any(part in base for part in _UNNEEDED_KINDS):
+        return True
+    if base.removeprefix("new_").startswith("empty") and operator._overloadname.startswith("out"):
+        return True
+    if operator.namespace != "aten":
+        return False
+    if not torch._C._dispatch_has_kernel(operator.name()):
+        return True
+    composite, own = (
+        torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)
+        for key in ("CompositeImplicitAutograd", "CPU")
+    )
+    return base not in _WHOLE and composite and not own
+
+
 def allowed_by_rule(operator: OpOverload) -> bool:
     """Return whether the rule admits an operator: functional or a view, plain arguments, outputs with known shapes."""
     schema = operator._schema
-    if schema.is_mutable or not is_known(operator) or not schema.returns:
+    if schema.is_mutable or not is_known(operator) or not schema.returns or _is_unneeded(operator):
         return False
     if schema.name.removeprefix("aten::") in _WRITES | _UNCHECKED:
         return False
@@ -98,7 +162,6 @@ def eager_by_rule(operator: OpOverload) -> bool:
     """Return whether the rule for kernels admits an operator: all of programs, and those that only operate on tensors.
 
     Operators that write to their arguments, return numbers, or return tensors with data-dependent shapes are included.
-    Operators outside PyTorch's dispatcher are excluded: they belong to TorchScript, and some access files.
     """
     if allowed_by_rule(operator):
         return True
@@ -106,12 +169,10 @@ def eager_by_rule(operator: OpOverload) -> bool:
     base = schema.name.removeprefix("aten::")
     if (
         operator.namespace != "aten"
+        or _is_unneeded(operator)
         or base in _NOT_EAGER | _UNCHECKED
         or any(part in base for part in _ELSEWHERE_EAGER)
     ):
-        return False
-    qualified = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
-    if not torch._C._dispatch_has_kernel(qualified):
         return False
     types = [str(argument.type) for argument in schema.arguments]
     return (

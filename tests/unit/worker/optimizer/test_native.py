@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onebox.engine.workload.parameter_groups import options_of
 from onebox.errors import WireError
-from onebox.wire import TensorSpec
+from onebox.wire import TensorSpec, spec_of
 from onebox.wire.protocol.requests import OptimizerSpec
 from onebox.wire.protocol.snapshots import StateEntry
 from onebox.worker.optimizer.delay_compensation import LAST_UPDATE
@@ -246,6 +246,30 @@ def test_bytes_of_the_state_are_known_after_the_first_step() -> None:
 def test_optimizers_that_are_refused(spec: OptimizerSpec) -> None:
     with pytest.raises(WireError):
         NativeOptimizer(spec, parameters()[:1], [])
+
+
+@pytest.mark.parametrize(
+    ("key", "state"),
+    [
+        ("exp_avg", torch.zeros(1, dtype=torch.float64)),
+        ("exp_avg_sq", torch.zeros(4, 2, dtype=torch.float64)),
+        ("exp_avg", torch.zeros(4, 3)),
+        ("step", torch.zeros(4, 3)),
+    ],
+)
+def test_state_of_a_fused_kernel_matches_its_parameter(key: str, state: Tensor) -> None:
+    """Fused kernels take as many elements from each tensor as the parameter has."""
+    entry = StateEntry(0, key, spec_of(state))
+    spec = OptimizerSpec("Adam", (((0,), {"lr": 0.1, "fused": True}),), (1,), (entry,))
+    with pytest.raises(WireError, match=f"state '{key}' of the optimizer is"):
+        NativeOptimizer(spec, parameters()[:1], [state])
+
+
+def test_a_parameter_with_gaps_has_no_fused_kernel() -> None:
+    row = torch.zeros(3)
+    for parameter, fused in ((row, True), (row.expand(4, 3), None), (torch.zeros(3, 4)[:, :2], None)):
+        spec = OptimizerSpec("Adam", (((0,), {"lr": 0.1, "fused": True}),), (1,))
+        assert NativeOptimizer(spec, [parameter], []).groups[0]["fused"] is fused
 
 
 LENGTHS = (101, 3, 64)

@@ -41,7 +41,7 @@ def test_the_pinned_list_is_what_the_rule_admits(file: str, rule: Callable[[OpOv
 @pytest.mark.parametrize("file", LISTS)
 def test_the_pinned_list_is_a_sorted_list_of_names(file: str) -> None:
     names = sorted(pinned_names(file))
-    assert len(names) > 1000
+    assert len(names) > 700
     own = [name for name in names if not re.fullmatch(r"aten\.\w+\.\w+", name)]
     assert own == [f"onebox.{name}.default" for name in OWN]
 
@@ -133,7 +133,12 @@ def test_what_must_not_be_on_it(name: str) -> None:
         "aten.grad.default", "aten._reshape_alias.default", "aten.to_sparse.default", "aten.retain_grad.default",
         "aten.quantize_per_tensor.default", "aten._nested_view_from_buffer.default", "aten.warn.default",
         "aten.is_pinned.default", "aten._test_optional_intlist.default", "aten.manual_seed.default",
-        "aten.wait.default", "prim.print.default",
+        "aten.wait.default", "prim.print.default", "aten.segment_reduce.default", "aten._sobol_engine_draw.default",
+        "aten._sobol_engine_ff_.default", "aten._convert_indices_from_coo_to_csr.default",
+        "aten._convert_indices_from_csr_to_coo.default", "aten.mkldnn_rnn_layer.default", "aten._fused_sgd.default",
+        "aten._embedding_bag_dense_backward.default", "aten.batch_norm_update_stats.default",
+        "aten._cummax_helper.default", "aten._efficientzerotensor.default", "aten._lazy_clone.default",
+        "aten.empty.out", "aten.lstm.input", "aten.embedding_bag.default", "aten.ctc_loss.IntList",
     ],
 )  # fmt: skip
 def test_what_no_kernel_may_name(name: str) -> None:

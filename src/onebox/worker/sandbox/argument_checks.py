@@ -1,0 +1,288 @@
+"""Argument checks: no operator reads or writes outside of its tensors, or returns memory that nothing has written.
+
+The kernels of ATen trust some of their arguments: sizes that the functions above them compute, indices that forward
+has returned. A client names operators one by one, with any arguments. So an operator of :data:`RULES` is checked before
+it runs, in programs as well as in eager calls; one that is not there runs as it is, at no cost.
+
+Shapes are checked in the first call, and again when the shapes, types or strides of tensors, or other arguments, differ
+from the call before. Elements of index tensors are checked in every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from onebox.errors import WireError
+from onebox.wire.tensors import is_dense
+from onebox.worker.sandbox.argument_rules import RULES, Arguments
+
+Run = Callable[..., Any]
+
+_EMPTY = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"})
+"""Operators whose results are whatever the memory held."""
+
+_GROWS = frozenset({"resize_", "resize_as_", "set_"})
+"""Operators that may enlarge the storage of an argument."""
+
+
+def check_arguments(operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Require that a call stays within the memory of its tensors.
+
+    Args:
+        operator: An operator of an allow-list.
+        args: Its positional arguments, in PyTorch's form.
+        kwargs: Its keyword arguments.
+
+    Raises:
+        WireError: It might not; the message names the operator, the argument and what is allowed.
+    """
+    if base_name(operator) in RULES:
+        _Guard(operator, operator).check(args, kwargs)
+
+
+def is_checked(operator: OpOverload) -> bool:
+    """Return whether there are rules for an operator's arguments."""
+    return base_name(operator) in RULES
+
+
+def base_name(operator: OpOverload) -> str:
+    """Return the name of an operator without namespace and overload."""
+    return str(operator._schema.name).rpartition("::")[2]
+
+
+def guarded(operator: OpOverload, run: Run) -> Run:
+    """Return a function that calls an operator with its arguments checked and its results initialized.
+
+    Args:
+        operator: The operator.
+        run: An implementation with the same arguments; it is returned itself if there is nothing to check.
+    """
+    base = base_name(operator)
+    if base in _EMPTY:
+        run = _Zeroed(run)
+    elif base in _GROWS:
+        run = _Grown(run)
+    elif any(argument.is_out for argument in operator._schema.arguments):
+        run = _Into(operator, run)
+    elif base in _UNFINISHED:
+        run = _Finished(operator, run, _UNFINISHED[base])
+    elif torch.Tag.dynamic_output_shape in operator.tags:
+        run = _Finished(operator, run, _finish_rest)
+    return _Guard(operator, run) if base in RULES else run
+
+
+# ---- checks
+
+
+class _Guard:
+    """An operator of :data:`RULES`, checked before each call."""
+
+    def __init__(self, operator: OpOverload, run: Run) -> None:
+        arguments = operator._schema.arguments
+        self._operator = operator
+        self._run = run
+        self._rules = RULES[base_name(operator)]
+        self._names = [argument.name for argument in arguments]
+        self._defaults: dict[str, Any] = {"operator": base_name(operator)}
+        self._defaults |= {one.name: one.default_value for one in arguments if one.has_default_value()}
+        self._written = [one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write]
+        self._seen: object = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.check(args, kwargs)
+        return self._run(*args, **kwargs)
+
+    def check(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Require that a call keeps the rules.
+
+        Raises:
+            WireError: It does not.
+        """
+        shapes, elements = self._rules
+        form = _form((*args, *kwargs.values()))
+        if form == self._seen and elements is None:
+            return
+        found: Arguments = {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
+        try:
+            if form != self._seen:
+                if shapes is not None:
+                    shapes(found)
+                self._seen = form
+            if elements is not None:
+                if self._written:
+                    self._apart(found)
+                elements(found)
+        except WireError as error:
+            raise WireError(f"{self._operator}: {error}") from None
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise WireError(f"{self._operator}: an argument is missing or of another kind: {error}") from error
+
+    def _apart(self, found: Arguments) -> None:
+        """Require that checked elements are not those that the operator writes."""
+        written = {tensor.untyped_storage()._cdata for name in self._written for tensor in _tensors(found.get(name))}
+        for name, value in found.items():
+            if name in self._written:
+                continue
+            for tensor in _tensors(value):
+                if not tensor.dtype.is_floating_point and tensor.untyped_storage()._cdata in written:
+                    raise WireError(f"{name} shares the memory that is written; allowed: memory of its own")
+
+
+def _form(values: Sequence[Any]) -> list[Any]:
+    """Return all of the arguments that rules of shapes read."""
+    return [
+        (value.shape, value.dtype, value.stride())
+        if isinstance(value, Tensor)
+        else _form(value)
+        if isinstance(value, list | tuple)
+        else value
+        for value in values
+    ]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return [value] if isinstance(value, Tensor) else []
+
+
+# ---- initialized memory
+
+
+class _Zeroed:
+    """An operator that returns new memory, which is zeroed."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        made = self._run(*args, **kwargs)
+        zero(made)
+        return made
+
+
+class _Grown:
+    """An operator that may enlarge the storage of an argument, whose new bytes are zeroed."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def __call__(self, target: Tensor, *args: Any, **kwargs: Any) -> Any:
+        tensors = [target, *_tensors([*args, *kwargs.values()])]
+        before = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+        try:
+            return self._run(target, *args, **kwargs)
+        finally:
+            storage = target.untyped_storage()
+            zero(target, before.get(storage._cdata, 0))
+
+
+class _Finished:
+    """An operator that leaves parts of its results unwritten, which are zeroed."""
+
+    def __init__(self, operator: OpOverload, run: Run, finish: Callable[[Sequence[Tensor], Arguments], None]) -> None:
+        self._run = run
+        self._finish = finish
+        self._names = [argument.name for argument in operator._schema.arguments]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        made = self._run(*args, **kwargs)
+        tensors = _tensors(made)
+        if tensors and tensors[0].device.type != "meta":
+            self._finish(tensors, {**dict(zip(self._names, args, strict=False)), **kwargs})
+        return made
+
+
+def _finish_states(made: Sequence[Tensor], found: Arguments) -> None:
+    """Zero the states of a CTC loss [N, T, S] beyond the lengths of inputs and targets."""
+    states_NTS = made[1]
+    inputs_N, targets_N = (
+        torch.as_tensor(found[name], device=states_NTS.device).reshape(-1, 1)
+        for name in ("input_lengths", "target_lengths")
+    )
+    steps, states = (torch.arange(size, device=states_NTS.device) for size in states_NTS.shape[1:])
+    beyond_NTS = (steps >= inputs_N)[:, :, None] | (states > 2 * targets_N)[:, None, :]
+    states_NTS.masked_fill_(beyond_NTS, 0.0)
+
+
+def _finish_rest(made: Sequence[Tensor], _: Arguments) -> None:
+    """Zero what storages hold beyond their tensors: kernels begin with the largest size that there may be."""
+    for tensor in made:
+        if is_dense(tensor):
+            zero(tensor, int(tensor.storage_offset()) * tensor.itemsize + tensor.nbytes)
+
+
+_UNFINISHED: dict[str, Callable[[Sequence[Tensor], Arguments], None]] = {
+    "_ctc_loss": _finish_states,
+    "_embedding_bag": _finish_rest,
+    "_embedding_bag_forward_only": _finish_rest,
+}
+"""Operators that leave parts of their results unwritten; found by running PyTorch's operator database with two fillings
+of free memory."""
+
+
+class _Into:
+    """An operator with ``out=``: its kernel writes to contiguous memory, and none of it stays unwritten.
+
+    Kernels resize a tensor that has another shape, but keep the strides of one that has not: some then write as if it
+    were contiguous. After an error, what was resized is zeroed.
+    """
+
+    def __init__(self, operator: OpOverload, run: Run) -> None:
+        self._run = run
+        arguments = operator._schema.arguments
+        self._places = {place: one.name for place, one in enumerate(arguments) if one.is_out}
+        self._names = frozenset(self._places.values())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = [args[place] for place in self._places if place < len(args)]
+        given += [value for name, value in kwargs.items() if name in self._names]
+        outs = _tensors(given)
+        before = [tensor.untyped_storage().nbytes() for tensor in outs]
+        instead = {id(out): torch.empty_like(out, memory_format=torch.contiguous_format) for out in outs if _gaps(out)}
+
+        def swapped(value: Any) -> Any:
+            if isinstance(value, list | tuple):
+                return [swapped(item) for item in value]
+            return instead.get(id(value), value)
+
+        if instead:
+            args = tuple(swapped(one) if place in self._places else one for place, one in enumerate(args))
+            kwargs = {name: swapped(one) if name in self._names else one for name, one in kwargs.items()}
+        try:
+            made = self._run(*args, **kwargs)
+            for out in outs:
+                if (filled := instead.get(id(out))) is not None:
+                    if out.shape != filled.shape:
+                        out.resize_(filled.shape)
+                    out.copy_(filled)
+        except Exception:
+            for out, size_bytes in zip(outs, before, strict=True):
+                zero(out, size_bytes)
+            raise
+        return (outs[0] if len(outs) == 1 and isinstance(made, Tensor) else tuple(outs)) if instead else made
+
+
+def _gaps(tensor: Tensor) -> bool:
+    return not tensor.is_contiguous()
+
+
+def zero(tensor: Tensor, start_bytes: int = 0) -> None:
+    """Zero a tensor's whole storage, from a byte on; nothing is done for one without elements."""
+    storage = tensor.untyped_storage()
+    if storage.nbytes() > start_bytes and tensor.device.type != "meta":
+        flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        flat.set_(storage, start_bytes, (storage.nbytes() - start_bytes,), (1,)).zero_()
+
+
+def zeros_strided(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a new tensor with given strides, whose gaps are zero; its elements are, too, or have to be written."""
+    made = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+    if made.untyped_storage().nbytes() != made.nbytes:
+        zero(made)
+    return made
