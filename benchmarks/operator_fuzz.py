@@ -80,9 +80,6 @@ CPU_S = 1.0
 STALLED_S = 20.0
 """Time without another call from which a child is ended."""
 
-GIVEN_UP = 20
-"""Crashes or slow calls of an operator after which it is left out: each costs a process."""
-
 LIMIT_BYTES = 64 << 20
 """Largest tensor; as if the quota of the worker were that."""
 
@@ -397,12 +394,14 @@ class Fuzzer:
         entries: The operators, and the ways to call them.
         base: Sensible calls of each operator.
         seed: Of the mutations.
+        patience: Crashes or slow calls of an entry after which it is left out: each costs a process.
     """
 
-    def __init__(self, entries: Sequence[Entry], base: dict[str, list[Call]], seed: int) -> None:
+    def __init__(self, entries: Sequence[Entry], base: dict[str, list[Call]], seed: int, patience: int) -> None:
         self._entries = entries
         self._base = base
         self._seed = seed
+        self._patience = patience
         self._state = mmap.mmap(-1, mmap.PAGESIZE)
         self._left_out: set[Entry] = set()
         self._deaths: Counter[Entry] = Counter()
@@ -455,12 +454,10 @@ class Fuzzer:
         signal_name = signal.Signals(ended_by).name
         self.found[kind][name].append(f"{signal_name}, round {round_}: {describe(call)}")
         self._deaths[entry] += 1
-        if self._deaths[entry] >= GIVEN_UP:
+        if self._deaths[entry] >= self._patience:
             self._left_out.add(entry)
 
-    def _in_child(
-        self, numbers: range, at: int, stop: int, findings: int
-    ) -> tuple[dict[str, int], int | None, int]:
+    def _in_child(self, numbers: range, at: int, stop: int, findings: int) -> tuple[dict[str, int], int | None, int]:
         """Run calls in a child process.
 
         Returns:
@@ -580,11 +577,10 @@ def calls_file() -> Path:
     return path
 
 
-def fuzz(entries: Sequence[Entry], base: dict[str, list[Call]], numbers: range, seed: int) -> dict[str, Any]:
+def fuzz(fuzzer: Fuzzer, numbers: range) -> dict[str, Any]:
     """Run the calls with some numbers in this process's children; return what they found."""
     warnings.simplefilter("ignore")
     begin_s = time.monotonic()
-    fuzzer = Fuzzer(entries, base, seed)
     gc.freeze()
     fuzzer.run(numbers)
     return {
@@ -659,7 +655,7 @@ def report(result: dict[str, Any], seed: int, *, examples: bool) -> None:
     """Print a table of the counts, and one of the operators."""
     names = ("calls", "computed", "raised", "refused", "slow", "crashes", "canaries_changed", "foreign_reads")
     show(
-        f"Operators with hostile arguments, seed {seed}: {result['seconds']:.0f} s, {result['calls_per_s']:.0f} in each",
+        f"Operators with hostile arguments, seed {seed}: {result['seconds']:.0f} s, {result['calls_per_s']:.0f} a s",
         [name.replace("_", " ") for name in names],
         [[f"{result[name]:,}" for name in names]],
     )
@@ -668,7 +664,7 @@ def report(result: dict[str, Any], seed: int, *, examples: bool) -> None:
         for name, one in operators.items():
             print(f"  {name}: {one['count']}" + (f"\n      {one['example']}" if examples else ""))
     if result["left_out"]:
-        print(f"left out after {GIVEN_UP} crashes or slow calls: {', '.join(result['left_out'])}")
+        print(f"left out after too many crashes or slow calls: {', '.join(result['left_out'])}")
     if not result["debug_allocator"]:
         print("without a C compiler PyTorch's own allocations have no guard pages")
 
@@ -681,6 +677,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", action="append", default=[], metavar="OPERATOR", help="such as aten.add.Tensor")
     parser.add_argument("--round", type=int, help="only this round of each operator")
+    parser.add_argument("--patience", type=int, default=20, help="crashes or slow calls until an operator is left out")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--direct", action="store_true", help="call operators without a worker's checks")
     parser.add_argument("--examples", action="store_true", help="print an example of each fault")
@@ -710,7 +707,7 @@ def share_of(entries: Sequence[Entry], options: argparse.Namespace) -> dict[str,
     if options.round is not None:
         first = options.round * len(entries)
         numbers = range(first + options.share, first + len(entries), options.processes)
-    return fuzz(entries, base, numbers, options.seed)
+    return fuzz(Fuzzer(entries, base, options.seed, options.patience), numbers)
 
 
 if __name__ == "__main__":

@@ -154,9 +154,7 @@ def mutated_scalar(value: Any, rng: random.Random) -> Any:
     if isinstance(value, DType):
         return DType(rng.choice(_DTYPES))
     if isinstance(value, MemoryFormat):
-        return MemoryFormat(
-            rng.choice(("contiguous_format", "preserve_format", "channels_last", "channels_last_3d"))
-        )
+        return MemoryFormat(rng.choice(("contiguous_format", "preserve_format", "channels_last", "channels_last_3d")))
     if value is None:
         return rng.choice((None, 0, 1, -1, 2, 0.5, True, DType("float64")))
     return value
@@ -169,7 +167,7 @@ def mutated_image(image: Image, rng: random.Random) -> Image:
     """Return another tensor for the same place."""
     integral = "int" in image.dtype
     changes: tuple[Callable[[Image, random.Random], Image], ...] = (
-        (_values, _values, _values, _shape, _strides, _type) if integral else (_shape, _shape, _strides, _type, _values)
+        (*(_values,) * 5, _shape, _strides, _type) if integral else (_shape, _shape, _strides, _type, _values)
     )
     return rng.choice(changes)(image, rng)
 
