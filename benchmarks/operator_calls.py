@@ -4,7 +4,7 @@ Most are recorded while PyTorch's own operator database runs its samples, forwar
 optimizers take a step. Overloads that nobody called get the arguments of their siblings, by name; for the rest random
 arguments that fit the schema are tried. As this takes minutes, the calls are kept in a file.
 
-python operator_calls.py FILE    makes the file
+python operator_calls.py FILE PROCESSES    makes the file
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import random
 import re
 import signal
 import sys
+import tempfile
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 import torch
@@ -56,9 +57,11 @@ KEPT = 10
 _LARGEST = 2048
 """Most elements of a tensor."""
 
-_TRIALS = 400
-_TRIAL_S = 1.0
-_SAMPLES = 12
+_TRIALS = 300
+_SAMPLES = 10
+_ITEM_S = 5.0
+"""Processor time of one operator of the database, or of all trials of one."""
+
 _CPU = torch.device("cpu")
 
 
@@ -210,37 +213,24 @@ class Recorder(TorchDispatchMode):
         return encode(name, args, kwargs)
 
 
-class _TookLong(Exception):
-    pass
-
-
-@contextlib.contextmanager
-def _at_most(seconds: float) -> Iterator[None]:
-    """Raise an exception in Python code that takes longer."""
-
-    def stop(*_: Any) -> None:
-        raise _TookLong
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def record_database(recorder: Recorder) -> None:
-    """Run samples of PyTorch's operator database."""
+def recorded_in_database(wanted: Iterable[str], processes: int) -> list[Call]:
+    """Return calls that samples of PyTorch's operator database make."""
     from torch.testing._internal import common_methods_invocations as database
 
     foreach = [getattr(database, name, []) for name in dir(database) if re.fullmatch(r"foreach_\w+_op_db", name)]
-    for op in itertools.chain(database.op_db, *foreach):
+    recorder = Recorder(wanted)
+
+    def record(op: Any) -> Iterator[Call]:
         supported = op.supported_dtypes("cpu")
         chosen = [one for one in (torch.float32, torch.int64, torch.complex64, torch.bool) if one in supported][:3]
+        before = {name: len(calls) for name, calls in recorder.calls.items()}
         for dtype in chosen:
-            with contextlib.suppress(Exception), _at_most(6.0):
+            with contextlib.suppress(Exception):
                 _record_samples(recorder, op, dtype)
+        for name, calls in recorder.calls.items():
+            yield from calls[before.get(name, 0) :]
+
+    return in_children(list(itertools.chain(database.op_db, *foreach)), record, processes)
 
 
 def _record_samples(recorder: Recorder, op: Any, dtype: torch.dtype) -> None:
@@ -547,45 +537,39 @@ def directly(call: Call) -> bool:
     return True
 
 
-def base_calls(names: Iterable[str], *, database: bool, trials: int = _TRIALS) -> dict[str, list[Call]]:
-    """Return calls that succeed of each operator, at least those that the schema admits.
+def base_calls(names: Iterable[str], *, database: bool, processes: int = 1) -> dict[str, list[Call]]:
+    """Return calls of each operator, such as succeed where they are known.
 
     Args:
         names: The operators.
-        database: Whether to run PyTorch's operator database, which takes minutes.
-        trials: Most random calls that are tried of an operator of which nothing better is known.
+        database: Whether to run PyTorch's operator database, which takes a minute and more.
+        processes: Number of processes that run it.
     """
-    wanted = sorted(names)
-    recorder = Recorder(pinned_names(EAGER))
     warnings.simplefilter("ignore")
+    recorder = Recorder(pinned_names(EAGER))
     record_examples(recorder)
+    recorded = recorder.calls
     if database:
-        record_database(recorder)
+        for call in recorded_in_database(recorder.wanted, processes):
+            recorded[call.name].append(call)
     siblings: dict[str, list[Call]] = defaultdict(list)
-    for calls in recorder.calls.values():
+    for calls in recorded.values():
         for call in calls:
             siblings[_root(call.name)].append(call)
-    found: dict[str, list[Call]] = {}
-    for name in wanted:
-        calls = recorder.calls.get(name) or _kept_in_child(
-            functools.partial(_tried, name, siblings[_root(name)], trials), _TRIAL_S
-        )
-        found[name] = (calls or _random_calls(name))[:KEPT]
-    return found
+    unknown = sorted(name for name in names if not recorded.get(name))
+    for call in in_children(unknown, lambda name: _tried(name, siblings[_root(name)]), processes):
+        recorded[call.name].append(call)
+    rng = random.Random(0)
+    return {name: rng.sample(calls, min(KEPT, len(calls))) for name in names if (calls := recorded.get(name))} | {
+        name: _random_calls(name) for name in names if not recorded.get(name)
+    }
 
 
-def _tried(name: str, siblings: Sequence[Call], trials: int) -> Iterator[Call]:
+def _tried(name: str, siblings: Sequence[Call]) -> Iterator[Call]:
     """Yield calls that succeed."""
     count = 0
-    for call in derived(name, siblings):
-        if directly(call):
-            yield call
-            count += 1
-            if count >= KEPT:
-                return
     rng = random.Random(name)
-    for _ in range(trials):
-        call = random_call(name, rng)
+    for call in itertools.chain(derived(name, siblings), (random_call(name, rng) for _ in range(_TRIALS))):
         if directly(call):
             yield call
             count += 1
@@ -593,32 +577,67 @@ def _tried(name: str, siblings: Sequence[Call], trials: int) -> Iterator[Call]:
                 return
 
 
-def _kept_in_child(make: Callable[[], Iterator[Call]], seconds: float) -> list[Call]:
-    """Return what a function yields in a child process; what it yielded until it crashed or took too long."""
-    reading, writing = os.pipe()
+def in_children(items: Sequence[Any], work: Callable[[Any], Iterator[Call]], processes: int) -> list[Call]:
+    """Return what a function yields for each item, in child processes: one that crashes or takes long is left out."""
+    shares = [range(share, len(items), processes) for share in range(min(processes, len(items)))]
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(tempfile.TemporaryFile()) for _ in shares]
+        children = [_child(items, share, work, file) for share, file in zip(shares, files, strict=True)]
+        found: list[Call] = []
+        for number, file in enumerate(files):
+            while True:
+                _, status = os.waitpid(children[number], 0)
+                calls, begun = _records(file)
+                found += calls
+                if not status or begun is None:
+                    break
+                shares[number] = shares[number][begun + 1 :]  # go on behind the item that it ended in
+                file.truncate(0)
+                children[number] = _child(items, shares[number], work, file)
+    return found
+
+
+def _child(items: Sequence[Any], share: range, work: Callable[[Any], Iterator[Call]], file: IO[bytes]) -> int:
+    """Start a child process that works on a share of the items; return its id."""
     child = os.fork()
-    if child == 0:
-        with contextlib.suppress(BaseException):
-            os.close(reading)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.setitimer(signal.ITIMER_REAL, seconds)
-            for call in make():
-                data = msgspec.msgpack.encode(call)
-                os.write(writing, len(data).to_bytes(4, "little") + data)
-        os._exit(0)
-    os.close(writing)
-    with open(reading, "rb") as file:
-        data = file.read()
-    os.waitpid(child, 0)
-    calls, at = [], 0
-    while at + 4 <= len(data):
+    if child:
+        return child
+    status = 1
+    with contextlib.suppress(BaseException):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        for number in (signal.SIGALRM, signal.SIGPROF):
+            signal.signal(number, signal.SIG_DFL)
+        file.seek(0)
+        for place, item in enumerate(share):
+            signal.setitimer(signal.ITIMER_PROF, _ITEM_S)
+            signal.setitimer(signal.ITIMER_REAL, 20 * _ITEM_S)
+            _write(file, place)
+            for call in work(items[item]):
+                _write(file, call)
+        status = 0
+    os._exit(status)
+
+
+def _write(file: IO[bytes], record: Call | int) -> None:
+    data = msgspec.msgpack.encode(record)
+    os.write(file.fileno(), len(data).to_bytes(4, "little") + data)
+
+
+def _records(file: IO[bytes]) -> tuple[list[Call], int | None]:
+    """Return the calls in a child's file, and the place of the last item that it began."""
+    file.seek(0)
+    data = file.read()
+    calls: list[Call] = []
+    begun, at = None, 0
+    while at < len(data):
         end = at + 4 + int.from_bytes(data[at : at + 4], "little")
-        if end > len(data):
-            break
-        calls.append(msgspec.msgpack.decode(data[at + 4 : end], type=Call))
+        record = msgspec.msgpack.decode(data[at + 4 : end], type=Call | int)
+        if isinstance(record, int):
+            begun = record
+        else:
+            calls.append(record)
         at = end
-    return calls
+    return calls, begun
 
 
 def load(path: Path, names: Iterable[str]) -> dict[str, list[Call]]:
@@ -637,7 +656,7 @@ def main() -> None:
     torch.set_num_threads(1)
     path = Path(sys.argv[1])
     made = path.with_suffix(f".{os.getpid()}")
-    made.write_bytes(msgspec.msgpack.encode(base_calls(pinned_names(EAGER), database=True)))
+    made.write_bytes(msgspec.msgpack.encode(base_calls(pinned_names(EAGER), database=True, processes=int(sys.argv[2]))))
     made.rename(path)
 
 

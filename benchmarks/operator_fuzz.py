@@ -573,7 +573,8 @@ def calls_file() -> Path:
     path = folder / f"operator-calls-{digest.hexdigest()[:16]}.msgpack"
     if not path.exists():
         print("Recording calls of every operator, once; this takes minutes.", file=sys.stderr, flush=True)
-        subprocess.run([sys.executable, str(source), str(path)], check=True, timeout=3600)
+        processes = str(len(os.sched_getaffinity(0)))
+        subprocess.run([sys.executable, str(source), str(path), processes], check=True, timeout=3600)
     return path
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from guarded_memory import Image, span_of
 from operator_calls import Call, random_call, random_image
 
-from onebox.wire import Argument, Complex, DType, Items, MemoryFormat, SlotArgument
+from onebox.wire import Argument, Complex, DType, Items, LayoutArgument, MemoryFormat, SlotArgument
 from onebox.wire.program import ITEM_BYTES
 
 UNCHANGED = 0.15
@@ -151,6 +151,8 @@ def mutated_scalar(value: Any, rng: random.Random) -> Any:
         return Complex(rng.choice(_FLOATS), value.imag)
     if isinstance(value, str):
         return rng.choice(_TEXTS)
+    if isinstance(value, DType | MemoryFormat | LayoutArgument) and rng.random() < 0.1:
+        return rng.choice(_EDGES)  # PyTorch takes enumerations as numbers, too
     if isinstance(value, DType):
         return DType(rng.choice(_DTYPES))
     if isinstance(value, MemoryFormat):

@@ -70,7 +70,7 @@ def test_tensors_hold_what_their_images_say() -> None:
 
 
 def test_a_call_can_be_made_again() -> None:
-    name = "aten.index_select.default"
+    name = "aten._embedding_bag.default"
     base = base_calls([name], database=False)[name]
 
     def made(seed: int) -> list[Any]:
