@@ -71,7 +71,7 @@ from onebox.worker.programs.kernels import flatten, strided_of, written_inputs
 from onebox.worker.progress import WorkerProgress
 from onebox.worker.sandbox.allow_list import EAGER, PROGRAMS, pinned_names
 
-BATCH = 4000
+BATCH = 2000
 """Calls of a child process."""
 
 CPU_S = 1.0
@@ -416,10 +416,10 @@ class Fuzzer:
         rng = random.Random(f"{self._seed} {entry.way} {entry.name} {round_}")
         return entry, mutate(self._base[entry.name], rng), round_
 
-    def run(self, numbers: range) -> None:
-        """Run the calls with some numbers."""
-        at = 0
-        while at < len(numbers):
+    def run(self, numbers: range, seconds: float) -> None:
+        """Run the calls with some numbers; begin no further batch after so many seconds."""
+        at, end_s = 0, time.monotonic() + seconds
+        while at < len(numbers) and time.monotonic() < end_s:
             at = self._batch(numbers, at)
 
     def _batch(self, numbers: range, at: int) -> int:
@@ -578,12 +578,12 @@ def calls_file() -> Path:
     return path
 
 
-def fuzz(fuzzer: Fuzzer, numbers: range) -> dict[str, Any]:
+def fuzz(fuzzer: Fuzzer, numbers: range, seconds: float) -> dict[str, Any]:
     """Run the calls with some numbers in this process's children; return what they found."""
     warnings.simplefilter("ignore")
     begin_s = time.monotonic()
     gc.freeze()
-    fuzzer.run(numbers)
+    fuzzer.run(numbers, seconds)
     return {
         "calls": fuzzer.calls,
         "statuses": dict(fuzzer.statuses),
@@ -675,6 +675,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
     parser.add_argument("--calls", type=int, default=100_000)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no batch of calls after so long")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", action="append", default=[], metavar="OPERATOR", help="such as aten.add.Tensor")
     parser.add_argument("--round", type=int, help="only this round of each operator")
@@ -708,7 +709,7 @@ def share_of(entries: Sequence[Entry], options: argparse.Namespace) -> dict[str,
     if options.round is not None:
         first = options.round * len(entries)
         numbers = range(first + options.share, first + len(entries), options.processes)
-    return fuzz(Fuzzer(entries, base, options.seed, options.patience), numbers)
+    return fuzz(Fuzzer(entries, base, options.seed, options.patience), numbers, options.seconds)
 
 
 if __name__ == "__main__":
