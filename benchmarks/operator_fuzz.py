@@ -41,7 +41,7 @@ from typing import Any, NamedTuple
 
 import torch
 from common import commit, finish, machine, show
-from guarded_memory import WORDS, Allocator, Arena, build_allocator, ordinary, span_of
+from guarded_memory import WORDS, Allocator, Arena, Image, build_allocator, ordinary, span_of
 from operator_calls import Call, base_calls, load, run_directly
 from operator_mutations import mutate
 from torch import Tensor
@@ -564,6 +564,19 @@ def all_entries(only: Sequence[str], *, direct: bool) -> list[Entry]:
     return known
 
 
+def _warm_up() -> None:
+    """Import all that first calls import, so that not every child does."""
+    image = Image("float32", (2,), (1,), bytes(8))
+    sum_ = Call("aten.add.Tensor", (SlotArgument(0), SlotArgument(0)), {}, (image,))
+    wrong = Call("aten.mm.default", (SlotArgument(0), SlotArgument(0)), {}, (image,))
+    with torch.inference_mode():
+        for way in ways().values():
+            for call in (sum_, wrong):
+                for run in way:
+                    with contextlib.suppress(RuntimeError, OperatorFailed):
+                        run(call, [ordinary(image)], 1)
+
+
 def calls_file() -> Path:
     """Return the file of sensible calls, made on first use in a process of its own."""
     source = Path(__file__).with_name("operator_calls.py")
@@ -582,6 +595,7 @@ def fuzz(fuzzer: Fuzzer, numbers: range, seconds: float) -> dict[str, Any]:
     """Run the calls with some numbers in this process's children; return what they found."""
     warnings.simplefilter("ignore")
     begin_s = time.monotonic()
+    _warm_up()
     gc.freeze()
     fuzzer.run(numbers, seconds)
     return {
