@@ -1,0 +1,120 @@
+"""The fuzzer of operators: it finds the faults that PyTorch is known to have, and none that the worker lets through."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[4] / "benchmarks"))
+
+import operator_fuzz
+from guarded_memory import Arena, Image, span_of
+from operator_calls import base_calls, random_call
+from operator_mutations import mutate
+
+UNWRITTEN = "aten.empty.memory_format"
+OUTSIDE = (
+    "aten.segment_reduce.default",
+    "aten.max_pool2d_with_indices_backward.default",
+    "aten._convert_indices_from_coo_to_csr.default",
+)
+
+SOUND = (
+    "aten.index_select.default",
+    "aten.gather.default",
+    "aten.scatter.src",
+    "aten.embedding.default",
+    "aten.convolution.default",
+    "aten.native_layer_norm.default",
+    "aten.cat.default",
+    "aten.sum.dim_IntList",
+    "aten.addmm.default",
+    "aten._softmax.default",
+)
+"""Operators that check their arguments themselves."""
+
+FLOATS = Image("float32", (2, 3), (3, 1), bytes(range(24)))
+
+
+def fuzzed(*names: str, calls: int, options: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Fuzz some operators, or all, in one process."""
+    only = [part for name in names for part in ("--only", name)]
+    return operator_fuzz.in_processes(["--no-database", "--seed", "5", "--calls", str(calls), *options, *only], 1)
+
+
+def test_without_the_checks_of_a_worker_it_finds_known_faults() -> None:
+    """A fuzzer that finds nothing proves nothing."""
+    found = fuzzed(UNWRITTEN, *OUTSIDE, calls=600, options=("--direct", "--patience", "2"))
+    by_kind = found["operators"]
+    assert f"{UNWRITTEN} (direct)" in by_kind["foreign_reads"], found
+    faulty = {name for kind in ("crashes", "canaries_changed", "foreign_reads") for name in by_kind.get(kind, {})}
+    assert faulty >= {f"{name} (direct)" for name in OUTSIDE}, found
+    assert found["crashes"] > 0, found
+
+
+@pytest.mark.long
+def test_through_a_worker_it_finds_nothing_in_operators_that_are_sound() -> None:
+    """In programs and in eager calls, alone and in blocks; faults that are not there would be as useless."""
+    found = fuzzed(*SOUND, calls=1500)
+    assert (found["crashes"], found["canaries_changed"], found["foreign_reads"]) == (0, 0, 0), found["operators"]
+    assert found["calls"] == 1500
+    assert found["computed"] > 500, found
+    assert found["raised"] > 300, found
+
+
+@pytest.mark.parametrize("at_start", [False, True])
+def test_what_is_written_beside_a_tensor_is_noticed(at_start: bool) -> None:
+    arena = Arena((1, 1))
+    images = [FLOATS, FLOATS]
+    first, second = arena.place(images, 0, at_start)
+    data = [image.data for image in images]
+    assert arena.changed(data, frozenset()) == (0, [])
+    second[1, 2] = 5
+    assert arena.changed(data, frozenset()) == (0, [1])
+    assert arena.changed(data, frozenset({1})) == (0, [])
+    beside = first.data_ptr() + len(FLOATS.data) if at_start else first.data_ptr() - 1
+    ctypes.memset(beside, 0, 1)
+    assert arena.changed(data, frozenset({1})) == (1, [])
+
+
+def test_tensors_hold_what_their_images_say() -> None:
+    gaps = Image("int64", (2, 2), (4, 2), b"".join(number.to_bytes(8, "little") for number in range(7)))
+    empty = Image("float64", (0, 3), (3, 1), b"")
+    one, none, floats = Arena((1, 1, 1)).place([gaps, empty, FLOATS], 1, False)
+    assert one.tolist() == [[0, 2], [4, 6]]
+    assert none.shape == (0, 3)
+    assert bytes(floats.contiguous().view(torch.uint8).numpy().tobytes()) == FLOATS.data
+    assert span_of(gaps.shape, gaps.strides) == 7
+
+
+def test_a_call_can_be_made_again() -> None:
+    name = "aten._embedding_bag.default"
+    base = base_calls([name], database=False)[name]
+
+    def made(seed: int) -> list[Any]:
+        rng = random.Random(seed)
+        return [mutate(base, rng) for _ in range(20)]
+
+    assert made(1) == made(1) != made(2)
+    assert random_call(name, random.Random(3)) == random_call(name, random.Random(3))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_mutations_use_all_the_tensors_that_they_bring(seed: int) -> None:
+    """The worker refuses a call that brings a tensor for nothing, so that nothing would be tried."""
+    rng = random.Random(seed)
+    base = [random_call("aten.cat.default", rng), random_call("aten.addmm.default", rng)]
+    for _ in range(200):
+        call = mutate(base, rng)
+        kernel, _ = operator_fuzz._kernel(call, (), holes=False)
+        used = set()
+        for value in (*kernel.args, *kernel.kwargs.values()):
+            for item in getattr(value, "items", (value,)) if not isinstance(value, str) else ():
+                used.add(getattr(item, "index", None))
+        assert used - {None} == set(range(len(call.images)))
