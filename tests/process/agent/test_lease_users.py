@@ -18,6 +18,7 @@ import torch
 
 import onebox
 from onebox.pool.keys.keyring import KnownAgent, allow_client, identity, remember_agent
+from onebox.pool.launch.worker_user import running_processes
 from tests import warm
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root starts processes of other users")
@@ -36,7 +37,7 @@ rmdir "$kept"
 shift 2
 exec "$@"
 """
-"""Runs a program where a folder of root's (the second argument) lets everybody into another one below it (the first)."""
+"""Runs a program where a folder of root's (the second argument) lets everybody into another below it (the first)."""
 
 
 def readable_by_all(command: list[str]) -> list[str]:
@@ -121,7 +122,7 @@ def test_each_lease_has_its_user_and_works(agent: tuple[str, Path, Path]) -> Non
             places = {Path(f"/proc/{process}/cgroup").read_text().splitlines()[-1] for process in pools[0].process_ids}
             assert len(places) == 1 and "lease-" in places.pop()
     end_s = time.monotonic() + WAIT_S
-    while any(int(status(int(name))["Uid"].split()[0]) in IDS for name in os.listdir("/proc") if _is_there(name)):
+    while any(process.user in IDS for process in running_processes()):
         assert time.monotonic() < end_s
         time.sleep(0.05)
 
@@ -133,7 +134,3 @@ def test_the_next_lease_has_another_user(agent: tuple[str, Path, Path]) -> None:
         with onebox.open(f"{address}/cpu", threads=1, memory="64MiB") as pool:
             seen.append(users(list(pool.process_ids)))
     assert len(seen[0]) == 1 and seen[0] != seen[1]
-
-
-def _is_there(name: str) -> bool:
-    return name.isdecimal() and Path("/proc", name, "status").exists()
