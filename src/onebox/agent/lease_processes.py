@@ -141,15 +141,17 @@ class LeaseProcesses:
 
     def _others(self, fork_server: int | None) -> list[RunningProcess]:
         """Return those that run, without the fork server."""
-        if fork_server is None and not self.marked:
+        if self.cgroup is not None:  # which none of them leaves
+            found = map(running_process, self.cgroup.processes())
+            return [each for each in found if each is not None and each.process != fork_server]
+        if fork_server is None and self.account is None:
             return []
         running = list(running_processes())
-        listed = set() if self.cgroup is None else set(self.cgroup.processes())
         family = {fork_server}
         while born := {each.process for each in running if each.parent in family} - family:
             family |= born
         user = None if self.account is None else self.account.user
-        mine = (each for each in running if each.user == user or each.process in listed | family)
+        mine = (each for each in running if each.user == user or each.process in family)
         return [each for each in mine if each.process != fork_server]
 
 

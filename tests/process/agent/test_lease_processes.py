@@ -40,8 +40,26 @@ if "onebox.worker.process.fork_server" in " ".join(sys.orig_argv):
 
 @pytest.fixture
 def leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers leave a process behind, and then wait for their end."""
-    monkeypatch.setattr(LeasedWorker, "command", ("/bin/sh", "-c", f"{LEAVE}; exec cat >/dev/null"))
+    """Workers leave a process behind, and then wait for their end.
+
+    As real ones, they first take a moment, in which their lease's cgroup takes them in.
+    """
+    monkeypatch.setattr(LeasedWorker, "command", ("/bin/sh", "-c", f"sleep 0.3; {LEAVE}; exec cat >/dev/null"))
+
+
+@pytest.fixture(autouse=True)
+def _ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No workers outlive a test."""
+    begin, made = Workers.__init__, []
+
+    def note(self: Workers, **given: Any) -> None:
+        begin(self, **given)
+        made.append(self)
+
+    monkeypatch.setattr(Workers, "__init__", note)
+    yield
+    for workers in made:
+        workers.close()
 
 
 @pytest.fixture

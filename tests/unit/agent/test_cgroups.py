@@ -37,6 +37,8 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
                 raise OSError(2, "No such file or directory")
             there = set(path.read_text().split())
             text = " ".join(there | {text[1:]} if text[0] == "+" else there - {text[1:]})
+            for child in path.parent.glob("*/cgroup.controllers"):
+                WRITE(child, text)
         return WRITE(path, text)
 
     def make(path: Path, **given: bool) -> None:

@@ -50,10 +50,6 @@ _FAMILIES = (
 )
 """Environment variables of a worker: those of the system, and the families of Python's and PyTorch's libraries."""
 
-_BINDINGS = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
-"""Variables that a worker does not get: its cores are chosen for it, and OpenMP ends a process that may not bind its
-threads by their ids, as a confined one may not."""
-
 _LONGEST = 70
 """Longest path of a parent folder, in bytes, that leaves room for our folder and a socket in it."""
 
@@ -239,9 +235,8 @@ def worker_environment(threads: int, account: WorkerUser | None = None) -> dict[
     source = Path(__file__).resolve().parents[3]
     path = os.pathsep.join(filter(None, [str(source), os.environ.get("PYTHONPATH")]))
     own = {} if account is None else {"HOME": account.home}
-    allowed = [name for name in os.environ if name in _HANDED_ON or name.startswith(_FAMILIES)]
     return {
-        **{name: os.environ[name] for name in allowed if name not in _BINDINGS},
+        **{name: value for name, value in os.environ.items() if name in _HANDED_ON or name.startswith(_FAMILIES)},
         "PYTHONPATH": path,
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),

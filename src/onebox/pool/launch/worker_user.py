@@ -27,6 +27,7 @@ _NOBODY = 65534
 _LOCKS = Path("/run/onebox")
 """Folder of the file in which an agent locks a byte for each id that it uses, so that no other one takes it."""
 
+_STATUS_BYTES = 1024  # what is read of it is at its beginning
 _PROBE_S = 30.0
 _PROBE = "import importlib.util as util, sys; sys.exit(not all(map(util.find_spec, ('onebox', 'torch', 'zmq'))))"
 
@@ -66,13 +67,17 @@ def running_process(process: int) -> RunningProcess | None:
     Its user is not that of its folder in ``/proc``, which is root's where it has made itself undumpable.
     """
     try:
-        lines = Path("/proc", str(process), "status").read_text(errors="replace").splitlines()
+        descriptor = os.open(f"/proc/{process}/status", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            lines = os.read(descriptor, _STATUS_BYTES).splitlines()
+        finally:
+            os.close(descriptor)
     except OSError:
         return None
-    status = dict(line.split(":\t", 1) for line in lines if line.startswith(("State:", "PPid:", "Uid:")))
-    if len(status) < 3 or status["State"][0] in "ZX":
+    status = dict(line.split(b":\t", 1) for line in lines if line.startswith((b"State:", b"PPid:", b"Uid:")))
+    if len(status) < 3 or status[b"State"][:1] in b"ZX":
         return None
-    return RunningProcess(process, int(status["PPid"]), int(status["Uid"].split()[1]))
+    return RunningProcess(process, int(status[b"PPid"]), int(status[b"Uid"].split()[1]))
 
 
 def running_processes() -> Iterator[RunningProcess]:

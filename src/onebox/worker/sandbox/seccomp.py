@@ -6,9 +6,9 @@ another user id, and therefore where an ordinary user runs the workers of severa
 
 A filter sees the number of a call and the words in its arguments, but no memory that they point to. Calls that take a
 process id may name this thread, as 0, and no other: which ids are those of this process's threads is not known to it.
-PyTorch, ZeroMQ, Gloo and NCCL set the affinity and the priority of the calling thread only; OpenMP names threads where
-a variable binds them to cores, which workers therefore do not get (see
-:func:`onebox.pool.launch.worker_process.worker_environment`).
+Libraries name their own threads to the scheduler by id: ZeroMQ sets the policy that each thread has anyway, OpenMP
+binds threads to cores where a variable says so, and both end the process if that fails. So those calls report success,
+and have no effect.
 """
 
 from __future__ import annotations
@@ -80,16 +80,12 @@ CPU_REFUSED = {"shmget": 29, "semget": 64}
 """Also refused to workers without a driver. Objects of System V outlive the process; CUDA's documentation does not say
 that its driver and its services do without them."""
 
-OWN_THREAD = {
-    "prlimit64": 302,
-    "sched_setaffinity": 203,
-    "sched_setscheduler": 144,
-    "sched_setparam": 142,
-    "sched_setattr": 314,
-    "move_pages": 279,
-}
+OWN_THREAD = {"prlimit64": 302, "move_pages": 279}
 """Allowed where the first argument, a process or thread, is 0: the calling one. The C library's ``getrlimit`` and
 ``setrlimit`` are ``prlimit64`` with 0."""
+
+SCHEDULER = {"sched_setaffinity": 203, "sched_setscheduler": 144, "sched_setparam": 142, "sched_setattr": 314}
+"""Done where the first argument is 0; else without effect."""
 
 OWN_PROCESS = {"kill": 62, "tgkill": 234, "rt_sigqueueinfo": 129, "rt_tgsigqueueinfo": 297}
 """Signals: allowed where the first argument is the id of this process."""
@@ -121,6 +117,7 @@ _Line = tuple[int, int, int, int]
 """Operation, lines to skip where it holds, lines to skip where it does not, operand."""
 
 _REFUSE: _Line = (_RETURN, 0, 0, _FAIL | errno.EPERM)
+_IGNORE: _Line = (_RETURN, 0, 0, _FAIL)  # "error" 0, which is success
 _PASS: _Line = (_RETURN, 0, 0, _ALLOW)
 
 
@@ -157,6 +154,8 @@ def program(*, gpu: bool, process: int) -> bytes:
         code += _on(number, [_REFUSE])
     for number in OWN_THREAD.values():
         code += _on(number, [_load(0), *_equal([0])])
+    for number in SCHEDULER.values():
+        code += _on(number, [_load(0), (_EQUAL, 1, 0, 0), _IGNORE, _PASS])
     for number in OWN_PROCESS.values():
         code += _on(number, [_load(0), *_equal([process])])
     code += _on(_CLONE, [_load(0), (_BITS, 1, 0, _CLONE_NEWUSER), (_BITS, 1, 0, _CLONE_THREAD), _REFUSE, _PASS])

@@ -143,10 +143,6 @@ print(json.dumps(found))
 OTHERS = [
     "prlimit",
     "read prlimit",
-    "sched_setaffinity",
-    "sched_setscheduler",
-    "sched_setparam",
-    "sched_setattr",
     "setpriority",
     "setpriority of a group",
     "setpriority of a user",
@@ -179,6 +175,7 @@ OTHERS = [
     "posix_spawn",
     "msgget",
 ]
+WITHOUT_EFFECT = ["sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr"]
 ONLY_CPU = ["a service's socket", "a service's packets", "a socket of the kernel's ciphers", "shmget"]
 ITS_OWN = [
     "limit itself",
@@ -232,6 +229,7 @@ def test_calls_against_others_fail(found: dict[str, Any]) -> None:
     assert found["confined"] == []
     refused = OTHERS if found["device"] == "cuda:0" else OTHERS + ONLY_CPU
     assert {what: found[what] for what in refused} == dict.fromkeys(refused, errno.EPERM)
+    assert {what: found[what] for what in WITHOUT_EFFECT} == dict.fromkeys(WITHOUT_EFFECT, 0)
     assert found["clone3"] == errno.ENOSYS
 
 
@@ -280,6 +278,14 @@ def test_calls_by_process_id_are_for_itself(number: int) -> None:
         assert verdict(code, number, process) == (0 if process == own else errno.EPERM)
 
 
+@pytest.mark.parametrize("number", seccomp.SCHEDULER.values())
+def test_calls_to_the_scheduler_for_others_are_left_out(number: int) -> None:
+    for gpu in (False, True):
+        code = seccomp.program(gpu=gpu, process=77)
+        assert [effect(code, number, thread) for thread in (0, 1, 77, 0xFFFFFFFF)] == [True, False, False, False]
+        assert [verdict(code, number, thread) for thread in (0, 1)] == [0, 0]
+
+
 def test_clone_starts_threads_alone() -> None:
     code = seccomp.program(gpu=True, process=77)
     assert verdict(code, 56, 0x3D0F00) == 0, "threads are started"
@@ -306,7 +312,18 @@ def test_sockets_are_those_of_networks_and_datagrams() -> None:
 
 
 def verdict(code: bytes, call: int, *arguments: int, processor: int = 0xC000003E) -> int | None:
-    """Run a filter as the kernel does; return the error of a call, 0 where it is allowed, or that it kills."""
+    """Return the error of a call by a filter, 0 where it succeeds, or that it kills."""
+    action = run(code, call, *arguments, processor=processor)
+    return None if action == 0x80000000 else action & 0xFFFF if action >> 16 == 5 else 0
+
+
+def effect(code: bytes, call: int, *arguments: int) -> bool:
+    """Return whether a filter lets the kernel do a call."""
+    return run(code, call, *arguments) == 0x7FFF0000
+
+
+def run(code: bytes, call: int, *arguments: int, processor: int = 0xC000003E) -> int:
+    """Run a filter as the kernel does, and return its action."""
     lines = [struct.unpack_from("=HBBI", code, start) for start in range(0, len(code), 8)]
     loaded = {0: call, 4: processor} | {16 + 8 * place: 0 for place in range(6)}
     loaded |= {16 + 8 * place: value for place, value in enumerate(arguments)}
@@ -319,7 +336,7 @@ def verdict(code: bytes, call: int, *arguments: int, processor: int = 0xC000003E
         elif operation == 0x54:
             value &= operand
         elif operation == 0x06:
-            return None if operand == 0x80000000 else operand & 0xFFFF if operand >> 16 == 5 else 0
+            return operand
         else:
             holds = {0x15: value == operand, 0x35: value >= operand, 0x45: bool(value & operand)}[operation]
             place += yes if holds else no
@@ -336,6 +353,7 @@ def test_the_numbers_are_those_of_this_system() -> None:
         **seccomp.REFUSED,
         **seccomp.CPU_REFUSED,
         **seccomp.OWN_THREAD,
+        **seccomp.SCHEDULER,
         **seccomp.OWN_PROCESS,
         **{"clone": 56, "clone3": 435, "setpriority": 141, "mbind": 237, "fcntl": 72, "ioctl": 16, "socket": 41},
     }.items():
