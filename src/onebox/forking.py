@@ -44,6 +44,7 @@ _STATUS_S = 5.0
 
 _STATUS_BYTES = 4
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 class SpawnFailed(Exception):
@@ -164,6 +165,12 @@ def flush_streams() -> None:
 def signal_at_end_of_parent(number: int) -> None:
     """Have the kernel send this process a signal when the thread that started it has ended; see ``prctl(2)``."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(number), 0, 0, 0)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of all processes that descend from this one and whose parents end, so that they can be found;
+    see ``PR_SET_CHILD_SUBREAPER`` in ``prctl(2)``."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1), 0, 0, 0)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import onebox
 from onebox.errors import OneboxError
 from onebox.pool import open_pool
 from onebox.wire import DType, Hole, Items, KernelSpec, Strided, TensorSpec, to_frame
@@ -42,3 +43,12 @@ def test_an_operator_that_makes_more_than_it_says_fails_and_the_worker_goes_on()
             pool.post(0, [Perform(full, (), (1.0,), 1)], answer=True).result(60)
         (memory,) = pool.post(0, [Ask("memory")], answer=True).result(30).results
         assert memory.used_bytes == 0
+
+
+def test_operators_that_are_bound_to_cores_by_the_environment_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("OMP_PROC_BIND", "true"), ("OMP_PLACES", "cores"), ("GOMP_CPU_AFFINITY", "0-1")):
+        monkeypatch.setenv(name, value)
+    with onebox.open("cpu", threads=2):
+        here = torch.arange(float(1 << 21)).reshape(-1, 64)
+        far = here.to("vgpu:0")
+        assert (far @ far.T[:, :64]).sum().cpu() == pytest.approx(float((here @ here.T[:, :64]).sum()), rel=1e-3)

@@ -28,7 +28,7 @@ from onebox.pool.errors import WorkerLocation
 from onebox.pool.launch import fork_server as fork_server_module
 from onebox.pool.launch.fork_server import ForkedWorker, ForkServerProcess, ForkServers, inheritance
 from onebox.pool.launch.worker_process import WorkerProcess, worker_environment
-from onebox.pool.launch.worker_user import WorkerUser, worker_user
+from onebox.pool.launch.worker_user import WorkerUser, lease_users
 from onebox.wire import new_keys
 from onebox.worker import WorkerConfig
 from tests.process.faults.scripts import Script, gone, happens, runs
@@ -141,9 +141,12 @@ def test_it_may_run_where_this_thread_may_when_it_is_born(fork_server: ForkServe
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start processes of other users")
 def test_those_of_another_user_have_nothing_of_root(own: ForkServers) -> None:
     try:
-        account = worker_user("nobody", allow_root=False)
+        users = lease_users(None, range(60800, 60801), allow_root=False)
     except onebox.errors.UsageError as error:
         pytest.skip(str(error))
+    assert users is not None
+    account = users.take()
+    users.close()
     assert account is not None
     with worker(own, account=account) as made:
         assert isinstance(made._process, ForkedWorker)

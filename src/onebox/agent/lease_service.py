@@ -183,7 +183,7 @@ class LeaseService:
     def _take_in(self, news: LeaseEvent, grant: Grant | None, now_s: float) -> None:
         """Handle an event of workers; for a lease whose start failed, only their end matters."""
         if isinstance(news, LeaseClosed):
-            self._free(news.lease, grant, now_s)
+            self._free(news, grant, now_s)
             return
         assert grant is not None
         client = grant.client
@@ -216,8 +216,12 @@ class LeaseService:
                 for releaser, number in self._parting.pop((news.lease, news.worker), ()):
                     self._send(releaser, Done(number), now_s)
 
-    def _free(self, lease: int, grant: Grant | None, now_s: float) -> None:
+    def _free(self, news: LeaseClosed, grant: Grant | None, now_s: float) -> None:
+        lease = news.lease
         self._granted.pop(lease, None)
+        if grant is not None and news.left:
+            processes = " ".join(map(str, news.left))
+            self._record("processes-left", grant.client, now_s, lease=lease, processes=processes)
         if grant is not None:
             self._record("freed", grant.client, now_s, lease=lease)
         waiting = self._releasing.pop(lease, [])

@@ -18,6 +18,7 @@ import zmq
 
 from onebox.agent.admission import ClientLimits, Offered
 from onebox.agent.host_devices import DeviceLoad
+from onebox.agent.lease_processes import LeaseIsolation
 from onebox.agent.lease_service import LeaseService
 from onebox.agent.leases import Leases
 from onebox.agent.log_rate_limit import EventSink, Reporter
@@ -27,7 +28,6 @@ from onebox.agent.workers import Workers
 from onebox.agent.zap_auth import ZapAuthenticator
 from onebox.errors import UsageError, WireError
 from onebox.pool.backends.compatibility import mismatch, own_versions
-from onebox.pool.launch.worker_user import WorkerUser
 from onebox.wire import KeyPair, configure
 from onebox.wire.protocol.agents import (
     Inspect,
@@ -122,7 +122,7 @@ class Agent:
         tell: Sink of events with their details.
         has_clients: Whether ``name_of`` knows any key.
         read_log: Returns the last lines of the log, at most the given number.
-        account: User that workers run as; the agent's own user where ``None``.
+        isolation: Users and cgroups of leases, closed with the agent; none of their own where ``None``.
         worker_ports: The TCP ports that workers bind, two each; empty for any free ones.
 
     Raises:
@@ -153,7 +153,7 @@ class Agent:
         tell: EventSink,
         has_clients: bool = False,
         read_log: Callable[[int], Sequence[str]] = lambda lines: (),
-        account: WorkerUser | None = None,
+        isolation: LeaseIsolation | None = None,
         worker_ports: range = range(0),
     ) -> None:
         check_address(bind, port, advertise, has_clients)
@@ -169,7 +169,10 @@ class Agent:
         self._closed = False
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        self._workers = Workers(host=self._host, bind=bind, advertise=advertise, account=account, ports=worker_ports)
+        self._isolation = isolation or LeaseIsolation()
+        self._workers = Workers(
+            host=self._host, bind=bind, advertise=advertise, isolation=self._isolation, ports=worker_ports
+        )
         try:
             self._door = ZapAuthenticator(self._context, name_of, self._report)
             self._socket = self._context.socket(zmq.ROUTER)
@@ -186,7 +189,7 @@ class Agent:
     def run(self) -> None:
         """Serve until :meth:`stop`; then end all leases and workers, and close."""
         try:
-            self._report("started", endpoint=self.endpoint, process=os.getpid())
+            self._report("started", endpoint=self.endpoint, process=os.getpid(), **self._isolation.state)
             self._serve()
         finally:
             self.close()
@@ -206,6 +209,7 @@ class Agent:
             self._closed = True
             os.close(self._bell)
             self._lease_service.close("the agent has ended", time.monotonic())
+            self._isolation.close()
         self._socket.close(200)  # milliseconds for the last messages to be sent
         self._door.close()
         self._context.term()

@@ -5,18 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from subprocess import SubprocessError
 
 from onebox.agent.admission import Share
-from onebox.agent.worker_spawner import LeaseForkServer
-from onebox.errors import PoolError
+from onebox.agent.lease_processes import LeaseForkServer, LeaseIsolation, LeaseProcesses
+from onebox.errors import PoolError, UsageError
 from onebox.pool.errors import WorkerLocation
 from onebox.pool.launch.cpu_affinity import CoreAllocator
 from onebox.pool.launch.worker_process import START_S, WorkerProcess
-from onebox.pool.launch.worker_user import WorkerUser
 from onebox.wire import new_keys
 from onebox.wire.protocol.agents import Started
 from onebox.worker import Ports, WorkerConfig
@@ -26,6 +26,11 @@ STARTS = 4
 
 CLOSE_S = 2.0
 """How long the workers may take to end when the agent ends."""
+
+LEFT_S = 5.0
+"""How long other processes of a lease may take to end when they have been killed."""
+
+_LEFT_S = 0.01
 
 
 class LeasedWorker(WorkerProcess):
@@ -78,9 +83,15 @@ class LeasedWorkerExited:
 
 @dataclass(frozen=True)
 class LeaseClosed:
-    """All workers of an ending lease have ended."""
+    """All workers of an ending lease have ended.
+
+    Args:
+        lease: The lease.
+        left: Other processes of it that did not end when they were killed.
+    """
 
     lease: int
+    left: tuple[int, ...] = ()
 
 
 LeaseEvent = LeaseReady | LeaseNotStarted | LeasedWorkerExited | LeaseClosed
@@ -91,6 +102,7 @@ class _Crew:
     lease: int
     until_s: float
     fork_server: LeaseForkServer
+    processes: LeaseProcesses
     client_key: str = ""
     speed: float = 1.0
     to_start: deque[Share] = field(default_factory=deque)
@@ -99,6 +111,7 @@ class _Crew:
     ready: bool = False
     failed: bool = False
     ending: bool = False
+    ended_s: float | None = None
     cores: tuple[tuple[int, ...], ...] = ()
 
 
@@ -109,17 +122,17 @@ class Workers:
         host: Its name, for messages.
         bind: The IP address that workers bind to.
         advertise: The address of this host that clients connect to.
-        account: User that workers run as; the agent's own user where ``None``.
+        isolation: Users and cgroups of leases; closed by the caller.
         ports: The TCP ports that workers bind, two each; empty for any free ones.
     """
 
     def __init__(
-        self, *, host: str, bind: str, advertise: str, account: WorkerUser | None = None, ports: range = range(0)
+        self, *, host: str, bind: str, advertise: str, isolation: LeaseIsolation, ports: range = range(0)
     ) -> None:
         self._host = host
         self._bind = bind
         self._advertise = advertise
-        self._account = account
+        self._isolation = isolation
         self._ports = ports
         self._crews: dict[int, _Crew] = {}
         self._closed = False
@@ -138,10 +151,19 @@ class Workers:
         Returns:
             The reason for an immediate failure; None if there was none.
         """
+        try:
+            processes = self._isolation.isolate(lease, shares)
+        except (OSError, UsageError) as error:
+            return f"{self._host}: this lease cannot be kept apart from others: {error}"
         cores = self._core_allocator.allocate([share.threads if share.device == "cpu" else 0 for share in shares])
-        fork_server = LeaseForkServer(shares, self._account)
-        crew = _Crew(lease, now_s + START_S, fork_server, client_key, speed, deque(shares), cores=cores)
+        fork_server = LeaseForkServer(shares, processes.account, single=not processes.marked)
+        crew = _Crew(lease, now_s + START_S, fork_server, processes, client_key, speed, deque(shares), cores=cores)
         self._crews[lease] = crew
+        try:
+            if fork_server.pid is not None:
+                processes.add(fork_server.pid)
+        except OSError as error:
+            return self._fail(crew, f"{self._host}: a process cannot be limited: {error}").why
         return self._start_some(crew)
 
     @property
@@ -163,7 +185,8 @@ class Workers:
     def end(self, lease: int, grace_s: float, now_s: float) -> None:
         """End the workers of a lease: wait a while for them to end by themselves, then kill them. :class:`LeaseClosed`
         follows, even without workers."""
-        crew = self._crews.setdefault(lease, _Crew(lease, now_s, LeaseForkServer((), None)))
+        none = _Crew(lease, now_s, LeaseForkServer((), None, single=False), LeaseProcesses())
+        crew = self._crews.setdefault(lease, none)
         crew.ending = True
         crew.to_start.clear()
         crew.until_s = now_s + grace_s
@@ -199,10 +222,7 @@ class Workers:
             if crew.ending and now_s >= crew.until_s:
                 self._kill(crew)
             if crew.ending and all(worker.ended for worker in crew.workers):
-                self._core_allocator.give_back([core for own in crew.cores for core in own])
-                crew.fork_server.close()
-                del self._crews[crew.lease]
-                news.append(LeaseClosed(crew.lease))
+                news += self._finish(crew, now_s)
         return news
 
     def close(self) -> None:
@@ -213,8 +233,30 @@ class Workers:
         for crew in crews:
             for worker in crew.workers:
                 worker.close(grace_s=CLOSE_S)
+            end_s = time.monotonic() + CLOSE_S
+            while not crew.processes.end(crew.fork_server) and time.monotonic() < end_s:
+                time.sleep(_LEFT_S)
             crew.fork_server.close()
         self._core_allocator.close()
+
+    def _finish(self, crew: _Crew, now_s: float) -> list[LeaseEvent]:
+        """End a lease whose workers have ended, once its other processes have, too, which are killed.
+
+        The user of processes that cannot be ended, such as in a call of a driver, is given to no other lease.
+        """
+        if crew.ended_s is None:
+            crew.ended_s = now_s
+        left: list[int] = []
+        if crew.processes.end(crew.fork_server):
+            self._isolation.release(crew.processes)
+        elif now_s < crew.ended_s + LEFT_S:
+            return []
+        else:
+            left = crew.processes.kill(crew.fork_server)
+            crew.fork_server.close()
+        self._core_allocator.give_back([core for own in crew.cores for core in own])
+        del self._crews[crew.lease]
+        return [LeaseClosed(crew.lease, tuple(left))]
 
     def _start_some(self, crew: _Crew) -> str | None:
         """Start the next few workers of a lease: each start delays all other clients.
@@ -245,7 +287,8 @@ class Workers:
             )
             place = WorkerLocation(worker=len(crew.workers), host=self._host, device=share.device)
             try:
-                crew.workers.append(LeasedWorker(place, config, self._account, crew.fork_server))
+                crew.workers.append(LeasedWorker(place, config, crew.processes.account, crew.fork_server))
+                crew.processes.add(crew.workers[-1].pid)
             except (OSError, SubprocessError) as error:  # the latter for errors between fork and exec
                 crew.to_start.clear()
                 crew.failed = True

@@ -10,6 +10,7 @@ import pytest
 
 from onebox.agent import workers as module
 from onebox.agent.admission import Share
+from onebox.agent.lease_processes import LeaseIsolation
 from onebox.agent.workers import STARTS, LeaseClosed, LeasedWorkerExited, LeaseNotStarted, LeaseReady, Workers
 from onebox.errors import PoolError, WorkerDied
 from onebox.pool.errors import WorkerLocation
@@ -70,7 +71,9 @@ class FakeForkServer:
     ready = True
     made: list[FakeForkServer]
 
-    def __init__(self, shares: Sequence[Share], account: WorkerUser | None) -> None:
+    pid = None
+
+    def __init__(self, shares: Sequence[Share], account: WorkerUser | None, *, single: bool) -> None:
         self.descriptor = os.eventfd(0)
         self.closed = False
         self.made.append(self)
@@ -102,7 +105,9 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Fake]]:
 
 
 def started(count: int, **changes: Any) -> Workers:
-    made = Workers(**{"host": "lab", "bind": "0.0.0.0", "advertise": "192.0.2.7", **changes})
+    made = Workers(
+        **{"host": "lab", "bind": "0.0.0.0", "advertise": "192.0.2.7", "isolation": LeaseIsolation(), **changes}
+    )
     assert made.start(1, [SHARE] * count, new_keys().public, 1.0, 0.0) is None
     return made
 
@@ -172,7 +177,7 @@ def test_what_does_not_end_by_itself_is_killed_after_a_while(fakes: list[Fake]) 
 
 
 def test_when_the_host_has_no_room_for_a_process_what_was_started_ends(fakes: list[Fake]) -> None:
-    workers = Workers(host="lab", bind="127.0.0.1", advertise="127.0.0.1")
+    workers = Workers(host="lab", bind="127.0.0.1", advertise="127.0.0.1", isolation=LeaseIsolation())
     why = workers.start(1, [SHARE] * 4, new_keys().public, 1.0, 0.0)
     assert why == "cpu on lab: no worker could be started: Resource temporarily unavailable"
     workers.end(1, 0.0, 0.0)

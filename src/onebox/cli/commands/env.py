@@ -134,5 +134,7 @@ def _loose(held: dict[str, str]) -> list[str]:
     off = {part: text.removeprefix("off: ") for part, text in held.items() if text.startswith("off: ")}
     loose = [f"workers, {part}: {why}" for part, why in off.items()]
     if os.geteuid() == 0:
-        loose.append("workers: this user is root; let an agent run them as another one: onebox serve --user NAME")
+        loose.append(
+            "workers: this user is root, as workers of its own pools are; those of onebox serve have other users"
+        )
     return loose

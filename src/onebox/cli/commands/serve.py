@@ -12,13 +12,15 @@ from collections.abc import Callable, Iterator
 from ipaddress import ip_address
 
 from onebox.agent import Agent, ClientLimits, Offered, offered_devices
+from onebox.agent.cgroups import LeaseCgroups
 from onebox.agent.journal import Journal
+from onebox.agent.lease_processes import LeaseIsolation
 from onebox.agent.metrics import serve_metrics
 from onebox.cli.options.agents import ServeConfig
 from onebox.errors import UsageError
 from onebox.extras import import_extra
 from onebox.pool.keys.keyring import AllowedClients, fingerprint, identity
-from onebox.pool.launch.worker_user import worker_user
+from onebox.pool.launch.worker_user import lease_users
 from onebox.sizes import size_text
 
 _ELSEWHERE = {4: "192.0.2.1", 6: "2001:db8::1"}
@@ -30,16 +32,18 @@ def serve(config: ServeConfig) -> None:
 
     Raises:
         UsageError: A device does not exist, an address does not belong to this machine, no client could connect, or
-            workers would run as root.
+            workers cannot run as users of their own.
         MissingExtra: Metrics are to be served without the Prometheus client.
     """
     if config.metrics_port is not None:
         import_extra("prometheus_client", "--metrics-port")  # before anything is offered
-    account = worker_user(config.user, allow_root=config.allow_root)
+    users = lease_users(config.user, config.user_id_range, allow_root=config.allow_root)
     keys = identity("agent")
     clients = AllowedClients()
     offers = offered_devices(config.devices, threads=config.cores, memory_bytes=config.memory_bytes)
     with Journal(config.journal, sys.stdout) as journal, contextlib.ExitStack() as stack:
+        isolation = LeaseIsolation(users, LeaseCgroups())
+        stack.callback(isolation.close)
         agent = Agent(
             keys=keys,
             name_of=_names(clients, journal),
@@ -51,7 +55,7 @@ def serve(config: ServeConfig) -> None:
             tell=journal.tell,
             has_clients=len(clients) > 0,
             read_log=journal.last,
-            account=account,
+            isolation=isolation,
             worker_ports=config.port_range,
         )
         stack.callback(agent.close)
@@ -64,8 +68,8 @@ def serve(config: ServeConfig) -> None:
             stack.enter_context(metrics)
             _say(f"metrics at {metrics.url}")
         _say(f"agent at {agent.endpoint.removeprefix('tcp://')}, fingerprint {fingerprint(keys.public)}")
-        if account is None and os.geteuid() == 0:
-            _say("workers run as root: a hole in a library would be one in this machine; see --user")
+        if users is None and os.geteuid() == 0:
+            _say("workers run as root: a hole in a library would be one in this machine; leave --allow-root out")
         _say(f"offers {_listing(offers)} to {_people(len(clients))}; Ctrl-C ends it and its workers")
         agent.run()
 

@@ -22,6 +22,7 @@ from onebox.cli.options.common import (
     check_port,
 )
 from onebox.errors import UsageError
+from onebox.pool.launch.worker_user import USER_IDS, parse_user_ids
 from onebox.sizes import parse_size
 
 AGENT_PORT = 7171
@@ -47,7 +48,8 @@ class ServeConfig:
         max_memory_per_client: The most memory that one client may have on all devices; without it there is no limit.
         max_cores_per_client: The most cores that one client may have; 0 for no limit.
         max_lease: Seconds after which a lease ends, in use or not; without it there is no limit.
-        user: User that workers run as, if root starts this: one that owns nothing. The keys stay root's.
+        user: User whose groups workers have, such as those that may use GPUs, if root starts this.
+        user_ids: User ids for workers, if root starts this: each lease has one of its own, which is nobody's else.
         allow_root: Let workers run as root, as in a container that has no other user.
         journal: A file for the JSON lines, too; onebox logs also shows its earlier lines.
         metrics_port: Serve metrics for Prometheus on this port, 0 for any free one; without it there are none.
@@ -71,6 +73,7 @@ class ServeConfig:
     max_cores_per_client: int = 0
     max_lease: Seconds = None
     user: Text = None
+    user_ids: str = USER_IDS
     allow_root: Flag = False
     journal: File = None
     metrics_port: Int = None
@@ -85,7 +88,12 @@ class ServeConfig:
         check_ip("metrics-address", self.metrics_address)
         if self.max_lease is not None and not 0 < self.max_lease < math.inf:
             raise UsageError(f"--max-lease {self.max_lease}: allowed are seconds above 0")
-        _ = self.memory_bytes, self.client_memory_bytes, self.port_range
+        _ = self.memory_bytes, self.client_memory_bytes, self.port_range, self.user_id_range
+
+    @property
+    def user_id_range(self) -> range:
+        """``user_ids`` as numbers."""
+        return parse_user_ids(self.user_ids)
 
     @property
     def port_range(self) -> range:

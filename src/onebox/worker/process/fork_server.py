@@ -23,7 +23,7 @@ import os
 import signal
 import socket
 
-from onebox.forking import ForkServer
+from onebox.forking import ForkServer, adopt_orphans
 from onebox.worker.process.main import main as serve_worker
 from onebox.worker.process.main import name_process, wake_with_owner
 from onebox.worker.sandbox.confine import prepare
@@ -47,6 +47,7 @@ def main() -> None:
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     name_process("onebox-fork-srv")
+    adopt_orphans()
     with contextlib.suppress(OSError):  # the worker reports unsupported confinement itself
         prepare()
     gc.freeze()

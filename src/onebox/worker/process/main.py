@@ -37,7 +37,7 @@ from onebox.worker.execution.pending_reply import Outcome, PendingReply
 from onebox.worker.faults import Fault, FaultInjector
 from onebox.worker.memory.buffers import Poisoned
 from onebox.worker.process.heartbeat import HeartbeatThread
-from onebox.worker.sandbox.confine import confine, failures
+from onebox.worker.sandbox.confine import confine, confine_sockets, failures
 from onebox.worker.system.cpu_affinity import use_cores
 
 SEND_TIMEOUT_S = 300.0
@@ -369,9 +369,9 @@ def main(owner: int = 0, watched: Sequence[int] = ()) -> None:
     # Before there are other threads, which it would not affect.
     memory_bytes = 0 if config.device == "sim" else config.quota_bytes
     done = confine(config.device, config.address, memory_bytes=memory_bytes, threads=config.threads)
-    for failure in failures(done):
-        print(f"onebox worker: not confined as it could be: {failure}", file=sys.stderr)
     server = WorkerServer(config, owner_descriptors)
+    for failure in failures(done | confine_sockets(config.device)):
+        print(f"onebox worker: not confined as it could be: {failure}", file=sys.stderr)
     if config.cores:
         use_cores(config.cores)
     gc.freeze()  # keep present objects: a collection over all of torch takes 100 ms

@@ -1,8 +1,9 @@
 """Confinement: a worker gives up unneeded rights before it processes any client message.
 
-It drops all privileges, starts no program, writes no file, reads only files that Python, torch and the drivers need,
-connects to no port below 1024 and sends no signal to other processes. If a message exploits a hole in a library, its
-author is confined to the worker. :func:`confinement` describes the parts that this kernel does not support.
+It drops all privileges, starts no program and no process, writes no file, reads only files that Python, torch and the
+drivers need, connects to no port below 1024 and to no service of its machine, and neither signals, slows down nor
+limits other processes. If a message exploits a hole in a library, its author is confined to the worker.
+:func:`confinement` describes the parts that this kernel does not support.
 """
 
 from __future__ import annotations
@@ -67,9 +68,8 @@ def confine(device: str, address: str, *, memory_bytes: int = 0, threads: int = 
     Args:
         device: ``cpu``, ``sim`` or ``cuda:K``, which needs its driver's files.
         address: Where its sockets will be bound: an IP address, or a folder.
-        memory_bytes: Most bytes of its buffers, 0 for no limit. The total memory of a CPU worker is limited to twice
-            that, plus its share of host memory (:data:`~onebox.worker.memory.host.HOST_SHARE` times as much), plus
-            :data:`SPARE_BYTES`, and :data:`THREAD_BYTES` for each thread.
+        memory_bytes: Most bytes of its buffers, 0 for no limit; the total memory of a CPU worker is limited to
+            :func:`memory_limit_bytes` of them.
         threads: Threads of its operators.
 
     Returns:
@@ -78,16 +78,38 @@ def confine(device: str, address: str, *, memory_bytes: int = 0, threads: int = 
     gpu = needs_driver(device)
     tempfile.gettempdir()  # looks for a writable folder once
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = sys.prefix  # torch looks for one, too; nothing is compiled here
-    own_bytes = (2 + HOST_SHARE) * memory_bytes
-    most_bytes = own_bytes + SPARE_BYTES + threads * THREAD_BYTES if memory_bytes and not gpu else 0
+    most_bytes = memory_limit_bytes(memory_bytes, threads) if memory_bytes and not gpu else 0
     return {
         "memory": _attempt(lambda: _limit_memory(most_bytes)),
         "core files": _attempt(lambda: resource.setrlimit(resource.RLIMIT_CORE, (0, 0))),
         "new privileges": _attempt(_no_new_privileges),
         "capabilities": _attempt(_drop_capabilities),
         "files": _attempt(lambda: _enforce(gpu, address)),
-        "system calls": _attempt(seccomp.refuse_calls) if seccomp.supported() else _NO_FILTER,
+        "system calls": _filter(lambda: seccomp.program(gpu=gpu, process=os.getpid())),
     }
+
+
+def confine_sockets(device: str) -> dict[str, str]:
+    """Give up sockets to other services of this machine, in all threads, once the worker's own sockets listen.
+
+    Workers of GPUs keep them: MPS talks to its clients through Unix sockets (CUDA's documentation, "Multi-Process
+    Service", ``CUDA_MPS_PIPE_DIRECTORY``), and it does not say which sockets the driver's other services need.
+
+    Args:
+        device: As for :func:`confine`.
+
+    Returns:
+        The state of the part, as :func:`confine` returns it; empty where nothing is given up.
+    """
+    return {} if needs_driver(device) else {"sockets": _filter(seccomp.socket_program)}
+
+
+def memory_limit_bytes(memory_bytes: int, threads: int) -> int:
+    """Return the limit of a worker's total memory: twice that of its buffers, plus its share of host memory
+    (:data:`~onebox.worker.memory.host.HOST_SHARE` times as much), plus :data:`SPARE_BYTES`, and :data:`THREAD_BYTES`
+    for each thread.
+    """
+    return (2 + HOST_SHARE) * memory_bytes + SPARE_BYTES + threads * THREAD_BYTES
 
 
 def failures(done: dict[str, str]) -> list[str]:
@@ -118,7 +140,8 @@ def confinement() -> dict[str, str]:
         "device files": _since(abi, 5, "commands only to those of GPUs", "6.10"),
         "ports": _since(abi, _PORTS_SINCE, f"of TCP only from {PORTS.start} on; UDP is as it was", "6.7"),
         "signals": _since(abi, 6, "none to processes outside", "6.12"),
-        "system calls": "on: those that start or look into programs fail" if seccomp.supported() else _NO_FILTER,
+        "system calls": _filtered("those that start processes, or that inspect, signal or slow down others, fail"),
+        "sockets": _filtered("of a CPU's worker none to services of this machine (Unix streams)"),
     }
 
 
@@ -135,6 +158,14 @@ def _new_privileges() -> str:
     if _libc.prctl(_PR_GET_NO_NEW_PRIVS, 0, 0, 0, 0) < 0:
         return "off: this kernel cannot give them up"
     return "on: none by starting a program"
+
+
+def _filtered(what: str) -> str:
+    return f"on: {what}" if seccomp.supported() else _NO_FILTER
+
+
+def _filter(program: Callable[[], bytes]) -> str:
+    return _attempt(lambda: seccomp.refuse_calls(program())) if seccomp.supported() else _NO_FILTER
 
 
 def _attempt(part: Callable[[], object]) -> str:
@@ -256,4 +287,4 @@ def _libraries() -> Iterator[Path]:
                 yield path.parent
 
 
-__all__ = ["PORTS", "confine", "confinement", "failures", "prepare"]
+__all__ = ["PORTS", "confine", "confine_sockets", "confinement", "failures", "memory_limit_bytes", "prepare"]

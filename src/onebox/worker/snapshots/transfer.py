@@ -133,7 +133,7 @@ class _Transfer:
     def _run(self) -> None:
         use_all_cores()
         with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+            os.setpriority(os.PRIO_PROCESS, 0, _NICE)  # of this thread; the filter of system calls allows no other
         try:
             with torch.inference_mode():
                 self._carry(self)

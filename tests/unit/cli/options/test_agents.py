@@ -40,7 +40,7 @@ def test_all_flags_of_serve() -> None:
     line = (
         "serve --devices cuda:0,cpu --memory 2GiB --cores 4 --bind 10.0.0.1 --port 0 --advertise lab.example "
         "--max-devices-per-client 2 --max-memory-per-client 1GiB --max-cores-per-client 3 --max-lease 60 "
-        "--journal j.log --metrics-port 0 --metrics-address ::1"
+        "--journal j.log --metrics-port 0 --metrics-address ::1 --user-ids 70000-70009"
     )
     config = parse(line.split())
     assert config == ServeConfig(
@@ -57,6 +57,7 @@ def test_all_flags_of_serve() -> None:
         journal=Path("j.log"),
         metrics_port=0,
         metrics_address="::1",
+        user_ids="70000-70009",
     )
     assert isinstance(config, ServeConfig)
     assert (config.memory_bytes, config.client_memory_bytes) == (2 << 30, 1 << 30)
@@ -80,6 +81,7 @@ def test_ports_are_those_of_the_wire() -> None:
         ("serve --worker-ports 7299-7200", ["--worker-ports 7299-7200", "7200-7299"]),
         ("serve --worker-ports 80-90", ["--worker-ports 80-90", "from 1024"]),
         ("serve --worker-ports 7200-70000", ["--worker-ports 7200-70000", "to 65535"]),
+        ("serve --user-ids 5", ["--user-ids 5", "60800-61055"]),
         ("serve --allow-root --bind lab", ["--bind lab", "127.0.0.1"]),
         ("serve --metrics-address x", ["--metrics-address x"]),
         ("serve --max-lease 0", ["--max-lease 0"]),

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import platform
-import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -219,45 +217,3 @@ def test_what_fails_although_the_kernel_could_is_said() -> None:
 
 def test_the_rights_of_each_version() -> None:
     assert [landlock.handled_files(abi).bit_count() for abi in (1, 2, 3, 4, 5, 6, 7)] == [13, 14, 15, 15, 16, 16, 16]
-
-
-def test_the_filter_refuses_its_calls_and_no_others() -> None:
-    for call in range(600):
-        expected = errno.EPERM if call in seccomp.REFUSED.values() else errno.ENOSYS if call == 435 else 0
-        assert verdict(call) == expected, call
-    assert verdict(56, first=0x10000000 | 17) == errno.EPERM
-    assert verdict(56, first=0x3D0F00) == 0, "threads are started"
-    assert verdict(1 | 0x40000000) == errno.EPERM
-    assert verdict(1, processor=0x40000003) is None, "i386 ends the process"
-
-
-def verdict(call: int, *, processor: int = 0xC000003E, first: int = 0) -> int | None:
-    """Run the filter as the kernel does; return the error of a call, 0 where it is allowed, or that it kills."""
-    code = lines(seccomp.program())
-    place, value = 0, 0
-    while True:
-        operation, yes, no, operand = code[place]
-        place += 1
-        if operation == 0x20:
-            value = {0: call, 4: processor, 16: first}[operand]
-        elif operation == 0x06:
-            return None if operand == 0x80000000 else operand & 0xFFFF if operand >> 16 == 5 else 0
-        else:
-            holds = {0x15: value == operand, 0x35: value >= operand, 0x45: bool(value & operand)}[operation]
-            place += yes if holds else no
-
-
-def lines(program: bytes) -> list[tuple[int, int, int, int]]:
-    """Take a filter apart."""
-    return [struct.unpack_from("=HBBI", program, start) for start in range(0, len(program), 8)]
-
-
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="its numbers are those of x86-64")
-def test_the_numbers_are_those_of_this_system() -> None:
-    header = Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h")
-    if not header.exists():
-        pytest.skip("the kernel's headers are not installed")
-    numbers = dict(line.split()[1:3] for line in header.read_text().splitlines() if line.startswith("#define __NR_"))
-    known = {name: int(number) for name, number in numbers.items()}
-    for name, number in seccomp.REFUSED.items():
-        assert known.get(f"__NR_{name}", number) == number, name

@@ -40,14 +40,16 @@ _SPACES = ("user", "pid", "net")
 
 @functools.cache
 def shm_domain() -> str:
-    """Return an identifier shared by processes under one kernel, of one user, in the same namespaces.
+    """Return an identifier shared by processes under one kernel, in the same namespaces; and of one user, where the
+    system hides processes of others.
 
     Host names do not identify it: containers have their own names, and one machine may have several. If the system does
     not provide the information, the identifier is unique to this process.
     """
     try:
         places = [os.readlink(f"/proc/self/ns/{space}") for space in _SPACES]
-        text = "\n".join([_BOOT.read_text().strip(), str(os.getuid()), *places])
+        user = "" if os.path.exists("/proc/1/stat") else str(os.getuid())  # leases of one client have several users
+        text = "\n".join([_BOOT.read_text().strip(), user, *places])
     except OSError:
         text = secrets.token_hex(16)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -1,0 +1,197 @@
+"""Leases are kept apart, and nothing of them is left when they end, whatever their workers have started.
+
+What a worker leaves is made here by programs that stand in for one, since a real one cannot start any.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onebox.agent import workers as module
+from onebox.agent.admission import Share
+from onebox.agent.cgroups import LeaseCgroups
+from onebox.agent.lease_processes import LeaseIsolation
+from onebox.agent.workers import LeaseClosed, LeasedWorker, LeaseNotStarted, Workers
+from onebox.pool.launch import worker_user
+from onebox.pool.launch.worker_user import LeaseUsers, running_process
+from onebox.wire import new_keys
+
+SHARE = Share(device="cpu", threads=1, memory_bytes=1 << 26)
+WAIT_S = 60.0
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root starts processes of other users")
+
+LEAVE = "(setsid sh -c 'echo $$ >&2; exec sleep 600' >/dev/null &)"
+"""A process with a session of its own, whose parent has ended; its number goes to standard error."""
+
+PATCH = f"""
+import subprocess, sys
+if "onebox.worker.process.fork_server" in " ".join(sys.orig_argv):
+    import onebox.worker.process.main as worker
+    worker.main = lambda *given: subprocess.run(["sh", "-c", {LEAVE!r}])
+"""
+
+
+@pytest.fixture
+def leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers leave a process behind, and then wait for their end.
+
+    As real ones, they first take a moment, in which their lease's cgroup takes them in.
+    """
+    monkeypatch.setattr(LeasedWorker, "command", ("/bin/sh", "-c", f"sleep 0.3; {LEAVE}; exec cat >/dev/null"))
+
+
+@pytest.fixture(autouse=True)
+def _ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No workers outlive a test."""
+    begin, made = Workers.__init__, []
+
+    def note(self: Workers, **given: Any) -> None:
+        begin(self, **given)
+        made.append(self)
+
+    monkeypatch.setattr(Workers, "__init__", note)
+    yield
+    for workers in made:
+        workers.close()
+
+
+@pytest.fixture
+def users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[LeaseUsers]:
+    monkeypatch.setattr(worker_user, "_LOCKS", tmp_path)
+    made = LeaseUsers(range(60810, 60812))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def cgroups() -> Iterator[LeaseCgroups]:
+    made = LeaseCgroups()
+    if made.state.startswith("off"):
+        pytest.skip(made.state)
+    yield made
+    made.close()
+
+
+def until(condition: Callable[[], Any]) -> Any:
+    end_s = time.monotonic() + WAIT_S
+    while not (found := condition()):
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+    return found
+
+
+def started(isolation: LeaseIsolation, *leases: int) -> Workers:
+    workers = Workers(host="lab", bind="127.0.0.1", advertise="127.0.0.1", isolation=isolation)
+    for lease in leases:
+        assert workers.start(lease, [SHARE], new_keys().public, 1.0, 0.0) is None
+    return workers
+
+
+def left_by(workers: Workers, lease: int) -> int:
+    """Return the process that the worker of a lease has left."""
+    (worker,) = workers._crews[lease].workers
+    left = int(until(worker.last_words))
+    found = until(lambda: running_process(left))
+    assert found.parent != worker.pid and os.getsid(left) == left != os.getsid(worker.pid)
+    return left
+
+
+def end(workers: Workers, lease: int) -> LeaseClosed:
+    workers.end(lease, 0.0, 1.0)
+
+    def closed() -> LeaseClosed | None:
+        descriptors = set(workers.descriptors())
+        return next((news for news in workers.attend(descriptors, 2.0) if isinstance(news, LeaseClosed)), None)
+
+    while workers._crews[lease].workers and running_process(workers._crews[lease].workers[0].pid):
+        time.sleep(0.01)
+    found: LeaseClosed = until(closed)
+    return found
+
+
+@as_root
+@pytest.mark.usefixtures("leaves")
+def test_each_lease_has_a_user_and_nothing_of_it_is_left(users: LeaseUsers) -> None:
+    isolation = LeaseIsolation(users)
+    workers = started(isolation, 1, 2)
+    left = [left_by(workers, lease) for lease in (1, 2)]
+    found = [running_process(process) for process in left]
+    assert [each.user for each in found if each is not None] == [60810, 60811]
+    assert "user ids of leases are taken: 60810-60811" in str(workers.start(3, [SHARE], new_keys().public, 1.0, 0.0))
+    assert end(workers, 3) == LeaseClosed(3)
+    assert end(workers, 1) == LeaseClosed(1)
+    assert running_process(left[0]) is None and running_process(left[1]) is not None
+    assert workers.start(3, [SHARE], new_keys().public, 1.0, 0.0) is None, "its user is free again"
+    third = left_by(workers, 3)
+    workers.close()
+    assert running_process(left[1]) is None and running_process(third) is None
+
+
+@pytest.mark.usefixtures("leaves")
+def test_each_lease_has_a_cgroup_and_nothing_of_it_is_left(cgroups: LeaseCgroups) -> None:
+    workers = started(LeaseIsolation(None, cgroups), 1, 2)
+    left = [left_by(workers, lease) for lease in (1, 2)]
+    places = [Path(f"/proc/{process}/cgroup").read_text().splitlines()[-1] for process in left]
+    assert [place.rpartition("/")[2] for place in places] == ["lease-1", "lease-2"]
+    folders = [cgroups.folder / f"lease-{lease}" for lease in (1, 2)]
+    assert str(left[0]) in (folders[0] / "cgroup.procs").read_text().split()
+    assert end(workers, 1) == LeaseClosed(1)
+    assert running_process(left[0]) is None and running_process(left[1]) is not None
+    assert [folder.exists() for folder in folders] == [False, True]
+    workers.close()
+    assert running_process(left[1]) is None
+    assert not folders[1].exists()
+
+
+@pytest.mark.usefixtures("leaves")
+def test_what_an_agent_left_that_was_killed_is_ended_by_the_next(cgroups: LeaseCgroups) -> None:
+    workers = started(LeaseIsolation(None, cgroups), 1)
+    left = left_by(workers, 1)
+    gone = cgroups.folder.with_name("onebox-4194304-0")  # no process has this number: pid_max is at most 2^22
+    gone.mkdir()
+    (gone / "lease-5").mkdir()
+    (gone / "lease-5" / "cgroup.procs").write_text(str(left))
+    LeaseCgroups().close()
+    until(lambda: running_process(left) is None)
+    LeaseCgroups().close()
+    assert not gone.exists()
+    workers.close()
+
+
+def test_orphans_are_children_of_their_leases_fork_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(PATCH)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    workers = started(LeaseIsolation(), 1)
+    crew = workers._crews[1]
+    until(lambda: workers.attend(set(), 0.0) is not None and crew.workers)
+    left = int(until(crew.workers[0].last_words))
+    until(lambda: (found := running_process(left)) and found.parent == crew.fork_server.pid)
+    until(lambda: any(isinstance(news, LeaseNotStarted) for news in workers.attend(set(workers.descriptors()), 0.0)))
+    assert end(workers, 1) == LeaseClosed(1)
+    assert running_process(left) is None
+
+
+@as_root
+@pytest.mark.usefixtures("leaves")
+def test_a_user_whose_processes_do_not_end_is_given_to_no_other_lease(
+    users: LeaseUsers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onebox.agent.lease_processes._kill", lambda found: None)  # as in a call of a driver
+    workers = started(LeaseIsolation(users), 1)
+    left = left_by(workers, 1)
+    workers.end(1, 0.0, 1.0)
+    until(lambda: running_process(workers._crews[1].workers[0].pid) is None)
+    assert workers.attend(set(workers.descriptors()), 1.0) == []
+    assert workers.attend(set(), 1.0 + module.LEFT_S - 0.1) == []
+    assert workers.attend(set(), 1.0 + module.LEFT_S) == [LeaseClosed(1, (left,))]
+    monkeypatch.undo()
+    os.kill(left, 9)
+    found = users.take()
+    assert found is not None and found.user == 60811 and users.take() is None

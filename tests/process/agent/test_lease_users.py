@@ -1,0 +1,146 @@
+"""An agent that root runs: real workers, each lease with a user of its own, as far as ``onebox serve`` goes alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+import onebox
+from onebox.pool.keys.keyring import KnownAgent, allow_client, identity, remember_agent
+from onebox.pool.launch.worker_user import running_processes
+from onebox.worker.sandbox import seccomp
+from tests import warm
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root starts processes of other users")
+
+WAIT_S = 120.0
+IDS = range(60820, 60824)
+
+LET_IN = """
+set -e
+kept=$(mktemp -d)
+mount --bind "$1" "$kept"
+mount -t tmpfs -o mode=755 none "$2"
+mkdir -p "$1"
+mount --move "$kept" "$1"
+rmdir "$kept"
+shift 2
+exec "$@"
+"""
+"""Runs a program where a folder of root's (the second argument) lets everybody into another below it (the first)."""
+
+
+def readable_by_all(command: list[str]) -> list[str]:
+    """Return a command line for a program of Python's that other users find Python for, wherever it is."""
+    base = Path(sys.base_prefix).resolve()
+    closed = next((folder for folder in reversed(base.parents) if not folder.stat().st_mode & 0o001), None)
+    if closed is None:
+        return command
+    return ["unshare", "--mount", "sh", "-c", LET_IN, "sh", str(base), str(closed), *command]
+
+
+@pytest.fixture(scope="module")
+def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path, Path]]:
+    """An agent's address, its journal, and the folder of its paired client's keys."""
+    folder = tmp_path_factory.mktemp("users")
+    owner, client, journal = folder / "owner", folder / "client", folder / "journal"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ONEBOX_CONFIG", str(client))
+        key = identity("client").public
+        patch.setenv("ONEBOX_CONFIG", str(owner))
+        allow_client("ana@desk", key)
+        public = identity("agent").public
+    ids = f"{IDS.start}-{IDS.stop - 1}"
+    options = ["--bind", "127.0.0.1", "--port", "0", "--devices", "cpu", "--user-ids", ids, "--journal", str(journal)]
+    line = readable_by_all([sys.executable, "-m", "onebox", "serve", *options])
+    environment = warm.single() | {"ONEBOX_CONFIG": str(owner)}
+    said = folder / "said"
+    with (
+        said.open("w") as output,
+        subprocess.Popen(line, env=environment, stdout=subprocess.DEVNULL, stderr=output) as process,
+    ):
+        try:
+            end_s = time.monotonic() + WAIT_S
+            while not (found := re.search(r"agent at (127.0.0.1:\d+)", said.read_text())):
+                if process.poll() is not None and "cannot run" in said.read_text():
+                    pytest.skip(said.read_text())
+                assert process.poll() is None and time.monotonic() < end_s, said.read_text()
+                time.sleep(0.05)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("ONEBOX_CONFIG", str(client))
+                patch.delenv("ONEBOX_POOL", raising=False)
+                remember_agent(KnownAgent(found[1], public, "lab"))
+                yield found[1], journal, client
+        finally:
+            process.terminate()
+            process.wait(WAIT_S)
+
+
+def status(process: int) -> dict[str, str]:
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    return {name: value.strip() for name, value in (line.split(":", 1) for line in lines)}
+
+
+def users(processes: list[int]) -> set[int]:
+    found = {int(word) for process in processes for word in status(process)["Uid"].split()}
+    assert found == {int(word) for process in processes for word in status(process)["Gid"].split()}
+    assert {status(process)["Groups"] for process in processes} == {""}
+    return found
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_workers_of_a_lease_have_one_user_and_work(agent: tuple[str, Path, Path]) -> None:
+    address, journal, _ = agent
+    with onebox.open(f"{address}/cpu*2", threads=1, memory="64MiB") as pool:
+        (user,) = users(list(pool.process_ids))
+        assert user in IDS
+        (parent,) = {psutil.Process(process).ppid() for process in pool.process_ids}
+        assert users([parent]) == {user}, "its fork server has the same user"
+        x_BD = torch.arange(6.0, dtype=torch.float64, device="vgpu:0").reshape(2, 3)
+        assert ((x_BD.to("vgpu:1") + 1).to("vgpu:0") * x_BD).cpu().tolist() == [[0, 2, 6], [12, 20, 30]]
+        for process in pool.process_ids:
+            assert status(process)["CapEff"] == "0" * 16
+            if seccomp.supported():
+                assert status(process)["Seccomp_filters"] == "2"
+            limits = Path(f"/proc/{process}/limits").read_text().splitlines()
+            assert "unlimited" not in next(line for line in limits if line.startswith("Max data size")), "its quota"
+        events = [json.loads(line) for line in journal.read_text().splitlines()]
+        begin = next(event for event in events if event["event"] == "started")
+        assert begin["users"] == "one for each lease: 60820-60823"
+        if begin["cgroups"].startswith("on"):
+            (place,) = {Path(f"/proc/{each}/cgroup").read_text().splitlines()[-1] for each in pool.process_ids}
+            assert "lease-" in place
+    end_s = time.monotonic() + WAIT_S
+    while any(process.user in IDS for process in running_processes()):
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_leases_at_the_same_time_have_two_users(agent: tuple[str, Path, Path]) -> None:
+    address, _, _ = agent
+    with (
+        onebox.open(f"{address}/cpu", threads=1, memory="64MiB") as one,
+        onebox.open(f"{address}/cpu", threads=1, memory="64MiB") as two,
+    ):
+        found = users(list(one.process_ids)) | users(list(two.process_ids))
+        assert len(found) == 2 and found < set(IDS)
+
+
+def test_the_next_lease_has_another_user(agent: tuple[str, Path, Path]) -> None:
+    address, _, _ = agent
+    seen = []
+    for _ in range(2):
+        with onebox.open(f"{address}/cpu", threads=1, memory="64MiB") as pool:
+            seen.append(users(list(pool.process_ids)))
+    assert len(seen[0]) == 1 and seen[0] != seen[1]
