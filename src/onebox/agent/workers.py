@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
@@ -27,6 +28,9 @@ STARTS = 4
 CLOSE_S = 2.0
 """How long the workers may take to end when the agent ends."""
 
+LEAVE_S = 10.0
+"""Time after which a killed worker that does not end is left behind, so that its lease ends."""
+
 
 class LeasedWorker(WorkerProcess):
     """A worker that belongs to a lease."""
@@ -42,7 +46,7 @@ class LeasedWorker(WorkerProcess):
             signal.pidfd_send_signal(self.descriptor, signal.SIGKILL)
 
     def release(self) -> None:
-        """Release the resources of a process that has ended."""
+        """Release the resources of a process that has ended; one that has not is left behind."""
         self.ended = True
         self.close(grace_s=0.0)
 
@@ -198,6 +202,10 @@ class Workers:
                 news.append(self._fail(crew, f"a worker did not start within {START_S:.0f} s"))
             if crew.ending and now_s >= crew.until_s:
                 self._kill(crew)
+            if crew.ending and now_s >= crew.until_s + LEAVE_S:
+                for worker in crew.workers:
+                    if not worker.ended:
+                        worker.release()
             if crew.ending and all(worker.ended for worker in crew.workers):
                 self._core_allocator.give_back([core for own in crew.cores for core in own])
                 crew.fork_server.close()
@@ -210,9 +218,10 @@ class Workers:
         crews, self._crews = list(self._crews.values()), {}
         for crew in crews:
             self._kill(crew)
+        end_s = time.monotonic() + CLOSE_S
         for crew in crews:
             for worker in crew.workers:
-                worker.close(grace_s=CLOSE_S)
+                worker.close(grace_s=max(0.0, end_s - time.monotonic()))
             crew.fork_server.close()
         self._core_allocator.close()
 

@@ -29,6 +29,7 @@ class Started:
 
     def __init__(self, command: list[str], **options: Any) -> None:
         self.command, self.options = command, options
+        self.stderr = os.dup(options["stderr"].fileno())
         self.pid = os.getpid()
         heard, self.stdin = os.pipe()
         self.heard = os.fdopen(heard, "rb")
@@ -63,6 +64,7 @@ def worker(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[tu
     made.close(grace_s=0.0)
     started.heard.close()
     os.close(started.says)
+    os.close(started.stderr)
 
 
 @pytest.mark.parametrize("temporary", ["short", "too long for a socket", "not there"])
@@ -154,7 +156,7 @@ def test_a_worker_that_ends_says_how_and_its_last_words(
 ) -> None:
     made, started = worker
     started.status = status
-    os.write(made._stderr.fileno(), b"x" * 10_000 + b"\nImportError: no module \xff\n")
+    os.write(started.stderr, b"x" * 10_000 + b"\nImportError: no module \xff\n")
     started.stdout.close()
     started.stdout = open(os.devnull, "rb")  # noqa: SIM115 (closed by close)
     with pytest.raises(WorkerDied, match=how) as caught:
