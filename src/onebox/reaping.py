@@ -1,7 +1,7 @@
 """Ends of killed processes: waited for with a bound, and reaped later where they do not come.
 
-A killed process ends at once, unless it waits in the kernel for something that nothing interrupts, such as a driver or a
-network file system. Whoever killed it does not wait for that: the process is left behind, with a line in the log.
+A killed process ends at once, unless it waits in the kernel for something that nothing interrupts, such as a driver or
+a network file system. No caller waits for that: the process is left behind, with a line in the log.
 """
 
 from __future__ import annotations

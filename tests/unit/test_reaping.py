@@ -1,7 +1,7 @@
 """Processes that were killed and do not end: nobody waits for them without a bound, and they are reaped later.
 
-One that waits in the kernel is made by tracing a thread of it: until its tracer takes note of the end of that thread, the
-process does not end, killed or not.
+One that waits in the kernel is made by tracing a thread of it: until its tracer takes note of the end of that thread,
+the process does not end, killed or not.
 """
 
 from __future__ import annotations

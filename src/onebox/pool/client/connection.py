@@ -29,7 +29,6 @@ from onebox.wire.protocol.groups import LeaveGroup
 from onebox.wire.protocol.requests import Envelope
 from onebox.wire.protocol.responses import Hello, Result
 
-
 HEARTBEATS = 16
 """Most heartbeats of a worker that are processed in one turn of the client's loop."""
 
@@ -88,9 +87,7 @@ class WorkerConnection:
             if endpoint.startswith("tcp://"):
                 detect_dead_peers(socket, heartbeats=socket is self.heartbeat_socket)
         self.watch = ReceiveWatch(self.commands, message_bytes, events=zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        self._heartbeat_watch = ReceiveWatch(
-            self.heartbeat_socket, SMALL_BYTES, events=zmq.EVENT_HANDSHAKE_SUCCEEDED
-        )
+        self._heartbeat_watch = ReceiveWatch(self.heartbeat_socket, SMALL_BYTES, events=zmq.EVENT_HANDSHAKE_SUCCEEDED)
         transmit = partial(send, self.commands, copy=False)
         self.link = Connection(self.commands, transmit, ports.commands, watch=self.watch)
         self.commands.connect(ports.commands)

@@ -18,7 +18,6 @@ from onebox.wire import from_frame, to_frame
 from onebox.wire.protocol.groups import Reduced, Rendezvous, TicketCancelled
 from onebox.wire.protocol.responses import Contribution, Left, Lookup
 
-
 KEYS = 1 << 16
 KEY_BYTES = 64 << 20
 """Limits of a group's key-value store: Gloo's takes some 200 bytes for each pair of members."""

@@ -42,7 +42,9 @@ part, so that one that floods the client delays no other for long."""
 LEAST_TURN_S = 0.001
 
 MESSAGE_SHARE = 2
-"""Inverse of the fraction of this host's memory that incomplete messages of all workers may take."""
+LEAST_MESSAGE_BYTES = 1 << 30
+"""Limit of incomplete messages of all workers: this inverse fraction of the host's memory, or so much if that is more.
+"""
 
 _CIPHER_THREADS = 4
 """Limit of ZeroMQ's I/O threads, one of which encrypts about 1 GB/s: enough for a network of 25 Gbit/s."""
@@ -70,7 +72,7 @@ class ClientLoop:
         self._keys = keys
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=max(1, min(workers, _CIPHER_THREADS)))
         self._connections: dict[int, WorkerConnection] = {}
-        self._message_bytes = psutil.virtual_memory().total // MESSAGE_SHARE
+        self._message_bytes = max(LEAST_MESSAGE_BYTES, psutil.virtual_memory().total // MESSAGE_SHARE)
         self._outbox: DelayQueue[tuple[int, list[Any]]] = DelayQueue(latency_s, bandwidth_bps)
         self._inbox: DelayQueue[tuple[WorkerConnection, Sequence[Any]]] = DelayQueue(latency_s)
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

@@ -1,7 +1,7 @@
 """Memory that a worker shares with others of its host, counted separately, and bounded.
 
-The kernel counts it for no process, so that no limit of a process holds for it. It lasts until its readers are done with
-it, also after the worker has left the group in which it was sent.
+The kernel counts it for no process, so that no limit of a process holds for it. It lasts until its readers are done
+with it, also after the worker has left the group in which it was sent.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from onebox.worker.memory.buffers import QuotaExceeded
 
 SHARED_SHARE = 2
 LEAST_BYTES = 64 << 20
-"""Shared memory of a worker with a quota: so many times the quota, and so much besides. Tensors that have been sent wait
-there until they are read, and those that were received may stay there."""
+"""Shared memory of a worker with a quota: so many times the quota, and so much besides. Tensors that have been sent
+wait there until they are read, and those that were received may stay there."""
 
 
 class SharedBlocks(Protocol):

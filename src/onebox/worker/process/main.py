@@ -422,7 +422,7 @@ def main(owner: int = 0, watched: Sequence[int] = ()) -> None:
     done = confine(config.device, config.address, memory_bytes=memory_bytes, threads=config.threads)
     for failure in failures(done):
         print(f"onebox worker: not confined as it could be: {failure}", file=sys.stderr)
-    warnings.simplefilter("ignore")  # those of operators, which a client could repeat without end
+    ignore_warnings()
     server = WorkerServer(config, owner_descriptors)
     if config.cores:
         use_cores(config.cores)
@@ -440,6 +440,12 @@ def main(owner: int = 0, watched: Sequence[int] = ()) -> None:
         traceback.print_exc()
     sys.stderr.flush()
     os._exit(status)  # libraries' threads must not delay the end
+
+
+def ignore_warnings() -> None:
+    """Ignore warnings, such as those of operators: a client could repeat them without end, and Python keeps a record of
+    each text."""
+    warnings.simplefilter("ignore")
 
 
 def load_kernels_at_once(config: WorkerConfig) -> None:

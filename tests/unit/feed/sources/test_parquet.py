@@ -368,7 +368,12 @@ def test_a_value_that_many_rows_name_is_counted_for_each(tmp_path):
 def test_what_is_read_in_parts_is_what_is_read_at_once(tmp_path, compression, encoding):
     texts = [f"{'long ' * 50 if n == 700 else 'text'} {n % 50}" for n in range(2000)]
     table = pa.table(
-        {"s": texts, "n": range(2000), "l": [[n] * (n % 4) for n in range(2000)], "b": [n % 3 == 0 for n in range(2000)]}
+        {
+            "s": texts,
+            "n": range(2000),
+            "l": [[n] * (n % 4) for n in range(2000)],
+            "b": [n % 3 == 0 for n in range(2000)],
+        }
     )
     coding = {"column_encoding": {"s": encoding}} if encoding else {}
     path = tmp_path / "x.parquet"
@@ -435,7 +440,9 @@ def test_compressed_batches_of_arrow_are_bounded(tmp_path, kind, compression):
         feather.write_feather(zeros, path, compression=compression, chunksize=1 << 23)
     else:
         options = pa.ipc.IpcWriteOptions(compression=compression)
-        with (pa.ipc.new_stream if kind == "stream" else pa.ipc.new_file)(path, zeros.schema, options=options) as writer:
+        with (pa.ipc.new_stream if kind == "stream" else pa.ipc.new_file)(
+            path, zeros.schema, options=options
+        ) as writer:
             writer.write_table(zeros)
     assert path.stat().st_size < 20_000
     before = max(pa.default_memory_pool().max_memory(), pa.total_allocated_bytes() + (2 << 20))
