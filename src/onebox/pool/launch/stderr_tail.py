@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import select
 import threading
@@ -16,8 +14,7 @@ RATE_BPS = 1 << 20
 """Bytes per second that are taken; a process that writes more waits."""
 
 _READ_BYTES = 64 << 10
-_PIPE_BYTES = 1 << 20  # the most that an ordinary user may set: a process writes so much without waiting
-_F_SETPIPE_SZ = 1031
+_PIPE_BYTES = 1 << 20  # more than a pipe holds
 
 
 class StderrTail:
@@ -30,8 +27,6 @@ class StderrTail:
     def __init__(self) -> None:
         self._outlet, inlet = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._outlet, False)
-        with contextlib.suppress(OSError):  # this user has many pipes: it stays small
-            fcntl.fcntl(self._outlet, _F_SETPIPE_SZ, _PIPE_BYTES)
         self.inlet: IO[bytes] = open(inlet, "wb", buffering=0)  # noqa: SIM115 (closed by its user)
         self._stop = os.eventfd(0, os.EFD_CLOEXEC)
         self._kept = bytearray()

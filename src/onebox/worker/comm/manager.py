@@ -56,7 +56,8 @@ class GroupManager:
         self._groups: dict[int, WorkerGroup] = {}
         self._lost: dict[int, WorkerFailure] = {}
         self._failed: set[int] = set()
-        self._failures: list[str] = []
+        self._failures = 0
+        self._last_failure = ""
         self._emulated_links = EmulatedLinks()
         self._sockets = GroupSockets()
         self._forming: FormGroup | None = None
@@ -128,7 +129,7 @@ class GroupManager:
         """Return the number of groups that have failed until now, with those that this worker has left since."""
         for number, group in self._groups.items():
             self._note(number, group)
-        return len(self._failures)
+        return self._failures
 
     def check_since(self, failures: int) -> None:
         """Require that no group has failed since a call of :meth:`failures`, also none that was left since.
@@ -140,7 +141,7 @@ class GroupManager:
             RankLost: One has.
         """
         if self.failures() > failures:
-            raise RankLost(self._failures[-1])
+            raise RankLost(self._last_failure)
 
     def _note(self, number: int, group: WorkerGroup) -> None:
         """Count the failure of a group, once."""
@@ -149,7 +150,8 @@ class GroupManager:
         except RankLost as error:
             if number not in self._failed:
                 self._failed.add(number)
-                self._failures.append(str(error))
+                self._failures += 1
+                self._last_failure = str(error)
 
     def interrupt(self, number: int) -> None:
         """End waits for a silent rank of a group; callable from any thread."""

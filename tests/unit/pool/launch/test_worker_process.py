@@ -205,7 +205,7 @@ def test_a_process_that_floods_its_standard_error_is_held_to_a_rate_and_its_last
     try:
         with pytest.raises(WorkerDied) as caught:
             worker.ports()
-        assert time.monotonic() - began_s > 0.4, "1.8 MB, of which a pipe holds 1 MiB"
+        assert time.monotonic() - began_s > 1.0, "1.8 MB"
         assert caught.value.last_words.endswith("the end") and caught.value.exit_status == 1
     finally:
         worker.close(grace_s=1.0)

@@ -374,6 +374,8 @@ class AgentConnection:
                         self._lease(asked, asked.request, message)
                     if not isinstance(message, Queued):
                         del self._asked[message.number]
+                    elif asked.answers.qsize() >= _BATCH:  # nobody looks at them now: the place in the queue is old
+                        return
                     asked.answers.put(message)
 
     def _lease(self, asked: _Asked, request: Lease, leased: Leased) -> None:
