@@ -18,11 +18,13 @@ from onebox.feed.sources.formats.files import open_regular, read_part
 _HEADER_BYTES, _MOST_HEADER_BYTES = 1 << 9, 1 << 20  # first read of a page's header, and its limit
 _DEPTH = 8
 _DATA, _DICTIONARY, _DATA_V2 = 0, 2, 3  # types of pages
-_WHOLE = (0, 6)  # encodings that hold each byte of a text: plain, and lengths before all texts
+_WHOLE = (0, 6)  # encodings that hold each byte of a text: plain, and lengths before all texts, which are packed
 _BY_DICTIONARY = (2, 8)
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}
 _DECIMAL_BYTES = 32
-_PLACE_BYTES = 8  # of a value's place in a list of texts, of its length, and whether it is there
+_PLACE_BYTES = 8  # of a list's place among the values, and whether it is there
+_LENGTH_BYTES = 4  # of a text
+_DELTA_LENGTHS = 6
 
 
 class ColumnBounds(NamedTuple):
@@ -31,13 +33,13 @@ class ColumnBounds(NamedTuple):
     Args:
         unpacked_bytes: Bytes of its pages, decompressed but not decoded.
         decoded_bytes: Most bytes of its values.
-        longest_bytes: Most bytes of one of the values that may take less in the file; 0 if there are none.
+        value_bytes: Most bytes of one of the values that may take less in the file; 0 if there are none.
         repeated: Whether a row may have many values.
     """
 
     unpacked_bytes: int
     decoded_bytes: int
-    longest_bytes: int
+    value_bytes: int
     repeated: bool
 
 
@@ -83,21 +85,21 @@ def _bounds(fd: int, chunk: Any, column: Any) -> ColumnBounds:
     repeated = column.max_repetition_level > 0
     data = [page for page in pages if page.kind != _DICTIONARY]
     values = sum(page.values for page in data)
+    places_bytes = values // 8 + values * _PLACE_BYTES * column.max_repetition_level
     if chunk.physical_type != "BYTE_ARRAY":
         width = _WIDTHS.get(chunk.physical_type, column.length)
         width = _DECIMAL_BYTES if column.logical_type.type == "DECIMAL" else width
-        return ColumnBounds(unpacked_bytes, values * (width + _PLACE_BYTES), 0, repeated)
+        return ColumnBounds(unpacked_bytes, values * width + places_bytes, width, repeated)
     whole_bytes = sum(page.unpacked_bytes for page in data if page.encoding in _WHOLE)
+    whole_bytes += sum(page.values for page in data if page.encoding == _DELTA_LENGTHS) * _LENGTH_BYTES
     coded = [page for page in data if page.encoding not in _WHOLE]
     longest_bytes = 0
     if any(page.encoding in _BY_DICTIONARY for page in coded):
         longest_bytes = max((_longest(fd, chunk, page) for page in pages if page.kind == _DICTIONARY), default=0)
     others = [page.unpacked_bytes for page in coded if page.encoding not in _BY_DICTIONARY]
     longest_bytes = max([longest_bytes, *others])  # a value is no longer than the page in which others begin like it
-    coded_values = sum(page.values for page in coded)
-    return ColumnBounds(
-        unpacked_bytes, whole_bytes + values * 2 * _PLACE_BYTES + coded_values * longest_bytes, longest_bytes, repeated
-    )
+    coded_bytes = sum(page.values for page in coded) * (longest_bytes + _LENGTH_BYTES)
+    return ColumnBounds(unpacked_bytes, whole_bytes + coded_bytes + places_bytes, longest_bytes, repeated)
 
 
 def _pages(fd: int, chunk: Any) -> list[_Page]:

@@ -178,9 +178,8 @@ class _Parquet:
             if decoded_bytes <= max_bytes:
                 return file.read_row_group(group, columns=names, use_threads=False)
             # Values that are short in the file, but may be long: a few rows at a time, until they are too many.
-            row_bytes = sum(column.longest_bytes for column in bounds)
-            if not row_bytes or any(column.repeated and column.longest_bytes for column in bounds):
-                self._limit.check(group, decoded_bytes)
+            row_bytes = sum(column.value_bytes for column in bounds)
+            self._limit.check(group, sum(column.decoded_bytes for column in bounds if column.repeated))
             pa = import_extra("pyarrow", READING)
             batches, rows, size_bytes = [], max(1, max_bytes // max(1, row_bytes)), 0
             for batch in file.iter_batches(rows, row_groups=[group], columns=names, use_threads=False):

@@ -37,7 +37,7 @@ def limited(limit_bytes: int = LIMIT) -> SharedMemoryQuota:
 
 
 def tensor(value: float = 1.0) -> Tensor:
-    return torch.full(SPEC.shape, value)
+    return torch.full(SPEC.shape, float(value))
 
 
 @pytest.fixture
