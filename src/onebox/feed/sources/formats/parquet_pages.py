@@ -127,7 +127,7 @@ def _page(header: dict[int, Any], start: int) -> _Page:
     kind = header.get(1)
     place = {_DATA: (5, 1, 2), _DICTIONARY: (7, 1, 2), _DATA_V2: (8, 1, 4)}.get(kind if isinstance(kind, int) else -1)
     inner = header.get(place[0]) if place else None
-    numbers = [header.get(2), header.get(3)]
+    numbers: list[Any] = [header.get(2), header.get(3)]
     numbers += [inner.get(place[1]), inner.get(place[2])] if place and isinstance(inner, dict) else []
     if place is None or len(numbers) < 4 or not all(isinstance(number, int) for number in numbers):
         raise ValueError(f"the page before byte {start} has no valid header")
