@@ -412,9 +412,9 @@ def test_a_page_that_is_larger_than_the_metadata_say_is_found_before_it_is_unpac
             number >>= 7
         return bytes([*packed, number])
 
-    old = zigzag(100_004)
-    assert content[size : size + len(old)] == old, "the page's size, unpacked"
-    path.write_bytes(content[:size] + zigzag(1_000_000) + content[size + len(old) :])
+    more = zigzag(1_000_000)
+    assert content[size - 1] == 0x15 and len(more) == len(zigzag(100_000)), "the page's size, unpacked"
+    path.write_bytes(content[:size] + more + content[size + len(more) :])
     with pytest.raises(DataError, match="row group 0 has 1000000 bytes or more"):
         RowGroups([path], max_bytes=900_000).load(0)
 

@@ -183,8 +183,6 @@ class _Compact:
 
     def struct(self, depth: int = 0) -> dict[int, Any]:
         """Read a structure: its fields by their numbers."""
-        if depth > _DEPTH:
-            raise ValueError("a header of a page is nested too deeply")
         found: dict[int, Any] = {}
         field = 0
         while (head := self._byte()) != 0:
@@ -193,6 +191,8 @@ class _Compact:
         return found
 
     def _value(self, kind: int, depth: int) -> Any:
+        if depth > _DEPTH:
+            raise ValueError("a header of a page is nested too deeply")
         if kind in (1, 2):  # a boolean
             return kind == 1
         if kind in (4, 5, 6):
@@ -201,8 +201,10 @@ class _Compact:
             return self.struct(depth + 1)
         if kind in (9, 10):
             self._list(depth)
+        elif kind in (3, 7, 8):  # a byte, a float, a text
+            self._skip({3: 1, 7: 8}.get(kind) or self._number())
         else:
-            self._skip({3: 1, 7: 8}[kind] if kind != 8 else self._number())
+            raise ValueError(f"a header of a page has a field of type {kind}")
         return None
 
     def _list(self, depth: int) -> None:
