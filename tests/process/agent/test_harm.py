@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from onebox.agent.workers import Workers
+from onebox.reaping import LEFT_BEHIND
 from onebox.wire import SMALL_BYTES, new_keys
 from onebox.wire.protocol.agents import (
     TOKEN_BYTES,
@@ -202,3 +203,17 @@ def test_a_connection_that_is_cut_off_is_in_the_journal(shared: House) -> None:
     shared.until("cut-off")
     told = shared.told("cut-off")[0]
     assert told["address"] == "127.0.0.1" and told["unread_bytes"] > SMALL_BYTES
+
+
+def test_a_process_that_is_left_behind_is_in_the_journal_and_so_is_its_end(shared: House) -> None:
+    process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+    try:
+        LEFT_BEHIND.add(process, "worker 0", os.pidfd_open(process.pid))
+        shared.until("process-left")
+        assert shared.told("process-left") == [{"process": process.pid, "what": "worker 0"}]
+        assert not shared.told("process-reaped")
+    finally:
+        process.kill()
+    shared.until("process-reaped")
+    assert shared.told("process-reaped") == [{"process": process.pid, "what": "worker 0"}]
+    assert process.returncode is not None
