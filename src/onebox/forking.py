@@ -30,6 +30,8 @@ from dataclasses import dataclass
 import msgspec
 from msgspec import Struct
 
+from onebox.reaping import KILLED_S, has_ended
+
 LONGEST = 1 << 16
 """Longest message in bytes, mostly the core numbers of a big host."""
 
@@ -228,11 +230,13 @@ class ForkServer:
                     return descriptors[:-1]
 
     def kill_children(self) -> None:
-        """Kill all processes, and wait for their end."""
+        """Kill all processes, and wait for their end; one that does not end in time is left to the system."""
         for descriptor in self._children:
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        end_s = time.monotonic() + KILLED_S
         for descriptor in list(self._children):
-            self._report_exit(descriptor)
+            if has_ended(descriptor, max(0.0, end_s - time.monotonic())):
+                self._report_exit(descriptor)
 
     def _spawn(self, packet: bytes, descriptors: list[int]) -> bool:
         """Handle a request; return whether this process is the fork."""

@@ -16,6 +16,7 @@ from onebox.worker.comm.emulated_links import EmulatedLinks
 from onebox.worker.comm.shm.gpu_sender import ShmCopier
 from onebox.worker.comm.shm.group import ShmGroup
 from onebox.worker.comm.shm.rendezvous import find_shm_peers
+from onebox.worker.memory.shared import SharedMemoryQuota
 from onebox.worker.progress import WorkerProgress
 from tests.unit.programs import HOST
 
@@ -99,6 +100,7 @@ def run_ranks(
     devices: Sequence[Accelerator] = (),
     links: Mapping[int, Sequence[EmulatedLink]] | None = None,
     copiers: Mapping[int, ShmCopier] | None = None,
+    quotas: Mapping[int, SharedMemoryQuota] | None = None,
 ) -> list[Any]:
     """Form a group, run a function for each rank, in threads, and return what each returns.
 
@@ -109,6 +111,7 @@ def run_ranks(
         devices: Of each rank; CPUs where left out.
         links: Emulated links that each rank has to others.
         copiers: What copies for ranks whose device is an accelerator.
+        quotas: Limits of the memory that ranks share.
     """
     keys = Keys()
 
@@ -119,7 +122,8 @@ def run_ranks(
         met = find_shm_peers(form, keys, paged=copier is not None)
         if len(met.memories) < size:
             raise RankLost(f"only ranks {sorted(met.memories)} share memory")
-        group = ShmGroup(form, met, devices[number] if devices else HOST, WorkerProgress(), EmulatedLinks(), copier)
+        device, quota = devices[number] if devices else HOST, (quotas or {}).get(number)
+        group = ShmGroup(form, met, device, WorkerProgress(), EmulatedLinks(), copier, quota)
         del met
         try:
             return rank(number, group)

@@ -11,6 +11,7 @@ from onebox.agent.leases import Client, Decision, Dequeue, End, Grant, Leases, R
 from onebox.agent.log_rate_limit import LogValue, Reporter
 from onebox.agent.sessions import SessionFaultIsolator
 from onebox.agent.workers import LeaseClosed, LeasedWorkerExited, LeaseEvent, LeaseNotStarted, LeaseReady, Workers
+from onebox.reaping import LEFT_BEHIND
 from onebox.wire.protocol.agents import (
     AgentResponse,
     Done,
@@ -105,6 +106,7 @@ class LeaseService:
     def tick(self, now_s: float) -> None:
         """End the leases that are over."""
         self._apply(self._leases.tick(now_s), now_s)
+        self._report_left()
 
     def attend(self, ready: Set[int], now_s: float) -> None:
         """Process the workers' events.
@@ -121,6 +123,12 @@ class LeaseService:
         for lease, grant in self._granted.items():
             self._send(grant.client, LeaseEnded(lease, why), now_s)
         self._workers.close()
+        self._report_left()
+
+    def _report_left(self) -> None:
+        """Record which processes were left behind, and which of them have ended."""
+        for left in LEFT_BEHIND.reap():
+            self._report("process-reaped" if left.ended else "process-left", process=left.pid, what=left.name)
 
     # ---- decisions
 

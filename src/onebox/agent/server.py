@@ -28,7 +28,7 @@ from onebox.agent.workers import Workers
 from onebox.agent.zap_auth import ZapAuthenticator
 from onebox.errors import UsageError, WireError
 from onebox.pool.backends.compatibility import mismatch, own_versions
-from onebox.wire import KeyPair, configure
+from onebox.wire import SMALL_BYTES, KeyPair, ReceiveWatch, configure
 from onebox.wire.protocol.agents import (
     Inspect,
     Introduce,
@@ -47,6 +47,9 @@ from onebox.wire.protocol.agents import (
 
 REQUEST_BYTES = 64 << 10
 """Limit of a client's message: a request for 256 devices takes a tenth of it."""
+
+UNREAD_BYTES = 32 << 20
+"""Limit of what all connections have brought without completing a message."""
 
 QUEUE = 256
 """Limit of queued messages on one connection, each way."""
@@ -176,8 +179,9 @@ class Agent:
         try:
             self._door = ZapAuthenticator(self._context, name_of, self._report)
             self._socket = self._context.socket(zmq.ROUTER)
+            self._watch = ReceiveWatch(self._socket, SMALL_BYTES, total_bytes=UNREAD_BYTES)
             self.endpoint = listen_at(self._socket, keys, bind, port)
-            self._mail = SessionChannel(self._socket, name_of, self._leases.busy, self._report)
+            self._mail = SessionChannel(self._socket, name_of, self._leases.busy, self._report, self._watch)
             self._lease_service = LeaseService(self._leases, self._workers, self._mail.send, self._report)
         except BaseException:
             os.close(self._bell)
@@ -210,6 +214,7 @@ class Agent:
             os.close(self._bell)
             self._lease_service.close("the agent has ended", time.monotonic())
             self._isolation.close()
+        self._watch.close()
         self._socket.close(200)  # milliseconds for the last messages to be sent
         self._door.close()
         self._context.term()
@@ -227,7 +232,8 @@ class Agent:
         expected_s = time.monotonic() + 2 * _TICK_MS / 1000
         while not self._stopping:
             poller = zmq.Poller()
-            for source in (self._socket, self._door.socket, self._bell, *self._workers.descriptors()):
+            watched = self._watch.monitor, self._watch.descriptor
+            for source in (self._socket, self._door.socket, self._bell, *watched, *self._workers.descriptors()):
                 poller.register(source, zmq.POLLIN)
             ready = dict(poller.poll(0 if self._workers.pressed else _TICK_MS))
             now_s = time.monotonic()

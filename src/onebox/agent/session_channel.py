@@ -8,6 +8,7 @@ another one's messages. After an interruption a session continues over a new con
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
@@ -17,9 +18,15 @@ from onebox.agent.leases import Client
 from onebox.agent.log_rate_limit import Reporter
 from onebox.agent.sessions import Session, Sessions
 from onebox.errors import WireError
+from onebox.wire import ReceiveWatch, connection_of
 from onebox.wire.protocol.agents import TOKEN_BYTES, AgentResponse, encode_agent
 
 _BATCH = 256
+
+TURN_S = 0.1
+"""Longest time that received messages take in one turn of the agent, unless one of them takes longer."""
+
+_FRAMES = 3
 
 
 class SessionChannel:
@@ -30,6 +37,7 @@ class SessionChannel:
         name_of: Maps a public key to the name of its client; None where it is no longer accepted.
         busy: Returns whether a session has leases or requests, and must be kept.
         report: Sink of failures to send.
+        watch: The watch of the socket's connections.
     """
 
     def __init__(
@@ -38,7 +46,9 @@ class SessionChannel:
         name_of: Callable[[str], str | None],
         busy: Callable[[Client], bool],
         report: Reporter,
+        watch: ReceiveWatch,
     ) -> None:
+        self._watch = watch
         self._socket = socket
         self._name_of = name_of
         self._busy = busy
@@ -54,12 +64,15 @@ class SessionChannel:
         Yields:
             A session, the connection it was heard on, and a message of it.
         """
+        end_s = time.monotonic() + TURN_S
         for _ in range(_BATCH):
+            if time.monotonic() >= end_s:
+                return
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                frames = self._receive()
             except zmq.Again:
                 return
-            if len(frames) != 3 or len(frames[1]) != TOKEN_BYTES:  # not of this protocol: one frame after a token
+            if len(frames) != _FRAMES or len(frames[1]) != TOKEN_BYTES:  # not of this protocol: one frame after a token
                 continue
             session = self._session(str(frames[2].get("User-Id")), frames[1].bytes, now_s)
             if session is not None and session.rate.allows(now_s):
@@ -88,8 +101,24 @@ class SessionChannel:
         self._sessions.end(client)
 
     def tick(self, now_s: float) -> None:
-        """Remove sessions that have long been idle."""
+        """Remove sessions that have long been idle; shut down connections that bring too much without a message."""
         self._sessions.forget(now_s, self._busy)
+        self._watch.attend(now_s)
+        for cut in self._watch.check(now_s):
+            self._report.refusal("cut-off", cut.address, now_s, address=cut.address, unread_bytes=cut.size_bytes)
+
+    def _receive(self) -> list[zmq.Frame]:
+        """Return the frames of the next message, of a long one only the first few.
+
+        Raises:
+            zmq.Again: There is none.
+        """
+        frames = [self._socket.recv(zmq.NOBLOCK, copy=False)]
+        self._watch.delivered(connection_of(frames[0]))
+        while frames[-1].more:
+            frame = self._socket.recv(zmq.NOBLOCK, copy=False)
+            frames = [*frames[:_FRAMES], frame]
+        return frames
 
     def _session(self, key: str, token: bytes, now_s: float) -> Session | None:
         try:

@@ -27,10 +27,10 @@ STARTS = 4
 CLOSE_S = 2.0
 """How long the workers may take to end when the agent ends."""
 
-LEFT_S = 5.0
-"""How long other processes of a lease may take to end when they have been killed."""
+LEAVE_S = 10.0
+"""Time after which killed processes that do not end are left behind, so that their lease ends."""
 
-_LEFT_S = 0.01
+_POLL_S = 0.01
 
 
 class LeasedWorker(WorkerProcess):
@@ -47,7 +47,7 @@ class LeasedWorker(WorkerProcess):
             signal.pidfd_send_signal(self.descriptor, signal.SIGKILL)
 
     def release(self) -> None:
-        """Release the resources of a process that has ended."""
+        """Release the resources of a process that has ended; one that has not is left behind."""
         self.ended = True
         self.close(grace_s=0.0)
 
@@ -221,6 +221,10 @@ class Workers:
                 news.append(self._fail(crew, f"a worker did not start within {START_S:.0f} s"))
             if crew.ending and now_s >= crew.until_s:
                 self._kill(crew)
+            if crew.ending and now_s >= crew.until_s + LEAVE_S:
+                for worker in crew.workers:
+                    if not worker.ended:
+                        worker.release()
             if crew.ending and all(worker.ended for worker in crew.workers):
                 news += self._finish(crew, now_s)
         return news
@@ -230,12 +234,12 @@ class Workers:
         crews, self._crews = list(self._crews.values()), {}
         for crew in crews:
             self._kill(crew)
+        end_s = time.monotonic() + CLOSE_S
         for crew in crews:
             for worker in crew.workers:
-                worker.close(grace_s=CLOSE_S)
-            end_s = time.monotonic() + CLOSE_S
+                worker.close(grace_s=max(0.0, end_s - time.monotonic()))
             while not crew.processes.end(crew.fork_server) and time.monotonic() < end_s:
-                time.sleep(_LEFT_S)
+                time.sleep(_POLL_S)
             crew.fork_server.close()
         self._core_allocator.close()
 
@@ -249,7 +253,7 @@ class Workers:
         left: list[int] = []
         if crew.processes.end(crew.fork_server):
             self._isolation.release(crew.processes)
-        elif now_s < crew.ended_s + LEFT_S:
+        elif now_s < crew.ended_s + LEAVE_S:
             return []
         else:
             left = crew.processes.kill(crew.fork_server)

@@ -43,6 +43,7 @@ from onebox.wire.protocol.eager import (
     KernelSpec,
     Strided,
 )
+from onebox.wire.receive_watch import SMALL_BYTES, Overrun, ReceiveWatch, connection_of
 from onebox.wire.recurrent import KINDS as RECURRENT_KINDS
 from onebox.wire.recurrent import RECURRENT, RECURRENT_BACKWARD
 from onebox.wire.reliable import Restarted
@@ -67,6 +68,7 @@ __all__ = [
     "RECURRENT",
     "RECURRENT_BACKWARD",
     "RECURRENT_KINDS",
+    "SMALL_BYTES",
     "Argument",
     "BlockSpec",
     "Codec",
@@ -83,8 +85,10 @@ __all__ = [
     "Many",
     "MemoryFormat",
     "Operator",
+    "Overrun",
     "OwnDevice",
     "Program",
+    "ReceiveWatch",
     "Restarted",
     "SlotArgument",
     "Strided",
@@ -95,6 +99,7 @@ __all__ = [
     "check_frames",
     "codecs",
     "configure",
+    "connection_of",
     "decode_envelope",
     "decode_worker_message",
     "detect_dead_peers",

@@ -21,12 +21,16 @@ import zmq
 from msgspec import Struct
 
 from onebox.errors import UsageError, WireError
+from onebox.wire.receive_watch import ReceiveWatch, connection_of
 from onebox.wire.reliable import Frames, Reliable
 
 PART_BYTES = 1 << 20
 """Most bytes of one part, which also bounds the memory that an unauthenticated connection can occupy on a worker. Small
 parts are fast, too: encryption overlaps with sending (64 MiB over loopback: 1.7 GB/s, in one piece 0.6).
 """
+
+PARTS = 1 << 17
+"""Most parts of a message: twice the most frames."""
 
 _CURVE_BYTES = 1024
 """More than CURVE's overhead on a part (RFC 26: 33 bytes)."""
@@ -153,16 +157,32 @@ def send(socket: zmq.Socket[bytes], frames: Frames, flags: int = 0, *, copy: boo
     socket.send_multipart(cut(frames), flags, copy=copy)
 
 
-def receive(socket: zmq.Socket[bytes]) -> list[Any]:
+def receive(socket: zmq.Socket[bytes], watch: ReceiveWatch | None = None) -> list[Any]:
     """Receive a message and return its frames, joined from their parts.
+
+    Args:
+        socket: The socket.
+        watch: The watch of its connections, if any.
 
     Raises:
         zmq.Again: There is none within the socket's timeout.
-        WireError: It ends in the middle of a frame.
+        WireError: It ends in the middle of a frame, or has too many parts.
     """
-    parts: list[Any] = [socket.recv()]  # usually the only one, and short: cheaper to copy than to hold
+    parts: list[Any]
+    if watch is not None and watch.several:
+        first = socket.recv(copy=False)
+        watch.delivered(connection_of(first))
+        parts = [first.bytes]
+    else:
+        parts = [socket.recv()]  # usually the only one, and short: cheaper to copy than to hold
+        if watch is not None:
+            watch.delivered()
     while socket.getsockopt(zmq.RCVMORE):
-        parts.append(socket.recv(copy=False).buffer)
+        part = socket.recv(copy=False)
+        if len(parts) <= PARTS:
+            parts.append(part.buffer)
+    if len(parts) > PARTS:
+        raise WireError(f"a message of more than {PARTS} parts")
     return join(parts)
 
 
@@ -218,6 +238,7 @@ class Connection:
         transmit: Sends frames through it.
         endpoint: The worker's address: a TCP connection may break.
         own: Whether frames may change as soon as :meth:`send` returns, and are copied.
+        watch: The watch of the socket's connections, which learns of received messages.
     """
 
     def __init__(
@@ -227,7 +248,9 @@ class Connection:
         endpoint: str,
         *,
         own: bool = False,
+        watch: ReceiveWatch | None = None,
     ) -> None:
+        self._watch = watch
         self._socket = socket
         self._transmit = transmit
         self._own = own
@@ -276,7 +299,7 @@ class Connection:
             Restarted: The peer has restarted.
             WireError: The received data breaks the protocol.
         """
-        frames = receive(self._socket)
+        frames = receive(self._socket, self._watch)
         return [frames] if self._reliable is None else self._reliable.take(frames, time.monotonic())
 
     def _flush(self, now_s: float) -> None:

@@ -43,6 +43,9 @@ ASK_MOST_S = 8.0
 """Longest time without an acknowledgement before the peer is queried; it doubles up to this value. A worker replies
 between two instructions, so long silence is normal."""
 
+RESENDS = 100
+"""Most times that a message is sent again: each takes memory until it leaves, and a peer may ask for it at will."""
+
 _MESSAGE, _ACK, _ASK, _CONNECTED, _ANSWER, _MISSING = range(6)
 
 _HEAD = struct.Struct("<BQQQQ")
@@ -63,12 +66,14 @@ class _Sent:
         frames: Its frames; not copied.
         size_bytes: Their length.
         asked: Number of queries before it was last sent: a later one shows whether it has arrived.
+        resends: How often it was sent again.
     """
 
     number: int
     frames: Frames
     size_bytes: int
     asked: int
+    resends: int = 0
 
 
 class Sender:
@@ -148,7 +153,7 @@ class Sender:
             now_s: The time.
 
         Raises:
-            WireError: There was no such query.
+            WireError: There was no such query, or a message was lost too often.
         """
         if question > self._asked:
             raise WireError(f"an answer to question {question}; {self._asked} have been asked")
@@ -158,6 +163,10 @@ class Sender:
             self._again = [
                 sent for sent in self._away if sent.asked < question and (not held or sent.number < held)
             ]  # includes earlier losses, unless sent again since
+            for sent in self._again:
+                sent.resends += 1
+                if sent.resends > RESENDS:
+                    raise WireError(f"the other side has lost message {sent.number} {RESENDS} times")
 
     def outgoing(self, now_s: float) -> list[tuple[int, int, Frames]]:
         """Return kind, number and frames of the messages to send now: lost ones, then waiting ones, then a query."""

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from onebox.agent.workers import Workers
+from onebox.reaping import LEFT_BEHIND
+from onebox.wire import SMALL_BYTES, new_keys
 from onebox.wire.protocol.agents import (
     TOKEN_BYTES,
     Done,
@@ -154,3 +160,60 @@ def test_of_a_flood_of_nonsense_a_few_lines_are_told(shared: House) -> None:
     client.send(Inspect(client.number()))
     client.take(Stock)
     assert len(shared.told("refused")) - before <= 6
+
+
+def test_a_message_of_many_parts_is_cut_off_and_costs_the_agent_little_memory(folder: Path) -> None:
+    keys, client = new_keys(), new_keys()
+    serving = [sys.executable, "-m", "tests.process.agent.serving"]
+    agent = subprocess.Popen(serving, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert agent.stdin is not None and agent.stdout is not None
+    agent.stdin.write(f"{keys.public}\n{keys.secret}\n{client.public}\n")
+    agent.stdin.flush()
+    endpoint = agent.stdout.readline().strip()
+    good, bad = Raw(endpoint, keys.public, client), Raw(endpoint, keys.public, client)
+    try:
+        good.introduce()
+        bad.introduce()
+        before = resident(agent.pid)
+        bad.socket.send_multipart([bytes(60_000)] * 3500, copy=False)
+        peak, end_s = before, time.monotonic() + 3.0
+        while time.monotonic() < end_s:
+            peak = max(peak, resident(agent.pid))
+            time.sleep(0.005)
+        assert peak - before < 48 << 20, f"{(peak - before) >> 20} MiB of 200 that were sent"
+        good.send(Inspect(good.number()))
+        good.take(Stock)
+    finally:
+        good.close()
+        bad.close()
+        agent.terminate()
+        assert agent.wait(30) == 0
+        agent.stdin.close()
+        agent.stdout.close()
+
+
+def resident(process: int) -> int:
+    """Return the bytes of memory that a process has."""
+    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def test_a_connection_that_is_cut_off_is_in_the_journal(shared: House) -> None:
+    client = shared.client("gil")
+    client.socket.send_multipart([bytes(60_000)] * 200, copy=False)
+    shared.until("cut-off")
+    told = shared.told("cut-off")[0]
+    assert told["address"] == "127.0.0.1" and told["unread_bytes"] > SMALL_BYTES
+
+
+def test_a_process_that_is_left_behind_is_in_the_journal_and_so_is_its_end(shared: House) -> None:
+    process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+    try:
+        LEFT_BEHIND.add(process, "worker 0", os.pidfd_open(process.pid))
+        shared.until("process-left")
+        assert shared.told("process-left") == [{"process": process.pid, "what": "worker 0"}]
+        assert not shared.told("process-reaped")
+    finally:
+        process.kill()
+    shared.until("process-reaped")
+    assert shared.told("process-reaped") == [{"process": process.pid, "what": "worker 0"}]
+    assert process.returncode is not None

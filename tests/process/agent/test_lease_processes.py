@@ -189,8 +189,8 @@ def test_a_user_whose_processes_do_not_end_is_given_to_no_other_lease(
     workers.end(1, 0.0, 1.0)
     until(lambda: running_process(workers._crews[1].workers[0].pid) is None)
     assert workers.attend(set(workers.descriptors()), 1.0) == []
-    assert workers.attend(set(), 1.0 + module.LEFT_S - 0.1) == []
-    assert workers.attend(set(), 1.0 + module.LEFT_S) == [LeaseClosed(1, (left,))]
+    assert workers.attend(set(), 1.0 + module.LEAVE_S - 0.1) == []
+    assert workers.attend(set(), 1.0 + module.LEAVE_S) == [LeaseClosed(1, (left,))]
     monkeypatch.undo()
     os.kill(left, 9)
     found = users.take()

@@ -11,7 +11,15 @@ import pytest
 from onebox.agent import workers as module
 from onebox.agent.admission import Share
 from onebox.agent.lease_processes import LeaseIsolation
-from onebox.agent.workers import STARTS, LeaseClosed, LeasedWorkerExited, LeaseNotStarted, LeaseReady, Workers
+from onebox.agent.workers import (
+    LEAVE_S,
+    STARTS,
+    LeaseClosed,
+    LeasedWorkerExited,
+    LeaseNotStarted,
+    LeaseReady,
+    Workers,
+)
 from onebox.errors import PoolError, WorkerDied
 from onebox.pool.errors import WorkerLocation
 from onebox.pool.launch.worker_process import START_S
@@ -252,3 +260,14 @@ def test_closing_ends_all(fakes: list[Fake]) -> None:
     assert all(fork_server.closed for fork_server in FakeForkServer.made)
     workers.close()
     assert all(fake.ended and fake.killed == 1 for fake in fakes)
+
+
+def test_a_killed_worker_that_does_not_end_is_left_behind_and_its_lease_ends(fakes: list[Fake]) -> None:
+    workers = started(2)
+    one, two = fakes
+    workers.end(1, 1.0, 10.0)
+    assert workers.attend({one.descriptor}, 10.5) == [] and one.ended
+    assert workers.attend(set(), 11.0) == [] and two.killed
+    assert workers.attend(set(), 11.0 + LEAVE_S - 0.1) == [] and not two.ended
+    assert workers.attend(set(), 11.0 + LEAVE_S) == [LeaseClosed(1)]
+    assert two.ended and workers.attend(set(), 99.0) == []

@@ -356,3 +356,22 @@ def test_a_long_way_is_kept_full(size_bytes: int, rate_bps: float, count: int) -
         to_other += [(now_s + 0.03, parcel) for parcel in one.outgoing(now_s)]
         assert not one.full
         now_s += size_bytes / rate_bps
+
+
+def test_a_peer_that_asks_again_and_again_for_the_same_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reliable, "RESENDS", 10)
+    here, there = Reliable(1), Reliable(2)
+    for ask in range(12):
+        here.post([b"x" * 100])
+        for parcel in here.outgoing(float(ask)):
+            there.take(parcel, float(ask))
+        if ask < 3:
+            for parcel in there.outgoing(ask + 1.0):
+                here.take(parcel, ask + 1.0)
+    sent = 0
+    with pytest.raises(WireError, match="has lost message"):
+        for question in range(1, 50):
+            here.connected()
+            sent += len(here.outgoing(100.0 + question))
+            here.sender.answered(here.sender._asked, 0, 100.0 + question)
+    assert sent <= 12 * 12

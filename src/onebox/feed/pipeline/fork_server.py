@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -46,6 +45,7 @@ from onebox.forking import (
     fork,
     signal_at_end_of_parent,
 )
+from onebox.reaping import KILLED_S, end_process, has_ended
 
 STOP_S = 5.0
 """Bound of the time in which the fork server ends its children and itself."""
@@ -122,14 +122,33 @@ class StageForkServer:
         if self._closed:
             return
         self._closed = True
-        poll = select.poll()
-        poll.register(self._ended, select.POLLIN)
-        if not poll.poll(STOP_S * 1000):
-            signal.pidfd_send_signal(self._ended, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):  # other code has waited for any child
-            os.waitpid(self._pid, 0)
+        end_process(self, "a fork server of the feed", grace_s=STOP_S, descriptor=self._ended)
         os.close(self._ended)
         self._client.close()
+
+    # ---- the interface of processes that are waited for (WaitableProcess)
+
+    @property
+    def pid(self) -> int:
+        """The process id of the fork server."""
+        return self._pid
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """Wait for the end of the fork server, and reap it.
+
+        Raises:
+            subprocess.TimeoutExpired: It takes longer.
+        """
+        if timeout and not has_ended(self._ended, timeout):
+            raise subprocess.TimeoutExpired(f"process {self._pid}", timeout)
+        with contextlib.suppress(ChildProcessError):  # other code has waited for any child
+            if os.waitpid(self._pid, os.WNOHANG)[0] == 0:
+                raise subprocess.TimeoutExpired(f"process {self._pid}", timeout or 0.0)
+        return None
+
+    def kill(self) -> None:
+        """Kill the fork server, and with it its children."""
+        signal.pidfd_send_signal(self._ended, signal.SIGKILL)
 
 
 class StageProcess:
@@ -185,7 +204,10 @@ def _death(process: ForkedProcess) -> str:
         status = process.wait(STOP_S / 2)
     except subprocess.TimeoutExpired:  # it has closed its socket by itself, and lives on
         process.kill()
-        status = process.wait()
+        try:
+            status = process.wait(KILLED_S)
+        except subprocess.TimeoutExpired:
+            return "its process was killed, and does not end"
     if status is None:
         return _SERVER_ENDED
     if status >= 0:

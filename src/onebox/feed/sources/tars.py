@@ -28,6 +28,8 @@ FOLDER = "folder"
 IMAGE_ENDINGS = tuple(extension[1:] for extension in EXTENSIONS)
 IMAGES = ";".join(IMAGE_ENDINGS)
 
+MAX_JSON_BYTES = 1 << 24  # limit of a sample's JSON, whose values may take thirty times as much memory
+
 
 class Tars:
     """Samples in tar archives, in any order, without unpacking: headers are read once, contents are not.
@@ -211,6 +213,8 @@ class Tars:
             if ending == "cls":
                 return torch.tensor(self._label(content))
             if ending == "json":
+                if len(content) > MAX_JSON_BYTES:
+                    raise ValueError(f"it has {len(content)} bytes; allowed are {MAX_JSON_BYTES}")
                 return json.loads(content)
             if ending == "txt":
                 return content.decode("utf-8")

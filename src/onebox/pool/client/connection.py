@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -12,10 +13,24 @@ from typing import Any
 import zmq
 
 from onebox.pool.backends.base import WorkerHandle
-from onebox.wire import Connection, KeyPair, configure, detect_dead_peers, encode, receive, send
+from onebox.wire import (
+    SMALL_BYTES,
+    Connection,
+    KeyPair,
+    Overrun,
+    ReceiveWatch,
+    configure,
+    detect_dead_peers,
+    encode,
+    receive,
+    send,
+)
 from onebox.wire.protocol.groups import LeaveGroup
 from onebox.wire.protocol.requests import Envelope
 from onebox.wire.protocol.responses import Hello, Result
+
+HEARTBEATS = 16
+"""Most heartbeats of a worker that are processed in one turn of the client's loop."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +58,7 @@ class WorkerConnection:
         handle: Handle of the worker's process.
         keys: The client's keys.
         server_key: The worker's public key.
+        message_bytes: Most bytes that may come without a complete message.
 
     Raises:
         PoolError: The worker could not be started.
@@ -50,7 +66,12 @@ class WorkerConnection:
     """
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], handle: WorkerHandle, keys: KeyPair, server_key: str
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        handle: WorkerHandle,
+        keys: KeyPair,
+        server_key: str,
+        message_bytes: int,
     ) -> None:
         ports = handle.ports()
         self.handle = handle
@@ -65,28 +86,32 @@ class WorkerConnection:
             socket.setsockopt(zmq.IPV6, "[" in endpoint)
             if endpoint.startswith("tcp://"):
                 detect_dead_peers(socket, heartbeats=socket is self.heartbeat_socket)
-        self.link = Connection(self.commands, partial(send, self.commands, copy=False), ports.commands)
-        self._handshakes = self.commands.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        self._heartbeat_handshakes = self.heartbeat_socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self.watch = ReceiveWatch(self.commands, message_bytes, events=zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._heartbeat_watch = ReceiveWatch(self.heartbeat_socket, SMALL_BYTES, events=zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        transmit = partial(send, self.commands, copy=False)
+        self.link = Connection(self.commands, transmit, ports.commands, watch=self.watch)
         self.commands.connect(ports.commands)
         self.heartbeat_socket.connect(ports.heartbeats)
 
-    def messages(self, ready: dict[Any, int]) -> Iterator[Sequence[Any]]:
-        """Yield the messages that have come, except heartbeats.
+    def messages(self, ready: dict[Any, int], turn_s: float) -> Iterator[Sequence[Any]]:
+        """Yield the messages that have come, except heartbeats, for a while; the rest next time.
 
         Args:
             ready: Result of the poller.
+            turn_s: Time after which no further message is received.
 
         Raises:
             Restarted: Another worker answers at the address.
             WireError: A message violates the protocol.
         """
-        if self._handshakes in ready:
-            _drain(self._handshakes)
+        if self.watch.monitor in ready and _has_shaken_hands(self.watch):
             self.link.connected()
         if self.commands in ready:
+            end_s = time.monotonic() + turn_s
             while self.commands.poll(0):
                 yield from self.link.receive()
+                if time.monotonic() >= end_s:
+                    break
 
     def reconnected(self, ready: dict[Any, int]) -> bool:
         """Return whether the heartbeat connection was made again, which counts as a heartbeat: the worker has accepted
@@ -95,13 +120,12 @@ class WorkerConnection:
         Args:
             ready: Result of the poller.
         """
-        if self._heartbeat_handshakes in ready:
-            _drain(self._heartbeat_handshakes)
+        if self._heartbeat_watch.monitor in ready and _has_shaken_hands(self._heartbeat_watch):
             return self.hello.done()
         return False
 
     def heartbeats(self, ready: dict[Any, int]) -> Iterator[Sequence[Any]]:
-        """Yield the heartbeats that have come.
+        """Yield heartbeats that have come, up to a limit; the rest next time.
 
         Args:
             ready: Result of the poller.
@@ -110,8 +134,14 @@ class WorkerConnection:
             WireError: A message violates the protocol.
         """
         if self.heartbeat_socket in ready:
-            while self.heartbeat_socket.poll(0):
-                yield receive(self.heartbeat_socket)
+            for _ in range(HEARTBEATS):
+                if not self.heartbeat_socket.poll(0):
+                    break
+                yield receive(self.heartbeat_socket, self._heartbeat_watch)
+
+    def overruns(self, now_s: float) -> list[Overrun]:
+        """Shut down the connections over which too much came without completing a message, and return them."""
+        return [*self.watch.check(now_s), *self._heartbeat_watch.check(now_s)]
 
     def interrupt(self, groups: Sequence[int]) -> None:
         """Interrupt the worker's waits in some groups, whatever it executes: it reads this between its heartbeats."""
@@ -126,17 +156,21 @@ class WorkerConnection:
 
     @property
     def _sockets(self) -> tuple[zmq.Socket[bytes], ...]:
-        return self._handshakes, self._heartbeat_handshakes, self.commands, self.heartbeat_socket
+        return self.watch.monitor, self._heartbeat_watch.monitor, self.commands, self.heartbeat_socket
 
     def close(self, poller: zmq.Poller) -> None:
         """Unregister and close the sockets; unsent messages are dropped."""
         for source in (*self._sockets, self.handle.descriptor):
             with contextlib.suppress(KeyError):  # the descriptor of a process that has ended
                 poller.unregister(source)
+        self.close_watches()
         for socket in (self.commands, self.heartbeat_socket):
-            socket.disable_monitor()
-        for socket in self._sockets:
             socket.close(0)
+
+    def close_watches(self) -> None:
+        """End the watches of the connections, before the sockets are closed. Idempotent."""
+        self.watch.close()
+        self._heartbeat_watch.close()
 
     def complete_hello(self) -> None:
         """Complete the hello future, once both sockets have received something."""
@@ -144,7 +178,6 @@ class WorkerConnection:
             self.hello.set_result(self.hello_message)
 
 
-def _drain(monitor: zmq.Socket[bytes]) -> None:
-    """Discard all events of a socket's monitor."""
-    while monitor.poll(0):
-        monitor.recv_multipart()
+def _has_shaken_hands(watch: ReceiveWatch) -> bool:
+    """Process the events of a connection; return whether a handshake has succeeded."""
+    return zmq.EVENT_HANDSHAKE_SUCCEEDED in watch.attend(time.monotonic())

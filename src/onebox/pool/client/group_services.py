@@ -4,11 +4,12 @@ that left. Pure.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import psutil
 from torch import Tensor
 
 from onebox.errors import WireError
@@ -16,6 +17,13 @@ from onebox.pool.errors import WorkerLocation
 from onebox.wire import from_frame, to_frame
 from onebox.wire.protocol.groups import Reduced, Rendezvous, TicketCancelled
 from onebox.wire.protocol.responses import Contribution, Left, Lookup
+
+KEYS = 1 << 16
+KEY_BYTES = 64 << 20
+"""Limits of a group's key-value store: Gloo's takes some 200 bytes for each pair of members."""
+
+ORDERS = 1 << 16
+"""Most sums of a group that wait for some of its members."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +47,15 @@ class KeyValues:
 
     _values: dict[tuple[int, str], bytes] = field(default_factory=dict)
     _waiting: dict[tuple[int, str], list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
+    _counts: Counter[int] = field(default_factory=Counter)  # of keys and waiting lookups, by group
+    _bytes: Counter[int] = field(default_factory=Counter)  # of keys and values, by group
 
     def lookup(self, worker: int, lookup: Lookup) -> list[LookupReply]:
-        """Apply a worker's operation and return the replies that it releases."""
+        """Apply a worker's operation and return the replies that it releases.
+
+        Raises:
+            WireError: It needs a number that is none, or the group's store is full.
+        """
         if not lookup.keys:
             return [LookupReply(worker, lookup.ticket, b"")]
         key = (lookup.group, lookup.keys[0])
@@ -51,6 +65,7 @@ class KeyValues:
             case "get":
                 if key in self._values:
                     return [LookupReply(worker, lookup.ticket, self._values[key])]
+                self._count(key, 1, len(key[1]))
                 self._waiting[key].append((worker, lookup.ticket))
                 return []
             case "add":
@@ -61,18 +76,36 @@ class KeyValues:
                 return [LookupReply(worker, lookup.ticket, b"1" if there else b"0")]
             case "delete":
                 gone = self._values.pop(key, None)
+                if gone is not None:
+                    self._count(key, -1, -len(key[1]) - len(gone))
                 return [LookupReply(worker, lookup.ticket, b"0" if gone is None else b"1")]
 
     def forget(self, group: int) -> list[tuple[int, int]]:
         """Drop a group's keys and return the (worker, ticket) of pending lookups."""
         for key in [key for key in self._values if key[0] == group]:
             del self._values[key]
+        self._counts.pop(group, None)
+        self._bytes.pop(group, None)
         keys = [key for key in self._waiting if key[0] == group]
         return [waiter for key in keys for waiter in self._waiting.pop(key)]
 
     def _set(self, key: tuple[int, str], value: bytes) -> list[LookupReply]:
+        known = self._values.get(key)
+        if known is None:
+            self._count(key, 1, len(key[1]) + len(value))
+        else:
+            self._count(key, 0, len(value) - len(known))
         self._values[key] = value
-        return [LookupReply(worker, ticket, value) for worker, ticket in self._waiting.pop(key, [])]
+        waiting = self._waiting.pop(key, [])
+        self._count(key, -len(waiting), -len(key[1]) * len(waiting))
+        return [LookupReply(worker, ticket, value) for worker, ticket in waiting]
+
+    def _count(self, key: tuple[int, str], more: int, more_bytes: int) -> None:
+        group = key[0]
+        self._counts[group] += more
+        self._bytes[group] += more_bytes
+        if self._counts[group] > KEYS or self._bytes[group] > KEY_BYTES:
+            raise WireError(f"the store of group {group} is full: {KEYS} keys and {KEY_BYTES} bytes are allowed")
 
 
 def _number(text: bytes) -> int:
@@ -101,6 +134,9 @@ class ClientSums:
 
     _members: dict[int, Sequence[int]] = field(default_factory=dict)
     _parts: dict[tuple[int, int], dict[int, tuple[int, Tensor]]] = field(default_factory=lambda: defaultdict(dict))
+    most_bytes: int = field(default_factory=lambda: psutil.virtual_memory().total // 2)
+    """Most bytes of contributions that wait for others."""
+    _waiting_bytes: int = 0
 
     def form(self, group: int, members: Sequence[int]) -> None:
         """Set the members of a group."""
@@ -110,13 +146,16 @@ class ClientSums:
         """Drop a group and return the (worker, ticket) of contributions that will not be summed."""
         self._members.pop(group, None)
         keys = [key for key in self._parts if key[0] == group]
-        return [(worker, ticket) for key in keys for worker, (ticket, _) in self._parts.pop(key).items()]
+        gone = [(worker, ticket, part) for key in keys for worker, (ticket, part) in self._parts.pop(key).items()]
+        self._waiting_bytes -= sum(part.nbytes for _, _, part in gone)
+        return [(worker, ticket) for worker, ticket, _ in gone]
 
     def contribute(self, worker: int, contribution: Contribution, bucket: Tensor) -> BucketSum | None:
         """Add a contribution; return the sum when it was the last one.
 
         Raises:
-            WireError: The worker has contributed before, or its contribution does not match the others.
+            WireError: The worker has contributed before, its contribution does not match the others, or too much
+                waits.
         """
         members = self._members.get(contribution.group, ())
         if worker not in members:
@@ -126,9 +165,16 @@ class ClientSums:
         if worker in parts or not alike:
             raise WireError(f"worker {worker} contributed {contribution.spec} twice, or to a sum of something else")
         parts[worker] = (contribution.ticket, bucket)
+        self._waiting_bytes += bucket.nbytes
         if len(parts) < len(members):
+            if self._waiting_bytes > self.most_bytes or len(self._parts) > ORDERS:
+                raise WireError(
+                    f"{self._waiting_bytes} bytes in {len(self._parts)} sums wait for others; allowed are "
+                    f"{self.most_bytes} and {ORDERS}"
+                )
             return None
         del self._parts[contribution.group, contribution.order]
+        self._waiting_bytes -= sum(part.nbytes for _, part in parts.values())
         total = parts[members[0]][1].clone()
         for member in members[1:]:
             total += parts[member][1]
@@ -191,7 +237,7 @@ class GroupServices:
         """
         if isinstance(message, Left):
             return self.dissolve(message.group)
-        if message.group not in self._members:
+        if place.worker not in self._members.get(message.group, ()):
             return [GroupNotice(place.worker, TicketCancelled(message.ticket))]
         if isinstance(message, Contribution):
             return self._add_up(place, message, frames)

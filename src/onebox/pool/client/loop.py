@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Generic, TypeVar
 
+import psutil
 import zmq
 
 from onebox.errors import OneboxError, PoolError, UsageError, WireError, WorkerDied, WorkerHung
@@ -33,6 +34,17 @@ _T = TypeVar("_T")
 
 _TICK_MS = 250
 _JOIN_S = 10.0
+
+TURN_S = 0.02
+"""Longest time that the messages of all workers take in one turn, unless one of them takes longer: each worker gets its
+part, so that one that floods the client delays no other for long."""
+
+LEAST_TURN_S = 0.001
+
+MESSAGE_SHARE = 2
+LEAST_MESSAGE_BYTES = 1 << 30
+"""Limit of incomplete messages of all workers: this inverse fraction of the host's memory, or so much if that is more.
+"""
 
 _CIPHER_THREADS = 4
 """Limit of ZeroMQ's I/O threads, one of which encrypts about 1 GB/s: enough for a network of 25 Gbit/s."""
@@ -60,6 +72,7 @@ class ClientLoop:
         self._keys = keys
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=max(1, min(workers, _CIPHER_THREADS)))
         self._connections: dict[int, WorkerConnection] = {}
+        self._message_bytes = max(LEAST_MESSAGE_BYTES, psutil.virtual_memory().total // MESSAGE_SHARE)
         self._outbox: DelayQueue[tuple[int, list[Any]]] = DelayQueue(latency_s, bandwidth_bps)
         self._inbox: DelayQueue[tuple[WorkerConnection, Sequence[Any]]] = DelayQueue(latency_s)
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -83,7 +96,7 @@ class ClientLoop:
 
     def connect(self, handle: WorkerHandle, server_key: str) -> Future[Hello]:
         """Connect to a worker, before :meth:`start`; the future holds its hello message, once all its sockets work."""
-        connection = WorkerConnection(self._context, handle, self._keys, server_key)
+        connection = WorkerConnection(self._context, handle, self._keys, server_key, self._message_bytes)
         self._connections[handle.place.worker] = connection
         return connection.hello
 
@@ -164,7 +177,7 @@ class ClientLoop:
 
     def replace(self, handle: WorkerHandle, server_key: str) -> Future[Hello]:
         """Connect to the replacement of a dropped worker; the future holds its hello message."""
-        connection = WorkerConnection(self._context, handle, self._keys, server_key)
+        connection = WorkerConnection(self._context, handle, self._keys, server_key, self._message_bytes)
         self._call_in_loop(lambda poller: self._add(connection, poller))
         return connection.hello
 
@@ -239,6 +252,7 @@ class ClientLoop:
             self._closed = True
             os.close(self._bell)
         for connection in self._connections.values():
+            connection.close_watches()
             connection.commands.close(200)  # milliseconds for the last messages to be sent
             connection.heartbeat_socket.close(0)
         self._context.destroy(linger=0)  # including sockets of a worker that could not be connected
@@ -264,8 +278,9 @@ class ClientLoop:
                     os.eventfd_read(self._bell)
                 self._loop_calls.run(poller)
                 self._send(self._outbox.take(time.monotonic()))
+                turn_s = max(LEAST_TURN_S, TURN_S / max(1, len(self._connections)))
                 for connection in list(self._connections.values()):
-                    self._process_ready(connection, ready, poller)
+                    self._process_ready(connection, ready, poller, turn_s)
                 now_s = time.monotonic()
                 self._process_delayed(now_s)
                 for connection in list(self._connections.values()):
@@ -287,6 +302,20 @@ class ClientLoop:
                 self._liveness.overhear(worker, connection.handle.heard_s)
         for worker, why in self._liveness.hung(now_s).items():
             self._lost(self._connections[worker], self._hung(worker, why))
+        self._check_overruns(now_s)
+
+    def _check_overruns(self, now_s: float) -> None:
+        """Give up the workers that have sent too much without completing a message."""
+        connections = list(self._connections.values())
+        cut = [(connection, connection.overruns(now_s)) for connection in connections]
+        if sum(connection.watch.pending_bytes for connection in connections) > self._message_bytes:
+            worst = max(connections, key=lambda connection: connection.watch.pending_bytes)
+            cut.append((worst, worst.watch.cut_largest()))
+        for connection, overruns in cut:
+            for overrun in overruns:
+                place = connection.place
+                why = f"sent {overrun.size_bytes} bytes without completing a message; it is given up"
+                self._lost(connection, WorkerDied(f"{place} {why}\n  {AFTERWARDS}", **vars(place)))
 
     def _drop(self, worker: int, poller: zmq.Poller) -> list[int]:
         connection = self._connections.pop(worker)
@@ -318,14 +347,16 @@ class ClientLoop:
             if worker in self._connections:  # messages for a dropped worker are void
                 self._connections[worker].link.send(parts)
 
-    def _process_ready(self, connection: WorkerConnection, ready: dict[Any, int], poller: zmq.Poller) -> None:
-        """Process everything that has come from one worker."""
+    def _process_ready(
+        self, connection: WorkerConnection, ready: dict[Any, int], poller: zmq.Poller, turn_s: float
+    ) -> None:
+        """Process what has come from one worker, for a while."""
         try:
             if connection.reconnected(ready):
                 self._liveness.beat(connection.place.worker, time.monotonic())
             for parts in connection.heartbeats(ready):
                 self._process(connection, parts)
-            for parts in connection.messages(ready):
+            for parts in connection.messages(ready, turn_s):
                 self._receive(connection, parts)
         except Restarted as error:
             self._lost(connection, WorkerDied(f"{connection.place}: {error}\n  {AFTERWARDS}", **vars(connection.place)))

@@ -22,6 +22,7 @@ from typing import IO, Protocol
 
 from onebox.forking import LONGEST, SPAWN_S, ForkedProcess, ForkServerClient, ForkServerEnded, SpawnFailed
 from onebox.pool.launch.worker_user import WorkerUser
+from onebox.reaping import end_process
 
 COMMAND = (sys.executable, "-P", "-m", "onebox.worker.process.fork_server")
 """Command line; with -P nothing is imported from the current folder."""
@@ -120,11 +121,7 @@ class ForkServerProcess(ForkServerClient):
         """End it and its workers: wait a while for it to end by itself, then kill it. Idempotent."""
         with self._lock:
             self._channel.close()
-            try:
-                self._process.wait(grace_s)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+            end_process(self._process, "a fork server of workers", grace_s=grace_s)
             self._words.close()
 
     def disown(self) -> None:

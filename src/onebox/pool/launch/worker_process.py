@@ -12,14 +12,15 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import IO
 
 import msgspec
 
 from onebox.errors import PoolError, WorkerDied
 from onebox.pool.errors import AFTERWARDS, WorkerLocation
 from onebox.pool.launch.fork_server import ForkedWorker, WorkerSpawner
+from onebox.pool.launch.stderr_tail import StderrTail
 from onebox.pool.launch.worker_user import WorkerUser
+from onebox.reaping import end_process
 from onebox.worker import Ports, WorkerConfig
 
 START_S = 90.0
@@ -101,10 +102,15 @@ class WorkerProcess:
         spawner: WorkerSpawner | None = None,
     ) -> None:
         self.place = place
-        self._stderr: IO[bytes] = tempfile.TemporaryFile(prefix="onebox-")  # noqa: SIM115 (closed by close)
+        self._stderr = StderrTail()
         environment = worker_environment(config.threads, account)
-        forked = None if spawner is None else spawner.spawn_worker(environment, self._stderr, account)
-        self._process: subprocess.Popen[bytes] | ForkedWorker = forked or self._start(environment, account)
+        try:
+            forked = None if spawner is None else spawner.spawn_worker(environment, self._stderr.inlet, account)
+            self._process: subprocess.Popen[bytes] | ForkedWorker = forked or self._start(environment, account)
+        except BaseException:
+            self._stderr.close()
+            raise
+        self._stderr.inlet.close()
         self.descriptor = forked.descriptor if forked else os.pidfd_open(self._process.pid)
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
@@ -118,7 +124,7 @@ class WorkerProcess:
             list(self.command),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._stderr,
+            stderr=self._stderr.inlet,
             env=environment,
             **({} if account is None else account.options()),
             start_new_session=True,  # Ctrl-C is for the client, which then ends its workers
@@ -195,24 +201,21 @@ class WorkerProcess:
 
     def last_words(self) -> str:
         """Return the end of the worker's standard error."""
-        size = os.fstat(self._stderr.fileno()).st_size
-        text = os.pread(self._stderr.fileno(), _LAST_WORDS, max(0, size - _LAST_WORDS))
-        return text.decode(errors="replace").strip()
+        return self._stderr.text(_LAST_WORDS)
 
     def close(self, *, grace_s: float) -> None:
-        """End the process: wait a while for it to end by itself, then kill it. Idempotent."""
+        """End the process: wait a while for it to end by itself, then kill it; see :func:`end_process`. Idempotent."""
         if self._stderr.closed:
             return
         for stream in (self._process.stdin, self._process.stdout):
             assert stream is not None
             with contextlib.suppress(OSError):
                 stream.close()
-        try:
-            self._process.wait(timeout=grace_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        os.close(self.descriptor)
+        end_process(self._process, str(self.place), grace_s=grace_s, descriptor=self.descriptor)
+        if isinstance(self._process, ForkedWorker):
+            self._process.close()
+        else:
+            os.close(self.descriptor)
         self._stderr.close()
 
 

@@ -24,12 +24,16 @@ from onebox.worker.comm.shm.rendezvous import find_shm_peers
 from onebox.worker.comm.shm.segment import supported
 from onebox.worker.comm.torch_dist import GlooGroup
 from onebox.worker.memory.buffers import Poisoned
+from onebox.worker.memory.shared import SharedMemoryQuota
 from onebox.worker.progress import WorkerProgress
 from onebox.worker.system.cpu_affinity import threads_on_all_cores
 from onebox.worker.system.network_interfaces import NoAddress, bind_nccl, is_foreign
 from onebox.worker.system.tcp_connections import GroupSockets
 
 _HOST = accelerator_for("cpu")
+
+MOST_GROUPS = 1024
+"""Most groups of a worker at a time: each takes address space, and perhaps sockets."""
 
 
 class GroupManager:
@@ -39,16 +43,21 @@ class GroupManager:
         channel: The channel to the client.
         accelerator: Device of the tensors.
         progress: Marked during waits.
+        quota_bytes: Most bytes of the worker's buffers, which limits the memory that it shares; 0 for no limit.
     """
 
-    def __init__(self, channel: ClientChannel, accelerator: Accelerator, progress: WorkerProgress) -> None:
+    def __init__(
+        self, channel: ClientChannel, accelerator: Accelerator, progress: WorkerProgress, *, quota_bytes: int = 0
+    ) -> None:
+        self._shared = SharedMemoryQuota(quota_bytes)
         self._channel = channel
         self._accelerator = accelerator
         self._progress = progress
         self._groups: dict[int, WorkerGroup] = {}
         self._lost: dict[int, WorkerFailure] = {}
         self._failed: set[int] = set()
-        self._failures: list[str] = []
+        self._failures = 0
+        self._last_failure = ""
         self._emulated_links = EmulatedLinks()
         self._sockets = GroupSockets()
         self._forming: FormGroup | None = None
@@ -63,12 +72,15 @@ class GroupManager:
 
         Raises:
             RankLost: The others did not join in time.
+            WireError: This worker is in too many groups.
         """
+        if len(self._groups) >= MOST_GROUPS:
+            raise WireError(f"this worker is in {len(self._groups)} groups; no more are allowed")
         accelerator, progress = (_HOST, WorkerProgress()) if form.aside else (self._accelerator, self._progress)
         with self._sockets.making(form.group), threads_on_all_cores():
             self._forming = form
             try:
-                group = form_group(form, self._channel, accelerator, progress, self._emulated_links)
+                group = form_group(form, self._channel, accelerator, progress, self._emulated_links, self._shared)
                 self._groups[form.group] = group
             finally:
                 self._forming = None
@@ -117,7 +129,7 @@ class GroupManager:
         """Return the number of groups that have failed until now, with those that this worker has left since."""
         for number, group in self._groups.items():
             self._note(number, group)
-        return len(self._failures)
+        return self._failures
 
     def check_since(self, failures: int) -> None:
         """Require that no group has failed since a call of :meth:`failures`, also none that was left since.
@@ -129,7 +141,7 @@ class GroupManager:
             RankLost: One has.
         """
         if self.failures() > failures:
-            raise RankLost(self._failures[-1])
+            raise RankLost(self._last_failure)
 
     def _note(self, number: int, group: WorkerGroup) -> None:
         """Count the failure of a group, once."""
@@ -138,7 +150,8 @@ class GroupManager:
         except RankLost as error:
             if number not in self._failed:
                 self._failed.add(number)
-                self._failures.append(str(error))
+                self._failures += 1
+                self._last_failure = str(error)
 
     def interrupt(self, number: int) -> None:
         """End waits for a silent rank of a group; callable from any thread."""
@@ -195,6 +208,7 @@ def form_group(
     accelerator: Accelerator,
     progress: WorkerProgress,
     emulated_links: EmulatedLinks,
+    shared: SharedMemoryQuota | None = None,
 ) -> WorkerGroup:
     """Join a group.
 
@@ -204,6 +218,7 @@ def form_group(
         accelerator: Device of the tensors.
         progress: Marked during waits.
         emulated_links: State of this worker's emulated links.
+        shared: Limit of the memory that it shares; none by default.
 
     Raises:
         RankLost: The others did not join in time.
@@ -214,11 +229,11 @@ def form_group(
     store = ChannelStore(channel, form.group, form.timeout_s)
     with progress.wait():
         if form.rank not in form.nccl:
-            return _by_host(form, store, accelerator, progress, emulated_links)
+            return _by_host(form, store, accelerator, progress, emulated_links, shared)
         everybody = len(form.nccl) == form.size
         if everybody and form.size <= 2 * REACH + 1:
             return _by_nccl(form, store, accelerator, progress)
-        whole = _by_host(form, store, accelerator, progress, emulated_links)
+        whole = _by_host(form, store, accelerator, progress, emulated_links, shared)
         try:
             near = _by_nccl(form, store, accelerator, progress)
         except BaseException:
@@ -241,11 +256,12 @@ def _by_host(
     accelerator: Accelerator,
     progress: WorkerProgress,
     emulated_links: EmulatedLinks,
+    shared: SharedMemoryQuota | None,
 ) -> WorkerGroup:
     """Join a group through memory where it is shared, and sockets."""
     copier = shm_copier_for(accelerator)
     met = find_shm_peers(form, store, paged=copier is not None) if form.shared and supported() else None
-    near = None if met is None else ShmGroup(form, met, accelerator, progress, emulated_links, copier)
+    near = None if met is None else ShmGroup(form, met, accelerator, progress, emulated_links, copier, shared)
     if near is not None and met is not None and len(met.memories) == form.size:
         return near
     try:

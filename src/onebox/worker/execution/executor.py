@@ -108,7 +108,7 @@ class Executor:
         self._definitions: dict[int, Any] = {}
         self._eager = EagerExecutor(device, self.store, self._definitions, self.progress, report)
         accelerator = device.accelerator
-        self._groups = GroupManager(channel, accelerator, self.progress)
+        self._groups = GroupManager(channel, accelerator, self.progress, quota_bytes=quota_bytes)
         self._owed: dict[int, tuple[int, ...]] = {}  # groups of the routines that could not be defined
         self._snapshots = SnapshotService(accelerator, self.store, self.host, self._groups, self._definition, faults)
         self._collectives = CollectiveExecutor(self.store, self._groups, self._before_update)

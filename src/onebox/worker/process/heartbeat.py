@@ -7,17 +7,19 @@ import contextlib
 import hmac
 import os
 import resource
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import zmq
 import zmq.auth
 
 from onebox.errors import WireError
-from onebox.wire import KeyPair, configure, decode_envelope, encode, listen, receive
+from onebox.wire import SMALL_BYTES, KeyPair, ReceiveWatch, configure, decode_envelope, encode, listen, receive
 from onebox.wire.protocol.groups import LeaveGroup
 from onebox.wire.protocol.responses import Heartbeat
 from onebox.worker.progress import WorkerProgress
@@ -25,6 +27,12 @@ from onebox.worker.system.cpu_affinity import use_all_cores
 
 HEARTBEAT_S = 0.5
 """Interval between heartbeats."""
+
+_BATCH = 16
+"""Most messages that are processed between two checks of the owner."""
+
+_IDLE_BPS = 256.0
+"""More than the bytes per second of ZeroMQ's own heartbeats."""
 
 _FIRST_S = 0.02
 """Interval until the client has connected; the pool opens only then."""
@@ -117,9 +125,14 @@ class HeartbeatThread:
         self._authenticator.configure_curve_callback("onebox", _OneKey(client_key))
         self._socket = context.socket(zmq.DEALER)
         configure(self._socket, keys, server_key=None, queue=4)
+        self._watches = [ReceiveWatch(self._socket, SMALL_BYTES, idle_bps=_IDLE_BPS)]
         self._socket.rcvtimeo = 0  # milliseconds; a poller finds it readable when the client connects, too
         self.endpoint = listen(self._socket, address, ports)
         self._thread = threading.Thread(target=self._watch, name="onebox-watch", daemon=True)
+
+    def check_receipt(self, watch: ReceiveWatch) -> None:
+        """Check the connections of another socket, too; before :meth:`start`."""
+        self._watches.append(watch)
 
     def start(self) -> None:
         """Start the thread."""
@@ -147,8 +160,8 @@ class HeartbeatThread:
         poller.register(zap, zmq.POLLIN)
         poller.register(self._bell, zmq.POLLIN)
         poller.register(self._socket, zmq.POLLIN)
-        for descriptor in self._owner_descriptors:
-            poller.register(descriptor, zmq.POLLIN)
+        for source in (*self._owner_descriptors, *(watch.monitor for watch in self._watches)):
+            poller.register(source, zmq.POLLIN)
         stall = StallDetector()
         next_s = time.monotonic()
         heard = False
@@ -162,21 +175,36 @@ class HeartbeatThread:
                 asyncio.run(self._authenticator.handle_zap_message(zap.recv_multipart()))
             if self._socket in ready:
                 self._receive()
+            self._check_connections(ready)
             if time.monotonic() >= next_s:
                 heard = self._send_heartbeat(stall) or heard
                 next_s = time.monotonic() + (HEARTBEAT_S if heard else min(_FIRST_S, HEARTBEAT_S))
         self._authenticator.stop()
+        for watch in self._watches:
+            watch.close()
         self._socket.close(0)
         self._bell.close(0)
 
     def _receive(self) -> None:
         """Process client messages outside the queue: groups to leave at once because of silent members."""
         with contextlib.suppress(zmq.Again, WireError):  # ignore messages that violate the protocol
-            while True:
-                envelope, _ = decode_envelope(receive(self._socket))
+            for _ in range(_BATCH):
+                envelope, _ = decode_envelope(receive(self._socket, self._watches[0]))
                 for instruction in envelope.instructions:
                     if isinstance(instruction, LeaveGroup):
                         self._interrupt(instruction.group)
+
+    def _check_connections(self, ready: dict[Any, int]) -> None:
+        """End this worker if too much has come without completing a message."""
+        now_s = time.monotonic()
+        for watch in self._watches:
+            if watch.monitor in ready:
+                watch.attend(now_s)
+            for cut in watch.check(now_s):
+                size_text = f"{cut.size_bytes} bytes without completing a message"
+                print(f"onebox worker: {size_text} came from {cut.address}; this worker ends", file=sys.stderr)
+                sys.stderr.flush()
+                os._exit(1)
 
     def _send_heartbeat(self, stall: StallDetector) -> bool:
         """Send a heartbeat, and return whether a client is connected."""

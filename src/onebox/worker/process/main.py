@@ -11,18 +11,31 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import psutil
 import torch
 import zmq
 from msgspec import Struct
 
 from onebox.errors import WireError
 from onebox.forking import signal_at_end_of_parent
-from onebox.wire import Connection, KeyPair, codecs, configure, decode_envelope, detect_dead_peers, encode, listen, send
+from onebox.wire import (
+    Connection,
+    KeyPair,
+    ReceiveWatch,
+    codecs,
+    configure,
+    decode_envelope,
+    detect_dead_peers,
+    encode,
+    listen,
+    send,
+)
 from onebox.wire.protocol.groups import Reduced, Rendezvous, TicketCancelled
 from onebox.wire.protocol.requests import PROTOCOL, Envelope, Shutdown
 from onebox.wire.protocol.responses import Hello, Reply, WorkerFailure, WorkerMessage
@@ -36,12 +49,20 @@ from onebox.worker.execution.numerics import CUBLAS_BUFFERS
 from onebox.worker.execution.pending_reply import Outcome, PendingReply
 from onebox.worker.faults import Fault, FaultInjector
 from onebox.worker.memory.buffers import Poisoned
+from onebox.worker.memory.host import HOST_SHARE
 from onebox.worker.process.heartbeat import HeartbeatThread
 from onebox.worker.sandbox.confine import confine, confine_sockets, failures
 from onebox.worker.system.cpu_affinity import use_cores
 
 SEND_TIMEOUT_S = 300.0
 """Longest time that a client may leave messages unread; the end of a client is detected in other ways."""
+
+WAITING_BYTES = 1 << 30
+MESSAGE_BYTES = 1 << 10
+"""Limit of messages that wait, beside what a quota allows the worker to hold; and the least that one counts."""
+
+TICKETS = 1 << 16
+"""Most tickets of which a reply may come."""
 
 _DEAF = f"the client has taken nothing for {SEND_TIMEOUT_S:.0f} s; this worker ends"
 
@@ -132,12 +153,17 @@ class WorkerServer:
             interrupt=self.machine.interrupt,
         )
         self._socket = self._context.socket(zmq.DEALER)
+        self._most_bytes = waiting_bytes(self.machine.store.quota_bytes)
+        watch = ReceiveWatch(self._socket, self._most_bytes)
+        self._watcher.check_receipt(watch)
         configure(self._socket, keys, server_key=None)
         detect_dead_peers(self._socket)
         self._socket.sndtimeo = int(SEND_TIMEOUT_S * 1000)
         self.ports = Ports(listen(self._socket, config.address, config.ports), self._watcher.endpoint)
-        self._link = Connection(self._socket, self._transmit, self.ports.commands, own=True)
-        self._deferred: deque[tuple[Envelope, Sequence[Any]]] = deque()
+        self._link = Connection(self._socket, self._transmit, self.ports.commands, own=True, watch=watch)
+        self._deferred: deque[tuple[Envelope, Sequence[Any], int]] = deque()
+        self._deferred_bytes = 0
+        self._awaited: dict[int, None] = {}  # tickets without a reply, in order
         self._answers: dict[int, tuple[Rendezvous | Reduced | TicketCancelled, Sequence[Any]]] = {}
         self._replies: deque[PendingReply] = deque()
         self._tickets = 0
@@ -173,6 +199,9 @@ class WorkerServer:
     def new_ticket(self) -> int:
         """Return a ticket number that is unique on this worker."""
         self._tickets += 1
+        self._awaited[self._tickets] = None
+        if len(self._awaited) > TICKETS:  # such as those of messages that have no reply
+            del self._awaited[next(iter(self._awaited))]
         return self._tickets
 
     def await_ticket(self, ticket: int, timeout_s: float) -> tuple[Rendezvous | Reduced, Sequence[Any]]:
@@ -230,7 +259,9 @@ class WorkerServer:
         while not self._deferred:
             with self.machine.progress.wait():
                 self._receive()
-        return self._deferred.popleft()
+        envelope, frames, size_bytes = self._deferred.popleft()
+        self._deferred_bytes -= size_bytes
+        return envelope, frames
 
     def _receive(self, end_s: float = math.inf) -> bool:
         """Process the next message or acknowledgement; return whether one arrived before a time.
@@ -251,7 +282,7 @@ class WorkerServer:
             self._socket.setsockopt(zmq.RCVTIMEO, patience_ms)  # cheaper than a poll followed by a receive
             try:
                 for parts in link.receive():
-                    self._dispatch(*decode_envelope(parts))
+                    self._dispatch(*decode_envelope(parts), MESSAGE_BYTES + sum(map(len, parts)))
             except zmq.Again:
                 if time.monotonic() < end_s:
                     continue
@@ -266,13 +297,22 @@ class WorkerServer:
             raise SystemExit(f"the client sends what it should not, and takes no answers: {error}")
         self._link.send([encode(Reply(0, (), WorkerFailure("protocol", "receive", str(error))))])
 
-    def _dispatch(self, envelope: Envelope, frames: Sequence[Any]) -> None:
-        """Store replies to tickets, and queue all other messages."""
+    def _dispatch(self, envelope: Envelope, frames: Sequence[Any], size_bytes: int) -> None:
+        """Store replies to tickets, and queue all other messages.
+
+        Raises:
+            SystemExit: More messages wait than this worker may hold.
+        """
         first = envelope.instructions[0] if envelope.instructions else None
         if isinstance(first, Rendezvous | Reduced | TicketCancelled):
-            self._answers[first.ticket] = (first, frames)
-        else:
-            self._deferred.append((envelope, frames))
+            if first.ticket in self._awaited:
+                del self._awaited[first.ticket]
+                self._answers[first.ticket] = (first, frames)
+            return
+        self._deferred.append((envelope, frames, size_bytes))
+        self._deferred_bytes += size_bytes
+        if self._deferred_bytes > self._most_bytes:
+            raise SystemExit(f"messages of {self._deferred_bytes} bytes wait; allowed are {self._most_bytes}")
 
     def _handle(self, envelope: Envelope, frames: Sequence[Any]) -> bool:
         """Execute one message and reply to it; return whether to continue."""
@@ -345,6 +385,17 @@ class WorkerServer:
             self.send_to_client(Reply(self._number, (), failure))
 
 
+def waiting_bytes(quota_bytes: int) -> int:
+    """Return the limit of the messages that wait in a worker, and of one that is incomplete.
+
+    Args:
+        quota_bytes: Most bytes of its buffers; without a limit, half of the host's memory may wait.
+    """
+    if not quota_bytes:
+        return max(WAITING_BYTES, psutil.virtual_memory().total // 2)
+    return (1 + HOST_SHARE) * quota_bytes + WAITING_BYTES
+
+
 def main(owner: int = 0, watched: Sequence[int] = ()) -> None:
     """Run a worker; its configuration comes on standard input, which stays open as long as its owner lives.
 
@@ -369,6 +420,7 @@ def main(owner: int = 0, watched: Sequence[int] = ()) -> None:
     # Before there are other threads, which it would not affect.
     memory_bytes = 0 if config.device == "sim" else config.quota_bytes
     done = confine(config.device, config.address, memory_bytes=memory_bytes, threads=config.threads)
+    ignore_warnings()
     server = WorkerServer(config, owner_descriptors)
     for failure in failures(done | confine_sockets(config.device)):
         print(f"onebox worker: not confined as it could be: {failure}", file=sys.stderr)
@@ -388,6 +440,12 @@ def main(owner: int = 0, watched: Sequence[int] = ()) -> None:
         traceback.print_exc()
     sys.stderr.flush()
     os._exit(status)  # libraries' threads must not delay the end
+
+
+def ignore_warnings() -> None:
+    """Ignore warnings, such as those of operators: a client could repeat them without end, and Python keeps a record of
+    each text."""
+    warnings.simplefilter("ignore")
 
 
 def load_kernels_at_once(config: WorkerConfig) -> None:

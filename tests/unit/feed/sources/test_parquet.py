@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from onebox.errors import DataError, UsageError
 from onebox.feed.source import Source
 from onebox.feed.sources import Parquet
-from onebox.feed.sources.formats.row_groups import RowGroupCache
+from onebox.feed.sources.formats.parquet_pages import column_bounds
+from onebox.feed.sources.formats.row_groups import RowGroupCache, RowGroups
 
 pa = pytest.importorskip("pyarrow")
 feather, parquet = pytest.importorskip("pyarrow.feather"), pytest.importorskip("pyarrow.parquet")
@@ -255,7 +256,7 @@ def test_a_table_without_rows(tmp_path, kind):
 def test_a_row_group_that_is_too_large(tmp_path, monkeypatch):
     monkeypatch.setattr("onebox.feed.sources.parquet.MAX_GROUP_BYTES", 1000)
     with pytest.raises(
-        DataError, match=r"row group 0 has \d+ bytes, unpacked; allowed are 1000\. Write it with smaller"
+        DataError, match=r"row group 0 has \d+ bytes or more, unpacked; allowed are 1000\. Write it with smaller"
     ):
         Parquet(write(tmp_path / "x.parquet", pa.table({"x": np.arange(1000)}), rows_of_group=1000))
 
@@ -335,3 +336,146 @@ def test_a_group_that_failed_is_tried_again():
     with pytest.raises(OSError, match="once"):
         cache.get(0)
     assert cache.get(0).nbytes == 1
+
+
+# ---- files that become far larger than they are
+
+
+def bomb(path, value, count, **options):
+    """Write a value that each of many rows names."""
+    column = pa.DictionaryArray.from_arrays(pa.array([0] * count, pa.int32()), pa.array([value])).cast(pa.binary())
+    schema = pa.schema([("x", pa.binary())])
+    options = {"compression": "zstd", "dictionary_pagesize_limit": 1 << 23, "store_schema": False, **options}
+    with parquet.ParquetWriter(path, schema, **options) as writer:
+        writer.write_table(pa.table({"x": column}), row_group_size=count)
+    return path
+
+
+def test_a_value_that_many_rows_name_is_counted_for_each(tmp_path):
+    path = bomb(tmp_path / "x.parquet", b"x" * (1 << 20), 120)
+    assert path.stat().st_size < 400
+    before = pa.total_allocated_bytes()
+    peak = pa.default_memory_pool().max_memory()
+    with pytest.raises(DataError, match=r"row group 0 has \d+ bytes or more, unpacked; allowed are 4194304"):
+        RowGroups([path], max_bytes=4 << 20).load(0)
+    assert pa.default_memory_pool().max_memory() <= max(peak, before + (32 << 20))
+    table = RowGroups([path], max_bytes=256 << 20).load(0)
+    assert table.num_rows == 120 and table.nbytes > 120 << 20
+
+
+@pytest.mark.parametrize("compression", ["none", "snappy", "gzip", "zstd", "lz4", "brotli"])
+@pytest.mark.parametrize("encoding", [None, "DELTA_BYTE_ARRAY", "DELTA_LENGTH_BYTE_ARRAY", "PLAIN"])
+def test_what_is_read_in_parts_is_what_is_read_at_once(tmp_path, compression, encoding):
+    texts = [f"{'long ' * 50 if n == 700 else 'text'} {n % 50}" for n in range(2000)]
+    table = pa.table(
+        {
+            "s": texts,
+            "n": range(2000),
+            "l": [[n] * (n % 4) for n in range(2000)],
+            "b": [n % 3 == 0 for n in range(2000)],
+        }
+    )
+    coding = {"column_encoding": {"s": encoding}} if encoding else {}
+    path = tmp_path / "x.parquet"
+    for version in ("1.0", "2.0"):
+        parquet.write_table(
+            table, path, compression=compression, use_dictionary=encoding is None, data_page_version=version,
+            row_group_size=1500, data_page_size=2048, **coding,
+        )  # fmt: skip
+        metadata = parquet.read_metadata(path)
+        whole, limit = RowGroups([path], max_bytes=1 << 30), 0
+        for group in whole:
+            bounds = column_bounds(path, metadata, group, None)
+            decoded, lists = (
+                sum(each.decoded_bytes for each in bounds if each.repeated or not only) for only in (0, 1)
+            )
+            enough = max(whole.load(group).nbytes, lists, metadata.row_group(group).total_byte_size)
+            assert whole.load(group).nbytes <= decoded
+            assert encoding in (None, "DELTA_BYTE_ARRAY") or decoded <= 1.5 * enough, "then the bound is near"
+            limit = max(limit, enough + enough // 10 + 4096)
+        parts = RowGroups([path], max_bytes=limit)
+        for group in whole:
+            assert parts.load(group).equals(whole.load(group))
+
+
+def test_a_page_that_is_larger_than_the_metadata_say_is_found_before_it_is_unpacked(tmp_path):
+    path = tmp_path / "x.parquet"
+    parquet.write_table(pa.table({"x": [b"y" * 100_000]}), path, compression="zstd", use_dictionary=False)
+    content = path.read_bytes()
+    size = parquet.read_metadata(path).row_group(0).column(0).data_page_offset + 3
+
+    def zigzag(number):
+        packed = bytearray()
+        number *= 2
+        while number > 127:
+            packed.append(number & 127 | 128)
+            number >>= 7
+        return bytes([*packed, number])
+
+    more = zigzag(1_000_000)
+    assert content[size - 1] == 0x15 and len(more) == len(zigzag(100_000)), "the page's size, unpacked"
+    path.write_bytes(content[:size] + more + content[size + len(more) :])
+    with pytest.raises(DataError, match="row group 0 has 1000000 bytes or more"):
+        RowGroups([path], max_bytes=900_000).load(0)
+
+
+def test_a_list_that_many_rows_repeat_is_counted(tmp_path):
+    path = tmp_path / "x.parquet"
+    table = pa.table({"x": [["z" * 10_000] * 100] * 10, "y": range(10)})
+    parquet.write_table(table, path, compression="zstd")
+    assert path.stat().st_size < 20_000
+    with pytest.raises(DataError, match="or more, unpacked"):
+        RowGroups([path], max_bytes=1 << 20).load(0)
+    chosen = RowGroups([path], max_bytes=1 << 20)
+    chosen.choose(["y"])
+    assert chosen.load(0).column("y").to_pylist() == list(range(10)), "only what is read counts"
+    assert RowGroups([path], max_bytes=1 << 24).load(0).equals(table)
+
+
+@pytest.mark.parametrize("compression", ["lz4", "zstd"])
+@pytest.mark.parametrize("kind", ["feather", "arrow", "stream", "dictionary"])
+def test_compressed_batches_of_arrow_are_bounded(tmp_path, kind, compression):
+    zeros = pa.table({"x": np.zeros(1 << 22, np.int8)})
+    if kind == "dictionary":
+        zeros = pa.table({"x": pa.array(["q" * (1 << 22)]).dictionary_encode()})
+    path = tmp_path / "x.arrow"
+    if kind == "feather":
+        feather.write_feather(zeros, path, compression=compression, chunksize=1 << 23)
+    else:
+        options = pa.ipc.IpcWriteOptions(compression=compression)
+        with (pa.ipc.new_stream if kind == "stream" else pa.ipc.new_file)(
+            path, zeros.schema, options=options
+        ) as writer:
+            writer.write_table(zeros)
+    assert path.stat().st_size < 20_000
+    before = max(pa.default_memory_pool().max_memory(), pa.total_allocated_bytes() + (2 << 20))
+    with pytest.raises(DataError, match="bytes or more, unpacked"):
+        RowGroups([path], max_bytes=1 << 20)
+    assert pa.default_memory_pool().max_memory() <= before, "found before anything is unpacked"
+    assert len(RowGroups([path], max_bytes=8 << 20)) == zeros.num_rows
+
+
+def test_an_uncompressed_batch_of_arrow_stays_in_its_file_and_is_not_bounded(tmp_path):
+    path = write(tmp_path / "x.arrow", pa.table({"x": np.zeros(1 << 16, np.int8)}), "arrow", 1 << 16)
+    assert len(RowGroups([path], max_bytes=1)) == 1 << 16
+
+
+@given(st.binary(max_size=60), st.integers(0, 400))
+@settings(max_examples=60)
+def test_damaged_headers_of_pages_and_batches_are_errors(tmp_path_factory, damage, place):
+    folder = tmp_path_factory.mktemp("damage")
+    table = pa.table({"s": ["a", "b"] * 50, "n": range(100)})
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    parquet.write_table(table, folder / "x.parquet")
+    with pa.ipc.new_file(folder / "x.arrow", table.schema, options=options) as writer:
+        writer.write_table(table)
+    for name in ("x.parquet", "x.arrow"):
+        path = folder / name
+        content = path.read_bytes()
+        path.write_bytes(content[:place] + damage + content[place + len(damage) :])
+        try:
+            groups = RowGroups([path], max_bytes=1 << 20)
+            for group in groups:
+                groups.load(group)
+        except DataError:
+            pass

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from onebox.errors import WireError
-from onebox.pool.client.group_services import GroupNotice, GroupServices
+from onebox.pool.client import group_services
+from onebox.pool.client.group_services import ClientSums, GroupNotice, GroupServices
 from onebox.pool.errors import WorkerLocation
 from onebox.wire import from_frame, spec_of, to_frame
 from onebox.wire.protocol.groups import Reduced, Rendezvous, TicketCancelled
@@ -61,3 +62,55 @@ def test_when_a_member_leaves_all_who_wait_are_told_and_nobody_waits_again() -> 
 def test_a_contribution_without_its_elements_breaks_the_protocol() -> None:
     with pytest.raises(WireError, match=r"worker 0 .* contributed 2 frames"):
         contribute(services(), 0, 5, b"", b"")
+
+
+def test_a_groups_store_has_bounds_which_deleted_keys_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_services, "KEYS", 3)
+    monkeypatch.setattr(group_services, "KEY_BYTES", 100)
+    made = services()
+    for _ in range(5):
+        made.take(place(0), Lookup(1, 1, "set", ("a",), bytes(50)), ())
+        made.take(place(0), Lookup(2, 1, "set", ("b",), bytes(40)), ())
+        with pytest.raises(WireError, match="store of group 1 is full"):
+            made.take(place(0), Lookup(3, 1, "set", ("c",), bytes(40)), ())
+        made.dissolve(1)
+        made.form(1, (0, 1))
+    for number in range(9):
+        made.take(place(0), Lookup(1, 1, "set", (f"{number}",), b"v"), ())
+        made.take(place(0), Lookup(1, 1, "delete", (f"{number}",)), ())
+    for number in range(9):  # a wait for a key counts until it comes
+        made.take(place(0), Lookup(1, 1, "get", (f"{number}",)), ())
+        made.take(place(1), Lookup(1, 1, "set", (f"{number}",), b"v"), ())
+        made.take(place(0), Lookup(1, 1, "delete", (f"{number}",)), ())
+    with pytest.raises(WireError, match="store of group 1 is full"):
+        for number in range(4):
+            made.take(place(0), Lookup(1, 1, "get", (f"never {number}",)), ())
+
+
+def test_who_is_no_member_of_a_group_has_no_store_there() -> None:
+    made = services()
+    assert made.take(place(2), Lookup(5, 1, "set", ("k",), b"v"), ()) == [GroupNotice(2, TicketCancelled(5))]
+    assert made.take(place(0), Lookup(6, 1, "check", ("k",)), ()) == [GroupNotice(0, Rendezvous(6, b"0"))]
+
+
+def test_what_waits_to_be_summed_has_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    sums = ClientSums(most_bytes=3 * BUCKET.nbytes)
+    sums.form(1, (0, 1))
+    for _ in range(3):  # in turn, it never becomes too much
+        for order in range(3):
+            sums.contribute(0, Contribution(1, 1, order, spec_of(BUCKET)), BUCKET)
+        for order in range(3):
+            assert sums.contribute(1, Contribution(1, 1, order, spec_of(BUCKET)), BUCKET) is not None
+    for order in range(3):
+        sums.contribute(0, Contribution(1, 1, order, spec_of(BUCKET)), BUCKET)
+    sums.forget(1)
+    sums.form(1, (0, 1))
+    with pytest.raises(WireError, match="wait for others"):
+        for order in range(4):
+            sums.contribute(0, Contribution(1, 1, order, spec_of(BUCKET)), BUCKET)
+    monkeypatch.setattr(group_services, "ORDERS", 2)
+    sums.forget(1)
+    sums.form(1, (0, 1))
+    with pytest.raises(WireError, match="wait for others"):
+        for order in range(3):
+            sums.contribute(0, Contribution(1, 1, order, spec_of(BUCKET)), BUCKET)

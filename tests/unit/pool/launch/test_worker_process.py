@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ class Started:
 
     def __init__(self, command: list[str], **options: Any) -> None:
         self.command, self.options = command, options
+        self.stderr = os.dup(options["stderr"].fileno())
         self.pid = os.getpid()
         heard, self.stdin = os.pipe()
         self.heard = os.fdopen(heard, "rb")
@@ -63,6 +65,7 @@ def worker(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[tu
     made.close(grace_s=0.0)
     started.heard.close()
     os.close(started.says)
+    os.close(started.stderr)
 
 
 @pytest.mark.parametrize("temporary", ["short", "too long for a socket", "not there"])
@@ -154,7 +157,7 @@ def test_a_worker_that_ends_says_how_and_its_last_words(
 ) -> None:
     made, started = worker
     started.status = status
-    os.write(made._stderr.fileno(), b"x" * 10_000 + b"\nImportError: no module \xff\n")
+    os.write(started.stderr, b"x" * 10_000 + b"\nImportError: no module \xff\n")
     started.stdout.close()
     started.stdout = open(os.devnull, "rb")  # noqa: SIM115 (closed by close)
     with pytest.raises(WorkerDied, match=how) as caught:
@@ -190,3 +193,19 @@ def test_a_worker_that_never_ends_its_line_is_not_read_for_ever(worker: tuple[Wo
     os.write(started.says, b"x" * 5000)
     with pytest.raises(PoolError, match="where its ports were expected"):
         made.read_ports()
+
+
+def test_a_process_that_floods_its_standard_error_is_held_to_a_rate_and_its_last_words_are_kept(
+    config: WorkerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flood = "import os, sys\nfor _ in range(1500): os.write(2, b'UserWarning\\n' * 100)\nsys.exit('the end')"
+    monkeypatch.setattr(WorkerProcess, "command", (sys.executable, "-S", "-c", flood))
+    began_s = time.monotonic()
+    worker = WorkerProcess(PLACE, config)
+    try:
+        with pytest.raises(WorkerDied) as caught:
+            worker.ports()
+        assert time.monotonic() - began_s > 1.0, "1.8 MB"
+        assert caught.value.last_words.endswith("the end") and caught.value.exit_status == 1
+    finally:
+        worker.close(grace_s=1.0)

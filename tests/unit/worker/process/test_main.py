@@ -7,6 +7,7 @@ import random
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -415,3 +416,42 @@ def test_workers_with_a_gpu_of_their_own_load_kernels_at_once(
     monkeypatch.setattr(os, "environ", {} if given is None else {"CUDA_MODULE_LOADING": given})
     main.load_kernels_at_once(WorkerConfig(device, 1, "", "", "", sharing=sharing))
     assert os.environ.get("CUDA_MODULE_LOADING") == loading
+
+
+def test_messages_that_wait_are_bounded_and_answers_without_a_question_are_dropped() -> None:
+    keys, client_keys = new_keys(), new_keys()
+    lifeline, owner = os.pipe()
+    with tempfile.TemporaryDirectory(prefix="onebox-") as folder:
+        config = WorkerConfig("cpu", 1, keys.public, keys.secret, client_keys.public, folder, quota_bytes=1 << 20)
+        server = WorkerServer(config, (lifeline,))
+        try:
+            assert server._most_bytes == main.waiting_bytes(1 << 20) < main.waiting_bytes(0)
+            for ticket in range(1, 100):  # of which nobody has asked for one
+                server._dispatch(Envelope(0, False, (Rendezvous(ticket, bytes(1000)),)), (), 1000)
+            assert not server._answers
+            ticket = server.new_ticket()
+            for _ in range(3):
+                server._dispatch(Envelope(0, False, (Rendezvous(ticket, b"yes"),)), (), 1000)
+            assert server.await_ticket(ticket, 1.0) == (Rendezvous(ticket, b"yes"), ())
+            server._dispatch(Envelope(0, False, (Rendezvous(ticket, b"again"),)), (), 1000)
+            assert not server._answers
+            with pytest.raises(SystemExit, match="bytes wait; allowed are"):
+                for number in range(200):
+                    server._dispatch(Envelope(number, True, (Ask("scalars", ()),)), (), server._most_bytes // 100)
+            assert len(server._deferred) <= 101
+        finally:
+            server._watcher._authenticator.stop()
+            server._context.destroy(linger=0)
+            os.close(lifeline)
+            os.close(owner)
+
+
+def test_operators_warn_of_nothing_in_a_worker() -> None:
+    for ignored in (False, True):
+        with warnings.catch_warnings(record=True) as seen, torch.inference_mode():
+            warnings.simplefilter("always")
+            if ignored:
+                main.ignore_warnings()
+            for size in range(1, 21):
+                torch.add(torch.ones(size + 2), 1.0, out=torch.empty(size))
+        assert bool(seen) is not ignored

@@ -8,11 +8,13 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from onebox.errors import DataError
 from onebox.extras import import_extra
+from onebox.feed.sources.formats.arrow_sizes import file_sizes, stream_sizes
 from onebox.feed.sources.formats.files import open_regular, unreadable
+from onebox.feed.sources.formats.parquet_pages import column_bounds
 
 ARROW_ENDINGS = (".arrow", ".feather", ".ipc")
 ARROW_MAGIC = b"ARROW1"  # first bytes of an Arrow file, absent in an Arrow stream
@@ -26,7 +28,7 @@ class RowGroups:
 
     Args:
         paths: The files.
-        max_bytes: Limit of a group's unpacked bytes.
+        max_bytes: Limit of a group's unpacked and decoded bytes.
 
     Attributes:
         paths: The files.
@@ -41,6 +43,7 @@ class RowGroups:
         self._arrow = import_extra("pyarrow", READING)
         self.paths = tuple(paths)
         self.schema: Any = None
+        self._max_bytes = max_bytes
         self._names: list[str] | None = None
         self._checked: set[tuple[int, tuple[str, ...]]] = set()  # groups that were validated
         self._files: list[_Parquet | _Arrow] = []
@@ -51,9 +54,7 @@ class RowGroups:
         for number, path in enumerate(self.paths):
             self._first_rows.append(rows)
             for group, (count, size_bytes) in enumerate(self._open(path)):
-                if size_bytes > max_bytes:
-                    came = f"{path}: row group {group} has {size_bytes} bytes, unpacked"
-                    raise DataError(f"{came}; allowed are {max_bytes}. Write it with smaller row groups.", path=path)
+                _Limit(path, max_bytes).check(group, size_bytes)
                 if count:
                     rows += count
                     self._of.append((number, group))
@@ -112,7 +113,7 @@ class RowGroups:
         try:
             os.close(open_regular(path))
             kind = _Arrow if path.suffix.lower() in ARROW_ENDINGS else _Parquet
-            file = kind(path)
+            file = kind(path, _Limit(path, self._max_bytes))
             twice = [name for name, count in Counter(file.schema.names).items() if count > 1]
             if twice:
                 raise ValueError(f"it has several columns called {twice[0]!r}")
@@ -132,13 +133,32 @@ class RowGroups:
         return file.groups()
 
 
+class _Limit(NamedTuple):
+    """Limit of the unpacked and decoded bytes of each row group of a file."""
+
+    path: Path
+    max_bytes: int
+
+    def check(self, group: int, size_bytes: int) -> None:
+        """Require that a group is within the limit.
+
+        Raises:
+            DataError: It is not.
+        """
+        if size_bytes > self.max_bytes:
+            came = f"{self.path}: row group {group} has {size_bytes} bytes or more, unpacked"
+            todo = f"allowed are {self.max_bytes}. Write it with smaller row groups."
+            raise DataError(f"{came}; {todo}", path=self.path)
+
+
 class _Parquet:
     """A Parquet file; it is opened anew for each group, as a reader is not thread-safe."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, limit: _Limit) -> None:
         parquet = import_extra("pyarrow.parquet", READING)
 
         self._path = path
+        self._limit = limit
         with parquet.ParquetFile(path) as file:
             self._metadata = file.metadata
             self.schema = file.schema_arrow
@@ -150,25 +170,45 @@ class _Parquet:
     def load(self, group: int, names: list[str] | None) -> Any:
         parquet = import_extra("pyarrow.parquet", READING)
 
+        bounds = column_bounds(self._path, self._metadata, group, names)
+        max_bytes = self._limit.max_bytes
+        self._limit.check(group, sum(column.unpacked_bytes for column in bounds))
+        decoded_bytes = sum(column.decoded_bytes for column in bounds)
         with parquet.ParquetFile(self._path, metadata=self._metadata) as file:
-            return file.read_row_group(group, columns=names, use_threads=False)
+            if decoded_bytes <= max_bytes:
+                return file.read_row_group(group, columns=names, use_threads=False)
+            # Values that are short in the file, but may be long: a few rows at a time, until they are too many.
+            row_bytes = sum(column.value_bytes for column in bounds)
+            self._limit.check(group, sum(column.decoded_bytes for column in bounds if column.repeated))
+            pa = import_extra("pyarrow", READING)
+            batches, rows, size_bytes = [], max(1, max_bytes // max(1, row_bytes)), 0
+            for batch in file.iter_batches(rows, row_groups=[group], columns=names, use_threads=False):
+                size_bytes += batch.nbytes
+                self._limit.check(group, size_bytes)
+                batches.append(batch)
+            return pa.Table.from_batches(batches)
 
 
 class _Arrow:
     """An Arrow file or stream, mapped into memory."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, limit: _Limit) -> None:
         pa = import_extra("pyarrow", READING)
 
         self._path = path
         self._batches: list[Any] | None = None
         with open(path, "rb") as file:
             is_file = file.read(len(ARROW_MAGIC)) == ARROW_MAGIC
+        content = pa.memory_map(str(path)).read_buffer()
+        dictionary_bytes, sizes = file_sizes(content) if is_file else stream_sizes(content)
+        for number, size_bytes in enumerate(sizes):
+            limit.check(number, dictionary_bytes + size_bytes)
         if is_file:
             reader = self._reader([])
             self._counts = [reader.get_batch(number).num_rows for number in range(reader.num_record_batches)]
             self.schema = self._reader(None).schema
         else:
+            limit.check(0, dictionary_bytes + sum(sizes))  # all stay in memory
             stream = pa.ipc.open_stream(pa.memory_map(str(path)))
             self._batches, self.schema = list(stream), stream.schema
             self._counts = [batch.num_rows for batch in self._batches]

@@ -59,6 +59,9 @@ ANSWER_S = 10.0
 START_S = 120.0
 """How long an agent may take to start workers: longer than it waits for them itself."""
 
+_BATCH = 64
+"""Most messages that are processed between two looks at everything else."""
+
 _RELEASE_S = 5.0
 _JOIN_S = 5.0
 
@@ -313,9 +316,10 @@ class AgentConnection:
             self._contact.wake(time.monotonic())
             if self._bell in ready:
                 os.eventfd_read(self._bell)
-            if self._socket.monitor in ready:
-                self._watch()
-            while (frame := self._socket.receive()) is not None:
+            self._watch()
+            for _ in range(_BATCH):
+                if (frame := self._socket.receive()) is None:
+                    break
                 self._take(frame)
             self._speak()
             with self._lock:
@@ -370,6 +374,8 @@ class AgentConnection:
                         self._lease(asked, asked.request, message)
                     if not isinstance(message, Queued):
                         del self._asked[message.number]
+                    elif asked.answers.qsize() >= _BATCH:  # nobody looks at them now: the place in the queue is old
+                        return
                     asked.answers.put(message)
 
     def _lease(self, asked: _Asked, request: Lease, leased: Leased) -> None:

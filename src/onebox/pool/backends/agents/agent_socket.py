@@ -10,16 +10,18 @@ import time
 from typing import Any
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from onebox.errors import PoolError, UsageError
 from onebox.pool.keys.keyring import fingerprint, full_address
-from onebox.wire import KeyPair, configure
-from onebox.wire.protocol.agents import TOKEN_BYTES
+from onebox.wire import KeyPair, ReceiveWatch, configure
+from onebox.wire.protocol.agents import MESSAGE_BYTES, TOKEN_BYTES
 
 _CONNECT_MS, _RETRY_MS = 500, 100
 """Bound of one attempt to connect, and the time between two: short, so that the connection is soon back after an
 interruption."""
+
+_UNREAD_BYTES = 16 * MESSAGE_BYTES
+"""Limit of what an agent sends without completing a message."""
 
 _BEAT_MS, _SILENT_MS = 500, 1500
 """Interval of ZeroMQ's own heartbeats, and the silence after which it reconnects. TCP alone would retransmit after ever
@@ -75,7 +77,8 @@ class AgentSocket:
         self.socket.setsockopt(zmq.RECONNECT_IVL, _RETRY_MS)
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, _BEAT_MS)
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENT_MS)
-        self.monitor: Any = self.socket.get_monitor_socket()
+        self._watch = ReceiveWatch(self.socket, _UNREAD_BYTES, events=zmq.EVENT_ALL)
+        self.monitor: Any = self._watch.monitor
         self.socket.connect(f"tcp://{where[0]}:{where[1]}")
 
     @property
@@ -92,16 +95,20 @@ class AgentSocket:
         """Return the next message, ``None`` where there is none; messages of several frames are not an agent's and are
         dropped."""
         try:
-            frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            frame = self.socket.recv(zmq.NOBLOCK)
         except zmq.Again:
             return None
-        return frames[0] if len(frames) == 1 else b""
+        self._watch.delivered()
+        while self.socket.getsockopt(zmq.RCVMORE):
+            self.socket.recv(zmq.NOBLOCK)
+            frame = b""
+        return frame
 
     def watch(self) -> PoolError | None:
         """Process ZeroMQ's connection events; return the error where this client is refused."""
-        refusal = None
-        while self.monitor.poll(0):
-            event = int(recv_monitor_message(self.monitor)["event"])
+        refusal, now_s = None, time.monotonic()
+        self._watch.check(now_s)  # an agent that sends what is no message is cut off
+        for event in self._watch.attend(now_s):
             if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 refusal = PoolError(
                     f"the agent at {self._address} does not let this client in; pair with it: "
@@ -132,8 +139,7 @@ class AgentSocket:
 
     def close(self) -> None:
         """Close the socket after the last messages have been sent."""
-        self.socket.disable_monitor()
-        self.monitor.close(0)
+        self._watch.close()
         self.socket.close(500)
         self._context.term()
 

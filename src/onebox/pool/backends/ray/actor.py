@@ -19,6 +19,7 @@ from onebox.extras import import_extra
 from onebox.pool.backends.compatibility import own_versions
 from onebox.pool.errors import WorkerLocation
 from onebox.pool.launch.worker_process import WorkerProcess
+from onebox.reaping import end_process
 from onebox.wire import new_keys
 from onebox.wire.protocol.agents import SoftwareVersions
 from onebox.worker import WorkerConfig
@@ -174,12 +175,17 @@ def _gpu_bytes() -> int:
         return 0
     line = ["nvidia-smi", f"--id={which}", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        said = subprocess.run(
-            line, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_DRIVER_S, check=True
-        ).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
+        asked = subprocess.Popen(
+            line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+    except OSError:
         return 0
-    return int(said) << 20 if said.isdecimal() else 0
+    try:
+        said = asked.communicate(timeout=_DRIVER_S)[0].strip()
+    except subprocess.TimeoutExpired:  # the driver may hang, and then nothing ends it
+        end_process(asked, "nvidia-smi", grace_s=0.0)
+        return 0
+    return int(said) << 20 if said.isdecimal() and not asked.returncode else 0
 
 
 def _text(message: Struct) -> str:

@@ -196,10 +196,10 @@ class GpuShmSender:
         while (waiting := self._queue.get()) is not None:
             try:
                 waiting.done.finish()
+                if waiting.spec is not None:
+                    self._sender.post(waiting.peer, waiting.channel, waiting.block, waiting.spec)
             except Exception as error:  # reported everywhere: peers see the group left, this worker the next call
                 self._failure = str(error) or type(error).__name__
                 self._sender.leave()
                 return
-            if waiting.spec is not None:
-                self._sender.post(waiting.peer, waiting.channel, waiting.block, waiting.spec)
             del waiting

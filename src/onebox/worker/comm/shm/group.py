@@ -37,8 +37,14 @@ from onebox.worker.comm.shm.layout import ShmMessage, check_dimensions
 from onebox.worker.comm.shm.receiver import PendingReceive, ShmReceiver
 from onebox.worker.comm.shm.rendezvous import ShmPeers, note_speed, speed_in
 from onebox.worker.comm.shm.sender import BlockRegion, ShmSender, region_of
+from onebox.worker.memory.shared import SharedMemoryQuota
 from onebox.worker.progress import WorkerProgress
 from onebox.worker.system.clock import sleep_until, wake_on_time
+
+ROOM_S = 30.0
+"""Longest wait for readers where there is no room for another message."""
+
+_ROOM_STEP_S = 0.001
 
 _COLLECTIVES = -1 << 62
 """Channel of reductions, gathers and broadcasts."""
@@ -54,6 +60,7 @@ class ShmGroup:
         progress: Marked during waits.
         emulated_links: State of this worker's emulated links.
         copier: Copier for a device whose tensors are not in host memory.
+        quota: Counts this worker's shared memory, and limits it.
     """
 
     def __init__(
@@ -64,6 +71,7 @@ class ShmGroup:
         progress: WorkerProgress,
         emulated_links: EmulatedLinks,
         copier: ShmCopier | None = None,
+        quota: SharedMemoryQuota | None = None,
     ) -> None:
         self._rank = form.rank
         self._size = form.size
@@ -80,7 +88,14 @@ class ShmGroup:
         self._running: WeakValueDictionary[int, ShmCollective] = WeakValueDictionary()
         self._interrupted = False
         self._begun: dict[tuple[int, int], BlockRegion] = {}  # the last part of incomplete tensors, by rank and channel
-        self._sender: ShmSender | None = ShmSender(met.memories[self._rank], self._size, paged=met.paged)
+        self._sender: ShmSender | None = ShmSender(
+            met.memories[self._rank],
+            self._size,
+            paged=met.paged,
+            quota=quota,
+            wait=self._wait_for_room,
+            ended=self._has_ended,
+        )
         self._gpu_sender = None if copier is None else GpuShmSender(self._sender, copier)
         ranks = sorted(met.memories)
         self._inboxes = {rank: ShmReceiver(met.memories[rank], rank, self._rank, self._watch) for rank in ranks}
@@ -322,6 +337,18 @@ class ShmGroup:
             with self._progress.wait():
                 message = expected.wait()
         return message
+
+    def _wait_for_room(self, begin_s: float) -> bool:
+        """Wait a moment for readers to return memory; return whether there is patience left."""
+        with self._progress.wait():
+            time.sleep(_ROOM_STEP_S)
+        if self._interrupted:
+            raise RankLost("nobody reads what was sent: the group is given up")
+        return time.monotonic() < begin_s + min(self._timeout_s, ROOM_S)
+
+    def _has_ended(self, rank: int) -> bool:
+        """Return whether the process of a rank has ended, or does not share this one's memory."""
+        return rank not in self._watches or self._watches[rank].ended()
 
     def _sleep_until(self, end_ns: int) -> None:
         if end_ns > time.monotonic_ns():

@@ -27,7 +27,7 @@ TYPE_NAMES = list(DTYPES)
 TYPE_CODES = {name: code for code, name in enumerate(TYPE_NAMES)}
 
 _LANE_BYTES = 1024
-SENT, RETURNED = 0, 8  # words of a lane
+SENT, RETURNED, CLOSED = 0, 8, 9  # words of a lane; the last two are written by the reader
 FIRST_CELLS = 128  # offset in a lane: its first two cells
 CELL_BYTES = 256
 CHUNK_CELLS = 64

@@ -17,6 +17,7 @@ from onebox.wire import DTYPES, TensorSpec
 from onebox.worker.comm.api import RankLost
 from onebox.worker.comm.shm.layout import (
     CELL_BYTES,
+    CLOSED,
     FIRST_CELLS,
     HEADER,
     LEFT,
@@ -178,7 +179,9 @@ class ShmReceiver:
         return message
 
     def close(self) -> None:
-        """Unmap the writer's memory."""
+        """Unmap the writer's memory, except for what is lent; no message is read or returned any more."""
+        if self.memory is not None:
+            self.memory.words[self._word + CLOSED] = 1
         self.memory = None
         self._channels.clear()
 

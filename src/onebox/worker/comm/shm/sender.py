@@ -6,7 +6,7 @@ import ctypes
 import mmap
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -18,6 +18,7 @@ from onebox.worker.comm.shm.arena import ALIGN, Arena, MemoryBlock
 from onebox.worker.comm.shm.layout import (
     CELL_BYTES,
     CHUNK_CELLS,
+    CLOSED,
     FIRST_CELLS,
     HEADERS,
     LEFT,
@@ -29,6 +30,8 @@ from onebox.worker.comm.shm.layout import (
     lane_start,
 )
 from onebox.worker.comm.shm.segment import SharedMemory
+from onebox.worker.memory.buffers import QuotaExceeded
+from onebox.worker.memory.shared import SharedMemoryQuota
 
 
 class BlockRegion(NamedTuple):
@@ -96,15 +99,34 @@ class ShmSender:
         memory: Its memory.
         size: Number of ranks.
         paged: Whether blocks begin at page boundaries, and keep their pages until the rank leaves.
+        quota: Counts its memory, and limits it.
+        wait: Called when there is no room, with the time at which the wait for it began; waits a moment, and returns
+            whether to go on waiting.
+        ended: Returns whether the process of a rank has ended.
     """
 
-    def __init__(self, memory: SharedMemory, size: int, *, paged: bool = False) -> None:
+    def __init__(
+        self,
+        memory: SharedMemory,
+        size: int,
+        *,
+        paged: bool = False,
+        quota: SharedMemoryQuota | None = None,
+        wait: Callable[[float], bool] = lambda begin_s: False,
+        ended: Callable[[int], bool] = lambda peer: False,
+    ) -> None:
         self.memory = memory
+        self._quota = quota or SharedMemoryQuota()
+        self._wait = wait
+        self._ended = ended
         self._lanes = [_Lane(peer) for peer in range(size)]
         align = mmap.PAGESIZE if paged else ALIGN
-        self._arena = Arena(lane_start(size), len(memory.map), memory.discard, align=align, keep=paged)
+        self._arena = Arena(
+            lane_start(size), len(memory.map), memory.discard, align=align, keep=paged, quota=self._quota
+        )
         self._cells: list[int] = []
         self._lock = threading.RLock()
+        self._quota.enter(self)
 
     @property
     def unread_bytes(self) -> int:
@@ -114,10 +136,23 @@ class ShmSender:
             return self._arena.used_bytes
 
     def take(self, size_bytes: int) -> MemoryBlock:
-        """Return a block to fill and post; it is held until its readers have returned it."""
-        with self._lock:
-            self._collect()
-            return self._arena.take(size_bytes)
+        """Return a block to fill and post; it is held until its readers have returned it.
+
+        Raises:
+            QuotaExceeded: There is no room, and readers have not made any in time.
+        """
+        begin_s = time.monotonic()
+        while True:
+            with self._lock:
+                self._collect()
+                try:
+                    return self._arena.take(size_bytes)
+                except QuotaExceeded as error:
+                    if error.asked_bytes > error.allowed_bytes:
+                        raise
+                    full = error
+            if not self._wait(begin_s):
+                raise full
 
     def write(self, tensors: Sequence[Tensor], size_bytes: int) -> MemoryBlock:
         """Copy tensors of one type into a block, concatenated; it is held until each reader has returned it."""
@@ -189,10 +224,33 @@ class ShmSender:
         with self._lock:
             self._collect()
             self._arena.empty()
+        self._quota.leave(self)
+
+    def reclaim(self) -> None:
+        """Free the memory that no reader uses; see :class:`~onebox.worker.memory.shared.SharedBlocks`."""
+        if self._lock.acquire(blocking=False):  # another thread of this process may have it, and wait for the quota
+            try:
+                self._collect()
+                if not self._arena.keep:
+                    self._arena.empty()
+            finally:
+                self._lock.release()
+
+    def settle(self) -> bool:
+        """Free what readers have returned since the group was left; return whether none of them can use the rest."""
+        with self._lock:
+            self._collect()
+            self._arena.empty()
+            words = self.memory.words
+            for peer, lane in enumerate(self._lanes):
+                if any(lane.held.values()) and not words[lane.word + CLOSED] and not self._ended(peer):
+                    return False
+            self._arena.forget()
+            return True
 
     def _cell(self) -> int:
         if not self._cells:
-            start = self._arena.take(CELL_BYTES * CHUNK_CELLS).offset
+            start = self._arena.take(CELL_BYTES * CHUNK_CELLS, forced=True).offset
             self._cells = [start + number * CELL_BYTES for number in range(CHUNK_CELLS)]
         return self._cells.pop()
 

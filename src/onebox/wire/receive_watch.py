@@ -1,0 +1,208 @@
+"""Limit of the bytes that a peer sends without completing a message.
+
+libzmq hands over a message of several parts when the last one has come, and until then counts neither its parts nor its
+bytes: its limits are those of one part, and of complete messages in a queue. So the kernel's count of the bytes that
+came over a TCP connection is read, and a connection that brings too many of them without a message is shut down, on
+which libzmq frees what it holds of it. Sockets of one machine have no such count: at their other end is a process that
+the user of this one has started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import select
+import socket as sockets
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+SMALL_BYTES = 1 << 20
+"""Limit for channels of small messages: the agent's, and heartbeats."""
+
+_BEGINNINGS = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED
+_ENDS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+_BATCH = 64
+_CHECK_S = 1e-4  # time for each connection from one check to the next: some twenty times what it takes
+
+_RECEIVED = slice(128, 136)  # tcpi_bytes_received of struct tcp_info (linux/tcp.h), since Linux 4.1
+
+
+class Overrun(NamedTuple):
+    """A connection that has been shut down.
+
+    Args:
+        address: The peer's IP address.
+        size_bytes: Bytes that came without a complete message.
+    """
+
+    address: str
+    size_bytes: int
+
+
+class ReceiveWatch:
+    """Watch of the connections of one socket, to be made before it binds or connects.
+
+    One thread owns it; :meth:`delivered` may be called from another one.
+
+    Args:
+        socket: The socket; it has no other monitor.
+        connection_bytes: Limit of each connection.
+        total_bytes: Limit of all connections; by default that of one.
+        idle_bps: Bytes per second that are no part of messages, such as ZeroMQ's own heartbeats.
+        events: Further events of the monitor that :meth:`attend` returns.
+    """
+
+    def __init__(
+        self,
+        socket: zmq.Socket[Any],
+        connection_bytes: int,
+        *,
+        total_bytes: int = 0,
+        idle_bps: float = 0.0,
+        events: int = 0,
+    ) -> None:
+        self._socket = socket
+        self._connection_bytes = connection_bytes
+        self._total_bytes = max(total_bytes, connection_bytes)
+        self._idle_bps = idle_bps
+        self._epoll = select.epoll()
+        self._base: dict[int, tuple[int, float]] = {}  # bytes up to the last message, and the time, by descriptor
+        self._pending: dict[int, int] = {}
+        self._fresh: set[int] = set()
+        self._any_fresh = False
+        self._next_s = -math.inf
+        self.monitor: zmq.Socket[Any] = socket.get_monitor_socket(events | _BEGINNINGS | _ENDS)
+
+    @property
+    def descriptor(self) -> int:
+        """A descriptor that is readable when many bytes come over a connection, until :meth:`check`; a few may come
+        unnoticed."""
+        return self._epoll.fileno()
+
+    @property
+    def several(self) -> bool:
+        """True if there are several connections: then :meth:`delivered` needs to know which one a message came over."""
+        return len(self._base) > 1
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes that came without a complete message, over all connections."""
+        return sum(self._pending.values())
+
+    def delivered(self, connection: int | None = None) -> None:
+        """Record that a message has been received.
+
+        Args:
+            connection: Its connection, see :func:`connection_of`; not needed for the only one.
+        """
+        if connection is None:
+            self._any_fresh = True
+        else:
+            self._fresh.add(connection)
+
+    def attend(self, now_s: float) -> list[int]:
+        """Process the monitor's events up to a limit, and return their kinds."""
+        kinds: list[int] = []
+        while len(kinds) < _BATCH and self.monitor.poll(0):
+            event = recv_monitor_message(self.monitor)
+            kind, descriptor = int(event["event"]), int(event["value"])
+            kinds.append(kind)
+            if kind & (_BEGINNINGS | _ENDS):
+                self._forget(descriptor)
+            if kind & _BEGINNINGS:
+                self._add(descriptor, now_s)
+        return kinds
+
+    def check(self, now_s: float) -> list[Overrun]:
+        """Shut down the connections that are over a limit, and return them; best after messages have been received.
+
+        Many connections are not looked at each time, as each takes some microseconds.
+        """
+        self._epoll.poll(0)
+        if now_s < self._next_s:
+            return []
+        self._next_s = now_s + _CHECK_S * len(self._base)
+        fresh, self._fresh = self._fresh, set()
+        any_fresh, self._any_fresh = self._any_fresh, False
+        if any_fresh and not self.several:
+            fresh |= self._base.keys()
+        for descriptor in list(self._base):
+            received = _with_socket(descriptor, _received_bytes)
+            if received is None:
+                self._forget(descriptor)
+                continue
+            base, since_s = self._base[descriptor]
+            base += int((now_s - since_s) * self._idle_bps)
+            if descriptor in fresh or base > received:
+                base = received
+            self._base[descriptor] = base, now_s
+            self._pending[descriptor] = received - base
+        found: list[Overrun] = []
+        while max(self._pending.values(), default=0) > self._connection_bytes or self.pending_bytes > self._total_bytes:
+            found += self.cut_largest()
+        return found
+
+    def cut_largest(self) -> list[Overrun]:
+        """Shut down the connection that has brought most without a message; return it, unless it has ended."""
+        if not self._pending:
+            return []
+        descriptor, size_bytes = max(self._pending.items(), key=lambda item: item[1])
+        address = _with_socket(descriptor, _shut)
+        self._forget(descriptor)
+        return [] if address is None else [Overrun(address, size_bytes)]
+
+    def close(self) -> None:
+        """End the monitor; before the socket is closed. Idempotent."""
+        if not self._epoll.closed:
+            self._epoll.close()
+            self._socket.disable_monitor()
+            self.monitor.close(0)
+
+    def _add(self, descriptor: int, now_s: float) -> None:
+        received = _with_socket(descriptor, _received_bytes)
+        if received is None:
+            return
+        with contextlib.suppress(OSError):  # closed meanwhile
+            self._epoll.register(descriptor, select.EPOLLIN | select.EPOLLET)
+            self._base[descriptor] = 0, now_s
+
+    def _forget(self, descriptor: int) -> None:
+        self._base.pop(descriptor, None)
+        self._pending.pop(descriptor, None)
+        with contextlib.suppress(OSError, ValueError):  # the kernel forgets a closed descriptor by itself
+            self._epoll.unregister(descriptor)
+
+
+def connection_of(part: zmq.Frame) -> int:
+    """Return the descriptor of the connection that a part came over; -1 if libzmq does not tell."""
+    try:
+        return int(part.get(zmq.SRCFD))
+    except (zmq.ZMQError, ValueError, TypeError):
+        return -1
+
+
+def _with_socket(descriptor: int, action: Callable[[sockets.socket], Any]) -> Any:
+    """Return the result of a function of a TCP connection of libzmq's, or ``None`` if it has ended."""
+    with contextlib.suppress(OSError), sockets.fromfd(descriptor, sockets.AF_INET, sockets.SOCK_STREAM) as found:
+        return action(found)
+    return None
+
+
+def _received_bytes(found: sockets.socket) -> int | None:
+    info = found.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, _RECEIVED.stop)  # fails for a socket of this machine
+    return int.from_bytes(info[_RECEIVED], "little") if len(info) >= _RECEIVED.stop else None
+
+
+def _shut(found: sockets.socket) -> str | None:
+    with sockets.socket(fileno=found.detach()) as named:  # of the right family, which the address depends on
+        if named.getsockopt(sockets.SOL_SOCKET, sockets.SO_ACCEPTCONN):
+            return None
+        address = str(named.getpeername()[0])
+        named.shutdown(sockets.SHUT_RDWR)
+        return address
+
+
+__all__ = ["SMALL_BYTES", "Overrun", "ReceiveWatch", "connection_of"]

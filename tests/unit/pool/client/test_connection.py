@@ -1,0 +1,159 @@
+"""The connection to a worker that says more than it should: each turn of the client's loop has a bound."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from onebox.errors import WorkerDied
+from onebox.pool.client import loop as loop_module
+from onebox.pool.client.connection import HEARTBEATS, WorkerConnection
+from onebox.pool.client.loop import ClientLoop
+from onebox.pool.errors import WorkerLocation
+from onebox.wire import configure, encode, new_keys
+from onebox.wire.protocol.instructions import Ask
+from onebox.wire.protocol.responses import Heartbeat, Left, Reply, Scalars
+from onebox.wire.reliable import Reliable
+from onebox.worker import Ports
+
+KEYS, CLIENT = new_keys(), new_keys()
+BEAT = encode(Heartbeat(1, 0.0, "x"))
+
+
+class Worker:
+    """A worker's sockets, without a worker; also the handle of its process."""
+
+    address = "127.0.0.1"
+    pid = 1
+
+    def __init__(self, number: int = 0, folder: str = "") -> None:
+        self.place = WorkerLocation(worker=number, host="h", device="cpu")
+        self.descriptor = os.eventfd(0)
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.commands, self.heartbeats = self.context.socket(zmq.DEALER), self.context.socket(zmq.DEALER)
+        endpoints = []
+        for socket in (self.commands, self.heartbeats):
+            configure(socket, KEYS, server_key=None)
+            if folder:
+                endpoints.append(f"ipc://{folder}/{number}-{len(endpoints)}")
+                socket.bind(endpoints[-1])
+            else:
+                endpoints.append(f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}")
+        self._ports = Ports(*endpoints)
+
+    def ports(self) -> Ports:
+        return self._ports
+
+    def death(self) -> WorkerDied:
+        return WorkerDied("it died")
+
+    def close(self, *, grace_s: float = 0.0) -> None:
+        self.context.destroy(linger=0)
+        os.close(self.descriptor)
+
+
+@pytest.fixture
+def folder() -> Iterator[str]:
+    with tempfile.TemporaryDirectory(prefix="onebox-") as made:
+        yield made
+
+
+def filled(socket: zmq.Socket[bytes], message: bytes, count: int) -> None:
+    for _ in range(count):
+        socket.send(message)
+    time.sleep(0.3)
+
+
+def test_heartbeats_and_messages_of_one_turn_are_bounded(folder: str) -> None:
+    worker = Worker(folder=folder)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    connection = WorkerConnection(context, worker, CLIENT, KEYS.public, 1 << 30)
+    poller = zmq.Poller()
+    connection.register(poller)
+    try:
+        filled(worker.heartbeats, BEAT, 500)
+        filled(worker.commands, BEAT, 500)
+        ready = dict(poller.poll(1000))
+        assert len(list(connection.heartbeats(ready))) == HEARTBEATS
+        taken = 0
+        for _ in connection.messages(ready, 0.02):
+            taken += 1
+            time.sleep(0.002)  # its processing
+        assert 1 <= taken <= 12
+        ready = dict(poller.poll(0))
+        assert connection.commands in ready and connection.heartbeat_socket in ready, "the rest comes next time"
+        assert len(list(connection.messages(ready, 30.0))) == 500 - taken
+    finally:
+        connection.close(poller)
+        context.destroy(linger=0)
+        worker.close()
+
+
+def test_a_worker_that_floods_the_client_delays_no_other(folder: str) -> None:
+    bad, good = Worker(0, folder), Worker(1, folder)
+    loop = ClientLoop(CLIENT, workers=2)
+    stop = threading.Event()
+
+    def flood() -> None:
+        message = encode(Left(99))
+        while not stop.is_set():
+            try:
+                for _ in range(100):
+                    bad.commands.send(message, zmq.NOBLOCK)
+                    bad.heartbeats.send(BEAT, zmq.NOBLOCK)
+            except zmq.Again:
+                time.sleep(0.0001)
+
+    flooding = threading.Thread(target=flood)
+    try:
+        for worker in (bad, good):
+            loop.connect(worker, KEYS.public)
+        loop.start()
+        flooding.start()
+        time.sleep(0.3)
+        slowest_s = 0.0
+        for number in range(1, 11):
+            began_s = time.monotonic()
+            future = loop.post(1, [Ask("scalars", ())], answer=True)
+            assert good.commands.poll(5000)
+            good.commands.recv_multipart()
+            good.commands.send(encode(Reply(number, (Scalars(()),))))
+            future.result(5)
+            slowest_s = max(slowest_s, time.monotonic() - began_s)
+        assert slowest_s < 1.0
+    finally:
+        stop.set()
+        flooding.join()
+        loop.stop()
+        bad.close()
+        good.close()
+
+
+@pytest.mark.parametrize("channel", ["commands", "heartbeats"])
+def test_a_worker_that_never_completes_a_message_is_given_up(channel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_module, "MESSAGE_SHARE", 1 << 40)  # of any machine's memory: nothing
+    monkeypatch.setattr(loop_module, "LEAST_MESSAGE_BYTES", 16 << 20)
+    worker = Worker()
+    loop = ClientLoop(CLIENT)
+    try:
+        hello = loop.connect(worker, KEYS.public)
+        loop.start()
+        link = Reliable(7)
+        link.post([encode(Left(99))])
+        (parcel,) = link.outgoing(time.monotonic())
+        worker.commands.send_multipart(parcel)
+        socket: zmq.Socket[bytes] = getattr(worker, channel)
+        socket.sndtimeo = 5000
+        socket.send_multipart([bytes(60_000)] * 1000, copy=False)
+        error = hello.exception(20)
+        assert isinstance(error, WorkerDied) and "without completing a message" in str(error)
+        assert 0 in loop.lost
+    finally:
+        loop.stop()
+        worker.close()

@@ -1,0 +1,86 @@
+"""The end of what a process writes to its standard error, however much it is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from onebox.pool.launch import stderr_tail as module
+from onebox.pool.launch.stderr_tail import KEPT_BYTES, StderrTail
+from tests import leaks
+
+FLOOD = """
+import os, sys, time
+end_s = time.monotonic() + {seconds}
+while time.monotonic() < end_s:
+    os.write(2, b"UserWarning: an output was resized\\n" * 100)
+sys.stderr.write("last words\\n")
+"""
+
+
+def test_of_a_flood_the_end_is_kept_and_its_rate_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RATE_BPS", 4 << 20)
+    written: list[int] = []
+    take = StderrTail._take
+
+    def counted(self: StderrTail) -> int:
+        written.append(take(self))
+        return written[-1]
+
+    monkeypatch.setattr(StderrTail, "_take", counted)
+    with leaks.nothing_left():
+        tail = StderrTail()
+        began_s = time.monotonic()
+        flood = subprocess.Popen([sys.executable, "-S", "-c", FLOOD.format(seconds=1.0)], stderr=tail.inlet)
+        tail.inlet.close()
+        assert flood.wait(30) == 0
+        text = tail.text(4000)
+        took_s = time.monotonic() - began_s
+        assert text.endswith("last words") and len(text) <= 4000
+        assert len(tail._kept) <= KEPT_BYTES
+        assert sum(written) <= (took_s + 1) * (4 << 20) + (2 << 20)
+        tail.close()
+        assert tail.closed
+        tail.close()
+
+
+def test_what_is_written_last_is_there_at_once() -> None:
+    tail = StderrTail()
+    try:
+        for number in range(300):
+            tail.inlet.write(f"line {number}\n".encode())
+            assert tail.text(100).endswith(f"line {number}")
+        assert tail.text(9) == "line 299"
+    finally:
+        tail.close()
+
+
+def test_the_thread_ends_with_the_process_and_with_the_owner() -> None:
+    for close in (False, True):
+        tail = StderrTail()
+        if close:
+            tail.close()
+        else:
+            tail.inlet.close()
+            tail._thread.join(5)
+        assert not tail._thread.is_alive()
+        tail.close()
+    assert threading.active_count() < 100
+
+
+def test_a_pipe_that_a_grandchild_keeps_open_delays_nothing() -> None:
+    tail = StderrTail()
+    kept = os.dup(tail.inlet.fileno())
+    try:
+        tail.inlet.write(b"the end")
+        assert tail.text(100) == "the end"
+        began_s = time.monotonic()
+        tail.close()
+        assert time.monotonic() - began_s < 1
+    finally:
+        os.close(kept)

@@ -1,0 +1,119 @@
+"""Processes that were killed and do not end: nobody waits for them without a bound, and they are reaped later.
+
+One that waits in the kernel is made by tracing a thread of it: until its tracer takes note of the end of that thread,
+the process does not end, killed or not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from onebox import reaping
+from onebox.reaping import LEFT_BEHIND, LeftProcess, LeftProcesses, end_process, has_ended
+
+SCRIPT = "import threading, time; threading.Thread(target=time.sleep, args=(600,)).start(); print(1, flush=True)"
+PTRACE_SEIZE, WALL = 0x4206, 0x40000000
+libc = ctypes.CDLL(None, use_errno=True)
+libc.ptrace.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p)
+
+
+class Stuck:
+    """A process that does not end when it is killed, until it is let go."""
+
+    def __init__(self, *command: str) -> None:
+        self.process = subprocess.Popen(command or [sys.executable, "-S", "-c", SCRIPT], stdout=subprocess.PIPE)
+        assert self.process.stdout is not None and self.process.stdout.readline()
+        (self.thread,) = [
+            int(name) for name in os.listdir(f"/proc/{self.process.pid}/task") if int(name) != self.process.pid
+        ]
+        if libc.ptrace(PTRACE_SEIZE, self.thread, None, None) != 0:
+            self.process.kill()
+            pytest.skip(f"this system lets nobody trace: {os.strerror(ctypes.get_errno())}")
+        self.held = True
+
+    def let_go(self) -> None:
+        if self.held:
+            self.held = False
+            os.waitpid(self.thread, WALL)
+            self.process.wait(10)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.let_go()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stuck]:
+    monkeypatch.setattr(reaping, "KILLED_S", 0.2)
+    made = Stuck()
+    yield made
+    made.close()
+    LEFT_BEHIND.reap()
+
+
+def test_a_killed_process_that_does_not_end_is_left_behind_and_reaped_later(
+    stuck: Stuck, caplog: pytest.LogCaptureFixture
+) -> None:
+    LEFT_BEHIND.reap()
+    began_s = time.monotonic()
+    with caplog.at_level(logging.WARNING, "onebox"):
+        assert not end_process(stuck.process, "a test's process", grace_s=0.1)
+    assert time.monotonic() - began_s < 5
+    assert f"a test's process, process {stuck.process.pid}, was killed and does not end" in caplog.text
+    pid = stuck.process.pid
+    assert LEFT_BEHIND.reap() == [LeftProcess("a test's process", pid, ended=False)]
+    assert LEFT_BEHIND.reap() == [] and len(LEFT_BEHIND) == 1
+    os.waitpid(stuck.thread, WALL)
+    stuck.held = False
+    end_s = time.monotonic() + 10
+    while not (news := LEFT_BEHIND.reap()):
+        assert time.monotonic() < end_s
+    assert news == [LeftProcess("a test's process", pid, ended=True)]
+    assert len(LEFT_BEHIND) == 0 and stuck.process.returncode == -signal.SIGKILL
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_process_that_ends_is_waited_for() -> None:
+    left = len(LEFT_BEHIND)
+    for script, grace_s, status in (("pass", 20.0, 0), ("import time; time.sleep(600)", 0.0, -signal.SIGKILL)):
+        process = subprocess.Popen([sys.executable, "-S", "-c", script])
+        assert end_process(process, "one", grace_s=grace_s)
+        assert process.returncode == status
+    assert len(LEFT_BEHIND) == left
+
+
+def test_a_process_descriptor_tells_the_end() -> None:
+    process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+    descriptor = os.pidfd_open(process.pid)
+    try:
+        assert not has_ended(descriptor, 0.0) and not has_ended(descriptor, 0.05)
+        process.kill()
+        assert has_ended(descriptor, 10.0)
+    finally:
+        os.close(descriptor)
+        process.wait(10)
+
+
+def test_those_that_are_left_are_counted() -> None:
+    left = LeftProcesses()
+    process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+    left.add(process, "one", os.pidfd_open(process.pid))
+    assert len(left) == 1 and [each.ended for each in left.reap()] == [False]
+    process.kill()
+    end_s = time.monotonic() + 10
+    while len(left):
+        assert time.monotonic() < end_s
+        left.reap()
+    assert process.returncode == -signal.SIGKILL
