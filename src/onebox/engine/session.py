@@ -463,8 +463,7 @@ class TrainingSession:
             self.steps_done,
             ", ".join(f"{device.number} ({device.device} on {device.host})" for device in devices),
             max(back.values()),
-            note
-            or (f", {moved.size_bytes / 1e6:.1f} MB moved to the plan: {plan.describe()}" if plan != before else ""),
+            note,
         )
 
     # ---- recovery

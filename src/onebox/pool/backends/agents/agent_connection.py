@@ -358,6 +358,9 @@ class AgentConnection:
         except WireError as error:
             self._lose(PoolError(f"the agent at {self.address} speaks another language: {error}"))
             return
+        if isinstance(message, Refused) and message.kind == "removed":
+            self._lose(PoolError(f"the agent at {self.address} says: {message.reason}"))
+            return
         with self._lock:
             self._held.heard(time.monotonic())
             match message:

@@ -74,7 +74,7 @@ class HeldLeases:
         handles = self._handles.get(lease, [])
         self._drop(lease)
         for handle in handles:
-            handle.lost(f"was ended with its lease: {why}")
+            handle.lost(f"is gone, as your lease ended: {why}")
 
     def lose(self, error: OneboxError) -> None:
         """Count the agent as lost, and with it all workers; the leases stay in case it comes back."""
