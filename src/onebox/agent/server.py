@@ -25,7 +25,7 @@ from onebox.agent.log_rate_limit import EventSink, Reporter
 from onebox.agent.session_channel import SessionChannel
 from onebox.agent.sessions import Session, newest
 from onebox.agent.workers import Workers
-from onebox.agent.zap_auth import ZapAuthenticator
+from onebox.agent.zap_auth import HandshakeMonitor, ZapAuthenticator
 from onebox.errors import UsageError, WireError
 from onebox.pool.backends.compatibility import mismatch, own_versions
 from onebox.pool.launch.worker_user import WorkerUser
@@ -189,6 +189,7 @@ class Agent:
             self._door = ZapAuthenticator(self._context, name_of, self._report)
             self._socket = self._context.socket(zmq.ROUTER)
             self.endpoint = listen_at(self._socket, keys, bind, port)
+            self._handshakes = HandshakeMonitor(self._socket, self._report)
             self._mail = SessionChannel(self._socket, name_of, self._leases.busy, self._report)
             self._lease_service = LeaseService(self._leases, self._workers, self._mail.send, self._report)
         except BaseException:
@@ -221,6 +222,7 @@ class Agent:
             self._closed = True
             os.close(self._bell)
             self._lease_service.close("the agent has ended", time.monotonic())
+        self._handshakes.close()
         self._socket.close(200)  # milliseconds for the last messages to be sent
         self._door.close()
         self._context.term()
@@ -238,7 +240,13 @@ class Agent:
         expected_s = time.monotonic() + 2 * _TICK_MS / 1000
         while not self._stopping:
             poller = zmq.Poller()
-            for source in (self._socket, self._door.socket, self._bell, *self._workers.descriptors()):
+            for source in (
+                self._socket,
+                self._door.socket,
+                self._handshakes.socket,
+                self._bell,
+                *self._workers.descriptors(),
+            ):
                 poller.register(source, zmq.POLLIN)
             ready = dict(poller.poll(0 if self._workers.pressed else _TICK_MS))
             now_s = time.monotonic()
@@ -255,6 +263,7 @@ class Agent:
         """Handle all pending work once; return whether nothing failed."""
         parts: dict[str, Callable[[float], None]] = {
             "door": self._door.attend,
+            "handshakes": self._handshakes.attend,
             "workers": partial(self._lease_service.attend, ready),
             "clients": self._listen,
             "time": self._tick,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -154,3 +155,16 @@ def test_of_a_flood_of_nonsense_a_few_lines_are_told(shared: House) -> None:
     client.send(Inspect(client.number()))
     client.take(Stock)
     assert len(shared.told("refused")) - before <= 6
+
+
+def test_of_connections_of_garbage_a_few_lines_are_told(shared: House) -> None:
+    host, _, port = shared.agent.endpoint.removeprefix("tcp://").rpartition(":")
+    client = shared.client("hugo")
+    for _ in range(300):
+        with socket.create_connection((host, int(port)), 10) as connection:
+            connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    shared.until("no-handshake")
+    told = shared.told("no-handshake")
+    assert told[0]["latest"] == "127.0.0.1" and len(told) <= 6
+    client.send(Inspect(client.number()))
+    client.take(Stock)

@@ -82,7 +82,7 @@ def _arguments(words: tuple[str, ...]) -> Iterator[Callable[[], object]]:
 
 
 def devices_by_host(devices: Sequence[DeviceInfo]) -> str:
-    """Return the devices of a pool by host, in the numbers that a script uses: the first ones may be of one host."""
+    """Return the devices of a pool by host, in the numbers that a script uses: those of one host come together."""
     hosts: dict[str, list[str]] = {}
     for device in devices:
         hosts.setdefault(device.host, []).append(f"cuda:{device.number}")

@@ -58,6 +58,15 @@ def agent() -> Iterator[ScriptedAgent]:
         yield made
 
 
+PROBE = RemoteWorker.unreachable
+
+
+@pytest.fixture(autouse=True)
+def workers_that_can_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers of a scripted agent do not exist."""
+    monkeypatch.setattr(RemoteWorker, "unreachable", lambda self, within_s: "")
+
+
 @pytest.fixture
 def line(agent: ScriptedAgent) -> Iterator[AgentConnection]:
     made = agent.line()
@@ -188,6 +197,7 @@ def test_a_client_that_was_removed_is_told_so_and_stays_out(agent: ScriptedAgent
 def test_ports_of_a_worker_that_cannot_be_reached_are_named_and_its_lease_is_given_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(RemoteWorker, "unreachable", PROBE)
     monkeypatch.setattr("onebox.pool.backends.agents.agent_source.PORTS_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as busy:
         busy_port, closed_port = busy.getsockname()[1], _closed_port()
