@@ -110,6 +110,8 @@ class TrainingSession:
         """The plan that is to be installed; none before it is resolved."""
         self._whole_plan: Plan | None = None
         """The plan in use when all devices were present."""
+        self._away: frozenset[int] = frozenset()
+        """The devices that were gone when the present plan was installed."""
         self._changes: StateChanges | None = None
         self._written: StateChanges | None = None
         self._settings = settings
@@ -151,7 +153,7 @@ class TrainingSession:
         self.wait(self._settings.in_flight - 1)
         if self.adaptive is not None:
             self.adaptive.between_steps(under_way=self._under_way)
-        if self._pool.returning:
+        if self._pool.returning or self._away - self._pool.gone:
             self._take_back()
         if prepared.installed is not self._ready:  # another plan has taken over, or a recovery installed one
             prepared = self.recovery.run(lambda: self._prepare(batch, number))
@@ -439,16 +441,17 @@ class TrainingSession:
     def _use(self, installed: InstalledPlan) -> None:
         self._ready, self._prepared, self._latest = installed, {}, None
         self.plan = self._next_plan = installed.plan
-        if not self._pool.gone:
+        self._away = self._pool.gone
+        if not self._away:
             self._whole_plan = installed.plan
 
     def _take_back(self) -> None:
         """Use the devices again that were gone and are back: the plan before their loss takes over."""
-        back = self.recovery.once(self._pool.readmit, void=False)
-        if not back:
-            return
+        away_s = self.recovery.once(self._pool.readmit, void=False) or {}
+        back, self._away = sorted(self._away - self._pool.gone), self._pool.gone
         before, batch = self.plan, self.examples.largest
-        assert before is not None and batch is not None
+        if not back or before is None or batch is None:
+            return
         try:
             plan = enlarged_plan(before, self._whole_plan, self._workload(batch), self._pool)
             moved = self.adopt(plan) if plan != before else MigrationReport()
@@ -457,14 +460,10 @@ class TrainingSession:
             note = f", but the plan stays: {str(error).splitlines()[0]}"
         if self.adaptive is not None:
             self.adaptive.reset()
-        devices = [self._pool.devices[worker] for worker in sorted(back)]
-        _LOG.warning(
-            "back before step %d: device %s after %.0f s%s",
-            self.steps_done,
-            ", ".join(f"{device.number} ({device.device} on {device.host})" for device in devices),
-            max(back.values()),
-            note,
-        )
+        devices = [self._pool.devices[worker] for worker in back]
+        named = ", ".join(f"{device.number} ({device.device} on {device.host})" for device in devices)
+        after = f" after {max(away_s.values()):.0f} s" if away_s else ""
+        _LOG.warning("back before step %d: device %s%s%s", self.steps_done, named, after, note)
 
     # ---- recovery
 

@@ -156,9 +156,10 @@ def out_of_devices(error: PlanError, pool: Pool, saved: Path | None) -> PlanErro
         f"{device.number} ({device.device} on {device.host}: {pool.why_gone(device.number)})" for device in lost
     )
     where = f"the last checkpoint, {saved}," if saved else "a checkpoint (this trainer has saved none)"
+    lacking = f"and what is left is not enough: {error}; open a pool with more devices or memory"
     return PlanError(
-        f"the run cannot go on: device {gone} has gone, and what is left is not enough: {error}; open a pool with "
-        f"more devices or memory and resume from {where} with Trainer.resume",
+        f"the run cannot go on: device {gone} has gone, {lacking if pool.present else 'and none is left; open a pool'} "
+        f"and resume from {where} with Trainer.resume",
         stage=error.stage,
         device=error.device,
         missing_bytes=error.missing_bytes,

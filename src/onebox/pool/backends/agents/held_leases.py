@@ -59,7 +59,9 @@ class HeldLeases:
         A release is lost with an agent that cannot be reached.
         """
         for lease in self._contact.unknown(known):
-            self.end(lease, "the agent does not know of it any more: it has been started anew")
+            self.end(
+                lease, "the agent does not know of it any more: it has ended meanwhile, or the agent was started anew"
+            )
         self._released.intersection_update(known)
         return sorted(self._released)
 

@@ -107,5 +107,5 @@ class KeepAlive:
 
     def patience_s(self, now_s: float) -> float:
         """Return the seconds until the next heartbeat, or until the agent counts as lost."""
-        due_s = self._renewed_s + RENEW_S
-        return max(0.0, (due_s if self.gone else min(due_s, self._heard_s + self.bound_s)) - now_s)
+        due_s, lost_s = self._renewed_s + RENEW_S, self._heard_s + self.bound_s
+        return max(0.0, (min(due_s, lost_s) if not self.gone and lost_s > now_s else due_s) - now_s)
