@@ -20,6 +20,8 @@ ANA_AGAIN = Client("a" * 40, b"2", "ana")
 BEN = Client("b" * 40, b"1", "ben")
 CLEO = Client("c" * 40, b"1", "cleo")
 
+LACKING = "lacking whole devices (cuda:0)"
+
 CPU = Offered(device="cpu", name="a CPU", memory_bytes=40, threads=4)
 GPUS = tuple(Offered(device=f"cuda:{k}", name="a GPU", memory_bytes=8, threads=2) for k in range(2))
 
@@ -49,7 +51,8 @@ def test_of_two_who_race_for_one_device_the_first_gets_it_and_the_other_next() -
 def test_a_small_request_does_not_overtake_a_large_one_that_could_use_the_same() -> None:
     leases = Leases((*GPUS, CPU), ClientLimits())
     ask(leases, ANA, 1, Want("cuda:0"))
-    assert ask(leases, BEN, 1, Want("cuda"), Want("cuda")) == [Wait(BEN, 1, 1, "ana")]
+    whole = "lacking whole devices (cuda:0, cuda:1)"
+    assert ask(leases, BEN, 1, Want("cuda"), Want("cuda")) == [Wait(BEN, 1, 1, f"ana, {whole}")]
     assert ask(leases, CLEO, 1, Want("cuda:1", 0, 1)) == [Wait(CLEO, 1, 2, "ben")]
     assert isinstance(ask(leases, CLEO, 2, Want("cpu"))[0], Grant)  # which nobody before it could use
     assert ask(leases, CLEO, 3, Want("cuda"), wait=False) == [
@@ -58,7 +61,7 @@ def test_a_small_request_does_not_overtake_a_large_one_that_could_use_the_same()
     leases.release(ANA, 1)
     made = leases.freed(1, 1.0)
     assert isinstance(made[0], Grant) and made[0].client == BEN
-    assert made[1:] == [Wait(CLEO, 1, 1, "ben")]
+    assert made[1:] == [Wait(CLEO, 1, 1, "ben, lacking memory (0 bytes of 8 bytes free, 1 bytes asked for)")]
 
 
 def test_who_leaves_the_queue_lets_the_others_move_up() -> None:
@@ -66,7 +69,7 @@ def test_who_leaves_the_queue_lets_the_others_move_up() -> None:
     for number, client in enumerate((ANA, BEN, CLEO)):
         ask(leases, client, number, Want("cuda"))
     assert leases.leave(BEN, 99, 0.0) is None
-    assert leases.leave(BEN, 1, 0.0) == [Wait(CLEO, 2, 1, "ana")]
+    assert leases.leave(BEN, 1, 0.0) == [Wait(CLEO, 2, 1, f"ana, {LACKING}")]
     assert leases.leave(BEN, 1, 0.0) is None
 
 
@@ -77,7 +80,7 @@ def test_a_silent_client_loses_its_leases_and_its_place() -> None:
     ask(leases, CLEO, 1, Want("cuda"))
     assert leases.heard(ANA, 2.0) == (1,)
     leases.heard(CLEO, 2.0)
-    assert leases.tick(2.1) == [Dequeue(BEN, 1, DROPPED), Wait(CLEO, 1, 1, "ana")]
+    assert leases.tick(2.1) == [Dequeue(BEN, 1, DROPPED), Wait(CLEO, 1, 1, f"ana, {LACKING}")]
     leases.heard(CLEO, 4.0)
     assert leases.tick(5.0) == []
     (end,) = leases.tick(5.1)
@@ -181,7 +184,9 @@ def test_a_request_that_comes_twice_is_one() -> None:
     leases = Leases(GPUS[:1], ClientLimits())
     assert len(ask(leases, ANA, 1, Want("cuda"))) == 1
     assert ask(leases, ANA, 1, Want("cuda")) == []
-    assert ask(leases, BEN, 1, Want("cuda")) == ask(leases, BEN, 1, Want("cuda")) == [Wait(BEN, 1, 1, "ana")]
+    assert (
+        ask(leases, BEN, 1, Want("cuda")) == ask(leases, BEN, 1, Want("cuda")) == [Wait(BEN, 1, 1, f"ana, {LACKING}")]
+    )
     assert len(stock(leases)[1]) == 1
 
 

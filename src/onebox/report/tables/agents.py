@@ -67,14 +67,14 @@ def status_table(hosts: Sequence[HostState], *, narrow: bool = False) -> Table:
         host = state.address if narrow else _name(state)
         if state.stock is None:
             problem = "cannot be looked at" if state.problem else "not asked yet"
-            _add(table, host, "", problem, problem if narrow else "", "", "", "", "", narrow=narrow)
+            _add(table, host, "", problem, "", "", problem if narrow else "", "", "", narrow=narrow)
             continue
         waiting = _waiting(state.stock.queue)
         for place, offer in enumerate(state.stock.offers):
             name, queue = (host, waiting) if place == 0 else ("", "")
             _add(table, name, offer.device, *_cells(offer, narrow=narrow), queue, narrow=narrow)
         if not state.stock.offers:
-            _add(table, host, "", "offers nothing", "nothing" if narrow else "", "", "", "", waiting, narrow=narrow)
+            _add(table, host, "", "offers nothing", "", "", "nothing" if narrow else "", "", waiting, narrow=narrow)
     return table
 
 

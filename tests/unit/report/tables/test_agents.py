@@ -120,8 +120,8 @@ def test_the_devices_of_a_pool() -> None:
         )
     )
     assert rows(text) == [
-        ["0", "lab", "cuda:0", "Card 9000", "10.0 GiB of 16.0 GiB", "ana@desk, 6.0 GiB, 2 min", "42 %"],
-        ["1", "lab", "cuda", "any that is free", "", "", ""],
+        ["0", "lab", "cuda:0", "Card 9000", "10.0 GiB of 16.0 GiB", "-", "ana@desk, 6.0 GiB, 2 min", "42 %"],
+        ["1", "lab", "cuda", "any that is free", "", "", "", ""],
     ]
 
 

@@ -168,7 +168,7 @@ def test_while_an_agent_is_lost_each_request_fails_at_once(
 ) -> None:
     """A worker may count as hung before its agent counts as lost: the requests of the recovery come in between."""
     monkeypatch.setattr("onebox.pool.backends.agents.keep_alive.CUT_S", 0.8)
-    first, second = line.lease([CPU], CLIENT), line.lease([CPU], CLIENT)
+    first, second = line.lease([CPU], CLIENT, cut_s=0.8), line.lease([CPU], CLIENT, cut_s=0.8)
     agent.mute = True
     began_s = time.monotonic()
     assert line.end(first[0]), "posted before the loss, fails with it"
