@@ -56,11 +56,12 @@ def resolve_device_shares(
             return (1 / count,) * count
         if all(device.kind == "sim" for device in pool.devices):  # nothing to measure: their speeds are given
             return tuple(shares_from_speeds([device.speed for device in pool.devices]))
-        weights = shares_from_times(measure_times(pool, captures, batch, remote))
-        if len(set(weights)) > 1:
-            listed = ",".join(map(str, weights))
-            _LOG.warning("shares of the batch as measured; for the same numbers again: --shares %s", listed)
-        return tuple(weight / sum(weights) for weight in weights)
+        whole = shares_from_times(measure_times(pool, captures, batch, remote))
+        if len(set(whole)) > 1:
+            _LOG.warning(
+                "shares of the batch as measured; for the same numbers again: --shares %s", ",".join(map(str, whole))
+            )
+        return tuple(float(weight) / sum(whole) for weight in whole)
     weights = [float(share) for share in shares]
     if len(weights) != count:
         raise UsageError(f"shares={weights}: {len(weights)} weights for {count} devices; one for each is needed")
