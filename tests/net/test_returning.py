@@ -67,6 +67,7 @@ def test_a_client_that_lost_its_leases_is_told_why_and_who_has_the_device(fleet:
     assert "bob@client" in said
 
 
+@pytest.mark.long
 def test_a_worker_that_cannot_be_reached_is_named_within_seconds(fleet: Fleet, network: Network) -> None:
     fleet.pair("green", port=7272)
     agent = fleet.python(
@@ -85,6 +86,7 @@ def test_a_worker_that_cannot_be_reached_is_named_within_seconds(fleet: Fleet, n
         agent.wait(30)
 
 
+@pytest.mark.long
 def test_all_that_keeps_an_agent_from_starting_is_said_at_once(fleet: Fleet, network: Network) -> None:
     agent = fleet.python("client", "nobody", "-m", "onebox", "serve")
     assert agent.wait(60) == 2
