@@ -19,7 +19,7 @@ from onebox.wire.protocol.instructions import Ask
 PATIENCE_S = 30.0
 """How long a survivor may make no progress with its work from before the loss."""
 
-_AGAIN_S = 1.0
+_AGAIN_S = 0.25
 """Interval at which a survivor is interrupted again: it may just have begun to wait."""
 
 _ROUNDS = 6

@@ -28,7 +28,7 @@ _RECOVERABLE = (WorkerDied, WorkerHung, PeerLost)
 _ATTEMPTS = 5
 """Most consecutive losses before another step has completed."""
 
-_AGAIN_S = 2.0
+_AGAIN_S = 0.75
 """Longest wait in a recovery for the restored state to be stored redundantly again."""
 
 _LOG = logging.getLogger("onebox")
