@@ -33,6 +33,13 @@ SLOW_BPS = 200_000
 Disturbance = Callable[[], contextlib.AbstractContextManager[object]]
 
 
+@pytest.fixture(autouse=True)
+def on_the_client(fleet: Fleet) -> Iterator[None]:
+    """Whether new workers can be reached is tried from the client's host."""
+    with fleet.client():
+        yield
+
+
 @pytest.fixture
 def undisturbed(pool: onebox.Pool, known: dict[str, Outcome]) -> dict[str, Outcome]:
     """Results of runs that nothing befalls: those of one process."""

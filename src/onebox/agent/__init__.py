@@ -2,6 +2,6 @@
 
 from onebox.agent.admission import ClientLimits, Offered
 from onebox.agent.host_devices import offered_devices
-from onebox.agent.server import Agent
+from onebox.agent.server import Agent, check_clients
 
-__all__ = ["Agent", "ClientLimits", "Offered", "offered_devices"]
+__all__ = ["Agent", "ClientLimits", "Offered", "check_clients", "offered_devices"]

@@ -178,6 +178,38 @@ def fit(wants: Sequence[Want], room: Mapping[str, Room], offers: Mapping[str, Of
     return tuple(found[number] for number in range(len(wants)))
 
 
+def lacking(wants: Sequence[Want], room: Mapping[str, Room], offers: Mapping[str, Offered]) -> str:
+    """Describe what a request lacks: cores, memory, or whole devices; empty where it fits.
+
+    Args:
+        wants: Wants returned by :func:`settled`.
+        room: The unallocated room.
+        offers: All devices.
+
+    Example:
+        >>> offers = {"cpu": Offered(device="cpu", name="a CPU", memory_bytes=8 << 30, threads=1)}
+        >>> lacking([Want("cpu", 1, 1 << 30)], {"cpu": Room(memory_bytes=6 << 30, threads=0)}, offers)
+        'lacking cores (0 of 1 free, 1 asked for)'
+    """
+    if fit(wants, room, offers) is not None:
+        return ""
+    enough_memory, enough_cores = dict(room), dict(room)
+    for name, offer in offers.items():
+        enough_memory[name] = Room(memory_bytes=offer.memory_bytes, threads=room[name].threads)
+        enough_cores[name] = Room(memory_bytes=room[name].memory_bytes, threads=offer.threads)
+    found = []
+    if fit(wants, enough_memory, offers) is None:
+        asked = sum(want.threads for want in wants if want.device == "cpu")
+        found.append(f"cores ({room['cpu'].threads} of {offers['cpu'].threads} free, {asked} asked for)")
+    if fit(wants, enough_cores, offers) is None:
+        names = sorted(reach(wants, offers))
+        free, whole = (sum(each[name].memory_bytes for name in names) for each in (room, offers))
+        asked = sum(want.memory_bytes for want in wants)
+        memory = f"memory ({size_text(free)} of {size_text(whole)} free, {size_text(asked)} asked for)"
+        found.append(memory if all(want.memory_bytes for want in wants) else f"whole devices ({', '.join(names)})")
+    return f"lacking {' and '.join(found)}" if found else ""
+
+
 def reach(wants: Sequence[Want], offers: Mapping[str, Offered]) -> frozenset[str]:
     """Return the devices that a request might get."""
     gpus = [device for device in offers if device != "cpu"]
@@ -276,6 +308,7 @@ __all__ = [
     "all_room",
     "explain_invalid",
     "fit",
+    "lacking",
     "reach",
     "settled",
     "taken",

@@ -10,7 +10,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from onebox.agent.admission import ClientLimits, Offered, Room, Share, all_room, fit, reach, settled, taken
+from onebox.agent.admission import (
+    ClientLimits,
+    Offered,
+    Room,
+    Share,
+    all_room,
+    fit,
+    lacking,
+    reach,
+    settled,
+    taken,
+)
 from onebox.errors import UsageError
 from onebox.wire.protocol.agents import Holder, Offer, Want
 
@@ -19,6 +30,10 @@ QUEUE = 256
 
 LEAST_GRACE_S = 1.0
 """The shortest grace of a lease: two heartbeat intervals."""
+
+SILENT_S = 5.0
+"""Silence after which a client's session counts as dead where another session of the client waits for its devices:
+longer than an interruption of the network that a client tolerates."""
 
 DROPPED = "it was silent for longer than its grace while it waited, and has lost its place in the queue; ask again"
 _LISTED = 4
@@ -239,7 +254,10 @@ class Leases:
             if held.ending:
                 continue
             if silent_s > held.grace_s:
-                why = f"its client was silent for {silent_s:.1f} s; its grace was {held.grace_s:g} s"
+                why = f"this client was silent for {silent_s:.1f} s; its grace was {held.grace_s:g} s"
+                made.append(self._end(lease, "silent", why))
+            elif silent_s > SILENT_S and self._waited_for_by_itself(held):
+                why = f"this client was silent for {silent_s:.1f} s, and waits for these devices in another session"
                 made.append(self._end(lease, "silent", why))
             elif self._limits.lease_s and now_s - held.since_s > self._limits.lease_s:
                 made.append(self._end(lease, "time", f"its time is over: leases end after {self._limits.lease_s:g} s"))
@@ -268,11 +286,19 @@ class Leases:
                     offer.threads,
                     room[offer.device].memory_bytes,
                     tuple(
-                        Holder(held.client.name, lease, share.memory_bytes, max(0.0, now_s - held.since_s))
+                        Holder(
+                            held.client.name,
+                            lease,
+                            share.memory_bytes,
+                            max(0.0, now_s - held.since_s),
+                            share.threads,
+                            max(0.0, now_s - self._heard.get(held.client, now_s)),
+                        )
                         for lease, held, share in self._shares()
                         if share.device == offer.device
                     ),
                     load(offer.device),
+                    room[offer.device].threads,
                 )
                 for offer in self._offers.values()
             ),
@@ -362,7 +388,8 @@ class Leases:
         return made
 
     def _behind(self, waiting: _Waiting) -> str:
-        """Describe the holders of, or the earlier requests for, the devices that a request could use."""
+        """Describe the holders of, or the earlier requests for, the devices that a request could use, and what it
+        lacks."""
         mine = reach(waiting.wants, self._offers)
         names = [held.client.name for _, held, share in self._shares() if share.device in mine]
         for other in self._queue:
@@ -372,7 +399,21 @@ class Leases:
                 names.append(other.client.name)
         names = list(dict.fromkeys(names))
         more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-        return ", ".join(names[:_LISTED]) + more
+        shares = [share for _, held, share in self._shares() if held.client.key == waiting.client.key]
+        lack = lacking(waiting.wants, self._room(), self._offers)
+        if not lack and (over := self._over([*shares, *waiting.estimate])):
+            lack = f"with what you have, that is {over} for one client"
+        return ", ".join(names[:_LISTED]) + more + (f", {lack}" if lack else "")
+
+    def _waited_for_by_itself(self, held: _Held) -> bool:
+        """Return whether another session of a lease's client waits for its devices."""
+        devices = {share.device for share in held.shares.values()}
+        return any(
+            waiting.client.key == held.client.key
+            and waiting.client != held.client
+            and not devices.isdisjoint(reach(waiting.wants, self._offers))
+            for waiting in self._queue
+        )
 
     def _end(self, lease: int, cause: Literal["released", "silent", "time", "failed"], why: str) -> End:
         held = self._held[lease]

@@ -6,6 +6,7 @@ ends the session whose message or lease caused it, and the agent goes on.
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import threading
@@ -25,7 +26,7 @@ from onebox.agent.log_rate_limit import EventSink, Reporter
 from onebox.agent.session_channel import SessionChannel
 from onebox.agent.sessions import Session, newest
 from onebox.agent.workers import Workers
-from onebox.agent.zap_auth import ZapAuthenticator
+from onebox.agent.zap_auth import HANDSHAKE_EVENTS, HandshakeMonitor, ZapAuthenticator
 from onebox.errors import UsageError, WireError
 from onebox.pool.backends.compatibility import mismatch, own_versions
 from onebox.wire import SMALL_BYTES, KeyPair, ReceiveWatch, configure
@@ -64,18 +65,27 @@ def check_address(bind: str, port: int, advertise: str, has_clients: bool) -> No
         UsageError: It may not, or the advertised address is invalid.
     """
     try:
-        address = ip_address(bind)
+        ip_address(bind)
     except ValueError:
         raise UsageError(f"{bind!r} is no IP address to listen at; name one of this host, or 0.0.0.0 for all") from None
     if not 0 <= port < 1 << 16:
         raise UsageError(f"port {port}; allowed are 1 to 65535, and 0 for any that is free")
-    if not address.is_loopback and not has_clients:
+    check_clients(bind, has_clients=has_clients)
+    if advertise in ("", "0.0.0.0", "::") or not advertise.isprintable() or set(advertise) & set(" /[]@"):
+        raise UsageError(f"{advertise!r} is no address that clients could connect to; advertise one of this host")
+
+
+def check_clients(bind: str, *, has_clients: bool) -> None:
+    """Require that an agent that others could reach is paired with a client.
+
+    Raises:
+        UsageError: It is not.
+    """
+    if not ip_address(bind).is_loopback and not has_clients:
         raise UsageError(
             f"nobody is paired with this agent, so it does not listen at {bind}, where others could reach it: pair a "
             "client first (onebox pair accept), or listen at 127.0.0.1"
         )
-    if advertise in ("", "0.0.0.0", "::") or not advertise.isprintable() or set(advertise) & set(" /[]@"):
-        raise UsageError(f"{advertise!r} is no address that clients could connect to; advertise one of this host")
 
 
 def listen_at(socket: zmq.Socket[bytes], keys: KeyPair, bind: str, port: int) -> str:
@@ -95,6 +105,11 @@ def listen_at(socket: zmq.Socket[bytes], keys: KeyPair, bind: str, port: int) ->
     try:
         socket.bind(f"tcp://{f'[{bind}]' if ':' in bind else bind}:{port or '*'}")
     except zmq.ZMQError as error:
+        if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
+            raise UsageError(
+                f"{bind} is no address of this machine, so nothing can listen there: name one of its own with --bind, "
+                "or 0.0.0.0 for all; an address that others know it by, as behind a router, goes with --advertise"
+            ) from None
         raise UsageError(f"cannot listen at {bind}, port {port}: {error.strerror}; name another with --port") from None
     endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
     assert isinstance(endpoint, bytes)
@@ -179,8 +194,9 @@ class Agent:
         try:
             self._door = ZapAuthenticator(self._context, name_of, self._report)
             self._socket = self._context.socket(zmq.ROUTER)
-            self._watch = ReceiveWatch(self._socket, SMALL_BYTES, total_bytes=UNREAD_BYTES)
+            self._watch = ReceiveWatch(self._socket, SMALL_BYTES, total_bytes=UNREAD_BYTES, events=HANDSHAKE_EVENTS)
             self.endpoint = listen_at(self._socket, keys, bind, port)
+            self._handshakes = HandshakeMonitor(self._report)
             self._mail = SessionChannel(self._socket, name_of, self._leases.busy, self._report, self._watch)
             self._lease_service = LeaseService(self._leases, self._workers, self._mail.send, self._report)
         except BaseException:
@@ -250,6 +266,7 @@ class Agent:
         """Handle all pending work once; return whether nothing failed."""
         parts: dict[str, Callable[[float], None]] = {
             "door": self._door.attend,
+            "connections": lambda now_s: self._handshakes.attend(self._watch.attend(now_s), now_s),
             "workers": partial(self._lease_service.attend, ready),
             "clients": self._listen,
             "time": self._tick,

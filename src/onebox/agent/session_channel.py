@@ -19,7 +19,9 @@ from onebox.agent.log_rate_limit import Reporter
 from onebox.agent.sessions import Session, Sessions
 from onebox.errors import WireError
 from onebox.wire import ReceiveWatch, connection_of
-from onebox.wire.protocol.agents import TOKEN_BYTES, AgentResponse, encode_agent
+from onebox.wire.protocol.agents import TOKEN_BYTES, AgentResponse, Refused, encode_agent
+
+REMOVED = "you are no longer let in: this client was removed from those that are paired with it"
 
 _BATCH = 256
 
@@ -74,7 +76,7 @@ class SessionChannel:
                 return
             if len(frames) != _FRAMES or len(frames[1]) != TOKEN_BYTES:  # not of this protocol: one frame after a token
                 continue
-            session = self._session(str(frames[2].get("User-Id")), frames[1].bytes, now_s)
+            session = self._session(str(frames[2].get("User-Id")), frames[1].bytes, frames[0].bytes, now_s)
             if session is not None and session.rate.allows(now_s):
                 yield session, frames[0].bytes, frames[2].bytes
 
@@ -103,7 +105,6 @@ class SessionChannel:
     def tick(self, now_s: float) -> None:
         """Remove sessions that have long been idle; shut down connections that bring too much without a message."""
         self._sessions.forget(now_s, self._busy)
-        self._watch.attend(now_s)
         for cut in self._watch.check(now_s):
             self._report.refusal("cut-off", cut.address, now_s, address=cut.address, unread_bytes=cut.size_bytes)
 
@@ -120,13 +121,19 @@ class SessionChannel:
             frames = [*frames[:_FRAMES], frame]
         return frames
 
-    def _session(self, key: str, token: bytes, now_s: float) -> Session | None:
+    def _session(self, key: str, token: bytes, route: bytes, now_s: float) -> Session | None:
         try:
             name = self._name_of(key)
         except Exception as error:  # for instance, the list of clients cannot be read
             self._report.refusal("failed", "clients", now_s, part="clients", reason=f"{type(error).__name__}: {error}")
             return None
-        return None if name is None else self._sessions.find(Client(key, token, name), now_s, self._busy)
+        if name is not None:
+            return self._sessions.find(Client(key, token, name), now_s, self._busy)
+        known = self._sessions.get(Client(key, token))  # it was accepted when it connected
+        if known is not None and known.rate.allows(now_s):
+            known.route = route
+            self._transmit(known, Refused(0, "removed", REMOVED), now_s)
+        return None
 
     def _transmit(self, session: Session, message: AgentResponse, now_s: float) -> None:
         """Send a message to a client; it is dropped where the client does not read, or has gone."""

@@ -1,13 +1,18 @@
-"""Client authentication: a handler of ZeroMQ's authentication protocol (ZAP, RFC 27)."""
+"""Client authentication: a handler of ZeroMQ's authentication protocol (ZAP, RFC 27), and a count of the connections
+that do not get as far."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Iterable
 
 import zmq
 from zmq.utils import z85
 
 from onebox.agent.log_rate_limit import Reporter
+from onebox.wire import ConnectionEvent
 
 _BATCH = 64
 _TEXT = 64
@@ -72,3 +77,85 @@ class ZapAuthenticator:
         if len(request) != 7 or request[0] != b"1.0" or request[5] != b"CURVE" or len(request[6]) != 32:
             return None
         return z85.encode(request[6]).decode()
+
+
+HANDSHAKE_S = 30.0
+"""Time after which ZeroMQ drops a connection without a handshake, by default."""
+
+HANDSHAKE_EVENTS = (
+    zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
+)
+
+
+class HandshakeCount:
+    """Count of the connections that ended without a handshake, such as those of port scans and browsers. Pure.
+
+    ZeroMQ does not say which connection a handshake belongs to. So connections that are open, and young enough to be
+    in their handshake, are left out of the count until they end or are older.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[int, float] = {}
+        self._accepted = self._answered = self._counted = 0
+
+    def accepted(self, descriptor: int, now_s: float) -> None:
+        """Record a new connection."""
+        self._accepted += 1
+        self._open[descriptor] = now_s
+
+    def answered(self) -> None:
+        """Record a handshake, accepted or rejected."""
+        self._answered += 1
+
+    def ended(self, descriptor: int) -> None:
+        """Record the end of a connection."""
+        self._open.pop(descriptor, None)
+
+    def take(self, now_s: float) -> int:
+        """Return the number of further connections that ended without a handshake."""
+        young = sum(now_s - since_s <= HANDSHAKE_S for since_s in self._open.values())
+        found = max(0, self._accepted - self._answered - young - self._counted)
+        self._counted += found
+        return found
+
+
+class HandshakeMonitor:
+    """Reports connections to the agent's socket that end without a handshake.
+
+    Args:
+        report: Sink of the reports, which limits their rate.
+    """
+
+    def __init__(self, report: Reporter) -> None:
+        self._report = report
+        self._count = HandshakeCount()
+        self._address = "unknown"
+
+    def attend(self, events: Iterable[ConnectionEvent], now_s: float) -> None:
+        """Process events of the socket, :data:`HANDSHAKE_EVENTS` and others, in their order."""
+        for event, descriptor in events:
+            if event == zmq.EVENT_ACCEPTED:
+                self._count.accepted(descriptor, now_s)
+                self._address = _peer(descriptor) or self._address
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._count.ended(descriptor)
+            elif event & HANDSHAKE_EVENTS:
+                self._count.answered()
+        for _ in range(self._count.take(now_s)):
+            self._report.refusal(
+                "no-handshake", "connections", now_s, latest=self._address, reason="what connected is no onebox client"
+            )
+
+
+def _peer(descriptor: int) -> str:
+    """Return the address at the other end of a connection; empty where it has ended."""
+    with contextlib.suppress(OSError):
+        copy = os.dup(descriptor)
+        try:
+            connection = socket.socket(fileno=copy)
+        except OSError:
+            os.close(copy)
+            raise
+        with connection:
+            return str(connection.getpeername()[0])[:_TEXT]
+    return ""

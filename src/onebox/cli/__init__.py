@@ -8,25 +8,34 @@ for a failure during the command, 130 after Ctrl-C.
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import importlib
 import math
 import os
+import shutil
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from onebox.cli.exit_status import BROKEN_PIPE, FAILED, INTERRUPTED, OK, USAGE, Exit
 from onebox.errors import CheckpointError, DataError, OneboxError, UsageError
+from onebox.sizes import size_text
 
 __all__ = ["main"]
 
 _CLOSING_S = 5.0
 """A second Ctrl-C within this time after the first is ignored; workers have ended by then."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+_NO_FOLDER = "No usable temporary directory"
+"""Python's error where temporary files cannot be written anywhere."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,6 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _forget_output()
         return BROKEN_PIPE
+    except OSError as error:
+        if error.errno not in _FULL and _NO_FOLDER not in str(error):
+            raise
+        return _tell(FAILED, _explain_full(error))
     except SystemExit as error:  # from --help
         return int(error.code or OK)
     return status
@@ -114,6 +127,18 @@ def _interruptible(*, ends: bool) -> Iterator[None]:
     finally:
         over = ends and last_s > -math.inf
         signal.signal(signal.SIGINT, signal.SIG_IGN if over else before)
+
+
+def _explain_full(error: OSError) -> str:
+    """Return a message about a disk that is full."""
+    what = error.filename if error.filename and error.errno in _FULL else "a file"
+    folders = {"temporary files": os.environ.get("TMPDIR", "/tmp"), "this folder": str(Path.cwd())}
+    free = ", ".join(f"{size_text(shutil.disk_usage(path).free)} in {path} ({name})" for name, path in folders.items())
+    return (
+        f"the disk is full: {what} could not be written ({error.strerror}). Free there is {free}. Make room, or write "
+        "elsewhere: TMPDIR names the folder of temporary files, ONEBOX_CONFIG that of the keys, XDG_CACHE_HOME that of "
+        "measurements, --run that of a run"
+    )
 
 
 def _tell(status: int, message: object) -> int:

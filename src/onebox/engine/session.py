@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ from onebox.engine.data.representative_batches import RepresentativeBatches
 from onebox.engine.install.deferred_replies import DeferredReplies
 from onebox.engine.install.installed_plan import InstalledPlan, InstallInputs
 from onebox.engine.recovery.manager import RecoveryManager
-from onebox.engine.recovery.replan import ReplanWorkload, out_of_devices, replan_devices
+from onebox.engine.recovery.replan import ReplanWorkload, enlarged_plan, out_of_devices, replan_devices
 from onebox.engine.recovery.snapshot_schedule import SnapshotScheduler
 from onebox.engine.state.remote import RemoteState
 from onebox.engine.state.snapshot_layout import SnapshotLayout
@@ -34,12 +35,14 @@ from onebox.engine.steps.traces import StepTraces, step_trace
 from onebox.engine.workload.batch import Batch
 from onebox.engine.workload.captures import Captures
 from onebox.engine.workload.parameter_groups import options_of, require_training
-from onebox.errors import OneboxError, OperatorError, PlanError, UsageError
+from onebox.errors import CaptureError, OneboxError, OperatorError, PlanError, UsageError
 from onebox.plan import Plan
 from onebox.plan.model.problem import Problem
 from onebox.pool import Pool, WorkerReply
 from onebox.trainer_options import Recovery
 from onebox.wire.protocol.requests import Run
+
+_LOG = logging.getLogger("onebox")
 
 
 class TrainingSession:
@@ -105,6 +108,10 @@ class TrainingSession:
         self._resolve_plan = resolve_plan
         self._next_plan: Plan | None = None
         """The plan that is to be installed; none before it is resolved."""
+        self._whole_plan: Plan | None = None
+        """The plan in use when all devices were present."""
+        self._away: frozenset[int] = frozenset()
+        """The devices that were gone when the present plan was installed."""
         self._changes: StateChanges | None = None
         self._written: StateChanges | None = None
         self._settings = settings
@@ -146,6 +153,8 @@ class TrainingSession:
         self.wait(self._settings.in_flight - 1)
         if self.adaptive is not None:
             self.adaptive.between_steps(under_way=self._under_way)
+        if self._pool.returning or self._away - self._pool.gone:
+            self._take_back()
         if prepared.installed is not self._ready:  # another plan has taken over, or a recovery installed one
             prepared = self.recovery.run(lambda: self._prepare(batch, number))
         result = StepLoss(number, self._retry, self.drain)
@@ -432,6 +441,29 @@ class TrainingSession:
     def _use(self, installed: InstalledPlan) -> None:
         self._ready, self._prepared, self._latest = installed, {}, None
         self.plan = self._next_plan = installed.plan
+        self._away = self._pool.gone
+        if not self._away:
+            self._whole_plan = installed.plan
+
+    def _take_back(self) -> None:
+        """Use the devices again that were gone and are back: the plan before their loss takes over."""
+        away_s = self.recovery.once(self._pool.readmit, void=False) or {}
+        back, self._away = sorted(self._away - self._pool.gone), self._pool.gone
+        before, batch = self.plan, self.examples.largest
+        if not back or before is None or batch is None:
+            return
+        try:
+            plan = enlarged_plan(before, self._whole_plan, self._workload(batch), self._pool)
+            moved = self.adopt(plan) if plan != before else MigrationReport()
+            note = f", {moved.size_bytes / 1e6:.1f} MB moved; plan: {plan.describe()}" if plan != before else ""
+        except (UsageError, PlanError, CaptureError) as error:
+            note = f", but the plan stays: {str(error).splitlines()[0]}"
+        if self.adaptive is not None:
+            self.adaptive.reset()
+        devices = [self._pool.devices[worker] for worker in back]
+        named = ", ".join(f"{device.number} ({device.device} on {device.host})" for device in devices)
+        after = f" after {max(away_s.values()):.0f} s" if away_s else ""
+        _LOG.warning("back before step %d: device %s%s%s", self.steps_done, named, after, note)
 
     # ---- recovery
 
@@ -449,7 +481,17 @@ class TrainingSession:
         batch = self.examples.largest
         if self.plan is None or batch is None:
             return None
-        work = ReplanWorkload(
+        try:
+            plan = replan_devices(self.plan, self._workload(batch), self._pool)
+        except PlanError as error:
+            raise out_of_devices(error, self._pool, self.recovery.checkpoint) from error
+        new = None if plan is self.plan else plan.describe()
+        self._next_plan = plan
+        self.set_up(batch, steps=self.examples.trains)
+        return new
+
+    def _workload(self, batch: Batch) -> ReplanWorkload:
+        return ReplanWorkload(
             captures=self.captures,
             optimizer=self._remote.optimizer,
             batch=batch,
@@ -459,14 +501,6 @@ class TrainingSession:
             delay=self._settings.delay,
             overlap=self._settings.overlap,
         )
-        try:
-            plan = replan_devices(self.plan, work, self._pool)
-        except PlanError as error:
-            raise out_of_devices(error, self._pool, self.recovery.checkpoint) from error
-        new = None if plan is self.plan else plan.describe()
-        self._next_plan = plan
-        self.set_up(batch, steps=self.examples.trains)
-        return new
 
     # ---- setting up
 

@@ -77,12 +77,13 @@ class DeviceInfo:
         return bool({"bf16", "AMX"} & set(self.instructions.hardware)) and "bf" in self.instructions.onednn
 
 
-def welcome(handle: WorkerHandle, future: Future[Hello]) -> DeviceInfo:
+def welcome(handle: WorkerHandle, future: Future[Hello], within_s: float = START_S) -> DeviceInfo:
     """Return the device that a worker's hello message describes.
 
     Args:
         handle: The worker.
         future: Its hello message.
+        within_s: Longest wait for it.
 
     Raises:
         PoolError: The message did not come, or the worker is of another version.
@@ -90,9 +91,9 @@ def welcome(handle: WorkerHandle, future: Future[Hello]) -> DeviceInfo:
     """
     place = handle.place
     try:
-        hello = future.result(START_S)
+        hello = future.result(within_s)
     except FutureTimeout:
-        raise PoolError(f"{place} did not say hello within {START_S:.0f} s") from None
+        raise PoolError(f"{place} did not say hello within {within_s:.0f} s") from None
     if hello.protocol != PROTOCOL or hello.torch.split("+")[0] != torch.__version__.split("+")[0]:
         raise PoolError(
             f"{place} speaks protocol {hello.protocol} with torch {hello.torch}, this client protocol "

@@ -18,25 +18,30 @@ import torch
 
 from onebox.cost import PoolProfile, load, store
 from onebox.errors import OneboxError, PoolError, UsageError
-from onebox.pool.backends.base import RestartableSource, WorkerHandle, WorkerSource, end_all
+from onebox.pool.backends.base import HostedWorker, RestartableSource, WorkerHandle, WorkerSource, end_all
 from onebox.pool.backends.local import LOCAL_HOST
 from onebox.pool.client.connection import WorkerReply
 from onebox.pool.client.loop import ClientLoop
 from onebox.pool.core_usage import HostCores, host_cores
-from onebox.pool.devices import DeviceInfo, nccl_ranks
+from onebox.pool.devices import DeviceInfo, nccl_ranks, welcome
 from onebox.pool.discovery import cores
 from onebox.pool.errors import raise_first
 from onebox.pool.network.client_bandwidth import ClientBandwidth
 from onebox.pool.network.emulated import LinkMap, changed, directed, outgoing
 from onebox.pool.network.profile import measure_pool, profile_key
 from onebox.pool.network.transport_paths import explain_unshared, shares_memory
+from onebox.pool.reclaim import Reclaimer
 from onebox.pool.recovery import PATIENCE_S, RecoveryReport, recover_workers
 from onebox.wire import dtype_name
 from onebox.wire.protocol.eager import DefaultType
 from onebox.wire.protocol.groups import FormGroup, LeaveGroup, Retime
 from onebox.wire.protocol.requests import Instruction, Shutdown
+from onebox.wire.protocol.responses import Hello
 
 _LOG = logging.getLogger("onebox")
+
+HELLO_S = 5.0
+"""How long a worker may take to say hello whose port has been reached before."""
 
 GROUP_S = 1800.0
 """Bound of every wait inside a group of workers: a slow peer may take long; a dead or hung one is detected
@@ -81,6 +86,7 @@ class Pool:
         machine."""
         self.gone: frozenset[int] = frozenset()
         """Devices whose workers were lost and could not be restarted; see :meth:`recover_workers`."""
+        self._reclaimer = Reclaimer(self._replace)
         self.closing: list[Callable[[], object]] = []
         """Callbacks for the closing of the pool, before its workers end."""
         atexit.register(self.close)
@@ -359,11 +365,58 @@ class Pool:
         )
         for source in self._sources:
             source.connected()
-        self.gone |= set(report.gone)
+        self.gone = (self.gone - set(report.replaced)) | set(report.gone)
         for worker in report.replaced:
             self._default_types.pop(worker, None)
         self.devices = tuple(report.devices.get(device.number, device) for device in self.devices)
+        self._reclaimer.seek([worker for worker in report.gone if isinstance(self._handles[worker], HostedWorker)])
         return report
+
+    @property
+    def returning(self) -> bool:
+        """True if devices that are gone can be used again, after :meth:`readmit`."""
+        return self._reclaimer.ready
+
+    def readmit(self) -> dict[int, float]:
+        """Take back the devices that were gone and whose hosts have returned, with new workers, which have no state.
+
+        Returns:
+            Seconds that each of them was away, by number.
+
+        Raises:
+            OneboxError: The pool is closed or broken.
+        """
+        started = self._reclaimer.take()
+        back: dict[int, float] = {}
+        hellos: dict[int, Future[Hello]] = {}
+        for worker, new in started.items():
+            with contextlib.suppress(OneboxError):  # it has ended since
+                hellos[worker] = self._client_loop.replace(new.handle, new.key)
+        for worker, hello in hellos.items():
+            new = started[worker]
+            with contextlib.suppress(OneboxError):
+                device = welcome(new.handle, hello, HELLO_S)
+                self._handles[worker] = new.handle
+                self.devices = tuple(device if each.number == worker else each for each in self.devices)
+                self._default_types.pop(worker, None)
+                self._reclaimer.accepted(worker)
+                back[worker] = new.away_s
+        for worker, new in started.items():
+            if worker in back:
+                continue
+            if worker in hellos:
+                self._client_loop.drop(worker)
+            self._client_loop.miss(worker, PoolError(f"{new.handle.place} was gone again before it was in use"))
+            new.handle.close(grace_s=0.0)
+            self._reclaimer.seek([worker])
+        self.gone -= set(back)
+        self.follow_default_type()
+        return back
+
+    def why_gone(self, worker: int) -> str:
+        """Return the cause by which a device is gone, in one line."""
+        error = self._client_loop.missing.get(worker)
+        return "" if error is None else str(error).partition("\n")[0]
 
     def _replace(self, worker: int) -> tuple[WorkerHandle, str] | None:
         """Restart a worker by its source, where that is possible."""
@@ -383,8 +436,10 @@ class Pool:
         atexit.unregister(self.close)
         for call in self.closing:
             call()
+        self._reclaimer.stop()
         broken = self._client_loop.broken is not None
         self._client_loop.stop(Shutdown())
         end_all(self._handles, grace_s=0.0 if broken else 2.0)
         for source in self._sources:
             source.close()
+        self._reclaimer.close()

@@ -19,7 +19,7 @@ from onebox.wire.protocol.instructions import Ask
 PATIENCE_S = 30.0
 """How long a survivor may make no progress with its work from before the loss."""
 
-_AGAIN_S = 1.0
+_AGAIN_S = 0.25
 """Interval at which a survivor is interrupted again: it may just have begun to wait."""
 
 _ROUNDS = 6
@@ -88,7 +88,8 @@ class _Recovery:
             try:
                 made = self._replace(worker) if self._starts[worker] <= _STARTS else None
             except OneboxError as error:
-                made, self.lost[worker] = None, error
+                first = str(self.lost[worker]).partition("\n")[0]
+                made, self.lost[worker] = None, PoolError(f"{first}; no other worker in its place: {error}")
             if made is None:
                 self.gone[worker] = self.lost[worker]
                 self._client_loop.miss(worker, self.lost[worker])

@@ -43,7 +43,7 @@ from onebox.wire.protocol.eager import (
     KernelSpec,
     Strided,
 )
-from onebox.wire.receive_watch import SMALL_BYTES, Overrun, ReceiveWatch, connection_of
+from onebox.wire.receive_watch import SMALL_BYTES, ConnectionEvent, Overrun, ReceiveWatch, connection_of
 from onebox.wire.recurrent import KINDS as RECURRENT_KINDS
 from onebox.wire.recurrent import RECURRENT, RECURRENT_BACKWARD
 from onebox.wire.reliable import Restarted
@@ -74,6 +74,7 @@ __all__ = [
     "Codec",
     "Complex",
     "Connection",
+    "ConnectionEvent",
     "DType",
     "GeneratorArgument",
     "GeneratorSpec",

@@ -30,6 +30,18 @@ _CHECK_S = 1e-4  # time for each connection from one check to the next: some twe
 _RECEIVED = slice(128, 136)  # tcpi_bytes_received of struct tcp_info (linux/tcp.h), since Linux 4.1
 
 
+class ConnectionEvent(NamedTuple):
+    """An event of the monitor.
+
+    Args:
+        kind: One of ZeroMQ's ``EVENT_`` constants.
+        value: The connection's descriptor, for most kinds; otherwise a number of ZeroMQ's.
+    """
+
+    kind: int
+    value: int
+
+
 class Overrun(NamedTuple):
     """A connection that has been shut down.
 
@@ -103,18 +115,18 @@ class ReceiveWatch:
         else:
             self._fresh.add(connection)
 
-    def attend(self, now_s: float) -> list[int]:
-        """Process the monitor's events up to a limit, and return their kinds."""
-        kinds: list[int] = []
-        while len(kinds) < _BATCH and self.monitor.poll(0):
+    def attend(self, now_s: float) -> list[ConnectionEvent]:
+        """Process the monitor's events up to a limit, and return them."""
+        events: list[ConnectionEvent] = []
+        while len(events) < _BATCH and self.monitor.poll(0):
             event = recv_monitor_message(self.monitor)
             kind, descriptor = int(event["event"]), int(event["value"])
-            kinds.append(kind)
+            events.append(ConnectionEvent(kind, descriptor))
             if kind & (_BEGINNINGS | _ENDS):
                 self._forget(descriptor)
             if kind & _BEGINNINGS:
                 self._add(descriptor, now_s)
-        return kinds
+        return events
 
     def check(self, now_s: float) -> list[Overrun]:
         """Shut down the connections that are over a limit, and return them; best after messages have been received.
@@ -205,4 +217,4 @@ def _shut(found: sockets.socket) -> str | None:
         return address
 
 
-__all__ = ["SMALL_BYTES", "Overrun", "ReceiveWatch", "connection_of"]
+__all__ = ["SMALL_BYTES", "ConnectionEvent", "Overrun", "ReceiveWatch", "connection_of"]

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from onebox.agent import ClientLimits, Offered
+from onebox.agent.session_channel import REMOVED
 from onebox.agent.sessions import CUT_S
 from onebox.errors import UsageError
 from onebox.pool.backends.compatibility import own_versions
@@ -223,6 +224,7 @@ def test_who_is_no_longer_known_loses_what_it_has() -> None:
         del made.known[client.keys.public]
         client.heard.clear()
         client.send(Inspect(client.number()))
+        assert client.take(Refused) == Refused(0, "removed", REMOVED)
         made.until("expired")
         made.until("freed")
         assert not any(isinstance(message, Stock) for message in client.heard)

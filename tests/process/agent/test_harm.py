@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -217,3 +218,16 @@ def test_a_process_that_is_left_behind_is_in_the_journal_and_so_is_its_end(share
     shared.until("process-reaped")
     assert shared.told("process-reaped") == [{"process": process.pid, "what": "worker 0"}]
     assert process.returncode is not None
+
+
+def test_of_connections_of_garbage_a_few_lines_are_told(shared: House) -> None:
+    host, _, port = shared.agent.endpoint.removeprefix("tcp://").rpartition(":")
+    client = shared.client("hugo")
+    for _ in range(300):
+        with socket.create_connection((host, int(port)), 10) as connection:
+            connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    shared.until("no-handshake")
+    told = shared.told("no-handshake")
+    assert told[0]["latest"] == "127.0.0.1" and len(told) <= 6
+    client.send(Inspect(client.number()))
+    client.take(Stock)

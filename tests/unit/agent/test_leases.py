@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from onebox.agent.admission import ClientLimits, Offered, Share, reach
-from onebox.agent.leases import DROPPED, QUEUE, Client, Decision, Dequeue, End, Grant, Leases, Refuse, Wait
+from onebox.agent.leases import DROPPED, QUEUE, SILENT_S, Client, Decision, Dequeue, End, Grant, Leases, Refuse, Wait
 from onebox.errors import UsageError
 from onebox.wire.protocol.agents import Offer, Want
 
@@ -19,6 +19,8 @@ ANA = Client("a" * 40, b"1", "ana")
 ANA_AGAIN = Client("a" * 40, b"2", "ana")
 BEN = Client("b" * 40, b"1", "ben")
 CLEO = Client("c" * 40, b"1", "cleo")
+
+LACKING = "lacking whole devices (cuda:0)"
 
 CPU = Offered(device="cpu", name="a CPU", memory_bytes=40, threads=4)
 GPUS = tuple(Offered(device=f"cuda:{k}", name="a GPU", memory_bytes=8, threads=2) for k in range(2))
@@ -36,7 +38,9 @@ def test_of_two_who_race_for_one_device_the_first_gets_it_and_the_other_next() -
     leases = Leases(GPUS[:1], ClientLimits())
     whole = Share(device="cuda:0", threads=2, memory_bytes=8)
     assert ask(leases, ANA, 7, Want("cuda")) == [Grant(ANA, 7, 1, (whole,))]
-    assert ask(leases, BEN, 1, Want("cuda:0", 0, 1)) == [Wait(BEN, 1, 1, "ana")]
+    assert ask(leases, BEN, 1, Want("cuda:0", 0, 1)) == [
+        Wait(BEN, 1, 1, "ana, lacking memory (0 bytes of 8 bytes free, 1 bytes asked for)")
+    ]
     assert stock(leases)[1] == ("ben",)
     assert [end.cause for end in leases.release(ANA, 1) if isinstance(end, End)] == ["released"]
     assert leases.tick(0.1) == []  # its workers have not ended yet
@@ -47,7 +51,8 @@ def test_of_two_who_race_for_one_device_the_first_gets_it_and_the_other_next() -
 def test_a_small_request_does_not_overtake_a_large_one_that_could_use_the_same() -> None:
     leases = Leases((*GPUS, CPU), ClientLimits())
     ask(leases, ANA, 1, Want("cuda:0"))
-    assert ask(leases, BEN, 1, Want("cuda"), Want("cuda")) == [Wait(BEN, 1, 1, "ana")]
+    whole = "lacking whole devices (cuda:0, cuda:1)"
+    assert ask(leases, BEN, 1, Want("cuda"), Want("cuda")) == [Wait(BEN, 1, 1, f"ana, {whole}")]
     assert ask(leases, CLEO, 1, Want("cuda:1", 0, 1)) == [Wait(CLEO, 1, 2, "ben")]
     assert isinstance(ask(leases, CLEO, 2, Want("cpu"))[0], Grant)  # which nobody before it could use
     assert ask(leases, CLEO, 3, Want("cuda"), wait=False) == [
@@ -56,7 +61,7 @@ def test_a_small_request_does_not_overtake_a_large_one_that_could_use_the_same()
     leases.release(ANA, 1)
     made = leases.freed(1, 1.0)
     assert isinstance(made[0], Grant) and made[0].client == BEN
-    assert made[1:] == [Wait(CLEO, 1, 1, "ben")]
+    assert made[1:] == [Wait(CLEO, 1, 1, "ben, lacking memory (0 bytes of 8 bytes free, 1 bytes asked for)")]
 
 
 def test_who_leaves_the_queue_lets_the_others_move_up() -> None:
@@ -64,7 +69,7 @@ def test_who_leaves_the_queue_lets_the_others_move_up() -> None:
     for number, client in enumerate((ANA, BEN, CLEO)):
         ask(leases, client, number, Want("cuda"))
     assert leases.leave(BEN, 99, 0.0) is None
-    assert leases.leave(BEN, 1, 0.0) == [Wait(CLEO, 2, 1, "ana")]
+    assert leases.leave(BEN, 1, 0.0) == [Wait(CLEO, 2, 1, f"ana, {LACKING}")]
     assert leases.leave(BEN, 1, 0.0) is None
 
 
@@ -75,11 +80,11 @@ def test_a_silent_client_loses_its_leases_and_its_place() -> None:
     ask(leases, CLEO, 1, Want("cuda"))
     assert leases.heard(ANA, 2.0) == (1,)
     leases.heard(CLEO, 2.0)
-    assert leases.tick(2.1) == [Dequeue(BEN, 1, DROPPED), Wait(CLEO, 1, 1, "ana")]
+    assert leases.tick(2.1) == [Dequeue(BEN, 1, DROPPED), Wait(CLEO, 1, 1, f"ana, {LACKING}")]
     leases.heard(CLEO, 4.0)
     assert leases.tick(5.0) == []
     (end,) = leases.tick(5.1)
-    assert end == End(ANA, 1, "silent", "its client was silent for 3.1 s; its grace was 3 s")
+    assert end == End(ANA, 1, "silent", "this client was silent for 3.1 s; its grace was 3 s")
     assert leases.heard(ANA, 5.2) == ()
     assert leases.tick(5.3) == []
     assert isinstance(leases.freed(1, 5.4)[0], Grant)
@@ -93,6 +98,52 @@ def test_a_connection_does_not_keep_the_leases_of_another_alive() -> None:
     assert [end.lease for end in leases.tick(3.5) if isinstance(end, End)] == [1]
     assert leases.release(BEN, 2) == []
     assert len(leases.release(ANA, 2)) == 1  # it is the same person
+
+
+def test_a_dead_session_does_not_hold_up_another_one_of_the_same_client() -> None:
+    leases = Leases(GPUS[:1], ClientLimits())
+    ask(leases, ANA, 1, Want("cuda"), grace_s=30.0)
+    ask(leases, BEN, 1, Want("cuda"), grace_s=30.0)
+    leases.heard(BEN, SILENT_S + 1)
+    assert leases.tick(SILENT_S + 1) == [], "others wait for its grace"
+    ask(leases, ANA_AGAIN, 1, Want("cuda"), grace_s=30.0, now_s=SILENT_S + 1)
+    (end,) = leases.tick(SILENT_S + 1)
+    assert isinstance(end, End) and (end.lease, end.cause) == (1, "silent")
+    assert "waits for these devices in another session" in end.why
+    (grant, *_) = leases.freed(1, SILENT_S + 2)
+    assert isinstance(grant, Grant) and grant.client == BEN, "who came first is first"
+
+
+def test_a_session_that_is_heard_keeps_its_lease_whoever_waits() -> None:
+    leases = Leases(GPUS[:1], ClientLimits())
+    ask(leases, ANA, 1, Want("cuda"), grace_s=30.0)
+    ask(leases, ANA_AGAIN, 1, Want("cuda"), grace_s=30.0)
+    leases.heard(ANA, 20.0)
+    leases.heard(ANA_AGAIN, 20.0)
+    assert leases.tick(20.0 + SILENT_S) == []
+
+
+def test_who_waits_is_told_what_is_lacking() -> None:
+    leases = Leases([CPU], ClientLimits())
+    ask(leases, ANA, 1, Want("cpu", 3, 10))
+    (cores,) = ask(leases, BEN, 1, Want("cpu", 2, 10))
+    assert cores == Wait(BEN, 1, 1, "ana, lacking cores (1 of 4 free, 2 asked for)")
+    (memory,) = ask(leases, CLEO, 1, Want("cpu", 1, 40))
+    assert isinstance(memory, Wait)
+    assert memory.behind == "ana, ben, lacking memory (30 bytes of 40 bytes free, 40 bytes asked for)"
+    (both,) = ask(leases, CLEO, 2, Want("cpu", 4, 40))
+    assert isinstance(both, Wait) and "lacking cores (1 of 4 free, 4 asked for) and memory (30" in both.behind
+    (fits,) = ask(leases, CLEO, 3, Want("cpu", 1, 5))
+    assert isinstance(fits, Wait) and fits.behind == "ana, ben, cleo", "it waits for its turn only"
+
+
+def test_the_stock_has_cores_and_the_silence_of_holders() -> None:
+    leases = Leases([CPU], ClientLimits())
+    ask(leases, ANA, 1, Want("cpu", 3, 10))
+    leases.heard(ANA, 1.0)
+    ((offer,), _) = leases.stock(13.0, lambda device: -1.0)
+    (holder,) = offer.holders
+    assert (offer.threads, offer.free_threads, holder.threads, holder.silent_s) == (4, 1, 3, 12.0)
 
 
 def test_time_in_which_the_host_was_held_up_is_nobodys_silence() -> None:
@@ -133,7 +184,9 @@ def test_a_request_that_comes_twice_is_one() -> None:
     leases = Leases(GPUS[:1], ClientLimits())
     assert len(ask(leases, ANA, 1, Want("cuda"))) == 1
     assert ask(leases, ANA, 1, Want("cuda")) == []
-    assert ask(leases, BEN, 1, Want("cuda")) == ask(leases, BEN, 1, Want("cuda")) == [Wait(BEN, 1, 1, "ana")]
+    assert (
+        ask(leases, BEN, 1, Want("cuda")) == ask(leases, BEN, 1, Want("cuda")) == [Wait(BEN, 1, 1, f"ana, {LACKING}")]
+    )
     assert len(stock(leases)[1]) == 1
 
 

@@ -77,3 +77,8 @@ def test_an_agent_that_never_ran_can_be_closed_and_stopped() -> None:
     made.close()
     made.stop()
     assert events == ["stopped"]
+
+
+def test_an_address_of_another_machine_is_named_as_such() -> None:
+    with pytest.raises(UsageError, match=r"192\.0\.2\.7 is no address of this machine.*--bind.*--advertise"):
+        agent(bind="192.0.2.7", has_clients=True)

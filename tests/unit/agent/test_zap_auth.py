@@ -10,7 +10,7 @@ import zmq
 from zmq.utils import z85
 
 from onebox.agent.log_rate_limit import Reporter
-from onebox.agent.zap_auth import ZapAuthenticator
+from onebox.agent.zap_auth import HANDSHAKE_S, HandshakeCount, ZapAuthenticator
 from onebox.wire import new_keys
 
 
@@ -90,3 +90,28 @@ def test_a_list_of_clients_that_fails_lets_nobody_in_and_the_door_goes_on() -> N
         assert knocking.knock(*request)[2] == b"200"
     finally:
         knocking.close()
+
+
+def test_connections_that_end_without_a_handshake_are_counted_and_no_others() -> None:
+    count = HandshakeCount()
+    for descriptor in range(10):  # of which the first four are clients'
+        count.accepted(descriptor, 1.0)
+    for _ in range(4):
+        count.answered()
+    assert count.take(1.0) == 0, "they may still be in their handshake"
+    for descriptor in range(4, 10):
+        count.ended(descriptor)
+    assert count.take(2.0) == 2, "four that are open might be the ones that said nothing"
+    assert count.take(1.1 + HANDSHAKE_S) == 4
+    assert count.take(1.2 + HANDSHAKE_S) == 0
+    for descriptor in range(4):
+        count.ended(descriptor)
+    assert count.take(99.0) == 0
+
+
+def test_an_end_that_is_told_twice_counts_once() -> None:
+    count = HandshakeCount()
+    count.accepted(7, 0.0)
+    count.ended(7)
+    count.ended(7)
+    assert (count.take(0.0), count.take(0.0)) == (1, 0)

@@ -9,7 +9,7 @@ import runpy
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from onebox.cli.exit_status import FAILED, INTERRUPTED, OK
 from onebox.cli.options.pools import RunConfig
 from onebox.cli.tracebacks import without_own_frames
 from onebox.errors import UsageError
+from onebox.pool.devices import DeviceInfo
 from onebox.vgpu import open_devices, set_synchronous
 from onebox.vgpu.cuda_alias import alias_cuda
 from onebox.vgpu.runtime.context import device_count
@@ -40,7 +41,10 @@ def run_script(config: RunConfig) -> int:
         OneboxError: The pool cannot be opened; or an operator of the script whose result was never read has failed.
     """
     with _arguments(config.script) as run:
-        open_devices(config.pool, threads=config.threads, memory=config.memory)
+        pool = open_devices(config.pool, threads=config.threads, memory=config.memory)
+        hosts = devices_by_host(pool.devices)
+        if hosts.count(";"):
+            print(f"onebox: {hosts}", file=sys.stderr, flush=True)
         alias_cuda()
         set_synchronous(config.synchronous)
         status = _status_of(run)
@@ -75,6 +79,14 @@ def _arguments(words: tuple[str, ...]) -> Iterator[Callable[[], object]]:
             yield lambda: runpy.run_path(os.path.abspath(name), run_name="__main__")
     finally:
         sys.argv, sys.path[:] = argv, path
+
+
+def devices_by_host(devices: Sequence[DeviceInfo]) -> str:
+    """Return the devices of a pool by host, in the numbers that a script uses: those of one host come together."""
+    hosts: dict[str, list[str]] = {}
+    for device in devices:
+        hosts.setdefault(device.host, []).append(f"cuda:{device.number}")
+    return "; ".join(f"{', '.join(numbers)} on {host}" for host, numbers in hosts.items())
 
 
 def _check_module(name: str) -> None:

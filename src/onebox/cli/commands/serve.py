@@ -10,8 +10,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from ipaddress import ip_address
+from types import TracebackType
 
-from onebox.agent import Agent, ClientLimits, Offered, offered_devices
+from onebox.agent import Agent, ClientLimits, Offered, check_clients, offered_devices
 from onebox.agent.cgroups import LeaseCgroups
 from onebox.agent.journal import Journal
 from onebox.agent.lease_processes import LeaseIsolation
@@ -37,10 +38,18 @@ def serve(config: ServeConfig) -> None:
     """
     if config.metrics_port is not None:
         import_extra("prometheus_client", "--metrics-port")  # before anything is offered
-    users = lease_users(config.user, config.user_id_range, allow_root=config.allow_root)
-    keys = identity("agent")
     clients = AllowedClients()
-    offers = offered_devices(config.devices, threads=config.cores, memory_bytes=config.memory_bytes)
+    faults = UsageFaults()  # all of them are told at once, rather than one a run
+    with faults:
+        users = lease_users(config.user, config.user_id_range, allow_root=config.allow_root)
+    with faults:
+        advertise = config.advertise or _advertised(config.bind)
+    with faults:
+        check_clients(config.bind, has_clients=len(clients) > 0)
+    with faults:
+        offers = offered_devices(config.devices, threads=config.cores, memory_bytes=config.memory_bytes)
+    faults.require_none()
+    keys = identity("agent")
     with Journal(config.journal, sys.stdout) as journal, contextlib.ExitStack() as stack:
         isolation = LeaseIsolation(users, LeaseCgroups())
         stack.callback(isolation.close)
@@ -49,7 +58,7 @@ def serve(config: ServeConfig) -> None:
             name_of=_names(clients, journal),
             bind=config.bind,
             port=config.port,
-            advertise=config.advertise or _advertised(config.bind),
+            advertise=advertise,
             offers=offers,
             limits=_limits(config),
             tell=journal.tell,
@@ -72,6 +81,33 @@ def serve(config: ServeConfig) -> None:
             _say("workers run as root: a hole in a library would be one in this machine; leave --allow-root out")
         _say(f"offers {_listing(offers)} to {_people(len(clients))}; Ctrl-C ends it and its workers")
         agent.run()
+
+
+class UsageFaults:
+    """A context manager, to be entered repeatedly, that collects usage errors."""
+
+    def __init__(self) -> None:
+        self._found: list[UsageError] = []
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if isinstance(error, UsageError):
+            self._found.append(error)
+            return True
+        return False
+
+    def require_none(self) -> None:
+        """Raise all errors as one.
+
+        Raises:
+            UsageError: There was one.
+        """
+        if self._found:
+            marks = [f"({number}) " if len(self._found) > 1 else "" for number in range(1, 1 + len(self._found))]
+            raise UsageError("\n".join(f"{mark}{error}" for mark, error in zip(marks, self._found, strict=True)))
 
 
 def _names(clients: AllowedClients, journal: Journal) -> Callable[[str], str | None]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
+import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,12 +18,18 @@ from onebox.engine.workload.captures import Captures
 from onebox.errors import UsageError
 from onebox.graph import ModelPrograms
 from onebox.plan import apportion, shares_from_speeds
+from onebox.plan.model.shares import ALIKE
 from onebox.pool import Pool, raise_first
 from onebox.wire.protocol.instructions import Call, Free
 from onebox.wire.protocol.requests import Define, Routine, Run, StoredProgram
 
-_ROUNDS = 4
+_ROUNDS = 6
 """Timed forward runs; the first is a warm-up."""
+
+_UNITS = 100
+"""Parts into which a batch is divided by measured shares: percentages are easily given again."""
+
+_LOG = logging.getLogger("onebox")
 
 
 def resolve_device_shares(
@@ -49,7 +56,12 @@ def resolve_device_shares(
             return (1 / count,) * count
         if all(device.kind == "sim" for device in pool.devices):  # nothing to measure: their speeds are given
             return tuple(shares_from_speeds([device.speed for device in pool.devices]))
-        return tuple(shares_from_speeds(measure_speeds(pool, captures, batch, remote)))
+        whole = shares_from_times(measure_times(pool, captures, batch, remote))
+        if len(set(whole)) > 1:
+            _LOG.warning(
+                "shares of the batch as measured; for the same numbers again: --shares %s", ",".join(map(str, whole))
+            )
+        return tuple(float(weight) / sum(whole) for weight in whole)
     weights = [float(share) for share in shares]
     if len(weights) != count:
         raise UsageError(f"shares={weights}: {len(weights)} weights for {count} devices; one for each is needed")
@@ -57,8 +69,25 @@ def resolve_device_shares(
     return tuple(weight / sum(weights) for weight in weights)
 
 
-def measure_speeds(pool: Pool, captures: Captures, batch: Batch, remote: RemoteState) -> list[float]:
-    """Return samples per second of each device in the model's forward and backward, with all devices busy at once.
+def shares_from_times(times: Sequence[Sequence[float]]) -> list[int]:
+    """Convert times of the same work, measured repeatedly on each device, to whole shares.
+
+    Devices are alike within noise if their ranges overlap, the slowest time of each apart, and get equal shares. Others
+    get shares by their fastest times, which the rest of the load on a host disturbs least.
+
+    Example:
+        >>> shares_from_times([[1.0, 1.4, 9.0], [1.3, 1.5, 1.5]]), shares_from_times([[3.0, 3.1, 3.2], [1.0, 1.1, 1.2]])
+        ([1, 1], [25, 75])
+    """
+    fastest = [min(each) for each in times]
+    slowest = [sorted(each)[-2:][0] for each in times]
+    if max(fastest) < ALIKE * min(slowest):
+        return [1] * len(times)
+    return [max(1, each) for each in apportion(_UNITS * math.ceil(len(times) / 10), [1 / each for each in fastest])]
+
+
+def measure_times(pool: Pool, captures: Captures, batch: Batch, remote: RemoteState) -> list[list[int]]:
+    """Return the nanoseconds that each device takes for the model's forward, with all devices busy at once.
 
     The batch is divided evenly for the measurement; the results are discarded.
     """
@@ -87,7 +116,7 @@ def measure_speeds(pool: Pool, captures: Captures, batch: Batch, remote: RemoteS
             times[worker].append(answer.times_ns[1] - answer.times_ns[0])
     for worker in workers:
         pool.post(worker, [Free((), tuple(define.number for define in programs))])
-    return [size / (statistics.median(times[worker][1:]) / 1e9) for worker in workers]
+    return [times[worker][1:] for worker in workers]
 
 
 def _measuring_routine(

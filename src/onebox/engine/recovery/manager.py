@@ -28,7 +28,7 @@ _RECOVERABLE = (WorkerDied, WorkerHung, PeerLost)
 _ATTEMPTS = 5
 """Most consecutive losses before another step has completed."""
 
-_AGAIN_S = 2.0
+_AGAIN_S = 0.75
 """Longest wait in a recovery for the restored state to be stored redundantly again."""
 
 _LOG = logging.getLogger("onebox")
@@ -245,9 +245,10 @@ class RecoveryManager(StepObserver):
         if missing is not None:
             had = " and ".join(map(str, sorted(copies.had[missing])))
             saved = f"the last checkpoint, {self.checkpoint}" if self.checkpoint else "a checkpoint, if there is one"
+            causes = dict.fromkeys(self._pool.why_gone(worker) for worker in sorted(self._pool.gone))
             raise PoolError(
                 f"the run cannot go on: {missing.name} after step {restart.step} was kept by worker {had} only, "
-                f"and was lost there; resume from {saved}; the last loss: {error}"
+                f"and was lost there; resume from {saved}; the last loss: {'; '.join(causes) or error}"
             ) from error
 
     def _replay(self, restart: RestartPoint[SnapshotLayout | None, StepRequest]) -> None:

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from msgspec import structs
+
 from onebox.cost import PoolProfile, load
 from onebox.cost.model_profile import ModelBytes, ModelProfile, SegmentTimes
 from onebox.engine.memory.forecast import MemoryForecast, TrainingJob
@@ -121,6 +123,26 @@ def replan_devices(plan: Plan, work: ReplanWorkload, pool: Pool) -> Plan:
         return _sought(size, plan, work, pool, replicable=False)
 
 
+def enlarged_plan(plan: Plan, whole: Plan | None, work: ReplanWorkload, pool: Pool) -> Plan:
+    """Return the plan for a run when devices are back.
+
+    Args:
+        plan: The plan in use.
+        whole: The plan before any device was lost; ``None`` if there was none.
+        work: The workload.
+        pool: The pool, with the devices that are back.
+
+    Raises:
+        PlanError: No plan fits the devices.
+    """
+    if whole is None:
+        return plan
+    if whole.micro_batches(work.batch.size) != plan.micro_batches(work.batch.size):  # on which results depend
+        schedule = "1f1b" if whole.schedule in ("table", "auto") else whole.schedule
+        whole = structs.replace(whole, micro_batch=plan.micro_batch, schedule=schedule, table=(), predicted=None)
+    return replan_devices(whole, work, pool)
+
+
 def out_of_devices(error: PlanError, pool: Pool, saved: Path | None) -> PlanError:
     """Return the error for insufficient remaining devices.
 
@@ -130,11 +152,14 @@ def out_of_devices(error: PlanError, pool: Pool, saved: Path | None) -> PlanErro
         saved: The last checkpoint, if there is one.
     """
     lost = [pool.devices[number] for number in sorted(pool.gone)]
-    gone = ", ".join(f"{device.number} ({device.device} on {device.host})" for device in lost)
+    gone = ", ".join(
+        f"{device.number} ({device.device} on {device.host}: {pool.why_gone(device.number)})" for device in lost
+    )
     where = f"the last checkpoint, {saved}," if saved else "a checkpoint (this trainer has saved none)"
+    lacking = f"and what is left is not enough: {error}; open a pool with more devices or memory"
     return PlanError(
-        f"the run cannot go on: device {gone} has gone, and what is left is not enough: {error}; open a pool with "
-        f"more devices or memory and resume from {where} with Trainer.resume",
+        f"the run cannot go on: device {gone} has gone, {lacking if pool.present else 'and none is left; open a pool'} "
+        f"and resume from {where} with Trainer.resume",
         stage=error.stage,
         device=error.device,
         missing_bytes=error.missing_bytes,

@@ -180,4 +180,4 @@ class WorkerConnection:
 
 def _has_shaken_hands(watch: ReceiveWatch) -> bool:
     """Process the events of a connection; return whether a handshake has succeeded."""
-    return zmq.EVENT_HANDSHAKE_SUCCEEDED in watch.attend(time.monotonic())
+    return any(event.kind == zmq.EVENT_HANDSHAKE_SUCCEEDED for event in watch.attend(time.monotonic()))

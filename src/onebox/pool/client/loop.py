@@ -178,6 +178,7 @@ class ClientLoop:
     def replace(self, handle: WorkerHandle, server_key: str) -> Future[Hello]:
         """Connect to the replacement of a dropped worker; the future holds its hello message."""
         connection = WorkerConnection(self._context, handle, self._keys, server_key, self._message_bytes)
+        self._gone.pop(handle.place.worker, None)
         self._call_in_loop(lambda poller: self._add(connection, poller))
         return connection.hello
 
@@ -195,8 +196,13 @@ class ClientLoop:
         self._call_in_loop(interrupt_waits)
 
     def miss(self, worker: int, error: OneboxError) -> None:
-        """Note that a dropped worker will not be replaced."""
+        """Note that a dropped worker is not replaced, until :meth:`replace` is called for it."""
         self._gone[worker] = error
+
+    @property
+    def missing(self) -> Mapping[int, OneboxError]:
+        """The dropped workers that were not replaced, each with the error that it was lost by."""
+        return self._gone
 
     def mend(self) -> bool:
         """Accept posts again if every lost worker has been dropped; return whether that is so.

@@ -13,6 +13,9 @@ from onebox.wire.protocol.agents import Holder, Offer, Stock
 
 _NAMED = 4
 
+_SILENT_S = 3.0
+"""Silence of a holder that is shown: it has stopped, or cannot be reached."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostState:
@@ -56,21 +59,22 @@ def status_table(hosts: Sequence[HostState], *, narrow: bool = False) -> Table:
         narrow: Whether to leave out less important columns.
 
     Returns:
-        A table with the columns host, device, free memory, held by and load, and unless narrow name and waiting.
+        A table with the columns host, device, free memory, free cores, held by and load, and unless narrow name and
+            waiting.
     """
     table = _table("host", "device", narrow=narrow)
     for state in hosts:
         host = state.address if narrow else _name(state)
         if state.stock is None:
             problem = "cannot be looked at" if state.problem else "not asked yet"
-            _add(table, host, "", problem, problem if narrow else "", "", "", "", narrow=narrow)
+            _add(table, host, "", problem, "", "", problem if narrow else "", "", "", narrow=narrow)
             continue
         waiting = _waiting(state.stock.queue)
         for place, offer in enumerate(state.stock.offers):
             name, queue = (host, waiting) if place == 0 else ("", "")
             _add(table, name, offer.device, *_cells(offer, narrow=narrow), queue, narrow=narrow)
         if not state.stock.offers:
-            _add(table, host, "", "offers nothing", "nothing" if narrow else "", "", "", waiting, narrow=narrow)
+            _add(table, host, "", "offers nothing", "", "", "nothing" if narrow else "", "", waiting, narrow=narrow)
     return table
 
 
@@ -107,12 +111,12 @@ def offer_table(rows: Iterable[OfferRow], *, narrow: bool = False) -> Table:
         narrow: Whether to leave out less important columns.
 
     Returns:
-        A table with the columns device, host, kind, free memory, held by and load, and unless narrow name.
+        A table with the columns device, host, kind, free memory, free cores, held by and load, and unless narrow name.
     """
     table = _table("device", "host", "kind", narrow=narrow, waiting=False)
     for row in rows:
         offer = row.offer
-        any_free = ("any that is free", "any free" if narrow else "", "", "")
+        any_free = ("any that is free", "any free" if narrow else "", "", "", "")
         cells = any_free if offer is None else _cells(offer, narrow=narrow)
         _add(table, str(row.number), row.address, row.device, *cells, narrow=narrow)
     return table
@@ -123,11 +127,13 @@ def _table(*first: str, narrow: bool, waiting: bool = True) -> Table:
     if narrow:
         table = Table(*first, box=None, pad_edge=False, padding=(0, 2, 0, 0))
         table.add_column("free", justify="right")
+        table.add_column("cores", justify="right")
         table.add_column("held by", overflow="fold")
         table.add_column("load", justify="right")
         return table
     table = Table(*first, "name")
     table.add_column("free memory", justify="right")
+    table.add_column("free cores", justify="right")
     table.add_column("held by")
     table.add_column("load", justify="right")
     if waiting:
@@ -135,17 +141,18 @@ def _table(*first: str, narrow: bool, waiting: bool = True) -> Table:
     return table
 
 
-def _cells(offer: Offer, *, narrow: bool) -> tuple[str, str, Text, str]:
-    """Return name, free memory, holders and load of a device."""
+def _cells(offer: Offer, *, narrow: bool) -> tuple[str, str, str, Text, str]:
+    """Return name, free memory, free cores, holders and load of a device; no cores are leased with a GPU."""
     free = _short_of(offer.free_bytes, offer.memory_bytes) if narrow else _of(offer.free_bytes, offer.memory_bytes)
-    return _named(offer), free, _held(offer.holders, narrow=narrow), load_text(offer.load)
+    cores = f"{offer.free_threads}{'/' if narrow else ' of '}{offer.threads}" if offer.device == "cpu" else "-"
+    return offer.name, free, cores, _held(offer.holders, narrow=narrow), load_text(offer.load)
 
 
 def _add(table: Table, *cells: str | Text, narrow: bool) -> None:
-    """Add a row; a narrow table lacks the name, which is before the last four, and the waiting clients."""
+    """Add a row; a narrow table lacks the name, which is before free memory, and the waiting clients."""
     kept = list(cells)
     if narrow:
-        name = len(table.columns) - 3
+        name = len(table.columns) - 4
         kept = [*kept[:name], *kept[name + 1 :]][: len(table.columns)]
     table.add_row(*(each if isinstance(each, Text) else _plain(each) for each in kept))
 
@@ -206,10 +213,6 @@ def _plain(text: str) -> Text:
     return Text(printable(text))
 
 
-def _named(offer: Offer) -> str:
-    return f"{offer.name}, {offer.threads} cores" if offer.device == "cpu" else offer.name
-
-
 def _held(holders: Sequence[Holder], *, narrow: bool) -> Text:
     """List the holders of a device; workers of one client are counted."""
     by_client: dict[str, list[Holder]] = {}
@@ -225,7 +228,9 @@ def _holding(client: str, held: Sequence[Holder], *, narrow: bool) -> str:
     times = f" × {len(held)}" if len(held) > 1 else ""
     since = span_text(max(each.since_s for each in held))
     memory = "" if narrow else f"{size_text(sum(each.memory_bytes for each in held))}, "
-    return f"{client}{times}, {memory}{since}"
+    silent_s = max(each.silent_s for each in held)
+    silent = f", silent for {span_text(silent_s)}" if silent_s > _SILENT_S else ""
+    return f"{client}{times}, {memory}{since}{silent}"
 
 
 def _waiting(queue: Sequence[str]) -> str:

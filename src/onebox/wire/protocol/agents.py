@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from onebox.errors import WireError
 
-AGENT_PROTOCOL = 3
+AGENT_PROTOCOL = 4
 """Version of everything in this file; both sides must agree."""
 
 AGENT_PORT = 7171
@@ -70,13 +70,23 @@ class Want(AgentMessage, frozen=True):
 
 
 class Holder(AgentMessage, frozen=True):
-    """Holder of a lease on a device, or on part of it."""
+    """Holder of a lease on a device, or on part of it.
+
+    Args:
+        client: Its name.
+        lease: Number of the lease.
+        memory_bytes: Leased memory.
+        since_s: Age of the lease in seconds.
+        threads: Leased cores.
+        silent_s: Seconds since the client was heard; its heartbeats come every :data:`RENEW_S`.
+    """
 
     client: str
     lease: int
     memory_bytes: int
     since_s: float
-    """Age of the lease in seconds."""
+    threads: int = 0
+    silent_s: float = 0.0
 
 
 class Offer(AgentMessage, frozen=True):
@@ -90,6 +100,7 @@ class Offer(AgentMessage, frozen=True):
         free_bytes: Memory that is not leased.
         holders: Holders of leases on it.
         load: Fraction of recent time that it was busy, 0 to 1; -1 if unknown.
+        free_threads: Cores that are not leased; those beside a GPU are not leased with it.
     """
 
     device: str
@@ -99,6 +110,7 @@ class Offer(AgentMessage, frozen=True):
     free_bytes: int
     holders: tuple[Holder, ...] = ()
     load: float = -1.0
+    free_threads: int = 0
 
 
 class Started(AgentMessage, frozen=True):
@@ -270,12 +282,13 @@ class Refused(AgentMessage, frozen=True, tag="refused"):
     Args:
         number: Number of the request.
         kind: ``versions``, ``usage`` (not offered, or over this client's limits), ``busy`` (and waiting was not
-            requested), ``failed`` (a worker did not start), ``ended`` (the lease does not exist, or has ended).
+            requested), ``failed`` (a worker did not start), ``ended`` (the lease does not exist, or has ended),
+            ``removed`` (the agent no longer accepts this client, whatever the request).
         reason: Readable text.
     """
 
     number: int
-    kind: Literal["versions", "usage", "busy", "failed", "ended"]
+    kind: Literal["versions", "usage", "busy", "failed", "ended", "removed"]
     reason: str
 
 

@@ -15,7 +15,7 @@ from onebox.report.tables.agents import load_text, span_text
 from onebox.wire.protocol.agents import Holder, Offer, Stock
 
 GPU = Offer("cuda:0", "Card 9000", 16 << 30, 4, 10 << 30, (Holder("ana@desk", 3, 6 << 30, 125.0),), 0.42)
-CPU = Offer("cpu", "[red]Chip[/red]", 2 << 30, 8, 2 << 30)
+CPU = Offer("cpu", "[red]Chip[/red]", 2 << 30, 8, 2 << 30, free_threads=5)
 
 
 def shown(table: Table, width: int = 200) -> str:
@@ -48,14 +48,15 @@ def test_the_status_of_hosts() -> None:
             "cuda:0",
             "Card 9000",
             "10.0 GiB of 16.0 GiB",
+            "-",
             "ana@desk, 6.0 GiB, 2 min",
             "42 %",
             "ben@lap, cleo@lap",
         ],
-        ["", "cpu", "[red]Chip[/red], 8 cores", "2.0 GiB of 2.0 GiB", "-", "-", ""],
-        ["10.0.0.2:7171 (far)", "", "cannot be looked at", "", "", "", ""],
-        ["new:7171", "", "not asked yet", "", "", "", ""],
-        ["bare:7171", "", "offers nothing", "", "", "", "-"],
+        ["", "cpu", "[red]Chip[/red]", "2.0 GiB of 2.0 GiB", "5 of 8", "-", "-", ""],
+        ["10.0.0.2:7171 (far)", "", "cannot be looked at", "", "", "", "", ""],
+        ["new:7171", "", "not asked yet", "", "", "", "", ""],
+        ["bare:7171", "", "offers nothing", "", "", "", "", "-"],
     ]
 
 
@@ -80,7 +81,7 @@ def test_a_narrow_terminal_gets_the_same_hosts_devices_and_holders() -> None:
     ]
     lines = [line.split() for line in shown(status_table(hosts, narrow=True), width=80).splitlines()]
     assert lines[1][:4] == ["192.168.100.10:7171", "cuda:0", "10.0/16.0", "GiB"]
-    assert lines[2] == ["cpu", "0.0/4.0", "GiB", "ana@desk", "×", "2,", "1", "min", "-"]
+    assert lines[2] == ["cpu", "0.0/4.0", "GiB", "0/4", "ana@desk", "×", "2,", "1", "min", "-"]
     assert lines[3] == ["192.168.100.11:7171", "cannot", "be", "looked", "at"]
     drawn = shown(status_table(hosts, narrow=True), width=60)
     assert all(len(line) <= 60 for line in drawn.splitlines())
@@ -91,6 +92,13 @@ def test_a_narrow_terminal_gets_the_same_hosts_devices_and_holders() -> None:
 def test_workers_of_one_client_are_counted() -> None:
     two = Offer("cpu", "chip", 4 << 30, 4, 0, tuple(Holder("ana@desk", 1, 1 << 30, since) for since in (5.0, 70.0)))
     assert "ana@desk × 2, 2.0 GiB, 1 min" in shown(status_table([HostState(address="a:1", stock=Stock(1, (two,)))]))
+
+
+def test_a_holder_that_is_silent_is_shown_as_such() -> None:
+    held = Offer("cpu", "chip", 4 << 30, 4, 0, (Holder("ana@desk", 1, 1 << 30, 70.0, 4, 12.0),))
+    assert "ana@desk, 1.0 GiB, 1 min, silent for 12 s" in shown(
+        status_table([HostState(address="a:1", stock=Stock(1, (held,)))])
+    )
 
 
 def test_long_lists_are_cut() -> None:
@@ -112,8 +120,8 @@ def test_the_devices_of_a_pool() -> None:
         )
     )
     assert rows(text) == [
-        ["0", "lab", "cuda:0", "Card 9000", "10.0 GiB of 16.0 GiB", "ana@desk, 6.0 GiB, 2 min", "42 %"],
-        ["1", "lab", "cuda", "any that is free", "", "", ""],
+        ["0", "lab", "cuda:0", "Card 9000", "10.0 GiB of 16.0 GiB", "-", "ana@desk, 6.0 GiB, 2 min", "42 %"],
+        ["1", "lab", "cuda", "any that is free", "", "", "", ""],
     ]
 
 

@@ -170,12 +170,12 @@ class AgentConnection:
         return asked.handles
 
     def release(self, lease: int) -> None:
-        """Give a lease back; its workers end, if they have not. No error where the agent is gone."""
+        """Give a lease back; its workers end, if they have not. No error where the agent is gone: it is given back when
+        the agent returns."""
         with self._lock:
-            self._held.let_go(lease)
-            patience_s = 0.0 if self._contact.gone else _RELEASE_S
-        with contextlib.suppress(PoolError):  # the lease is unknown, or the agent gone: it ends by itself
-            self._answer(self._ask(lambda number: Release(number, lease)), Done, patience_s)
+            self._held.release(lease)
+        with contextlib.suppress(PoolError):
+            self._answer(self._ask(lambda number: Release(number, lease)), Done, _RELEASE_S)
 
     def end(self, handle: RemoteWorker) -> bool:
         """End one worker, unless it has ended, and return whether its lease goes on. No error where the agent is
@@ -231,6 +231,8 @@ class AgentConnection:
         with self._lock:
             if self._stopping:
                 raise PoolError(f"the connection to the agent at {self.address} is closed")
+            if self._contact.error is not None:  # nobody would answer, nor fail this request later
+                raise self._contact.error.with_traceback(None)
             self._numbers += 1
             asked = _Asked(make(self._numbers), cut_s)
             self._asked[self._numbers] = asked
@@ -336,8 +338,10 @@ class AgentConnection:
             self._lose(refusal)
         elif self._socket.cuts > cuts and self._open:
             with self._lock:
-                self._numbers += 1
-                self._outbox.append(encode_agent(self._introduction(self._numbers)))
+                self._numbers += 2
+                self._outbox.append(encode_agent(self._introduction(self._numbers - 1)))
+                # before requests: an agent that was started anew gives out the numbers of its leases again
+                self._outbox.append(encode_agent(Renew(self._numbers)))
                 self._outbox.extend(encode_agent(asked.request) for asked in self._asked.values())
 
     def _speak(self) -> None:
@@ -345,9 +349,7 @@ class AgentConnection:
             with self._lock:
                 self._numbers += 1
                 self._outbox.append(encode_agent(Renew(self._numbers)))
-                for lease in self._held.forsaken(time.monotonic()):
-                    self._numbers += 1
-                    self._outbox.append(encode_agent(Release(self._numbers, lease)))
+                self._held.release_forsaken(time.monotonic())
         self._flush()
 
     def _flush(self) -> None:
@@ -360,11 +362,16 @@ class AgentConnection:
         except WireError as error:
             self._lose(PoolError(f"the agent at {self.address} speaks another language: {error}"))
             return
+        if isinstance(message, Refused) and message.kind == "removed":
+            self._lose(PoolError(f"the agent at {self.address} says: {message.reason}"))
+            return
         with self._lock:
             self._held.heard(time.monotonic())
             match message:
                 case Renewed():
-                    self._held.renewed(message.leases)
+                    for lease in self._held.renewed(message.leases):
+                        self._numbers += 1
+                        self._post(Release(self._numbers, lease))
                 case WorkerEnded():
                     self._held.worker_ended(message.lease, message.worker, message.exit_status, message.last_words)
                 case LeaseEnded():
@@ -388,7 +395,7 @@ class AgentConnection:
     def _lose(self, error: PoolError) -> None:
         """Fail all requests and workers: the agent is gone."""
         with self._lock:
-            self._held.lose(str(error))
+            self._held.lose(error)
             asked, self._asked = list(self._asked.values()), {}
         for each in asked:
             each.answers.put(error)

@@ -108,7 +108,7 @@ class AgentSocket:
         """Process ZeroMQ's connection events; return the error where this client is refused."""
         refusal, now_s = None, time.monotonic()
         self._watch.check(now_s)  # an agent that sends what is no message is cut off
-        for event in self._watch.attend(now_s):
+        for event, _ in self._watch.attend(now_s):
             if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 refusal = PoolError(
                     f"the agent at {self._address} does not let this client in; pair with it: "

@@ -26,6 +26,9 @@ from onebox.wire.protocol.agents import AGENT_PORT, GRACE_S, Queued, Want
 
 _log = logging.getLogger("onebox.pool")
 
+PORTS_S = 4.0
+"""How long a new worker's ports may take to accept a connection."""
+
 _NAMED = 8
 """The most agents that a message lists."""
 
@@ -137,19 +140,36 @@ class AgentSource:
             UsageError: No such devices are offered, or the request exceeds this client's limits.
             PoolError: A worker did not start, or the agent is gone.
         """
-        assert self._connection is not None
-        self._handles = self._connection.lease(
-            self._wants, client_key, grace_s=self._grace_s, cut_s=self._cut_s, wait=wait, on_queued=self._queued
+        self._handles = self._lease(self._wants, client_key, wait=wait)
+
+    def _lease(self, wants: Sequence[Want], client_key: str, *, wait: bool) -> list[RemoteWorker]:
+        """Lease devices whose workers can be reached from here; see :meth:`acquire`."""
+        connection = self._connection
+        assert connection is not None
+        handles = connection.lease(
+            wants, client_key, grace_s=self._grace_s, cut_s=self._cut_s, wait=wait, on_queued=self._queued
         )
+        try:
+            with ThreadPoolExecutor(len(handles), thread_name_prefix="onebox-ports") as threads:
+                found = list(threads.map(lambda handle: handle.unreachable(PORTS_S), handles))
+            faults = [f"{handle.place.device}: {why}" for handle, why in zip(handles, found, strict=True) if why != ""]
+            if faults:
+                raise PoolError(
+                    f"{self.address} has leased devices, but their workers cannot be reached: {'; '.join(faults)}\n"
+                    f"  The agent says that its host is at {handles[0].address}: if it is not, serve there with "
+                    "--advertise and the address that it has for others; if it is, a firewall there or between may "
+                    "stop these ports: serve with --worker-ports and let those in, for TCP"
+                )
+        except BaseException:
+            _give_back(connection, handles)
+            raise
+        return handles
 
     def give_up(self) -> None:
         """Give the lease back, to request it again later."""
         assert self._connection is not None
         handles, self._handles = self._handles, []
-        for handle in handles:
-            handle.close(grace_s=0.0)
-        for lease in {handle.lease for handle in handles}:
-            self._connection.release(lease)
+        _give_back(self._connection, handles)
 
     def start(self, first: int, client_key: str) -> Sequence[tuple[WorkerHandle, str]]:
         """Return the workers, which :func:`acquire_all` has had started."""
@@ -170,9 +190,7 @@ class AgentSource:
                 lasts = self._connection.end(handle)  # a hung worker still holds its device
                 if lasts and not any(other.lease == handle.lease for other in self._handles if other is not handle):
                     self._connection.release(handle.lease)
-                (made,) = self._connection.lease(
-                    [want], client_key, grace_s=self._grace_s, cut_s=self._cut_s, wait=False
-                )
+                (made,) = self._lease([want], client_key, wait=False)
                 made.number(number)
                 self._handles[index] = made
                 return made, made.key
@@ -198,6 +216,13 @@ class AgentSource:
             queued.place,
             queued.behind,
         )
+
+
+def _give_back(connection: AgentConnection, handles: Sequence[RemoteWorker]) -> None:
+    for handle in handles:
+        handle.close(grace_s=0.0)
+    for lease in {handle.lease for handle in handles}:
+        connection.release(lease)
 
 
 def acquire_all(sources: Sequence[AgentSource], client_key: str, *, wait: bool = True) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from onebox.errors import OneboxError
 from onebox.pool.backends.agents.keep_alive import KeepAlive
 from onebox.pool.backends.agents.remote_worker import RemoteWorker
 
@@ -21,6 +22,7 @@ class HeldLeases:
     def __init__(self, contact: KeepAlive) -> None:
         self._contact = contact
         self._handles: dict[int, list[RemoteWorker]] = {}
+        self._released: set[int] = set()
 
     def hold(self, lease: int, handles: list[RemoteWorker], cut_s: float) -> None:
         """Add a lease.
@@ -31,12 +33,13 @@ class HeldLeases:
             cut_s: How long the network to them may be interrupted.
         """
         self._handles[lease] = handles
+        self._released.discard(lease)
         self._contact.hold(lease, cut_s)
 
-    def let_go(self, lease: int) -> None:
-        """Remove a lease."""
-        self._contact.let_go(lease)
-        self._handles.pop(lease, None)
+    def release(self, lease: int) -> None:
+        """Remove a lease that is to be released, now or as soon as the agent can be reached; see :meth:`renewed`."""
+        self._drop(lease)
+        self._released.add(lease)
 
     def position(self, handle: RemoteWorker) -> int | None:
         """Return a worker's position in its lease; ``None`` where the lease is no longer held."""
@@ -50,10 +53,17 @@ class HeldLeases:
             for handle in handles:
                 handle.heard_s = now_s
 
-    def renewed(self, known: Sequence[int]) -> None:
-        """Drop the leases that the agent no longer knows."""
+    def renewed(self, known: Sequence[int]) -> list[int]:
+        """Drop the leases that the agent no longer knows; return those that it keeps although they were released.
+
+        A release is lost with an agent that cannot be reached.
+        """
         for lease in self._contact.unknown(known):
-            self.end(lease, "the agent does not know of it any more: it has been started anew")
+            self.end(
+                lease, "the agent does not know of it any more: it has ended meanwhile, or the agent was started anew"
+            )
+        self._released.intersection_update(known)
+        return sorted(self._released)
 
     def worker_ended(self, lease: int, worker: int, exit_status: int | None, last_words: str) -> None:
         """Mark a worker as ended by itself."""
@@ -64,28 +74,31 @@ class HeldLeases:
     def end(self, lease: int, why: str) -> None:
         """Mark a lease as ended, with all its workers."""
         handles = self._handles.get(lease, [])
-        self.let_go(lease)
+        self._drop(lease)
         for handle in handles:
-            handle.lost(f"was ended with its lease: {why}")
+            handle.lost(f"is gone, as your lease ended: {why}")
 
-    def lose(self, why: str) -> None:
-        """Mark all workers as lost because the agent is; the leases stay in case it comes back."""
+    def lose(self, error: OneboxError) -> None:
+        """Count the agent as lost, and with it all workers; the leases stay in case it comes back."""
+        self._contact.lose(error)
         for handles in self._handles.values():
             for handle in handles:
-                handle.lost(f"cannot be reached: {why}")
+                handle.lost(f"cannot be reached: {error}")
 
-    def forsaken(self, now_s: float) -> list[int]:
-        """Remove the leases all of whose workers were given up a while ago, should the agent be back, and return them.
+    def release_forsaken(self, now_s: float) -> None:
+        """Release the leases all of whose workers were given up a while ago, should the agent be back.
 
         They are no longer used. The delay exists because recovery of a pool ends each of these workers itself when it
         starts a replacement.
         """
-        if self._contact.gone:
-            return []
-        found = [lease for lease, handles in self._handles.items() if all(_is_lost(each, now_s) for each in handles)]
-        for lease in found:
-            self.let_go(lease)
-        return found
+        if not self._contact.gone:
+            for lease, handles in list(self._handles.items()):
+                if all(_is_lost(each, now_s) for each in handles):
+                    self.release(lease)
+
+    def _drop(self, lease: int) -> None:
+        self._contact.let_go(lease)
+        self._handles.pop(lease, None)
 
 
 def _is_lost(handle: RemoteWorker, now_s: float) -> bool:

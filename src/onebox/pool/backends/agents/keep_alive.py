@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from onebox.errors import OneboxError
 from onebox.wire.protocol.agents import RENEW_S
 
 CUT_S = 3.0
@@ -32,8 +33,14 @@ class KeepAlive:
     def __init__(self, now_s: float) -> None:
         self._woke_s = self._heard_s = self._renewed_s = now_s
         self._cuts: dict[int, float] = {}
-        self.gone = False
+        self.error: OneboxError | None = None
+        """The error of every request while the agent counts as lost: the loss is a state, which ends when the agent is
+        heard again."""
+
+    @property
+    def gone(self) -> bool:
         """True while the agent counts as lost."""
+        return self.error is not None
 
     @property
     def bound_s(self) -> float:
@@ -55,7 +62,15 @@ class KeepAlive:
     def heard(self, now_s: float) -> None:
         """Note that a message of the agent has come."""
         self._heard_s = now_s
-        self.gone = False
+        self.error = None
+
+    def lose(self, error: OneboxError) -> None:
+        """Count the agent as lost from now on.
+
+        Args:
+            error: The error of every request until it is heard again; the first one is kept.
+        """
+        self.error = self.error or error
 
     def hold(self, lease: int, cut_s: float) -> None:
         """Add a lease.
@@ -86,13 +101,11 @@ class KeepAlive:
         return True
 
     def lost(self, now_s: float) -> float | None:
-        """Return the seconds of silence when the agent begins to count as lost, once; else ``None``."""
+        """Return the seconds of silence where the agent is to be counted as lost, and is not yet; else ``None``."""
         silent_s = now_s - self._heard_s
-        if self.gone or silent_s < self.bound_s:
-            return None
-        self.gone = True
-        return silent_s
+        return None if self.gone or silent_s < self.bound_s else silent_s
 
     def patience_s(self, now_s: float) -> float:
-        """Return the seconds until the next heartbeat."""
-        return max(0.0, self._renewed_s + RENEW_S - now_s)
+        """Return the seconds until the next heartbeat, or until the agent counts as lost."""
+        due_s, lost_s = self._renewed_s + RENEW_S, self._heard_s + self.bound_s
+        return max(0.0, (min(due_s, lost_s) if not self.gone and lost_s > now_s else due_s) - now_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from dataclasses import replace
@@ -52,6 +53,26 @@ class RemoteWorker:
     def number(self, worker: int) -> None:
         """Set its number in the pool."""
         self.place = replace(self.place, worker=worker)
+
+    def unreachable(self, within_s: float) -> str:
+        """Return why one of its ports cannot be reached, by opening a connection to each; empty if both can.
+
+        ZeroMQ would try again in silence, until the worker counts as hung.
+
+        Args:
+            within_s: Longest wait for both.
+        """
+        end_s = time.monotonic() + within_s
+        for endpoint in (self._ports.commands, self._ports.heartbeats):
+            where, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+            try:
+                connection = (where.strip("[]"), int(port))
+                socket.create_connection(connection, max(0.001, end_s - time.monotonic())).close()
+            except TimeoutError:
+                return f"no answer at {where}, port {port}, within {within_s:.0f} s"
+            except OSError as error:
+                return f"{where}, port {port}: {error.strerror or error}"
+        return ""
 
     def ports(self) -> Ports:
         """Return its endpoints, which it had bound before the agent reported its start.

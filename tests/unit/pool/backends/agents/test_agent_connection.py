@@ -42,6 +42,7 @@ from onebox.wire.protocol.agents import (
     Release,
     Renew,
     Request,
+    Started,
     Want,
     WorkerEnded,
 )
@@ -57,6 +58,15 @@ def agent() -> Iterator[ScriptedAgent]:
         yield made
 
 
+PROBE = RemoteWorker.unreachable
+
+
+@pytest.fixture(autouse=True)
+def workers_that_can_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers of a scripted agent do not exist."""
+    monkeypatch.setattr(RemoteWorker, "unreachable", lambda self, within_s: "")
+
+
 @pytest.fixture
 def line(agent: ScriptedAgent) -> Iterator[AgentConnection]:
     made = agent.line()
@@ -69,6 +79,14 @@ def ends(member: RemoteWorker, within_s: float = 5.0) -> str:
     readable, _, _ = select.select([member.descriptor], [], [], within_s)
     assert readable, "nothing was told"
     return str(member.death())
+
+
+def until(true: Callable[[], bool], within_s: float = 30.0) -> bool:
+    """Wait for something, and return whether it has come true."""
+    end_s = time.monotonic() + within_s
+    while not true() and time.monotonic() < end_s:
+        time.sleep(0.02)
+    return true()
 
 
 def test_a_lease_brings_members_and_is_released_with_the_line(agent: ScriptedAgent) -> None:
@@ -122,7 +140,7 @@ def test_the_end_of_a_lease_is_told_of_all_its_workers(agent: ScriptedAgent, lin
     members = [*line.lease([CPU, CPU], CLIENT), *line.lease([CPU], CLIENT)]
     agent.send(LeaseEnded(members[0].lease, "its time is over"))
     for member in members[:2]:
-        assert "was ended with its lease: its time is over" in ends(member)
+        assert "is gone, as your lease ended: its time is over" in ends(member)
     assert not select.select([members[2].descriptor], [], [], 0.0)[0]
 
 
@@ -141,8 +159,73 @@ def test_a_silent_agent_is_gone_and_may_come_back(
     assert f"cannot be reached: the agent at {agent.address} has been silent for" in ends(member)
     assert line.gone
     agent.mute = False
+    assert until(lambda: not line.gone)
     assert line.inspect().offers == OFFERS
-    assert not line.gone
+
+
+def test_while_an_agent_is_lost_each_request_fails_at_once(
+    agent: ScriptedAgent, line: AgentConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker may count as hung before its agent counts as lost: the requests of the recovery come in between."""
+    monkeypatch.setattr("onebox.pool.backends.agents.keep_alive.CUT_S", 0.8)
+    first, second = line.lease([CPU], CLIENT, cut_s=0.8), line.lease([CPU], CLIENT, cut_s=0.8)
+    agent.mute = True
+    began_s = time.monotonic()
+    assert line.end(first[0]), "posted before the loss, fails with it"
+    line.release(first[0].lease)
+    for request in (line.inspect, lambda: line.lease([CPU], CLIENT), lambda: line.lease([CPU], CLIENT, wait=False)):
+        with pytest.raises(PoolError, match="has been silent for"):
+            request()
+    assert line.gone and time.monotonic() - began_s < 3.0
+    assert agent.kinds().count("Lease") == 2, "what would not be answered is not sent"
+    agent.mute = False
+    assert until(lambda: agent.leases == [second[0].lease]), "what was released meanwhile is given back"
+    assert line.inspect().offers == OFFERS
+    (again,) = line.lease([CPU], CLIENT)
+    assert not select.select([again.descriptor], [], [], 0.0)[0]
+
+
+def test_a_client_that_was_removed_is_told_so_and_stays_out(agent: ScriptedAgent, line: AgentConnection) -> None:
+    (member,) = line.lease([CPU], CLIENT)
+    agent.send(Refused(0, "removed", "you are no longer let in"))
+    assert "you are no longer let in" in ends(member)
+    agent.mute = True
+    with pytest.raises(PoolError, match="no longer let in"):
+        line.inspect()
+
+
+def test_ports_of_a_worker_that_cannot_be_reached_are_named_and_its_lease_is_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(RemoteWorker, "unreachable", PROBE)
+    monkeypatch.setattr("onebox.pool.backends.agents.agent_source.PORTS_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        busy_port, closed_port = busy.getsockname()[1], _closed_port()
+
+        def answer(request: Request) -> Sequence[AgentResponse] | None:
+            if isinstance(request, Introduce):
+                return [Introduced(request.number, own_versions(), "h", "127.0.0.1")]
+            if isinstance(request, Lease):
+                made.leases.append(1)
+                ports = [f"tcp://127.0.0.1:{port}" for port in (busy_port, closed_port)]
+                return [Leased(request.number, 1, (Started("cpu", 7, CLIENT, *ports),))]
+            return None
+
+        with scripted(answer) as made:
+            source = AgentSource(AgentPart(address=made.address, devices=("cpu",)), connect=lambda _: made.line())
+            source.connect()
+            with pytest.raises(PoolError, match=rf"127\.0\.0\.1, port {closed_port}: Connection refused") as caught:
+                source.acquire(CLIENT, wait=False)
+            assert {"--advertise", "firewall", "--worker-ports"} <= {
+                word.strip(":,;") for word in str(caught.value).split()
+            }
+            assert made.leases == []
+            source.close()
+
+
+def _closed_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
 
 
 def test_workers_that_were_given_up_are_given_back_when_their_agent_is_back(
@@ -154,6 +237,7 @@ def test_workers_that_were_given_up_are_given_back_when_their_agent_is_back(
     agent.mute = True
     ends(lost)
     agent.mute = False
+    assert until(lambda: not line.gone)
     (kept,) = line.lease([CPU], CLIENT)
     end_s = time.monotonic() + 30
     while agent.leases != [kept.lease]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from onebox.errors import PoolError
 from onebox.pool.backends.agents.keep_alive import BACK_S, CUT_S, KeepAlive
 from onebox.wire.protocol.agents import RENEW_S
 
@@ -15,7 +16,7 @@ def test_signs_of_life_at_regular_times() -> None:
     assert contact.patience_s(10.0 + RENEW_S / 2) == RENEW_S / 2
     assert contact.renew(10.0 + RENEW_S)
     assert not contact.renew(10.0 + RENEW_S)
-    assert contact.patience_s(99.0) == 0.0
+    assert contact.patience_s(10.0 + 2 * RENEW_S) == 0.0
 
 
 SILENT_S = CUT_S + BACK_S
@@ -27,6 +28,7 @@ def awake(contact: KeepAlive, begin_s: float, end_s: float) -> float | None:
     while now_s <= end_s:
         contact.wake(now_s)
         if (silent_s := contact.lost(now_s)) is not None:
+            contact.lose(PoolError(f"silent for {silent_s} s"))
             return silent_s
         now_s += 0.1
     return None
@@ -43,6 +45,25 @@ def test_an_agent_that_is_silent_is_gone_once() -> None:
     contact.heard(60.0)
     assert not contact.gone
     assert awake(contact, 60.0, 70.0) is not None, "until it has been heard again"
+
+
+def test_the_loss_of_an_agent_is_a_state_with_its_first_error() -> None:
+    contact, first = KeepAlive(0.0), PoolError("you are not let in")
+    assert contact.error is None
+    contact.lose(first)
+    contact.lose(PoolError("it has been silent"))
+    assert contact.gone and contact.error is first
+    assert contact.lost(99.0) is None
+    contact.heard(100.0)
+    assert not contact.gone and contact.error is None
+
+
+def test_the_thread_wakes_when_the_agent_begins_to_count_as_lost() -> None:
+    contact = KeepAlive(0.0)
+    assert contact.renew(SILENT_S - 0.1)
+    assert abs(contact.patience_s(SILENT_S - 0.1) - 0.1) < 1e-9
+    contact.lose(PoolError("it has been silent"))
+    assert abs(contact.patience_s(SILENT_S - 0.1) - RENEW_S) < 1e-9
 
 
 def test_the_bound_is_the_shortest_grace_but_no_less_than_the_usual_one() -> None:
@@ -85,4 +106,5 @@ def test_nobody_is_taken_for_gone_that_was_heard_lately(steps: list[tuple[float,
             contact.heard(now_s)
             heard_s = now_s
         if contact.lost(now_s) is not None:
+            contact.lose(PoolError("it has been silent"))
             assert now_s - heard_s >= SILENT_S

@@ -1,0 +1,94 @@
+"""Hosts that are cut off, and come back: the run goes on without them within seconds, and with them afterwards."""
+
+from __future__ import annotations
+
+import logging
+import random
+import signal
+import time
+
+import pytest
+
+import onebox
+from onebox.errors import PoolError
+from tests.net.cuts import BOUND_S, sufferer
+from tests.net.fleet import MACHINES, Fleet, until
+from tests.net.hosts import Network
+from tests.net.training import NARROW, alone, plans
+from tests.reference import assert_same
+
+TRIES = 3
+
+
+@pytest.mark.long
+def test_a_run_goes_on_within_seconds_without_a_host_that_is_cut_off_and_takes_it_back(
+    fleet: Fleet, network: Network, caplog: pytest.LogCaptureFixture
+) -> None:
+    seeded = random.Random(3)
+    with caplog.at_level(logging.WARNING, "onebox"), sufferer(fleet, network) as run:
+        for number in range(TRIES):
+            run.steps_for(0.5 + seeded.random())
+            found = run.cut_off()
+            assert found.stalled_s < BOUND_S, found
+            (line,) = [record.getMessage() for record in caplog.records if "back before step" in record.getMessage()]
+            assert f"device 2 (cpu on {network['blue'].address})" in line and "plan: " in line, number
+            caplog.clear()
+        run.steps_for(0.5)
+        assert run.trainer.plan == plans()["data-parallel"] and not run.trainer.pool.gone
+        assert_same(run.outcome, alone(plans()["data-parallel"], len(run.losses), NARROW))
+
+
+@pytest.mark.long
+def test_an_agent_that_is_started_again_is_taken_back_in_a_running_run(fleet: Fleet, network: Network) -> None:
+    with sufferer(fleet, network) as run:
+        fleet.kill("blue")
+        while not run.trainer.pool.gone:
+            run.step()
+        fleet.start(["blue"])
+        run.until_used()
+        run.steps_for(0.5)
+        assert_same(run.outcome, alone(plans()["data-parallel"], len(run.losses), NARROW))
+    until(lambda: not any(fleet.workers(name) for name in MACHINES))
+
+
+@pytest.mark.long
+def test_a_client_that_lost_its_leases_is_told_why_and_who_has_the_device(fleet: Fleet, network: Network) -> None:
+    client = fleet.python("client", "sleeper", "-m", "tests.net.client", fleet.spec())
+    fleet.pair("blue", "bob")
+    for name in MACHINES:
+        fleet.pair(name, "sleeper")
+    until(lambda: "step 3" in fleet.printed("sleeper") or client.poll() is not None, 60)
+    client.send_signal(signal.SIGSTOP)
+    with fleet.client("bob"), onebox.open(fleet.spec("blue"), threads=1):
+        client.send_signal(signal.SIGCONT)
+        until(lambda: client.poll() is not None, 90)
+    said = fleet.printed("sleeper")
+    assert "your lease ended: this client was silent for" in said
+    assert "bob@client" in said
+
+
+@pytest.mark.long
+def test_a_worker_that_cannot_be_reached_is_named_within_seconds(fleet: Fleet, network: Network) -> None:
+    fleet.pair("green", port=7272)
+    agent = fleet.python(
+        "green", "green", "-m", "onebox", "serve", "--allow-root", "--port", "7272", "--bind", "0.0.0.0",
+        "--advertise", "10.77.0.99",
+    )  # fmt: skip
+    try:
+        until(lambda: ":7272" in fleet.printed("green") or agent.poll() is not None, 60)
+        began_s = time.monotonic()
+        with fleet.client(), pytest.raises(PoolError, match=r"10\.77\.0\.99, port \d+") as caught:
+            onebox.open(f"{network['green'].address}:7272/cpu", threads=1)
+        assert "--advertise" in str(caught.value) and "firewall" in str(caught.value)
+        assert time.monotonic() - began_s < 15.0  # most of it for the start of the worker
+    finally:
+        agent.send_signal(signal.SIGTERM)
+        agent.wait(30)
+
+
+@pytest.mark.long
+def test_all_that_keeps_an_agent_from_starting_is_said_at_once(fleet: Fleet, network: Network) -> None:
+    agent = fleet.python("client", "nobody", "-m", "onebox", "serve")
+    assert agent.wait(60) == 2
+    said = fleet.printed("nobody")
+    assert all(word in said for word in ("this is root", "--advertise", "nobody is paired")), said
