@@ -11,13 +11,16 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 
 import torch
 
-from onebox.cli.exit_status import FAILED, INTERRUPTED, OK
+from onebox.cli.exit_status import FAILED, INTERRUPTED, OK, interruption
 from onebox.cli.options.pools import RunConfig
 from onebox.cli.tracebacks import without_own_frames
 from onebox.errors import UsageError
+from onebox.pool import Pool
+from onebox.stop_signals import exit_status, handling
 from onebox.vgpu import open_devices, set_synchronous
 from onebox.vgpu.cuda_alias import alias_cuda
 from onebox.vgpu.runtime.context import device_count
@@ -33,17 +36,17 @@ def run_script(config: RunConfig) -> int:
 
     Returns:
         The exit status, as Python's: that of the script, 1 after an uncaught error, 130 after Ctrl-C. The traceback has
-            been printed.
+            been printed. 143 and 129 after SIGTERM and SIGHUP, which end the script by ``SystemExit``.
 
     Raises:
         UsageError: There is no such script or module.
         OneboxError: The pool cannot be opened; or an operator of the script whose result was never read has failed.
     """
     with _arguments(config.script) as run:
-        open_devices(config.pool, threads=config.threads, memory=config.memory)
+        pool = open_devices(config.pool, threads=config.threads, memory=config.memory)
         alias_cuda()
         set_synchronous(config.synchronous)
-        status = _status_of(run)
+        status = _status_of(run, pool, config.stop_within)
         for number in range(device_count() if status == OK else 0):  # none in a forked process that reaches this, too
             torch.cuda.synchronize(number)
         return status
@@ -86,11 +89,14 @@ def _check_module(name: str) -> None:
         raise UsageError(f"there is no module {name}")
 
 
-def _status_of(run: Callable[[], object]) -> int:
+def _status_of(run: Callable[[], object], pool: Pool, within_s: float) -> int:
     """Run a script and return its exit status; an uncaught error is printed as by Python."""
     try:
-        with _own_interrupts():
+        with _own_signals(pool, within_s):
             run()
+    except _Ended as end:
+        print(f"onebox: {end}", file=sys.stderr)
+        return end.status
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             return end.code or OK
@@ -103,14 +109,45 @@ def _status_of(run: Callable[[], object]) -> int:
     return OK
 
 
+class _Ended(SystemExit):
+    """Ends a script after a signal, so that its devices are released."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(exit_status(number))
+        self.status = exit_status(number)
+        self.number = number
+
+    def __str__(self) -> str:
+        return f"{interruption(self.number)}; its devices are released, and what the script had not saved is lost"
+
+
 @contextlib.contextmanager
-def _own_interrupts() -> Iterator[None]:
-    """Make Ctrl-C act in a script as in Python."""
-    if threading.current_thread() is not threading.main_thread():
+def _own_signals(pool: Pool, within_s: float) -> Iterator[None]:
+    """Make Ctrl-C act in a script as in Python, and SIGTERM and SIGHUP end it.
+
+    Args:
+        pool: The pool, which is closed with the process; at the latest when the time has passed.
+        within_s: Seconds after which a script that goes on nevertheless is ended with its process.
+    """
+    ended: list[int] = []
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            signal.default_int_handler(number, frame)
+        if not ended:
+            ended.append(number)
+            timer = threading.Timer(within_s, _end_process, (pool, number))
+            timer.daemon = True
+            timer.start()
+            raise _Ended(number)
+
+    with handling(end):
         yield
-        return
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end_process(pool: Pool, number: int) -> None:
     try:
-        yield
+        print(f"onebox: {_Ended(number)}: it did not end by itself", file=sys.stderr, flush=True)
+        pool.close()
     finally:
-        signal.signal(signal.SIGINT, before)
+        os._exit(exit_status(number))

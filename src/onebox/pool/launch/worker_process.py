@@ -21,6 +21,7 @@ from onebox.pool.errors import AFTERWARDS, WorkerLocation
 from onebox.pool.launch.fork_server import ForkedWorker, WorkerSpawner
 from onebox.pool.launch.worker_user import WorkerUser
 from onebox.worker import Ports, WorkerConfig
+from onebox.worker.system.process_watch import disk_reads
 
 START_S = 90.0
 """How long a worker may take until its ports are bound, mostly for the import of torch."""
@@ -192,6 +193,10 @@ class WorkerProcess:
             host=self.place.host,
             device=self.place.device,
         )
+
+    def disk_reads(self) -> tuple[int, bool]:
+        """Return the number of pages that it has read from disks, and whether it waits for a disk now."""
+        return disk_reads(self.pid)
 
     def last_words(self) -> str:
         """Return the end of the worker's standard error."""
