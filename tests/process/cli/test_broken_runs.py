@@ -102,11 +102,11 @@ def test_a_run_that_is_told_to_end_saves_where_it_is_and_goes_on_with_the_same_b
             said = end(process)
         assert process.returncode == status, said
         assert_gone(workers)
-        (newest, *_) = saves(tmp_path / "run" / "checkpoint")
-        steps.append(read(newest).manifest.step)
+        newest = saves(tmp_path / "run" / "checkpoint")[0].relative_to(tmp_path)
+        steps.append(read(tmp_path / newest).manifest.step)
         what = "interrupted" if number is signal.SIGINT else f"ended by {number.name}"
         assert said == (
-            f"onebox: {what} after step {steps[-1]}; the last checkpoint is {newest.relative_to(tmp_path)}; go on with: "
+            f"onebox: {what} after step {steps[-1]}; the last checkpoint is {newest}; go on with: "
             "onebox train --resume run\n"
         )
         line = ["train", "--resume", "run", "--every", "1"]
