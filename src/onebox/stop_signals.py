@@ -197,8 +197,8 @@ def handling(handler: Callable[[int, FrameType | None], object]) -> Iterator[dic
     try:
         yield before
     finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
+        for each, earlier in before.items():
+            signal.signal(each, earlier)
 
 
 def exit_status(number: int) -> int:

@@ -479,7 +479,7 @@ class Trainer:
         self._require_open()
         self._client.bring()
         self.wait()
-        run = self._run
+        run, identity = self._run, secrets.token_hex(16)
         settings = {
             "step": self.steps_done,
             "seed": self.seed,
@@ -491,7 +491,7 @@ class Trainer:
             "staging": self.staging,
             "engine": self.engine,
             "extra": dict(extra or {}),
-            "identity": secrets.token_hex(16),
+            "identity": identity,
             "parent": self._saves.get(Path(path).resolve()),
         }
 
@@ -500,7 +500,7 @@ class Trainer:
             return write(Path(path), contents(self._remote, run.transfer, plan=plan, **settings), keep=keep)
 
         saved = run.recovery.run(written)
-        self._saves[_folder_of(saved)] = settings["identity"]
+        self._saves[_folder_of(saved)] = identity
         run.recovery.saved(saved)
         return saved
 
