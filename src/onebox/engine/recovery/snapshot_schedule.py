@@ -207,9 +207,8 @@ class SnapshotScheduler(StepObserver):
         self._cadence.pass_over()
         self._cost_s = 0.0
         if self._refused == 1:
-            kept = (
-                f"the one after step {self._history.snapshot_step} stays" if self._history.complete else "there is none"
-            )
+            step, there = self._history.snapshot_step, self._history.snapshot is not None
+            kept = f"the one after step {step} stays" if there else "there is none"
             _LOG.warning(
                 "a snapshot of the run found no room and is given up: %s; %s, and the next is tried after %d steps",
                 *(refusal, kept, after),
