@@ -46,7 +46,8 @@ def run_script(config: RunConfig) -> int:
         pool = open_devices(config.pool, threads=config.threads, memory=config.memory)
         alias_cuda()
         set_synchronous(config.synchronous)
-        status = _status_of(run, pool, config.stop_within)
+        with _end_signals(pool, config.stop_within):
+            status = _status_of(run)
         for number in range(device_count() if status == OK else 0):  # none in a forked process that reaches this, too
             torch.cuda.synchronize(number)
         return status
@@ -89,10 +90,10 @@ def _check_module(name: str) -> None:
         raise UsageError(f"there is no module {name}")
 
 
-def _status_of(run: Callable[[], object], pool: Pool, within_s: float) -> int:
+def _status_of(run: Callable[[], object]) -> int:
     """Run a script and return its exit status; an uncaught error is printed as by Python."""
     try:
-        with _own_signals(pool, within_s):
+        with _own_interrupts():
             run()
     except _Ended as end:
         print(f"onebox: {end}", file=sys.stderr)
@@ -122,8 +123,21 @@ class _Ended(SystemExit):
 
 
 @contextlib.contextmanager
-def _own_signals(pool: Pool, within_s: float) -> Iterator[None]:
-    """Make Ctrl-C act in a script as in Python, and SIGTERM and SIGHUP end it.
+def _own_interrupts() -> Iterator[None]:
+    """Make Ctrl-C act in a script as in Python."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def _end_signals(pool: Pool, within_s: float) -> Iterator[None]:
+    """Make SIGTERM and SIGHUP end a script.
 
     Args:
         pool: The pool, which is closed with the process; at the latest when the time has passed.
