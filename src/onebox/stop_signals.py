@@ -28,7 +28,7 @@ class RecentSignals:
 
     @property
     def any(self) -> bool:
-        """Whether there was one."""
+        """True if there was one."""
         return self._last_s > -math.inf
 
     def note(self) -> bool:
@@ -61,19 +61,12 @@ class StopSignals:
         UsageError: The time is negative or infinite.
 
     Example:
-        >>> import torch, onebox
-        >>> model = torch.nn.Linear(4, 1)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> with (
-        ...     onebox.open("cpu*2") as pool,
-        ...     onebox.Trainer(model, torch.nn.functional.mse_loss, optimizer, pool=pool) as trainer,
-        ...     onebox.StopSignals(within_s=20) as stop,
-        ... ):
-        ...     for _ in range(3):
-        ...         loss = trainer.step(torch.ones(8, 4), torch.zeros(8, 1))
+        >>> import onebox
+        >>> with onebox.StopSignals(within_s=20) as stop:
+        ...     for step in range(3):
+        ...         pass  # trainer.step(...)
         ...         if stop.requested:
-        ...             trainer.save("checkpoints")
-        ...             break
+        ...             break  # after trainer.save(...)
         >>> stop.status  # for sys.exit(): 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP
         0
     """
@@ -85,7 +78,7 @@ class StopSignals:
         self.signal: signal.Signals | None = None
         """The signal that requested the stop, if any."""
         self.expired = False
-        """Whether the time has passed."""
+        """True once the time has passed."""
         self._waiting = False
         self._left = False
         self._lock = threading.Lock()
@@ -109,7 +102,7 @@ class StopSignals:
 
     @property
     def requested(self) -> bool:
-        """Whether a stop has been requested."""
+        """True if a stop has been requested."""
         return self.signal is not None
 
     @property

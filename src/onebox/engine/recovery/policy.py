@@ -68,7 +68,7 @@ class StepHistory(Generic[S, T]):
         self._asked: int | None = None
         self._not_before = step
         self.complete = True
-        """Whether there is a starting point of a recovery."""
+        """True while there is a starting point of a recovery."""
 
     @property
     def steps(self) -> int:
@@ -143,7 +143,7 @@ class StepHistory(Generic[S, T]):
 
     @property
     def full(self) -> bool:
-        """Whether the steps since the snapshot exceed their bound."""
+        """True if the steps since the snapshot exceed their bound."""
         return len(self._kept) >= self._limit_steps or self._kept_bytes > 2 * self._limit_bytes
 
     def forget(self) -> S | None:
