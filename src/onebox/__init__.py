@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from onebox.padding import Buckets
     from onebox.plan import Plan
     from onebox.pool import Link, Pool
+    from onebox.stop_signals import StopSignals
     from onebox.trainer_options import DataParallel, Engine, Recovery, Staging, StaleGradients
     from onebox.vgpu import open_devices as open
 
@@ -43,6 +44,7 @@ __all__ = [
     "Staging",
     "StaleGradients",
     "StepLoss",
+    "StopSignals",
     "Trainer",
     "Weighted",
     "estimate_memory",
@@ -65,6 +67,7 @@ _HOMES = {
     "Staging": "onebox.trainer_options",
     "StaleGradients": "onebox.trainer_options",
     "StepLoss": "onebox.engine",
+    "StopSignals": "onebox.stop_signals",
     "Trainer": "onebox.engine",
     "Weighted": "onebox.engine",
     "estimate_memory": "onebox.engine.planning.memory_fit",

@@ -1,4 +1,4 @@
-"""Files that are put in place whole or not at all."""
+"""Files that are put in place whole or not at all, and that survive a loss of power."""
 
 from __future__ import annotations
 
@@ -30,3 +30,30 @@ def put_file(path: Path, content: bytes, *, private: bool = True) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    sync(path.parent)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it where they are missing, so that a loss of power leaves them there.
+
+    Raises:
+        OSError: One of them cannot be made.
+    """
+    missing = [each for each in (path, *path.parents) if not each.exists()]
+    for each in reversed(missing):
+        each.mkdir(exist_ok=True)
+        sync(each.parent)
+    path.mkdir(exist_ok=True)  # an error for a file
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the entries of a folder, are on disk.
+
+    Raises:
+        OSError: They cannot be written.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -130,8 +130,9 @@ def fork() -> int:
     """Fork this process as ``os.fork`` does, with its standard streams flushed, and without Python's warning of
     threads.
 
-    The child ignores Ctrl-C, which this process handles, is ended by SIGTERM, and never collects objects from before
-    the fork, so that none of them releases its resources.
+    The child ignores Ctrl-C, SIGTERM and SIGHUP, which may be sent to all processes of a program and which this process
+    handles; its own subprocesses do not inherit that for the latter two. It never collects objects from before the
+    fork, so that none of them releases its resources.
     """
     flush_streams()
     held = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
@@ -150,7 +151,8 @@ def _begin_child() -> None:
     try:
         gc.freeze()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda *_: None)  # unlike SIG_IGN not inherited by programs
         signal.set_wakeup_fd(-1)
     except BaseException:
         traceback.print_exc()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 import onebox
+from onebox.engine.state import partial_saves
 from onebox.errors import CheckpointError, UsageError
 from tests.models import CASES, adamw, sgd
 from tests.process.shelf import Shelf
@@ -79,6 +79,20 @@ def test_the_newest_save_counts_and_each_can_be_named(pools: Shelf, tmp_path: Pa
     assert resume(pools, made[0]) == 2
 
 
+def test_a_run_that_goes_back_resumes_on_its_new_branch(pools: Shelf, tmp_path: Path) -> None:
+    made = save(pools, tmp_path, times=3)  # after steps 2, 4 and 6, of which two are kept
+    case = CASES["mlp"]
+    model = case.model()
+    with onebox.Trainer.resume(made[1], model, case.loss, adamw(model), pool=pools(1)) as trainer:
+        trainer.step(*case.batches([4])[0])
+        trainer.save(tmp_path)
+        assert names(tmp_path) == ["step-00000004", "step-00000005"]
+        trainer.step(*case.batches([4])[0])
+        trainer.save(tmp_path)
+    assert names(tmp_path) == ["step-00000005", "step-00000006"]
+    assert resume(pools, tmp_path) == 6
+
+
 def test_a_step_that_is_saved_twice_has_two_folders(pools: Shelf, saved: Path) -> None:
     save(pools, saved)
     assert names(saved) == ["step-00000002", "step-00000002.1"]
@@ -87,10 +101,9 @@ def test_a_step_that_is_saved_twice_has_two_folders(pools: Shelf, saved: Path) -
 
 
 def test_what_a_killed_process_left_is_ignored_and_removed(pools: Shelf, saved: Path) -> None:
-    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
-    left = saved / f".writing-{int(ended.stdout)}"
+    left = saved / f".writing-here.{partial_saves._kernel()}.999999999.1.0a1b2c3d"
     shutil.copytree(saved / "step-00000002", left)
-    other = saved / f".writing-{os.getppid()}"  # of a process that is alive
+    other = saved / ".writing-there.0123456789abcdef.999999999.1.0a1b2c3d"  # of a process of another host
     other.mkdir()
     assert resume(pools, saved) == 2
     save(pools, saved)
@@ -113,12 +126,12 @@ KILLED = """
         manifest = Manifest(
             format="onebox-checkpoint", version=checkpoint.VERSION, torch="", step=step, seed=0, precision="fp32",
             clip_grad_norm=None, loss_reduction=None, stale=None, recovery=None, staging=Staging(), engine=Engine(),
-            plan=None, optimizer=(), groups=(), numbers=(), extra={},
+            plan=None, optimizer=(), groups=(), numbers=(), extra={}, identity=str(step), parent=None,
         )
         write(folder, Checkpoint(manifest=manifest, state=state, optimizer={}).contents(), keep=1)
 
     save(1)
-    sync = checkpoint._sync
+    sync = checkpoint.sync
     for last in range(1, 100):
         child = os.fork()
         if not child:
@@ -129,7 +142,7 @@ KILLED = """
                 if count == last:
                     os.kill(os.getpid(), signal.SIGKILL)
                 sync(path)
-            checkpoint._sync = counted
+            checkpoint.sync = counted
             save(1 + last)
             os._exit(0)
         killed = os.waitpid(child, 0)[1] != 0

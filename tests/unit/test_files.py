@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from onebox.files import put_file
+from onebox.files import make_folder, put_file
 
 
 @pytest.mark.parametrize(("private", "mode"), [(True, 0o600), (False, 0o640)])
@@ -35,3 +35,34 @@ def test_an_earlier_file_is_replaced_or_stays(tmp_path: Path, monkeypatch: pytes
         put_file(file, b"third")
     assert file.read_bytes() == b"second"
     assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Return the files and folders that are synced from here on."""
+    found: list[Path] = []
+    fsync = os.fsync
+
+    def sync(descriptor: int) -> None:
+        found.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    return found
+
+
+def test_each_folder_that_is_made_is_an_entry_on_disk(tmp_path: Path, synced: list[Path]) -> None:
+    make_folder(tmp_path / "a" / "b" / "c")
+    assert synced == [tmp_path, tmp_path / "a", tmp_path / "a" / "b"]
+    synced.clear()
+    make_folder(tmp_path / "a" / "b")
+    assert (tmp_path / "a" / "b" / "c").is_dir() and not synced
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(OSError, match="file"):
+            make_folder(path)
+
+
+def test_a_file_that_is_put_in_place_is_an_entry_on_disk(tmp_path: Path, synced: list[Path]) -> None:
+    put_file(tmp_path / "a", b"content")
+    assert synced[-1] == tmp_path

@@ -27,6 +27,7 @@ PUBLIC = [
     "Staging",
     "StaleGradients",
     "StepLoss",
+    "StopSignals",
     "Trainer",
     "Weighted",
     "estimate_memory",

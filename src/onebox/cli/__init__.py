@@ -2,7 +2,7 @@
 ``pair``, ``status`` and ``logs`` for pools of several machines.
 
 An error is one message on standard error and an exit status: 2 for invalid input (a flag, a folder, a damaged file), 1
-for a failure during the command, 130 after Ctrl-C.
+for a failure during the command, 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP.
 """
 
 from __future__ import annotations
@@ -11,26 +11,21 @@ import contextlib
 import errno
 import gc
 import importlib
-import math
 import os
 import shutil
 import signal
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from onebox.cli.exit_status import BROKEN_PIPE, FAILED, INTERRUPTED, OK, USAGE, Exit
+from onebox.cli.exit_status import BROKEN_PIPE, FAILED, INTERRUPTED, OK, USAGE, Exit, Interrupted
 from onebox.errors import CheckpointError, DataError, OneboxError, UsageError
 from onebox.sizes import size_text
+from onebox.stop_signals import RECENT, handling
 
 __all__ = ["main"]
-
-_CLOSING_S = 5.0
-"""A second Ctrl-C within this time after the first is ignored; workers have ended by then."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -57,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _tell(USAGE, error)
     except OneboxError as error:
         return _tell(FAILED, error)
+    except Interrupted as error:
+        return _tell(error.status, error)
     except KeyboardInterrupt:
         return _tell(INTERRUPTED, "interrupted")
     except BrokenPipeError:
@@ -105,28 +102,23 @@ def _importing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _interruptible(*, ends: bool) -> Iterator[None]:
-    """Make Ctrl-C end the command, and ignore repetitions while it closes down.
+    """Make Ctrl-C, SIGTERM and SIGHUP end the command, and ignore repetitions while it closes down.
 
     Args:
         ends: Whether the process ends with the command; then repetitions are also ignored during Python's own shutdown.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    last_s = -math.inf
 
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
-        nonlocal last_s
-        before_s, last_s = last_s, time.monotonic()
-        if last_s - before_s > _CLOSING_S:
-            raise KeyboardInterrupt
+    def interrupt(number: int, _frame: FrameType | None) -> None:
+        if not RECENT.note():
+            raise Interrupted(number)
 
-    before = signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield
-    finally:
-        over = ends and last_s > -math.inf
-        signal.signal(signal.SIGINT, signal.SIG_IGN if over else before)
+    RECENT.forget()
+    with handling(interrupt) as handled:
+        try:
+            yield
+        finally:
+            if ends and RECENT.any:
+                handled.update(dict.fromkeys(handled, signal.SIG_IGN))
 
 
 def _explain_full(error: OSError) -> str:

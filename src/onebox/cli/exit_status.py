@@ -1,6 +1,10 @@
-"""Exit statuses, and the exception whose message replaces a traceback."""
+"""Exit statuses, and the exceptions whose message replaces a traceback."""
 
 from __future__ import annotations
+
+import signal
+
+from onebox.stop_signals import exit_status
 
 OK = 0
 FAILED = 1
@@ -20,3 +24,21 @@ class Exit(Exception):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ends a command after a signal.
+
+    Args:
+        number: The signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(interruption(number))
+        self.number = number
+        self.status = exit_status(number)
+
+
+def interruption(number: int) -> str:
+    """Return what a signal has done to a command, for a message."""
+    return "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"

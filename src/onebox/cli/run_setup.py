@@ -21,6 +21,7 @@ from onebox.cli.options.run_config import read_config
 from onebox.cli.training_loop import RunProgress
 from onebox.cli.user_code import load_callable, own_model
 from onebox.engine import Trainer
+from onebox.engine.state.checkpoint_files import saves
 from onebox.engine.workload.parameter_groups import Optimizers
 from onebox.errors import CheckpointError, DataError, UsageError
 from onebox.feed import Data, Position, open_dataset
@@ -103,9 +104,9 @@ def start_run(config: TrainConfig, folder: RunFolder, data: Data, pool: Pool, pl
         CheckpointError: The checkpoint is damaged or foreign.
     """
     if config.resume is not None:
-        saved = max(folder.checkpoint.glob("step-*"), default=None)
-        if saved is not None:
-            return _resumed(config, saved, data, pool, plan)
+        found = saves(folder.checkpoint)
+        if found:
+            return _resumed(config, found[0], data, pool, plan)
     model = make_model(config, data)
     trainer = Trainer(
         model,

@@ -6,10 +6,10 @@ import dataclasses
 import math
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -21,6 +21,9 @@ from onebox.engine.recovery.policy import RecoveryRecord
 from onebox.errors import CheckpointError, OneboxError
 from onebox.feed import Data, Feed, Position
 from onebox.report import MetricsLog, Progress, RunFolder, epoch_line
+from onebox.stop_signals import StopSignals
+
+_T = TypeVar("_T")
 
 _REMEMBERED = 1000
 _BEHIND = 2
@@ -127,11 +130,13 @@ class TrainingLoop:
         folder: Folder of the checkpoints.
         log: Log of the results.
         progress: Progress display.
-        standing: Progress of the run.
+        standing: Progress of the run, as last saved.
+        stop: Signals that end it between two steps.
         saved: The last checkpoint, if any.
         meter: Samples and seconds of training.
         peak_bytes: Peak memory of each remaining device, up to the end of the first epoch of training; empty before.
         unsaved: The reason for which the last due checkpoint was not written; ``None`` if it was.
+        stopped: Whether a signal has ended it.
         full_steps: Numbers of the last steps with a whole batch, as in events, from 0.
     """
 
@@ -144,10 +149,12 @@ class TrainingLoop:
     log: MetricsLog
     progress: Progress
     standing: RunProgress
+    stop: StopSignals
     saved: Path | None = None
     meter: ThroughputMeter = field(default_factory=ThroughputMeter)
     peak_bytes: dict[int, int] = field(default_factory=dict)
     unsaved: OneboxError | None = None
+    stopped: bool = False
     full_steps: deque[int] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     _pending: deque[tuple[int, StepLoss, int]] = field(default_factory=deque)
     _loss_sum: float = 0.0
@@ -166,36 +173,53 @@ class TrainingLoop:
         return all(device.kind != "sim" for device in self.trainer.pool.devices)
 
     def run(self) -> None:
-        """Train the remaining epochs.
+        """Train the remaining epochs, or until a signal; the checkpoint then continues in the middle of an epoch.
 
         A checkpoint that cannot be written, as on a full disk, is reported and tried again when the next one is due.
 
         Raises:
             OneboxError: A step failed.
         """
-        while self.standing.position.epoch < self.config.epochs:
+        while self.standing.position.epoch < self.config.epochs and not self.stopped:
             self._epoch(self.standing)
+            self.stopped = self.stop.requested and self.standing.position.epoch < self.config.epochs
 
-    def _epoch(self, standing: RunProgress) -> None:
-        position = standing.position
-        self.progress.epoch(position.epoch + 1)
+    def _epoch(self, begin: RunProgress) -> None:
+        """Train an epoch from where it was left, test, and save; on a signal, only save."""
+        epoch, here = begin.position.epoch, begin
+        self.progress.epoch(epoch + 1)
         self.meter.begin()
-        self._loss_sum = math.nan if standing.loss_sum is None else standing.loss_sum
-        with self.train.epoch(position.epoch) as batches:
-            for uploaded in batches:
-                self._step(uploaded, position.epoch)
-                here = self.train.position
-                if self._save_now() and here.index < len(self.train):  # the epoch's end is saved with its results
-                    self._drain(position.epoch)
-                    skipped = standing.skipped + self.train.skipped.in_epoch
-                    self._save(RunProgress(position=here, loss_sum=self._loss_sum, last=standing.last, skipped=skipped))
-        self._drain(position.epoch)
-        self._tell_feed(position.epoch + 1)
-        if not self.peak_bytes:  # now, as a test may need more than a step
-            memory, present = self.trainer.memory(), self.trainer.pool.present
-            self.peak_bytes = {device: used.peak_bytes for device, used in zip(present, memory, strict=True)}
-        result = self._test(position.epoch + 1, standing.skipped + self.train.skipped.in_epoch)
-        self._save(RunProgress(position=self.train.position, last=result))
+        self._loss_sum = math.nan if begin.loss_sum is None else begin.loss_sum
+        with self.train.epoch(epoch) as batches:
+            for uploaded in self._until_stopped(batches):
+                self._step(uploaded, epoch)
+                skipped = begin.skipped + self.train.skipped.in_epoch
+                here = dataclasses.replace(begin, position=self.train.position, skipped=skipped)
+                if self._save_now() and here.position.index < len(self.train):  # its end is saved with its results
+                    self._save_within(here)
+        self._drain(epoch)
+        result = None
+        if not self.stop.requested:
+            self._tell_feed(epoch + 1)
+            if not self.peak_bytes:  # now, as a test may need more than a step
+                memory, present = self.trainer.memory(), self.trainer.pool.present
+                self.peak_bytes = {device: used.peak_bytes for device, used in zip(present, memory, strict=True)}
+            result = self._test(epoch + 1, begin.skipped + self.train.skipped.in_epoch)
+        if result is not None:
+            self._save(RunProgress(position=self.train.position, last=result))
+        elif here.position != self.standing.position:
+            self._save_within(here)
+
+    def _save_within(self, here: RunProgress) -> None:
+        """Save in the middle of an epoch."""
+        self._drain(here.position.epoch)
+        self._save(dataclasses.replace(here, loss_sum=self._loss_sum))
+
+    def _until_stopped(self, batches: Iterable[_T]) -> Iterator[_T]:
+        """Yield batches until a signal; a wait for the next one ends at once."""
+        iterator = iter(batches)
+        while (batch := self.stop.wait_for(lambda: next(iterator, None))) is not None:
+            yield batch
 
     def _step(self, uploaded: UploadedBatch, epoch: int) -> None:
         first = self.trainer.plan is None
@@ -231,9 +255,13 @@ class TrainingLoop:
         self._write({"event": "feed", "step": self.trainer.steps_done, "epoch": epoch, **about})
         self.progress.note(self.train.report())
 
-    def _test(self, epoch: int, skipped: int) -> EpochResult:
+    def _test(self, epoch: int, skipped: int) -> EpochResult | None:
+        """Return and record the results of an epoch; ``None`` after a signal."""
         with self.test.epoch(0) as batches:
-            found = self.trainer.evaluate(batches)
+            try:
+                found = self.trainer.evaluate(self._or_stopped(batches))
+            except _StoppedTest:
+                return None
         if self.test.skipped.in_epoch:
             self.progress.note(f"of those to test on: {self.test.skipped}")
         result = EpochResult(
@@ -248,6 +276,11 @@ class TrainingLoop:
         self._write({"event": "epoch", **msgspec.to_builtins(result)})
         self.progress.note(result_line(result, self.config.epochs))
         return result
+
+    def _or_stopped(self, batches: Iterable[_T]) -> Iterator[_T]:
+        yield from self._until_stopped(batches)
+        if self.stop.requested:
+            raise _StoppedTest
 
     def _save_now(self) -> bool:
         every = self.config.save_every
@@ -287,6 +320,10 @@ class TrainingLoop:
             self._silent = True
         else:
             self._silent = False
+
+
+class _StoppedTest(Exception):
+    """Ends an evaluation after a signal."""
 
 
 def recovery_data(story: RecoveryRecord) -> dict[str, object]:

@@ -245,7 +245,7 @@ class TrainingSession:
         changed, optimizer = self._remote.changed_options(work.options), self._remote.optimizer_number
         check = settings.check_every and (work.number + 1) % settings.check_every == 0
         answers = {}
-        with self.uploads.bringing(work.batch, compiled, work.parcel) as parts:
+        with self.uploads.bringing(work.batch, compiled, work.parcel) as parts, self._pool.order:
             beside = {worker: self.uploads.beside_bytes(worker) for worker in compiled.routines}
             for worker, routine in compiled.of(window).items():
                 part = parts[worker]
@@ -516,7 +516,8 @@ class TrainingSession:
             plan = self._next_plan or self._resolve_plan(self.captures, batch)
             installed = InstalledPlan(plan, batch, self._inputs, strict=True, steps=steps)
             self.uploads.use(installed)
-            installed.bring()
+            with self._pool.order:
+                installed.bring()
             try:
                 for observer in self._observers:
                     observer.installed(installed)

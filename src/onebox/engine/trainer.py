@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from onebox.engine.memory.timeline import MemoryTimeline, memory_timeline
 from onebox.engine.planning.resolve_plan import ALLOWED_PLANS, PlanRequest
 from onebox.engine.recovery.policy import RecoveryRecord
 from onebox.engine.session import TrainingSession
-from onebox.engine.state.checkpoint_files import read, write
+from onebox.engine.state.checkpoint_files import find_save, read, write
 from onebox.engine.state.checkpoint_restore import (
     ResumePoint,
     Stored,
@@ -204,6 +205,8 @@ class Trainer:
         usual = request.plan in [DataParallel(shares=shares) for shares in ("auto", "equal", "measured")]
         self._planned = None if usual else request.sample(len(pool))
         """The plan before the first step, as far as it is known."""
+        self._saves = {_folder_of(_start.path): _start.identity} if _start else {}
+        """Identity of the latest save of this run in each checkpoint folder."""
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -463,7 +466,8 @@ class Trainer:
             path: The checkpoint folder; each save is a folder inside it, named for its step.
             extra: Any JSON value, such as the position in the data and a scheduler's state; after :meth:`resume` it is
                 in ``trainer.extra``.
-            keep: Number of newest saves to keep; ``None`` keeps all.
+            keep: Number of saves to keep: the newest of this run, then those that it has abandoned by going back to
+                an earlier one; ``None`` keeps all.
 
         Returns:
             The folder of this save.
@@ -475,7 +479,7 @@ class Trainer:
         self._require_open()
         self._client.bring()
         self.wait()
-        run = self._run
+        run, identity = self._run, secrets.token_hex(16)
         settings = {
             "step": self.steps_done,
             "seed": self.seed,
@@ -487,6 +491,8 @@ class Trainer:
             "staging": self.staging,
             "engine": self.engine,
             "extra": dict(extra or {}),
+            "identity": identity,
+            "parent": self._saves.get(Path(path).resolve()),
         }
 
         def written() -> Path:
@@ -494,6 +500,7 @@ class Trainer:
             return write(Path(path), contents(self._remote, run.transfer, plan=plan, **settings), keep=keep)
 
         saved = run.recovery.run(written)
+        self._saves[_folder_of(saved)] = identity
         run.recovery.saved(saved)
         return saved
 
@@ -529,7 +536,8 @@ class Trainer:
         that is given replaces all of the stored one.
 
         Args:
-            path: A checkpoint folder (its newest save), or the folder of one save.
+            path: A checkpoint folder (the save that was written last), or the folder of one save, from which the run
+                branches off if there are later ones.
             model: As created for the first trainer; its weights are overwritten.
             loss: As before.
             optimizer: As before; its options become those of the checkpoint.
@@ -541,7 +549,8 @@ class Trainer:
             CheckpointError: There is none, it is damaged, or it belongs to another model or optimizer.
             UsageError: An argument is invalid, or the stored loss reduction is a function, which must be given again.
         """
-        checkpoint = read(Path(path))
+        place = find_save(Path(path))
+        checkpoint = read(place)
         stored = checkpoint.manifest
         given = plan if plan == "stored" else _given_plan(plan)
         reduction = resumed_reduction(stored.loss_reduction, loss_reduction)
@@ -564,7 +573,7 @@ class Trainer:
             recovery=stored.recovery if recovery == "stored" else recovery,
             staging=stored.staging if staging == "stored" else staging,
             engine=stored.engine if engine == "stored" else engine,
-            _start=resume_point(checkpoint, Path(path)),
+            _start=resume_point(checkpoint, place),
         )
 
     def close(self) -> None:
@@ -594,6 +603,11 @@ class Trainer:
             raise UsageError("this trainer is closed; make another one on the pool")
         if self._run.error is not None:
             raise self._run.error
+
+
+def _folder_of(save: Path) -> Path:
+    """Return the checkpoint folder of a save."""
+    return save.resolve().parent
 
 
 def _given_plan(plan: Plan | str | Path | DataParallel) -> Plan | DataParallel | Literal["auto"]:

@@ -7,8 +7,11 @@ long as an interruption may.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from onebox.worker.system.process_watch import DISK_WAIT_S
 
 SILENCE_S = 4.0
 """Silence after which a worker counts as hung. It sends a heartbeat every half second; a network interruption of three
@@ -16,6 +19,9 @@ seconds, with its margins, must not count, and a hung worker is to be noticed wi
 
 STALL_S = 3.0
 """Time without progress and without processor use after which a worker counts as hung."""
+
+_LOOK_S = 2.0
+"""Silence after which it is looked whether a worker's process reads from a disk, and for how long that counts."""
 
 _PAUSE_S = 1.5
 """A pause of the client's own after which it cannot tell a worker's silence from its own."""
@@ -37,20 +43,46 @@ class Liveness:
     _last_s: dict[int, float] = field(default_factory=dict)
     _stalled: dict[int, tuple[float, str]] = field(default_factory=dict)
     _heard: dict[int, tuple[float, float]] = field(default_factory=dict)
+    _disk: dict[int, tuple[int, float]] = field(default_factory=dict)
     _checked_s: float | None = None
 
     def beat(self, worker: int, now_s: float, stalled_s: float = 0.0, doing: str = "") -> None:
         """Record a heartbeat."""
         self._last_s[worker] = now_s
         self._stalled[worker] = (stalled_s, doing)
+        self._disk.pop(worker, None)
 
     def overhear(self, worker: int, heard_s: float) -> None:
         """Record the time at which the agent of a worker's host was last heard."""
         since_s, last_s = self._heard.get(worker, (heard_s, heard_s))
         self._heard[worker] = (since_s if heard_s - last_s < _GAP_S else heard_s), max(heard_s, last_s)
 
+    def silent(self, now_s: float) -> list[int]:
+        """Return the workers whose silence is long enough to look what their processes do."""
+        return [worker for worker, last_s in self._last_s.items() if now_s - last_s > _LOOK_S]
+
+    def look(self, worker: int, now_s: float, *, disk_reads: int, waits: bool) -> None:
+        """Record what the process of a silent worker does: one that reads its pages from a disk is slow, not hung.
+
+        Args:
+            worker: The worker.
+            now_s: The time.
+            disk_reads: Number of pages that it has read from disks.
+            waits: Whether it waits for a disk now.
+        """
+        before, _ = self._disk.get(worker, (disk_reads, 0.0))
+        if waits or disk_reads != before:
+            self._disk[worker] = disk_reads, now_s
+        else:
+            self._disk.setdefault(worker, (disk_reads, -math.inf))
+
+    def _reads(self, worker: int, now_s: float) -> bool:
+        _, at_s = self._disk.get(worker, (0, -math.inf))
+        return now_s - at_s < _LOOK_S and now_s - self._last_s[worker] < DISK_WAIT_S
+
     def forget(self, worker: int) -> None:
         """Stop monitoring a worker."""
+        self._disk.pop(worker, None)
         self._last_s.pop(worker, None)
         self._stalled.pop(worker, None)
         self._heard.pop(worker, None)
@@ -64,6 +96,8 @@ class Liveness:
         for worker, last_s in self._last_s.items():
             stalled_s, doing = self._stalled[worker]
             since_s, heard_s = self._heard.get(worker, (now_s, now_s))
+            if self._reads(worker, now_s):
+                continue
             if now_s - last_s > self.patience_s.get(worker, SILENCE_S):
                 verdicts[worker] = f"gave no sign of life for {now_s - last_s:.1f} s"
             elif heard_s - max(since_s, last_s) > SILENCE_S:

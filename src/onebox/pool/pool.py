@@ -72,7 +72,12 @@ class Pool:
         self._sources = sources
         self._client_loop = client_loop
         self._forming: dict[int, list[Future[WorkerReply]]] = {}  # of groups that no member has left
-        self._forming_lock = threading.Lock()
+        self.order = threading.RLock()
+        """Held while several workers get messages that make them wait for each other: where several threads use the
+        pool, all workers must get those in the same order."""
+        self._recovering = threading.RLock()
+        self._recoveries = 0
+        self._losses: dict[int, tuple[int, OneboxError]] = {}  # of each worker the latest, with its recovery's number
         self._numbers = itertools.count(1)
         self._owner = os.getpid()
         self._closed = False
@@ -240,7 +245,7 @@ class Pool:
         nccl = nccl_ranks([self.devices[worker] for worker in workers]) if by_nccl else ()
         shared = backend == "gloo" and (self.shared or "sim" in kinds or any(links))
         addresses = [self.devices[worker].address for worker in workers]
-        with self._forming_lock:  # workers form groups in the order of the requests, which has to be one order
+        with self.order:
             self._client_loop.form(group, workers)
             self._forming[group] = asked = [
                 self.post(
@@ -344,33 +349,64 @@ class Pool:
             self.links = changed(self.links, link, bandwidth_bps, latency_s)
             self.post(link[0], [Retime(links=outgoing(self.links, link, 0))])
 
-    def recover_workers(self, *, patience_s: float = PATIENCE_S) -> RecoveryReport:
+    @property
+    def recoveries(self) -> int:
+        """Number of recoveries begun so far."""
+        return self._recoveries
+
+    def losses(self, seen: int) -> dict[int, OneboxError]:
+        """Return the errors of the workers lost in recoveries after the first few: their state is gone.
+
+        Args:
+            seen: The earlier number of :attr:`recoveries`.
+        """
+        return {worker: error for worker, (number, error) in self._losses.items() if number > seen}
+
+    def recover_workers(self, *, seen: int | None = None, patience_s: float = PATIENCE_S) -> RecoveryReport:
         """Recover from a loss: end the lost workers, restart them where possible, keep the others.
 
         The state of lost workers is gone, and so are their groups. Surviving workers keep theirs; instructions that
-        they were executing may have failed.
+        they were executing may have failed. Of several callers at once the first recovers the pool for all.
 
         Args:
+            seen: Number of :attr:`recoveries` that the caller has taken note of. If workers were lost in later ones,
+                and none is missing now, they are reported and nothing is done. ``None`` for all.
             patience_s: How long a survivor may make no progress with its earlier work; one that exceeds it is lost,
                 too.
 
         Returns:
-            A report of the recovery.
+            A report of this recovery, and of those that the caller has not seen.
 
         Raises:
             OneboxError: The pool is closed, has another error than lost workers, or loses workers repeatedly.
         """
-        report = recover_workers(
-            self._client_loop, self._handles, self._replace, present=self.present, patience_s=patience_s
+        with self._recovering:
+            seen = self._recoveries if seen is None else seen
+            if self.broken or not self.losses(seen):
+                self._recoveries += 1
+                self._recover(patience_s)
+            lost = self.losses(seen)
+            return RecoveryReport(
+                number=self._recoveries,
+                lost=lost,
+                replaced=tuple(sorted(lost.keys() - self.gone)),
+                gone=tuple(sorted(lost.keys() & self.gone)),
+            )
+
+    def _recover(self, patience_s: float) -> None:
+        def note(worker: int, error: OneboxError) -> None:
+            self._losses[worker] = self._recoveries, error
+
+        found = recover_workers(
+            self._client_loop, self._handles, self._replace, note, present=self.present, patience_s=patience_s
         )
         for source in self._sources:
             source.connected()
-        self.gone = (self.gone - set(report.replaced)) | set(report.gone)
-        for worker in report.replaced:
+        self.gone = (self.gone - found.devices.keys()) | set(found.gone)
+        for worker in found.devices:
             self._default_types.pop(worker, None)
-        self.devices = tuple(report.devices.get(device.number, device) for device in self.devices)
-        self._reclaimer.seek([worker for worker in report.gone if isinstance(self._handles[worker], HostedWorker)])
-        return report
+        self.devices = tuple(found.devices.get(device.number, device) for device in self.devices)
+        self._reclaimer.seek([worker for worker in found.gone if isinstance(self._handles[worker], HostedWorker)])
 
     @property
     def returning(self) -> bool:
@@ -386,6 +422,10 @@ class Pool:
         Raises:
             OneboxError: The pool is closed or broken.
         """
+        with self._recovering:
+            return self._readmit()
+
+    def _readmit(self) -> dict[int, float]:
         started = self._reclaimer.take()
         back: dict[int, float] = {}
         hellos: dict[int, Future[Hello]] = {}

@@ -22,6 +22,9 @@ PATIENCE_S = 30.0
 _AGAIN_S = 0.25
 """Interval at which a survivor is interrupted again: it may just have begun to wait."""
 
+_STILL_S = 3.0
+"""Time without progress after which a survivor's waits in all its groups are interrupted."""
+
 _ROUNDS = 6
 """How often workers may be lost again during a recovery."""
 
@@ -31,17 +34,30 @@ _STARTS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryReport:
-    """The result of a recovery.
+    """The result of one or several recoveries.
 
     Args:
+        number: Number of recoveries of the pool so far.
         lost: Error of each lost worker, by number.
         replaced: The workers that were restarted.
         gone: The workers that could not be restarted.
-        devices: Devices of the restarted workers.
     """
 
+    number: int
     lost: Mapping[int, OneboxError]
     replaced: tuple[int, ...]
+    gone: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecoveredWorkers:
+    """The workers after a recovery that were lost before it.
+
+    Args:
+        gone: Those that could not be restarted.
+        devices: Devices of the others.
+    """
+
     gone: tuple[int, ...]
     devices: Mapping[int, DeviceInfo]
 
@@ -53,6 +69,7 @@ class _Recovery:
         client_loop: The pool's client loop.
         handles: The workers' handles, by number; replaced in place.
         replace: Function that restarts a worker; returns ``None`` where that is impossible.
+        note: Called with each lost worker and its error, before anything else can be posted.
     """
 
     def __init__(
@@ -60,10 +77,12 @@ class _Recovery:
         client_loop: ClientLoop,
         handles: list[WorkerHandle],
         replace: Callable[[int], tuple[WorkerHandle, str] | None],
+        note: Callable[[int, OneboxError], None],
     ) -> None:
         self._client_loop = client_loop
         self._handles = handles
         self._replace = replace
+        self._note = note
         self._starts: dict[int, int] = {}
         self.lost: dict[int, OneboxError] = {}
         self.devices: dict[int, DeviceInfo] = {}
@@ -74,7 +93,7 @@ class _Recovery:
     def drop(self) -> None:
         """Drop all lost workers."""
         for worker, error in list(self._client_loop.lost.items()):
-            self.lost.setdefault(worker, error)
+            self._note(worker, self.lost.setdefault(worker, error))
             self.groups.update(self._client_loop.drop(worker))
             self._handles[worker].close(grace_s=0.0)
             self.devices.pop(worker, None)
@@ -132,6 +151,9 @@ class _Recovery:
             left_s = max(since_s[worker] for worker in waiting) + patience_s - now_s
             if left_s <= 0:
                 break
+            for worker in waiting:  # the peer that it waits for may have missed a message: the loss came in between
+                if now_s - since_s[worker] > _STILL_S:
+                    self.groups.update(self._client_loop.dissolve_groups(worker))
             for worker in waiting if self.groups else ():
                 self._client_loop.interrupt(worker, sorted(self.groups))
             late = wait(late, timeout=min(left_s, _AGAIN_S)).not_done
@@ -149,23 +171,25 @@ def recover_workers(
     client_loop: ClientLoop,
     handles: list[WorkerHandle],
     replace: Callable[[int], tuple[WorkerHandle, str] | None],
+    note: Callable[[int, OneboxError], None],
     *,
     present: Sequence[int],
     patience_s: float,
-) -> RecoveryReport:
+) -> RecoveredWorkers:
     """Recover a pool; see :meth:`Pool.recover_workers`.
 
     Args:
         client_loop: The pool's client loop.
         handles: The workers' handles, by number; replaced in place.
         replace: Function that restarts a worker; returns ``None`` where that is impossible.
+        note: Called with each lost worker and its error, before anything else can be posted.
         present: The workers that were not given up before.
         patience_s: How long a survivor may make no progress with its earlier work.
 
     Raises:
         OneboxError: The pool is closed or broken in another way, or workers are lost repeatedly.
     """
-    recovery = _Recovery(client_loop, handles, replace)
+    recovery = _Recovery(client_loop, handles, replace, note)
     last: OneboxError | None = None
     for _ in range(_ROUNDS):
         recovery.drop()
@@ -179,10 +203,5 @@ def recover_workers(
         except OneboxError as error:
             last = error
             continue
-        return RecoveryReport(
-            lost=recovery.lost,
-            replaced=tuple(sorted(recovery.devices)),
-            gone=tuple(sorted(recovery.gone)),
-            devices=recovery.devices,
-        )
+        return RecoveredWorkers(gone=tuple(sorted(recovery.gone)), devices=recovery.devices)
     raise PoolError(f"workers were lost {_ROUNDS} times during the pool's recovery; the last loss: {last}") from last

@@ -22,6 +22,7 @@ from onebox.pool import Pool, open_pool
 from onebox.wire.protocol.instructions import Ask
 from tests.models import CASES, OPTIMIZERS
 from tests.process.agent.hosts import NOTICED_S, Host, start, until
+from tests.process.cli.commands import WITHIN_S, read_until, running
 from tests.reference import Outcome, assert_same, train
 
 pytestmark = pytest.mark.usefixtures("folder")
@@ -172,3 +173,22 @@ def test_an_agent_that_ends_or_hangs_is_noticed(folder: Path, how: signal.Signal
         begin_s = time.monotonic()
         opened.close()
         assert time.monotonic() - begin_s < NOTICED_S
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_client_that_is_told_to_end_gives_its_leases_back_at_once(
+    hosts: tuple[Host, Host], tmp_path: Path, number: signal.Signals, status: int
+) -> None:
+    """Rather than when it has been silent for half a minute."""
+    held = hosts[0].held()
+    line = ["train", "--model", "mlp", "--epochs", "100000", "--every", "1", "--run", "run"]
+    with running([*line, "--pool", f"{hosts[0].address}/cpu", "--threads", "1"], tmp_path) as process:
+        read_until(process, r"step 3/")
+        assert hosts[0].held() == held + 1
+        process.send_signal(number)
+        _, said = process.communicate(timeout=WITHIN_S)
+        ended_s = time.monotonic()
+        until(lambda: hosts[0].held() == held)
+        assert time.monotonic() - ended_s < 5
+    assert process.returncode == status
+    assert f"onebox: ended by {number.name} after step" in said and "go on with: onebox train --resume run" in said

@@ -8,6 +8,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from PIL import Image
 
@@ -79,7 +80,67 @@ def test_an_interrupt_is_one_line_and_leaves_nothing_running(tmp_path: Path) -> 
     assert process.returncode == 130
     assert_gone(workers)
     newest = saves(tmp_path / "run" / "checkpoint")[0].relative_to(tmp_path)
-    assert said == (f"onebox: interrupted; the last checkpoint is {newest}; go on with: onebox train --resume run\n")
+    step = read(tmp_path / newest).manifest.step
+    assert said == (
+        f"onebox: interrupted after step {step}; the last checkpoint is {newest}; go on with: "
+        "onebox train --resume run\n"
+    )
+
+
+def test_a_run_that_is_told_to_end_saves_where_it_is_and_goes_on_with_the_same_bits(
+    undisturbed: Run, tmp_path: Path
+) -> None:
+    """All of its processes get the signal, as from schedulers; in the middle of an epoch, or of a test."""
+    line = ["train", *SETTINGS, "--run", "run", "--every", "1"]
+    steps = []
+    for number, status in ((signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)):
+        with running(line, tmp_path) as process:
+            read_until(process, rf"step {max(steps, default=0) + 4}/69")
+            workers = workers_of(process)
+            for each in [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]:
+                each.send_signal(number)
+            said = end(process)
+        assert process.returncode == status, said
+        assert_gone(workers)
+        newest = saves(tmp_path / "run" / "checkpoint")[0].relative_to(tmp_path)
+        steps.append(read(tmp_path / newest).manifest.step)
+        what = "interrupted" if number is signal.SIGINT else f"ended by {number.name}"
+        assert said == (
+            f"onebox: {what} after step {steps[-1]}; the last checkpoint is {newest}; go on with: "
+            "onebox train --resume run\n"
+        )
+        line = ["train", "--resume", "run", "--every", "1"]
+    assert steps == sorted(set(steps)) and steps[-1] < 69
+    done = command(line, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"going on from run/checkpoint/step-{steps[-1]:08d}" in done.stdout
+    ours, theirs = (folder / "checkpoint" / "step-00000069" for folder in (tmp_path / "run", undisturbed.folder))
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert (ours / name).read_bytes() == (theirs / name).read_bytes(), name
+    assert metrics(tmp_path / "run") == metrics(undisturbed.folder)
+
+
+@pytest.mark.parametrize("how", ["second Ctrl-C", "no time", "time is over"])
+def test_a_run_that_is_to_end_at_once_saves_nothing(tmp_path: Path, how: str) -> None:
+    within = {"no time": ["--stop-within", "0"], "time is over": ["--stop-within", "1"]}.get(how, [])
+    with running(["train", *ENDLESS, "--run", "run", *within], tmp_path) as process:
+        read_until(process, r"epoch 2/.* step")
+        workers = workers_of(process)
+        if how != "no time":
+            for worker in workers:
+                worker.suspend()  # no step ends any more
+        process.send_signal(signal.SIGINT)
+        if how == "second Ctrl-C":
+            time.sleep(0.5)
+            process.send_signal(signal.SIGINT)
+        said = end(process)
+    assert process.returncode == 130
+    assert_gone(workers)
+    late = ", and nothing could be saved within 1 s" if how == "time is over" else ""
+    newest = saves(tmp_path / "run" / "checkpoint")[0].relative_to(tmp_path)
+    assert said == (
+        f"onebox: interrupted{late}; the last checkpoint is {newest}; go on with: onebox train --resume run\n"
+    )
     read(tmp_path / newest)
 
 

@@ -248,6 +248,40 @@ def test_ctrl_c_ends_script_and_workers(tmp_path: Path) -> None:
         assert_gone(workers)
 
 
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_script_that_is_told_to_end_lets_go_of_its_devices(
+    tmp_path: Path, number: signal.Signals, status: int
+) -> None:
+    script(tmp_path, LONG.replace("while True:", "import atexit; atexit.register(print, 'its end')\nwhile True:"))
+    with running(["run", *POOL, "script.py"], tmp_path) as process:
+        read_until(process, "begun")
+        workers = workers_of(process)
+        process.send_signal(number)
+        output, said = process.communicate(timeout=WITHIN_S)
+    assert process.returncode == status
+    assert output.endswith("its end\n")
+    assert said == (
+        f"onebox: ended by {number.name}; its devices are released, and what the script had not saved is lost\n"
+    )
+    assert_gone(workers)
+
+
+def test_a_script_that_does_not_end_is_ended_when_the_time_is_over(tmp_path: Path) -> None:
+    script(
+        tmp_path,
+        "import time\nprint('begun', flush=True)\n"
+        "while True:\n    try:\n        time.sleep(60)\n    except SystemExit:\n        pass\n",
+    )
+    with running(["run", *ONE, "--stop-within", "0.5", "script.py"], tmp_path) as process:
+        read_until(process, "begun")
+        workers = workers_of(process)
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=WITHIN_S)
+    assert process.returncode == 143
+    assert said.startswith("onebox: ended by SIGTERM") and said.endswith("it did not end by itself\n")
+    assert_gone(workers)
+
+
 @pytest.mark.long
 def test_a_script_may_catch_ctrl_c_again_and_again(tmp_path: Path) -> None:
     script(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -17,11 +18,12 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
-from torch import Tensor
+from torch import Tensor, nn
 
 import onebox
 from onebox.engine.recovery.policy import RecoveryRecord
 from onebox.errors import PoolError, UsageError, WorkerDied
+from onebox.graph import TracedModel, capture
 from onebox.plan import Plan, Stage
 from onebox.pool import Fault, open_pool
 from onebox.pool.backends.local import LocalSource
@@ -225,6 +227,103 @@ def test_a_run_with_losses_ends_with_the_same_bits(
         assert not story.gone
         assert story.plan is None
         assert story.step - story.snapshot_step == story.redone <= 2 * EVERY + 1
+
+
+@pytest.mark.parametrize("kinds", [("workers", "stages"), ("workers", "workers")])
+def test_two_trainers_that_recover_on_one_pool_do_not_disturb_each_other(
+    kinds: tuple[str, str], pool: onebox.Pool, undisturbed: Callable[[str], Outcome]
+) -> None:
+    """Each in a thread; both workers are lost, one after the other, at moments of which only the step is known."""
+    expected = [undisturbed(name) for name in kinds]
+    barrier = threading.Barrier(3, timeout=60)
+    found: dict[int, Outcome] = {}
+    with contextlib.ExitStack() as stack:
+        trainers = [stack.enter_context(trainer_on(pool, KINDS[name])) for name in kinds]
+        losses: list[list[Any]] = [[], []]
+
+        def steps(number: int, until: int) -> None:
+            trainer = trainers[number]
+            for step in range(trainer.steps_done, until):
+                for group in trainer.optimizer.param_groups:
+                    group["lr"] = 0.01 / (1 + step // 3)
+                losses[number].append(trainer.step(*batches()[step]))
+
+        def train(number: int) -> None:
+            trainer = trainers[number]
+            for until in (5, 10):
+                steps(number, until)
+                trainer.wait()
+                trainer.memory()
+                barrier.wait()
+            steps(number, STEPS)
+            weights = trainer.tensors()
+            found[number] = [float(loss) for loss in losses[number]], weights, trainer.recoveries
+
+        threads = [threading.Thread(target=train, args=(number,)) for number in range(2)]
+        for number in range(2):
+            steps(number, 1)  # here, as models are captured in one thread only
+        for thread in threads:
+            thread.start()
+        for worker in (1, 0):
+            barrier.wait()
+            time.sleep(0.003)
+            os.kill(pool.process_ids[worker], signal.SIGKILL)
+        for thread in threads:
+            thread.join(120)
+        assert found.keys() == {0, 1}, "a trainer failed, or waits for ever"
+    for number, outcome in found.items():
+        assert_same(outcome, expected[number])
+        assert {worker for story in outcome[2] for worker in story.lost} == {0, 1}
+
+
+def uneven(*, width: int, memory: str | None = None, lose: bool = False, steps: int = 12) -> tuple[list[float], int]:
+    """Train a pipeline whose first stage has nearly all of the state; return losses and steps done again.
+
+    The second worker keeps a copy of that state, where it has room for it.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 8), nn.Linear(8, 4)).double()
+    optimizer, loss = torch.optim.AdamW(model.parameters()), nn.functional.mse_loss
+    names = TracedModel(capture(model, loss, (torch.ones(4, 8).double(), torch.ones(4, 4).double())), backward=True)
+    stages = [
+        Stage(segments=part, replicas=((device,),), shares=(1.0,))
+        for device, part in enumerate((names.segments[:-1], names.segments[-1:]))
+    ]
+    plan = Plan(stages=tuple(stages), micro_batch=2, schedule="1f1b")
+    with (
+        open_pool("cpu*2", threads=1, memory=memory) as pool,
+        onebox.Trainer(
+            model, loss, optimizer, pool=pool, plan=plan, recovery=onebox.Recovery(snapshot_every=2)
+        ) as trainer,
+    ):
+        losses = []
+        for step in range(steps):
+            if lose and step == steps - 1:
+                os.kill(pool.process_ids[0], signal.SIGKILL)
+            x_BD = torch.full((4, 8), 0.1 * step, dtype=torch.float64)
+            losses.append(trainer.step(x_BD, torch.ones(4, 4, dtype=torch.float64)).item())
+        return losses, sum(story.redone for story in trainer.recoveries)
+
+
+NO_ROOM = "a snapshot of the run found no room and is given up"
+
+
+def test_a_snapshot_that_finds_no_room_is_given_up_and_the_one_before_stays(caplog: pytest.LogCaptureFixture) -> None:
+    """There is room for the state of the other worker at first, and not when its optimizer has one, too."""
+    losses, redone = uneven(width=512, memory="8MiB,64KiB", lose=True)
+    (said,) = [record.getMessage() for record in caplog.records if NO_ROOM in record.getMessage()]
+    assert "the one after step 0 stays" in said
+    assert redone >= 10
+    assert losses == uneven(width=512)[0]
+
+
+def test_a_run_whose_snapshots_find_no_room_goes_on_until_it_would_need_one(caplog: pytest.LogCaptureFixture) -> None:
+    losses, _ = uneven(width=2048, memory="32MiB,32KiB")
+    assert losses == uneven(width=2048)[0]
+    (said,) = [record.getMessage() for record in caplog.records if NO_ROOM in record.getMessage()]
+    assert "there is none" in said
+    with pytest.raises(PoolError, match="no snapshot of its state has found room so far; resume from a checkpoint"):
+        uneven(width=2048, memory="32MiB,32KiB", lose=True)
 
 
 @pytest.mark.long

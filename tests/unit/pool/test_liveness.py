@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from onebox.pool.liveness import SILENCE_S, STALL_S, Liveness
 from onebox.worker.process.heartbeat import HEARTBEAT_S
+from onebox.worker.system.process_watch import DISK_WAIT_S
 
 
 def test_a_worker_that_is_silent_for_too_long_is_hung() -> None:
@@ -33,6 +36,37 @@ def test_a_worker_that_may_be_cut_off_for_longer_is_waited_for() -> None:
         for worker in liveness.hung(0.5 * tick):
             hung_s.setdefault(worker, 0.5 * tick)
     assert hung_s == {0: 4.5, 1: 20.5}
+
+
+def silent_for(liveness: Liveness, seconds: float, *, reads: Callable[[float], tuple[int, bool]]) -> float | None:
+    """Let a worker be silent, and look what its process does; return when it counts as hung."""
+    liveness.beat(0, 0.0)
+    for tick in range(1, int(4 * seconds)):
+        now_s = tick / 4
+        for worker in liveness.silent(now_s):
+            found, waits = reads(now_s)
+            liveness.look(worker, now_s, disk_reads=found, waits=waits)
+        if liveness.hung(now_s):
+            return now_s
+    return None
+
+
+def test_a_silent_worker_that_reads_its_pages_from_a_disk_is_slow_but_not_without_end() -> None:
+    hung_s = silent_for(Liveness(), 100, reads=lambda _: (7, False))
+    assert hung_s is not None and hung_s <= SILENCE_S + 0.5
+    for reads in (lambda now_s: (int(now_s), False), lambda _: (7, True)):
+        hung_s = silent_for(Liveness(), 100, reads=reads)
+        assert hung_s is not None and DISK_WAIT_S <= hung_s <= DISK_WAIT_S + 0.5
+    hung_s = silent_for(Liveness(), 100, reads=lambda now_s: (int(min(now_s, 20.0)), False))
+    assert hung_s is not None and 20 < hung_s < 24, "it reads no more"
+
+
+def test_a_worker_that_reads_and_is_heard_again_is_watched_as_before() -> None:
+    liveness = Liveness()
+    assert silent_for(liveness, 20, reads=lambda now_s: (int(now_s), False)) is None
+    liveness.beat(0, 20.0)
+    hung_s = silent_for(liveness, 30, reads=lambda _: (20, False))
+    assert hung_s is not None and hung_s <= SILENCE_S + 0.5
 
 
 def cut_off(liveness: Liveness, worker: int, from_s: float, to_s: float, until_s: float, **more: float) -> float | None:

@@ -11,7 +11,7 @@ import pytest
 from onebox.errors import OneboxError, WorkerDied, WorkerHung
 from onebox.pool import recovery as healing_module
 from onebox.pool.errors import WorkerLocation
-from onebox.pool.recovery import RecoveryReport, recover_workers
+from onebox.pool.recovery import RecoveredWorkers, recover_workers
 from onebox.wire.protocol.groups import LeaveGroup
 from onebox.wire.protocol.requests import Instruction
 
@@ -97,15 +97,18 @@ class Case:
         self.first = [FakeMember(worker) for worker in range(3)]
         self.members: list[Any] = list(self.first)
         self.started: list[int] = []
+        self.noted: dict[int, OneboxError] = {}
         self._replaceable = replaceable
 
     def replace(self, worker: int) -> Any:
         self.started.append(worker)
         return (FakeMember(worker), "key") if worker in self._replaceable else None
 
-    def recover_workers(self) -> RecoveryReport:
+    def recover_workers(self) -> RecoveredWorkers:
         board: Any = self.board
-        return recover_workers(board, self.members, self.replace, present=(0, 1, 2), patience_s=0.01)
+        return recover_workers(
+            board, self.members, self.replace, self.noted.__setitem__, present=(0, 1, 2), patience_s=0.01
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +119,7 @@ def welcomes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_lost_worker_is_ended_and_another_takes_its_place() -> None:
     case = Case(lost={1}, replaceable={1})
     found = case.recover_workers()
-    assert (dict(found.lost), found.replaced, found.gone) == ({1: DIED}, (1,), ())
+    assert (case.noted, tuple(found.devices), found.gone) == ({1: DIED}, (1,), ())
     assert found.devices == {1: "device 1"}
     assert [member.closed for member in case.first] == [False, True, False]
     assert case.members[1] is not case.first[1]
@@ -126,7 +129,7 @@ def test_a_lost_worker_is_ended_and_another_takes_its_place() -> None:
 def test_one_that_cannot_be_started_again_has_gone() -> None:
     case = Case(lost={0, 1}, replaceable={1})
     found = case.recover_workers()
-    assert (found.replaced, found.gone) == ((1,), (0,))
+    assert (tuple(found.devices), found.gone) == ((1,), (0,))
     assert case.board.missed == {0: DIED}
     assert set(case.board.posted) == {1, 2}
 
@@ -134,8 +137,8 @@ def test_one_that_cannot_be_started_again_has_gone() -> None:
 def test_a_survivor_that_is_not_done_in_time_is_lost_too() -> None:
     case = Case(lost={1}, late={2}, replaceable={1, 2})
     found = case.recover_workers()
-    assert found.replaced == (1, 2)
-    assert isinstance(found.lost[2], WorkerHung)
+    assert tuple(found.devices) == (1, 2)
+    assert isinstance(case.noted[2], WorkerHung)
     assert case.board.interrupted == {2: [101]}, "it may wait for who was lost"
     assert case.first[2].closed
     assert case.started == [1, 2]
@@ -146,15 +149,15 @@ def test_a_survivor_that_gets_on_is_waited_for() -> None:
     case = Case(lost={1}, late={2}, replaceable={1, 2})
     case.board.until = {2: 50}
     found = case.recover_workers()
-    assert found.replaced == (1,)
-    assert set(found.lost) == {1}
+    assert tuple(found.devices) == (1,)
+    assert set(case.noted) == {1}
     assert not case.first[2].closed
 
 
 def test_nobody_lost_means_nobody_started() -> None:
     case = Case(lost=set(), replaceable={0, 1, 2})
     found = case.recover_workers()
-    assert (found.lost, found.replaced, found.gone, case.started) == ({}, (), (), [])
+    assert (case.noted, tuple(found.devices), found.gone, case.started) == ({}, (), (), [])
     assert set(case.board.posted) == {0, 1, 2}
 
 
@@ -162,7 +165,7 @@ def test_one_that_never_starts_has_gone_after_some_tries() -> None:
     case = Case(lost={1}, replaceable={1})
     case.board.refuses = {1}
     found = case.recover_workers()
-    assert (found.replaced, found.gone) == ((), (1,))
+    assert (tuple(found.devices), found.gone) == ((), (1,))
     assert len(case.started) == 2
 
 
@@ -170,5 +173,5 @@ def test_one_that_is_lost_whenever_it_is_asked_has_gone_after_some_tries() -> No
     case = Case(lost=set(), late={1}, replaceable={1})
     case.board.always_late = {1}
     found = case.recover_workers()
-    assert (found.replaced, found.gone) == ((), (1,))
+    assert (tuple(found.devices), found.gone) == ((), (1,))
     assert set(case.board.missed) == {1}

@@ -11,14 +11,17 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 
 import torch
 
-from onebox.cli.exit_status import FAILED, INTERRUPTED, OK
+from onebox.cli.exit_status import FAILED, INTERRUPTED, OK, interruption
 from onebox.cli.options.pools import RunConfig
 from onebox.cli.tracebacks import without_own_frames
 from onebox.errors import UsageError
+from onebox.pool import Pool
 from onebox.pool.devices import DeviceInfo
+from onebox.stop_signals import exit_status, handling
 from onebox.vgpu import open_devices, set_synchronous
 from onebox.vgpu.cuda_alias import alias_cuda
 from onebox.vgpu.runtime.context import device_count
@@ -34,7 +37,7 @@ def run_script(config: RunConfig) -> int:
 
     Returns:
         The exit status, as Python's: that of the script, 1 after an uncaught error, 130 after Ctrl-C. The traceback has
-            been printed.
+            been printed. 143 and 129 after SIGTERM and SIGHUP, which end the script by ``SystemExit``.
 
     Raises:
         UsageError: There is no such script or module.
@@ -47,7 +50,8 @@ def run_script(config: RunConfig) -> int:
             print(f"onebox: {hosts}", file=sys.stderr, flush=True)
         alias_cuda()
         set_synchronous(config.synchronous)
-        status = _status_of(run)
+        with _end_signals(pool, config.stop_within):
+            status = _status_of(run)
         for number in range(device_count() if status == OK else 0):  # none in a forked process that reaches this, too
             torch.cuda.synchronize(number)
         return status
@@ -103,6 +107,9 @@ def _status_of(run: Callable[[], object]) -> int:
     try:
         with _own_interrupts():
             run()
+    except _Ended as end:
+        print(f"onebox: {end}", file=sys.stderr)
+        return end.status
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             return end.code or OK
@@ -113,6 +120,18 @@ def _status_of(run: Callable[[], object]) -> int:
         sys.excepthook(type(shown), shown, shown.__traceback__)
         return INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED
     return OK
+
+
+class _Ended(SystemExit):
+    """Ends a script after a signal, so that its devices are released."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(exit_status(number))
+        self.status = exit_status(number)
+        self.number = number
+
+    def __str__(self) -> str:
+        return f"{interruption(self.number)}; its devices are released, and what the script had not saved is lost"
 
 
 @contextlib.contextmanager
@@ -126,3 +145,35 @@ def _own_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def _end_signals(pool: Pool, within_s: float) -> Iterator[None]:
+    """Make SIGTERM and SIGHUP end a script.
+
+    Args:
+        pool: The pool, which is closed with the process; at the latest when the time has passed.
+        within_s: Seconds after which a script that goes on nevertheless is ended with its process.
+    """
+    ended: list[int] = []
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            signal.default_int_handler(number, frame)
+        if not ended:
+            ended.append(number)
+            timer = threading.Timer(within_s, _end_process, (pool, number))
+            timer.daemon = True
+            timer.start()
+            raise _Ended(number)
+
+    with handling(end):
+        yield
+
+
+def _end_process(pool: Pool, number: int) -> None:
+    try:
+        print(f"onebox: {_Ended(number)}: it did not end by itself", file=sys.stderr, flush=True)
+        pool.close()
+    finally:
+        os._exit(exit_status(number))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from onebox.cli.commands.devices import print_devices
 from onebox.cli.console import OutputConsole
-from onebox.cli.exit_status import FAILED, INTERRUPTED, Exit
+from onebox.cli.exit_status import FAILED, Exit, Interrupted, interruption
 from onebox.cli.options.jobs import TrainConfig
 from onebox.cli.options.run_config import to_stored
 from onebox.cli.planning import plan_of_run, write_plan
@@ -27,6 +28,7 @@ from onebox.pool import Pool, open_pool
 from onebox.pool.backends.local import LOCAL_HOST
 from onebox.pool.spec import POOL_VARIABLE
 from onebox.report import MetricsLog, Progress, RunFolder, rewind_metrics, summary_line
+from onebox.stop_signals import StopSignals, exit_status
 
 _TEST_BATCH = 500
 """Divides the test sets of MNIST and CIFAR-10, so that one shape is captured."""
@@ -123,6 +125,7 @@ def _loop(
         log=log,
         progress=progress,
         standing=begun.standing,
+        stop=StopSignals(config.stop_within),
         saved=begun.saved,
     )
 
@@ -130,9 +133,10 @@ def _loop(
 def _run(loop: TrainingLoop, pool: Pool, console: OutputConsole, expected: Simulation | None) -> None:
     began_s = time.monotonic()
     with _failures(loop):
-        with loop.progress:
+        with loop.progress, loop.stop:
             _note_start(loop)
             loop.run()
+        _end_if_stopped(loop)
         found = write_outcome(loop, pool, seconds=time.monotonic() - began_s, expected=expected)
     print_outcome(loop, console, found)
     if loop.unsaved is not None:
@@ -169,8 +173,28 @@ def _failures(loop: TrainingLoop) -> Iterator[None]:
         raise
     except (OneboxError, OSError) as error:
         raise Exit(FAILED, f"{error}\n  {_whereabouts(loop)}") from error
-    except KeyboardInterrupt:
-        raise Exit(INTERRUPTED, f"interrupted; {_whereabouts(loop)}") from None
+    except (KeyboardInterrupt, SystemExit) as error:
+        number = error.number if isinstance(error, Interrupted) else loop.stop.signal
+        if number is None and isinstance(error, SystemExit):
+            raise
+        what = interruption(number or signal.SIGINT)
+        what += f", and nothing could be saved within {loop.stop.within_s:g} s" if loop.stop.expired else ""
+        raise Exit(exit_status(number or signal.SIGINT), f"{what}; {_whereabouts(loop)}") from None
+
+
+def _end_if_stopped(loop: TrainingLoop) -> None:
+    """End the command if a signal has ended the training loop between two steps.
+
+    Raises:
+        Exit: It has.
+    """
+    if not loop.stopped:
+        return
+    assert loop.stop.signal is not None
+    what = f"{interruption(loop.stop.signal)} after step {loop.trainer.steps_done}"
+    if loop.unsaved is not None:
+        what += f", which is not saved: {loop.unsaved}"
+    raise Exit(loop.stop.status, f"{what}; {_whereabouts(loop)}")
 
 
 def _whereabouts(loop: TrainingLoop) -> str:

@@ -99,6 +99,13 @@ def _as_flag(argument: str) -> str:
     return _flag(name) if value == "True" else f"{_flag(name)} {value.strip(chr(39))}"
 
 
+def not_negative(**values: float) -> None:
+    """Require finite numbers of at least 0; see :func:`at_least`."""
+    for name, value in values.items():
+        if not 0 <= value < math.inf:
+            raise UsageError(f"{_flag(name)} {value}: allowed are 0 and more")
+
+
 def at_least(least: int, **values: int | None) -> None:
     """Require numbers of at least a minimum.
 

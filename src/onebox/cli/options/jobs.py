@@ -27,6 +27,7 @@ from onebox.cli.options.common import (
     at_least,
     check_model,
     group_of,
+    not_negative,
     positive,
     read_sizes,
 )
@@ -161,6 +162,8 @@ class TrainConfig(StalenessConfig):
         resume: Folder of an earlier run to continue, exactly from its checkpoint. Its settings are restored; --epochs
             and the flags that determine where and how it runs may be given again.
         save_every: Also write a checkpoint every so many steps, not only at the end of each epoch.
+        stop_within: Seconds after Ctrl-C, SIGTERM or SIGHUP within which a checkpoint is saved before the run ends; a
+            second Ctrl-C ends it at once, and 0 always.
         every: Steps between two lines of progress, where output is not a terminal.
         recover: Whether to continue when workers are lost: auto (if other machines take part), on or off.
         adaptive: Adapt the plan to devices and links during the run: when one has clearly become slower or faster,
@@ -202,6 +205,7 @@ class TrainConfig(StalenessConfig):
     run: Folder = None
     resume: Folder = None
     save_every: Int = None
+    stop_within: float = 20.0
     every: int = 20
     recover: Literal["auto", "on", "off"] = "auto"
     snapshot_every: Int = Recovery.snapshot_every
@@ -218,6 +222,7 @@ class TrainConfig(StalenessConfig):
         if self.snapshot_every is not None and self.recover == "off":
             raise UsageError(f"--snapshot-every {self.snapshot_every} is for runs that recover; --recover is off")
         positive(clip_grad_norm=self.clip_grad_norm)
+        not_negative(stop_within=self.stop_within)
         if self.run is not None and self.resume is not None:
             raise UsageError("--run is for a new run and --resume for an earlier one: give one of them")
         self._check_late()

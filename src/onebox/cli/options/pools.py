@@ -15,6 +15,7 @@ from onebox.cli.options.common import (
     PoolOptions,
     Text,
     check_model,
+    not_negative,
     read_sizes,
 )
 from onebox.errors import UsageError
@@ -97,12 +98,21 @@ class RunConfig(PoolOptions):
         pool: Devices: auto, or a list such as cuda:0,cuda:1 or cpu*2; of other machines, such as lab1,lab2/cuda:0; a
             Ray cluster, ray; a file NAME.toml; emulated ones: cpu@0.5.
         synchronous: Wait for each operator, so that an error is raised at its own line; slow, for debugging.
+        stop_within: Seconds that the script has to end after SIGTERM or SIGHUP, which raise SystemExit in it.
         script: The script, or -m and a module, and its arguments.
+
+    Raises:
+        UsageError: A value is out of range.
     """
 
     pool: str = "auto"
     synchronous: Flag = False
+    stop_within: float = 20.0
     script: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        not_negative(stop_within=self.stop_within)
 
 
 @dataclass(frozen=True, kw_only=True)

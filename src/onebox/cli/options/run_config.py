@@ -12,7 +12,7 @@ from onebox.errors import UsageError
 
 _NOT_STORED = ("run", "resume")
 _MAY_CHANGE = (
-    *("epochs", "pool", "threads", "memory", "plan", "sync", "update", "shares", "save_every", "every"),
+    *("epochs", "pool", "threads", "memory", "plan", "sync", "update", "shares", "save_every", "stop_within", "every"),
     *("recover", "snapshot_every", "adaptive", "read", "process", "on_error"),
     *_NOT_STORED,
 )

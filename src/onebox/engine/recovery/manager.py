@@ -93,6 +93,7 @@ class RecoveryManager(StepObserver):
         self._exact = deterministic or all(device.kind != "cuda" for device in pool.devices)
         self._tries = 0
         self._furthest = -1
+        self._seen = pool.recoveries
 
     # ---- the way in
 
@@ -108,6 +109,7 @@ class RecoveryManager(StepObserver):
         """
         while True:
             try:
+                self._require_workers()
                 return action()
             except Exception as error:
                 self._recover_from(error, void=void)
@@ -126,6 +128,7 @@ class RecoveryManager(StepObserver):
             OneboxError: It failed, or the run cannot recover from a loss.
         """
         try:
+            self._require_workers()
             return action()
         except Exception as error:
             self._recover_from(error, void=void)
@@ -135,11 +138,14 @@ class RecoveryManager(StepObserver):
     def poisoning(self, what: str) -> Iterator[None]:
         """Fail for good if the context is interrupted while only some devices may have received a message.
 
+        All of them get it in the same order with those of other trainers.
+
         Args:
             what: Description of the message.
         """
         try:
-            yield
+            with self._pool.order:
+                yield
         except OneboxError:
             raise
         except BaseException:  # such as KeyboardInterrupt
@@ -167,8 +173,23 @@ class RecoveryManager(StepObserver):
 
     # ---- after a loss
 
+    def _require_workers(self) -> None:
+        """Require that no other trainer has recovered the pool from a loss since: the state of this one is gone with
+        the lost workers, though the pool is whole.
+
+        Raises:
+            OneboxError: A worker was lost.
+        """
+        if self._pool.recoveries != self._seen and self.error is None:
+            lost = self._pool.losses(self._seen)
+            if lost:
+                raise lost[min(lost)].with_traceback(None)
+
     def _recover_from(self, error: Exception, *, void: bool) -> None:
         """Recover from a loss, or raise the error; store it if the state is void."""
+        if isinstance(error, OneboxError) and not isinstance(error, _RECOVERABLE):
+            lost = self._pool.losses(self._seen)  # of workers that others have replaced, which know nothing of this run
+            error = lost[min(lost)].with_traceback(None) if lost else error
         if self._snapshots is None or not isinstance(error, _RECOVERABLE):
             if void:
                 self.fail(error)
@@ -203,9 +224,15 @@ class RecoveryManager(StepObserver):
                     f"workers were lost {self._tries} times and no step ended in between; resume from the last "
                     f"checkpoint; the last loss: {error}"
                 ) from error
+            if not snapshots.recoverable:
+                raise PoolError(
+                    f"the run cannot go on: no snapshot of its state has found room so far; resume from {self._saved}; "
+                    f"the last loss: {error}"
+                ) from error
             restart = snapshots.restart()
             try:
-                healing = self._pool.recover_workers()
+                healing = self._pool.recover_workers(seen=self._seen)
+                self._seen = healing.number
                 lost, replaced = lost | set(healing.lost), (replaced | set(healing.replaced)) - set(healing.gone)
                 self._check(restart, healing.lost, error)
                 plan = self._run.rebuild(restart.snapshot) or plan
@@ -244,12 +271,15 @@ class RecoveryManager(StepObserver):
         missing = copies.missing()
         if missing is not None:
             had = " and ".join(map(str, sorted(copies.had[missing])))
-            saved = f"the last checkpoint, {self.checkpoint}" if self.checkpoint else "a checkpoint, if there is one"
             causes = dict.fromkeys(self._pool.why_gone(worker) for worker in sorted(self._pool.gone))
             raise PoolError(
                 f"the run cannot go on: {missing.name} after step {restart.step} was kept by worker {had} only, "
-                f"and was lost there; resume from {saved}; the last loss: {'; '.join(causes) or error}"
+                f"and was lost there; resume from {self._saved}; the last loss: {'; '.join(causes) or error}"
             ) from error
+
+    @property
+    def _saved(self) -> str:
+        return f"the last checkpoint, {self.checkpoint}" if self.checkpoint else "a checkpoint, if there is one"
 
     def _replay(self, restart: RestartPoint[SnapshotLayout | None, StepRequest]) -> None:
         """Repeat steps up to the last update; wait for those that had completed before.

@@ -48,18 +48,27 @@ class RestartPoint(Generic[S, T]):
 class StepHistory(Generic[S, T]):
     """The newest complete snapshot, and the inputs of every step since.
 
+    Where snapshots cannot be had, both are given up when they exceed their bound: then there is no starting point of a
+    recovery until the next snapshot.
+
     Args:
         step: Number of completed steps at the beginning.
         snapshot: The state then.
-        limit_bytes: Bytes of inputs since the snapshot after which another one is due.
+        limit_bytes: Bytes of inputs since the snapshot after which another one is due; twice as many are kept.
+        limit_steps: Steps kept.
     """
 
-    def __init__(self, step: int, snapshot: S, *, limit_bytes: int) -> None:
+    def __init__(self, step: int, snapshot: S, *, limit_bytes: int, limit_steps: int = 2 * MOST_STEPS_APART) -> None:
         self._step = step
-        self._snapshot = snapshot
+        self._snapshot: S | None = snapshot
         self._limit_bytes = limit_bytes
+        self._limit_steps = limit_steps
         self._kept: deque[tuple[T, int]] = deque()
+        self._kept_bytes = 0
         self._asked: int | None = None
+        self._not_before = step
+        self.complete = True
+        """True while there is a starting point of a recovery."""
 
     @property
     def steps(self) -> int:
@@ -72,8 +81,8 @@ class StepHistory(Generic[S, T]):
         return self._step
 
     @property
-    def snapshot(self) -> S:
-        """The newest complete snapshot."""
+    def snapshot(self) -> S | None:
+        """The newest complete snapshot; ``None`` where there is none."""
         return self._snapshot
 
     @property
@@ -83,11 +92,17 @@ class StepHistory(Generic[S, T]):
 
     def begin(self, what: T, size_bytes: int) -> None:
         """Record the inputs of the next step before it begins."""
+        if not self.complete and self._asked is None:
+            self._step += 1
+            return
         self._kept.append((what, size_bytes))
+        self._kept_bytes += size_bytes
 
     def due(self, every: int) -> bool:
         """Return whether a snapshot is due, given the interval in steps."""
-        return self._asked is None and self._over(self._step, every)
+        if self._asked is not None or self.steps < self._not_before:
+            return False
+        return not self.complete or self._over(self._step, every)
 
     def must_wait(self, every: int) -> bool:
         """Return whether the snapshot under way must arrive before another step begins, so that the history stays
@@ -106,23 +121,53 @@ class StepHistory(Generic[S, T]):
         assert self._asked is None
         self._asked = self._step if again else self.steps
 
-    def arrive(self, snapshot: S) -> S:
+    def arrive(self, snapshot: S) -> S | None:
         """Record that the requested snapshot is complete; return the one that it replaces."""
         assert self._asked is not None
         before = self._snapshot
         while self._step < self._asked:
-            self._kept.popleft()
-            self._step += 1
-        self._snapshot, self._asked = snapshot, None
+            self._forget_step()
+        self._snapshot, self._asked, self.complete = snapshot, None, True
         return before
 
     def give_up(self) -> None:
         """Record that the requested snapshot will not arrive; the previous one stays."""
         self._asked = None
+        if not self.complete:
+            self._forget_steps()
 
-    def restart(self) -> RestartPoint[S, T]:
+    def put_off(self, every: int) -> None:
+        """Give up the requested snapshot, for which there is no room; another one is due only after so many steps."""
+        self.give_up()
+        self._not_before = self.steps + every
+
+    @property
+    def full(self) -> bool:
+        """True if the steps since the snapshot exceed their bound."""
+        return len(self._kept) >= self._limit_steps or self._kept_bytes > 2 * self._limit_bytes
+
+    def forget(self) -> S | None:
+        """Give up the newest snapshot, which is returned, and the steps since."""
+        before, self._snapshot, self.complete = self._snapshot, None, False
+        if self._asked is None:
+            self._forget_steps()
+        else:
+            while self._step < self._asked:
+                self._forget_step()
+        return before
+
+    def restart(self) -> RestartPoint[S | None, T]:
         """Return the starting point of a recovery."""
+        assert self.complete
         return RestartPoint(step=self._step, snapshot=self._snapshot, replay=tuple(what for what, _ in self._kept))
+
+    def _forget_steps(self) -> None:
+        while self._kept:
+            self._forget_step()
+
+    def _forget_step(self) -> None:
+        self._kept_bytes -= self._kept.popleft()[1]
+        self._step += 1
 
     def _over(self, step: int, every: int) -> bool:
         """Return whether the limit between two snapshots has been reached since a step."""

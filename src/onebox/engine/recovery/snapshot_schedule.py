@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 
 from onebox.engine.install.installed_plan import InstalledPlan
@@ -15,6 +17,7 @@ from onebox.engine.state.snapshot_layout import SnapshotLayout
 from onebox.engine.steps.launch import LaunchedStep, StepRequest
 from onebox.engine.steps.observer import StepObserver
 from onebox.engine.steps.overlap_scheduler import OverlapScheduler
+from onebox.errors import DeviceMemoryError
 from onebox.pool import Pool, WorkerReply
 
 _KEPT_BYTES = 1 << 30
@@ -25,6 +28,11 @@ _SPREAD = 0.5
 
 _PATIENCE_S = 1800.0
 """Longest wait for a snapshot."""
+
+_MOST_REFUSED = 16
+"""Longest pause after snapshots that found no room, as a multiple of the interval."""
+
+_LOG = logging.getLogger("onebox")
 
 
 class SnapshotScheduler(StepObserver):
@@ -48,6 +56,8 @@ class SnapshotScheduler(StepObserver):
         self._history: StepHistory[SnapshotLayout | None, StepRequest] = StepHistory(
             step, None, limit_bytes=_KEPT_BYTES
         )
+        self._reachable = True
+        self._refused = 0
         self._times: deque[tuple[str, int, float]] = deque()
         self._last_s: dict[int, float] = {}
         self._cost_s = 0.0
@@ -63,6 +73,11 @@ class SnapshotScheduler(StepObserver):
         """Number of steps that the run has begun."""
         return self._history.steps
 
+    @property
+    def recoverable(self) -> bool:
+        """True if there is a snapshot with all steps since, or the run has just begun."""
+        return self._history.complete
+
     # ---- events
 
     def installed(self, plan: InstalledPlan) -> None:
@@ -72,11 +87,14 @@ class SnapshotScheduler(StepObserver):
             OneboxError: Something failed on a worker.
         """
         self.give_up()
-        self._snapshots.form(reachable=plan.plan.sync == "workers")
+        self._reachable = plan.plan.sync == "workers"
+        self._snapshots.form(reachable=self._reachable)
         self._snapshots.ask()
         self._history.ask(again=True)
         if self._history.snapshot is None:  # afterwards the user's model is no longer needed
             self.wait(_PATIENCE_S)
+            if self._refused:
+                self._forget()
 
     def replaced(self, before: InstalledPlan, after: InstalledPlan) -> None:
         """Prepare snapshots of the state in its new places; the newest snapshot stays valid.
@@ -85,7 +103,8 @@ class SnapshotScheduler(StepObserver):
             OneboxError: A worker was lost.
         """
         self.give_up()
-        self._snapshots.form(reachable=after.plan.sync == "workers", wait=False)
+        self._reachable = after.plan.sync == "workers"
+        self._snapshots.form(reachable=self._reachable, wait=False)
 
     def requested(self, work: StepRequest) -> None:
         """Keep a step that is about to begin."""
@@ -103,6 +122,8 @@ class SnapshotScheduler(StepObserver):
         self._look()
         if self._history.must_wait(self._patience):
             self.wait(_PATIENCE_S)
+        if self._refused and self._history.full:
+            self._forget()
         if not self._history.due(self._cadence.every):
             return
         start_s = time.monotonic()
@@ -138,7 +159,7 @@ class SnapshotScheduler(StepObserver):
         Raises:
             OneboxError: Something failed on a worker.
         """
-        self._arrive(self._snapshots.wait(timeout_s))
+        self._arrive(self._taken(lambda: self._snapshots.wait(timeout_s)))
 
     def give_up(self) -> None:
         """Abandon the snapshot under way."""
@@ -164,12 +185,55 @@ class SnapshotScheduler(StepObserver):
             if worker == min(self._last_s, default=None):
                 self._cadence.step_took(at_s - before_s, beside=what == "beside")
             self._last_s[worker] = at_s
-        self._arrive(self._snapshots.look())
+        self._arrive(self._taken(self._snapshots.look))
+
+    def _taken(self, take: Callable[[], SnapshotLayout | None]) -> SnapshotLayout | None:
+        """Return a snapshot that is complete; give up one for which a worker, or this process, has no room.
+
+        Raises:
+            OneboxError: Something else failed on a worker.
+        """
+        try:
+            return take()
+        except (DeviceMemoryError, MemoryError) as error:
+            if isinstance(error, DeviceMemoryError) and error.instruction is not None:
+                raise  # of a step, whose results were to be kept
+            refusal = str(error).splitlines()[0] or "no memory is left in this process"
+        self._snapshots.give_up()
+        self._snapshots.form(reachable=self._reachable, wait=False)  # also ends transfers, and frees what they filled
+        self._refused += 1
+        after = self._cadence.every * min(1 << self._refused, _MOST_REFUSED)
+        self._history.put_off(after)
+        self._cadence.pass_over()
+        self._cost_s = 0.0
+        if self._refused == 1:
+            step, there = self._history.snapshot_step, self._history.snapshot is not None
+            kept = f"the one after step {step} stays" if there else "there is none"
+            _LOG.warning(
+                "a snapshot of the run found no room and is given up: %s; %s, and the next is tried after %d steps",
+                *(refusal, kept, after),
+            )
+        return None
+
+    def _forget(self) -> None:
+        """Give up the newest snapshot and the steps since, which exceed their bound."""
+        if not self._history.complete:
+            return
+        before = self._history.forget()
+        if before is not None:
+            self._snapshots.drop(before)
+        _LOG.warning(
+            "the run cannot recover from a loss until a snapshot finds room: give the workers' host more memory, or "
+            "save checkpoints often (trainer.save, --save-every)"
+        )
 
     def _arrive(self, copies: SnapshotLayout | None) -> None:
         """Replace the previous snapshot by the one that has arrived."""
         if copies is None:
             return
+        if self._refused:
+            _LOG.warning("a snapshot of the run has found room again, after %d that had not", self._refused)
+        self._refused = 0
         before = self._history.arrive(copies)
         if before is not None:
             self._snapshots.drop(before)

@@ -2,16 +2,20 @@
 
 A checkpoint folder holds one folder a save, ``step-00000020``, written under another name, synced to disk and renamed;
 a process killed at any moment leaves only complete ones. Nothing is ever unpickled.
+
+Saves are numbered in the order in which they were written, and know the save that their run had made or read before
+them. A run that goes back to an earlier save begins a branch there: the newest save of a folder is the one that was
+written last, whatever its step.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
-import os
+import math
 import re
-import shutil
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -25,16 +29,18 @@ from msgspec import Struct
 from safetensors import SafetensorError
 from torch import Tensor
 
+from onebox.engine.state.partial_saves import remove_save, temporary_folder
 from onebox.engine.state.pieces import Key
 from onebox.engine.workload.loss_reduction import ReductionName
 from onebox.errors import CheckpointError, UsageError
+from onebox.files import make_folder, sync
 from onebox.graph import Precision
 from onebox.plan import Plan
 from onebox.trainer_options import Engine, Recovery, Staging, StaleGradients
 from onebox.wire import DTYPES, TensorSpec, spec_of, to_frame
 from onebox.wire.protocol.instructions import Options
 
-VERSION = 3
+VERSION = 4
 _MANIFEST = "manifest.json"
 _FILES = ("model.safetensors", "loss.safetensors", "optimizer.safetensors")
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
@@ -105,6 +111,9 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         groups: The parameter groups; those of several optimizers are concatenated.
         numbers: Non-tensor entries of the optimizer's state.
         extra: The user's additions, such as the position in the data.
+        identity: Random name of the save, which its copies share.
+        parent: Identity of the save that the run had made or read before in this folder, if any.
+        number: Its place in the order in which the saves of the folder were written, from 1.
         files: The other files.
         complex: For each file, its complex tensors, stored as pairs of real numbers.
     """
@@ -126,6 +135,9 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     groups: tuple[GroupEntry, ...]
     numbers: tuple[NumberEntry, ...]
     extra: dict[str, Any]
+    identity: str
+    parent: str | None
+    number: int = 0
     files: tuple[FileEntry, ...] = ()
     complex: dict[str, list[str]] = {}
 
@@ -133,6 +145,31 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class _FormatVersion(Struct):
     """The version in a manifest, which says whether the rest can be read."""
 
+    version: int
+
+
+class _Header(_FormatVersion):
+    """The entries of a manifest that place a save among others."""
+
+    identity: str
+    parent: str | None
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Save:
+    """A save in a checkpoint folder.
+
+    Args:
+        path: Its folder.
+        name: Step, and count of earlier saves of this step.
+        header: Its place among others; ``None`` if its manifest cannot be read.
+        version: Version of its manifest; 0 if it cannot be read.
+    """
+
+    path: Path
+    name: tuple[int, int]
+    header: _Header | None
     version: int
 
 
@@ -182,7 +219,8 @@ def write(folder: Path, contents: CheckpointContents, *, keep: int | None) -> Pa
     Args:
         folder: The folder; created if missing.
         contents: The contents.
-        keep: Number of saves to keep, including this one, newest first; ``None`` keeps all.
+        keep: Number of saves to keep, including this one: the newest of its branch, then the newest of others;
+            ``None`` keeps all.
 
     Returns:
         The folder of this save.
@@ -198,24 +236,18 @@ def write(folder: Path, contents: CheckpointContents, *, keep: int | None) -> Pa
         json.dumps(contents.manifest.extra, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"extra={contents.manifest.extra!r} cannot be written as JSON: {error}") from None
-    temporary = folder / f".writing-{os.getpid()}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(folder)
-        temporary.mkdir()
-        try:
+        make_folder(folder)
+        with temporary_folder(folder) as temporary:
             final = _write_files(temporary, folder, contents)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
     except OSError as error:
         raise CheckpointError(
             f"the checkpoint could not be written to {folder}: {error}; earlier ones there are whole: make room, or "
             "save to another folder",
             path=folder,
         ) from error
-    others = [save for save in saves(folder) if save != final]
-    for old in others[keep - 1 :] if keep is not None else ():
-        shutil.rmtree(old, ignore_errors=True)
+    for old in _by_worth(folder, contents.manifest.identity)[keep:] if keep is not None else ():
+        remove_save(old)
     return final
 
 
@@ -228,13 +260,14 @@ def _write_files(temporary: Path, folder: Path, contents: CheckpointContents) ->
     entries = [_write_tensors(temporary / name, keys[name], contents) for name in _FILES]
     pairs = {name: [called for called, key in own.items() if _is_complex(contents, key)] for name, own in keys.items()}
     pairs = {name: found for name, found in pairs.items() if found}
-    manifest = msgspec.structs.replace(contents.manifest, files=tuple(entries), complex=pairs)
+    number = 1 + max((save.header.number for save in _listed(folder) if save.header is not None), default=0)
+    manifest = msgspec.structs.replace(contents.manifest, number=number, files=tuple(entries), complex=pairs)
     (temporary / _MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
-    _sync(temporary / _MANIFEST)
-    _sync(temporary)
+    sync(temporary / _MANIFEST)
+    sync(temporary)
     final = _free_name(folder, manifest.step)
     temporary.rename(final)
-    _sync(folder)
+    sync(folder)
     return final
 
 
@@ -276,19 +309,88 @@ def _write_tensors(file: Path, keys: Mapping[str, Key], contents: CheckpointCont
             stream.write(part)
             digest.update(part)
             size_bytes += len(part)
-    _sync(file)
+    sync(file)
     assert size_bytes == sum(map(len, begin)) + end, f"{file} lacks something"
     return FileEntry(file.name, size_bytes, digest.hexdigest())
 
 
 def saves(folder: Path) -> list[Path]:
-    """Return the saves in a checkpoint folder, newest first."""
+    """Return the saves in a checkpoint folder, from the one that was written last.
+
+    One that cannot be read comes first if it may be the last one, by its name or the time of its folder.
+    """
+    found = _listed(folder)
+    known = [save for save in found if save.header is not None]
+    last = max(known, key=_order, default=None)
+
+    def order(save: _Save) -> tuple[float, tuple[int, int]]:
+        if save.header is not None:
+            return _order(save)
+        older = 0 < save.version < VERSION and last is not None
+        return (-1 if older or (last is not None and not _may_follow(save, last)) else math.inf), save.name
+
+    return [save.path for save in sorted(found, key=order, reverse=True)]
+
+
+def find_save(path: Path) -> Path:
+    """Return the folder of a save: that of the newest one for a checkpoint folder, or the path itself.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    if (path / _MANIFEST).exists():
+        return path
+    found = saves(path)
+    if not found:
+        raise CheckpointError(f"{path} holds no checkpoint: no manifest.json and no step-… folder", path=path)
+    return found[0]
+
+
+def _listed(folder: Path) -> list[_Save]:
+    """Return the saves in a checkpoint folder."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         match = _NAME.fullmatch(path.name)
         if match:
-            found.append(((int(match[1]), int(match[2] or 0)), path))
-    return [path for _, path in sorted(found, reverse=True)]
+            found.append(_listed_save(path, (int(match[1]), int(match[2] or 0))))
+    return found
+
+
+def _listed_save(path: Path, name: tuple[int, int]) -> _Save:
+    header, version = None, 0
+    with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        data = _manifest_bytes(path)
+        version = msgspec.json.decode(data, type=_FormatVersion).version
+        header = msgspec.json.decode(data, type=_Header) if version == VERSION else None
+    return _Save(path=path, name=name, header=header, version=version)
+
+
+def _order(save: _Save) -> tuple[float, tuple[int, int]]:
+    assert save.header is not None
+    return save.header.number, save.name
+
+
+def _may_follow(save: _Save, last: _Save) -> bool:
+    """Return whether a save that cannot be read may have been written after another one."""
+    with contextlib.suppress(OSError):  # removed meanwhile
+        return save.name > last.name or save.path.stat().st_mtime_ns > last.path.stat().st_mtime_ns
+    return False
+
+
+def _by_worth(folder: Path, identity: str) -> list[Path]:
+    """Return the saves in a checkpoint folder: those of a branch, newest first, then those that it has abandoned.
+
+    Args:
+        folder: The folder.
+        identity: Identity of the branch's newest save.
+    """
+    known = {save.header.identity: (save.path, save.header.parent) for save in _listed(folder) if save.header}
+    branch: list[Path] = []
+    following: str | None = identity
+    while following is not None and following in known:
+        path, following = known.pop(following)
+        branch.append(path)
+    return [*branch, *(path for path in saves(folder) if path not in branch)]
 
 
 def read(path: Path) -> Checkpoint:
@@ -297,11 +399,7 @@ def read(path: Path) -> Checkpoint:
     Raises:
         CheckpointError: There is none, or it is damaged or has another format; the message names the fault.
     """
-    if not (path / _MANIFEST).exists():
-        found = saves(path)
-        if not found:
-            raise CheckpointError(f"{path} holds no checkpoint: no manifest.json and no step-… folder", path=path)
-        path = found[0]
+    path = find_save(path)
     manifest = _read_manifest(path)
     for entry in manifest.files:
         _verify(path, entry)
@@ -337,9 +435,7 @@ def _complex(path: Path, key: str, pairs: Tensor | None) -> Tensor:
 def _read_manifest(path: Path) -> Manifest:
     file = path / _MANIFEST
     try:
-        if file.stat().st_size > _MANIFEST_BYTES:
-            raise CheckpointError(f"{file} is larger than {_MANIFEST_BYTES} bytes", path=file)
-        data = file.read_bytes()
+        data = _manifest_bytes(path)
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error}", path=file) from error
     try:
@@ -358,6 +454,18 @@ def _read_manifest(path: Path) -> Manifest:
     if sorted(entry.name for entry in manifest.files) != sorted(_FILES):
         raise CheckpointError(f"{file} lists other files than {', '.join(_FILES)}", path=file)
     return manifest
+
+
+def _manifest_bytes(path: Path) -> bytes:
+    """Return the manifest of a save.
+
+    Raises:
+        OSError: It cannot be read, or is too large.
+    """
+    file = path / _MANIFEST
+    if file.stat().st_size > _MANIFEST_BYTES:
+        raise OSError(f"it is larger than {_MANIFEST_BYTES} bytes")
+    return file.read_bytes()
 
 
 def _check_groups(manifest: Mapping[str, Any]) -> None:
@@ -404,19 +512,3 @@ def _free_name(folder: Path, step: int) -> Path:
     had = (_NAME.fullmatch(path.name) for path in folder.glob(f"{name}*"))
     again = max((int(match[2] or 0) + 1 for match in had if match and int(match[1]) == step), default=0)
     return folder / (f"{name}.{again}" if again else name)
-
-
-def _remove_leftovers(folder: Path) -> None:
-    """Remove incomplete saves of ended processes."""
-    for path in folder.glob(".writing-*"):
-        owner = path.name.removeprefix(".writing-")
-        if not owner.isdigit() or int(owner) == os.getpid() or not Path(f"/proc/{owner}").exists():
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

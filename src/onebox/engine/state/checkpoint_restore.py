@@ -143,7 +143,8 @@ class ResumePoint:
 
     Args:
         step: Number of steps done.
-        path: Path of the checkpoint.
+        path: Folder of the save.
+        identity: Its identity.
         plan: Plan of the run; ``None`` if unknown.
         extra: Data saved with the checkpoint by the user.
         state: State of the optimizer, and versions of parameters.
@@ -151,6 +152,7 @@ class ResumePoint:
 
     step: int
     path: Path
+    identity: str
     plan: Plan | None
     extra: dict[str, Any]
     state: StartState
@@ -161,7 +163,7 @@ def resume_point(checkpoint: Checkpoint, path: Path) -> ResumePoint:
 
     Args:
         checkpoint: The checkpoint.
-        path: Its path.
+        path: Folder of its save.
     """
     manifest = checkpoint.manifest
     remembered = [
@@ -172,6 +174,7 @@ def resume_point(checkpoint: Checkpoint, path: Path) -> ResumePoint:
     return ResumePoint(
         step=manifest.step,
         path=path,
+        identity=manifest.identity,
         plan=manifest.plan,
         extra=manifest.extra,
         state=StartState(optimizer=remembered, versions=versions),

@@ -54,6 +54,14 @@ class HostedWorker(Protocol):
         """Time at which the agent was last heard, on the monotonic clock."""
 
 
+@runtime_checkable
+class LocalWorker(Protocol):
+    """A worker whose process runs on this machine."""
+
+    def disk_reads(self) -> tuple[int, bool]:
+        """Return the number of pages that it has read from disks, and whether it waits for a disk now."""
+
+
 class WorkerSource(Protocol):
     """A source of a pool's workers: this machine, an agent, a cluster."""
 
@@ -111,4 +119,4 @@ def end_all(handles: Sequence[WorkerHandle], *, grace_s: float) -> None:
         handle.close(grace_s=max(0.0, end_s - time.monotonic()))
 
 
-__all__ = ["HostedWorker", "RestartableSource", "WorkerHandle", "WorkerSource", "end_all"]
+__all__ = ["HostedWorker", "LocalWorker", "RestartableSource", "WorkerHandle", "WorkerSource", "end_all"]

@@ -20,7 +20,7 @@ import psutil
 import zmq
 
 from onebox.errors import OneboxError, PoolError, UsageError, WireError, WorkerDied, WorkerHung
-from onebox.pool.backends.base import HostedWorker, WorkerHandle
+from onebox.pool.backends.base import HostedWorker, LocalWorker, WorkerHandle
 from onebox.pool.client.connection import WorkerConnection, WorkerReply
 from onebox.pool.client.group_services import GroupNotice, GroupServices
 from onebox.pool.client.pending import PendingReplies
@@ -195,6 +195,10 @@ class ClientLoop:
 
         self._call_in_loop(interrupt_waits)
 
+    def dissolve_groups(self, worker: int) -> list[int]:
+        """Dissolve the groups of a worker, notify those that wait in them for the client, and return the groups."""
+        return self._call_in_loop(lambda _: self._dissolve_groups(worker))
+
     def miss(self, worker: int, error: OneboxError) -> None:
         """Note that a dropped worker is not replaced, until :meth:`replace` is called for it."""
         self._gone[worker] = error
@@ -306,6 +310,11 @@ class ClientLoop:
         for worker, connection in self._connections.items():
             if isinstance(connection.handle, HostedWorker):
                 self._liveness.overhear(worker, connection.handle.heard_s)
+        for worker in self._liveness.silent(now_s):
+            handle = self._connections[worker].handle
+            if isinstance(handle, LocalWorker):
+                reads, waits = handle.disk_reads()
+                self._liveness.look(worker, now_s, disk_reads=reads, waits=waits)
         for worker, why in self._liveness.hung(now_s).items():
             self._lost(self._connections[worker], self._hung(worker, why))
         self._check_overruns(now_s)
@@ -327,10 +336,14 @@ class ClientLoop:
         connection = self._connections.pop(worker)
         connection.close(poller)
         self._liveness.forget(worker)
+        groups = self._dissolve_groups(worker)
+        self.lost.pop(worker, None)
+        return groups
+
+    def _dissolve_groups(self, worker: int) -> list[int]:
         groups = self._groups.of(worker)
         for group in groups:
             self._notify(self._groups.dissolve(group))
-        self.lost.pop(worker, None)
         return groups
 
     def _add(self, connection: WorkerConnection, poller: zmq.Poller) -> None:

@@ -22,6 +22,7 @@ from onebox.pool.launch.stderr_tail import StderrTail
 from onebox.pool.launch.worker_user import WorkerUser
 from onebox.reaping import end_process
 from onebox.worker import Ports, WorkerConfig
+from onebox.worker.system.process_watch import disk_reads
 
 START_S = 90.0
 """How long a worker may take until its ports are bound, mostly for the import of torch."""
@@ -198,6 +199,10 @@ class WorkerProcess:
             host=self.place.host,
             device=self.place.device,
         )
+
+    def disk_reads(self) -> tuple[int, bool]:
+        """Return the number of pages that it has read from disks, and whether it waits for a disk now."""
+        return disk_reads(self.pid)
 
     def last_words(self) -> str:
         """Return the end of the worker's standard error."""

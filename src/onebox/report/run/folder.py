@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from onebox.errors import UsageError
-from onebox.files import put_file
+from onebox.files import make_folder, put_file, sync
 from onebox.report.run.json_files import to_json
 
 
@@ -59,7 +59,7 @@ class RunFolder:
             raise UsageError(
                 f"the folder {folder} is not empty; give another one for a new run, or resume the run in it"
             )
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         return cls(path=folder)
 
     @classmethod
@@ -147,7 +147,7 @@ class RunFolder:
 
 
 def _fresh(root: Path, name: str) -> Path:
-    root.mkdir(parents=True, exist_ok=True)
+    make_folder(root)
     number = 1
     while True:
         folder = root / (name if number == 1 else f"{name}-{number}")
@@ -156,6 +156,7 @@ def _fresh(root: Path, name: str) -> Path:
         except FileExistsError:
             number += 1
         else:
+            sync(root)
             return folder
 
 

@@ -24,8 +24,8 @@ import signal
 import socket
 
 from onebox.forking import ForkServer, adopt_orphans
+from onebox.worker.process.main import ignore_end_signals, name_process, wake_with_owner
 from onebox.worker.process.main import main as serve_worker
-from onebox.worker.process.main import name_process, wake_with_owner
 from onebox.worker.sandbox.confine import prepare
 
 DESCRIPTORS = 4
@@ -37,6 +37,7 @@ IDLE_S = 60.0
 
 def main() -> None:
     """Run a fork server; standard input is the socket to its client."""
+    ignore_end_signals()
     parent = os.getppid()
     client = os.pidfd_open(parent)
     wake_with_owner()

@@ -24,6 +24,7 @@ from onebox.wire.protocol.groups import LeaveGroup
 from onebox.wire.protocol.responses import Heartbeat
 from onebox.worker.progress import WorkerProgress
 from onebox.worker.system.cpu_affinity import use_all_cores
+from onebox.worker.system.process_watch import DISK_WAIT_S
 
 HEARTBEAT_S = 0.5
 """Interval between heartbeats."""
@@ -49,12 +50,14 @@ class StallDetector:
     """Detector of stalled work; pure: readings in, seconds out.
 
     A worker that waits for its peers or for the client, that uses or is ready to use the processor, or that reads from
-    a disk (including swapped memory) is not stalled.
+    a disk (including swapped memory) is not stalled. Nor is one that waits for a single read of a disk, such as of a
+    page that its siblings need, too, and that counts as read by one of them; but not without end.
     """
 
     def __init__(self) -> None:
         self._executed = -1
         self._disk_reads = 0
+        self._disk_wait_s = 0.0
         self._processor_s = 0.0
         self._at_s = 0.0
         self._stalled_s = 0.0
@@ -67,7 +70,7 @@ class StallDetector:
         processor_s: float,
         now_s: float,
         disk_reads: int = 0,
-        runnable: bool = False,
+        state: str = "S",
     ) -> float:
         """Process a reading and return the seconds for which the worker has been stalled.
 
@@ -77,12 +80,15 @@ class StallDetector:
             processor_s: Processor time of the process so far.
             now_s: The time.
             disk_reads: Number of the process's major page faults and blocks read so far.
-            runnable: Whether the working thread is ready to run.
+            state: State of the working thread as in proc(5): R if it is ready to run, D if it waits for a disk.
         """
         elapsed = now_s - self._at_s
+        waits_for_disk = state == "D" and disk_reads == self._disk_reads
+        self._disk_wait_s = self._disk_wait_s + min(elapsed, _LATE_S) if waits_for_disk else 0.0
+        busy = state == "R" or 0 < self._disk_wait_s <= DISK_WAIT_S
         idle = processor_s - self._processor_s < _IDLE_SHARE * elapsed and disk_reads == self._disk_reads
         self._disk_reads = disk_reads
-        stalled = not waiting and executed == self._executed and idle and not runnable
+        stalled = not waiting and executed == self._executed and idle and not busy
         self._stalled_s = self._stalled_s + min(elapsed, _LATE_S) if stalled else 0.0
         self._executed, self._processor_s, self._at_s = executed, processor_s, now_s
         return self._stalled_s
@@ -215,7 +221,7 @@ class HeartbeatThread:
             processor_s=time.process_time(),
             now_s=time.monotonic(),
             disk_reads=used.ru_majflt + used.ru_inblock,
-            runnable=_is_runnable(),
+            state=_state(),
         )
         message = encode(Heartbeat(progress.executed, stalled_s, progress.doing))
         try:
@@ -225,12 +231,12 @@ class HeartbeatThread:
         return True
 
 
-def _is_runnable() -> bool:
-    """Return whether the main thread, which does the work, is running or ready to run, according to Linux's proc(5)."""
+def _state() -> str:
+    """Return the state of the main thread, which does the work, according to Linux's proc(5)."""
     try:
-        return Path(f"/proc/self/task/{os.getpid()}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"R"
+        return Path(f"/proc/self/task/{os.getpid()}/stat").read_bytes().rpartition(b")")[2].split()[0].decode()
     except OSError:
-        return False
+        return "S"
 
 
 class _OneKey:

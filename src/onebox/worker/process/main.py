@@ -403,7 +403,7 @@ def main(owner: int = 0, watched: Sequence[int] = ()) -> None:
         owner: Process id of the owner; 0 for the parent.
         watched: Descriptors of processes with which it ends; the owner's if empty.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner ends it
+    ignore_end_signals()
     faulthandler.enable()  # reports crashes in libraries
     name_process("onebox-worker")
     wake_with_owner()
@@ -455,6 +455,14 @@ def load_kernels_at_once(config: WorkerConfig) -> None:
     """
     if needs_driver(config.device) and config.sharing == 1:
         os.environ.setdefault(*KERNELS_AT_ONCE)
+
+
+def ignore_end_signals() -> None:
+    """Ignore the signals that may be sent to all processes of a job: its owner handles them, saves its state with the
+    workers' help, and ends them.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def wake_with_owner() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -17,9 +17,23 @@ LOSS = WorkerDied("worker 1 is gone")
 REFUSED = UsageError("not like this")
 
 
-def manager(located: list[Exception] | None = None) -> RecoveryManager:
+class FakePool:
+    """A pool that others may have recovered."""
+
+    devices = ()
+    order = threading.RLock()
+
+    def __init__(self) -> None:
+        self.recoveries = 0
+        self.lost: dict[int, OneboxError] = {}
+
+    def losses(self, seen: int) -> dict[int, OneboxError]:
+        return self.lost if self.recoveries > seen else {}
+
+
+def manager(located: list[Exception] | None = None, pool: FakePool | None = None) -> RecoveryManager:
     return RecoveryManager(
-        cast(Pool, SimpleNamespace(devices=())),
+        cast(Pool, pool or FakePool()),
         cast(RecoverableRun, None),
         cast(OverlapScheduler, None),
         None,
@@ -35,6 +49,25 @@ def failing(error: BaseException) -> Callable[[], Any]:
         raise error
 
     return action
+
+
+def test_a_run_that_cannot_recover_ends_when_another_has_replaced_the_workers() -> None:
+    """Its state has gone with them, whatever the new ones say of what it asks for."""
+    pool = FakePool()
+    recovery = manager(pool=pool)
+    pool.recoveries = 1
+    assert recovery.run(lambda: 3) == 3, "nobody was lost"
+
+    def unknown() -> None:
+        pool.lost = {1: LOSS}
+        raise OperatorError("there is no such program")
+
+    with pytest.raises(WorkerDied) as caught:
+        recovery.once(unknown)
+    assert caught.value is LOSS
+    assert recovery.error is LOSS
+    with pytest.raises(WorkerDied):
+        manager(pool=FakePool()).run(failing(LOSS))
 
 
 def test_the_result_of_an_action_is_handed_back() -> None:

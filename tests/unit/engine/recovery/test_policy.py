@@ -105,6 +105,56 @@ def test_a_snapshot_of_what_has_been_brought_back_takes_no_step_away() -> None:
     assert history.restart().replay == (0, 1, 2)
 
 
+def test_a_snapshot_that_finds_no_room_is_put_off_and_the_one_before_stays() -> None:
+    history: Kept = StepHistory(0, "start", limit_bytes=1000)
+    begun(history, 3)
+    history.ask()
+    history.put_off(4)
+    due = []
+    for _ in range(5):
+        begun(history, 1)
+        due.append(history.due(3))
+    assert due == [False, False, False, True, True]
+    assert history.complete
+    assert (history.restart().snapshot, history.restart().replay) == ("start", tuple(range(8)))
+
+
+@pytest.mark.parametrize("size", [1, 300])
+def test_what_is_kept_without_snapshots_has_a_bound_and_is_then_given_up(size: int) -> None:
+    history: Kept = StepHistory(0, "start", limit_bytes=1000, limit_steps=20)
+    while not history.full:
+        history.begin(history.steps, size)
+    assert history.steps == (20 if size == 1 else 7)
+    steps = history.steps
+    assert history.forget() == "start"
+    assert not history.complete and not history.full and history.snapshot is None
+    begun(history, 5)
+    assert history.steps == steps + 5
+    assert history.due(3)
+    history.ask()
+    begun(history, 2)
+    history.arrive("later")
+    assert history.complete
+    restart = history.restart()
+    assert (restart.step, restart.snapshot, restart.replay) == (steps + 5, "later", (steps + 5, steps + 6))
+
+
+def test_what_is_given_up_while_a_snapshot_is_under_way_is_what_comes_before_it() -> None:
+    history: Kept = StepHistory(0, "start", limit_bytes=1000)
+    begun(history, 3)
+    history.ask()
+    begun(history, 2)
+    history.forget()
+    begun(history, 1)
+    history.arrive("three")
+    assert (history.restart().step, history.restart().replay) == (3, (3, 4, 5))
+    history.forget()
+    history.ask()
+    begun(history, 2)
+    history.give_up()
+    assert history.steps == 8 and history.snapshot_step == 8 and not history.complete
+
+
 @example(["step"] * 8, 1, 0)
 @given(
     st.lists(st.sampled_from(["step", "arrive", "again", "give up"]), max_size=60),

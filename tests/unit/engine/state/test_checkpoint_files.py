@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
+import secrets
 import shutil
 import struct
 from collections.abc import Iterator, Sequence
@@ -26,6 +26,7 @@ from onebox.engine.state.checkpoint_files import (
     GroupEntry,
     Manifest,
     NumberEntry,
+    find_save,
     read,
     saves,
     write,
@@ -69,6 +70,8 @@ def manifest(**changed: Any) -> Manifest:
         "groups": (GroupEntry(("model.w",), {"lr": 0.1, "betas": (0.9, 0.999), "fused": None, "amsgrad": False}),),
         "numbers": (NumberEntry("model.w", "count", 3),),
         "extra": {"epoch": 2, "nested": {"list": [1, 2.5, None, "x"]}},
+        "identity": secrets.token_hex(16),
+        "parent": None,
     }
     return Manifest(**{**fields, **changed})
 
@@ -96,7 +99,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert place == tmp_path / "new" / "folder" / "step-00000020"
     for path in (place, place.parent):
         found = read(path)
-        assert msgspec.structs.replace(found.manifest, files=()) == written.manifest
+        assert msgspec.structs.replace(found.manifest, files=(), number=0) == written.manifest
         assert found.state.keys() == written.state.keys()
         assert found.optimizer.keys() == written.optimizer.keys()
         assert all(same(found.state[name], tensor) for name, tensor in written.state.items())
@@ -143,13 +146,93 @@ def steps(folder: Path) -> list[str]:
     return [path.name for path in saves(folder)]
 
 
+class Line:
+    """A run that saves: each save follows the one before, or the one that it goes back to."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.parent: str | None = None
+
+    def save(self, *steps: int, keep: int | None = None) -> list[str]:
+        """Save after each of these steps, and return what is in the folder."""
+        for step in steps:
+            made = checkpoint(step=step, parent=self.parent)
+            write(self.folder, made.contents(), keep=keep)
+            self.parent = made.manifest.identity
+        return [path.name for path in saves(self.folder)]
+
+    def resume(self, name: str = "") -> int:
+        """Go on from a save, or from the newest, and return its step."""
+        found = read(find_save(self.folder / name)).manifest
+        self.parent = found.identity
+        return found.step
+
+
 def test_the_newest_are_kept_and_read(tmp_path: Path) -> None:
-    for step in (2, 100_000_000, 10):
-        write(tmp_path, checkpoint(step=step).contents(), keep=None)
+    line = Line(tmp_path)
+    line.save(2, 10, 100_000_000)
     assert steps(tmp_path) == ["step-100000000", "step-00000010", "step-00000002"]
     assert read(tmp_path).manifest.step == 100_000_000
-    write(tmp_path, checkpoint(step=100_000_001).contents(), keep=2)
-    assert steps(tmp_path) == ["step-100000001", "step-100000000"]
+    assert line.save(100_000_001, keep=2) == ["step-100000001", "step-100000000"]
+
+
+@pytest.mark.parametrize(
+    ("keep", "left"), [(1, [15]), (2, [15, 10]), (3, [15, 30, 10]), (4, [15, 30, 20, 10]), (None, [15, 30, 20, 10])]
+)
+def test_a_run_that_goes_back_begins_a_branch_and_abandons_another(
+    tmp_path: Path, keep: int | None, left: list[int]
+) -> None:
+    line = Line(tmp_path)
+    line.save(10, 20, 30)
+    assert line.resume("step-00000010") == 10
+    assert line.save(15, keep=keep) == [f"step-{step:08d}" for step in left]
+    assert line.resume() == 15
+    assert line.save(16, keep=2) == ["step-00000016", "step-00000015"]
+
+
+def test_a_branch_is_kept_before_newer_saves_of_another(tmp_path: Path) -> None:
+    """Two runs in one folder, by turns: each keeps its own."""
+    one, other = Line(tmp_path), Line(tmp_path)
+    one.save(1)
+    other.save(2)
+    one.save(3)
+    other.save(4)
+    assert one.save(5, keep=2) == ["step-00000005", "step-00000003"]
+
+
+def test_what_cannot_be_read_is_an_error_only_where_it_may_be_the_newest(tmp_path: Path) -> None:
+    line = Line(tmp_path)
+    line.save(10, 20)
+    (tmp_path / "step-00000010" / "manifest.json").write_text("damaged")
+    assert line.resume() == 20
+    line.save(15)
+    (tmp_path / "step-00000015" / "manifest.json").write_text("damaged")
+    with pytest.raises(CheckpointError, match=r"step-00000015/manifest\.json is damaged"):
+        line.resume()  # by the time of its folder, though not by its name
+    rewritten = json.loads((tmp_path / "step-00000020" / "manifest.json").read_text())
+    (tmp_path / "step-00000015" / "manifest.json").write_text(json.dumps({**rewritten, "version": VERSION - 1}))
+    assert line.resume() == 20
+
+
+def test_a_removal_that_is_killed_leaves_nothing_that_looks_like_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = Line(tmp_path)
+    line.save(1)
+
+    def killed(path: Path, **options: Any) -> None:
+        if path.name.startswith(".removing-"):
+            (path / "manifest.json").unlink()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        line.save(2, keep=1)
+    monkeypatch.undo()
+    assert steps(tmp_path) == ["step-00000002"]
+    assert line.resume() == 2
+    line.save(3, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
 
 
 def test_the_same_step_again_is_newer(tmp_path: Path) -> None:
@@ -203,7 +286,7 @@ def test_a_write_that_ends_anywhere_leaves_the_earlier_ones_whole(
     """Killed before each sync in turn: KeyboardInterrupt stands in, and the clean-up that it would run is left out."""
     write(tmp_path, checkpoint(step=1).contents(), keep=None)
     count = 0
-    original = module._sync
+    original = module.sync
 
     def sync(path: Path) -> None:
         nonlocal count
@@ -212,7 +295,7 @@ def test_a_write_that_ends_anywhere_leaves_the_earlier_ones_whole(
         count += 1
         original(path)
 
-    monkeypatch.setattr(module, "_sync", sync)
+    monkeypatch.setattr(module, "sync", sync)
     monkeypatch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)
     try:
         write(tmp_path, checkpoint(step=2).contents(), keep=None)
@@ -230,8 +313,8 @@ def test_a_write_that_ends_anywhere_leaves_the_earlier_ones_whole(
 
 def test_everything_is_on_disk_before_the_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    sync, rename = module._sync, Path.rename
-    monkeypatch.setattr(module, "_sync", lambda path: (events.append(path.name), sync(path))[1])
+    sync, rename = module.sync, Path.rename
+    monkeypatch.setattr(module, "sync", lambda path: (events.append(path.name), sync(path))[1])
     monkeypatch.setattr(Path, "rename", lambda self, to: (events.append("rename"), rename(self, to))[1])
     write(tmp_path, checkpoint().contents(), keep=None)
     place = events.index("rename")
@@ -239,15 +322,6 @@ def test_everything_is_on_disk_before_the_name_is(tmp_path: Path, monkeypatch: p
     assert before <= set(events[:place])
     assert events[place - 1].startswith(".writing"), "the folder's own entries last"
     assert events[place + 1 :] == [tmp_path.name], "then the name"
-
-
-def test_what_another_process_writes_is_left_alone(tmp_path: Path) -> None:
-    theirs, gone = tmp_path / f".writing-{os.getppid()}", tmp_path / ".writing-999999999"
-    theirs.mkdir()
-    gone.mkdir()
-    write(tmp_path, checkpoint().contents(), keep=None)
-    assert theirs.exists()
-    assert not gone.exists()
 
 
 def test_a_full_disk_is_a_checkpoint_error(tmp_path: Path) -> None:
@@ -382,7 +456,7 @@ def test_a_manifest_that_says_something_else(place: Path, changed: dict[str, Any
 
 def test_a_manifest_without_end(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MANIFEST_BYTES", 10)
-    with pytest.raises(CheckpointError, match="larger than 10 bytes"):
+    with pytest.raises(CheckpointError, match="is larger than 10 bytes"):
         read(place)
 
 

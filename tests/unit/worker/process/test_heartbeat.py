@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +21,7 @@ from onebox.wire.protocol.responses import Heartbeat
 from onebox.worker.process import heartbeat
 from onebox.worker.process.heartbeat import HeartbeatThread, StallDetector
 from onebox.worker.progress import WorkerProgress
+from onebox.worker.system.process_watch import DISK_WAIT_S
 
 # ---- stalls
 
@@ -29,16 +32,16 @@ def test_work_that_stands_still_is_a_stall_that_grows() -> None:
     assert readings == [0.0, 1.0, 2.0, 2.5]
 
 
-@pytest.mark.parametrize("changed", ["executed", "waiting", "processor_s", "disk_reads", "runnable"])
+@pytest.mark.parametrize("changed", ["executed", "waiting", "processor_s", "disk_reads", "state"])
 def test_progress_waiting_and_computing_end_a_stall(changed: str) -> None:
     stall = StallDetector()
-    still = {"executed": 5, "waiting": False, "processor_s": 1.0, "disk_reads": 7, "runnable": False}
+    still = {"executed": 5, "waiting": False, "processor_s": 1.0, "disk_reads": 7, "state": "S"}
     for now in (0.0, 1.0, 2.0):
         stall.reading(**still, now_s=now)  # type: ignore[arg-type]
-    other = {"executed": 6, "waiting": True, "processor_s": 1.9, "disk_reads": 8, "runnable": True}
+    other = {"executed": 6, "waiting": True, "processor_s": 1.9, "disk_reads": 8, "state": "R"}
     moved = {**still, changed: other[changed]}
     assert stall.reading(**moved, now_s=3.0) == 0.0  # type: ignore[arg-type]
-    assert stall.reading(**moved, now_s=4.0) == (0.0 if changed in ("waiting", "runnable") else 1.0)  # type: ignore[arg-type]
+    assert stall.reading(**moved, now_s=4.0) == (0.0 if changed in ("waiting", "state") else 1.0)  # type: ignore[arg-type]
 
 
 def test_the_first_reading_is_never_a_stall() -> None:
@@ -52,14 +55,44 @@ def test_a_watcher_that_could_not_run_cannot_tell() -> None:
     assert readings == [0.0, 0.5, 1.5, 2.0]
 
 
+def test_who_waits_for_a_disk_is_slow_and_not_hung_but_not_without_end() -> None:
+    """As for a page that a sibling reads, too, and that counts as read by the sibling."""
+    stall = StallDetector()
+    stalled_s = {}
+    for tick in range(int(2 * DISK_WAIT_S) + 20):
+        now_s = 0.5 * tick
+        stalled_s[now_s] = stall.reading(executed=5, waiting=False, processor_s=1.0, now_s=now_s, state="D")
+    assert stalled_s[DISK_WAIT_S - 1] == 0.0
+    assert stalled_s[DISK_WAIT_S + 5] > 3.0
+    assert stall.reading(executed=5, waiting=False, processor_s=1.0, now_s=now_s + 1, state="D", disk_reads=1) == 0.0
+
+
 def test_who_would_run_if_there_were_a_processor_is_told_from_who_waits() -> None:
     """By the main thread, which here is the one that asks, and then waits for another one that asks."""
-    assert heartbeat._is_runnable()
-    found: list[bool] = []
-    asking = threading.Timer(0.1, lambda: found.append(heartbeat._is_runnable()))
+    assert heartbeat._state() == "R"
+    found: list[str] = []
+    asking = threading.Timer(0.1, lambda: found.append(heartbeat._state()))
     asking.start()
     asking.join()
-    assert found == [False]
+    assert found == ["S"]
+
+
+WAITS = """
+import ctypes, os, threading, time
+from onebox.worker.process.heartbeat import _state
+found = []
+threading.Timer(0.3, lambda: found.append(_state())).start()
+if not ctypes.CDLL(None).syscall(56, 0x4000 | 17, 0, 0, 0, 0):  # clone(CLONE_VFORK): the parent waits for the child
+    time.sleep(0.6)
+    os._exit(0)
+print(*found)
+"""
+
+
+@pytest.mark.long
+def test_who_waits_in_the_kernel_is_told_from_who_sleeps() -> None:
+    done = subprocess.run([sys.executable, "-c", WAITS], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "D\n"
 
 
 def test_the_watcher_itself_is_not_work() -> None:
@@ -167,7 +200,7 @@ def test_groups_that_are_to_wait_no_longer_are_heard_of_beside_the_queue(watched
 
 def test_a_stall_is_told(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "process_time", lambda: 1.0)  # this process is busy with the tests
-    monkeypatch.setattr(heartbeat, "_is_runnable", lambda: False)
+    monkeypatch.setattr(heartbeat, "_state", lambda: "S")
     watched.progress.executed, watched.progress.waiting = 1, False
     end_s = time.monotonic() + 20
     while time.monotonic() < end_s:
