@@ -40,7 +40,7 @@ def run_script(config: RunConfig) -> int:
         OneboxError: The pool cannot be opened; or an operator of the script whose result was never read has failed.
     """
     with _arguments(config.script) as run:
-        open_devices(config.pool, threads=config.threads, memory=config.memory)
+        open_devices(config.pool, threads=config.threads, memory=config.memory, plain_links=config.plain_links)
         alias_cuda()
         set_synchronous(config.synchronous)
         status = _status_of(run)
