@@ -61,6 +61,7 @@ def open_pool(
     """
     _require_channel(channel_latency_s, channel_bandwidth_bps)
     sources = make_sources(spec, threads=threads, memory=memory, faults=faults, grace_s=grace_s)
+    plain_links = plain_links or any(isinstance(source, AgentSource) and source.plain_links for source in sources)
     channel = {"channel_latency_s": channel_latency_s, "channel_bandwidth_bps": channel_bandwidth_bps}
     return connect_pool(sources, links=links, wait=wait, plain_links=plain_links, **channel)
 

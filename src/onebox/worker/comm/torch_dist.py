@@ -305,7 +305,8 @@ class GlooGroup(TorchDistGroup):
         self._outgoing.close()
         self._group = None
         if self._forwarder is not None:
-            self._forwarder.close(CLOSE_S)
+            with self._progress.wait():
+                self._forwarder.close(CLOSE_S)
 
     def _begin(self, call: Callable[[], Any], *tensors: Tensor, sent: bool = False) -> Any:
         """Begin an operation on a tensor and return its work."""
