@@ -75,6 +75,8 @@ class GlooForwarder:
                 self._channels.append(_Channel(peer, link, listener, lambda: (self.address, self._gloo_port)))
         except BaseException:
             self.close(0.0)
+            for link in links.values():
+                link.close()
             raise
         for channel in self._channels:
             channel.start()
