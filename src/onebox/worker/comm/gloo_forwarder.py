@@ -90,7 +90,7 @@ class GlooForwarder:
                 shut_down(name)
 
     def close(self, timeout_s: float) -> None:
-        """Forward what Gloo, which must have closed its connections, has written before, and close everything."""
+        """Forward what Gloo has written, as far as its peers read it within a time, and close everything."""
         end_s = time.monotonic() + timeout_s
         for channel in self._channels:
             channel.close(end_s)
@@ -180,9 +180,12 @@ class _Channel:
         _start(self._encrypting)
 
     def close(self, end_s: float) -> None:
-        """Wait until a time for the end, then enforce it."""
+        """Forward what Gloo has written, until a time, and end."""
         if self._encrypting.ident is not None:
-            self._encrypting.join(max(0.0, end_s - time.monotonic()))
+            if self._local is not None:
+                with suppress(OSError):
+                    self._local.shutdown(socket.SHUT_RD)  # what has arrived can be read, and then comes the end
+                self._encrypting.join(max(0.0, end_s - time.monotonic()))
             self._shut()
             self._encrypting.join()
         if self._decrypting is not None:

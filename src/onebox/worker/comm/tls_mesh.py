@@ -34,7 +34,7 @@ ACCEPT_S = 60.0
 _PENDING = 64
 """Most handshakes of one worker at a time: another connection ends the oldest."""
 
-_RETRY_S = 0.1
+_RETRY_S = 0.02
 _ACCEPTED = b"\x01"
 
 
@@ -93,13 +93,14 @@ def connect_mesh(
         WireError: What a rank says of itself is not understood.
     """
     own = new_certificate()
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.create_server((address, 0), family=family, backlog=_PENDING + size) as listener:
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as listener:
+        listener.bind(socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][4])
         store.set(f"tls/{rank}", f"{address} {listener.getsockname()[1]} {own.der.hex()}")
         peers = [_parse(other, store.get(f"tls/{other}")) for other in range(size) if other != rank]
         if len({peer.certificate for peer in peers} | {own.der}) != size:
             raise WireError("two workers of a group show the same certificate")
         serving, connecting = _contexts(own, peers)
+        listener.listen(_PENDING + size)  # not before, as nobody could be let in; peers try again
         acceptor = _Acceptor(listener, serving, peers)
         outgoing: dict[int, ssl.SSLSocket] = {}
         try:
@@ -246,7 +247,7 @@ class _Acceptor:
         try:
             while len(self._found) < len(self._ranks) and not self._closed:
                 self._end_late()
-                for descriptor, _ in self._poll.poll(_RETRY_S * 1000):
+                for descriptor, _ in self._poll.poll(1000 * _RETRY_S):
                     if descriptor == listener.fileno():
                         self._accept()
                     elif descriptor in self._pending:

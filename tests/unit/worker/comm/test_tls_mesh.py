@@ -9,7 +9,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -55,19 +55,40 @@ def where(store: Store, rank: int) -> tuple[str, int]:
     return host, int(port)
 
 
+def reach(store: Store, rank: int) -> socket.socket:
+    """Connect to a rank as soon as it listens."""
+    end_s = time.monotonic() + WITHIN_S
+    while True:
+        try:
+            return socket.create_connection(where(store, rank), WITHIN_S)
+        except ConnectionRefusedError:
+            assert time.monotonic() < end_s
+            time.sleep(0.01)
+
+
+class SlowStore(Store):
+    """The store of a rank that has announced itself, and goes on when it is let."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self.go_on = threading.Event()
+        self._store = store
+
+    def set(self, key: str, value: str) -> None:
+        """Set a key."""
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key when it is time."""
+        assert self.go_on.wait(WITHIN_S)
+        return self._store.get(key)
+
+
 def works(one: DuplexLink, other: DuplexLink) -> bool:
     """Return whether both directions carry data."""
     one.outgoing.sendall(b"there")
     other.outgoing.sendall(b"back")
     return other.incoming.recv(5) == b"there" and one.incoming.recv(4) == b"back"
-
-
-def join(first: Future[dict[int, DuplexLink]], store: Store) -> None:
-    """Let rank 1 join rank 0, and require that they reach each other."""
-    second = connect_mesh(1, 2, HERE, store)[0]
-    other = first.result(WITHIN_S)[1]
-    with contextlib.closing(second), contextlib.closing(other):
-        assert works(second, other)
 
 
 def test_signatures_are_those_of_the_standard() -> None:
@@ -102,20 +123,22 @@ def test_idle_and_talking_strangers_are_closed_and_hold_up_nobody(
     store: Store, ranks: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tls_mesh, "HANDSHAKE_S", 1.0)
-    first = ranks.submit(connect_mesh, 0, 2, HERE, store)
+    slow = SlowStore(store)
+    first, second = (ranks.submit(connect_mesh, rank, 2, HERE, each) for rank, each in enumerate((store, slow)))
     with contextlib.ExitStack() as stack:
-        strangers = []
-        for number in range(100):
-            strangers.append(stack.enter_context(socket.create_connection(where(store, 0), WITHIN_S)))
-            if number % 2:
-                strangers[-1].sendall(os.urandom(1000))
-        join(first, store)
-        for stranger in strangers:
-            stranger.settimeout(WITHIN_S)
-            with contextlib.suppress(ConnectionResetError):
-                while stranger.recv(1 << 16):
-                    pass
-    # the end of the group's forming is the end of all of them
+        strangers = [stack.enter_context(reach(store, 0)) for _ in range(100)]
+        for stranger in strangers[::2]:
+            with contextlib.suppress(ConnectionError):
+                stranger.sendall(os.urandom(1000))
+        slow.go_on.set()
+        one, other = first.result(WITHIN_S)[1], second.result(WITHIN_S)[0]
+        with contextlib.closing(one), contextlib.closing(other):
+            assert works(one, other)
+            for stranger in strangers:
+                stranger.settimeout(WITHIN_S)
+                with contextlib.suppress(ConnectionResetError):
+                    while stranger.recv(1 << 16):
+                        pass
 
 
 def test_strangers_are_closed_while_the_group_waits(
@@ -127,7 +150,7 @@ def test_strangers_are_closed_while_the_group_waits(
     first = ranks.submit(connect_mesh, 0, 2, HERE, store)
     with contextlib.ExitStack() as stack:
         begin_s = time.monotonic()
-        strangers = [stack.enter_context(socket.create_connection(where(store, 0), WITHIN_S)) for _ in range(8)]
+        strangers = [stack.enter_context(reach(store, 0)) for _ in range(8)]
         for stranger in strangers:
             stranger.settimeout(WITHIN_S)
             assert stranger.recv(1) == b""
@@ -157,7 +180,7 @@ def test_who_has_no_key_of_the_group_is_refused(store: Store, ranks: ThreadPoolE
     first = ranks.submit(connect_mesh, 0, 2, HERE, store)
     for certificate, accepted in ((new_certificate() if key else None, False), (announced, True)):
         with (
-            socket.create_connection(where(store, 0), WITHIN_S) as raw,
+            reach(store, 0) as raw,
             client(certificate).wrap_socket(raw, server_hostname=HERE) as connection,
         ):
             if accepted:
@@ -201,7 +224,7 @@ def test_the_members_of_a_group_cannot_stand_for_each_other(store: Store, ranks:
     """The address of rank 1 leads to rank 2."""
     genuine = Store()
     meshes = [ranks.submit(connect_mesh, rank, 3, HERE, genuine) for rank in (1, 2)]
-    _, _, one = genuine.get("tls/1").decode().split(" ")
+    one = genuine.get("tls/1").decode().split(" ")[2]
     host, port = where(genuine, 2)
     store.set("tls/1", f"{host} {port} {one}")
     store.set("tls/2", genuine.get("tls/2").decode())
@@ -253,12 +276,12 @@ def test_what_is_on_the_wire_is_not_what_is_sent(store: Store, ranks: ThreadPool
     pattern, seen = b"a tensor's bytes" * 64, bytearray()
     genuine = Store()
     first = ranks.submit(connect_mesh, 0, 2, HERE, genuine)
-    host, port, certificate = genuine.get("tls/0").decode().split(" ")
+    certificate = genuine.get("tls/0").decode().split(" ")[2]
     with socket.create_server((HERE, 0)) as listener:
         store.set("tls/0", f"{HERE} {listener.getsockname()[1]} {certificate}")
 
         def relay() -> None:
-            with listener.accept()[0] as near, socket.create_connection((host, int(port))) as far:
+            with listener.accept()[0] as near, reach(genuine, 0) as far:
                 back = threading.Thread(target=carry, args=(far, near, seen.extend))
                 back.start()
                 carry(near, far, seen.extend)
