@@ -55,10 +55,6 @@ def listening_address(address: str) -> str:
     Example:
         >>> listening_address("127.0.0.1")
         '127.0.0.1'
-        >>> listening_address("0.0.0.0")
-        Traceback (most recent call last):
-        ...
-        onebox.worker.system.network_interfaces.NoAddress: 0.0.0.0 stands for all addresses of a host: ...
     """
     try:
         found = socket.getaddrinfo(address or "0.0.0.0", 0, type=socket.SOCK_STREAM)
