@@ -288,6 +288,7 @@ class Workers:
                 last_port=max(self._ports, default=0),
                 owner=os.getpid(),
                 cores=crew.cores[len(crew.workers)],
+                advertise=self._advertise,
             )
             place = WorkerLocation(worker=len(crew.workers), host=self._host, device=share.device)
             try:

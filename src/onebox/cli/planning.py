@@ -225,7 +225,9 @@ def plan_of_run(
     simulation = None
     if config.plan == "auto":
         say("planning: the model, the devices and the links are measured unless they are known")
-        with open_pool(config.pool, threads=config.threads, memory=config.memory) as pool:
+        with open_pool(
+            config.pool, threads=config.threads, memory=config.memory, plain_links=config.plain_links
+        ) as pool:
             # Transfers to a host's memory at the end of a step cannot continue in the next one.
             policies = [
                 policy for policy in ACTIVATION_POLICIES if policy not in OFFLOADING_POLICIES or not config.overlap

@@ -121,14 +121,44 @@ def welcome(handle: WorkerHandle, future: Future[Hello], within_s: float = START
     )
 
 
-def nccl_ranks(members: Sequence[DeviceInfo]) -> tuple[int, ...]:
-    """Return the ranks of a group that use NCCL among themselves: one for each GPU, as NCCL refuses a GPU twice.
+def nccl_ranks(members: Sequence[DeviceInfo], *, between_hosts: bool) -> tuple[tuple[int, ...], ...]:
+    """Return for each rank of a group the ranks with which it uses NCCL, itself included; none where it does not.
+
+    One rank for each GPU is among them, as NCCL refuses a GPU twice.
 
     Args:
         members: The devices, by rank.
+        between_hosts: Whether GPUs of different hosts use it with each other; it does not encrypt.
     """
-    first: dict[str, int] = {}
+    sets: dict[str, dict[str, int]] = {}
     for rank, device in enumerate(members):
         if device.nccl and device.gpu:
-            first.setdefault(device.gpu, rank)
-    return tuple(first.values()) if len(first) > 1 else ()
+            sets.setdefault("" if between_hosts else device.host, {}).setdefault(device.gpu, rank)
+    found: list[tuple[int, ...]] = [()] * len(members)
+    for ranks in sets.values():
+        for rank in ranks.values() if len(ranks) > 1 else ():
+            found[rank] = tuple(ranks.values())
+    return tuple(found)
+
+
+def explain_links(devices: Sequence[DeviceInfo], plain_links: bool) -> str:
+    """Return a warning about the connections between hosts: that they are not encrypted, or that they are not those of
+    NCCL because they are; empty where neither is so.
+
+    Args:
+        devices: The devices of a pool.
+        plain_links: Whether it was opened so.
+    """
+    if len({device.host for device in devices}) < 2:
+        return ""
+    if plain_links:
+        return (
+            "plain_links: tensors between hosts are neither encrypted nor authenticated; use it inside a tunnel or on "
+            "a network that nobody else reaches"
+        )
+    if len({device.host for device in devices if device.nccl}) < 2:
+        return ""
+    return (
+        "GPUs of different hosts send each other tensors over encrypted sockets, by way of the hosts' memory: NCCL "
+        "does not encrypt. On a network that nobody else reaches, plain_links (--plain-links) lets them use NCCL"
+    )

@@ -19,7 +19,7 @@ from onebox.pool.backends.base import WorkerHandle, WorkerSource, end_all
 from onebox.pool.backends.local import LOCAL_HOST, LocalSource
 from onebox.pool.client.loop import ClientLoop
 from onebox.pool.core_usage import explain_overcommitment
-from onebox.pool.devices import welcome
+from onebox.pool.devices import explain_links, welcome
 from onebox.pool.discovery import requested_devices
 from onebox.pool.errors import raise_first
 from onebox.pool.launch.worker_process import WorkerProcess
@@ -48,6 +48,7 @@ def open_pool(
     faults: dict[int, Sequence[Fault]] | None = None,
     grace_s: float | None = None,
     wait: bool = True,
+    plain_links: bool = False,
 ) -> Pool:
     """Open a pool without virtual devices; see :func:`onebox.open`, which describes the arguments.
 
@@ -60,8 +61,9 @@ def open_pool(
     """
     _require_channel(channel_latency_s, channel_bandwidth_bps)
     sources = make_sources(spec, threads=threads, memory=memory, faults=faults, grace_s=grace_s)
+    plain_links = plain_links or any(isinstance(source, AgentSource) and source.plain_links for source in sources)
     channel = {"channel_latency_s": channel_latency_s, "channel_bandwidth_bps": channel_bandwidth_bps}
-    return connect_pool(sources, links=links, wait=wait, **channel)
+    return connect_pool(sources, links=links, wait=wait, plain_links=plain_links, **channel)
 
 
 def _require_channel(latency_s: float, bandwidth_bps: float) -> None:
@@ -146,6 +148,7 @@ def connect_pool(
     channel_latency_s: float = 0.0,
     channel_bandwidth_bps: float = math.inf,
     wait: bool = True,
+    plain_links: bool = False,
 ) -> Pool:
     """Start the workers of some sources, in that order, and make a pool of them; see :func:`open_pool`.
 
@@ -174,11 +177,14 @@ def connect_pool(
         devices = [welcome(handle, hello) for handle, hello in zip(handles, hellos, strict=True)]
         for source in sources:
             source.connected()
-        pool = Pool(handles, sources, client_loop, devices, links, channel_latency_s, channel_bandwidth_bps)
+        pool = Pool(
+            handles, sources, client_loop, devices, links, channel_latency_s, channel_bandwidth_bps, plain_links
+        )
         if channel_latency_s or not all(isinstance(source, LocalSource) for source in sources):
             pool.round_trip_s = _round_trip_s(pool)
         undo.pop_all()
     crowded = explain_overcommitment(pool.cores)
-    if crowded:
-        _LOG.warning("%s", crowded)
+    for line in (crowded, explain_links(devices, plain_links)):
+        if line:
+            _LOG.warning("%s", line)
     return pool

@@ -63,11 +63,14 @@ class Pool:
         links: LinkMap | None = None,
         channel_latency_s: float = 0.0,
         channel_bandwidth_bps: float = math.inf,
+        plain_links: bool = False,
     ) -> None:
         self.devices: tuple[DeviceInfo, ...] = tuple(devices)
         self.links: LinkMap = directed(links or {}, devices)
         self.channel_latency_s = channel_latency_s
         self.channel_bandwidth_bps = channel_bandwidth_bps
+        self.plain_links = plain_links
+        """Whether workers of different hosts send each other tensors without encryption, and over NCCL."""
         self._handles = list(handles)
         self._sources = sources
         self._client_loop = client_loop
@@ -187,8 +190,9 @@ class Pool:
 
         Args:
             workers: Members; their order gives the ranks.
-            via: ``workers`` for transfers from worker to worker: by NCCL among different GPUs, through memory where
-                they find that they can share it, else by Gloo. ``client`` for sums that the client computes.
+            via: ``workers`` for transfers from worker to worker: by NCCL among different GPUs of one host, through
+                memory where they find that they can share it, else by Gloo, encrypted if they are of several hosts.
+                ``client`` for sums that the client computes.
             aside: Whether it is for background transfers between host memories.
             number: Its number, from :meth:`new_number`; 0 for a new one.
 
@@ -240,22 +244,37 @@ class Pool:
             )
         if "sim" in kinds and via == "client":
             raise UsageError("sim devices have no values that a client could add up; let their sums go via workers")
-        backend: Literal["gloo", "client"] = "client" if via == "client" else "gloo"
+        sockets: Literal["gloo", "gloo-tls"] = "gloo-tls" if self.encrypts(workers) else "gloo"
+        backend: Literal["gloo", "gloo-tls", "client"] = "client" if via == "client" else sockets
         by_nccl = via == "workers" and not aside and not tagged and not any(links)  # even if this client has no NCCL
-        nccl = nccl_ranks([self.devices[worker] for worker in workers]) if by_nccl else ()
-        shared = backend == "gloo" and (self.shared or "sim" in kinds or any(links))
+        nccl = self.nccl_ranks(workers) if by_nccl else ((),) * len(workers)
+        shared = via == "workers" and (self.shared or "sim" in kinds or any(links))
         addresses = [self.devices[worker].address for worker in workers]
         with self.order:
             self._client_loop.form(group, workers)
             self._forming[group] = asked = [
                 self.post(
                     worker,
-                    [FormGroup(group, rank, len(workers), backend, address, GROUP_S, shared, links[rank], aside, nccl)],
+                    [
+                        FormGroup(
+                            group, rank, len(workers), backend, address, GROUP_S, shared, links[rank], aside, among
+                        )
+                    ],
                     answer=True,
                 )
-                for rank, (worker, address) in enumerate(zip(workers, addresses, strict=True))
+                for rank, (worker, address, among) in enumerate(zip(workers, addresses, nccl, strict=True))
             ]
         return asked
+
+    def encrypts(self, workers: Sequence[int]) -> bool:
+        """Return whether the connections of a group of workers are encrypted: where they are of several hosts, unless
+        the pool was opened with ``plain_links``."""
+        return not self.plain_links and len({self.devices[worker].host for worker in workers}) > 1
+
+    def nccl_ranks(self, workers: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Return for each rank of a group of workers the ranks with which it uses NCCL: those of its host, or all where
+        the pool was opened with ``plain_links``."""
+        return nccl_ranks([self.devices[worker] for worker in workers], between_hosts=self.plain_links)
 
     def is_formed(self, group: int) -> bool:
         """Return whether all members of a group have replied that it is formed, or has failed; until then none may
@@ -291,7 +310,7 @@ class Pool:
             >>> profile.latency_s[0][1]  # doctest: +SKIP
             7.1e-05
         """
-        key = profile_key(self.devices, self.links)
+        key = profile_key(self.devices, self.links, plain_links=self.plain_links)
         known = load(key, PoolProfile) if cache and not fresh else None
         if known is not None:
             return known

@@ -59,12 +59,14 @@ class AgentPart:
         threads: Threads of each worker; ``None`` for the agent's choice.
         memory: Limit of each worker's buffers in bytes, in the order of the devices; where not specified, a whole GPU
             or the agent's default.
+        plain_links: Whether its file asks for connections between hosts that are not encrypted.
     """
 
     address: str
     devices: tuple[str, ...]
     threads: int | None = None
     memory: Budgets | None = None
+    plain_links: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +185,7 @@ class _Host(Struct, frozen=True, forbid_unknown_fields=True):
 
 class _Hosts(Struct, frozen=True, forbid_unknown_fields=True):
     hosts: Annotated[tuple[_Host, ...], Meta(min_length=1)]
+    plain_links: bool = False
 
 
 def parse_hosts(text: str, name: str) -> tuple[Part, ...]:
@@ -191,23 +194,24 @@ def parse_hosts(text: str, name: str) -> tuple[Part, ...]:
     Args:
         text: TOML. Each host has an ``address`` (``local`` for this machine), and may have ``devices`` (a list, as
             behind the slash of a specification), ``memory`` (bytes of each worker, or text such as ``8GiB``; or a list
-            with one for each of its devices) and ``threads`` (of each worker).
+            with one for each of its devices) and ``threads`` (of each worker). ``plain_links`` is as of
+            :func:`onebox.open`.
         name: Name of the file, for messages.
 
     Raises:
         UsageError: The file is invalid; an unknown key is named.
     """
     try:
-        hosts = msgspec.convert(tomllib.loads(text), _Hosts).hosts
+        file = msgspec.convert(tomllib.loads(text), _Hosts)
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"pool {name!r} is no TOML: {error}") from None
     except msgspec.ValidationError as error:
-        allowed = "tables [[hosts]] with address, and if need be devices, memory and threads"
+        allowed = "tables [[hosts]] with address, and if need be devices, memory and threads; and plain_links"
         raise UsageError(f"pool {name!r}: {error}; allowed are {allowed}") from None
-    return _checked([_host_part(host, name) for host in hosts], name)
+    return _checked([_host_part(host, name, file.plain_links) for host in file.hosts], name)
 
 
-def _host_part(host: _Host, name: str) -> LocalPart | AgentPart:
+def _host_part(host: _Host, name: str, plain_links: bool) -> LocalPart | AgentPart:
     devices = (host.devices,) if isinstance(host.devices, str) else host.devices
     what = f"pool {name!r}: memory of {host.address}"
     memory = None if host.memory is None else parse_budgets(what, host.memory)
@@ -217,7 +221,7 @@ def _host_part(host: _Host, name: str) -> LocalPart | AgentPart:
     wanted = tuple(_device(device, f"{host.address}/{device}", name) for device in devices)
     if not wanted:
         raise UsageError(f"pool {name!r} wants no device of {host.address}; leave devices out for all")
-    return AgentPart(address=host.address, devices=wanted, threads=host.threads, memory=memory)
+    return AgentPart(address=host.address, devices=wanted, threads=host.threads, memory=memory, plain_links=plain_links)
 
 
 # ---- devices to lease

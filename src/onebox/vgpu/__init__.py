@@ -28,6 +28,7 @@ def open_devices(
     grace_s: float | None = None,
     wait: bool = True,
     virtual_devices: bool = True,
+    plain_links: bool = False,
 ) -> Pool:
     """Open a pool of devices: of this machine, of other hosts, or of a Ray cluster.
 
@@ -57,6 +58,9 @@ def open_devices(
         wait: Whether to queue for devices that others have leased; the place in the queue is logged.
         virtual_devices: Whether the pool's devices also become ``vgpu:0 …`` of PyTorch, for ordinary scripts. Without
             it nothing of PyTorch is registered or patched; a :class:`onebox.Trainer` needs none of it.
+        plain_links: Whether workers of different hosts send each other tensors without encryption, between GPUs by
+            NCCL, which has none: for hosts that reach each other through a tunnel, or by a network that nobody else
+            reaches. By default these connections are encrypted, and let in the group's workers only.
 
     Returns:
         The pool; close it, or use it as a context manager.
@@ -84,6 +88,7 @@ def open_devices(
         faults=faults,
         grace_s=grace_s,
         wait=wait,
+        plain_links=plain_links,
     )
     if virtual_devices:
         try:

@@ -28,6 +28,7 @@ from onebox.errors import (
 )
 from onebox.pool import Fault, Pool, WorkerReply, raise_first
 from onebox.pool.client import loop
+from onebox.pool.devices import explain_links
 from onebox.wire import TensorSpec, encode, from_frame, to_frame
 from onebox.wire.protocol import codec
 from onebox.wire.protocol.instructions import Ask, Call, Get, Receive, Reduce, Send
@@ -337,6 +338,35 @@ def test_different_gpus_whose_workers_have_nccl_use_it(
         replace(each, device="cuda:0" if gpu else "cpu", nccl=bool(gpu), gpu=gpu)
         for each, gpu in zip(pool.devices, gpus, strict=True)
     ]
+    monkeypatch.setattr(pool, "devices", devices)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: not ranks)
+    formed = forms_of(pool, monkeypatch, **more)
+    assert formed == [("gloo", ranks if rank in ranks else ()) for rank in range(len(gpus))]
+
+
+@pytest.mark.parametrize("plain_links", [False, True])
+def test_between_hosts_connections_are_encrypted_and_nccl_takes_plain_links(
+    open_pool: OpenPool, monkeypatch: pytest.MonkeyPatch, plain_links: bool
+) -> None:
+    pool = open_pool(5)
+    devices = [
+        replace(each, device="cuda:0", nccl=True, gpu=f"gpu {each.number}", host=host)
+        for each, host in zip(pool.devices, ("lab1", "lab1", "lab2", "lab2", "lab3"), strict=True)
+    ]
+    monkeypatch.setattr(pool, "devices", devices)
+    monkeypatch.setattr(pool, "plain_links", plain_links)
+    expected = [("gloo-tls", ranks) for ranks in ((0, 1), (0, 1), (2, 3), (2, 3), ())]
+    assert forms_of(pool, monkeypatch) == ([("gloo", (0, 1, 2, 3, 4))] * 5 if plain_links else expected)
+    said = explain_links(devices, plain_links)
+    assert ("neither encrypted nor authenticated" in said, "NCCL does not encrypt" in said) == (
+        plain_links,
+        not plain_links,
+    )
+    assert not explain_links(devices[:2], plain_links)
+
+
+def forms_of(pool: Pool, monkeypatch: pytest.MonkeyPatch, **more: bool) -> list[tuple[str, tuple[int, ...]]]:
+    """Return with which backend and which ranks for NCCL each worker of a pool is asked to form a group of all."""
     formed: list[Any] = []
 
     def post(worker: int, instructions: list[Any], answer: bool = False) -> Future[WorkerReply]:
@@ -345,11 +375,9 @@ def test_different_gpus_whose_workers_have_nccl_use_it(
         done.set_result(WorkerReply((), (), ()))
         return done
 
-    monkeypatch.setattr(pool, "devices", devices)
     monkeypatch.setattr(pool, "post", post)
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: not ranks)
-    raise_first(pool.begin_group(range(len(gpus)), "workers", number=pool.new_number(), **more))
-    assert [(form.backend, form.nccl) for form in formed] == [("gloo", ranks)] * len(gpus)
+    raise_first(pool.begin_group(range(len(pool)), "workers", number=pool.new_number(), **more))
+    return [(form.backend, form.nccl) for form in formed]
 
 
 @pytest.mark.parametrize("via", ["workers", "client"])

@@ -23,7 +23,7 @@ def show_devices(config: DevicesConfig) -> None:
     if parts is not None:
         _show_offers(parts, json=config.json)
         return
-    with open_pool(config.pool, threads=config.threads, memory=config.memory) as pool:
+    with open_pool(config.pool, threads=config.threads, memory=config.memory, plain_links=config.plain_links) as pool:
         if config.json:
             print(msgspec.json.encode(pool.devices).decode())
         else:

@@ -44,7 +44,7 @@ def show_plan(config: PlanConfig) -> None:
     import_functions(config)
     data = load_data(config.resolved())
     console = OutputConsole(highlight=False, quiet=config.json)
-    with open_pool(config.pool, threads=config.threads, memory=config.memory) as pool:
+    with open_pool(config.pool, threads=config.threads, memory=config.memory, plain_links=config.plain_links) as pool:
         print_devices(pool, console)
         if given is not None:
             found = predict_plan(config.resolved(), data, pool, given, preparing=config.preparing, fresh=config.fresh)

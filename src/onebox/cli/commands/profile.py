@@ -30,7 +30,7 @@ def show_profile(config: ProfileConfig) -> None:
     """
     check_target("--report", config.report)
     import_functions(config)
-    with open_pool(config.pool, threads=config.threads, memory=config.memory) as pool:
+    with open_pool(config.pool, threads=config.threads, memory=config.memory, plain_links=config.plain_links) as pool:
         profile = pool.profile(fresh=config.fresh, cache=not config.no_cache)
         model = _measure(config, config.model, pool) if config.model is not None else None
         console = OutputConsole(highlight=False, quiet=config.json)

@@ -53,7 +53,9 @@ def train(config: TrainConfig) -> None:
         if config.staleness and config.plan == "auto" and plan is not None and not plan.late:
             console.print("being late gains nothing here: the plan is exact, and so are the steps", highlight=False)
             config = dataclasses.replace(config, staleness=0, correction="auto", warm_up=None)
-        pool = stack.enter_context(open_pool(config.pool, threads=config.threads, memory=config.memory))
+        pool = stack.enter_context(
+            open_pool(config.pool, threads=config.threads, memory=config.memory, plain_links=config.plain_links)
+        )
         _check_shares(config, pool)
         print_devices(pool, console)
         if plan is not None and plan.predicted is not None:

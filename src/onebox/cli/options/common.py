@@ -52,6 +52,8 @@ class PoolOptions:
         threads: CPU threads of each worker; without it an equal share of the cores.
         memory: Limit of the memory of each device's buffers, such as 2GiB; one for each device with 2GiB,4GiB, or for
             some with 0:2GiB; without it there is no limit.
+        plain_links: Send tensors between hosts without encryption, and by NCCL between their GPUs: for hosts that reach
+            each other through a tunnel, or by a network that nobody else reaches.
 
     Raises:
         UsageError: A value is out of range.
@@ -60,6 +62,7 @@ class PoolOptions:
     pool: str = "auto"
     threads: Int = None
     memory: Bytes = None
+    plain_links: Flag = False
 
     def __post_init__(self) -> None:
         at_least(1, threads=self.threads)

@@ -40,17 +40,18 @@ _LEAST_BLOCKS, _MOST_BLOCKS, _MOST_CALLS = 5, 60, 100
 _ONE = TensorSpec("float32", (1,))
 
 
-def profile_key(devices: Sequence[DeviceInfo], links: LinkMap) -> str:
+def profile_key(devices: Sequence[DeviceInfo], links: LinkMap, *, plain_links: bool = False) -> str:
     """Return the cache key of the profile of such a pool: a hash of everything that it depends on.
 
     Args:
         devices: Its devices.
         links: Its emulated links.
+        plain_links: Whether connections between hosts are not encrypted.
     """
     emulated = sorted((source, target, link) for (source, target), link in links.items())
     here = platform.node(), len(os.sched_getaffinity(0))
     alike = [replace(device, host_free_bytes=0) for device in devices]  # differs at every start
-    return key_of("pool", FORMAT, str(torch.__version__), here, alike, emulated, shares_memory())
+    return key_of("pool", FORMAT, str(torch.__version__), here, alike, emulated, shares_memory(), plain_links)
 
 
 def measure_pool(pool: MeasuredPool) -> PoolProfile:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from onebox.errors import OneboxError, UsageError
-from onebox.pool.devices import nccl_ranks
 from onebox.vgpu.core.metadata import dense
 from onebox.vgpu.core.tensor import Handle, VirtualTensor, wrap
 from onebox.vgpu.dispatch.dispatch import launch
@@ -148,7 +147,7 @@ def form(store: Any, name: str, queue: CommandQueue, rank: int, size: int) -> Co
         workers = [int(store.get(f"{name}/{other}")) for other in range(size)]
         if rank == 0:
             store.set(name, str(queue.pool.form_group(workers, "workers")))
-        tagged = not nccl_ranks([queue.pool.devices[worker] for worker in workers])
+        tagged = not any(queue.pool.nccl_ranks(workers))
         return Communicator(queue, int(store.get(name)), rank, size, tagged=tagged)
     except BaseException:
         _release(queue)

@@ -30,19 +30,21 @@ class FormGroup(Message, frozen=True, tag="form"):
         group: Its number, from 1.
         rank: This worker's rank.
         size: Number of workers.
-        backend: ``gloo``; or ``client``: reductions are done at the client, without transfers between workers.
-        address: The address of this host that the group's sockets bind to.
+        backend: ``gloo-tls`` for sockets with encryption, ``gloo`` for sockets without; or ``client``: reductions are
+            done at the client, without transfers between workers.
+        address: The address of this host at which the client lets workers of other hosts connect; ignored by workers
+            of an agent, which names its own.
         timeout_s: Bound of every wait inside the group.
         shared: Whether members on one host use shared memory where possible.
         links: This worker's emulated links to other ranks; only if all share memory.
         aside: Whether it is for background transfers between host memories.
-        nccl: Ranks that use NCCL among themselves: GPUs of which no two are the same.
+        nccl: Ranks that use NCCL among themselves, this one included: GPUs of which no two are the same.
     """
 
     group: int
     rank: int
     size: int
-    backend: Literal["gloo", "client"]
+    backend: Literal["gloo", "gloo-tls", "client"]
     address: str
     timeout_s: float
     shared: bool = False

@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Sequence
 
+import msgspec
+
 from onebox.errors import WireError
 from onebox.wire.protocol.groups import EmulatedLink, FormGroup
 from onebox.wire.protocol.instructions import Broadcast, Gather, Receive, Reduce, Send
@@ -22,12 +24,13 @@ from onebox.worker.comm.shm.gpu_sender import shm_copier_for
 from onebox.worker.comm.shm.group import ShmGroup
 from onebox.worker.comm.shm.rendezvous import find_shm_peers
 from onebox.worker.comm.shm.segment import supported
+from onebox.worker.comm.tls_mesh import connect_mesh
 from onebox.worker.comm.torch_dist import GlooGroup
 from onebox.worker.memory.buffers import Poisoned
 from onebox.worker.memory.shared import SharedMemoryQuota
 from onebox.worker.progress import WorkerProgress
 from onebox.worker.system.cpu_affinity import threads_on_all_cores
-from onebox.worker.system.network_interfaces import NoAddress, bind_nccl, is_foreign
+from onebox.worker.system.network_interfaces import bind_nccl, listening_address
 from onebox.worker.system.tcp_connections import GroupSockets
 
 _HOST = accelerator_for("cpu")
@@ -43,14 +46,23 @@ class GroupManager:
         channel: The channel to the client.
         accelerator: Device of the tensors.
         progress: Marked during waits.
+        address: The address of this host at which its owner lets workers of other hosts connect; empty for that which
+            the client names, where it is the owner.
         quota_bytes: Most bytes of the worker's buffers, which limits the memory that it shares; 0 for no limit.
     """
 
     def __init__(
-        self, channel: ClientChannel, accelerator: Accelerator, progress: WorkerProgress, *, quota_bytes: int = 0
+        self,
+        channel: ClientChannel,
+        accelerator: Accelerator,
+        progress: WorkerProgress,
+        *,
+        address: str = "",
+        quota_bytes: int = 0,
     ) -> None:
         self._shared = SharedMemoryQuota(quota_bytes)
         self._channel = channel
+        self._address = address
         self._accelerator = accelerator
         self._progress = progress
         self._groups: dict[int, WorkerGroup] = {}
@@ -77,6 +89,7 @@ class GroupManager:
         if len(self._groups) >= MOST_GROUPS:
             raise WireError(f"this worker is in {len(self._groups)} groups; no more are allowed")
         accelerator, progress = (_HOST, WorkerProgress()) if form.aside else (self._accelerator, self._progress)
+        form = msgspec.structs.replace(form, address=self._address or form.address)
         with self._sockets.making(form.group), threads_on_all_cores():
             self._forming = form
             try:
@@ -222,7 +235,8 @@ def form_group(
 
     Raises:
         RankLost: The others did not join in time.
-        NoAddress: This host does not have the address under which others reach it, where Gloo would have to listen.
+        NoAddress: This host does not have the address under which others reach it, where it would have to listen; or
+            that stands for all of its addresses.
     """
     if form.backend == "client":
         return ClientGroup(form, channel, accelerator)
@@ -281,9 +295,11 @@ def _by_host(
 def _by_sockets(form: FormGroup, store: ChannelStore, accelerator: Accelerator, progress: WorkerProgress) -> GlooGroup:
     if form.links:
         raise WireError("links can be emulated in groups of one Linux host with x86-64 only")
-    if is_foreign(form.address):
-        raise NoAddress(f"this host has no address {form.address} of its own, where other workers would connect to")
+    if accelerator.device.type == "meta":
+        raise RankLost("a worker that does not compute can only be in a group of one host's CPU and sim devices")
+    address = listening_address(form.address)
+    links = connect_mesh(form.rank, form.size, address, store) if form.backend == "gloo-tls" else None
     try:
-        return GlooGroup(form, store, accelerator, progress)
+        return GlooGroup(form, store, accelerator, progress, address, links)
     except RuntimeError as error:
         raise RankLost(f"the group could not be formed: {str(error).splitlines()[0]}") from error

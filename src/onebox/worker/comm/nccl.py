@@ -148,6 +148,7 @@ class NcclGroup(TorchDistGroup):
         self._ways: dict[tuple[int, int], Any] = {}
         timeout = timedelta(seconds=form.timeout_s)
         make = functools.partial(connect, device=accelerator.device, timeout=timeout)
+        store = dist.PrefixStore(f"nccl-{form.nccl[0]}", store)  # ranks of other hosts may have a set of their own
         whole = make(dist.PrefixStore("all", store), rank, size)
         super().__init__(rank, size, whole, accelerator=accelerator, staged=False, progress=progress)
         try:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import os
 import queue
+import select
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from math import prod
@@ -30,7 +32,10 @@ from onebox.worker.comm.agreement import (
     fingerprint_elements,
 )
 from onebox.worker.comm.api import Begun, Finish, RankLost, ReceivedTensor, RowRange, check_rows
+from onebox.worker.comm.gloo_forwarder import GlooForwarder
+from onebox.worker.comm.tls_mesh import DuplexLink
 from onebox.worker.progress import WorkerProgress
+from onebox.worker.system.tcp_connections import epoll_sets, listeners
 
 CLOSE_S = 5.0
 """Longest wait of a leaving worker for its sends to be received."""
@@ -229,19 +234,46 @@ class GlooGroup(TorchDistGroup):
         store: Key-value store for the rendezvous.
         accelerator: Device of the tensors.
         progress: Marked during waits.
+        address: IP address of this host to listen at while the group forms.
+        links: Encrypted connections with the other ranks, closed with this group; ``None`` to connect without
+            encryption.
     """
 
-    def __init__(self, form: FormGroup, store: dist.Store, accelerator: Accelerator, progress: WorkerProgress) -> None:
-        if accelerator.device.type == "meta":
-            raise RankLost("a worker that does not compute can only be in a group of one host's CPU and sim devices")
+    def __init__(
+        self,
+        form: FormGroup,
+        store: dist.Store,
+        accelerator: Accelerator,
+        progress: WorkerProgress,
+        address: str,
+        links: Mapping[int, DuplexLink] | None = None,
+    ) -> None:
         self._store = store
+        self._forwarder = None if links is None else GlooForwarder(form.rank, links, store)
         self._outgoing = _Outgoing()
+        try:
+            group = self._connect(form, address)
+        except BaseException:
+            self._outgoing.drain(CLOSE_S)
+            if self._forwarder is not None:
+                self._forwarder.close(0.0)
+            raise
+        super().__init__(form.rank, form.size, group, accelerator=accelerator, staged=True, progress=progress)
+
+    def _connect(self, form: FormGroup, address: str) -> Any:
+        """Return the process group; nothing listens for it any more."""
+        forwarder = self._forwarder
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=form.address)]
+        device, listener = _listening_device(address if forwarder is None else forwarder.address)
+        options._devices = [device]
         options._timeout = timedelta(seconds=form.timeout_s)
         options._threads = 1
+        store = self._store if forwarder is None else forwarder.store
         group = dist.ProcessGroupGloo(store, form.rank, form.size, options)
-        super().__init__(form.rank, form.size, group, accelerator=accelerator, staged=True, progress=progress)
+        _stop_listening(listener)
+        if forwarder is not None:
+            forwarder.formed()
+        return group
 
     def send(self, tensor: Tensor, peer: int, channel: int, within: RowRange | None = None) -> int:
         """Begin to send a tensor to a rank with its present contents: eager operators may overwrite it before it is
@@ -283,6 +315,9 @@ class GlooGroup(TorchDistGroup):
             self._group.abort()
         self._outgoing.close()
         self._group = None
+        if self._forwarder is not None:
+            with self._progress.wait():
+                self._forwarder.close(CLOSE_S)
 
     def _begin(self, call: Callable[[], Any], *tensors: Tensor, sent: bool = False) -> Any:
         """Begin an operation on a tensor and return its work."""
@@ -290,6 +325,43 @@ class GlooGroup(TorchDistGroup):
         if sent:
             self._outgoing.add(work, tensors)
         return work
+
+
+_creating = threading.Lock()
+"""Held while a device of Gloo is created, so that its listener is the one that is new."""
+
+_TICK_S = 0.03
+"""Longer than a turn of Gloo's loop, which waits for events for 10 ms at a time."""
+
+
+def _listening_device(address: str) -> tuple[Any, int]:
+    """Create a device of Gloo at an IP address; return it and the descriptor of its listener."""
+    with _creating:
+        before = listeners(address)
+        device = dist.ProcessGroupGloo.create_device(hostname=address)
+        new = [descriptor for name, descriptor in listeners(address).items() if name not in before]
+    watched = set[int]().union(*epoll_sets().values())
+    (listener,) = watched.intersection(new)
+    return device, listener
+
+
+def _stop_listening(listener: int) -> None:
+    """Close the listener of a device whose group has formed.
+
+    Gloo itself does so only when the group ends, and keeps what anybody connects until then. It has to find a
+    descriptor to remove from its loop then; and its loop ends the process when it cannot accept a connection, so that
+    the listener leaves the loop before it is closed.
+    """
+    for loop, watched in epoll_sets().items():
+        if listener not in watched:
+            continue
+        with select.epoll.fromfd(os.dup(loop)) as events:
+            events.unregister(listener)
+            time.sleep(_TICK_S)
+            nothing = os.eventfd(0)
+            os.dup2(nothing, listener, inheritable=False)
+            os.close(nothing)
+            events.register(listener, 0)
 
 
 class _Outgoing:

@@ -83,6 +83,8 @@ class Executor:
         faults: Faults to inject, for tests.
         between: Called between the instructions of a routine on an asynchronous device, to send replies that have
             become complete.
+        address: The address of this host at which workers of others connect to this one; empty for the client's
+            choice.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class Executor:
         quota_bytes: int = 0,
         faults: FaultInjector,
         between: Callable[[], None] | None = None,
+        address: str = "",
     ) -> None:
         self.progress = WorkerProgress()
         self.graphs = GraphMemory(device.accelerator)
@@ -108,7 +111,7 @@ class Executor:
         self._definitions: dict[int, Any] = {}
         self._eager = EagerExecutor(device, self.store, self._definitions, self.progress, report)
         accelerator = device.accelerator
-        self._groups = GroupManager(channel, accelerator, self.progress, quota_bytes=quota_bytes)
+        self._groups = GroupManager(channel, accelerator, self.progress, address=address, quota_bytes=quota_bytes)
         self._owed: dict[int, tuple[int, ...]] = {}  # groups of the routines that could not be defined
         self._snapshots = SnapshotService(accelerator, self.store, self.host, self._groups, self._definition, faults)
         self._collectives = CollectiveExecutor(self.store, self._groups, self._before_update)

@@ -90,6 +90,8 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
         owner: Process id of the owner with which it ends; 0 for its parent.
         cores: Cores of its operators; empty for any.
         sharing: Workers of its pool on its GPU; each has an equal part of the memory unless it has a quota.
+        advertise: The address of this host at which workers of others connect to this one; empty for ``address``, or
+            for what the client says where that is a folder: it is on this machine then, and has started this worker.
     """
 
     device: str
@@ -106,6 +108,12 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     owner: int = 0
     cores: tuple[int, ...] = ()
     sharing: int = 1
+    advertise: str = ""
+
+    @property
+    def group_address(self) -> str:
+        """The address at which workers of other hosts connect to this one; empty for the client's choice."""
+        return self.advertise or ("" if self.address.startswith("/") else self.address)
 
     @property
     def ports(self) -> range:
@@ -141,6 +149,7 @@ class WorkerServer:
             quota_bytes=self._device.quota_bytes(config.quota_bytes, config.sharing),
             faults=FaultInjector(config.faults),
             between=self._send_complete,
+            address=config.group_address,
         )
         self._watcher = HeartbeatThread(
             self._context,

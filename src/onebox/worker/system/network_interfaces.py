@@ -3,7 +3,6 @@ addresses."""
 
 from __future__ import annotations
 
-import errno
 import os
 import socket
 from contextlib import suppress
@@ -44,23 +43,34 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-def is_foreign(address: str) -> bool:
-    """Return whether an IP address does not belong to this host; false for names.
+def listening_address(address: str) -> str:
+    """Return an address of this host as a number, to listen at.
+
+    Args:
+        address: An IP address, or a name that stands for some.
+
+    Raises:
+        NoAddress: It is not this host's; or it stands for all addresses, where everybody could connect.
 
     Example:
-        >>> is_foreign("127.0.0.1"), is_foreign("192.0.2.1"), is_foreign("lab1")
-        (False, True, False)
+        >>> listening_address("127.0.0.1")
+        '127.0.0.1'
     """
     try:
-        version = ip_address(address.partition("%")[0]).version
-    except ValueError:
-        return False
-    with socket.socket(socket.AF_INET if version == 4 else socket.AF_INET6) as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError as error:
-            return error.errno == errno.EADDRNOTAVAIL
-    return False
+        found = socket.getaddrinfo(address or "0.0.0.0", 0, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise NoAddress(f"this host does not know {address!r}, where other workers would connect to: {error}") from None
+    for family, _, _, _, endpoint in found:
+        number = ip_address(str(endpoint[0]).partition("%")[0])
+        if number.is_unspecified or getattr(number, "ipv4_mapped", None) == ip_address("0.0.0.0"):
+            raise NoAddress(
+                f"{address} stands for all addresses of a host: workers listen for each other at one; name one with "
+                "onebox serve --advertise"
+            )
+        with suppress(OSError), socket.socket(family) as probe:
+            probe.bind(endpoint)
+            return str(endpoint[0])
+    raise NoAddress(f"this host has no address {address} of its own, where other workers would connect to")
 
 
 def bind_nccl(address: str) -> None:
@@ -99,4 +109,4 @@ def _set(variable: str, value: str) -> None:
         del os.environ[variable]
 
 
-__all__ = ["NoAddress", "bind_nccl", "interface_of", "is_foreign"]
+__all__ = ["NoAddress", "bind_nccl", "interface_of", "listening_address"]

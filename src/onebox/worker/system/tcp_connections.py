@@ -10,8 +10,13 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 _FOLDER = "/proc/self/fd"
+
+Address = tuple[Any, ...]
+"""An address with a port, as of :meth:`socket.socket.getsockname`."""
 
 
 class GroupSockets:
@@ -60,6 +65,43 @@ class GroupSockets:
         """Return the sockets created since the latest group was begun; the client may have reconnected meanwhile."""
         new = {name: descriptor for name, descriptor in _open().items() if name not in self._before}
         return {name: descriptor for name, descriptor in new.items() if _port(descriptor)[0] not in self._ports}
+
+
+def own_connections() -> dict[str, tuple[Address, Address]]:
+    """Return the TCP connections of this process: from unique name to the addresses of both ends."""
+    found = {}
+    for name, descriptor in _open().items():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as each:
+            if each.family in (socket.AF_INET, socket.AF_INET6):
+                found[name] = (each.getsockname(), each.getpeername())
+    return found
+
+
+def shut_down(name: str) -> bool:
+    """Shut down a connection of :func:`own_connections` if it still exists."""
+    descriptor = _open().get(name)
+    return descriptor is not None and _shut(name, descriptor)
+
+
+def listeners(address: str) -> dict[str, int]:
+    """Return the sockets of this process that listen at an IP address: from unique name to descriptor."""
+    found = {}
+    for name, descriptor in _open().items():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as each:
+            if _port(descriptor)[1] and each.getsockname()[0] == address:
+                found[name] = descriptor
+    return found
+
+
+def epoll_sets() -> dict[int, set[int]]:
+    """Return the epoll instances of this process: from descriptor to the descriptors that are watched."""
+    found = {}
+    for entry in os.listdir(_FOLDER):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if os.readlink(f"{_FOLDER}/{entry}") == "anon_inode:[eventpoll]":
+                lines = Path(f"/proc/self/fdinfo/{entry}").read_text(encoding="ascii").splitlines()
+                found[int(entry)] = {int(line.split()[1]) for line in lines if line.startswith("tfd:")}
+    return found
 
 
 def _port(descriptor: int) -> tuple[int, bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import threading
 import time
@@ -12,34 +13,43 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor
 
 from onebox.errors import WireError
+from onebox.pool.client.group_services import LookupReply
 from onebox.wire import TensorSpec, spec_of, to_frame
 from onebox.wire.protocol.groups import FormGroup, Reduced, Rendezvous
-from onebox.wire.protocol.responses import Contribution
+from onebox.wire.protocol.responses import Contribution, Lookup
 from onebox.worker.comm.api import RankLost, ReceivedTensor, RowRange, WorkerGroup
 from onebox.worker.comm.client import ChannelStore, ClientGroup
 from onebox.worker.comm.emulated_links import EmulatedLinks
-from onebox.worker.comm.manager import form_group
+from onebox.worker.comm.gloo_forwarder import loopback_address
+from onebox.worker.comm.manager import GroupManager, form_group
 from onebox.worker.execution.collectives import PendingBucket
 from onebox.worker.progress import WorkerProgress
+from onebox.worker.system.network_interfaces import NoAddress
 from tests.unit.programs import HOST
 from tests.unit.ranks import Hub
 
 
 def run(
-    size: int, rank: Callable[[int, WorkerGroup, WorkerProgress], Any], *, shared: bool, address: str = "127.0.0.1"
+    size: int,
+    rank: Callable[[int, WorkerGroup, WorkerProgress], Any],
+    *,
+    way: str,
+    address: str = "127.0.0.1",
+    hub: Hub | None = None,
 ) -> list[Any]:
     """Form a group of threads and run a function in each."""
-    hub = Hub()
+    hub = hub or Hub()
 
     def one(number: int) -> Any:
-        form = FormGroup(3, number, size, "gloo", address, 20.0, shared)
+        backend: Literal["gloo", "gloo-tls"] = "gloo-tls" if way == "encrypted" else "gloo"
+        form = FormGroup(3, number, size, backend, address, 20.0, way == "memory")
         progress = WorkerProgress()
         progress.waiting = False
         group = form_group(form, hub.channel(number), HOST, progress, EmulatedLinks())
@@ -54,7 +64,8 @@ def run(
         return [future.result(60) for future in futures]
 
 
-both = pytest.mark.parametrize("shared", [False, True], ids=["sockets", "shared memory"])
+WAYS = ("sockets", "encrypted", "memory")
+all_ways = pytest.mark.parametrize("way", WAYS)
 
 
 def listening() -> list[tuple[str, str]]:
@@ -72,39 +83,100 @@ def listening() -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="this system does not list its sockets")
-def test_sockets_of_a_group_are_bound_to_the_address_of_its_pool() -> None:
-    """Not to that of all networks of a host, where everybody could reach them."""
-    before = set(listening())
-    together = threading.Barrier(2, timeout=20)
+def watched(hub: Hub) -> Callable[[], set[str]]:
+    """Return a function that returns at which addresses this process has begun to listen since, whenever a rank has
+    asked the client something."""
+    before, found = set(listening()), set[str]()
+    lookup = hub.keys.lookup
 
-    def rank(number: int, group: WorkerGroup, progress: WorkerProgress) -> list[tuple[str, str]]:
+    def look(worker: int, asked: Lookup) -> list[LookupReply]:
+        found.update(address for inode, address in set(listening()) - before)
+        return lookup(worker, asked)
+
+    hub.keys.lookup = look  # type: ignore[method-assign]
+    return lambda: found
+
+
+def as_listed(address: str) -> str:
+    """Return an address as the kernel lists it."""
+    return format(int.from_bytes(socket.inet_aton(address), sys.byteorder), "08X")
+
+
+@pytest.mark.parametrize("way", ["sockets", "encrypted"])
+def test_a_group_listens_at_the_address_of_its_pool_and_only_while_it_forms(way: str) -> None:
+    """Not at that of all networks of a host, where everybody could reach it."""
+    hub, before = Hub(), set(listening())
+    seen = watched(hub)
+    formed = threading.Barrier(2, timeout=20)
+
+    def rank(number: int, group: WorkerGroup, progress: WorkerProgress) -> set[tuple[str, str]]:
+        formed.wait()
+        after = set(listening()) - before
         group.reduce([torch.ones(3)])()
-        together.wait()
-        found = listening()
-        together.wait()
-        return found
+        formed.wait()
+        return after
 
-    found = {each for sockets in run(2, rank, shared=False, address="127.0.0.2") for each in sockets} - before
-    local = bytes([2, 0, 0, 127] if sys.byteorder == "little" else [127, 0, 0, 2]).hex().upper()
-    assert len(found) >= 2 and {address for _, address in found} == {local}
+    assert run(2, rank, way=way, address="127.0.0.2", hub=hub) == [set(), set()]
+    loopback = {as_listed(loopback_address(number)) for number in range(2)} if way == "encrypted" else set()
+    assert seen() == {as_listed("127.0.0.2"), *loopback}
 
 
-@both
+@pytest.mark.parametrize("address", ["0.0.0.0", "::", "0", "::ffff:0.0.0.0", ""])
+@pytest.mark.parametrize("backend", ["gloo", "gloo-tls"])
+def test_an_address_that_stands_for_all_is_refused(backend: Literal["gloo", "gloo-tls"], address: str) -> None:
+    before = set(listening())
+    form = FormGroup(3, 0, 2, backend, address, 0.3)
+    with pytest.raises(NoAddress, match="stands for all addresses"):
+        form_group(form, Hub().channel(0), HOST, WorkerProgress(), EmulatedLinks())
+    assert set(listening()) == before
+
+
+def test_the_address_is_that_of_the_owner_of_the_host_and_not_of_the_client() -> None:
+    hub, before = Hub(), set(listening())
+    seen = watched(hub)
+
+    def one(number: int) -> None:
+        manager = GroupManager(hub.channel(number), HOST, WorkerProgress(), address="127.0.0.3")
+        manager.form(FormGroup(3, number, 2, "gloo", "0.0.0.0", 20.0))
+        manager.get(3).reduce([torch.ones(1)])()
+        manager.close()
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(one, range(2)))
+    assert seen() == {as_listed("127.0.0.3")} and set(listening()) == before
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_encrypted_groups_sum_to_the_same_bits(size: int) -> None:
+    counts = [1, 7, 1000, 4099, 300_001]
+
+    def rank(number: int, group: WorkerGroup, progress: WorkerProgress) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(number)
+        sums = [group.reduce([torch.randn(count, generator=generator)])().tensor for count in counts]
+        collected = [group.collect([torch.randn(count, generator=generator)], 1) for count in counts]
+        return sums + [each().tensor for each in collected if not isinstance(each, int)]
+
+    plain, encrypted = (run(size, rank, way=way) for way in ("sockets", "encrypted"))
+    assert [len(found) for found in plain] == [len(found) for found in encrypted] and len(plain[1]) == 2 * len(counts)
+    for one, other in zip(plain, encrypted, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+@all_ways
 @pytest.mark.parametrize("size", [2, 3])
-def test_sums_of_several_buckets(size: int, shared: bool) -> None:
+def test_sums_of_several_buckets(size: int, way: str) -> None:
     def rank(number: int, group: WorkerGroup, progress: WorkerProgress) -> list[Tensor]:
         one = group.reduce([torch.full((2, 2), float(number)), torch.tensor(10.0)])
         other = group.reduce([torch.arange(3, dtype=torch.float64) * number])
         return [one().tensor, other().tensor]
 
     total = sum(range(size))
-    for one, other in run(size, rank, shared=shared):
+    for one, other in run(size, rank, way=way):
         assert one.tolist() == [total] * 4 + [10.0 * size]
         assert other.tolist() == [0.0, total, 2.0 * total]
 
 
-@both
+@all_ways
 @pytest.mark.parametrize(
     ("mine", "other"),
     [
@@ -115,7 +187,7 @@ def test_sums_of_several_buckets(size: int, shared: bool) -> None:
     ],
     ids=["types", "zeros", "order", "halves"],
 )
-def test_ranks_that_mean_different_sums_get_none(mine: list[Tensor], other: list[Tensor], shared: bool) -> None:
+def test_ranks_that_mean_different_sums_get_none(mine: list[Tensor], other: list[Tensor], way: str) -> None:
     def rank(number: int, group: WorkerGroup, progress: WorkerProgress) -> str:
         finish = group.reduce([mine, other][number])
         try:
@@ -124,7 +196,7 @@ def test_ranks_that_mean_different_sums_get_none(mine: list[Tensor], other: list
             return str(error)
         return ""
 
-    found = run(2, rank, shared=shared)
+    found = run(2, rank, way=way)
     assert any("disagree on collective 0" in error or "disagree on collective 1" in error for error in found)
 
 
@@ -137,21 +209,21 @@ def test_ranks_that_mean_different_gathers_get_none() -> None:
             return str(error)
         return ""
 
-    assert all("came for another gather" in error for error in run(2, rank, shared=False))
+    assert all("came for another gather" in error for error in run(2, rank, way="sockets"))
 
 
-@both
-def test_what_is_reduced_stays_as_it_is(shared: bool) -> None:
+@all_ways
+def test_what_is_reduced_stays_as_it_is(way: str) -> None:
     def rank(number: int, group: WorkerGroup, progress: WorkerProgress) -> Tensor:
         tensor = torch.ones(4)
         group.reduce([tensor])()
         return tensor
 
-    assert all(tensor.tolist() == [1.0] * 4 for tensor in run(2, rank, shared=shared))
+    assert all(tensor.tolist() == [1.0] * 4 for tensor in run(2, rank, way=way))
 
 
-@both
-def test_tensors_go_from_rank_to_rank_by_channels(shared: bool) -> None:
+@all_ways
+def test_tensors_go_from_rank_to_rank_by_channels(way: str) -> None:
     spec = TensorSpec("int64", (2, 2))
     arrived = threading.Event()
 
@@ -168,11 +240,11 @@ def test_tensors_go_from_rank_to_rank_by_channels(shared: bool) -> None:
         arrived.wait(30)
         return found
 
-    assert run(2, rank, shared=shared)[1] == [[[1, 3], [2, 4]], [[5, 6], [7, 8]]]
+    assert run(2, rank, way=way)[1] == [[[1, 3], [2, 4]], [[5, 6], [7, 8]]]
 
 
-@both
-def test_a_tensor_that_is_sent_in_parts_comes_whole(shared: bool) -> None:
+@all_ways
+def test_a_tensor_that_is_sent_in_parts_comes_whole(way: str) -> None:
     whole, rows = torch.arange(28, dtype=torch.float64).view(7, 4), (3, 1, 3)
     other, spec = -whole, spec_of(whole)
 
@@ -193,12 +265,12 @@ def test_a_tensor_that_is_sent_in_parts_comes_whole(shared: bool) -> None:
         group.send(torch.tensor([True]), 0, 0)
         return found
 
-    assert all(map(torch.equal, run(2, rank, shared=shared)[1], (whole, other, whole)))
+    assert all(map(torch.equal, run(2, rank, way=way)[1], (whole, other, whole)))
 
 
-@both
+@all_ways
 @pytest.mark.parametrize("dim", [0, 1])
-def test_parts_of_different_sizes_are_put_together(dim: int, shared: bool) -> None:
+def test_parts_of_different_sizes_are_put_together(dim: int, way: str) -> None:
     whole = torch.arange(24, dtype=torch.int16).view(4, 6)
     sizes = [[2, 0, 2], [1, 3, 2]][dim]
 
@@ -209,26 +281,26 @@ def test_parts_of_different_sizes_are_put_together(dim: int, shared: bool) -> No
         again = group.gather(torch.tensor([number]), TensorSpec("int64", (3,)), 0)
         return [again().tensor, total().tensor, first().tensor]
 
-    for again, total, first in run(3, rank, shared=shared):
+    for again, total, first in run(3, rank, way=way):
         assert torch.equal(first, whole)
         assert total.tolist() == [3.0, 3.0]
         assert again.tolist() == [0, 1, 2]
 
 
-@both
-def test_a_gather_that_comes_to_something_else(shared: bool) -> None:
+@all_ways
+def test_a_gather_that_comes_to_something_else(way: str) -> None:
     def rank(number: int, group: WorkerGroup, progress: WorkerProgress) -> str:
         finish = group.gather(torch.ones(2), TensorSpec("float32", (5,)), 0)
         with pytest.raises(WireError) as caught:
             finish()
         return str(caught.value)
 
-    for message in run(2, rank, shared=shared):
+    for message in run(2, rank, way=way):
         assert "float32[4] comes of a gather" in message
 
 
-@both
-def test_what_was_sent_can_be_read_when_the_sender_has_left(shared: bool) -> None:
+@all_ways
+def test_what_was_sent_can_be_read_when_the_sender_has_left(way: str) -> None:
     left = threading.Event()
     sizes = [0, 3, 300_000]
 
@@ -236,7 +308,7 @@ def test_what_was_sent_can_be_read_when_the_sender_has_left(shared: bool) -> Non
         if number == 0:
             for size in sizes:
                 group.send(torch.full((size,), float(size), dtype=torch.float64), 1, 0)
-            if not shared:
+            if way != "memory":
                 left.set()  # sockets: it stays until all is taken
             group.close()
             left.set()
@@ -245,11 +317,11 @@ def test_what_was_sent_can_be_read_when_the_sender_has_left(shared: bool) -> Non
         finishes = [group.receive(TensorSpec("float64", (size,)), 0, 0) for size in sizes]
         return [float(finish().tensor.sum()) for finish in finishes]
 
-    assert run(2, rank, shared=shared)[1] == [0.0, 9.0, 9e10]
+    assert run(2, rank, way=way)[1] == [0.0, 9.0, 9e10]
 
 
-@both
-def test_what_was_taken_is_not_kept(shared: bool) -> None:
+@all_ways
+def test_what_was_taken_is_not_kept(way: str) -> None:
     def rank(number: int, group: WorkerGroup, progress: WorkerProgress) -> bool:
         if number == 1:
             group.receive(TensorSpec("float32", (1000,)), 0, 0)()
@@ -263,11 +335,11 @@ def test_what_was_taken_is_not_kept(shared: bool) -> None:
             time.sleep(0.01)
         return kept() is None
 
-    assert run(2, rank, shared=shared) == [True, True]
+    assert run(2, rank, way=way) == [True, True]
 
 
-@both
-def test_a_rank_that_leaves_is_a_lost_peer_to_who_waits(shared: bool) -> None:
+@all_ways
+def test_a_rank_that_leaves_is_a_lost_peer_to_who_waits(way: str) -> None:
     ready = threading.Event()
 
     def rank(number: int, group: WorkerGroup, progress: WorkerProgress) -> str:
@@ -282,13 +354,13 @@ def test_a_rank_that_leaves_is_a_lost_peer_to_who_waits(shared: bool) -> None:
         assert not progress.waiting
         return str(caught.value)
 
-    message = run(2, rank, shared=shared)[0]
+    message = run(2, rank, way=way)[0]
     assert message
     assert "\n" not in message
 
 
-@both
-def test_a_group_that_was_left_takes_nothing(shared: bool) -> None:
+@all_ways
+def test_a_group_that_was_left_takes_nothing(way: str) -> None:
     def rank(number: int, group: WorkerGroup, progress: WorkerProgress) -> None:
         group.reduce([torch.ones(1)])()
         group.close()
@@ -297,11 +369,11 @@ def test_a_group_that_was_left_takes_nothing(shared: bool) -> None:
         with pytest.raises(RankLost, match="has been left"):
             group.send(torch.ones(1), 1 - number, 0)
 
-    run(2, rank, shared=shared)
+    run(2, rank, way=way)
 
 
-@both
-def test_waiting_for_others_is_marked(shared: bool) -> None:
+@all_ways
+def test_waiting_for_others_is_marked(way: str) -> None:
     progresses: list[WorkerProgress] = []
 
     def rank(number: int, group: WorkerGroup, progress: WorkerProgress) -> None:
@@ -316,7 +388,7 @@ def test_waiting_for_others_is_marked(shared: bool) -> None:
                 time.sleep(0.01)
             group.send(torch.ones(1), 0, 0)
 
-    run(2, rank, shared=shared)
+    run(2, rank, way=way)
 
 
 def test_a_group_that_nobody_joins_is_given_up() -> None:

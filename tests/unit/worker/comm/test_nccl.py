@@ -87,7 +87,7 @@ def run(
     size: int,
     rank: Callable[[Rank], Any],
     *,
-    gpus: Sequence[int] | None = None,
+    gpus: Sequence[int] | Callable[[int], Sequence[int]] | None = None,
     hub: Hub | None = None,
     shared: bool = False,
     device: Accelerator = HOST,
@@ -98,16 +98,16 @@ def run(
         library: The library.
         size: How many ranks.
         rank: The function.
-        gpus: Ranks that are GPUs; all where left out.
+        gpus: Ranks that are GPUs, or those that are for a rank; all where left out.
         hub: The client.
         shared: Whether the others may share memory.
         device: The device of all.
     """
     client = hub or Hub()
-    among = tuple(range(size)) if gpus is None else tuple(gpus)
 
     def one(number: int) -> Any:
         library.here.gpu = number
+        among = tuple(range(size) if gpus is None else gpus(number) if callable(gpus) else gpus)
         progress = WorkerProgress()
         channel = OwnedChannel(client, number)
         manager = GroupManager(channel, device, progress)
@@ -120,6 +120,20 @@ def run(
     with ThreadPoolExecutor(size) as threads:
         futures = [threads.submit(one, number) for number in range(size)]
         return [future.result(60) for future in futures]
+
+
+def test_ranks_of_several_hosts_use_it_within_each(library: ModelledNccl) -> None:
+    def rank(rank: Rank) -> tuple[float, float, float]:
+        near, far = rank.number ^ 1, rank.number ^ 2
+        for peer in (near, far):
+            rank.group.send(torch.tensor([float(rank.number)]), peer, 0)
+        found = [rank.group.receive(ONE, peer, 0)().tensor.item() for peer in (near, far)]
+        return found[0], found[1], rank.group.reduce([torch.ones(1)])().tensor.item()
+
+    def host(number: int) -> Sequence[int]:
+        return (0, 1) if number < 2 else (2, 3)
+
+    assert run(library, 4, rank, gpus=host) == [(number ^ 1, number ^ 2, 4.0) for number in range(4)]
 
 
 def test_receives_may_be_called_before_sends(library: ModelledNccl) -> None:

@@ -91,6 +91,7 @@ class AgentSource:
 
     def __init__(self, part: AgentPart, *, grace_s: float | None = None, connect: Connect = connect_agent) -> None:
         self.address = part.address
+        self.plain_links = part.plain_links
         self._part = part
         self._grace_s = GRACE_S if grace_s is None else grace_s
         self._cut_s = CUT_S if grace_s is None else grace_s

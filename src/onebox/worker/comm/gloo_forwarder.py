@@ -1,0 +1,279 @@
+"""Forwarding of Gloo's connections over encrypted ones.
+
+Gloo has no encryption in PyTorch's builds, and takes anybody's connection. So its sockets are on this host's loopback
+only, and both ends of each belong to this process: for each peer, two threads carry what Gloo writes to the peer's
+forwarder, and the other way round. Gloo's algorithms, and so the order of its sums, stay as they are.
+
+Of each pair of ranks, Gloo lets the one with the higher address connect to the other. Rank r has the address 127.77.x.y
+of number r on all hosts, so that all agree who that is; ports are any that are free. The forwarder of the higher rank
+listens in place of the lower one, by an address that it puts into what Gloo reads from the store; the forwarder of the
+lower rank connects to its Gloo when the first bytes arrive.
+"""
+
+from __future__ import annotations
+
+import re
+import select
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from onebox.worker.comm.tls_mesh import DuplexLink
+from onebox.worker.system.tcp_connections import own_connections, shut_down
+
+_NETWORK = bytes([127, 77])
+_FAMILY = struct.pack("=H", socket.AF_INET)
+_ENDPOINT = re.compile(re.escape(_FAMILY) + b"(..)" + re.escape(_NETWORK) + b"(..)", re.DOTALL)
+"""A ``sockaddr_in`` of :data:`_NETWORK`, as in the addresses that Gloo puts into the store."""
+
+_CHUNK = 1 << 18
+_RECORD = 1 << 14  # of TLS
+_STACK = 1 << 19
+"""Of a thread that forwards: a worker's memory is limited, and a large group has many of them."""
+
+
+def loopback_address(rank: int) -> str:
+    """Return the address of a rank's Gloo, the same on all hosts.
+
+    Example:
+        >>> loopback_address(0), loopback_address(255)
+        ('127.77.0.1', '127.77.1.0')
+    """
+    return socket.inet_ntoa(_NETWORK + struct.pack("!H", rank + 1))
+
+
+class GlooForwarder:
+    """The forwarder of one group.
+
+    Args:
+        rank: This worker's rank.
+        links: Encrypted connections with each other rank; closed with this forwarder.
+        store: The group's key-value store.
+    """
+
+    def __init__(self, rank: int, links: Mapping[int, DuplexLink], store: dist.Store) -> None:
+        self.address = loopback_address(rank)
+        """The address at which Gloo has to listen."""
+        self.store = _ForwardingStore(store, self)
+        """The store that Gloo has to use."""
+        self._gloo_port = 0
+        self._ports: dict[int, int] = {}
+        self._channels: list[_Channel] = []
+        try:
+            for peer, link in links.items():
+                listener = socket.create_server((loopback_address(peer), 0)) if peer < rank else None
+                if listener is not None:
+                    self._ports[peer] = listener.getsockname()[1]
+                self._channels.append(_Channel(peer, link, listener, lambda: (self.address, self._gloo_port)))
+        except BaseException:
+            self.close(0.0)
+            for link in links.values():
+                link.close()
+            raise
+        for channel in self._channels:
+            channel.start()
+
+    def formed(self) -> None:
+        """Shut down connections of other processes to this worker's Gloo, which must have formed its group."""
+        own = own_connections()
+        addresses = {local for local, _ in own.values()}
+        for name, (local, peer) in own.items():
+            if local == (self.address, self._gloo_port) and peer not in addresses:
+                shut_down(name)
+
+    def close(self, timeout_s: float) -> None:
+        """Forward what Gloo has written, as far as its peers read it within a time, and close everything."""
+        end_s = time.monotonic() + timeout_s
+        for channel in self._channels:
+            channel.close(end_s)
+        self._channels.clear()
+
+    def announced(self, value: bytes) -> None:
+        """Read from a value that Gloo sets where it listens."""
+        for port, number in _ENDPOINT.findall(value):
+            if socket.inet_ntoa(_NETWORK + number) == self.address:
+                (self._gloo_port,) = struct.unpack("!H", port)
+
+    def redirected(self, value: bytes) -> bytes:
+        """Return a value that Gloo reads, with this forwarder's ports in place of those of lower ranks."""
+
+        def put(found: re.Match[bytes]) -> bytes:
+            (number,) = struct.unpack("!H", found[2])
+            port = self._ports.get(number - 1)
+            return found[0] if port is None else _FAMILY + struct.pack("!H", port) + _NETWORK + found[2]
+
+        return _ENDPOINT.sub(put, value)
+
+
+class _ForwardingStore(dist.Store):
+    """A key-value store in which addresses of Gloo are those of a forwarder."""
+
+    def __init__(self, store: dist.Store, forwarder: GlooForwarder) -> None:
+        super().__init__()
+        self._store = store
+        self._forwarder = forwarder
+
+    def set(self, key: str, value: Any) -> None:
+        """Set a key."""
+        self._forwarder.announced(value if isinstance(value, bytes) else value.encode())
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key, waiting for it."""
+        return self._forwarder.redirected(self._store.get(key))
+
+    def add(self, key: str, value: int) -> int:
+        """Add to a counter and return the result."""
+        return self._store.add(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether all keys are set."""
+        return self._store.check(keys)
+
+    def delete_key(self, key: str) -> bool:
+        """Delete a key and return whether it existed."""
+        return self._store.delete_key(key)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait for keys."""
+        for key in keys:
+            self._store.get(key)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of waiting for a key."""
+        self._store.set_timeout(timeout)
+
+
+class _Channel:
+    """What is forwarded between this worker's Gloo and that of one peer.
+
+    The end of any of the three connections ends the others, after what came before it has been forwarded.
+
+    Args:
+        peer: Its rank.
+        link: The encrypted connections.
+        listener: Where this worker's Gloo connects to; else this channel connects to it.
+        gloo: Returns where this worker's Gloo listens.
+    """
+
+    def __init__(
+        self, peer: int, link: DuplexLink, listener: socket.socket | None, gloo: Callable[[], tuple[str, int]]
+    ) -> None:
+        self._link = link
+        self._listener = listener
+        self._gloo = gloo
+        self._local: socket.socket | None = None
+        self._encrypting = threading.Thread(target=self._run, name=f"onebox-to-{peer}", daemon=True)
+        self._decrypting: threading.Thread | None = None
+        self._name = f"onebox-from-{peer}"
+
+    def start(self) -> None:
+        """Begin."""
+        _start(self._encrypting)
+
+    def close(self, end_s: float) -> None:
+        """Forward what Gloo has written, until a time, and end."""
+        if self._encrypting.ident is not None:
+            if self._local is not None:
+                with suppress(OSError):
+                    self._local.shutdown(socket.SHUT_RD)  # what has arrived can be read, and then comes the end
+                self._encrypting.join(max(0.0, end_s - time.monotonic()))
+            self._shut()
+            self._encrypting.join()
+        if self._decrypting is not None:
+            self._decrypting.join()
+        if self._local is not None:
+            self._local.close()
+        if self._listener is not None:
+            self._listener.close()
+        self._link.close()
+
+    def _run(self) -> None:
+        try:
+            local = self._accept(self._listener) if self._listener is not None else self._connect()
+            local.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._local = local
+            self._decrypting = threading.Thread(target=self._decrypt, args=(local,), name=self._name, daemon=True)
+            _start(self._decrypting)
+            buffer = memoryview(bytearray(_CHUNK))
+            outgoing = self._link.outgoing
+            while count := local.recv_into(buffer):
+                outgoing.sendall(buffer[:count])
+        except OSError:  # of a connection that has ended, or was shut down
+            pass
+        finally:
+            self._shut()
+
+    def _accept(self, listener: socket.socket) -> socket.socket:
+        """Return the connection of this process's Gloo; others are closed."""
+        with listener:
+            while True:
+                local, peer = listener.accept()
+                if any(peer == own for own, _ in own_connections().values()):
+                    return local
+                local.close()
+
+    def _connect(self) -> socket.socket:
+        arrived = select.poll()
+        arrived.register(self._link.incoming, select.POLLIN)
+        arrived.poll()
+        return socket.create_connection(self._gloo())
+
+    def _decrypt(self, local: socket.socket) -> None:
+        incoming = self._link.incoming
+        incoming.setblocking(False)
+        readable = select.poll()
+        readable.register(incoming, select.POLLIN)
+        buffer = memoryview(bytearray(_CHUNK))
+        try:
+            open_ = True
+            while open_:
+                readable.poll()
+                count, open_ = _read_available(incoming, buffer)
+                local.sendall(buffer[:count])
+        except OSError:
+            pass
+        finally:
+            _shut(local)
+
+    def _shut(self) -> None:
+        for each in (self._listener, self._local, *self._link):
+            if each is not None:
+                _shut(each)
+
+
+def _start(thread: threading.Thread) -> None:
+    before = threading.stack_size(_STACK)
+    try:
+        thread.start()
+    finally:
+        threading.stack_size(before)
+
+
+def _read_available(connection: ssl.SSLSocket, buffer: memoryview) -> tuple[int, bool]:
+    """Read what has arrived, as OpenSSL returns one record at a time; return the number of bytes, and whether more may
+    come."""
+    count = 0
+    try:
+        while len(buffer) - count >= _RECORD:
+            received = connection.recv_into(buffer[count:])
+            if not received:
+                return count, False
+            count += received
+    except ssl.SSLWantReadError:
+        pass
+    return count, True
+
+
+def _shut(connection: socket.socket) -> None:
+    """End waits of a socket; unlike ``SSLSocket.shutdown``, without a change of what another thread uses."""
+    with suppress(OSError):
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)

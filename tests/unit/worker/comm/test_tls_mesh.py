@@ -1,0 +1,310 @@
+"""Encrypted connections of a group, the ranks being threads: strangers, other keys, and what is on the wire."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from onebox.errors import WireError
+from onebox.worker.comm import tls_mesh
+from onebox.worker.comm.api import RankLost
+from onebox.worker.comm.certificate import Certificate, new_certificate, public_key, sign
+from onebox.worker.comm.tls_mesh import DuplexLink, connect_mesh
+from tests.unit.ranks import Keys
+
+WITHIN_S = 30.0
+HERE = "127.0.0.1"
+
+
+class Store(Keys):
+    """A store of threads whose group is dissolved by a test."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dissolved = False
+
+    def check(self, keys: list[str]) -> bool:
+        """Fail once the group is dissolved."""
+        if self.dissolved:
+            raise RankLost("another worker has left the group")
+        return True
+
+
+@pytest.fixture
+def store() -> Store:
+    return Store()
+
+
+@pytest.fixture
+def ranks() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as threads:
+        yield threads
+
+
+def where(store: Store, rank: int) -> tuple[str, int]:
+    """Return where a rank listens."""
+    host, port, _ = store.get(f"tls/{rank}").decode().split(" ")
+    return host, int(port)
+
+
+def reach(store: Store, rank: int) -> socket.socket:
+    """Connect to a rank as soon as it listens."""
+    end_s = time.monotonic() + WITHIN_S
+    while True:
+        try:
+            return socket.create_connection(where(store, rank), WITHIN_S)
+        except ConnectionRefusedError:
+            assert time.monotonic() < end_s
+            time.sleep(0.01)
+
+
+class SlowStore(Store):
+    """The store of a rank that has announced itself, and goes on when it is let."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self.go_on = threading.Event()
+        self._store = store
+
+    def set(self, key: str, value: str) -> None:
+        """Set a key."""
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key when it is time."""
+        assert self.go_on.wait(WITHIN_S)
+        return self._store.get(key)
+
+
+def works(one: DuplexLink, other: DuplexLink) -> bool:
+    """Return whether both directions carry data."""
+    one.outgoing.sendall(b"there")
+    other.outgoing.sendall(b"back")
+    return other.incoming.recv(5) == b"there" and one.incoming.recv(4) == b"back"
+
+
+def test_signatures_are_those_of_the_standard() -> None:
+    """RFC 8032, 7.1, test 2."""
+    seed = bytes.fromhex("4ccd089b28ff96da9db6c346ec114e0f5b8a319f35aba624da8cf6ed4fb8a6fb")
+    assert public_key(seed).hex() == "3d4017c3e843895a92b70aa74d1b7ebc9c982ccf2ec4968cc0cd55f12af4660c"
+    expected = (
+        "92a009a9f0d4cab8720e820b5f642540a2b27b5416503f8fb3762223ebdb69da"
+        "085ac1e43e15996e458f3613d0f11d8c387b2eaeb4302aeeb00d291612bb0c00"
+    )
+    assert sign(seed, b"\x72").hex() == expected
+
+
+def test_a_certificate_does_not_show_its_secret() -> None:
+    assert "PRIVATE" not in repr(new_certificate())
+
+
+def test_all_ranks_reach_each_other_and_nothing_listens_afterwards(store: Store, ranks: ThreadPoolExecutor) -> None:
+    meshes = [each.result(WITHIN_S) for each in [ranks.submit(connect_mesh, rank, 4, HERE, store) for rank in range(4)]]
+    for one in range(4):
+        for other in range(one):
+            assert works(meshes[one][other], meshes[other][one])
+        assert meshes[one][(one + 1) % 4].outgoing.version() == "TLSv1.3"
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(where(store, one), WITHIN_S)
+    for mesh in meshes:
+        for link in mesh.values():
+            link.close()
+
+
+def test_idle_and_talking_strangers_are_closed_and_hold_up_nobody(
+    store: Store, ranks: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls_mesh, "HANDSHAKE_S", 1.0)
+    slow = SlowStore(store)
+    first, second = (ranks.submit(connect_mesh, rank, 2, HERE, each) for rank, each in enumerate((store, slow)))
+    with contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(reach(store, 0)) for _ in range(100)]
+        for stranger in strangers[::2]:
+            with contextlib.suppress(ConnectionError):
+                stranger.sendall(os.urandom(1000))
+        slow.go_on.set()
+        one, other = first.result(WITHIN_S)[1], second.result(WITHIN_S)[0]
+        with contextlib.closing(one), contextlib.closing(other):
+            assert works(one, other)
+            for stranger in strangers:
+                stranger.settimeout(WITHIN_S)
+                with contextlib.suppress(ConnectionResetError):
+                    while stranger.recv(1 << 16):
+                        pass
+
+
+def test_strangers_are_closed_while_the_group_waits(
+    store: Store, ranks: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls_mesh, "HANDSHAKE_S", 0.5)
+    monkeypatch.setattr(tls_mesh, "_PENDING", 4)
+    store.set("tls/1", f"{HERE} 9 {new_certificate().der.hex()}")  # announced, and not there yet
+    first = ranks.submit(connect_mesh, 0, 2, HERE, store)
+    with contextlib.ExitStack() as stack:
+        begin_s = time.monotonic()
+        strangers = [stack.enter_context(reach(store, 0)) for _ in range(8)]
+        for stranger in strangers:
+            stranger.settimeout(WITHIN_S)
+            assert stranger.recv(1) == b""
+        assert time.monotonic() - begin_s < WITHIN_S / 2
+        store.dissolved = True
+        with pytest.raises(RankLost, match="has left the group"):
+            first.result(WITHIN_S)
+
+
+def client(certificate: Certificate | None) -> ssl.SSLContext:
+    """Return the settings of a stranger who trusts everybody."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    if certificate is not None:
+        file = os.memfd_create("key")
+        os.write(file, certificate.secret_pem)
+        context.load_cert_chain(f"/proc/self/fd/{file}")
+        os.close(file)
+    return context
+
+
+@pytest.mark.parametrize("key", [True, False], ids=["another key", "no key"])
+def test_who_has_no_key_of_the_group_is_refused(store: Store, ranks: ThreadPoolExecutor, key: bool) -> None:
+    announced = new_certificate()
+    store.set("tls/1", f"{HERE} 9 {announced.der.hex()}")
+    first = ranks.submit(connect_mesh, 0, 2, HERE, store)
+    for certificate, accepted in ((new_certificate() if key else None, False), (announced, True)):
+        with (
+            reach(store, 0) as raw,
+            client(certificate).wrap_socket(raw, server_hostname=HERE) as connection,
+        ):
+            if accepted:
+                assert connection.recv(1) == b"\x01"
+            else:
+                with pytest.raises(OSError):
+                    connection.recv(1)
+                    connection.sendall(b"x")  # the end of a connection may look like that of what is read
+                    raise ConnectionError
+    store.dissolved = True
+    with pytest.raises(RankLost):
+        first.result(WITHIN_S)
+
+
+def test_a_listener_with_another_key_than_announced_gets_nothing(store: Store, ranks: ThreadPoolExecutor) -> None:
+    """Somebody on the way who answers in the place of a rank."""
+    impostor = new_certificate()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    file = os.memfd_create("key")
+    os.write(file, impostor.secret_pem)
+    context.load_cert_chain(f"/proc/self/fd/{file}")
+    os.close(file)
+    received: list[bytes] = []
+
+    def answer(listener: socket.socket) -> None:
+        with contextlib.suppress(OSError), listener.accept()[0] as raw, context.wrap_socket(raw, True) as connection:
+            received.append(connection.recv(100))
+
+    with socket.create_server((HERE, 0)) as listener:
+        listener.settimeout(WITHIN_S)
+        thread = threading.Thread(target=answer, args=(listener,))
+        thread.start()
+        store.set("tls/1", f"{HERE} {listener.getsockname()[1]} {new_certificate().der.hex()}")
+        with pytest.raises(RankLost, match="does not have the key of rank 1"):
+            connect_mesh(0, 2, HERE, store)
+        thread.join(WITHIN_S)
+    assert not any(received)
+
+
+def test_the_members_of_a_group_cannot_stand_for_each_other(store: Store, ranks: ThreadPoolExecutor) -> None:
+    """The address of rank 1 leads to rank 2."""
+    genuine = Store()
+    meshes = [ranks.submit(connect_mesh, rank, 3, HERE, genuine) for rank in (1, 2)]
+    one = genuine.get("tls/1").decode().split(" ")[2]
+    host, port = where(genuine, 2)
+    store.set("tls/1", f"{host} {port} {one}")
+    store.set("tls/2", genuine.get("tls/2").decode())
+    listening = threading.Event()
+
+    def hand_over() -> None:
+        genuine.set("tls/0", store.get("tls/0").decode())
+        listening.set()
+
+    ranks.submit(hand_over)
+    with pytest.raises(RankLost, match="has the key of another rank than 1"):
+        connect_mesh(0, 3, HERE, store)
+    genuine.dissolved = True
+    for mesh in meshes:
+        with pytest.raises(RankLost):
+            mesh.result(WITHIN_S)
+
+
+def test_a_rank_that_cannot_be_reached_is_named_with_its_address_and_port(
+    store: Store, ranks: ThreadPoolExecutor
+) -> None:
+    with socket.create_server((HERE, 0)) as free:
+        port = free.getsockname()[1]
+    store.set("tls/1", f"{HERE} {port} {new_certificate().der.hex()}")
+    with pytest.raises(RankLost, match=rf"rank 1 .* cannot be reached at 127.0.0.1, port {port}: .*firewall"):
+        connect_mesh(0, 2, HERE, store, connect_s=0.2)
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["", "x", "127.0.0.1 80", "lab1 80 00", "0.0.0.0 80 00", "127.0.0.1 0 00", "127.0.0.1 70000 00", "::1 1 0g"],
+)
+def test_what_a_rank_says_of_itself_is_checked(store: Store, value: str) -> None:
+    store.set("tls/1", value)
+    with pytest.raises(WireError, match="does not say where it listens"):
+        connect_mesh(0, 2, HERE, store)
+
+
+def test_one_key_is_not_that_of_two_ranks(store: Store) -> None:
+    taken = f"{HERE} 9 {new_certificate().der.hex()}"
+    store.set("tls/1", taken)
+    store.set("tls/2", taken)
+    with pytest.raises(WireError, match="the same certificate"):
+        connect_mesh(0, 3, HERE, store)
+
+
+def test_what_is_on_the_wire_is_not_what_is_sent(store: Store, ranks: ThreadPoolExecutor) -> None:
+    """A relay in the place of rank 0's listener sees all that goes to it."""
+    pattern, seen = b"a tensor's bytes" * 64, bytearray()
+    genuine = Store()
+    first = ranks.submit(connect_mesh, 0, 2, HERE, genuine)
+    certificate = genuine.get("tls/0").decode().split(" ")[2]
+    with socket.create_server((HERE, 0)) as listener:
+        store.set("tls/0", f"{HERE} {listener.getsockname()[1]} {certificate}")
+
+        def relay() -> None:
+            with listener.accept()[0] as near, reach(genuine, 0) as far:
+                back = threading.Thread(target=carry, args=(far, near, seen.extend))
+                back.start()
+                carry(near, far, seen.extend)
+                back.join()
+
+        relaying = ranks.submit(relay)
+        second = ranks.submit(connect_mesh, 1, 2, HERE, store)
+        genuine.set("tls/1", store.get("tls/1").decode())
+        one, other = first.result(WITHIN_S)[1], second.result(WITHIN_S)[0]
+        other.outgoing.sendall(pattern)
+        found = b""
+        while len(found) < len(pattern):
+            found += one.incoming.recv(len(pattern))
+        one.close()
+        other.close()
+        relaying.result(WITHIN_S)
+    assert found == pattern and len(seen) > len(pattern) and pattern[:16] not in seen
+
+
+def carry(source: socket.socket, target: socket.socket, look: Callable[[bytes], object]) -> None:
+    """Carry bytes until their end."""
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            look(data)
+            target.sendall(data)
+        target.shutdown(socket.SHUT_WR)
