@@ -19,7 +19,9 @@ SLICE_S = 0.2
 CAUSE_S = 1.0
 """How long a worker's error about a lost peer is held back for the cause of that peer's end."""
 
-AFTERWARDS = "open another pool and resume from the last checkpoint"
+AFTERWARDS = (
+    "open another pool and resume from the last checkpoint; a trainer with recovery=onebox.Recovery() goes on by itself"
+)
 """Advice after the end of a worker."""
 
 _ADVICE = {

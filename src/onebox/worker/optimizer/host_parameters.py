@@ -78,12 +78,12 @@ class HostParameters:
             starts, run_bytes = _starts([self.tensors[index] for index in run])
             self._starts += starts
             longest = max(longest, run_bytes)
-        self._landings = [accelerator.pinned(longest) for _ in self._runs[:2]]
+        self._staging = [accelerator.pinned(longest) for _ in self._runs[:2]]
 
     @property
     def size_bytes(self) -> int:
         """Bytes of the copies and of the gradient buffers."""
-        return sum(memory.nbytes for memory in (self._memory, *self._landings))
+        return sum(memory.nbytes for memory in (self._memory, *self._staging))
 
     def move(self, index: int, place: Tensor) -> None:
         """Relocate a parameter from its next step on, which overwrites all of it."""
@@ -109,15 +109,15 @@ class HostParameters:
         stepped = [run for run in stepped if run]
         coming = self._bring(0, stepped[0], gradients) if stepped else ([], None)
         for number, run in enumerate(stepped):
-            landed, arrived = coming
+            staged, arrived = coming
             if number + 1 < len(stepped):  # into the buffer of the gradients that were used last
                 coming = self._bring(number + 1, stepped[number + 1], gradients)
             if arrived is not None:
                 arrived.finish()
             if factor is not None:
-                for gradient in landed:
+                for gradient in staged:
                     gradient.mul_(factor.to(gradient.dtype))
-            apply(run, landed)
+            apply(run, staged)
             self._copy([(self.tensors[index], self.parameters[index]) for index in run])
         if self._copies is not None:  # readers of the parameters, and writers to the gradients' memory, wait
             self._copies.settle()
@@ -126,11 +126,11 @@ class HostParameters:
         self, number: int, run: Sequence[int], gradients: Mapping[int, Tensor]
     ) -> tuple[list[Tensor], StreamCopy | None]:
         """Begin to copy a run of gradients to the host; return the destination and the copy, if it is in progress."""
-        landing = self._landings[number % 2]
-        landed = []
+        buffer = self._staging[number % 2]
+        staged = []
         for index in run:
-            landed.append(_over(landing, self._starts[index], gradients[index]))
-        return landed, self._copy([(gradients[index], place) for index, place in zip(run, landed, strict=True)])
+            staged.append(_over(buffer, self._starts[index], gradients[index]))
+        return staged, self._copy([(gradients[index], place) for index, place in zip(run, staged, strict=True)])
 
     def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> StreamCopy | None:
         """Copy each source to its target, in parallel to a GPU's work."""

@@ -10,7 +10,7 @@ from the call before. Elements of index tensors are checked in every call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from onebox.errors import WireError
+from onebox.wire.program import DType, LayoutArgument, MemoryFormat
 from onebox.wire.tensors import is_dense
 from onebox.worker.sandbox.argument_rules import RULES, Arguments
 
@@ -28,6 +29,9 @@ _EMPTY = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "n
 
 _GROWS = frozenset({"resize_", "resize_as_", "set_"})
 """Operators that may enlarge the storage of an argument."""
+
+_ENUMERATIONS = {"ScalarType": DType, "Layout": LayoutArgument, "MemoryFormat": MemoryFormat}
+"""Types of arguments that PyTorch also takes as a number, which it does not check, with their types in messages."""
 
 
 def check_arguments(operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -43,6 +47,27 @@ def check_arguments(operator: OpOverload, args: Sequence[Any], kwargs: dict[str,
     """
     if base_name(operator) in RULES:
         _Guard(operator, operator).check(args, kwargs)
+
+
+def check_enumerations(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Require that element types, layouts and memory formats are given by name: of a number PyTorch makes one of each,
+    or none that there is.
+
+    Args:
+        operator: An operator of an allow-list.
+        args: Its positional arguments, as in messages.
+        kwargs: Its keyword arguments, as in messages.
+
+    Raises:
+        WireError: One is something else; the message names the operator and the argument.
+    """
+    for place, argument in enumerate(operator._schema.arguments):
+        kind = _ENUMERATIONS.get(str(argument.real_type).removeprefix("Optional[").removesuffix("]"))
+        if kind is None:
+            continue
+        value = args[place] if place < len(args) else kwargs.get(argument.name)
+        if value is not None and not isinstance(value, kind):
+            raise WireError(f"{operator}: {argument.name} is {value!r}; allowed: {kind.__name__}, or none")
 
 
 def is_checked(operator: OpOverload) -> bool:

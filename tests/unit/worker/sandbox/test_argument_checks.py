@@ -535,6 +535,23 @@ def test_other_operators_run_as_they_are() -> None:
     assert guarded(overload("aten.nll_loss_backward.default"), run) is not run
 
 
+@pytest.mark.parametrize("number", [128, torch.tensor(5)], ids=["a number", "a tensor"])
+@pytest.mark.parametrize(
+    ("name", "given", "argument"),
+    [
+        ("aten.clone.default", {"self": torch.ones(2, 3)}, "memory_format"),
+        ("aten.zeros_like.default", {"self": torch.ones(2, 3)}, "layout"),
+        ("aten.sum.default", {"self": torch.ones(2, 3)}, "dtype"),
+    ],
+)
+def test_types_and_formats_are_names(name: str, given: dict[str, Any], argument: str, number: Any) -> None:
+    """Of the number 128, PyTorch would make a type that does not exist."""
+    for way in WAYS.values():
+        assert outcome(way(name, given), name) != REFUSED
+        with pytest.raises(WireError, match=f"{name}: {argument} is .*allowed: .*, or none"):
+            way(name, given | {argument: number})
+
+
 def test_elements_are_checked_in_every_call_and_shapes_when_they_change() -> None:
     pool = guarded(overload("aten.adaptive_max_pool2d_backward.default"), torch.ops.aten.adaptive_max_pool2d_backward)
     gradient, x, index = floats(1, 1, 1, 1), floats(1, 1, 4, 4), torch.zeros(1, 1, 1, 1, dtype=torch.int64)
