@@ -331,6 +331,8 @@ class ForkedProcess:
         Raises:
             subprocess.TimeoutExpired: It takes longer.
         """
+        if self.descriptor < 0:  # closed: its owner has left it behind
+            return self._found
         if not _readable(self.descriptor, timeout):
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
         with self._lock:

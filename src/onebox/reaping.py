@@ -17,6 +17,8 @@ from typing import NamedTuple, Protocol
 KILLED_S = 2.0
 """Longest wait for the end of a killed process; the kernel usually takes some hundredths of a second."""
 
+_NEWS = 256
+
 _LOG = logging.getLogger("onebox")
 
 
@@ -81,17 +83,22 @@ class LeftProcesses:
             self._left[descriptor] = name, process
             self._news.append(LeftProcess(name, process.pid, ended=False))
 
-    def reap(self) -> list[LeftProcess]:
-        """Reap those that have ended; return what has happened since the last call."""
+    def reap(self) -> None:
+        """Reap those that have ended."""
         with self._lock:
             for descriptor, (name, process) in list(self._left.items()):
                 if has_ended(descriptor, 0.0):
+                    del self._left[descriptor]
+                    os.close(descriptor)
+                    self._news.append(LeftProcess(name, process.pid, ended=True))
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         process.wait(0)
-                    os.close(descriptor)
-                    del self._left[descriptor]
-                    self._news.append(LeftProcess(name, process.pid, ended=True))
-            news, self._news = self._news, []
+
+    def news(self) -> list[LeftProcess]:
+        """Reap those that have ended; return what has happened since the last call."""
+        self.reap()
+        with self._lock:
+            news, self._news = self._news[-_NEWS:], []
         return news
 
 
@@ -99,25 +106,29 @@ LEFT_BEHIND = LeftProcesses()
 """The processes that this one has left behind."""
 
 
-def end_process(process: WaitableProcess, name: str, *, grace_s: float, descriptor: int = -1) -> bool:
+def end_process(
+    process: WaitableProcess, name: str, *, grace_s: float, killed_s: float = KILLED_S, descriptor: int = -1
+) -> bool:
     """End a child process: wait a while for it to end by itself, then kill it; leave it behind if that has no effect.
 
     Args:
         process: The process.
         name: Its purpose, for the log.
         grace_s: How long it may take to end by itself.
+        killed_s: How long it may take to end once it is killed.
         descriptor: A process descriptor, where there is one.
 
     Returns:
         Whether it has ended.
     """
+    LEFT_BEHIND.reap()
     try:
         process.wait(timeout=grace_s)
         return True
     except subprocess.TimeoutExpired:
         process.kill()
     try:
-        process.wait(timeout=KILLED_S)
+        process.wait(timeout=killed_s)
         return True
     except subprocess.TimeoutExpired:
         LEFT_BEHIND.add(process, name, os.dup(descriptor) if descriptor >= 0 else os.pidfd_open(process.pid))

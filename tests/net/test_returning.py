@@ -88,7 +88,7 @@ def test_a_worker_that_cannot_be_reached_is_named_within_seconds(fleet: Fleet, n
 
 @pytest.mark.long
 def test_all_that_keeps_an_agent_from_starting_is_said_at_once(fleet: Fleet, network: Network) -> None:
-    agent = fleet.python("client", "nobody", "-m", "onebox", "serve")
+    agent = fleet.python("client", "nobody", "-m", "onebox", "serve", "--user", "root")
     assert agent.wait(60) == 2
     said = fleet.printed("nobody")
-    assert all(word in said for word in ("this is root", "--advertise", "nobody is paired")), said
+    assert all(word in said for word in ("--user root: that is root", "--advertise", "nobody is paired")), said

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from onebox import reaping
+from onebox.forking import ForkedProcess
 from onebox.reaping import LEFT_BEHIND, LeftProcess, LeftProcesses, end_process, has_ended
 
 SCRIPT = "import threading, time; threading.Thread(target=time.sleep, args=(600,)).start(); print(1, flush=True)"
@@ -60,25 +61,25 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stuck]:
     made = Stuck()
     yield made
     made.close()
-    LEFT_BEHIND.reap()
+    LEFT_BEHIND.news()
 
 
 def test_a_killed_process_that_does_not_end_is_left_behind_and_reaped_later(
     stuck: Stuck, caplog: pytest.LogCaptureFixture
 ) -> None:
-    LEFT_BEHIND.reap()
+    LEFT_BEHIND.news()
     began_s = time.monotonic()
     with caplog.at_level(logging.WARNING, "onebox"):
         assert not end_process(stuck.process, "a test's process", grace_s=0.1)
     assert time.monotonic() - began_s < 5
     assert f"a test's process, process {stuck.process.pid}, was killed and does not end" in caplog.text
     pid = stuck.process.pid
-    assert LEFT_BEHIND.reap() == [LeftProcess("a test's process", pid, ended=False)]
-    assert LEFT_BEHIND.reap() == [] and len(LEFT_BEHIND) == 1
+    assert LEFT_BEHIND.news() == [LeftProcess("a test's process", pid, ended=False)]
+    assert LEFT_BEHIND.news() == [] and len(LEFT_BEHIND) == 1
     os.waitpid(stuck.thread, WALL)
     stuck.held = False
     end_s = time.monotonic() + 10
-    while not (news := LEFT_BEHIND.reap()):
+    while not (news := LEFT_BEHIND.news()):
         assert time.monotonic() < end_s
     assert news == [LeftProcess("a test's process", pid, ended=True)]
     assert len(LEFT_BEHIND) == 0 and stuck.process.returncode == -signal.SIGKILL
@@ -110,10 +111,25 @@ def test_those_that_are_left_are_counted() -> None:
     left = LeftProcesses()
     process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
     left.add(process, "one", os.pidfd_open(process.pid))
-    assert len(left) == 1 and [each.ended for each in left.reap()] == [False]
+    assert len(left) == 1 and [each.ended for each in left.news()] == [False]
     process.kill()
     end_s = time.monotonic() + 10
     while len(left):
         assert time.monotonic() < end_s
         left.reap()
     assert process.returncode == -signal.SIGKILL
+
+
+def test_a_forked_process_that_was_closed_is_reaped_without_a_wait() -> None:
+    """It is the fork server's child; what is left here is its descriptor."""
+    left = LeftProcesses()
+    child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+    reader, writer = os.pipe()
+    os.close(writer)
+    forked = ForkedProcess(child.pid, os.pidfd_open(child.pid), reader)
+    left.add(forked, "a worker", os.dup(forked.descriptor))
+    forked.close()
+    child.kill()
+    child.wait(10)
+    assert [each.ended for each in left.news()] == [False, True] and not len(left)
+    assert left.news() == []

@@ -19,13 +19,15 @@ from pathlib import Path
 
 from onebox.agent.admission import Share
 from onebox.worker.accelerator import needs_driver
+from onebox.worker.memory.shared import shared_limit_bytes
 from onebox.worker.sandbox.confine import memory_limit_bytes
 
 CONTROLLERS = ("memory", "pids", "cpu")
 
-_WORKER_PROCESSES = 256
+_WORKER_PROCESSES = 2048
 _PROCESSES_PER_THREAD = 8
-"""The most threads of a worker: those of libraries, and for each thread of its operators those of several pools."""
+"""The most threads of a worker: those of libraries, two for each peer on another host in each group, and for each thread
+of its operators those of several pools."""
 
 _DRIVER_BYTES = 4 << 30
 """Host memory of a GPU's driver and libraries in each worker."""
@@ -54,11 +56,14 @@ class CgroupLimits:
     def of(cls, shares: Sequence[Share]) -> CgroupLimits:
         """Return the limits of a lease, from the shares of its workers.
 
-        Memory is what each worker's own limit allows, once more its buffers for memory that is shared with others, and
+        Memory is what each worker's own limit allows, what it may share with others, and
         the fork server's; cores are those of its operators, and one for each worker's other threads.
         """
         gpus = sum(needs_driver(share.device) for share in shares)
-        memory = [share.memory_bytes + memory_limit_bytes(share.memory_bytes, share.threads) for share in shares]
+        memory = [
+            shared_limit_bytes(share.memory_bytes) + memory_limit_bytes(share.memory_bytes, share.threads)
+            for share in shares
+        ]
         limited = all(share.memory_bytes for share in shares)
         return cls(
             memory_limit_bytes(0, 1) + sum(memory) + gpus * _DRIVER_BYTES if limited else 0,

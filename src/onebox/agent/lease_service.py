@@ -127,7 +127,7 @@ class LeaseService:
 
     def _report_left(self) -> None:
         """Record which processes were left behind, and which of them have ended."""
-        for left in LEFT_BEHIND.reap():
+        for left in LEFT_BEHIND.news():
             self._report("process-reaped" if left.ended else "process-left", process=left.pid, what=left.name)
 
     # ---- decisions

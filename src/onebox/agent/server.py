@@ -228,9 +228,9 @@ class Agent:
                 return
             self._closed = True
             os.close(self._bell)
+            self._watch.close()  # first: libzmq waits for a monitor whose events nobody reads
             self._lease_service.close("the agent has ended", time.monotonic())
             self._isolation.close()
-        self._watch.close()
         self._socket.close(200)  # milliseconds for the last messages to be sent
         self._door.close()
         self._context.term()

@@ -17,6 +17,7 @@ from onebox.errors import PoolError, UsageError
 from onebox.pool.errors import WorkerLocation
 from onebox.pool.launch.cpu_affinity import CoreAllocator
 from onebox.pool.launch.worker_process import START_S, WorkerProcess
+from onebox.reaping import KILLED_S, has_ended
 from onebox.wire import new_keys
 from onebox.wire.protocol.agents import Started
 from onebox.worker import Ports, WorkerConfig
@@ -47,9 +48,10 @@ class LeasedWorker(WorkerProcess):
             signal.pidfd_send_signal(self.descriptor, signal.SIGKILL)
 
     def release(self) -> None:
-        """Release the resources of a process that has ended; one that has not is left behind."""
+        """Release the resources of a process that has ended; one that was killed long ago and has not is left behind,
+        without a wait, which would hold up other leases."""
         self.ended = True
-        self.close(grace_s=0.0)
+        self.close(grace_s=0.0, killed_s=KILLED_S if has_ended(self.descriptor, 0.0) else 0.0)
 
 
 # ---- events
@@ -253,7 +255,7 @@ class Workers:
         left: list[int] = []
         if crew.processes.end(crew.fork_server):
             self._isolation.release(crew.processes)
-        elif now_s < crew.ended_s + LEAVE_S:
+        elif now_s < min(crew.ended_s, crew.until_s) + LEAVE_S:
             return []
         else:
             left = crew.processes.kill(crew.fork_server)
@@ -294,7 +296,7 @@ class Workers:
             try:
                 crew.workers.append(LeasedWorker(place, config, crew.processes.account, crew.fork_server))
                 crew.processes.add(crew.workers[-1].pid)
-            except (OSError, SubprocessError) as error:  # the latter for errors between fork and exec
+            except (OSError, SubprocessError, RuntimeError) as error:  # between fork and exec; no further thread
                 crew.to_start.clear()
                 crew.failed = True
                 return (

@@ -109,9 +109,9 @@ class TrainingSession:
         self._next_plan: Plan | None = None
         """The plan that is to be installed; none before it is resolved."""
         self._whole_plan: Plan | None = None
-        """The plan in use when all devices were present."""
+        """The latest plan that was chosen for all devices of the pool."""
         self._away: frozenset[int] = frozenset()
-        """The devices that were gone when the present plan was installed."""
+        """The devices of that plan which the plan in use does without."""
         self._changes: StateChanges | None = None
         self._written: StateChanges | None = None
         self._settings = settings
@@ -153,7 +153,7 @@ class TrainingSession:
         self.wait(self._settings.in_flight - 1)
         if self.adaptive is not None:
             self.adaptive.between_steps(under_way=self._under_way)
-        if self._pool.returning or self._away - self._pool.gone:
+        if self.recovery.ready and (self._pool.returning or self._away - self._pool.gone):
             self._take_back()
         if prepared.installed is not self._ready:  # another plan has taken over, or a recovery installed one
             prepared = self.recovery.run(lambda: self._prepare(batch, number))
@@ -432,6 +432,8 @@ class TrainingSession:
             for asked in moved.asked:
                 self.overlap.defer(asked)
             self.overlap.retire(moved.over)
+            if not self._pool.gone:
+                self._whole_plan = after.plan
             self._use(after)
             self.uploads.use(after)
             for observer in self._observers:
@@ -441,23 +443,28 @@ class TrainingSession:
     def _use(self, installed: InstalledPlan) -> None:
         self._ready, self._prepared, self._latest = installed, {}, None
         self.plan = self._next_plan = installed.plan
-        self._away = self._pool.gone
-        if not self._away:
+        if self._whole_plan is None and not self._pool.gone:
             self._whole_plan = installed.plan
+        self._away = frozenset(self._whole_plan.devices if self._whole_plan else ()) - {*installed.plan.devices}
 
     def _take_back(self) -> None:
         """Use the devices again that were gone and are back: the plan before their loss takes over."""
         away_s = self.recovery.once(self._pool.readmit, void=False) or {}
-        back, self._away = sorted(self._away - self._pool.gone), self._pool.gone
+        back, self._away = sorted(self._away - self._pool.gone), self._away & self._pool.gone
         before, batch = self.plan, self.examples.largest
         if not back or before is None or batch is None:
             return
+        self.recovery.returned(back)
         try:
             plan = enlarged_plan(before, self._whole_plan, self._workload(batch), self._pool)
             moved = self.adopt(plan) if plan != before else MigrationReport()
             note = f", {moved.size_bytes / 1e6:.1f} MB moved; plan: {plan.describe()}" if plan != before else ""
-        except (UsageError, PlanError, CaptureError) as error:
+        except (UsageError, PlanError, CaptureError, OperatorError) as error:
+            if self.error is not None:
+                raise
             note = f", but the plan stays: {str(error).splitlines()[0]}"
+        if self._pool.gone.intersection(back):  # lost again in between, which the recovery has reported
+            return
         if self.adaptive is not None:
             self.adaptive.reset()
         devices = [self._pool.devices[worker] for worker in back]

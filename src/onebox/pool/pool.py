@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 import torch
 
 from onebox.cost import PoolProfile, load, store
-from onebox.errors import OneboxError, PoolError, UsageError
+from onebox.errors import OneboxError, PoolError, UsageError, WorkerDied
 from onebox.pool.backends.base import HostedWorker, RestartableSource, WorkerHandle, WorkerSource, end_all
 from onebox.pool.backends.local import LOCAL_HOST
 from onebox.pool.client.connection import WorkerReply
@@ -95,6 +95,7 @@ class Pool:
         self.gone: frozenset[int] = frozenset()
         """Devices whose workers were lost and could not be restarted; see :meth:`recover_workers`."""
         self._reclaimer = Reclaimer(self._replace)
+        self._excluded: set[int] = set()
         self.closing: list[Callable[[], object]] = []
         """Callbacks for the closing of the pool, before its workers end."""
         atexit.register(self.close)
@@ -379,7 +380,7 @@ class Pool:
         Args:
             seen: The earlier number of :attr:`recoveries`.
         """
-        return {worker: error for worker, (number, error) in self._losses.items() if number > seen}
+        return {worker: error for worker, (number, error) in [*self._losses.items()] if number > seen}
 
     def recover_workers(self, *, seen: int | None = None, patience_s: float = PATIENCE_S) -> RecoveryReport:
         """Recover from a loss: end the lost workers, restart them where possible, keep the others.
@@ -416,16 +417,40 @@ class Pool:
         def note(worker: int, error: OneboxError) -> None:
             self._losses[worker] = self._recoveries, error
 
-        found = recover_workers(
-            self._client_loop, self._handles, self._replace, note, present=self.present, patience_s=patience_s
-        )
-        for source in self._sources:
-            source.connected()
-        self.gone = (self.gone - found.devices.keys()) | set(found.gone)
-        for worker in found.devices:
-            self._default_types.pop(worker, None)
-        self.devices = tuple(found.devices.get(device.number, device) for device in self.devices)
-        self._reclaimer.seek([worker for worker in found.gone if isinstance(self._handles[worker], HostedWorker)])
+        try:
+            found = recover_workers(
+                self._client_loop, self._handles, self._replace, note, present=self.present, patience_s=patience_s
+            )
+            for worker in found.devices:
+                self._default_types.pop(worker, None)
+            self.devices = tuple(found.devices.get(device.number, device) for device in self.devices)
+            for source in self._sources:
+                source.connected()
+        finally:
+            missing = self._client_loop.missing.keys()
+            fresh = {worker for worker in missing - self.gone if isinstance(self._handles[worker], HostedWorker)}
+            self.gone = frozenset(missing)
+            self._reclaimer.seek(fresh - self._excluded)
+            self._reclaimer.seek(fresh & self._excluded, doubtful=True)
+            self._excluded.clear()
+
+    def exclude(self, devices: Collection[int]) -> None:
+        """Mark devices as lost, so that the next recovery gives them up: they are taken back later, after growing
+        intervals.
+
+        Args:
+            devices: Devices that were taken back, some of which may be gone again.
+
+        Raises:
+            OneboxError: The pool is closed.
+        """
+        with self._recovering:
+            for worker in sorted(set(devices) - self.gone):
+                place = self._handles[worker].place
+                self._excluded.add(worker)
+                self._client_loop.give_up(
+                    worker, WorkerDied(f"{place} was back, and was lost again with the next step", **vars(place))
+                )
 
     @property
     def returning(self) -> bool:
@@ -479,6 +504,8 @@ class Pool:
 
     def _replace(self, worker: int) -> tuple[WorkerHandle, str] | None:
         """Restart a worker by its source, where that is possible."""
+        if worker in self._excluded:
+            return None
         for source in self._sources:
             made = (
                 source.replace(worker, self._client_loop.client_key) if isinstance(source, RestartableSource) else None

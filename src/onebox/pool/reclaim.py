@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -14,6 +15,8 @@ FIRST_S, MOST_S = 1.0, 60.0
 """Intervals between two attempts to start a worker: each twice the one before, after refusals."""
 
 _JOIN_S = 10.0
+
+_LOG = logging.getLogger("onebox")
 
 Replace = Callable[[int], tuple[WorkerHandle, str] | None]
 """Starts a worker for a device, with its public key; ``None`` while its host cannot be reached."""
@@ -32,9 +35,9 @@ class RetryTimes:
     def __bool__(self) -> bool:
         return bool(self._due)
 
-    def add(self, device: int, now_s: float) -> None:
-        """Try a device from now on."""
-        self._due.setdefault(device, (now_s + FIRST_S, FIRST_S))
+    def add(self, device: int, now_s: float, interval_s: float = FIRST_S) -> None:
+        """Try a device from now on, after an interval."""
+        self._due.setdefault(device, (now_s + interval_s, interval_s))
 
     def remove(self, device: int) -> None:
         """Stop trying a device."""
@@ -85,6 +88,7 @@ class Reclaimer:
         self._replace = replace
         self._times = RetryTimes()
         self._since_s: dict[int, float] = {}
+        self._intervals: dict[int, float] = {}
         self._found: dict[int, ReclaimedWorker] = {}
         self._busy = self._closed = False
         self._changed = threading.Condition()
@@ -98,13 +102,20 @@ class Reclaimer:
         with self._changed:
             return not self._busy and self._times.due(time.monotonic()) is None
 
-    def seek(self, devices: Collection[int]) -> None:
-        """Try some devices from now on."""
+    def seek(self, devices: Collection[int], *, doubtful: bool = False) -> None:
+        """Try some devices from now on.
+
+        Args:
+            devices: The devices.
+            doubtful: Whether they were back already, and of no use: then the first interval grows from time to time.
+        """
         now_s = time.monotonic()
         with self._changed:
             for device in devices if not self._closed else ():
+                interval_s = min(2 * self._intervals.get(device, FIRST_S), MOST_S) if doubtful else FIRST_S
+                self._intervals[device] = interval_s
                 self._since_s.setdefault(device, now_s)
-                self._times.add(device, now_s)
+                self._times.add(device, now_s, interval_s)
             if self._times and self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="onebox-reclaim", daemon=True)
                 self._thread.start()
@@ -150,8 +161,10 @@ class Reclaimer:
         made, refused = None, False
         try:
             made = self._replace(device)
-        except OneboxError:  # leased to others, or not started: the next attempt may go better
+        except Exception as error:  # leased to others, or not started: the next attempt may go better
             refused = True
+            if not isinstance(error, OneboxError):  # such as a limit of this process
+                _LOG.warning("a device that was given up could not be tried again: %s: %s", type(error).__name__, error)
         now_s = time.monotonic()
         with self._changed:
             if made is not None:

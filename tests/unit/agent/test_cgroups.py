@@ -10,6 +10,7 @@ import pytest
 from onebox.agent import cgroups as module
 from onebox.agent.admission import Share
 from onebox.agent.cgroups import CgroupLimits, LeaseCgroups, own_cgroup
+from onebox.worker.memory.shared import shared_limit_bytes
 from onebox.worker.sandbox.confine import memory_limit_bytes
 
 CPU = Share(device="cpu", threads=2, memory_bytes=1 << 30)
@@ -79,11 +80,13 @@ def proc(tree: Path, place: str = "/own") -> Path:
 
 def test_limits_of_a_lease() -> None:
     one = CgroupLimits.of([CPU])
-    assert one.memory_bytes == (1 << 30) + memory_limit_bytes(1 << 30, 2) + memory_limit_bytes(0, 1)
-    assert (one.processes, one.cores) == (272, 3)
+    assert one.memory_bytes == shared_limit_bytes(1 << 30) + memory_limit_bytes(1 << 30, 2) + memory_limit_bytes(0, 1)
+    assert (one.processes, one.cores) == (2064, 3)
     two = CgroupLimits.of([CPU, GPU])
-    assert two.memory_bytes - one.memory_bytes == (8 << 30) + memory_limit_bytes(8 << 30, 4) + (4 << 30)
-    assert (two.processes, two.cores) == (560, 8)
+    assert two.memory_bytes - one.memory_bytes == (
+        shared_limit_bytes(8 << 30) + memory_limit_bytes(8 << 30, 4) + (4 << 30)
+    )
+    assert (two.processes, two.cores) == (4144, 8)
     assert CgroupLimits.of([CPU, Share(device="cpu", threads=1, memory_bytes=0)]).files()["memory"] == "max"
     assert one.files()["cpu"] == "300000 100000"
 

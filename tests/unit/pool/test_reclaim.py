@@ -110,3 +110,36 @@ def test_an_attempt_under_way_ends_with_its_source_and_what_nobody_took_is_close
     assert handle.closed
     made.seek([2])
     assert not made.take(), "it is closed"
+
+
+def test_a_device_that_was_back_and_of_no_use_is_tried_after_growing_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    def add(self: RetryTimes, device: int, now_s: float, interval_s: float = FIRST_S) -> None:
+        waits.append(interval_s)
+
+    monkeypatch.setattr(RetryTimes, "add", add)
+    made = Reclaimer(lambda device: None)
+    made.seek([1])
+    for _ in range(7):
+        made.seek([1], doubtful=True)
+    made.seek([1])
+    made.close()
+    assert waits == [FIRST_S, 2.0, 4.0, 8.0, 16.0, 32.0, MOST_S, MOST_S, FIRST_S]
+
+
+@pytest.mark.usefixtures("quick")
+def test_after_an_error_that_nobody_expected_a_device_is_tried_again() -> None:
+    tries, handle = [], Handle()
+
+    def replace(device: int) -> tuple[WorkerHandle, str] | None:
+        tries.append(device)
+        if len(tries) == 1:
+            raise RuntimeError("can't start new thread")
+        return handle, "key"  # type: ignore[return-value]
+
+    made = Reclaimer(replace)
+    made.seek([3])
+    until(lambda: made.ready)
+    made.close()
+    assert tries == [3, 3] and handle.closed

@@ -21,7 +21,7 @@ from onebox.cli.tracebacks import without_own_frames
 from onebox.errors import UsageError
 from onebox.pool import Pool
 from onebox.pool.devices import DeviceInfo
-from onebox.stop_signals import exit_status, handling
+from onebox.stop_signals import RECENT, exit_status, handling
 from onebox.vgpu import open_devices, set_synchronous
 from onebox.vgpu.cuda_alias import alias_cuda
 from onebox.vgpu.runtime.context import device_count
@@ -161,6 +161,7 @@ def _end_signals(pool: Pool, within_s: float) -> Iterator[None]:
         if number == signal.SIGINT:
             signal.default_int_handler(number, frame)
         if not ended:
+            RECENT.note()  # further ones must not interrupt the end
             ended.append(number)
             timer = threading.Timer(within_s, _end_process, (pool, number))
             timer.daemon = True

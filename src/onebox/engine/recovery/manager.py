@@ -8,7 +8,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -94,6 +94,13 @@ class RecoveryManager(StepObserver):
         self._tries = 0
         self._furthest = -1
         self._seen = pool.recoveries
+        self._returned: frozenset[int] = frozenset()
+        """Devices that were taken back, until a step has ended."""
+
+    @property
+    def ready(self) -> bool:
+        """True if the run could recover from a loss now."""
+        return self._snapshots is not None and self._snapshots.recoverable
 
     # ---- the way in
 
@@ -166,8 +173,14 @@ class RecoveryManager(StepObserver):
         """Record that a checkpoint has been written, for the errors that refer to it."""
         self.checkpoint = checkpoint
 
+    def returned(self, devices: Collection[int]) -> None:
+        """Record that devices are to be used again; after a loss before the end of a step they are given up again, as
+        they may reach the client, but not each other."""
+        self._returned = frozenset(devices)
+
     def ended(self, step: EndedStep) -> None:
         """Count attempts anew when the run is further than ever."""
+        self._returned = frozenset()
         if step.number > self._furthest:
             self._furthest, self._tries = step.number, 0
 
@@ -231,6 +244,8 @@ class RecoveryManager(StepObserver):
                 ) from error
             restart = snapshots.restart()
             try:
+                doubtful, self._returned = self._returned, frozenset()
+                self._pool.exclude(doubtful)
                 healing = self._pool.recover_workers(seen=self._seen)
                 self._seen = healing.number
                 lost, replaced = lost | set(healing.lost), (replaced | set(healing.replaced)) - set(healing.gone)

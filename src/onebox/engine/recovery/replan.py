@@ -226,7 +226,7 @@ def _known_times(
 
 def _known_links(pool: Pool) -> Links:
     """Return the links as measured earlier; without measurements, all are assumed to be equal."""
-    known = load(profile_key(pool.devices, pool.links), PoolProfile)
+    known = load(profile_key(pool.devices, pool.links, plain_links=pool.plain_links), PoolProfile)
     if known is not None:
         return Links(latency_s=known.latency_s, bandwidth_bps=known.bandwidth_bps)
     every = range(len(pool))

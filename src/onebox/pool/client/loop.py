@@ -443,7 +443,9 @@ class ClientLoop:
 
     def _lost(self, connection: WorkerConnection, error: OneboxError) -> None:
         self._liveness.forget(connection.place.worker)
-        fail(connection.hello, error)
+        if not connection.hello.done():  # nothing was posted to it yet, so that the pool is as it was
+            fail(connection.hello, error)
+            return
         self._pending.lose(connection.place.worker, error)
 
 

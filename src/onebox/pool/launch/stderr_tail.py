@@ -32,7 +32,13 @@ class StderrTail:
         self._kept = bytearray()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._collect, name="onebox-stderr", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # there are too many
+            self.inlet.close()
+            os.close(self._outlet)
+            os.close(self._stop)
+            raise
 
     def text(self, last: int) -> str:
         """Return the end of what the process has written until now.

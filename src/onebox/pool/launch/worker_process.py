@@ -20,7 +20,7 @@ from onebox.pool.errors import AFTERWARDS, WorkerLocation
 from onebox.pool.launch.fork_server import ForkedWorker, WorkerSpawner
 from onebox.pool.launch.stderr_tail import StderrTail
 from onebox.pool.launch.worker_user import WorkerUser
-from onebox.reaping import end_process
+from onebox.reaping import KILLED_S, end_process
 from onebox.worker import Ports, WorkerConfig
 from onebox.worker.system.process_watch import disk_reads
 
@@ -208,7 +208,7 @@ class WorkerProcess:
         """Return the end of the worker's standard error."""
         return self._stderr.text(_LAST_WORDS)
 
-    def close(self, *, grace_s: float) -> None:
+    def close(self, *, grace_s: float, killed_s: float = KILLED_S) -> None:
         """End the process: wait a while for it to end by itself, then kill it; see :func:`end_process`. Idempotent."""
         if self._stderr.closed:
             return
@@ -216,7 +216,7 @@ class WorkerProcess:
             assert stream is not None
             with contextlib.suppress(OSError):
                 stream.close()
-        end_process(self._process, str(self.place), grace_s=grace_s, descriptor=self.descriptor)
+        end_process(self._process, str(self.place), grace_s=grace_s, killed_s=killed_s, descriptor=self.descriptor)
         if isinstance(self._process, ForkedWorker):
             self._process.close()
         else:

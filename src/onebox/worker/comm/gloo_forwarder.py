@@ -39,6 +39,9 @@ _RECORD = 1 << 14  # of TLS
 _STACK = 1 << 19
 """Of a thread that forwards: a worker's memory is limited, and a large group has many of them."""
 
+_starting = threading.Lock()
+"""Held while the size of the stack of the next thread is set, which is one for the whole process."""
+
 
 def loopback_address(rank: int) -> str:
     """Return the address of a rank's Gloo, the same on all hosts.
@@ -73,13 +76,13 @@ class GlooForwarder:
                 if listener is not None:
                     self._ports[peer] = listener.getsockname()[1]
                 self._channels.append(_Channel(peer, link, listener, lambda: (self.address, self._gloo_port)))
+            for channel in self._channels:
+                channel.start()
         except BaseException:
             self.close(0.0)
             for link in links.values():
                 link.close()
             raise
-        for channel in self._channels:
-            channel.start()
 
     def formed(self) -> None:
         """Shut down connections of other processes to this worker's Gloo, which must have formed its group."""
@@ -201,13 +204,14 @@ class _Channel:
             local = self._accept(self._listener) if self._listener is not None else self._connect()
             local.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._local = local
-            self._decrypting = threading.Thread(target=self._decrypt, args=(local,), name=self._name, daemon=True)
-            _start(self._decrypting)
+            decrypting = threading.Thread(target=self._decrypt, args=(local,), name=self._name, daemon=True)
+            _start(decrypting)
+            self._decrypting = decrypting
             buffer = memoryview(bytearray(_CHUNK))
             outgoing = self._link.outgoing
             while count := local.recv_into(buffer):
                 outgoing.sendall(buffer[:count])
-        except OSError:  # of a connection that has ended, or was shut down
+        except (OSError, RuntimeError):  # of a connection that has ended, or was shut down; no further thread
             pass
         finally:
             self._shut()
@@ -251,11 +255,12 @@ class _Channel:
 
 
 def _start(thread: threading.Thread) -> None:
-    before = threading.stack_size(_STACK)
-    try:
-        thread.start()
-    finally:
-        threading.stack_size(before)
+    with _starting:
+        before = threading.stack_size(_STACK)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
 
 
 def _read_available(connection: ssl.SSLSocket, buffer: memoryview) -> tuple[int, bool]:

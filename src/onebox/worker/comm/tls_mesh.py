@@ -265,7 +265,11 @@ class _Acceptor:
         if len(self._pending) >= _PENDING:
             self._drop(next(iter(self._pending)))
         raw.setblocking(False)
-        connection = self._context.wrap_socket(raw, server_side=True, do_handshake_on_connect=False)
+        try:
+            connection = self._context.wrap_socket(raw, server_side=True, do_handshake_on_connect=False)
+        except (OSError, ValueError):  # it was reset in between
+            raw.close()
+            return
         self._pending[connection.fileno()] = (connection, time.monotonic() + HANDSHAKE_S)
         self._poll.register(connection, select.POLLIN)
 
@@ -274,6 +278,8 @@ class _Acceptor:
         connection, _ = self._pending[descriptor]
         try:
             connection.do_handshake()
+            rank = self._ranks.get(connection.getpeercert(binary_form=True) or b"")
+            _settle(connection)
         except ssl.SSLWantReadError:
             self._poll.modify(descriptor, select.POLLIN)
             return
@@ -283,13 +289,11 @@ class _Acceptor:
         except (OSError, ValueError):
             self._drop(descriptor)
             return
-        rank = self._ranks.get(connection.getpeercert(binary_form=True) or b"")
         if rank is None:
             self._drop(descriptor)
             return
         self._poll.unregister(descriptor)
         del self._pending[descriptor]
-        _settle(connection)
         with suppress(OSError):
             connection.sendall(_ACCEPTED)
         earlier = self._found.get(rank)

@@ -249,8 +249,12 @@ class GlooGroup(TorchDistGroup):
         links: Mapping[int, DuplexLink] | None = None,
     ) -> None:
         self._store = store
-        self._forwarder = None if links is None else GlooForwarder(form.rank, links, store)
         self._outgoing = _Outgoing()
+        try:
+            self._forwarder = None if links is None else GlooForwarder(form.rank, links, store)
+        except BaseException:
+            self._outgoing.drain(CLOSE_S)
+            raise
         try:
             group = self._connect(form, address)
         except BaseException:

@@ -18,6 +18,11 @@ LEAST_BYTES = 64 << 20
 wait there until they are read, and those that were received may stay there."""
 
 
+def shared_limit_bytes(quota_bytes: int) -> int:
+    """Return the most bytes that a worker with a quota may share; 0 for no limit."""
+    return SHARED_SHARE * quota_bytes + LEAST_BYTES if quota_bytes else 0
+
+
 class SharedBlocks(Protocol):
     """The blocks that a worker has shared in one group."""
 
@@ -36,7 +41,7 @@ class SharedMemoryQuota:
     """
 
     def __init__(self, quota_bytes: int = 0) -> None:
-        self.limit_bytes = SHARED_SHARE * quota_bytes + LEAST_BYTES if quota_bytes else 0
+        self.limit_bytes = shared_limit_bytes(quota_bytes)
         self.used_bytes = 0
         self._lock = threading.Lock()
         self._groups: list[SharedBlocks] = []

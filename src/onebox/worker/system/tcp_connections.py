@@ -9,11 +9,16 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 _FOLDER = "/proc/self/fd"
+
+_scanning = threading.RLock()
+"""Held while one thread looks at the sockets by duplicates of their descriptors: another one might find these in place
+of the originals, and nothing a moment later."""
 
 Address = tuple[Any, ...]
 """An address with a port, as of :meth:`socket.socket.getsockname`."""
@@ -43,8 +48,9 @@ class GroupSockets:
     @contextlib.contextmanager
     def making(self, group: int) -> Iterator[None]:
         """Assign sockets created in the context to a group."""
-        self._before = _open()
-        self._ports = {port for port, listens in map(_port, self._before.values()) if listens}
+        with _scanning:
+            self._before = _open()
+            self._ports = {port for port, listens in map(_port, self._before.values()) if listens}
         self._making = group
         try:
             yield
@@ -59,37 +65,42 @@ class GroupSockets:
     def shut(self, group: int) -> int:
         """Shut down the connections of a group, and return their number; callable from any thread."""
         mine = self._new() if group == self._making else self._made.get(group, {})
-        return sum(_shut(name, descriptor) for name, descriptor in mine.items())
+        with _scanning:
+            return sum(_shut(name, descriptor) for name, descriptor in mine.items())
 
     def _new(self) -> dict[str, int]:
         """Return the sockets created since the latest group was begun; the client may have reconnected meanwhile."""
-        new = {name: descriptor for name, descriptor in _open().items() if name not in self._before}
-        return {name: descriptor for name, descriptor in new.items() if _port(descriptor)[0] not in self._ports}
+        with _scanning:
+            new = {name: descriptor for name, descriptor in _open().items() if name not in self._before}
+            return {name: descriptor for name, descriptor in new.items() if _port(descriptor)[0] not in self._ports}
 
 
 def own_connections() -> dict[str, tuple[Address, Address]]:
     """Return the TCP connections of this process: from unique name to the addresses of both ends."""
     found = {}
-    for name, descriptor in _open().items():
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as each:
-            if each.family in (socket.AF_INET, socket.AF_INET6):
-                found[name] = (each.getsockname(), each.getpeername())
+    with _scanning:
+        for name, descriptor in _open().items():
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as each:
+                if each.family in (socket.AF_INET, socket.AF_INET6):
+                    found[name] = (each.getsockname(), each.getpeername())
     return found
 
 
 def shut_down(name: str) -> bool:
     """Shut down a connection of :func:`own_connections` if it still exists."""
-    descriptor = _open().get(name)
-    return descriptor is not None and _shut(name, descriptor)
+    with _scanning:
+        descriptor = _open().get(name)
+        return descriptor is not None and _shut(name, descriptor)
 
 
 def listeners(address: str) -> dict[str, int]:
     """Return the sockets of this process that listen at an IP address: from unique name to descriptor."""
     found = {}
-    for name, descriptor in _open().items():
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as each:
-            if _port(descriptor)[1] and each.getsockname()[0] == address:
-                found[name] = descriptor
+    with _scanning:
+        for name, descriptor in _open().items():
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as each:
+                if _port(descriptor)[1] and each.getsockname()[0] == address:
+                    found[name] = descriptor
     return found
 
 

@@ -49,6 +49,7 @@ class Left:
         self.gone = frozenset(gone)
         self.present = tuple(number for number in range(DEVICES) if number not in gone)
         self.links: dict[Any, Any] = {}
+        self.plain_links = False
 
     def __len__(self) -> int:
         return DEVICES

@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import ssl
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -158,6 +159,20 @@ def test_strangers_are_closed_while_the_group_waits(
         store.dissolved = True
         with pytest.raises(RankLost, match="has left the group"):
             first.result(WITHIN_S)
+
+
+def test_a_stranger_who_resets_the_connection_at_once_harms_nobody(store: Store, ranks: ThreadPoolExecutor) -> None:
+    slow = SlowStore(store)
+    first, second = (ranks.submit(connect_mesh, rank, 2, HERE, each) for rank, each in enumerate((store, slow)))
+    for _ in range(50):
+        stranger = reach(store, 0)
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        stranger.close()
+    slow.go_on.set()
+    for found in (first, second):
+        for link in found.result(WITHIN_S).values():
+            link.close()
 
 
 def client(certificate: Certificate | None) -> ssl.SSLContext:

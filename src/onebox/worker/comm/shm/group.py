@@ -41,8 +41,8 @@ from onebox.worker.memory.shared import SharedMemoryQuota
 from onebox.worker.progress import WorkerProgress
 from onebox.worker.system.clock import sleep_until, wake_on_time
 
-ROOM_S = 30.0
-"""Longest wait for readers where there is no room for another message."""
+ROOM_S = 90.0
+"""Longest wait for readers where there is no room for another message: longer than a reader may wait for its disk."""
 
 _ROOM_STEP_S = 0.001
 
