@@ -156,7 +156,7 @@ def test_replays_compute_what_the_programs_do(traced: Traced, model: ModelAccele
         for one, other in zip(left, right, strict=True):
             assert torch.equal(one, other), f"step {step}"
             assert one.stride() == other.stride()
-    assert all(worker.graphs.captures for worker in workers)
+    assert all(worker.graphs.captures for worker in workers), [worker.graphs.refusals for worker in workers]
     assert all(worker.graphs.replays >= STEPS - 3 and not worker.graphs.refusals for worker in workers)
     assert all(worker.progress.executed == STEPS * len(worker.tape.program.operators) for worker in workers)
 

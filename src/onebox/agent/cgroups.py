@@ -26,8 +26,8 @@ CONTROLLERS = ("memory", "pids", "cpu")
 
 _WORKER_PROCESSES = 2048
 _PROCESSES_PER_THREAD = 8
-"""The most threads of a worker: those of libraries, two for each peer on another host in each group, and for each thread
-of its operators those of several pools."""
+"""The most threads of a worker: those of libraries, two for each peer on another host in each group, and for each
+thread of its operators those of several pools."""
 
 _DRIVER_BYTES = 4 << 30
 """Host memory of a GPU's driver and libraries in each worker."""

@@ -493,6 +493,7 @@ class Pool:
             self._client_loop.miss(worker, PoolError(f"{new.handle.place} was gone again before it was in use"))
             new.handle.close(grace_s=0.0)
             self._reclaimer.seek([worker])
+        self._client_loop.mend()
         self.gone -= set(back)
         self.follow_default_type()
         return back

@@ -149,6 +149,26 @@ def test_a_worker_that_is_killed_is_named_and_can_be_replaced(hosts: tuple[Host,
 
 
 @pytest.mark.long
+def test_a_device_that_is_excluded_is_given_up_and_taken_back_later(hosts: tuple[Host, Host]) -> None:
+    """Rather than replaced at once, as a lost one is whose agent can be reached."""
+    spec = f"{hosts[0].address}/cpu,{hosts[1].address}/cpu"
+    with open_pool(spec, threads=1) as opened:
+        processes = opened.process_ids
+        opened.exclude([1])
+        healing = opened.recover_workers()
+        assert (healing.replaced, healing.gone, opened.gone) == ((), (1,), {1})
+        assert "was back, and was lost again" in opened.why_gone(1)
+        opened.exclude([1])
+        assert not opened.broken, "it has gone already"
+        opened.post(0, [Ask("memory")], answer=True).result(NOTICED_S)
+        until(lambda: opened.returning)
+        assert opened.readmit().keys() == {1} and not opened.gone
+        assert opened.process_ids[0] == processes[0] and opened.process_ids[1] != processes[1]
+        for worker in range(2):
+            opened.post(worker, [Ask("memory")], answer=True).result(NOTICED_S)
+
+
+@pytest.mark.long
 def test_a_worker_that_hangs_is_noticed_in_time_however_long_a_cut_may_last(hosts: tuple[Host, Host]) -> None:
     with open_pool(f"{hosts[1].address}/cpu", threads=1, grace_s=60.0) as opened:
         (number,) = opened.process_ids

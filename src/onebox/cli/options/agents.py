@@ -22,10 +22,16 @@ from onebox.cli.options.common import (
     check_port,
 )
 from onebox.errors import UsageError
-from onebox.pool.launch.worker_user import USER_IDS, parse_user_ids
 from onebox.sizes import parse_size
 
 AGENT_PORT = 7171
+
+USER_IDS = "60800-61055"
+"""Ids of users of leases: a part of those that systemd's overview leaves unused (60706 to 61183,
+https://systemd.io/UIDS-GIDS), which containers have, too."""
+
+_MOST_IDS = 4096
+_NOBODY = 65534
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +99,14 @@ class ServeConfig:
     @property
     def user_id_range(self) -> range:
         """``user_ids`` as numbers."""
-        return parse_user_ids(self.user_ids)
+        first, dash, last = self.user_ids.partition("-")
+        ids = range(int(first), int(last) + 1) if dash and first.isdecimal() and last.isdecimal() else range(0)
+        if not ids or not 100 <= ids.start < ids.stop < 1 << 31 or len(ids) > _MOST_IDS or _NOBODY in ids:
+            raise UsageError(
+                f"--user-ids {self.user_ids}: allowed are two numbers and those between, at most {_MOST_IDS}, from 100 "
+                f"on and without {_NOBODY} (nobody), such as {USER_IDS}"
+            )
+        return ids
 
     @property
     def port_range(self) -> range:

@@ -443,9 +443,7 @@ class ClientLoop:
 
     def _lost(self, connection: WorkerConnection, error: OneboxError) -> None:
         self._liveness.forget(connection.place.worker)
-        if not connection.hello.done():  # nothing was posted to it yet, so that the pool is as it was
-            fail(connection.hello, error)
-            return
+        fail(connection.hello, error)
         self._pending.lose(connection.place.worker, error)
 
 

@@ -17,13 +17,6 @@ from typing import Any, NamedTuple
 
 from onebox.errors import UsageError
 
-USER_IDS = "60800-61055"
-"""Ids of users of leases: a part of those that systemd's overview leaves unused (60706 to 61183,
-https://systemd.io/UIDS-GIDS), which containers have, too."""
-
-_MOST_IDS = 4096
-_NOBODY = 65534
-
 _LOCKS = Path("/run/onebox")
 """Folder of the file in which an agent locks a byte for each id that it uses, so that no other one takes it."""
 
@@ -182,22 +175,6 @@ def lease_users(name: str | None, ids: range, *, allow_root: bool) -> LeaseUsers
     return LeaseUsers(ids, groups, home)
 
 
-def parse_user_ids(text: str) -> range:
-    """Return the ids between two numbers, as in ``60800-61055``.
-
-    Raises:
-        UsageError: It is no such range, or not one for users of leases.
-    """
-    first, dash, last = text.partition("-")
-    ids = range(int(first), int(last) + 1) if dash and first.isdecimal() and last.isdecimal() else range(0)
-    if not ids or not 100 <= ids.start < ids.stop < 1 << 31 or len(ids) > _MOST_IDS or _NOBODY in ids:
-        raise UsageError(
-            f"--user-ids {text}: allowed are two numbers and those between, at most {_MOST_IDS}, from 100 on and "
-            f"without {_NOBODY} (nobody), such as {USER_IDS}"
-        )
-    return ids
-
-
 def check_user_ids(ids: range, folder: Path = Path("/etc")) -> None:
     """Require that ids are those of no user or group, nor of users of containers (``subuid(5)``, ``subgid(5)``).
 
@@ -259,14 +236,12 @@ def _probe(account: WorkerUser) -> None:
 
 
 __all__ = [
-    "USER_IDS",
     "LeaseUsers",
     "RunningProcess",
     "WorkerUser",
     "check_user_ids",
     "find_user",
     "lease_users",
-    "parse_user_ids",
     "running_process",
     "running_processes",
 ]

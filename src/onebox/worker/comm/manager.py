@@ -124,6 +124,10 @@ class GroupManager:
         self._failed.discard(number)
         self._sockets.forget(number)
 
+    def settle(self) -> bool:
+        """Free memory that was shared in groups that this worker has left; return whether none of it is left."""
+        return self._shared.settle()
+
     def check(self) -> bool:
         """Return whether operations of groups go on without the host.
 

@@ -172,6 +172,10 @@ class Executor:
         """End waits for peers of a group; callable from any thread."""
         self._groups.interrupt(group)
 
+    def settle(self) -> bool:
+        """Free memory that was shared in groups that this worker has left; return whether none of it is left."""
+        return self._groups.settle()
+
     def close(self) -> None:
         """Leave all groups, and end pending work."""
         self._groups.close()

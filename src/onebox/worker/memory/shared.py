@@ -59,7 +59,7 @@ class SharedMemoryQuota:
                 return
             self._groups.remove(blocks)
             self._left.append(blocks)
-        self._settle()
+        self.settle()
 
     def charge(self, more_bytes: int, *, forced: bool = False) -> None:
         """Count bytes before they are used; negative to free them.
@@ -73,7 +73,7 @@ class SharedMemoryQuota:
         """
         if self._add(more_bytes, forced):
             return
-        self._settle()
+        self.settle()
         for blocks in list(self._groups):
             blocks.reclaim()
         if not self._add(more_bytes, forced):
@@ -94,9 +94,11 @@ class SharedMemoryQuota:
             self.used_bytes += more_bytes
             return True
 
-    def _settle(self) -> None:
+    def settle(self) -> bool:
+        """Free what readers have returned of the groups that were left; return whether nothing of these is left."""
         for blocks in list(self._left):
             if blocks.settle():
                 with self._lock:
                     if blocks in self._left:
                         self._left.remove(blocks)
+        return not self._left

@@ -54,6 +54,9 @@ from onebox.worker.process.heartbeat import HeartbeatThread
 from onebox.worker.sandbox.confine import confine, confine_sockets, failures
 from onebox.worker.system.cpu_affinity import use_cores
 
+SETTLE_S = 0.05
+"""Interval at which a worker that has nothing to do frees memory that readers of groups it has left may still use."""
+
 SEND_TIMEOUT_S = 300.0
 """Longest time that a client may leave messages unread; the end of a client is detected in other ways."""
 
@@ -266,8 +269,9 @@ class WorkerServer:
 
     def _next(self) -> tuple[Envelope, Sequence[Any]]:
         while not self._deferred:
+            end_s = math.inf if self.machine.settle() else time.monotonic() + SETTLE_S
             with self.machine.progress.wait():
-                self._receive()
+                self._receive(end_s)
         envelope, frames, size_bytes = self._deferred.popleft()
         self._deferred_bytes -= size_bytes
         return envelope, frames

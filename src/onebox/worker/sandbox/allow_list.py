@@ -95,6 +95,7 @@ _UNNEEDED = frozenset(
         # tensors without memory of their own, or with state that only the client's PyTorch has
         "_add_batch_dim", "_remove_batch_dim", "_make_dual", "_make_dual_copy", "_fw_primal", "_fw_primal_copy",
         "_efficientzerotensor", "_lazy_clone", "_to_cpu", "resize", "resize_as", "set", "_foobar", "_list_to_tensor",
+        "tensor", "as_tensor",
     }
 )  # fmt: skip
 """Operators that no script or model needs on a worker, and that would need checks."""
@@ -102,7 +103,9 @@ _UNNEEDED = frozenset(
 _UNNEEDED_KINDS = ("__interpolate", "__upsample", "_ncf_", "cudnn", "fbgemm", "mkldnn")
 """The same as parts of names: of TorchScript, and of libraries that PyTorch's own operators call."""
 
-_WHOLE = frozenset({"contiguous", "is_nonzero", "set_", "matmul", "linear", "reshape", "view_as", "expand_as"})
+_WHOLE = frozenset(
+    {"contiguous", "is_nonzero", "set_", "matmul", "linear", "reshape", "view_as", "expand_as", "conj_physical"}
+)
 """Composites that are on the lists nevertheless."""
 
 _ELSEWHERE_EAGER = (

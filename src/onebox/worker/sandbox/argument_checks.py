@@ -30,8 +30,12 @@ _EMPTY = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "n
 _GROWS = frozenset({"resize_", "resize_as_", "set_"})
 """Operators that may enlarge the storage of an argument."""
 
-_ENUMERATIONS = {"ScalarType": DType, "Layout": LayoutArgument, "MemoryFormat": MemoryFormat}
-"""Types of arguments that PyTorch also takes as a number, which it does not check, with their types in messages."""
+_ENUMERATIONS = {
+    "ScalarType": (DType, torch.dtype),
+    "Layout": (LayoutArgument, torch.layout),
+    "MemoryFormat": (MemoryFormat, torch.memory_format),
+}
+"""Types of arguments that PyTorch also takes as a number, which it does not check: those of messages and its own."""
 
 
 def check_arguments(operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -62,12 +66,12 @@ def check_enumerations(operator: OpOverload, args: Sequence[Any], kwargs: Mappin
         WireError: One is something else; the message names the operator and the argument.
     """
     for place, argument in enumerate(operator._schema.arguments):
-        kind = _ENUMERATIONS.get(str(argument.real_type).removeprefix("Optional[").removesuffix("]"))
-        if kind is None:
+        kinds = _ENUMERATIONS.get(str(argument.real_type).removeprefix("Optional[").removesuffix("]"))
+        if kinds is None:
             continue
         value = args[place] if place < len(args) else kwargs.get(argument.name)
-        if value is not None and not isinstance(value, kind):
-            raise WireError(f"{operator}: {argument.name} is {value!r}; allowed: {kind.__name__}, or none")
+        if value is not None and not isinstance(value, kinds):
+            raise WireError(f"{operator}: {argument.name} is {value!r}; allowed: {kinds[0].__name__}, or none")
 
 
 def is_checked(operator: OpOverload) -> bool:

@@ -264,7 +264,11 @@ def _bag_backward(a: Arguments) -> None:
     _require(a["num_weights"] >= 0, f"{a['num_weights']} rows", "0 or more")
     if a["mode"] == 1:
         _integers(a["bag_size"], "bag_size")
-        _vector(a["bag_size"], "bag_size", gradient.shape[0])
+        _require(
+            a["bag_size"].dim() == 1 and a["bag_size"].shape[0] >= gradient.shape[0],  # one more with a last offset
+            f"bag_size is {list(a['bag_size'].shape)}",
+            f"[{gradient.shape[0]}] or more",
+        )
     if a["mode"] == 2:
         _integers(a["maximum_indices"], "maximum_indices")
         _same_shape(a["maximum_indices"], "maximum_indices", gradient.shape, "the shape of the gradient")

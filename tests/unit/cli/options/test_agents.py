@@ -20,6 +20,7 @@ from onebox.cli.options.pairing import (
 from onebox.cli.parser import parse
 from onebox.errors import UsageError
 from onebox.pool.keys.keyring import fingerprint, identity
+from onebox.pool.launch.worker_user import check_user_ids
 from onebox.wire.protocol import agents
 
 
@@ -187,3 +188,17 @@ def test_the_list_shows_own_fingerprints_too(
     key = identity("agent").public
     assert main(["pair", "list"]) == 0
     assert f"as agent   {fingerprint(key)}\n" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "text", ["", "5", "60800", "70000-69999", "0-10", "a-b", "65000-66000", "100000-110000", "1-2-3"]
+)
+def test_ids_that_are_no_range_for_leases(text: str) -> None:
+    with pytest.raises(UsageError, match="--user-ids"):
+        ServeConfig(user_ids=text)
+
+
+def test_the_ids_that_are_usual_are_nobodys() -> None:
+    ids = ServeConfig().user_id_range
+    assert len(ids) == 256 and 60706 <= ids.start < ids.stop <= 61184, "unused by systemd's overview"
+    check_user_ids(ids)

@@ -150,7 +150,7 @@ def test_a_worker_that_never_completes_a_message_is_given_up(channel: str, monke
         worker.commands.send_multipart(parcel)
         socket: zmq.Socket[bytes] = getattr(worker, channel)
         socket.sndtimeo = 5000
-        socket.send_multipart([bytes(60_000)] * 1000, copy=False)
+        socket.send_multipart([bytes(60_000)] * 8000, copy=False)  # takes many turns of the loop
         error = hello.exception(20)
         assert isinstance(error, WorkerDied) and "without completing a message" in str(error)
         assert 0 in loop.lost

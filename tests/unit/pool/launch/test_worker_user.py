@@ -17,13 +17,11 @@ from onebox.pool.errors import WorkerLocation
 from onebox.pool.launch import worker_user as module
 from onebox.pool.launch.worker_process import WorkerProcess
 from onebox.pool.launch.worker_user import (
-    USER_IDS,
     LeaseUsers,
     RunningProcess,
     WorkerUser,
     check_user_ids,
     lease_users,
-    parse_user_ids,
     running_process,
 )
 from onebox.wire import new_keys
@@ -129,20 +127,6 @@ def test_an_id_that_a_process_has_is_not_given(users: LeaseUsers) -> None:
         left.kill()
         assert left.wait() < 0
     assert running_process(left.pid) is None
-
-
-@pytest.mark.parametrize(
-    "text", ["", "5", "60800", "70000-69999", "0-10", "a-b", "65000-66000", "100000-110000", "1-2-3"]
-)
-def test_ids_that_are_no_range_for_leases(text: str) -> None:
-    with pytest.raises(UsageError, match="--user-ids"):
-        parse_user_ids(text)
-
-
-def test_the_ids_that_are_usual_are_nobodys() -> None:
-    ids = parse_user_ids(USER_IDS)
-    assert len(ids) == 256 and 60706 <= ids.start < ids.stop <= 61184, "unused by systemd's overview"
-    check_user_ids(ids)
 
 
 @pytest.mark.parametrize("name", ["subuid", "subgid"])

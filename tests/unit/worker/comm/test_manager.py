@@ -118,7 +118,8 @@ def test_a_group_listens_at_the_address_of_its_pool_and_only_while_it_forms(way:
 
     assert run(2, rank, way=way, address="127.0.0.2", hub=hub) == [set(), set()]
     loopback = {as_listed(loopback_address(number)) for number in range(2)} if way == "encrypted" else set()
-    assert seen() == {as_listed("127.0.0.2"), *loopback}
+    assert loopback <= seen() <= {as_listed("127.0.0.2"), *loopback}
+    assert seen(), "where it listens for a moment only may go unseen"
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "::", "0", "::ffff:0.0.0.0", ""])

@@ -30,7 +30,7 @@ user, device, mark = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 if user:
     os.setgroups([]); os.setgid(user); os.setuid(user)
 victim = subprocess.Popen(["/bin/sleep", "600"], cwd="/", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).pid
-folder = tempfile.mkdtemp()
+folder = tempfile.mkdtemp(dir="/tmp")
 listener, packets, datagrams = (socket.socket(socket.AF_UNIX, kind) for kind in
     (socket.SOCK_STREAM, socket.SOCK_SEQPACKET, socket.SOCK_DGRAM))
 for made, name in (listener, "stream"), (packets, "packets"), (datagrams, "datagrams"):

@@ -170,6 +170,9 @@ class ModelOperators:
             call.draw(self._zeros(on_host))
             if self._scheduler.captures():
                 self.captured_draws.append(call.set_state)
+        if not operator._schema.returns and not written:  # an assertion
+            self._scheduler.launch(Kernel(str(operator), reads, (), call))
+            return None
         if any(tag in operator.tags for tag in _UNKNOWN):
             return self._launch_known(operator, call, reads)
         if written and all(id(value) in written for value in _returned(operator, args, kwargs)):
