@@ -70,6 +70,11 @@ def _contiguous(tensor: Tensor, name: str) -> None:
     _require(tensor.is_contiguous(), f"{name} has strides {list(tensor.stride())}", "a contiguous tensor")
 
 
+def _dense(tensor: Tensor, name: str) -> None:
+    """Require that a kernel which ignores strides finds the elements, perhaps in another order."""
+    _require(is_dense(tensor), f"{name} has strides {list(tensor.stride())}", "a dense tensor")
+
+
 def _choice(value: int, name: str, count: int) -> None:
     _require(0 <= value < count, f"{name} is {value}", f"0 to {count - 1}")
 
@@ -118,6 +123,7 @@ def _pool_backward(dimensions: int) -> Rules:
             f"{dimensions + 1} or {dimensions + 2} of both",
         )
         _same_shape(indices, "indices", gradient.shape, "the shape of the gradient")
+        _dense(indices, "indices")
         _leading(gradient, x, dimensions)
 
     def elements(a: Arguments) -> None:
@@ -136,7 +142,12 @@ def _leading(gradient: Tensor, x: Tensor, dimensions: int) -> None:
 
 
 def _average_backward(dimensions: int) -> Rules:
-    return Rules(lambda a: _leading(a["grad_output"], a["self"], dimensions))
+    def shapes(a: Arguments) -> None:
+        gradient, x = a["grad_output"], a["self"]
+        _leading(gradient, x, dimensions)
+        _require(x.numel() > 0 or not gradient.numel(), f"an input of {list(x.shape)}", "one with elements")
+
+    return Rules(shapes)
 
 
 def _fractional_pool(dimensions: int) -> Rules:
@@ -226,6 +237,7 @@ def _bag_indices(indices: Tensor, offsets: Tensor | None) -> None:
         if tensor is not None:
             _integers(tensor, name)
             _require(tensor.dim() == 1, f"{name} of {tensor.dim()} dimensions", "1")
+            _contiguous(tensor, name)
 
 
 def _offsets(offsets: Tensor, stop: int) -> None:
@@ -246,6 +258,7 @@ def _bag_backward(a: Arguments) -> None:
     gradient, indices, bags = a["grad"], a["indices"], a["offset2bag"]
     _bag_indices(indices, a.get("offsets"))
     _integers(bags, "offset2bag")
+    _contiguous(bags, "offset2bag")
     _choice(a["mode"], "mode", 3)
     _require(gradient.dim() == 2, f"a gradient of {gradient.dim()} dimensions", "2")
     _require(not a.get("sparse"), "a sparse gradient", "a dense one")
@@ -264,9 +277,11 @@ def _bag_backward(a: Arguments) -> None:
     _require(a["num_weights"] >= 0, f"{a['num_weights']} rows", "0 or more")
     if a["mode"] == 1:
         _integers(a["bag_size"], "bag_size")
+        _contiguous(a["bag_size"], "bag_size")
         _vector(a["bag_size"], "bag_size", gradient.shape[0])
     if a["mode"] == 2:
         _integers(a["maximum_indices"], "maximum_indices")
+        _contiguous(a["maximum_indices"], "maximum_indices")
         _same_shape(a["maximum_indices"], "maximum_indices", gradient.shape, "the shape of the gradient")
 
 
@@ -286,6 +301,14 @@ def _bag_backward_elements(a: Arguments) -> None:
 
 
 # ---- losses
+
+
+def _cross_entropy(a: Arguments) -> None:
+    x = a["self"]
+    _same_shape(a["target"], "target", x.shape, "the shape of the input")
+    gradient = a.get("grad_output")
+    if gradient is not None and gradient.numel() != 1:
+        _same_shape(gradient, "the gradient", x.shape, "the shape of the input")
 
 
 def _ctc(a: Arguments) -> None:
@@ -450,6 +473,8 @@ def _layer_norm(a: Arguments) -> None:
         _same_shape(a["grad_out"], "the gradient", x.shape, "the shape of the input")
         for name in ("mean", "rstd"):
             _numel(a.get(name), name, rows)
+            if name in a:
+                _contiguous(a[name], name)
 
 
 def _group_norm(a: Arguments) -> None:
@@ -460,12 +485,17 @@ def _group_norm(a: Arguments) -> None:
         "its sizes",
     )
     _require(groups > 0 and channels > 0 and channels % groups == 0, f"{groups} groups", f"a divisor of {channels}")
+    _dense(x, "the input")
     for name in ("weight", "bias"):
         _vector(a.get(name), name, channels)
+        if a.get(name) is not None:
+            _contiguous(a[name], name)
     if "grad_out" in a:
         _same_shape(a["grad_out"], "the gradient", x.shape, "the shape of the input")
+        _dense(a["grad_out"], "the gradient")
         for name in ("mean", "rstd"):
             _numel(a[name], name, samples * groups)
+            _contiguous(a[name], name)
 
 
 def _weight_norm(a: Arguments) -> None:
@@ -559,6 +589,14 @@ def _attention(a: Arguments) -> None:
     if own and not fits_fused(query, key, value, mask):
         return  # plain operators, which check their arguments
     batch, heads, rows = _heads(a["operator"], query, key, value)
+    if not own:
+        for name in ("query", "key", "value", "out"):
+            if name in a and a[name].numel():
+                _require(
+                    a[name].stride(-1) == 1 or a[name].shape[-1] == 1,
+                    f"{name} has strides {list(a[name].stride())}",
+                    "features side by side",
+                )
     if mask is not None:
         wanted = (batch, heads, rows, key.shape[2])
         _require(
@@ -612,7 +650,13 @@ def _heads(operator: str, query: Tensor, key: Tensor, value: Tensor) -> tuple[in
         )
     _require(key.shape[1:3] == value.shape[1:3], f"{list(key.shape)} keys, {list(value.shape)} values", "as many")
     _require(key.shape[3] == features, f"keys of {key.shape[3]} features", str(features))
+    if "flash" in operator:
+        _require(value.shape[3] == features, f"values of {value.shape[3]} features", str(features))
     return batch, heads, rows
+
+
+def _softmax_backward(a: Arguments) -> None:
+    _same_shape(a["output"], "output", a["grad_output"].shape, "the shape of the gradient")
 
 
 def _masked_softmax(a: Arguments) -> None:
@@ -737,6 +781,12 @@ def _unfold_backward(a: Arguments) -> None:
 # ---- others
 
 
+def _arange(a: Arguments) -> None:
+    for name in ("start", "end", "step"):
+        value = a.get(name, 0)
+        _require(abs(value) < 1 << 62, f"{name} is {value}", "numbers whose difference is one of 64 bits")
+
+
 def _fft(a: Arguments) -> None:
     x, dims = a["self"], list(a["dim"])
     _require(
@@ -773,6 +823,12 @@ def _pdist_backward(a: Arguments) -> None:
     _require(x.dim() == 2, f"points of {x.dim()} dimensions", "2")
     for name in ("grad", "pdist"):
         _vector(a[name], name, x.shape[0] * (x.shape[0] - 1) // 2)
+
+
+def _median(a: Arguments) -> None:
+    x = a["self"]
+    if "dim" in a and x.dim() and x.shape[a["dim"]] > 1:
+        _require(x.stride(a["dim"]) > 0, f"strides {list(x.stride())}", "elements of their own along the dimension")
 
 
 def _channel_shuffle(a: Arguments) -> None:
@@ -984,9 +1040,11 @@ RULES: Mapping[str, Rules] = {
     "fractional_max_pool3d": _fractional_pool(3),
     "max_unpool2d": _unpool(2),
     "max_unpool3d": _unpool(3),
-    "_adaptive_avg_pool2d_backward": _average_backward(2),
-    "_adaptive_avg_pool3d_backward": _average_backward(3),
-    "adaptive_avg_pool3d_backward": _average_backward(3),
+    **{
+        f"{name}{dimensions}d_backward": _average_backward(dimensions)
+        for dimensions in (2, 3)
+        for name in ("_adaptive_avg_pool", "avg_pool")
+    },
     "recurrent": Rules(_recurrent),
     "recurrent_backward": Rules(_recurrent),
     "convolution_backward": Rules(_convolution_backward),
@@ -994,6 +1052,13 @@ RULES: Mapping[str, Rules] = {
     "_cdist_backward": Rules(_cdist_backward),
     "_pdist_backward": Rules(_pdist_backward),
     "native_channel_shuffle": Rules(_channel_shuffle),
+    "arange": Rules(_arange),
+    "median": Rules(_median),
+    "nanmedian": Rules(_median),
+    "binary_cross_entropy": Rules(_cross_entropy),
+    "binary_cross_entropy_backward": Rules(_cross_entropy),
+    "_log_softmax_backward_data": Rules(_softmax_backward),
+    "_softmax_backward_data": Rules(_softmax_backward),
     "_masked_softmax": Rules(_masked_softmax),
     "_masked_softmax_backward": Rules(_masked_softmax),
 }  # fmt: skip
