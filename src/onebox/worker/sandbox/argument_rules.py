@@ -264,6 +264,8 @@ def _bag_backward(a: Arguments) -> None:
     _require(not a.get("sparse"), "a sparse gradient", "a dense one")
     if bags.numel() or "offsets" not in a:
         _vector(bags, "offset2bag", indices.numel())
+    else:  # they are computed from offsets
+        _require(a["offsets"].numel() > 0 or not indices.numel(), "no offsets", "one for each bag")
     _vector(a.get("per_sample_weights"), "per_sample_weights", indices.numel())
     weight = a.get("weight")
     if weight is not None:
@@ -881,6 +883,10 @@ def _fused_optimizer(a: Arguments) -> None:
             _require(number.dtype in (torch.float32, torch.float64), f"a number of {number.dtype}", "float32")
 
 
+def _foreach_copy(a: Arguments) -> None:
+    _require(len(a["src"]) == len(a["self"]), f"{len(a['src'])} tensors in src", str(len(a["self"])))
+
+
 def _pivots(a: Arguments) -> None:
     lu, pivots = _factors(a)
     _require(
@@ -1053,6 +1059,7 @@ RULES: Mapping[str, Rules] = {
     "_pdist_backward": Rules(_pdist_backward),
     "native_channel_shuffle": Rules(_channel_shuffle),
     "arange": Rules(_arange),
+    "_foreach_copy": Rules(_foreach_copy),
     "median": Rules(_median),
     "nanmedian": Rules(_median),
     "binary_cross_entropy": Rules(_cross_entropy),
