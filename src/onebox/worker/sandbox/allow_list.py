@@ -90,7 +90,7 @@ _UNNEEDED = frozenset(
         "_triton_multi_head_attention", "_triton_scaled_dot_attention",
         "batch_norm_update_stats", "_batch_norm_impl_index", "_batch_norm_impl_index_backward",
         "_embedding_bag_dense_backward", "linalg_ldl_solve", "_cholesky_solve_helper", "_compute_linear_combination",
-        "_logcumsumexp",
+        "_logcumsumexp", "_chunk_cat", "_new_zeros_with_same_feature_meta",
         # the functional forms of optimizers, which are no part of a program
         "_fused_adagrad", "_fused_adam", "_fused_adamw", "_fused_sgd",
         # tensors without memory of their own, or with state that only the client's PyTorch has
@@ -103,7 +103,7 @@ _UNNEEDED = frozenset(
 _UNNEEDED_KINDS = ("__interpolate", "__upsample", "_ncf_", "cudnn", "fbgemm", "mkldnn")
 """The same as parts of names: of TorchScript, and of libraries that PyTorch's own operators call."""
 
-_INNER_OUT = ("_fft", "_linalg", "_softmax", "_log_softmax", "_chunk_cat", "_conj_physical", "_int_mm")
+_INNER_OUT = ("_fft", "_linalg", "_softmax", "_log_softmax", "_conj_physical", "_int_mm")
 """Beginnings of names of parts of other operators that scripts reach with ``out=``; the results of all other parts, and
 gradients, are always new tensors."""
 

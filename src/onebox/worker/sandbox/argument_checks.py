@@ -257,8 +257,8 @@ _UNFINISHED: dict[str, Callable[[Sequence[Tensor], Arguments], None]] = {
 of free memory."""
 
 
-_LARGER = frozenset({"mse_loss", "smooth_l1_loss"})
-"""Operators whose result may be the beginning of memory for all elements, which nothing has written."""
+_LARGER = frozenset({"mse_loss", "smooth_l1_loss", "im2col", "col2im"})
+"""Operators whose result may be the beginning of a larger memory, which nothing has written."""
 
 
 class _Fitted:

@@ -189,11 +189,17 @@ def _unpool(dimensions: int) -> Rules:
     return Rules(shapes, elements)
 
 
+def _adaptive(a: Arguments) -> None:
+    _require(min(a["output_size"], default=0) >= 0, f"output_size is {list(a['output_size'])}", "sizes from 0")
+
+
 def _padding(a: Arguments) -> None:
     dimensions = next(count for count in (1, 2, 3) if f"{count}d" in a["operator"])
     _require(
         len(a["padding"]) == 2 * dimensions, f"a padding of {len(a['padding'])} numbers", f"{2 * dimensions} numbers"
     )
+    if "grad_output" in a:
+        _leading(a["grad_output"], a["self"], dimensions)
 
 
 # ---- embeddings
@@ -785,8 +791,33 @@ def _unfold_backward(a: Arguments) -> None:
 
 def _arange(a: Arguments) -> None:
     for name in ("start", "end", "step"):
-        value = a.get(name, 0)
+        value = a.get(name, 1)
         _require(abs(value) < 1 << 62, f"{name} is {value}", "numbers whose difference is one of 64 bits")
+    dtype = a["out"].dtype if "out" in a else a["dtype"]
+    if dtype is not None and not dtype.is_floating_point:
+        _require(abs(a.get("step", 1)) >= 1, f"step is {a.get('step')}", "an integer, but 0")
+
+
+def _repetitions(a: Arguments) -> None:
+    _within(a["repeats"], "repeats", 0, (1 << 62) // max(1, a["repeats"].numel()))
+
+
+def _finite(a: Arguments) -> None:
+    x = a["self"]
+    if x.device.type == "cpu":
+        _holds(torch.isfinite(x), lambda: "an element is infinite or no number", "finite ones")
+
+
+def _prelu(a: Arguments) -> None:
+    x, weight = a["self"], a["weight"]
+    _require(
+        weight.dim() <= x.dim()
+        and all(w in (1, s) for w, s in zip(reversed(weight.shape), reversed(x.shape), strict=False)),
+        f"a weight of {list(weight.shape)}",
+        f"{list(x.shape)}, or 1 in place of a size",
+    )
+    if "grad_output" in a:
+        _same_shape(a["grad_output"], "the gradient", x.shape, "the shape of the input")
 
 
 def _fft(a: Arguments) -> None:
@@ -820,11 +851,13 @@ def _cdist_backward(a: Arguments) -> None:
         _same_shape(a[name], name, (*left.shape[:-1], right.shape[-2]), "the distances")
 
 
-def _pdist_backward(a: Arguments) -> None:
+def _pdist(a: Arguments) -> None:
     x = a["self"]
     _require(x.dim() == 2, f"points of {x.dim()} dimensions", "2")
+    _contiguous(x, "points")
     for name in ("grad", "pdist"):
-        _vector(a[name], name, x.shape[0] * (x.shape[0] - 1) // 2)
+        if name in a:
+            _vector(a[name], name, x.shape[0] * (x.shape[0] - 1) // 2)
 
 
 def _median(a: Arguments) -> None:
@@ -844,6 +877,7 @@ def _channel_shuffle(a: Arguments) -> None:
 
 def _noise(a: Arguments) -> None:
     _same_shape(a["noise"], "noise", a["self"].shape, "the shape of the input")
+    _dense(a["noise"], "noise")
 
 
 _FUSED_LISTS = (
@@ -1056,9 +1090,14 @@ RULES: Mapping[str, Rules] = {
     "convolution_backward": Rules(_convolution_backward),
     "unfold_backward": Rules(_unfold_backward),
     "_cdist_backward": Rules(_cdist_backward),
-    "_pdist_backward": Rules(_pdist_backward),
+    "_pdist_forward": Rules(_pdist),
+    "_pdist_backward": Rules(_pdist),
     "native_channel_shuffle": Rules(_channel_shuffle),
-    "arange": Rules(_arange),
+    **{name: Rules(_arange) for name in ("arange", "range")},
+    **{name: Rules(None, _finite) for name in ("linalg_eigvals", "_linalg_eigvals")},
+    **{name: Rules(_prelu) for name in ("_prelu_kernel", "_prelu_kernel_backward")},
+    **{f"adaptive_max_pool{dimensions}d": Rules(_adaptive) for dimensions in (2, 3)},
+    "repeat_interleave": Rules(None, _repetitions),
     "_foreach_copy": Rules(_foreach_copy),
     "median": Rules(_median),
     "nanmedian": Rules(_median),

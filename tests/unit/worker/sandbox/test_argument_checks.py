@@ -468,7 +468,44 @@ CASES = [
     Case(
         "aten.arange.start_step",
         {"start": 0, "end": 4, "step": 2},
-        [{"start": 2**63 - 1, "end": -1, "step": -1}, {"start": 2.0**62, "end": -(2.0**62), "step": -1}],
+        [
+            {"start": 0, "end": 1, "step": 0.5, "dtype": torch.int64},
+            {"start": 2**63 - 1, "end": -1, "step": -1}, {"start": 2.0**62, "end": -(2.0**62), "step": -1},
+        ],
+    ),
+    Case(
+        "aten.range.step",
+        {"start": 0, "end": 4, "step": 2},
+        [{"step": 0.5, "dtype": torch.int64}],
+    ),
+    Case("aten._linalg_eigvals.default", {"self": floats(3, 3)}, [{"self": floats(3, 3) * torch.nan}]),
+    Case(
+        "aten.repeat_interleave.Tensor",
+        {"repeats": integers(1, 0, 2)},
+        [{"repeats": torch.full((4,), 1 << 62)}, {"repeats": integers(-1)}],
+    ),
+    Case(
+        "aten._prelu_kernel.default",
+        {"self": floats(2, 3), "weight": floats(1, 3)},
+        [{"self": torch.tensor(0.5), "weight": floats(0)}, {"weight": floats(4, 2, 3)}],
+    ),
+    Case(
+        "aten._prelu_kernel_backward.default",
+        {"grad_output": floats(2, 3), "self": floats(2, 3), "weight": floats(1, 3)},
+        [{"weight": floats(4, 2, 3)}, {"grad_output": floats(4, 2, 3)}],
+    ),
+    Case("aten._pdist_forward.default", {"self": floats(3, 4)}, [
+        {"self": floats(2, 3, 4, 0)}, {"self": floats(1, 4).expand(3, 4)},
+    ]),
+    Case(
+        "aten.adaptive_max_pool3d.default",
+        {"self": floats(1, 2, 4, 4, 4), "output_size": [2, 2, 2]},
+        [{"output_size": [-(1 << 63), 2, 2]}],
+    ),
+    Case(
+        "aten.reflection_pad1d_backward.default",
+        {"grad_output": floats(2, 4), "self": floats(2, 3), "padding": [1, 0]},
+        [{"grad_output": floats(0, 4)}, {"self": floats(64, 3)}],
     ),
     *(
         Case(
@@ -481,7 +518,7 @@ CASES = [
     Case(
         "aten.rrelu_with_noise.default",
         {"self": floats(64), "noise": floats(64), "training": True},
-        [{"noise": floats(1)}],
+        [{"noise": floats(1)}, {"noise": floats(1).expand(64)}],
     ),
 ]  # fmt: skip
 
@@ -768,6 +805,15 @@ def test_sizes_of_bags_have_nothing_behind_them(mode: int) -> None:
         sizes = eagerly("aten._embedding_bag.default", given)[2]
         behind = torch.empty(0, dtype=torch.int64).set_(sizes.untyped_storage())[sizes.numel() :]
         assert not behind.any()
+
+
+def test_windows_have_nothing_behind_them() -> None:
+    sizes = {"kernel_size": [1, 1], "dilation": [1, 1], "padding": [0, 0], "stride": [4, 4]}
+    for _ in range(8):
+        dirty(4 * 64)
+        made = eagerly("aten.im2col.default", {"self": floats(1, 1, 8, 8), **sizes})
+        assert made.flatten().tolist() == floats(1, 1, 8, 8)[..., ::4, ::4].flatten().tolist()
+        assert made.untyped_storage().nbytes() == made.nbytes
 
 
 @pytest.mark.parametrize("name", ["mse_loss", "smooth_l1_loss"])
