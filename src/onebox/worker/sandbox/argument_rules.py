@@ -452,10 +452,9 @@ def _batch_norm(a: Arguments) -> None:
         if trains and "save_mean" in a:
             saved = [a.get(name) for name in ("save_mean", "save_invstd", "save_var")]
             _require(sum(tensor is not None for tensor in saved) == 2, "no saved statistics", "those of forward")
-    if not trains and "running_mean" in a:
-        _require(
-            a["running_mean"] is not None and a["running_var"] is not None, "no running statistics", "both of them"
-        )
+    if not trains and ("running_mean" in a or "training" in a):
+        found = [a.get(name) for name in ("running_mean", "running_var")]
+        _require(all(one is not None for one in found), "no running statistics", "both of them")
     if gathers and isinstance(a.get("counts"), Tensor):
         _vector(a["counts"], "counts", a["mean"].shape[0])
 
@@ -855,6 +854,7 @@ def _pdist(a: Arguments) -> None:
     x = a["self"]
     _require(x.dim() == 2, f"points of {x.dim()} dimensions", "2")
     _contiguous(x, "points")
+    _require(x.numel() > 0 or "grad" not in a, "no points", "at least one")
     for name in ("grad", "pdist"):
         if name in a:
             _vector(a[name], name, x.shape[0] * (x.shape[0] - 1) // 2)

@@ -313,6 +313,11 @@ CASES = [
         [{"target": integers(1, FAR)}, {"weight": floats(1)}, {"target": integers(1)}],
     ),
     Case("aten._native_batch_norm_legit_functional.default", BATCH, [*BATCH_WRONG, {"input": floats(2, 0, 2)}]),
+    Case(
+        "aten._native_batch_norm_legit.no_stats",
+        {name: value for name, value in BATCH.items() if not name.startswith("running")},
+        [{"training": False}],
+    ),
     Case("aten.native_batch_norm.default", BATCH, [*BATCH_WRONG, {"training": False, "running_mean": None}]),
     Case(
         "aten.native_batch_norm_backward.default",
@@ -423,7 +428,7 @@ CASES = [
     Case(
         "aten._pdist_backward.default",
         {"grad": floats(3), "self": floats(3, 4), "p": 2.0, "pdist": floats(3)},
-        [{"grad": floats(1)}, {"pdist": floats(1)}],
+        [{"grad": floats(1)}, {"pdist": floats(1)}, {"self": floats(0, 4), "grad": floats(0), "pdist": floats(0)}],
     ),
     Case("aten.linalg_lu_solve.default", LU, [{"pivots": integers(FAR >> 12, 2, 3, dtype=torch.int32)}]),
     Case(
