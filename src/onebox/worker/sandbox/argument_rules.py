@@ -438,7 +438,9 @@ _CHANNEL_VECTORS = (
 def _batch_norm(a: Arguments) -> None:
     x, count = a["input"], _channels(a["input"])
     gathers = "gather" in a["operator"]
-    trains = a.get("training", a.get("train", a.get("use_input_stats", a.get("update", True))))
+    trains = a.get(
+        "training", a.get("train", a.get("use_input_stats", a.get("update", "no_update" not in a["operator"])))
+    )
     for name in _CHANNEL_VECTORS:
         tensor = a.get(name)
         if tensor is None or (name.startswith("save_") and not trains and not tensor.numel()):
@@ -655,6 +657,7 @@ def _heads(operator: str, query: Tensor, key: Tensor, value: Tensor) -> tuple[in
             f"{name} is {tensor.dtype} {list(tensor.shape)}",
             f"4 dimensions, with type, samples and heads of query, {query.dtype} {list(query.shape)}",
         )
+    _require(query.device.type != "cpu" or 0 not in query.shape[:3], f"query is {list(query.shape)}", "at least one")
     _require(key.shape[1:3] == value.shape[1:3], f"{list(key.shape)} keys, {list(value.shape)} values", "as many")
     _require(key.shape[3] == features, f"keys of {key.shape[3]} features", str(features))
     if "flash" in operator:
@@ -717,10 +720,11 @@ def _upsample(a: Arguments) -> None:
         f"output_size {list(sizes)} of an input of {list(source)}",
         f"{len(names)} of {len(names) + 2} sizes",
     )
-    for name, size in zip(names, sizes, strict=True):
+    for name, size, given in zip(names, sizes, source[2:], strict=True):
+        farthest = given + 0.5 if "_aa" in a["operator"] else _FARTHEST  # a window behind the input has no elements
         scale = a[name]
         if scale is not None and scale > 0:  # others stand for the quotient of the sizes
-            _require(size / scale < _FARTHEST, f"{name} is {scale} for {size}", f"from {size / _FARTHEST:.2g}")
+            _require(size / scale < farthest, f"{name} is {scale} for {size}", f"from {size / farthest:.2g}")
 
 
 def _grid_sampler(a: Arguments) -> None:
@@ -788,6 +792,16 @@ def _unfold_backward(a: Arguments) -> None:
 # ---- others
 
 
+def _strides(a: Arguments) -> None:
+    """Check where a tensor lies in its storage: the kernel multiplies by the element's size and ignores the carry."""
+    start = a.get("storage_offset")
+    start = a["self"].storage_offset() if start is None else start
+    width = a["self"].itemsize
+    _require(0 <= start < (1 << 62) // width, f"storage_offset is {start}", f"0 to {(1 << 62) // width - 1}")
+    reach = start + sum(max(size - 1, 0) * abs(stride) for size, stride in zip(a["size"], a["stride"], strict=False))
+    _require(reach < (1 << 62) // width, f"the last element is {reach}", f"up to {(1 << 62) // width - 1}")
+
+
 def _arange(a: Arguments) -> None:
     for name in ("start", "end", "step"):
         value = a.get(name, 1)
@@ -805,6 +819,13 @@ def _finite(a: Arguments) -> None:
     x = a["self"]
     if x.device.type == "cpu":
         _holds(torch.isfinite(x), lambda: "an element is infinite or no number", "finite ones")
+
+
+def _gamma(a: Arguments) -> None:
+    x = a["x" if "x" in a else "self"]
+    for name in ("alpha", "total", "output"):
+        if name in a:
+            _same_shape(a[name], name, x.shape, "the shape of the input")
 
 
 def _prelu(a: Arguments) -> None:
@@ -1097,6 +1118,8 @@ RULES: Mapping[str, Rules] = {
     **{name: Rules(None, _finite) for name in ("linalg_eigvals", "_linalg_eigvals")},
     **{name: Rules(_prelu) for name in ("_prelu_kernel", "_prelu_kernel_backward")},
     **{f"adaptive_max_pool{dimensions}d": Rules(_adaptive) for dimensions in (2, 3)},
+    **{name: Rules(_gamma) for name in ("_dirichlet_grad", "_standard_gamma_grad")},
+    "as_strided_": Rules(None, _strides),
     "repeat_interleave": Rules(None, _repetitions),
     "_foreach_copy": Rules(_foreach_copy),
     "median": Rules(_median),
