@@ -24,7 +24,8 @@ from onebox.wire.attention import fits_fused
 from onebox.wire.tensors import is_dense
 
 Arguments = Mapping[str, Any]
-"""Arguments of one call by their names in the operator's schema, defaults included."""
+"""Arguments of one call by their names in the operator's schema, defaults included; ``operator``, its name; and ``own``,
+whether an implementation of this project takes its place."""
 
 Rule = Callable[[Arguments], None]
 
@@ -828,6 +829,14 @@ def _gamma(a: Arguments) -> None:
             _same_shape(a[name], name, x.shape, "the shape of the input")
 
 
+def _log_sigmoid_backward(a: Arguments) -> None:
+    x, buffer = a["self"], a["buffer"]
+    _same_shape(a["grad_output"], "the gradient", x.shape, "the shape of the input")
+    computed = a["own"] and tuple(buffer.shape) == (0,)  # a program for GPUs, which have no buffer
+    if x.device.type == "cpu" and not computed:
+        _same_shape(buffer, "buffer", x.shape, "the shape of the input")
+
+
 def _prelu(a: Arguments) -> None:
     x, weight = a["self"], a["weight"]
     _require(
@@ -1119,6 +1128,7 @@ RULES: Mapping[str, Rules] = {
     **{name: Rules(_prelu) for name in ("_prelu_kernel", "_prelu_kernel_backward")},
     **{f"adaptive_max_pool{dimensions}d": Rules(_adaptive) for dimensions in (2, 3)},
     **{name: Rules(_gamma) for name in ("_dirichlet_grad", "_standard_gamma_grad")},
+    "log_sigmoid_backward": Rules(_log_sigmoid_backward),
     "as_strided_": Rules(None, _strides),
     "repeat_interleave": Rules(None, _repetitions),
     "_foreach_copy": Rules(_foreach_copy),

@@ -524,6 +524,11 @@ CASES = [
         {"self": floats(1, 3), "output": floats(1, 3)},
         [{"output": floats(0, 3)}, {"output": floats(4, 3)}],
     ),
+    Case(
+        "aten.log_sigmoid_backward.default",
+        {"grad_output": floats(2, 3), "self": floats(2, 3), "buffer": floats(2, 3)},
+        [{"grad_output": floats(0, 3)}, {"grad_output": floats(2, 1)}, {"self": floats(2, 1)}, {"buffer": floats(1, 0)}],
+    ),
     Case("aten._pdist_forward.default", {"self": floats(3, 4)}, [
         {"self": floats(2, 3, 4, 0)}, {"self": floats(1, 4).expand(3, 4)},
     ]),
