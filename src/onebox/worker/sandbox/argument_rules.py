@@ -24,8 +24,9 @@ from onebox.wire.attention import fits_fused
 from onebox.wire.tensors import is_dense
 
 Arguments = Mapping[str, Any]
-"""Arguments of one call by their names in the operator's schema, defaults included; ``operator``, its name; and ``own``,
-whether an implementation of this project takes its place."""
+"""Arguments of one call by their names in the operator's schema, defaults included.
+
+There are two more: ``operator``, its name, and ``own``, whether an implementation of this project takes its place."""
 
 Rule = Callable[[Arguments], None]
 
@@ -908,6 +909,8 @@ def _channel_shuffle(a: Arguments) -> None:
 def _noise(a: Arguments) -> None:
     _same_shape(a["noise"], "noise", a["self"].shape, "the shape of the input")
     _dense(a["noise"], "noise")
+    if "out" in a:
+        _same_shape(a["out"], "out", a["self"].shape, "the shape of the input")
 
 
 _FUSED_LISTS = (

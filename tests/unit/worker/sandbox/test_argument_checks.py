@@ -527,7 +527,10 @@ CASES = [
     Case(
         "aten.log_sigmoid_backward.default",
         {"grad_output": floats(2, 3), "self": floats(2, 3), "buffer": floats(2, 3)},
-        [{"grad_output": floats(0, 3)}, {"grad_output": floats(2, 1)}, {"self": floats(2, 1)}, {"buffer": floats(1, 0)}],
+        [
+            {"grad_output": floats(0, 3)}, {"grad_output": floats(2, 1)}, {"self": floats(2, 1)},
+            {"buffer": floats(1, 0)}, {"grad_output": floats(2, 1), "self": floats(2, 1), "buffer": floats(1, 0)},
+        ],
     ),
     Case("aten._pdist_forward.default", {"self": floats(3, 4)}, [
         {"self": floats(2, 3, 4, 0)}, {"self": floats(1, 4).expand(3, 4)},
@@ -554,6 +557,11 @@ CASES = [
         "aten.rrelu_with_noise.default",
         {"self": floats(64), "noise": floats(64), "training": True},
         [{"noise": floats(1)}, {"noise": floats(1).expand(64)}],
+    ),
+    Case(
+        "aten.rrelu_with_noise.out",
+        {"self": floats(64), "noise": floats(64), "training": True, "out": floats(64)},
+        [{"out": floats(0)}, {"out": floats(1)}],
     ),
 ]  # fmt: skip
 
