@@ -23,7 +23,10 @@ def test_there_are_texts() -> None:
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_text_is_said_somewhere(text: str) -> None:
     """What stands between names of hosts, numbers and addresses: those are filled in."""
-    pieces = [piece.strip(" :'") for piece in re.split(r"'?\blab1\b:?\d*'?|\b\d+\b|ana@desk|0\.0\.0\.0|, lacking cores|…", text)]
+    pieces = [
+        piece.strip(" :'")
+        for piece in re.split(r"'?\blab1\b:?\d*'?|\b\d+\b|ana@desk|0\.0\.0\.0|, lacking cores|…", text)
+    ]
     joined = re.sub(r'"\s*\n\s*f?"', "", CODE)
     assert all(piece in joined for piece in pieces)
 

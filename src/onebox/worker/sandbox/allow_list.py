@@ -89,7 +89,8 @@ _UNNEEDED = frozenset(
         "_scaled_dot_product_fused_attention_overrideable_backward", "_transform_bias_rescale_qkv",
         "_triton_multi_head_attention", "_triton_scaled_dot_attention",
         "batch_norm_update_stats", "_batch_norm_impl_index", "_batch_norm_impl_index_backward",
-        "_embedding_bag_dense_backward", "linalg_ldl_solve",
+        "_embedding_bag_dense_backward", "linalg_ldl_solve", "_cholesky_solve_helper", "_compute_linear_combination",
+        "_logcumsumexp", "_chunk_cat", "_new_zeros_with_same_feature_meta",
         # the functional forms of optimizers, which are no part of a program
         "_fused_adagrad", "_fused_adam", "_fused_adamw", "_fused_sgd",
         # tensors without memory of their own, or with state that only the client's PyTorch has
@@ -102,6 +103,10 @@ _UNNEEDED = frozenset(
 
 _UNNEEDED_KINDS = ("__interpolate", "__upsample", "_ncf_", "cudnn", "fbgemm", "mkldnn")
 """The same as parts of names: of TorchScript, and of libraries that PyTorch's own operators call."""
+
+_INNER_OUT = ("_fft", "_linalg", "_softmax", "_log_softmax", "_conj_physical", "_int_mm")
+"""Beginnings of names of parts of other operators that scripts reach with ``out=``; the results of all other parts, and
+gradients, are always new tensors."""
 
 _WHOLE = frozenset(
     {"contiguous", "is_nonzero", "set_", "matmul", "linear", "reshape", "view_as", "expand_as", "conj_physical"}
@@ -134,7 +139,11 @@ def _is_unneeded(operator: OpOverload) -> bool:
     base = operator._schema.name.rpartition("::")[2]
     if base in _UNNEEDED or any(part in base for part in _UNNEEDED_KINDS):
         return True
-    if base.removeprefix("new_").startswith("empty") and operator._overloadname.startswith("out"):
+    if any(argument.is_out for argument in operator._schema.arguments) and (
+        base.removeprefix("new_").startswith("empty")
+        or "backward" in base
+        or (base.startswith("_") and not base.startswith(_INNER_OUT))
+    ):
         return True
     if operator.namespace != "aten":
         return False

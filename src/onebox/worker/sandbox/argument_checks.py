@@ -11,6 +11,7 @@ from the call before. Elements of index tensors are checked in every call.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -38,6 +39,12 @@ _ENUMERATIONS = {
 """Types of arguments that PyTorch also takes as a number, which it does not check: those of messages and its own."""
 
 
+_UNDEFINED = frozenset({"attn_bias", "cum_seq_q", "cum_seq_k", "philox_seed", "philox_offset"})
+"""Tensors that gradients of attention on GPUs do without if forward did."""
+
+_MISSING = object()
+
+
 def check_arguments(operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Require that a call stays within the memory of its tensors.
 
@@ -53,9 +60,11 @@ def check_arguments(operator: OpOverload, args: Sequence[Any], kwargs: dict[str,
         _Guard(operator, operator).check(args, kwargs)
 
 
-def check_enumerations(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Require that element types, layouts and memory formats are given by name: of a number PyTorch makes one of each,
-    or none that there is.
+def check_kinds(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Require tensors where they are not optional, and element types, layouts and memory formats by name.
+
+    PyTorch takes ``None`` for any tensor, and some kernels read it; of a number it makes an element type, a layout or a
+    memory format, or none that there is.
 
     Args:
         operator: An operator of an allow-list.
@@ -66,17 +75,15 @@ def check_enumerations(operator: OpOverload, args: Sequence[Any], kwargs: Mappin
         WireError: One is something else; the message names the operator and the argument.
     """
     for place, argument in enumerate(operator._schema.arguments):
-        kinds = _ENUMERATIONS.get(str(argument.real_type).removeprefix("Optional[").removesuffix("]"))
-        if kinds is None:
+        value = args[place] if place < len(args) else kwargs.get(argument.name, _MISSING)
+        declared = str(argument.real_type)
+        if value is None and declared == "Tensor" and argument.name not in _UNDEFINED:
+            raise WireError(f"{operator}: {argument.name} is None; allowed: a tensor")
+        kinds = _ENUMERATIONS.get(declared.removeprefix("Optional[").removesuffix("]"))
+        if kinds is None or value is None or value is _MISSING:
             continue
-        value = args[place] if place < len(args) else kwargs.get(argument.name)
-        if value is not None and not isinstance(value, kinds):
+        if not isinstance(value, kinds):
             raise WireError(f"{operator}: {argument.name} is {value!r}; allowed: {kinds[0].__name__}, or none")
-
-
-def is_checked(operator: OpOverload) -> bool:
-    """Return whether there are rules for an operator's arguments."""
-    return base_name(operator) in RULES
 
 
 def base_name(operator: OpOverload) -> str:
@@ -98,6 +105,8 @@ def guarded(operator: OpOverload, run: Run) -> Run:
         run = _Grown(run)
     elif any(argument.is_out for argument in operator._schema.arguments):
         run = _Into(operator, run)
+    elif base in _LARGER:
+        run = _Fitted(run)
     elif base in _UNFINISHED:
         run = _Finished(operator, run, _UNFINISHED[base])
     elif torch.Tag.dynamic_output_shape in operator.tags:
@@ -117,7 +126,7 @@ class _Guard:
         self._run = run
         self._rules = RULES[base_name(operator)]
         self._names = [argument.name for argument in arguments]
-        self._defaults: dict[str, Any] = {"operator": base_name(operator)}
+        self._defaults: dict[str, Any] = {"operator": base_name(operator), "own": isinstance(run, FunctionType)}
         self._defaults |= {one.name: one.default_value for one in arguments if one.has_default_value()}
         self._written = [one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write]
         self._seen: object = None
@@ -255,11 +264,27 @@ _UNFINISHED: dict[str, Callable[[Sequence[Tensor], Arguments], None]] = {
 of free memory."""
 
 
+_LARGER = frozenset({"mse_loss", "smooth_l1_loss", "im2col", "col2im"})
+"""Operators whose result may be the beginning of a larger memory, which nothing has written."""
+
+
+class _Fitted:
+    """An operator of :data:`_LARGER`: its result has memory of its own size."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        made = self._run(*args, **kwargs)
+        return made.clone() if made.untyped_storage().nbytes() > made.nbytes else made
+
+
 class _Into:
     """An operator with ``out=``: its kernel writes to contiguous memory, and none of it stays unwritten.
 
     Kernels resize a tensor that has another shape, but keep the strides of one that has not: some then write as if it
-    were contiguous. After an error, what was resized is zeroed.
+    were contiguous. One that is an input, too, would be resized before it is read. After an error, what was resized is
+    zeroed; otherwise, what lies behind the result.
     """
 
     def __init__(self, operator: OpOverload, run: Run) -> None:
@@ -273,7 +298,14 @@ class _Into:
         given += [value for name, value in kwargs.items() if name in self._names]
         outs = _tensors(given)
         before = [tensor.untyped_storage().nbytes() for tensor in outs]
-        instead = {id(out): torch.empty_like(out, memory_format=torch.contiguous_format) for out in outs if _gaps(out)}
+        read = _tensors([one for place, one in enumerate(args) if place not in self._places])
+        read += _tensors([value for name, value in kwargs.items() if name not in self._names])
+        memory = {tensor.untyped_storage()._cdata for tensor in read}
+        instead = {
+            id(out): torch.empty_like(out, memory_format=torch.contiguous_format)
+            for out in outs
+            if not out.is_contiguous() or out.untyped_storage()._cdata in memory
+        }
 
         def swapped(value: Any) -> Any:
             if isinstance(value, list | tuple):
@@ -290,15 +322,14 @@ class _Into:
                     if out.shape != filled.shape:
                         out.resize_(filled.shape)
                     out.copy_(filled)
+            for out, size_bytes in zip(outs, before, strict=True):
+                if out.untyped_storage().nbytes() > size_bytes:
+                    zero(out, max(size_bytes, int(out.storage_offset()) * out.itemsize + out.nbytes))
         except Exception:
             for out, size_bytes in zip(outs, before, strict=True):
                 zero(out, size_bytes)
             raise
         return (outs[0] if len(outs) == 1 and isinstance(made, Tensor) else tuple(outs)) if instead else made
-
-
-def _gaps(tensor: Tensor) -> bool:
-    return not tensor.is_contiguous()
 
 
 def zero(tensor: Tensor, start_bytes: int = 0) -> None:

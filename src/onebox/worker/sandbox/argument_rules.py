@@ -24,7 +24,9 @@ from onebox.wire.attention import fits_fused
 from onebox.wire.tensors import is_dense
 
 Arguments = Mapping[str, Any]
-"""Arguments of one call by their names in the operator's schema, defaults included."""
+"""Arguments of one call by their names in the operator's schema, defaults included.
+
+There are two more: ``operator``, its name, and ``own``, whether an implementation of this project takes its place."""
 
 Rule = Callable[[Arguments], None]
 
@@ -68,6 +70,11 @@ def _integers(tensor: Tensor, name: str, *dtypes: torch.dtype) -> None:
 
 def _contiguous(tensor: Tensor, name: str) -> None:
     _require(tensor.is_contiguous(), f"{name} has strides {list(tensor.stride())}", "a contiguous tensor")
+
+
+def _dense(tensor: Tensor, name: str) -> None:
+    """Require that a kernel which ignores strides finds the elements, perhaps in another order."""
+    _require(is_dense(tensor), f"{name} has strides {list(tensor.stride())}", "a dense tensor")
 
 
 def _choice(value: int, name: str, count: int) -> None:
@@ -118,6 +125,7 @@ def _pool_backward(dimensions: int) -> Rules:
             f"{dimensions + 1} or {dimensions + 2} of both",
         )
         _same_shape(indices, "indices", gradient.shape, "the shape of the gradient")
+        _dense(indices, "indices")
         _leading(gradient, x, dimensions)
 
     def elements(a: Arguments) -> None:
@@ -136,7 +144,12 @@ def _leading(gradient: Tensor, x: Tensor, dimensions: int) -> None:
 
 
 def _average_backward(dimensions: int) -> Rules:
-    return Rules(lambda a: _leading(a["grad_output"], a["self"], dimensions))
+    def shapes(a: Arguments) -> None:
+        gradient, x = a["grad_output"], a["self"]
+        _leading(gradient, x, dimensions)
+        _require(x.numel() > 0 or not gradient.numel(), f"an input of {list(x.shape)}", "one with elements")
+
+    return Rules(shapes)
 
 
 def _fractional_pool(dimensions: int) -> Rules:
@@ -178,11 +191,17 @@ def _unpool(dimensions: int) -> Rules:
     return Rules(shapes, elements)
 
 
+def _adaptive(a: Arguments) -> None:
+    _require(min(a["output_size"], default=0) >= 0, f"output_size is {list(a['output_size'])}", "sizes from 0")
+
+
 def _padding(a: Arguments) -> None:
     dimensions = next(count for count in (1, 2, 3) if f"{count}d" in a["operator"])
     _require(
         len(a["padding"]) == 2 * dimensions, f"a padding of {len(a['padding'])} numbers", f"{2 * dimensions} numbers"
     )
+    if "grad_output" in a:
+        _leading(a["grad_output"], a["self"], dimensions)
 
 
 # ---- embeddings
@@ -226,6 +245,7 @@ def _bag_indices(indices: Tensor, offsets: Tensor | None) -> None:
         if tensor is not None:
             _integers(tensor, name)
             _require(tensor.dim() == 1, f"{name} of {tensor.dim()} dimensions", "1")
+            _contiguous(tensor, name)
 
 
 def _offsets(offsets: Tensor, stop: int) -> None:
@@ -246,11 +266,14 @@ def _bag_backward(a: Arguments) -> None:
     gradient, indices, bags = a["grad"], a["indices"], a["offset2bag"]
     _bag_indices(indices, a.get("offsets"))
     _integers(bags, "offset2bag")
+    _contiguous(bags, "offset2bag")
     _choice(a["mode"], "mode", 3)
     _require(gradient.dim() == 2, f"a gradient of {gradient.dim()} dimensions", "2")
     _require(not a.get("sparse"), "a sparse gradient", "a dense one")
     if bags.numel() or "offsets" not in a:
         _vector(bags, "offset2bag", indices.numel())
+    else:  # they are computed from offsets
+        _require(a["offsets"].numel() > 0 or not indices.numel(), "no offsets", "one for each bag")
     _vector(a.get("per_sample_weights"), "per_sample_weights", indices.numel())
     weight = a.get("weight")
     if weight is not None:
@@ -264,6 +287,7 @@ def _bag_backward(a: Arguments) -> None:
     _require(a["num_weights"] >= 0, f"{a['num_weights']} rows", "0 or more")
     if a["mode"] == 1:
         _integers(a["bag_size"], "bag_size")
+        _contiguous(a["bag_size"], "bag_size")
         _require(
             a["bag_size"].dim() == 1 and a["bag_size"].shape[0] >= gradient.shape[0],  # one more with a last offset
             f"bag_size is {list(a['bag_size'].shape)}",
@@ -271,6 +295,7 @@ def _bag_backward(a: Arguments) -> None:
         )
     if a["mode"] == 2:
         _integers(a["maximum_indices"], "maximum_indices")
+        _contiguous(a["maximum_indices"], "maximum_indices")
         _same_shape(a["maximum_indices"], "maximum_indices", gradient.shape, "the shape of the gradient")
 
 
@@ -290,6 +315,14 @@ def _bag_backward_elements(a: Arguments) -> None:
 
 
 # ---- losses
+
+
+def _cross_entropy(a: Arguments) -> None:
+    x = a["self"]
+    _same_shape(a["target"], "target", x.shape, "the shape of the input")
+    gradient = a.get("grad_output")
+    if gradient is not None and gradient.numel() != 1:
+        _same_shape(gradient, "the gradient", x.shape, "the shape of the input")
 
 
 def _ctc(a: Arguments) -> None:
@@ -411,7 +444,9 @@ _CHANNEL_VECTORS = (
 def _batch_norm(a: Arguments) -> None:
     x, count = a["input"], _channels(a["input"])
     gathers = "gather" in a["operator"]
-    trains = a.get("training", a.get("train", a.get("use_input_stats", a.get("update", True))))
+    trains = a.get(
+        "training", a.get("train", a.get("use_input_stats", a.get("update", "no_update" not in a["operator"])))
+    )
     for name in _CHANNEL_VECTORS:
         tensor = a.get(name)
         if tensor is None or (name.startswith("save_") and not trains and not tensor.numel()):
@@ -425,10 +460,9 @@ def _batch_norm(a: Arguments) -> None:
         if trains and "save_mean" in a:
             saved = [a.get(name) for name in ("save_mean", "save_invstd", "save_var")]
             _require(sum(tensor is not None for tensor in saved) == 2, "no saved statistics", "those of forward")
-    if not trains and "running_mean" in a:
-        _require(
-            a["running_mean"] is not None and a["running_var"] is not None, "no running statistics", "both of them"
-        )
+    if not trains and ("running_mean" in a or "training" in a):
+        found = [a.get(name) for name in ("running_mean", "running_var")]
+        _require(all(one is not None for one in found), "no running statistics", "both of them")
     if gathers and isinstance(a.get("counts"), Tensor):
         _vector(a["counts"], "counts", a["mean"].shape[0])
 
@@ -454,6 +488,8 @@ def _layer_norm(a: Arguments) -> None:
         _same_shape(a["grad_out"], "the gradient", x.shape, "the shape of the input")
         for name in ("mean", "rstd"):
             _numel(a.get(name), name, rows)
+            if name in a:
+                _contiguous(a[name], name)
 
 
 def _group_norm(a: Arguments) -> None:
@@ -464,12 +500,17 @@ def _group_norm(a: Arguments) -> None:
         "its sizes",
     )
     _require(groups > 0 and channels > 0 and channels % groups == 0, f"{groups} groups", f"a divisor of {channels}")
+    _dense(x, "the input")
     for name in ("weight", "bias"):
         _vector(a.get(name), name, channels)
+        if a.get(name) is not None:
+            _contiguous(a[name], name)
     if "grad_out" in a:
         _same_shape(a["grad_out"], "the gradient", x.shape, "the shape of the input")
+        _dense(a["grad_out"], "the gradient")
         for name in ("mean", "rstd"):
             _numel(a[name], name, samples * groups)
+            _contiguous(a[name], name)
 
 
 def _weight_norm(a: Arguments) -> None:
@@ -563,6 +604,14 @@ def _attention(a: Arguments) -> None:
     if own and not fits_fused(query, key, value, mask):
         return  # plain operators, which check their arguments
     batch, heads, rows = _heads(a["operator"], query, key, value)
+    if not own:
+        for name in ("query", "key", "value", "out"):
+            if name in a and a[name].numel():
+                _require(
+                    a[name].stride(-1) == 1 or a[name].shape[-1] == 1,
+                    f"{name} has strides {list(a[name].stride())}",
+                    "features side by side",
+                )
     if mask is not None:
         wanted = (batch, heads, rows, key.shape[2])
         _require(
@@ -614,9 +663,16 @@ def _heads(operator: str, query: Tensor, key: Tensor, value: Tensor) -> tuple[in
             f"{name} is {tensor.dtype} {list(tensor.shape)}",
             f"4 dimensions, with type, samples and heads of query, {query.dtype} {list(query.shape)}",
         )
+    _require(query.device.type != "cpu" or 0 not in query.shape[:3], f"query is {list(query.shape)}", "at least one")
     _require(key.shape[1:3] == value.shape[1:3], f"{list(key.shape)} keys, {list(value.shape)} values", "as many")
     _require(key.shape[3] == features, f"keys of {key.shape[3]} features", str(features))
+    if "flash" in operator:
+        _require(value.shape[3] == features, f"values of {value.shape[3]} features", str(features))
     return batch, heads, rows
+
+
+def _softmax_backward(a: Arguments) -> None:
+    _same_shape(a["output"], "output", a["grad_output"].shape, "the shape of the gradient")
 
 
 def _masked_softmax(a: Arguments) -> None:
@@ -670,10 +726,11 @@ def _upsample(a: Arguments) -> None:
         f"output_size {list(sizes)} of an input of {list(source)}",
         f"{len(names)} of {len(names) + 2} sizes",
     )
-    for name, size in zip(names, sizes, strict=True):
+    for name, size, given in zip(names, sizes, source[2:], strict=True):
+        farthest = given + 0.5 if "_aa" in a["operator"] else _FARTHEST  # a window behind the input has no elements
         scale = a[name]
         if scale is not None and scale > 0:  # others stand for the quotient of the sizes
-            _require(size / scale < _FARTHEST, f"{name} is {scale} for {size}", f"from {size / _FARTHEST:.2g}")
+            _require(size / scale < farthest, f"{name} is {scale} for {size}", f"from {size / farthest:.2g}")
 
 
 def _grid_sampler(a: Arguments) -> None:
@@ -741,6 +798,62 @@ def _unfold_backward(a: Arguments) -> None:
 # ---- others
 
 
+def _strides(a: Arguments) -> None:
+    """Check where a tensor lies in its storage: the kernel multiplies by the element's size and ignores the carry."""
+    start = a.get("storage_offset")
+    start = a["self"].storage_offset() if start is None else start
+    width = a["self"].itemsize
+    _require(0 <= start < (1 << 62) // width, f"storage_offset is {start}", f"0 to {(1 << 62) // width - 1}")
+    reach = start + sum(max(size - 1, 0) * abs(stride) for size, stride in zip(a["size"], a["stride"], strict=False))
+    _require(reach < (1 << 62) // width, f"the last element is {reach}", f"up to {(1 << 62) // width - 1}")
+
+
+def _arange(a: Arguments) -> None:
+    for name in ("start", "end", "step"):
+        value = a.get(name, 1)
+        _require(abs(value) < 1 << 62, f"{name} is {value}", "numbers whose difference is one of 64 bits")
+    dtype = a["out"].dtype if "out" in a else a["dtype"]
+    if dtype is not None and not dtype.is_floating_point:
+        _require(abs(a.get("step", 1)) >= 1, f"step is {a.get('step')}", "an integer, but 0")
+
+
+def _repetitions(a: Arguments) -> None:
+    _within(a["repeats"], "repeats", 0, (1 << 62) // max(1, a["repeats"].numel()))
+
+
+def _finite(a: Arguments) -> None:
+    x = a["self"]
+    if x.device.type == "cpu":
+        _holds(torch.isfinite(x), lambda: "an element is infinite or no number", "finite ones")
+
+
+def _gamma(a: Arguments) -> None:
+    x = a["x" if "x" in a else "self"]
+    for name in ("alpha", "total", "output"):
+        if name in a:
+            _same_shape(a[name], name, x.shape, "the shape of the input")
+
+
+def _log_sigmoid_backward(a: Arguments) -> None:
+    x, buffer = a["self"], a["buffer"]
+    _same_shape(a["grad_output"], "the gradient", x.shape, "the shape of the input")
+    computed = a["own"] and tuple(buffer.shape) == (0,)  # a program for GPUs, which have no buffer
+    if x.device.type == "cpu" and not computed:
+        _same_shape(buffer, "buffer", x.shape, "the shape of the input")
+
+
+def _prelu(a: Arguments) -> None:
+    x, weight = a["self"], a["weight"]
+    _require(
+        weight.dim() <= x.dim()
+        and all(w in (1, s) for w, s in zip(reversed(weight.shape), reversed(x.shape), strict=False)),
+        f"a weight of {list(weight.shape)}",
+        f"{list(x.shape)}, or 1 in place of a size",
+    )
+    if "grad_output" in a:
+        _same_shape(a["grad_output"], "the gradient", x.shape, "the shape of the input")
+
+
 def _fft(a: Arguments) -> None:
     x, dims = a["self"], list(a["dim"])
     _require(
@@ -772,11 +885,20 @@ def _cdist_backward(a: Arguments) -> None:
         _same_shape(a[name], name, (*left.shape[:-1], right.shape[-2]), "the distances")
 
 
-def _pdist_backward(a: Arguments) -> None:
+def _pdist(a: Arguments) -> None:
     x = a["self"]
     _require(x.dim() == 2, f"points of {x.dim()} dimensions", "2")
+    _contiguous(x, "points")
+    _require(x.numel() > 0 or "grad" not in a, "no points", "at least one")
     for name in ("grad", "pdist"):
-        _vector(a[name], name, x.shape[0] * (x.shape[0] - 1) // 2)
+        if name in a:
+            _vector(a[name], name, x.shape[0] * (x.shape[0] - 1) // 2)
+
+
+def _median(a: Arguments) -> None:
+    x = a["self"]
+    if "dim" in a and x.dim() and x.shape[a["dim"]] > 1:
+        _require(x.stride(a["dim"]) > 0, f"strides {list(x.stride())}", "elements of their own along the dimension")
 
 
 def _channel_shuffle(a: Arguments) -> None:
@@ -790,6 +912,9 @@ def _channel_shuffle(a: Arguments) -> None:
 
 def _noise(a: Arguments) -> None:
     _same_shape(a["noise"], "noise", a["self"].shape, "the shape of the input")
+    _dense(a["noise"], "noise")
+    if "out" in a:
+        _same_shape(a["out"], "out", a["self"].shape, "the shape of the input")
 
 
 _FUSED_LISTS = (
@@ -827,6 +952,10 @@ def _fused_optimizer(a: Arguments) -> None:
         if number is not None:
             _numel(number, "a number of the optimizer", 1)
             _require(number.dtype in (torch.float32, torch.float64), f"a number of {number.dtype}", "float32")
+
+
+def _foreach_copy(a: Arguments) -> None:
+    _require(len(a["src"]) == len(a["self"]), f"{len(a['src'])} tensors in src", str(len(a["self"])))
 
 
 def _pivots(a: Arguments) -> None:
@@ -988,16 +1117,34 @@ RULES: Mapping[str, Rules] = {
     "fractional_max_pool3d": _fractional_pool(3),
     "max_unpool2d": _unpool(2),
     "max_unpool3d": _unpool(3),
-    "_adaptive_avg_pool2d_backward": _average_backward(2),
-    "_adaptive_avg_pool3d_backward": _average_backward(3),
-    "adaptive_avg_pool3d_backward": _average_backward(3),
+    **{
+        f"{name}{dimensions}d_backward": _average_backward(dimensions)
+        for dimensions in (2, 3)
+        for name in ("_adaptive_avg_pool", "avg_pool")
+    },
     "recurrent": Rules(_recurrent),
     "recurrent_backward": Rules(_recurrent),
     "convolution_backward": Rules(_convolution_backward),
     "unfold_backward": Rules(_unfold_backward),
     "_cdist_backward": Rules(_cdist_backward),
-    "_pdist_backward": Rules(_pdist_backward),
+    "_pdist_forward": Rules(_pdist),
+    "_pdist_backward": Rules(_pdist),
     "native_channel_shuffle": Rules(_channel_shuffle),
+    **{name: Rules(_arange) for name in ("arange", "range")},
+    **{name: Rules(None, _finite) for name in ("linalg_eigvals", "_linalg_eigvals")},
+    **{name: Rules(_prelu) for name in ("_prelu_kernel", "_prelu_kernel_backward")},
+    **{f"adaptive_max_pool{dimensions}d": Rules(_adaptive) for dimensions in (2, 3)},
+    **{name: Rules(_gamma) for name in ("_dirichlet_grad", "_standard_gamma_grad")},
+    "log_sigmoid_backward": Rules(_log_sigmoid_backward),
+    "as_strided_": Rules(None, _strides),
+    "repeat_interleave": Rules(None, _repetitions),
+    "_foreach_copy": Rules(_foreach_copy),
+    "median": Rules(_median),
+    "nanmedian": Rules(_median),
+    "binary_cross_entropy": Rules(_cross_entropy),
+    "binary_cross_entropy_backward": Rules(_cross_entropy),
+    "_log_softmax_backward_data": Rules(_softmax_backward),
+    "_softmax_backward_data": Rules(_softmax_backward),
     "_masked_softmax": Rules(_masked_softmax),
     "_masked_softmax_backward": Rules(_masked_softmax),
 }  # fmt: skip

@@ -60,7 +60,7 @@ def integers(*values: int, shape: Sequence[int] = (-1,), dtype: torch.dtype = to
 
 
 def pooled(dimensions: int, name: str, **more: Any) -> Case:
-    ones, four = (1,) * dimensions, (4,) * dimensions
+    ones, two, four = ((size,) * dimensions for size in (1, 2, 4))
     right = {
         "grad_output": floats(1, 1, *ones), "self": floats(1, 1, *four), **more,
         "indices": torch.zeros(1, 1, *ones, dtype=torch.int64),
@@ -73,6 +73,7 @@ def pooled(dimensions: int, name: str, **more: Any) -> Case:
             {"indices": torch.full((1, 1, *ones), -1)},
             {"indices": torch.full((1, 1, *ones), 4**dimensions)},
             {"grad_output": floats(1, 8, *ones), "indices": torch.zeros(1, 8, *ones, dtype=torch.int64)},
+            {"grad_output": floats(1, 1, *two), "indices": integers(0).expand(1, 1, *two)},
         ],
     )
 
@@ -115,6 +116,8 @@ BAG_WRONG: list[dict[str, Any]] = [
     {"offsets": integers(1, 2)},
     {"offsets": integers(2, 0)},
     {"offsets": integers(shape=(0,))},
+    {"indices": integers(0).expand(3)},
+    {"offsets": integers(0).expand(2)},
     {"per_sample_weights": floats(1)},
     {"mode": 7, "per_sample_weights": None},
 ]
@@ -131,7 +134,10 @@ BAG_BACK_WRONG: list[dict[str, Any]] = [
     {"offset2bag": integers(0)},
     {"num_weights": 1},
     {"bag_size": integers(2)},
+    {"bag_size": integers(2).expand(2)},
+    {"offset2bag": integers(0).expand(3)},
     {"mode": 2},
+    {"mode": 2, "maximum_indices": integers(0).expand(2, 2)},
 ]
 
 
@@ -189,6 +195,9 @@ HEADS_WRONG: list[dict[str, Any]] = [
     {"value": floats(2, 1, 5, 8)},
     {"value": floats(2, 3, 1, 8)},
     {"key": floats(2, 3, 5, 4)},
+    {"value": floats(2, 3, 5, 1).expand(2, 3, 5, 8)},
+    {"query": floats(2, 3, 0, 8)},
+    {"query": floats(0, 3, 4, 8), "key": floats(0, 3, 5, 8), "value": floats(0, 3, 5, 8)},
 ]
 
 CONVOLUTION = {
@@ -220,6 +229,26 @@ CASES = [
         {"grad_output": floats(1, 4, 2, 2), "self": floats(1, 4, 4, 4)},
         [{"grad_output": floats(1, 1, 2, 2), "self": floats(1, 4096, 4, 4)}],
     ),
+    Case(
+        "aten._adaptive_avg_pool3d_backward.default",
+        {"grad_output": floats(1, 2, 2, 2, 2), "self": floats(1, 2, 4, 4, 4)},
+        [{"self": floats(1, 2, 4, 0, 4)}, {"self": floats(1, 2, 0, 4, 4)}],
+    ),
+    *(
+        Case(
+            f"aten.avg_pool{dimensions}d_backward.default",
+            {
+                "grad_output": floats(1, 1, *(1,) * dimensions), "self": floats(1, 1, *(4,) * dimensions),
+                "kernel_size": [4] * dimensions, "stride": [4] * dimensions, "padding": [0] * dimensions,
+                "ceil_mode": False, "count_include_pad": True, "divisor_override": None,
+            },
+            [
+                {"grad_output": floats(4096, 1, *(1,) * dimensions)},
+                {"self": floats(0, 1, *(4,) * dimensions)},
+            ],
+        )
+        for dimensions in (2, 3)
+    ),
     Case("aten._ctc_loss.default", CTC, CTC_WRONG),
     Case(
         "aten._ctc_loss.Tensor",
@@ -238,6 +267,7 @@ CASES = [
         BAG_BACK,
         [
             *BAG_BACK_WRONG, {"offsets": integers(0, FAR)}, {"sparse": True},
+            {"offsets": integers(shape=(0,)), "offset2bag": integers(shape=(0,))},
             {"offset2bag": integers(shape=(0,)), "grad": floats(1, 2), "bag_size": integers(1)},
         ],
     ),
@@ -249,6 +279,7 @@ CASES = [
         },
         [
             {"indices": integers(0, FAR, 1)}, {"offset2bag": integers(0, FAR, 1)}, {"weight": floats(4, 1)},
+            {"indices": integers(0).expand(3)}, {"offsets": integers(shape=(0,)), "offset2bag": integers(shape=(0,))},
         ],
     ),
     Case(
@@ -284,6 +315,14 @@ CASES = [
         [{"target": integers(1, FAR)}, {"weight": floats(1)}, {"target": integers(1)}],
     ),
     Case("aten._native_batch_norm_legit_functional.default", BATCH, [*BATCH_WRONG, {"input": floats(2, 0, 2)}]),
+    Case(
+        "aten._native_batch_norm_legit.no_stats",
+        {name: value for name, value in BATCH.items() if not name.startswith("running")},
+        [{"training": False}],
+    ),
+    Case("aten._batch_norm_no_update.default", {name: BATCH[name] for name in BATCH if name != "training"}, [
+        {"running_mean": None}, {"running_var": None},
+    ]),
     Case("aten.native_batch_norm.default", BATCH, [*BATCH_WRONG, {"training": False, "running_mean": None}]),
     Case(
         "aten.native_batch_norm_backward.default",
@@ -293,11 +332,16 @@ CASES = [
             {"train": False}, {"save_mean": None, "save_invstd": None},
         ],
     ),
-    Case("aten.native_layer_norm_backward.default", NORM_BACK, [{"mean": floats(1)}, {"grad_out": floats(1, 8)}]),
+    Case("aten.native_layer_norm_backward.default", NORM_BACK, [
+        {"mean": floats(1)}, {"grad_out": floats(1, 8)}, {"rstd": floats(1).expand(4, 1)},
+    ]),
     Case(
         "aten.native_group_norm.default",
         GROUPS,
-        [{"HxW": FAR}, {"N": 64}, {"group": 0}, {"group": 3}, {"bias": floats(1)}],
+        [
+            {"HxW": FAR}, {"N": 64}, {"group": 0}, {"group": 3}, {"bias": floats(1)}, {"weight": floats(1).expand(8)},
+            {"input": floats(1).expand(2, 8, 3)},
+        ],
     ),
     Case(
         "aten.native_group_norm_backward.default",
@@ -306,7 +350,10 @@ CASES = [
             "grad_out": floats(2, 8, 3), "mean": floats(2, 4), "rstd": floats(2, 4),
             "output_mask": [True, True, True],
         },
-        [{"mean": floats(1)}, {"rstd": floats(1)}, {"grad_out": floats(1)}, {"weight": floats(1)}, {"HxW": 30}],
+        [
+            {"mean": floats(1)}, {"rstd": floats(1)}, {"grad_out": floats(1)}, {"weight": floats(1)}, {"HxW": 30},
+            {"mean": floats(1).expand(2, 4)}, {"grad_out": floats(1).expand(2, 8, 3)},
+        ],
     ),
     Case("aten._weight_norm_interface.default", {"v": floats(64, 2), "g": floats(64, 1), "dim": 0}, [{"g": floats(1)}]),
     Case(
@@ -340,7 +387,10 @@ CASES = [
     Case(
         "aten._scaled_dot_product_flash_attention_for_cpu_backward.default",
         HEADS_BACK,
-        [*HEADS_WRONG, {"logsumexp": floats(2, 3, 1)}, {"out": floats(2, 3, 1, 8)}, {"grad_out": floats(1, 3, 4, 8)}],
+        [
+            *HEADS_WRONG, {"logsumexp": floats(2, 3, 1)}, {"out": floats(2, 3, 1, 8)}, {"grad_out": floats(1, 3, 4, 8)},
+            {"value": floats(2, 3, 5, 4), "out": floats(2, 3, 4, 4), "grad_out": floats(2, 3, 4, 4)},
+        ],
     ),
     Case(
         "aten.upsample_nearest2d.default",
@@ -383,7 +433,7 @@ CASES = [
     Case(
         "aten._pdist_backward.default",
         {"grad": floats(3), "self": floats(3, 4), "p": 2.0, "pdist": floats(3)},
-        [{"grad": floats(1)}, {"pdist": floats(1)}],
+        [{"grad": floats(1)}, {"pdist": floats(1)}, {"self": floats(0, 4), "grad": floats(0), "pdist": floats(0)}],
     ),
     Case("aten.linalg_lu_solve.default", LU, [{"pivots": integers(FAR >> 12, 2, 3, dtype=torch.int32)}]),
     Case(
@@ -402,10 +452,116 @@ CASES = [
         [{"bins": torch.tensor([0.5, 0.1, 0.9])}, {"bins": torch.tensor([0.1, torch.nan])}],
     ),
     Case("aten.reflection_pad1d.default", {"self": floats(1, 4), "padding": [1, 1]}, [{"padding": []}]),
+    *(
+        Case(
+            f"aten.{name}_backward_data.default",
+            {"grad_output": floats(6, 2, 5), "output": floats(6, 2, 5), "dim": 0, "input_dtype": torch.float32},
+            [{"output": floats(6, 2, 4)}, {"output": floats(6, 2, 0)}, {"grad_output": floats(6, 2, 0)}],
+        )
+        for name in ("_softmax", "_log_softmax")
+    ),
+    Case(
+        "aten.binary_cross_entropy.default",
+        {"self": floats(4), "target": floats(4)},
+        [{"self": torch.tensor(0.5), "target": floats(0)}, {"target": floats(1)}],
+    ),
+    Case(
+        "aten.binary_cross_entropy_backward.default",
+        {"grad_output": torch.ones(()), "self": floats(4), "target": floats(4)},
+        [{"self": torch.tensor(0.5), "target": floats(0)}, {"grad_output": floats(0)}, {"grad_output": floats(2, 4)}],
+    ),
+    Case(
+        "aten._foreach_copy.default",
+        {"self": [floats(3)], "src": [floats(3) + 1]},
+        [{"src": [floats(3), floats(3)]}, {"src": []}],
+    ),
+    Case(
+        "aten.arange.start_step",
+        {"start": 0, "end": 4, "step": 2},
+        [
+            {"start": 0, "end": 1, "step": 0.5, "dtype": torch.int64},
+            {"start": 2**63 - 1, "end": -1, "step": -1}, {"start": 2.0**62, "end": -(2.0**62), "step": -1},
+        ],
+    ),
+    Case(
+        "aten.range.step",
+        {"start": 0, "end": 4, "step": 2},
+        [{"step": 0.5, "dtype": torch.int64}],
+    ),
+    Case("aten._linalg_eigvals.default", {"self": floats(3, 3)}, [{"self": floats(3, 3) * torch.nan}]),
+    Case(
+        "aten.repeat_interleave.Tensor",
+        {"repeats": integers(1, 0, 2)},
+        [{"repeats": torch.full((4,), 1 << 62)}, {"repeats": integers(-1)}],
+    ),
+    Case(
+        "aten._prelu_kernel.default",
+        {"self": floats(2, 3), "weight": floats(1, 3)},
+        [{"self": torch.tensor(0.5), "weight": floats(0)}, {"weight": floats(4, 2, 3)}],
+    ),
+    Case(
+        "aten._prelu_kernel_backward.default",
+        {"grad_output": floats(2, 3), "self": floats(2, 3), "weight": floats(1, 3)},
+        [{"weight": floats(4, 2, 3)}, {"grad_output": floats(4, 2, 3)}],
+    ),
+    Case(
+        "aten.as_strided_.default",
+        {"self": floats(64), "size": [2, 2], "stride": [2, 1], "storage_offset": 3},
+        [{"storage_offset": (1 << 62) - 50}, {"storage_offset": 1 << 61}, {"stride": [1 << 62, 1]}],
+    ),
+    Case(
+        "aten._upsample_bilinear2d_aa.default",
+        {"self": floats(1, 1, 4, 5), "output_size": [8, 12], "align_corners": False, "scales_h": 2.0, "scales_w": 2.5},
+        [{"scales_h": 1.0}, {"scales_w": 0.5}, {"output_size": [128, 128]}],
+    ),
+    Case(
+        "aten._dirichlet_grad.default",
+        {name: floats(2, 3) for name in ("x", "alpha", "total")},
+        [{"alpha": floats(0, 3)}, {"total": floats(1, 0)}],
+    ),
+    Case(
+        "aten._standard_gamma_grad.default",
+        {"self": floats(1, 3), "output": floats(1, 3)},
+        [{"output": floats(0, 3)}, {"output": floats(4, 3)}],
+    ),
+    Case(
+        "aten.log_sigmoid_backward.default",
+        {"grad_output": floats(2, 3), "self": floats(2, 3), "buffer": floats(2, 3)},
+        [
+            {"grad_output": floats(0, 3)}, {"grad_output": floats(2, 1)}, {"self": floats(2, 1)},
+            {"buffer": floats(1, 0)}, {"grad_output": floats(2, 1), "self": floats(2, 1), "buffer": floats(1, 0)},
+        ],
+    ),
+    Case("aten._pdist_forward.default", {"self": floats(3, 4)}, [
+        {"self": floats(2, 3, 4, 0)}, {"self": floats(1, 4).expand(3, 4)},
+    ]),
+    Case(
+        "aten.adaptive_max_pool3d.default",
+        {"self": floats(1, 2, 4, 4, 4), "output_size": [2, 2, 2]},
+        [{"output_size": [-(1 << 63), 2, 2]}],
+    ),
+    Case(
+        "aten.reflection_pad1d_backward.default",
+        {"grad_output": floats(2, 4), "self": floats(2, 3), "padding": [1, 0]},
+        [{"grad_output": floats(0, 4)}, {"self": floats(64, 3)}],
+    ),
+    *(
+        Case(
+            f"aten.{name}.dim",
+            {"self": floats(4, 3), "dim": 0, "keepdim": False},
+            [{"self": floats(3).expand(4, 3)}, {"self": floats(4, 1).expand(4, 3), "dim": -1}],
+        )
+        for name in ("median", "nanmedian")
+    ),
     Case(
         "aten.rrelu_with_noise.default",
         {"self": floats(64), "noise": floats(64), "training": True},
-        [{"noise": floats(1)}],
+        [{"noise": floats(1)}, {"noise": floats(1).expand(64)}],
+    ),
+    Case(
+        "aten.rrelu_with_noise.out",
+        {"self": floats(64), "noise": floats(64), "training": True, "out": floats(64)},
+        [{"out": floats(0)}, {"out": floats(1)}],
     ),
 ]  # fmt: skip
 
@@ -552,6 +708,30 @@ def test_types_and_formats_are_names(name: str, given: dict[str, Any], argument:
             way(name, given | {argument: number})
 
 
+@pytest.mark.parametrize("way", WAYS.values())
+def test_a_tensor_that_is_not_optional_is_given(way: Callable[..., Any]) -> None:
+    """PyTorch takes none for any tensor, and this kernel reads it."""
+    name = "aten._log_softmax_backward_data.default"
+    given = {"grad_output": floats(4), "output": floats(4), "dim": 0, "input_dtype": torch.float32}
+    way(name, given)
+    with pytest.raises(WireError, match=f"{name}: output is None; allowed: a tensor"):
+        way(name, given | {"output": None})
+
+
+def test_what_an_operator_does_not_make_is_no_tensor() -> None:
+    tensors: list[Tensor] = []
+    name = "aten.native_layer_norm_backward.default"
+    args, _ = split(name, {**NORM_BACK, "output_mask": [True, False, False]})
+    given = tuple(wire(value, tensors, Many) for value in args)
+    count = len(tensors)
+    outs, specs = (count, count + 1, count + 2), (spec_of(floats(4, 8)),) * 3
+    inputs = tuple(map(spec_of, tensors))
+    program = with_deaths(Program(inputs, (Operator(name, given, {}, outs, specs),), (), count + 3))
+    with pytest.raises(OperatorFailed) as failed:
+        CompiledProgram(program, CPU).run(list(tensors), lambda position: None, WorkerProgress())
+    assert "but the program says" in str(failed.value.__cause__)
+
+
 def test_elements_are_checked_in_every_call_and_shapes_when_they_change() -> None:
     pool = guarded(overload("aten.adaptive_max_pool2d_backward.default"), torch.ops.aten.adaptive_max_pool2d_backward)
     gradient, x, index = floats(1, 1, 1, 1), floats(1, 1, 4, 4), torch.zeros(1, 1, 1, 1, dtype=torch.int64)
@@ -581,12 +761,11 @@ class _Checked(TorchDispatchMode):
 
 def test_checked_indices_are_not_what_is_written() -> None:
     memory = torch.zeros(2, dtype=torch.int64)
-    given = {
-        "grad_output": torch.ones(1, 1, 1, 1, dtype=torch.float64), "self": torch.ones(1, 1, 1, 2, dtype=torch.float64),
-        "indices": memory[:1].view(1, 1, 1, 1), "grad_input": memory.view(torch.float64).view(1, 1, 1, 2),
-    }  # fmt: skip
-    with pytest.raises(WireError, match="shares the memory that is written"):
-        eagerly("aten.adaptive_max_pool2d_backward.grad_input", given)
+    given = {"self": memory, "indices": [memory[:1]], "values": integers(5), "accumulate": False, "unsafe": True}
+    with pytest.raises(WireError, match="indices shares the memory that is written"):
+        eagerly("aten._index_put_impl_.default", given)
+    eagerly("aten._index_put_impl_.default", given | {"indices": [integers(1)]})
+    assert memory.tolist() == [0, 5]
 
 
 # ---- memory that nothing has written
@@ -669,6 +848,41 @@ def test_sizes_of_bags_have_nothing_behind_them(mode: int) -> None:
         sizes = eagerly("aten._embedding_bag.default", given)[2]
         behind = torch.empty(0, dtype=torch.int64).set_(sizes.untyped_storage())[sizes.numel() :]
         assert not behind.any()
+
+
+def test_windows_have_nothing_behind_them() -> None:
+    sizes = {"kernel_size": [1, 1], "dilation": [1, 1], "padding": [0, 0], "stride": [4, 4]}
+    for _ in range(8):
+        dirty(4 * 64)
+        made = eagerly("aten.im2col.default", {"self": floats(1, 1, 8, 8), **sizes})
+        assert made.flatten().tolist() == floats(1, 1, 8, 8)[..., ::4, ::4].flatten().tolist()
+        assert made.untyped_storage().nbytes() == made.nbytes
+
+
+@pytest.mark.parametrize("name", ["mse_loss", "smooth_l1_loss"])
+def test_a_loss_has_nothing_behind_it(name: str) -> None:
+    x, y = floats(2048), torch.zeros(2048)
+    given = {"self": x, "target": y, "reduction": 1}
+    made = eagerly(f"aten.{name}.default", given)
+    assert torch.equal(made, getattr(torch.nn.functional, name)(x, y))
+    assert made.untyped_storage().nbytes() == made.nbytes
+    out = torch.empty(0)
+    dirty(8192)
+    eagerly(f"aten.{name}.out", given | {"out": out})
+    assert torch.equal(out, made)
+    assert not torch.empty(0).set_(out.untyped_storage())[1:].any()
+
+
+def test_a_result_that_goes_into_an_input_is_made_of_what_it_was() -> None:
+    small = torch.empty(2, 0)
+    given = {"self": small, "mat1": floats(1, 4), "mat2": floats(4, 3), "out": small}
+    with pytest.raises(RuntimeError, match="expand"):  # without the check, memory that nothing has written is added
+        eagerly("aten.addmm.out", given)
+    whole = floats(2, 3)
+    expected = torch.addmm(whole, floats(2, 2), floats(2, 3))
+    given = {"self": whole, "mat1": floats(2, 2), "mat2": floats(2, 3), "out": whole}
+    assert eagerly("aten.addmm.out", given) is whole
+    assert torch.equal(whole, expected)
 
 
 def test_gaps_of_a_layout_are_zero() -> None:
