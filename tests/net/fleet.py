@@ -29,6 +29,13 @@ WITHIN_S = 30.0
 """For what comes in a second or two on a machine that has nothing else to do."""
 
 
+def _name(process: int) -> str:
+    """Return the name that a process has given itself; empty where it has ended."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process}/comm").read_text().strip()
+    return ""
+
+
 class Fleet:
     """Agents by their hosts, each with a folder of its own; a context manager.
 
@@ -120,8 +127,9 @@ class Fleet:
         return [json.loads(line)["event"] for line in lines[since:]]
 
     def workers(self, name: str) -> list[int]:
-        """Return the processes on a host besides its agent."""
-        return [process for process in self.network[name].processes() if process != self.agents[name].pid]
+        """Return the processes on a host besides its agent and fork servers."""
+        others = [process for process in self.network[name].processes() if process != self.agents[name].pid]
+        return [process for process in others if _name(process) != "onebox-fork-srv"]
 
     @contextlib.contextmanager
     def _config(self, name: str) -> Iterator[None]:

@@ -126,6 +126,10 @@ class Host:
         """
         tool("ip", "-n", self._switch, "link", "set", self._port, *(("master", "bridge") if plugged else ("nomaster",)))
 
+    def block(self, address: str, blocked: bool) -> None:
+        """Drop what this host sends to an address, or no longer."""
+        tool("ip", "-n", self.space, "route", "add" if blocked else "delete", "blackhole", f"{address}/32")
+
     def add_address(self, address: str, device: str) -> None:
         """Give it another network card that leads nowhere, with an address."""
         tool("ip", "-n", self.space, "link", "add", device, "type", "bridge")

@@ -52,6 +52,32 @@ def test_an_agent_that_is_started_again_is_taken_back_in_a_running_run(fleet: Fl
 
 
 @pytest.mark.long
+def test_a_host_that_only_the_client_reaches_is_given_up_again_until_the_others_do_too(
+    fleet: Fleet, network: Network
+) -> None:
+    others = [network[name].address for name in MACHINES[:-1]]
+    with sufferer(fleet, network) as run:
+        network["blue"].plug(False)
+        while not run.trainer.recoveries:
+            run.step()
+        for address in others:
+            network["blue"].block(address, True)
+        network["blue"].plug(True)
+        try:
+            known = len(run.trainer.recoveries)
+            while len(run.trainer.recoveries) == known:  # taken back, of no use, and given up
+                run.step()
+                time.sleep(0.1)
+            assert run.trainer.pool.gone == {2}
+        finally:
+            for address in others:
+                network["blue"].block(address, False)
+        run.until_used(120.0)
+        run.steps_for(0.5)
+        assert_same(run.outcome, alone(plans()["data-parallel"], len(run.losses), NARROW))
+
+
+@pytest.mark.long
 def test_a_client_that_lost_its_leases_is_told_why_and_who_has_the_device(fleet: Fleet, network: Network) -> None:
     client = fleet.python("client", "sleeper", "-m", "tests.net.client", fleet.spec())
     fleet.pair("blue", "bob")

@@ -156,7 +156,7 @@ class _ForwardingStore(dist.Store):
 
 
 class _Channel:
-    """What is forwarded between this worker's Gloo and that of one peer.
+    """The forwarding between this worker's Gloo and that of one peer.
 
     The end of any of the three connections ends the others, after what came before it has been forwarded.
 
