@@ -408,7 +408,7 @@ class Pool:
             lost = self.losses(seen)
             return RecoveryReport(
                 number=self._recoveries,
-                lost=lost,
+                lost={worker: self._client_loop.missing.get(worker, error) for worker, error in lost.items()},
                 replaced=tuple(sorted(lost.keys() - self.gone)),
                 gone=tuple(sorted(lost.keys() & self.gone)),
             )
