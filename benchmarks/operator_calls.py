@@ -546,7 +546,8 @@ def base_calls(names: Iterable[str], *, database: bool, processes: int = 1) -> d
         processes: Number of processes that run it.
     """
     warnings.simplefilter("ignore")
-    recorder = Recorder(pinned_names(EAGER))
+    names = frozenset(names)
+    recorder = Recorder(pinned_names(EAGER) | names)
     record_examples(recorder)
     recorded = recorder.calls
     if database:
@@ -560,8 +561,9 @@ def base_calls(names: Iterable[str], *, database: bool, processes: int = 1) -> d
     for call in in_children(unknown, lambda name: _tried(name, siblings[_root(name)]), processes):
         recorded[call.name].append(call)
     rng = random.Random(0)
-    return {name: rng.sample(calls, min(KEPT, len(calls))) for name in names if (calls := recorded.get(name))} | {
-        name: _random_calls(name) for name in names if not recorded.get(name)
+    ordered = sorted(names)  # so that a seed gives the same calls in every process
+    return {name: rng.sample(calls, min(KEPT, len(calls))) for name in ordered if (calls := recorded.get(name))} | {
+        name: _random_calls(name) for name in ordered if not recorded.get(name)
     }
 
 

@@ -742,6 +742,11 @@ def test_elements_are_checked_in_every_call_and_shapes_when_they_change() -> Non
         pool(floats(1, 2, 1, 1), x, torch.zeros(1, 2, 1, 1, dtype=torch.int64))
 
 
+def test_on_gpus_the_last_offset_has_a_size_of_bag() -> None:
+    args, kwargs = split("aten._embedding_bag_backward.default", BAG_BACK | {"bag_size": integers(2, 1, 0)})
+    check_arguments(overload("aten._embedding_bag_backward.default"), args, kwargs)
+
+
 def test_heads_of_queries_share_keys_where_pytorch_lets_them() -> None:
     """Without a refusal, and as if each head had keys of its own."""
     query, key = floats(1, 4, 3, 8), floats(1, 2, 5, 8)
