@@ -230,7 +230,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "unknown field": (edit(lambda manifest: manifest.update(more=1)), "manifest.json is damaged"),
     "later version": (edit(lambda manifest: manifest.update(version=99)), "is of version 99"),
     "path out of the folder": (edit(escape), "lists other files"),
-    "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "manifest.json cannot be read"),
+    "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "holds no checkpoint: no manifest.json"),
 }
 
 
