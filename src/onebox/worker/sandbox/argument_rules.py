@@ -976,6 +976,12 @@ def _factors(a: Arguments) -> tuple[Tensor, Tensor]:
     return (a["LU_data"], a["LU_pivots"]) if "LU_data" in a else (a["LU"], a["pivots"])
 
 
+def _tangent(a: Arguments) -> None:
+    """Check zeros in the layout of a value, with the batches of a tangent."""
+    batches, dimensions = a["self_num_batch_dims"], a["self"].dim()
+    _require(0 <= batches <= dimensions, f"{batches} batch dimensions of {dimensions}", f"0 to {dimensions}")
+
+
 def _histogram(a: Arguments) -> None:
     bins, weight = a["bins"], a.get("weight")
     x = a["self"]
@@ -1131,6 +1137,7 @@ RULES: Mapping[str, Rules] = {
     **{name: Rules(_gamma) for name in ("_dirichlet_grad", "_standard_gamma_grad")},
     "log_sigmoid_backward": Rules(_log_sigmoid_backward),
     "as_strided_": Rules(None, _strides),
+    "_new_zeros_with_same_feature_meta": Rules(_tangent),
     "repeat_interleave": Rules(None, _repetitions),
     "_foreach_copy": Rules(_foreach_copy),
     "median": Rules(_median),

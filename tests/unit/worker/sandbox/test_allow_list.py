@@ -140,7 +140,7 @@ def test_what_must_not_be_on_it(name: str) -> None:
         "aten._cummax_helper.default", "aten._efficientzerotensor.default", "aten._lazy_clone.default",
         "aten._foreach_copy.out", "aten._ctc_loss.out", "aten.max_pool2d_with_indices_backward.grad_input",
         "aten._logcumsumexp.default", "aten._compute_linear_combination.default", "aten._cholesky_solve_helper.default",
-        "aten._chunk_cat.default", "aten._new_zeros_with_same_feature_meta.default",
+        "aten._chunk_cat.default",
         "aten.empty.out", "aten.lstm.input", "aten.embedding_bag.default", "aten.ctc_loss.IntList",
     ],
 )  # fmt: skip

@@ -447,6 +447,11 @@ CASES = [
         [{"self": torch.tensor([-3e38, 3e38])}],
     ),
     Case(
+        "aten._new_zeros_with_same_feature_meta.default",
+        {"self": floats(3, 4), "other": floats(4), "self_num_batch_dims": 1},
+        [{"self_num_batch_dims": FAR}, {"self_num_batch_dims": -1}, {"self_num_batch_dims": 3}],
+    ),
+    Case(
         "aten.histogram.bins_tensor",
         {"self": floats(8), "bins": floats(3)},
         [{"bins": floats(1)}, {"bins": floats(2, 3)}],
