@@ -6,6 +6,8 @@ import argparse
 import copy
 import os
 import queue
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,27 @@ def test_ddp_with_communication_hooks(hook: str) -> None:
     for name, value in plainly_trained(plain).state_dict().items():
         assert all(torch.equal(state[name], states[0][name]) for state in states)
         torch.testing.assert_close(states[0][name], value, rtol=0, atol=1e-3 if hook == "fp16" else 0.5)
+
+
+def test_no_forward_of_a_rank_seems_to_go_on_afterwards() -> None:
+    """``torch.compile`` would cut later models at the buckets of a module that is gone."""
+    entered, left = threading.Event(), threading.Event()
+
+    def run(rank: int) -> None:
+        model = DistributedDataParallel(nn.Linear(2, 2).to(f"vgpu:{rank}"))
+        if rank == 0:
+            with model._inside_ddp_forward():
+                entered.set()
+                assert left.wait(60)
+        elif rank == 1:
+            assert entered.wait(60)
+            with model._inside_ddp_forward():
+                left.set()
+                time.sleep(0.2)  # the other one leaves first
+
+    assert DistributedDataParallel._active_ddp_module is None
+    together(run)
+    assert DistributedDataParallel._active_ddp_module is None
 
 
 class Forked(nn.Module):

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.multiprocessing.spawn import ProcessRaisedException
+from torch.nn.parallel import DistributedDataParallel
 
 from onebox.errors import PeerLost, UsageError
 from onebox.vgpu.distributed import process_group
@@ -124,6 +125,9 @@ class Ranks:
         self._keys = ThreadStore()
         self._size = size
         self._errors: dict[int, BaseException] = {}
+        self._running = size
+        self._lock = threading.Lock()
+        self._forward = DistributedDataParallel._active_ddp_module
         own_args = [tuple(_own(value) for value in args) for _ in range(size)]
         self._threads = [
             threading.Thread(target=self._run, args=(number, function, own), name=f"rank {number}", daemon=True)
@@ -185,6 +189,10 @@ class Ranks:
                 if isinstance(group, process_group.VirtualProcessGroup):
                     group.shutdown()
             _here.rank = None
+            with self._lock:
+                self._running -= 1
+                if not self._running:  # each rank has put back what it found, which may have been another rank's
+                    DistributedDataParallel._active_ddp_module = self._forward
 
 
 def _own(value: Any) -> Any:
