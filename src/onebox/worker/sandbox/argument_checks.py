@@ -10,8 +10,8 @@ from the call before. Elements of index tensors are checked in every call.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -126,7 +126,7 @@ class _Guard:
         self._run = run
         self._rules = RULES[base_name(operator)]
         self._names = [argument.name for argument in arguments]
-        self._defaults: dict[str, Any] = {"operator": base_name(operator), "own": isinstance(run, FunctionType)}
+        self._defaults: dict[str, Any] = {"operator": base_name(operator), "own": inspect.isfunction(run)}
         self._defaults |= {one.name: one.default_value for one in arguments if one.has_default_value()}
         self._written = [one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write]
         self._seen: object = None
