@@ -10,6 +10,7 @@ import pytest
 from onebox.agent import Agent, ClientLimits, Offered
 from onebox.agent.server import check_address
 from onebox.errors import UsageError
+from onebox.reaping import LEFT_BEHIND
 from onebox.wire import new_keys
 
 
@@ -69,6 +70,7 @@ def test_a_port_that_is_taken_is_said() -> None:
 
 
 def test_an_agent_that_never_ran_can_be_closed_and_stopped() -> None:
+    LEFT_BEHIND.news()  # of this process, such as by other tests
     events: list[str] = []
     made = agent(tell=lambda event, **fields: events.append(event))
     assert made.endpoint.startswith("tcp://127.0.0.1:")
