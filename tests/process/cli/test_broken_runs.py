@@ -87,6 +87,7 @@ def test_an_interrupt_is_one_line_and_leaves_nothing_running(tmp_path: Path) -> 
     )
 
 
+@pytest.mark.long
 def test_a_run_that_is_told_to_end_saves_where_it_is_and_goes_on_with_the_same_bits(
     undisturbed: Run, tmp_path: Path
 ) -> None:
@@ -120,7 +121,9 @@ def test_a_run_that_is_told_to_end_saves_where_it_is_and_goes_on_with_the_same_b
     assert metrics(tmp_path / "run") == metrics(undisturbed.folder)
 
 
-@pytest.mark.parametrize("how", ["second Ctrl-C", "no time", "time is over"])
+@pytest.mark.parametrize(
+    "how", ["no time", *(pytest.param(how, marks=pytest.mark.long) for how in ("second Ctrl-C", "time is over"))]
+)
 def test_a_run_that_is_to_end_at_once_saves_nothing(tmp_path: Path, how: str) -> None:
     within = {"no time": ["--stop-within", "0"], "time is over": ["--stop-within", "1"]}.get(how, [])
     with running(["train", *ENDLESS, "--run", "run", *within], tmp_path) as process:

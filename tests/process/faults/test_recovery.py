@@ -229,6 +229,7 @@ def test_a_run_with_losses_ends_with_the_same_bits(
         assert story.step - story.snapshot_step == story.redone <= 2 * EVERY + 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kinds", [("workers", "stages"), ("workers", "workers")])
 def test_two_trainers_that_recover_on_one_pool_do_not_disturb_each_other(
     kinds: tuple[str, str], pool: onebox.Pool, undisturbed: Callable[[str], Outcome]
@@ -308,6 +309,7 @@ def uneven(*, width: int, memory: str | None = None, lose: bool = False, steps: 
 NO_ROOM = "a snapshot of the run found no room and is given up"
 
 
+@pytest.mark.long
 def test_a_snapshot_that_finds_no_room_is_given_up_and_the_one_before_stays(caplog: pytest.LogCaptureFixture) -> None:
     """There is room for the state of the other worker at first, and not when its optimizer has one, too."""
     losses, redone = uneven(width=512, memory="8MiB,64KiB", lose=True)

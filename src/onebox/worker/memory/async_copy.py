@@ -142,6 +142,13 @@ class _Job:
         self.failure = ""
         self.at_ns = 0
 
+    def end(self, failure: str = "") -> None:
+        """Complete it."""
+        self.failure = failure
+        self.at_ns = time.monotonic_ns()
+        self.tensors = None
+        self.done.set()
+
     def wait(self) -> int:
         if not self.done.wait(WAIT_S):
             raise RuntimeError(f"a copy between the device and the host's memory did not end within {WAIT_S:.0f} s")
@@ -177,10 +184,14 @@ class ThreadCopier:
 
     def move(self, source: Tensor, target: Tensor, *, back: bool = False) -> PendingCopy:
         """Begin to copy bytes."""
+        job = _Job(source, target)
+        if self._closed:
+            job.end("the worker ends")
+            return job
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="onebox-transfer", daemon=True)
             self._thread.start()
-        self._last = job = _Job(source, target)
+        self._last = job
         self._jobs.put(job)
         return job
 
@@ -204,11 +215,9 @@ class ThreadCopier:
         while (job := self._jobs.get()) is not None:
             try:
                 self._copy(job)
+                job.end()
             except Exception as error:  # raised to the waiting caller
-                job.failure = str(error) or type(error).__name__
-            job.at_ns = time.monotonic_ns()
-            job.tensors = None
-            job.done.set()
+                job.end(str(error) or type(error).__name__)
             del job  # hold no tensors while idle
 
     def _copy(self, job: _Job) -> None:
