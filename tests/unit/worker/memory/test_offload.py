@@ -57,6 +57,15 @@ def _threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "onebox-transfer"]
 
 
+def test_a_copy_after_the_end_fails_and_starts_no_thread() -> None:
+    copier = ThreadCopier(FaultInjector())
+    copier.close()
+    with pytest.raises(RuntimeError, match="the worker ends"):
+        copier.move(torch.ones(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)).wait()
+    copier.settle()
+    assert not _threads()
+
+
 def host_bytes(rig: Rig) -> int:
     (memory,) = rig.do(Ask("memory"))
     assert isinstance(memory, WorkerMemory)
