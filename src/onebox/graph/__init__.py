@@ -5,10 +5,11 @@ from onebox.graph.capture.joint import Port
 from onebox.graph.lower.phases import Phase, PhaseKind
 from onebox.graph.lower.small_programs import add_all, combine_all, extract, round_all, scale_all, square_norm, zeros
 from onebox.graph.lower.split import Piece, split
-from onebox.graph.programs import ModelPrograms, NamedProgram, TracedModel, model_programs
+from onebox.graph.programs import TRACING, ModelPrograms, NamedProgram, TracedModel, model_programs
 from onebox.graph.transform.buffer_updates import BufferUpdate
 
 __all__ = [
+    "TRACING",
     "BufferUpdate",
     "Captured",
     "Loss",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,6 +24,9 @@ from onebox.graph.transform.fuse import fused
 from onebox.graph.transform.halves import split_backward_convolutions
 from onebox.graph.transform.mixed_precision import to_mixed_precision
 from onebox.wire import Program, TensorSpec, specs_by_slot
+
+TRACING = threading.RLock()
+"""Held while a model is captured or divided: PyTorch's fake tensors are made for one thread at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,17 +219,18 @@ class TracedModel:
             UsageError: A stage needs a value of a later one, or one that is to be in bfloat16 is in float64.
             CaptureError: An operator cannot travel.
         """
-        if narrow:
-            other = self._narrowed(stages or [self.segments], narrow)
-            return other.divide(stages, policies=policies, blocks=blocks)
-        remade = frozenset(stage for stage, policy in enumerate(policies or ()) if policy == "recompute")
-        division = replace(self._division(stages or [self.segments]), remade=remade, blocks=tuple(blocks))
-        outputs = [*self._kept, *self._terms(division)]
-        bodies = divide(division, outputs, backward=self._backward, halves=self._halves)
-        made = {phase: self._program(body) for phase, body in sorted(bodies.items())}
-        used = {port for part in made.values() for port in part.inputs}
-        constants = {name: t for name, t in self._joint.constants.items() if Port("constant", name) in used}
-        return ModelPrograms(phases=made, stages=division.stages, updates=self._updates, constants=constants)
+        with TRACING:
+            if narrow:
+                other = self._narrowed(stages or [self.segments], narrow)
+                return other.divide(stages, policies=policies, blocks=blocks)
+            remade = frozenset(stage for stage, policy in enumerate(policies or ()) if policy == "recompute")
+            division = replace(self._division(stages or [self.segments]), remade=remade, blocks=tuple(blocks))
+            outputs = [*self._kept, *self._terms(division)]
+            bodies = divide(division, outputs, backward=self._backward, halves=self._halves)
+            made = {phase: self._program(body) for phase, body in sorted(bodies.items())}
+            used = {port for part in made.values() for port in part.inputs}
+            constants = {name: t for name, t in self._joint.constants.items() if Port("constant", name) in used}
+            return ModelPrograms(phases=made, stages=division.stages, updates=self._updates, constants=constants)
 
     def _find_readers(self) -> dict[str, list[fx.Node]]:
         """Return the forward nodes that read each parameter, directly or through a view."""

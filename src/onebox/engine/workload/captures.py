@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from onebox.engine.workload.batch import Batch
 from onebox.engine.workload.loss_reduction import LossReduction, Weighted
 from onebox.engine.workload.named_state import named_state
 from onebox.errors import CaptureError, UsageError
-from onebox.graph import Captured, Loss, Metrics, Precision, TracedModel, capture
+from onebox.graph import TRACING, Captured, Loss, Metrics, Precision, TracedModel, capture
 from onebox.graph.capture.on_device_transform import OnDevice
 from onebox.graph.capture.python_state import PythonStateGuard
 from onebox.graph.capture.python_variables import WatchedValue
@@ -41,9 +40,6 @@ _LEAST_SYMBOLIC = 2
 
 _MANY_ALONE = 4
 """Number of captures with a fixed size that causes a warning."""
-
-_CAPTURING = threading.Lock()
-"""Serialises tracing: the tracer keeps state in module globals."""
 
 _MOST_NUMBERS = 4
 """Most different values of the numbers among the inputs; each takes a capture of seconds."""
@@ -119,10 +115,11 @@ class Captures:
         key = (batch.signature(size), train, halves and train, probe)
         if key not in self._traced:
             if halves and train:
-                self._traced[key] = self.traced(batch, size, train=True).halved()
+                with TRACING:
+                    self._traced[key] = self.traced(batch, size, train=True).halved()
                 return self._traced[key]
             self._count_numbers(batch, size, train=train)
-            with _CAPTURING:
+            with TRACING:
                 if probe:
                     traced = self._capture(batch, size, train=train, probe=True)
                 else:
