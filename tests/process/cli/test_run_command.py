@@ -252,7 +252,7 @@ def test_ctrl_c_ends_script_and_workers(tmp_path: Path) -> None:
 def test_a_script_that_is_told_to_end_lets_go_of_its_devices(
     tmp_path: Path, number: signal.Signals, status: int
 ) -> None:
-    script(tmp_path, LONG.replace("while True:", "import atexit; atexit.register(print, 'its end')\nwhile True:"))
+    script(tmp_path, "import atexit; atexit.register(print, 'its end')\n" + LONG)
     with running(["run", *POOL, "script.py"], tmp_path) as process:
         read_until(process, "begun")
         workers = workers_of(process)
