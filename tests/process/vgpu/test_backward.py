@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from onebox.vgpu import signals
 from onebox.vgpu.dispatch import registry
 
 pytestmark = pytest.mark.usefixtures("pool")
@@ -92,6 +94,25 @@ def test_an_error_of_the_user_is_raised_and_the_next_pass_works(way: Callable[[T
     (x * 2).sum().backward()
     assert x.grad is not None
     assert x.grad.cpu().eq(2).all()
+
+
+def test_an_error_arrives_though_python_has_looked_nothing_up_before() -> None:
+    """Any lookup that misses Python's cache of attributes drops the pending error (``_PyType_Lookup``)."""
+
+    def forget(*_: Any) -> Any:
+        setattr(signals, f"unused_{number}", None)  # the specialised lookups in the module end
+        sys._clear_type_cache()
+        return _fail()
+
+    for number in range(20):
+        x = torch.ones(3, 3, device="vgpu:0", requires_grad=True)
+        y = x * 2
+        y.register_hook(forget)
+        try:
+            with pytest.raises(Mine, match="on purpose"):
+                y.sum().backward()
+        finally:
+            delattr(signals, f"unused_{number}")
 
 
 def test_an_operator_that_is_refused_in_a_backward_pass_raises(monkeypatch: pytest.MonkeyPatch) -> None:

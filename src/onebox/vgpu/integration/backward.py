@@ -32,15 +32,18 @@ _taken = _Taken()
 
 
 class _Answer:
-    """``type_`` of the guard: looked up first, then called; it stores the pending error."""
+    """``type_`` of the guard: looked up first, then called; it stores the pending error.
+
+    The probe comes before all else: a lookup that misses Python's cache of attributes drops the pending error.
+    """
 
     @signals.shielded
     def __get__(self, guard: Any, kind: type) -> Callable[[], Any]:
-        signals.DeviceGuardState.entered = True
         try:
             _probe()
         except BaseException as error:
             _taken.error = error
+        signals.DeviceGuardState.entered = True
         return _answer
 
 
