@@ -8,7 +8,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -341,11 +341,16 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[LateDevice, Client]]
 def begun(client: Client, *instructions: Instruction) -> int:
     """Send a message, and wait until its reply waits for the device."""
     number = client.tell(*instructions)
+    until(lambda: bool(client.server._replies))
+    return number
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Wait for something to become true."""
     end_s = time.monotonic() + 10
-    while not client.server._replies:
+    while not true():
         assert time.monotonic() < end_s
         time.sleep(0.001)
-    return number
 
 
 @pytest.mark.parametrize("left", [False, True], ids=["in the group", "after the group was left"])
@@ -354,11 +359,15 @@ def test_a_reply_that_waits_for_interrupted_operations_is_a_failure(
 ) -> None:
     """The device's work is over then, with any values."""
     device, client = late
-    device.current().work(1.0)
+    device.current().work(60.0)
     number = begun(client, Get((1,)))
     client.server.machine.interrupt(3)
     if left:
         client.tell(LeaveGroup(3))
+        until(lambda: 3 not in client.server.machine._groups._groups)
+    for event in device.current().events:
+        event.at_ns = 0  # the work is over
+    device.current().busy_until_ns = 0
     replies = [message for message in (client.receive()[0] for _ in range(1 + 2 * left)) if isinstance(message, Reply)]
     assert replies[0].number == number
     assert replies[0].failure is not None
