@@ -76,7 +76,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collectstart(collector: pytest.Collector) -> None:
-    """Let each of several processes import other files first, so that each file is compiled once and not by all at once.
+    """Let each of several processes import other files first: each file is then compiled once, and not by all at once.
 
     To rewrite the assertions of all files takes longer than to import them.
     """

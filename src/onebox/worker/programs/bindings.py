@@ -97,7 +97,7 @@ class _Intercept(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Prevent that the first call imports torch's compiler only to disable it: a second, and 70 MB in each worker."""
+        """Prevent that the first call imports torch's compiler only to disable it: 1 s and 70 MB in each worker."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
