@@ -16,9 +16,7 @@ comes first.
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import importlib
 import os
 import unittest
 from collections import defaultdict
@@ -44,8 +42,7 @@ TOGETHER = {
 }
 """Beginnings of the names of tests that share what a machine has once, or what takes long to make."""
 
-ROOT = Path(__file__).parents[1]
-MODELLED = ROOT / "tests" / "modelled"
+MODELLED = Path(__file__).parent / "modelled"
 
 LONGEST = (
     "tests/net/",
@@ -73,22 +70,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if collection_path != MODELLED:
         return None
     return not any(Path(each.partition("::")[0]).resolve().is_relative_to(MODELLED) for each in config.args)
-
-
-def pytest_collectstart(collector: pytest.Collector) -> None:
-    """Let each of several processes import other files first: each file is then compiled once, and not by all at once.
-
-    To rewrite the assertions of all files takes longer than to import them.
-    """
-    given = getattr(collector.config, "workerinput", None)
-    if given is None or not isinstance(collector, pytest.Session):
-        return
-    own, count = int(given["workerid"].removeprefix("gw")), given["workercount"]
-    asked = [Path(each.partition("::")[0]).resolve() for each in collector.config.args]
-    found = sorted({file for each in asked for file in each.rglob("test_*.py") if not file.is_relative_to(MODELLED)})
-    for file in found[len(found) * own // count : len(found) * (own + 1) // count]:
-        with contextlib.suppress(Exception, pytest.skip.Exception):  # told when the file is collected
-            importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
 
 
 @pytest.fixture(autouse=True, scope="session")
