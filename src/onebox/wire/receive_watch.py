@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import select
 import socket as sockets
 from collections.abc import Callable
@@ -162,7 +163,7 @@ class ReceiveWatch:
         if not self._pending:
             return []
         descriptor, size_bytes = max(self._pending.items(), key=lambda item: item[1])
-        address = _with_socket(descriptor, _shut)
+        address = _shut(descriptor)
         self._forget(descriptor)
         return [] if address is None else [Overrun(address, size_bytes)]
 
@@ -196,6 +197,20 @@ def connection_of(part: zmq.Frame) -> int:
         return -1
 
 
+def socket_of(descriptor: int) -> sockets.socket:
+    """Return a socket object for a connection that a library or another thread owns, to be closed by the caller.
+
+    Raises:
+        OSError: The owner has closed it; the descriptor may be that of a file by now.
+    """
+    copy = os.dup(descriptor)
+    try:
+        return sockets.socket(fileno=copy)  # of the right family, which addresses depend on
+    except OSError:
+        os.close(copy)
+        raise
+
+
 def _with_socket(descriptor: int, action: Callable[[sockets.socket], Any]) -> Any:
     """Return the result of a function of a TCP connection of libzmq's, or ``None`` if it has ended."""
     with contextlib.suppress(OSError), sockets.fromfd(descriptor, sockets.AF_INET, sockets.SOCK_STREAM) as found:
@@ -208,13 +223,14 @@ def _received_bytes(found: sockets.socket) -> int | None:
     return int.from_bytes(info[_RECEIVED], "little") if len(info) >= _RECEIVED.stop else None
 
 
-def _shut(found: sockets.socket) -> str | None:
-    with sockets.socket(fileno=found.detach()) as named:  # of the right family, which the address depends on
-        if named.getsockopt(sockets.SOL_SOCKET, sockets.SO_ACCEPTCONN):
-            return None
-        address = str(named.getpeername()[0])
-        named.shutdown(sockets.SHUT_RDWR)
-        return address
+def _shut(descriptor: int) -> str | None:
+    """Shut down a connection; return the peer's address, or ``None`` if it has ended."""
+    with contextlib.suppress(OSError), socket_of(descriptor) as found:
+        if not found.getsockopt(sockets.SOL_SOCKET, sockets.SO_ACCEPTCONN):
+            address = str(found.getpeername()[0])
+            found.shutdown(sockets.SHUT_RDWR)
+            return address
+    return None
 
 
-__all__ = ["SMALL_BYTES", "ConnectionEvent", "Overrun", "ReceiveWatch", "connection_of"]
+__all__ = ["SMALL_BYTES", "ConnectionEvent", "Overrun", "ReceiveWatch", "connection_of", "socket_of"]

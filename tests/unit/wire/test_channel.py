@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import zmq
 import zmq.auth
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from zmq.auth.thread import ThreadAuthenticator
 
 from onebox.errors import UsageError, WireError
-from onebox.wire import KeyPair, channel, configure, listen, new_keys, receive, send
+from onebox.wire import KeyPair, channel, configure, held_bytes, listen, new_keys, receive, send
 
 
 class Socket:
@@ -169,3 +170,17 @@ def test_of_some_ports_the_first_that_is_free_is_taken() -> None:
         finally:
             for socket in sockets:
                 socket.close(0)
+
+
+def test_the_memory_of_a_message_of_empty_frames_is_not_underestimated() -> None:
+    kept = []
+    with zmq.Context() as context, context.socket(zmq.PAIR) as one, context.socket(zmq.PAIR) as other:
+        one.bind("inproc://frames")
+        other.connect("inproc://frames")
+        before_bytes = psutil.Process().memory_info().rss
+        for _ in range(3):
+            one.send_multipart([b"header", *[b""] * 30_000])
+            kept.append(channel.receive(other))
+        grown_bytes = psutil.Process().memory_info().rss - before_bytes
+        assert grown_bytes < 1.25 * sum(map(held_bytes, kept))
+        kept.clear()
