@@ -181,3 +181,17 @@ def test_a_descriptor_that_has_become_a_file_leaves_no_copy() -> None:
         with pytest.raises(OSError):
             socket_of(file)
         os.close(file)
+
+
+def test_a_connection_is_cut_off_also_where_there_is_no_descriptor_left(server: Server) -> None:
+    client = server.client()
+    client.send(b"a message")
+    server.until(lambda: bool(server.messages))
+    with leaks.no_descriptors():
+        with pytest.raises(OSError, match="Too many open files"):
+            os.dup(0)
+        for _ in range(3):
+            server.turn()
+        client.send_multipart([PART] * 100, zmq.NOBLOCK, copy=False)
+        server.until(lambda: bool(server.cut))
+    assert server.cut[0].size_bytes > LIMIT

@@ -430,10 +430,8 @@ class ClientLoop:
                 self._outbox.put((worker, parts), time.monotonic())
             elif connection is not None and not connection.answer(parts):
                 place = connection.place
-                why = (
-                    f"{place} asks for more than it takes: {self._message_bytes} bytes of answers wait; it is given up"
-                )
-                self._lost(connection, WorkerDied(f"{why}\n  {AFTERWARDS}", **vars(place)))
+                why = f"asks for more than it takes: {self._message_bytes} bytes of answers wait; it is given up"
+                self._lost(connection, WorkerDied(f"{place} {why}\n  {AFTERWARDS}", **vars(place)))
 
     # ---- when things go wrong
 

@@ -63,7 +63,7 @@ SEND_TIMEOUT_S = 300.0
 
 WAITING_BYTES = 1 << 30
 MESSAGE_BYTES = 1 << 10
-"""Limit of messages that wait, beside what a quota allows the worker to hold; and what each counts beside its frames."""
+"""Limit of messages that wait, beside what a quota allows the worker to hold; and what each counts beside frames."""
 
 TICKETS = 1 << 16
 """Most tickets of which a reply may come."""
