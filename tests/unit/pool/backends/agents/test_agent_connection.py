@@ -609,3 +609,37 @@ def test_signs_of_life_are_given_only_when_let_in() -> None:
             with pytest.raises(PoolError, match="something listens there, but does not answer"):
                 agent.line()
         assert not any(isinstance(request, Renew) for request in agent.heard)
+
+
+def test_no_secret_is_said_to_an_agent(agent: ScriptedAgent) -> None:
+    """So that it can let nobody else into workers of other agents, and pass for nobody."""
+    own, client = new_keys(), new_keys()
+    line = AgentConnection(agent.address, agent.keys.public, own, "ana@desk")
+    try:
+        line.inspect()
+        line.lease([CPU], client.public)
+    finally:
+        line.close()
+    said = str(agent.heard)
+    assert client.public in said and own.secret not in said and client.secret not in said
+
+
+def test_an_agent_that_never_completes_a_message_is_cut_off() -> None:
+    keys, own = new_keys(), new_keys()
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as agent:
+        configure(agent, keys, server_key=None)
+        port = agent.bind_to_random_port("tcp://127.0.0.1")
+        socket = reaching.AgentSocket(f"127.0.0.1:{port}", keys.public, own)
+        try:
+            socket.send(b"hello")
+            assert agent.poll(5000)
+            route = agent.recv_multipart()[0]
+            parts = [bytes(60_000)] * (2 * reaching._UNREAD_BYTES // 60_000)
+            agent.send_multipart([route, *parts], copy=False)
+            end_s = time.monotonic() + 20
+            while not socket.cuts:
+                assert time.monotonic() < end_s and socket.receive() is None
+                socket.watch()
+                time.sleep(0.01)
+        finally:
+            socket.close()
