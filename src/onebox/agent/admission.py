@@ -189,7 +189,7 @@ def lacking(wants: Sequence[Want], room: Mapping[str, Room], offers: Mapping[str
     Example:
         >>> offers = {"cpu": Offered(device="cpu", name="a CPU", memory_bytes=8 << 30, threads=1)}
         >>> lacking([Want("cpu", 1, 1 << 30)], {"cpu": Room(memory_bytes=6 << 30, threads=0)}, offers)
-        'lacking cores (0 of 1 free, 1 asked for)'
+        'cores (0 of 1 free, 1 asked for)'
     """
     if fit(wants, room, offers) is not None:
         return ""
@@ -207,7 +207,7 @@ def lacking(wants: Sequence[Want], room: Mapping[str, Room], offers: Mapping[str
         asked = sum(want.memory_bytes for want in wants)
         memory = f"memory ({size_text(free)} of {size_text(whole)} free, {size_text(asked)} asked for)"
         found.append(memory if all(want.memory_bytes for want in wants) else f"whole devices ({', '.join(names)})")
-    return f"lacking {' and '.join(found)}" if found else ""
+    return " and ".join(found)
 
 
 def reach(wants: Sequence[Want], offers: Mapping[str, Offered]) -> frozenset[str]:

@@ -75,6 +75,7 @@ class Wait:
     number: int
     place: int
     behind: str
+    lacking: str
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ class Leases:
         """
         for waiting in self._queue:
             if (waiting.client, waiting.number) == (client, number):
-                return [Wait(client, number, waiting.place, self._behind(waiting))]
+                return [self._wait(waiting)]
         if any((held.client, held.number) == (client, number) for held in self._held.values()):
             return []
         try:
@@ -182,7 +183,8 @@ class Leases:
         except UsageError as error:
             return [Refuse(client, number, "usage", str(error))]
         if not wait and not self._could_be_next(request):
-            behind = self._behind(request)
+            lack = self._lacking(request)
+            behind = self._behind(request) + (f", lacking {lack}" if lack else "")
             return [Refuse(client, number, "busy", f"what is asked for is leased: {behind}; wait, or ask for less")]
         self._heard[client] = now_s
         self._queue.append(request)
@@ -383,13 +385,15 @@ class Leases:
         for place, waiting in enumerate(self._queue, 1):
             if waiting.place != place:
                 waiting.place = place
-                made.append(Wait(waiting.client, waiting.number, place, self._behind(waiting)))
+                made.append(self._wait(waiting))
         self._forget()
         return made
 
+    def _wait(self, waiting: _Waiting) -> Wait:
+        return Wait(waiting.client, waiting.number, waiting.place, self._behind(waiting), self._lacking(waiting))
+
     def _behind(self, waiting: _Waiting) -> str:
-        """Describe the holders of, or the earlier requests for, the devices that a request could use, and what it
-        lacks."""
+        """Name the holders of, and the earlier requests for, the devices that a request could use."""
         mine = reach(waiting.wants, self._offers)
         names = [held.client.name for _, held, share in self._shares() if share.device in mine]
         for other in self._queue:
@@ -399,11 +403,16 @@ class Leases:
                 names.append(other.client.name)
         names = list(dict.fromkeys(names))
         more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-        shares = [share for _, held, share in self._shares() if held.client.key == waiting.client.key]
+        return ", ".join(names[:_LISTED]) + more
+
+    def _lacking(self, waiting: _Waiting) -> str:
+        """Describe what a request lacks; empty where it waits for its turn only."""
         lack = lacking(waiting.wants, self._room(), self._offers)
-        if not lack and (over := self._over([*shares, *waiting.estimate])):
-            lack = f"with what you have, that is {over} for one client"
-        return ", ".join(names[:_LISTED]) + more + (f", {lack}" if lack else "")
+        if lack:
+            return lack
+        shares = [share for _, held, share in self._shares() if held.client.key == waiting.client.key]
+        over = self._over([*shares, *waiting.estimate])
+        return f"room within your limits (with what you have, {over})" if over else ""
 
     def _waited_for_by_itself(self, held: _Held) -> bool:
         """Return whether another session of a lease's client waits for its devices."""

@@ -272,17 +272,19 @@ def test_places_in_a_queue_are_told(agent: ScriptedAgent, line: AgentConnection)
     def answer(request: Request) -> Sequence[AgentResponse] | None:
         if not isinstance(request, Lease):
             return None
-        return [Queued(request.number, 2, "bo"), Queued(request.number, 1, "bo"), agent.lease(request)]
+        return [Queued(request.number, 2, "bo", "cores"), Queued(request.number, 1, "bo", ""), agent.lease(request)]
 
     agent.answer = answer
-    told: list[tuple[int, str]] = []
-    (member,) = line.lease([CPU], CLIENT, on_queued=lambda queued: told.append((queued.place, queued.behind)))
-    assert told == [(2, "bo"), (1, "bo")]
+    told: list[tuple[int, str, str]] = []
+    (member,) = line.lease(
+        [CPU], CLIENT, on_queued=lambda queued: told.append((queued.place, queued.behind, queued.lacking))
+    )
+    assert told == [(2, "bo", "cores"), (1, "bo", "")]
     assert member.key == agent.keys.public
 
 
 def test_who_stops_waiting_leaves_the_queue(agent: ScriptedAgent, line: AgentConnection) -> None:
-    agent.answer = lambda request: [Queued(request.number, 1, "bo")] if isinstance(request, Lease) else None
+    agent.answer = lambda request: [Queued(request.number, 1, "bo", "")] if isinstance(request, Lease) else None
 
     def interrupt(queued: Queued) -> None:
         raise KeyboardInterrupt
@@ -297,7 +299,7 @@ def test_who_stops_waiting_leaves_the_queue(agent: ScriptedAgent, line: AgentCon
 def test_closing_ends_every_wait(agent: ScriptedAgent) -> None:
     line = agent.line()
     queued, errors = threading.Event(), list[PoolError]()
-    agent.answer = lambda request: [Queued(request.number, 1, "bo")] if isinstance(request, Lease) else None
+    agent.answer = lambda request: [Queued(request.number, 1, "bo", "")] if isinstance(request, Lease) else None
 
     def wait() -> None:
         with pytest.raises(PoolError) as raised:
@@ -554,7 +556,7 @@ def test_ctrl_c_ends_the_wait_for_agents(agent: ScriptedAgent) -> None:
         if not isinstance(request, Lease):
             return None
         os.kill(os.getpid(), signal.SIGINT)
-        return [Queued(request.number, 1, "bo")]
+        return [Queued(request.number, 1, "bo", "")]
 
     agent.answer = answer
     waiting = source(agent, "cpu")
