@@ -164,17 +164,18 @@ def fit(wants: Sequence[Want], room: Mapping[str, Room], offers: Mapping[str, Of
     """
     left = dict(room)
     found: dict[int, Share] = {}
+    used: set[str] = set()
     order = sorted(range(len(wants)), key=lambda number: _urgency(wants[number]))
     for number in order:
         want = wants[number]
-        others = {share.device for share in found.values()}
-        choice = [want.device] if want.device != "cuda" else _by_size(left, offers, others)
+        choice = [want.device] if want.device != "cuda" else _by_size(left, offers, used)
         shares = (_share(want, offers[device]) for device in choice)
         share = next((share for share in shares if _fits(want, share, left[share.device], offers)), None)
         if share is None:
             return None
         found[number] = share
-        left = taken(left, [share])
+        used.add(share.device)
+        left |= taken({share.device: left[share.device]}, [share])
     return tuple(found[number] for number in range(len(wants)))
 
 

@@ -28,6 +28,9 @@ from onebox.wire.protocol.agents import Holder, Offer, Want
 QUEUE = 256
 """The most requests in the queue."""
 
+TOLD = 8
+"""The most requests whose new places are reported at a time, as each takes some milliseconds; the others follow."""
+
 LEAST_GRACE_S = 1.0
 """The shortest grace of a lease: two heartbeat intervals."""
 
@@ -122,6 +125,7 @@ class _Waiting:
     client: Client
     number: int
     wants: tuple[Want, ...]
+    reach: frozenset[str]
     estimate: tuple[Share, ...]
     grace_s: float
     place: int = 0
@@ -336,7 +340,7 @@ class Leases:
         if over:
             had = f" with what {client.name} has or waits for already" if shares else ""
             raise UsageError(f"that is{had} {over} for one client: ask for less, or release some")
-        return _Waiting(client, number, made, estimate, grace_s)
+        return _Waiting(client, number, made, reach(made, self._offers), estimate, grace_s)
 
     def _over(self, shares: Sequence[Share]) -> str:
         """Describe the limit of a client that shares exceed; empty if none."""
@@ -362,8 +366,7 @@ class Leases:
 
     def _could_be_next(self, request: _Waiting) -> bool:
         """Return whether a request would be granted at once."""
-        mine = reach(request.wants, self._offers)
-        first = all(mine.isdisjoint(reach(waiting.wants, self._offers)) for waiting in self._queue)
+        first = all(request.reach.isdisjoint(waiting.reach) for waiting in self._queue)
         return first and self._fit(request) is not None
 
     def _advance(self, now_s: float) -> list[Decision]:
@@ -371,10 +374,9 @@ class Leases:
         made: list[Decision] = []
         kept: set[str] = set()
         for waiting in list(self._queue):
-            mine = reach(waiting.wants, self._offers)
-            shares = self._fit(waiting) if kept.isdisjoint(mine) else None
+            shares = self._fit(waiting) if kept.isdisjoint(waiting.reach) else None
             if shares is None:
-                kept |= mine
+                kept |= waiting.reach
                 continue
             self._queue.remove(waiting)
             self._last += 1
@@ -382,10 +384,11 @@ class Leases:
                 waiting.client, waiting.number, dict(enumerate(shares)), waiting.grace_s, now_s
             )
             made.append(Grant(waiting.client, waiting.number, self._last, shares))
-        for place, waiting in enumerate(self._queue, 1):
-            if waiting.place != place:
-                waiting.place = place
-                made.append(self._wait(waiting))
+        moved = [(place, waiting) for place, waiting in enumerate(self._queue, 1) if waiting.place != place]
+        moved.sort(key=lambda each: each[1].place != 0)  # who has just asked is told at once
+        for place, waiting in moved[:TOLD]:
+            waiting.place = place
+            made.append(self._wait(waiting))
         self._forget()
         return made
 
@@ -394,12 +397,12 @@ class Leases:
 
     def _behind(self, waiting: _Waiting) -> str:
         """Name the holders of, and the earlier requests for, the devices that a request could use."""
-        mine = reach(waiting.wants, self._offers)
+        mine = waiting.reach
         names = [held.client.name for _, held, share in self._shares() if share.device in mine]
         for other in self._queue:
             if other is waiting:
                 break
-            if not mine.isdisjoint(reach(other.wants, self._offers)):
+            if not mine.isdisjoint(other.reach):
                 names.append(other.client.name)
         names = list(dict.fromkeys(names))
         more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
@@ -420,7 +423,7 @@ class Leases:
         return any(
             waiting.client.key == held.client.key
             and waiting.client != held.client
-            and not devices.isdisjoint(reach(waiting.wants, self._offers))
+            and not devices.isdisjoint(waiting.reach)
             for waiting in self._queue
         )
 

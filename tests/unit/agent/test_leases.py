@@ -11,7 +11,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from onebox.agent.admission import ClientLimits, Offered, Share, reach
-from onebox.agent.leases import DROPPED, QUEUE, SILENT_S, Client, Decision, Dequeue, End, Grant, Leases, Refuse, Wait
+from onebox.agent.leases import (
+    DROPPED,
+    QUEUE,
+    SILENT_S,
+    TOLD,
+    Client,
+    Decision,
+    Dequeue,
+    End,
+    Grant,
+    Leases,
+    Refuse,
+    Wait,
+)
 from onebox.errors import UsageError
 from onebox.wire.protocol.agents import Offer, Want
 
@@ -379,3 +392,19 @@ class Anything(RuleBasedStateMachine):
 
 Anything.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None, derandomize=True)
 TestAnything = Anything.TestCase
+
+
+def test_new_places_are_told_a_few_at_a_time_and_who_asks_is_told_at_once() -> None:
+    """A long queue of large requests that moves up would hold up the agent for seconds."""
+    leases = Leases([CPU], ClientLimits(requests=0))
+    ask(leases, ANA, 1, Want("cpu", 4, 1))
+    for number in range(1, 41):
+        (told,) = ask(leases, BEN, number, Want("cpu", 1, 1))
+        assert isinstance(told, Wait) and told.place == number
+    made = leases.leave(BEN, 1, 0.0)
+    assert made is not None and [wait.place for wait in made if isinstance(wait, Wait)] == list(range(1, TOLD + 1))
+    made = ask(leases, CLEO, 1, Want("cpu", 1, 1))
+    assert made[0] == Wait(CLEO, 1, 40, "ana, ben", "cores (0 of 4 free, 1 asked for)") and len(made) == TOLD
+    made += [wait for _ in range(5) for wait in leases.tick(0.0)]
+    assert [wait.place for wait in made[1:] if isinstance(wait, Wait)] == list(range(TOLD + 1, 40))
+    assert leases.tick(0.0) == []

@@ -2,7 +2,8 @@
 
 It drops all privileges, starts no program and no process, writes no file, reads only files that Python, torch and the
 drivers need, connects to no port below 1024 and to no service of its machine, and neither signals, slows down nor
-limits other processes; a worker of a CPU changes no rights of files either. If a message exploits a hole in a library, its author is confined to the worker.
+limits other processes; a worker of a CPU changes no rights of files either. If a message exploits a hole in a library,
+its author is confined to the worker.
 :func:`confinement` describes the parts that this kernel does not support.
 """
 
