@@ -424,11 +424,14 @@ class ClientLoop:
         messages = [
             (notice.worker, [encode(Envelope(0, False, (notice.instruction,))), *notice.frames]) for notice in notices
         ]
-        if not self._outbox.plain:
-            for message in messages:
-                self._outbox.put(message, time.monotonic())
-        else:
-            self._send(messages)
+        for worker, parts in messages:
+            connection = self._connections.get(worker)
+            if not self._outbox.plain:
+                self._outbox.put((worker, parts), time.monotonic())
+            elif connection is not None and not connection.answer(parts):
+                place = connection.place
+                why = f"asks for more than it takes: {self._message_bytes} bytes of answers wait; it is given up"
+                self._lost(connection, WorkerDied(f"{place} {why}\n  {AFTERWARDS}", **vars(place)))
 
     # ---- when things go wrong
 

@@ -33,6 +33,7 @@ from onebox.wire import (
     decode_envelope,
     detect_dead_peers,
     encode,
+    held_bytes,
     listen,
     send,
 )
@@ -62,7 +63,7 @@ SEND_TIMEOUT_S = 300.0
 
 WAITING_BYTES = 1 << 30
 MESSAGE_BYTES = 1 << 10
-"""Limit of messages that wait, beside what a quota allows the worker to hold; and the least that one counts."""
+"""Limit of messages that wait, beside what a quota allows the worker to hold; and what each counts beside frames."""
 
 TICKETS = 1 << 16
 """Most tickets of which a reply may come."""
@@ -174,9 +175,9 @@ class WorkerServer:
         self.ports = Ports(listen(self._socket, config.address, config.ports), self._watcher.endpoint)
         self._link = Connection(self._socket, self._transmit, self.ports.commands, own=True, watch=watch)
         self._deferred: deque[tuple[Envelope, Sequence[Any], int]] = deque()
-        self._deferred_bytes = 0
+        self._waiting_bytes = 0  # of deferred messages and of answers
         self._awaited: dict[int, None] = {}  # tickets without a reply, in order
-        self._answers: dict[int, tuple[Rendezvous | Reduced | TicketCancelled, Sequence[Any]]] = {}
+        self._answers: dict[int, tuple[Rendezvous | Reduced | TicketCancelled, Sequence[Any], int]] = {}
         self._replies: deque[PendingReply] = deque()
         self._tickets = 0
         self._number = 0
@@ -227,7 +228,8 @@ class WorkerServer:
             while ticket not in self._answers:
                 if not self._receive(end_s):
                     raise RankLost(f"the others of the group did not come within {timeout_s:.0f} s")
-        answer, frames = self._answers.pop(ticket)
+        answer, frames, size_bytes = self._answers.pop(ticket)
+        self._waiting_bytes -= size_bytes
         if isinstance(answer, TicketCancelled):
             raise RankLost("another worker has left the group")
         return answer, frames
@@ -273,7 +275,7 @@ class WorkerServer:
             with self.machine.progress.wait():
                 self._receive(end_s)
         envelope, frames, size_bytes = self._deferred.popleft()
-        self._deferred_bytes -= size_bytes
+        self._waiting_bytes -= size_bytes
         return envelope, frames
 
     def _receive(self, end_s: float = math.inf) -> bool:
@@ -295,7 +297,7 @@ class WorkerServer:
             self._socket.setsockopt(zmq.RCVTIMEO, patience_ms)  # cheaper than a poll followed by a receive
             try:
                 for parts in link.receive():
-                    self._dispatch(*decode_envelope(parts), MESSAGE_BYTES + sum(map(len, parts)))
+                    self._dispatch(*decode_envelope(parts), MESSAGE_BYTES + held_bytes(parts))
             except zmq.Again:
                 if time.monotonic() < end_s:
                     continue
@@ -320,12 +322,13 @@ class WorkerServer:
         if isinstance(first, Rendezvous | Reduced | TicketCancelled):
             if first.ticket in self._awaited:
                 del self._awaited[first.ticket]
-                self._answers[first.ticket] = (first, frames)
-            return
-        self._deferred.append((envelope, frames, size_bytes))
-        self._deferred_bytes += size_bytes
-        if self._deferred_bytes > self._most_bytes:
-            raise SystemExit(f"messages of {self._deferred_bytes} bytes wait; allowed are {self._most_bytes}")
+                self._answers[first.ticket] = (first, frames, size_bytes)
+                self._waiting_bytes += size_bytes
+        else:
+            self._deferred.append((envelope, frames, size_bytes))
+            self._waiting_bytes += size_bytes
+        if self._waiting_bytes > self._most_bytes:
+            raise SystemExit(f"messages of {self._waiting_bytes} bytes wait; allowed are {self._most_bytes}")
 
     def _handle(self, envelope: Envelope, frames: Sequence[Any]) -> bool:
         """Execute one message and reply to it; return whether to continue."""
