@@ -824,6 +824,21 @@ def _finite(a: Arguments) -> None:
         _holds(torch.isfinite(x), lambda: "an element is infinite or no number", "finite ones")
 
 
+_HIGHEST_DEGREE = 1 << 12
+"""Limit of the degree of orthogonal polynomials, whose kernels compute one degree after the other.
+
+The outermost roots of degree n are about 1/n² from the ends of the interval: beyond this degree float32, with 24 bits,
+cannot tell an argument between them from one at the end."""
+
+
+def _degree(a: Arguments) -> None:
+    degree = a["n"]
+    if not isinstance(degree, Tensor):
+        _require(not degree > _HIGHEST_DEGREE, f"n is {degree}", f"up to {_HIGHEST_DEGREE}")
+    elif not degree.dtype.is_complex:  # of these there are no polynomials
+        _holds(~(degree.double() > _HIGHEST_DEGREE), lambda: "an element of n is larger", f"up to {_HIGHEST_DEGREE}")
+
+
 def _gamma(a: Arguments) -> None:
     x = a["x" if "x" in a else "self"]
     for name in ("alpha", "total", "output"):
@@ -1060,6 +1075,11 @@ _UPSAMPLES = tuple(
     for suffix in ("", "_backward")
 )  # fmt: skip
 
+_POLYNOMIALS = (
+    *(f"{shifted}chebyshev_polynomial_{kind}" for shifted in ("", "shifted_") for kind in "tuvw"),
+    "hermite_polynomial_h", "hermite_polynomial_he", "laguerre_polynomial_l", "legendre_polynomial_p",
+)  # fmt: skip
+
 RULES: Mapping[str, Rules] = {
     **_POOL_RULES,
     **{name: Rules(_batch_norm) for name in _BATCH_NORMS},
@@ -1132,6 +1152,7 @@ RULES: Mapping[str, Rules] = {
     "native_channel_shuffle": Rules(_channel_shuffle),
     **{name: Rules(_arange) for name in ("arange", "range")},
     **{name: Rules(None, _finite) for name in ("linalg_eigvals", "_linalg_eigvals")},
+    **{f"special_{name}": Rules(None, _degree) for name in _POLYNOMIALS},
     **{name: Rules(_prelu) for name in ("_prelu_kernel", "_prelu_kernel_backward")},
     **{f"adaptive_max_pool{dimensions}d": Rules(_adaptive) for dimensions in (2, 3)},
     **{name: Rules(_gamma) for name in ("_dirichlet_grad", "_standard_gamma_grad")},

@@ -559,6 +559,17 @@ CASES = [
         for name in ("median", "nanmedian")
     ),
     Case(
+        "aten.special_legendre_polynomial_p.default",
+        {"x": floats(4), "n": integers(0, 3, -1, 4096)},
+        [{"n": integers(1, FAR, 1, 1)}, {"n": torch.tensor([1.0, torch.nan, torch.inf, 2.0])}, {"n": integers(4097)}],
+    ),
+    Case("aten.special_laguerre_polynomial_l.n_scalar", {"x": floats(4), "n": 3}, [{"n": FAR}, {"n": 4097}]),
+    Case(
+        "aten.special_shifted_chebyshev_polynomial_w.x_scalar",
+        {"x": 0.5, "n": integers(3, 100, dtype=torch.int8)},
+        [{"n": integers(5000)}, {"n": torch.tensor(1e30)}],
+    ),
+    Case(
         "aten.rrelu_with_noise.default",
         {"self": floats(64), "noise": floats(64), "training": True},
         [{"noise": floats(1)}, {"noise": floats(1).expand(64)}],
