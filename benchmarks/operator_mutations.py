@@ -51,6 +51,29 @@ def mutate(base: Sequence[Call], rng: random.Random) -> Call:
     return draft.call()
 
 
+def varied(call: Call, rng: random.Random, *, shapes: bool) -> Call:
+    """Return a call with the same constants and other tensors, some of the time those that it has.
+
+    Args:
+        call: The call.
+        rng: Source of random numbers.
+        shapes: Whether sizes and types may differ, not only values and strides.
+    """
+    if not call.images or rng.random() < UNCHANGED:
+        return call
+    images = list(call.images)
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        place = _place(images, rng)
+        images[place] = (mutated_image if shapes else rng.choice((_values, _values, _strides)))(images[place], rng)
+    return Call(call.name, call.args, call.kwargs, tuple(images))
+
+
+def _place(images: Sequence[Image], rng: random.Random) -> int:
+    """Return the place of an image to be changed: of integers, where there are some, more often than others."""
+    indices = [place for place, image in enumerate(images) if "int" in image.dtype]
+    return rng.choice(indices if indices and rng.random() < 0.5 else range(len(images)))
+
+
 class _Draft:
     """A call that is being changed.
 
@@ -83,8 +106,7 @@ class _Draft:
         """Change one argument, or the content of one tensor."""
         places: list[Any] = [*range(len(self._args)), *self._kwargs]
         if self._images and self._rng.random() < 0.5:
-            indices = [place for place, image in enumerate(self._images) if "int" in image.dtype]
-            place = self._rng.choice(indices if indices and self._rng.random() < 0.5 else range(len(self._images)))
+            place = _place(self._images, self._rng)
             self._images[place] = mutated_image(self._images[place], self._rng)
         elif places:
             place = self._rng.choice(places)
