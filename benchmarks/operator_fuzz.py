@@ -1,8 +1,8 @@
 """Does any operator that a worker runs read or write memory that is not its arguments'?
 
 Every operator of both lists is called with arguments that a hostile client might send: sensible ones, and mutations of
-them. The calls take the worker's own way: the interpreter of stored programs, and eager calls. What was compiled for one
-is called again with other tensors, as it is by scripts. Each call runs twice, with other words in all memory that
+them. The calls take the worker's own way: the interpreter of stored programs, and eager calls. What was compiled for
+one is called again with other tensors, as it is by scripts. Each call runs twice, with other words in all memory that
 belongs to no argument (see ``guarded_memory.py``):
 
 - a process that ends is a crash: an access to an inaccessible page beside a tensor, or any other;

@@ -44,7 +44,7 @@ def measure_checks(rounds: int) -> dict[str, float]:
             operators = sides.operators
         if not operators:
             raise RuntimeError(f"no operator of {name} is checked: both sides are the same")
-        for what in SIDES:
+        for what, checked in SIDES.items():
             over, more = (
                 [ours / theirs - 1 for ours, theirs in zip(times["as it is"], times[what], strict=True)]
                 for times in (wall, processor)
@@ -52,7 +52,7 @@ def measure_checks(rounds: int) -> dict[str, float]:
             last = [spread([100 * share for share in shares], 2) for shares in (over, more)]
             median = f"{statistics.median(processor[what]):.2f}"
             rows.append([f"{name}, {what}", spread(wall[what], 2), median, *(last if what != "as it is" else ["", ""])])
-            if not SIDES[what]:
+            if not checked:
                 rows[-1][0] += f" ({operators} operators)"
                 for key, found in (("checks_overhead", over), ("checks_cpu_overhead", more)):
                     result[key] = max(result.get(key, -1.0), round(statistics.median(found), 4))
