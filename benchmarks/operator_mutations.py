@@ -17,6 +17,9 @@ from onebox.wire.program import ITEM_BYTES
 UNCHANGED = 0.15
 """Share of calls that stay as they are: sensible ones have to be safe, too."""
 
+EXTREME = 0.03
+"""Share of calls all of whose numbers are the least, or others at which a kernel divides by zero or never ends."""
+
 UNRELATED = 0.05
 """Share of calls whose arguments only have the types of the schema."""
 
@@ -46,6 +49,8 @@ def mutate(base: Sequence[Call], rng: random.Random) -> Call:
     if chance < UNCHANGED + UNRELATED:
         call = random_call(call.name, rng)
     draft = _Draft(call, rng)
+    if rng.random() < EXTREME:
+        draft.extremes()
     for _ in range(rng.choice((1, 1, 1, 2, 2, 3, 5))):
         draft.change()
     return draft.call()
@@ -112,6 +117,12 @@ class _Draft:
             place = self._rng.choice(places)
             holder: Any = self._args if isinstance(place, int) else self._kwargs
             holder[place] = self._mutated(holder[place])
+
+    def extremes(self) -> None:
+        """Set all elements of each tensor, and each number, to an extreme one."""
+        self._images = [_extreme(image, self._rng) for image in self._images]
+        self._args = [_extreme_scalar(value, self._rng) for value in self._args]
+        self._kwargs = {key: _extreme_scalar(value, self._rng) for key, value in self._kwargs.items()}
 
     def _mutated(self, value: Argument) -> Argument:
         rng = self._rng
@@ -184,7 +195,28 @@ def mutated_scalar(value: Any, rng: random.Random) -> Any:
     return value
 
 
+def _extreme_scalar(value: Argument, rng: random.Random) -> Argument:
+    if isinstance(value, bool) or rng.random() < 0.5:
+        return value
+    if isinstance(value, int):
+        return rng.choice((-1, 0, 7, -(2**31), -(2**63), 2**63 - 1))
+    return rng.choice(_FLOATS) if isinstance(value, float) else value
+
+
 # ---- tensors
+
+
+def _extreme(image: Image, rng: random.Random) -> Image:
+    form = _FORMATS.get(image.dtype)
+    width = ITEM_BYTES[image.dtype]
+    if form is None or image.dtype == "bool":
+        return image
+    if form in "fde":
+        element = struct.pack(form, rng.choice((float("nan"), float("inf"), 0.0, -1.0)))
+    else:
+        number = rng.choice((-1 << (8 * width - 1), -1, 0, 7))
+        element = (number & ((1 << 8 * width) - 1)).to_bytes(width, "little")
+    return Image(image.dtype, image.shape, image.strides, element * (len(image.data) // width))
 
 
 def mutated_image(image: Image, rng: random.Random) -> Image:

@@ -37,10 +37,13 @@ class Rules(NamedTuple):
     Args:
         shapes: Checks everything but elements; ``None`` for no rule.
         elements: Checks elements of tensors; ``None`` for no rule.
+        apart: Whether checked elements must not be what the operator writes; those of pointwise operators may, as they
+            are read before that.
     """
 
     shapes: Rule | None
     elements: Rule | None = None
+    apart: bool = True
 
 
 def _require(holds: bool, came: str, allowed: str) -> None:
@@ -143,9 +146,17 @@ def _leading(gradient: Tensor, x: Tensor, dimensions: int) -> None:
     )
 
 
+def _average(a: Arguments) -> None:
+    divisor = a["divisor_override"]
+    if divisor is not None and not a["self"].dtype.is_floating_point:  # see _quotient
+        _require(divisor > 0, f"divisor_override is {divisor}", "from 1")
+
+
 def _average_backward(dimensions: int) -> Rules:
     def shapes(a: Arguments) -> None:
         gradient, x = a["grad_output"], a["self"]
+        if "divisor_override" in a:
+            _average(a)
         _leading(gradient, x, dimensions)
         _require(x.numel() > 0 or not gradient.numel(), f"an input of {list(x.shape)}", "one with elements")
 
@@ -200,6 +211,8 @@ def _padding(a: Arguments) -> None:
     _require(
         len(a["padding"]) == 2 * dimensions, f"a padding of {len(a['padding'])} numbers", f"{2 * dimensions} numbers"
     )
+    farthest = 1 << 60  # sums of sizes and paddings are numbers of 64 bits then
+    _require(max(map(abs, a["padding"])) < farthest, f"a padding of {list(a['padding'])}", f"less than {farthest}")
     if "grad_output" in a:
         _leading(a["grad_output"], a["self"], dimensions)
 
@@ -839,6 +852,49 @@ def _degree(a: Arguments) -> None:
         _holds(~(degree.double() > _HIGHEST_DEGREE), lambda: "an element of n is larger", f"up to {_HIGHEST_DEGREE}")
 
 
+_TRAPS = (torch.int32, torch.int64)
+"""Integers of which a processor divides the least by -1 as it does by zero: it ends the process. Smaller ones are
+divided as int32."""
+
+
+def _quotient(a: Arguments) -> None:
+    """Check a division of integers, whose largest quotient is no integer of the same type.
+
+    Releases of PyTorch differ in the kernels that handle it: 2.13 does for all but division that truncates.
+    """
+    x, divisor = a["self"], a["other"]
+    if _trapping(x, divisor) and bool((_of_type(divisor, x, divisor) == -1).any()):
+        _no_least(x, "self", x, divisor)
+
+
+def _lcm(a: Arguments) -> None:
+    """Check a quotient by a greatest common divisor, which is -1 for some numbers beside the least."""
+    x, other = a["self"], a["other"]
+    if _trapping(x, other):
+        _no_least(x, "self", x, other)
+        _no_least(other, "other", x, other)
+
+
+def _trapping(x: Tensor | float, other: Tensor | float) -> bool:
+    tensors = [one for one in (x, other) if isinstance(one, Tensor)]
+    return torch.result_type(x, other) in _TRAPS and all(one.device.type == "cpu" for one in tensors)
+
+
+def _of_type(value: Tensor | float, x: Tensor | float, other: Tensor | float) -> Tensor:
+    """Return a value in the type in which a kernel computes with two others."""
+    return (value if isinstance(value, Tensor) else torch.tensor(value)).to(torch.result_type(x, other))
+
+
+def _no_least(value: Tensor | float, name: str, x: Tensor | float, other: Tensor | float) -> None:
+    least = torch.iinfo(torch.result_type(x, other)).min
+    _holds(_of_type(value, x, other) != least, lambda: f"{name} has an element {least}", f"from {least + 1}")
+
+
+def _binomial(a: Arguments) -> None:
+    for tensor in (a["count"], a["prob"]):
+        _holds(~tensor.isnan(), lambda: "an element is no number", "numbers")  # a sample would be drawn for ever
+
+
 def _gamma(a: Arguments) -> None:
     x = a["x" if "x" in a else "self"]
     for name in ("alpha", "total", "output"):
@@ -1075,6 +1131,11 @@ _UPSAMPLES = tuple(
     for suffix in ("", "_backward")
 )  # fmt: skip
 
+_QUOTIENTS = (
+    "div.Tensor_mode", "div.Scalar_mode", "div.out_mode", "div.Scalar_mode_out", "div_.Tensor_mode",
+    "div_.Scalar_mode", "floor_divide", "floor_divide_", "fmod", "fmod_", "remainder", "remainder_",
+)  # fmt: skip
+
 _POLYNOMIALS = (
     *(f"{shifted}chebyshev_polynomial_{kind}" for shifted in ("", "shifted_") for kind in "tuvw"),
     "hermite_polynomial_h", "hermite_polynomial_he", "laguerre_polynomial_l", "legendre_polynomial_p",
@@ -1152,12 +1213,17 @@ RULES: Mapping[str, Rules] = {
     "native_channel_shuffle": Rules(_channel_shuffle),
     **{name: Rules(_arange) for name in ("arange", "range")},
     **{name: Rules(None, _finite) for name in ("linalg_eigvals", "_linalg_eigvals")},
-    **{f"special_{name}": Rules(None, _degree) for name in _POLYNOMIALS},
+    **{f"special_{name}": Rules(None, _degree, apart=False) for name in _POLYNOMIALS},
+    **{name: Rules(None, _quotient, apart=False) for name in _QUOTIENTS},
+    **{name: Rules(None, _lcm, apart=False) for name in ("lcm", "lcm_")},
+    "binomial": Rules(None, _binomial),
+    **{f"avg_pool{dimensions}d": Rules(_average) for dimensions in (2, 3)},
     **{name: Rules(_prelu) for name in ("_prelu_kernel", "_prelu_kernel_backward")},
     **{f"adaptive_max_pool{dimensions}d": Rules(_adaptive) for dimensions in (2, 3)},
     **{name: Rules(_gamma) for name in ("_dirichlet_grad", "_standard_gamma_grad")},
     "log_sigmoid_backward": Rules(_log_sigmoid_backward),
     "as_strided_": Rules(None, _strides),
+    **{f"as_strided{suffix}": Rules(_strides) for suffix in ("", "_copy", "_scatter")},
     "_new_zeros_with_same_feature_meta": Rules(_tangent),
     "repeat_interleave": Rules(None, _repetitions),
     "_foreach_copy": Rules(_foreach_copy),
@@ -1170,4 +1236,4 @@ RULES: Mapping[str, Rules] = {
     "_masked_softmax": Rules(_masked_softmax),
     "_masked_softmax_backward": Rules(_masked_softmax),
 }  # fmt: skip
-"""Rules by operator, for all of its overloads."""
+"""Rules by operator, for all of its overloads, or of one overload."""
