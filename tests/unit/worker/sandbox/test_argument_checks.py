@@ -602,7 +602,7 @@ CASES = [
                 "kernel_size": [2] * dimensions, "stride": [2] * dimensions, "padding": [0] * dimensions,
                 "ceil_mode": False, "count_include_pad": True, "divisor_override": 3,
             },
-            [{"self": torch.full((1, 1, *(4,) * dimensions), -(1 << 62)), "divisor_override": -1}],
+            [{"self": torch.full((1, 1, *(4,) * dimensions), -(1 << 63) >> dimensions), "divisor_override": -1}],
         )
         for dimensions in (2, 3)
     ),
