@@ -844,8 +844,10 @@ The outermost roots of degree n are about 1/n² from the ends of the interval: b
 cannot tell an argument between them from one at the end."""
 
 
-def _degree(a: Arguments) -> None:
-    degree = a["n"]
+def _polynomial(a: Arguments) -> None:
+    """Check the degree; and the argument, as of no number a kernel returns a variable that it has not set."""
+    x, degree = a["x"], a["n"]
+    _holds(~torch.as_tensor(x).isnan(), lambda: "an element of x is no number", "numbers")
     if not isinstance(degree, Tensor):
         _require(not degree > _HIGHEST_DEGREE, f"n is {degree}", f"up to {_HIGHEST_DEGREE}")
     elif not degree.dtype.is_complex:  # of these there are no polynomials
@@ -1213,7 +1215,7 @@ RULES: Mapping[str, Rules] = {
     "native_channel_shuffle": Rules(_channel_shuffle),
     **{name: Rules(_arange) for name in ("arange", "range")},
     **{name: Rules(None, _finite) for name in ("linalg_eigvals", "_linalg_eigvals")},
-    **{f"special_{name}": Rules(None, _degree, apart=False) for name in _POLYNOMIALS},
+    **{f"special_{name}": Rules(None, _polynomial, apart=False) for name in _POLYNOMIALS},
     **{name: Rules(None, _quotient, apart=False) for name in _QUOTIENTS},
     **{name: Rules(None, _lcm, apart=False) for name in ("lcm", "lcm_")},
     "binomial": Rules(None, _binomial),

@@ -618,13 +618,14 @@ CASES = [
     Case(
         "aten.special_legendre_polynomial_p.default",
         {"x": floats(4), "n": integers(0, 3, -1, 4096)},
-        [{"n": integers(1, FAR, 1, 1)}, {"n": torch.tensor([1.0, torch.nan, torch.inf, 2.0])}, {"n": integers(4097)}],
+        [{"n": integers(1, FAR, 1, 1)}, {"n": torch.tensor([1.0, torch.nan, torch.inf, 2.0])}, {"n": integers(4097)}]
+        + [{"x": torch.tensor([0.5, torch.nan, 0.5, 0.5])}],
     ),
     Case("aten.special_laguerre_polynomial_l.n_scalar", {"x": floats(4), "n": 3}, [{"n": FAR}, {"n": 4097}]),
     Case(
         "aten.special_shifted_chebyshev_polynomial_w.x_scalar",
         {"x": 0.5, "n": integers(3, 100, dtype=torch.int8)},
-        [{"n": integers(5000)}, {"n": torch.tensor(1e30)}],
+        [{"n": integers(5000)}, {"n": torch.tensor(1e30)}, {"x": torch.nan}],
     ),
     Case(
         "aten.rrelu_with_noise.default",
