@@ -273,7 +273,7 @@ _UNFINISHED: dict[str, Callable[[Sequence[Tensor], Arguments], None]] = {
 of free memory."""
 
 
-_LARGER = frozenset({"mse_loss", "smooth_l1_loss", "im2col", "col2im"})
+_LARGER = frozenset({"mse_loss", "smooth_l1_loss", "huber_loss", "im2col", "col2im"})
 """Operators whose result may be the beginning of a larger memory, which nothing has written."""
 
 
@@ -313,7 +313,7 @@ class _Into:
         instead = {
             id(out): torch.empty_like(out, memory_format=torch.contiguous_format)
             for out in outs
-            if not out.is_contiguous() or out.untyped_storage()._cdata in memory
+            if not _in_order(out) or out.untyped_storage()._cdata in memory
         }
 
         def swapped(value: Any) -> Any:
@@ -339,6 +339,16 @@ class _Into:
                 zero(out, size_bytes)
             raise
         return (outs[0] if len(outs) == 1 and isinstance(made, Tensor) else tuple(outs)) if instead else made
+
+
+def _in_order(tensor: Tensor) -> bool:
+    """Return whether a tensor is contiguous, also by its strides where a size is 1: kernels divide by them."""
+    step = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if stride != step:
+            return False
+        step *= max(size, 1)
+    return True
 
 
 def zero(tensor: Tensor, start_bytes: int = 0) -> None:

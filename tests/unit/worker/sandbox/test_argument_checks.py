@@ -618,8 +618,10 @@ CASES = [
     Case(
         "aten.special_legendre_polynomial_p.default",
         {"x": floats(4), "n": integers(0, 3, -1, 4096)},
-        [{"n": integers(1, FAR, 1, 1)}, {"n": torch.tensor([1.0, torch.nan, torch.inf, 2.0])}, {"n": integers(4097)}]
-        + [{"x": torch.tensor([0.5, torch.nan, 0.5, 0.5])}],
+        [
+            {"n": integers(1, FAR, 1, 1)}, {"n": torch.tensor([1.0, torch.nan, torch.inf, 2.0])},
+            {"n": integers(4097)}, {"x": torch.tensor([0.5, torch.nan, 0.5, 0.5])},
+        ],
     ),
     Case("aten.special_laguerre_polynomial_l.n_scalar", {"x": floats(4), "n": 3}, [{"n": FAR}, {"n": 4097}]),
     Case(
@@ -952,6 +954,24 @@ def test_a_loss_has_nothing_behind_it(name: str) -> None:
     eagerly(f"aten.{name}.out", given | {"out": out})
     assert torch.equal(out, made)
     assert not torch.empty(0).set_(out.untyped_storage())[1:].any()
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+def test_a_loss_of_other_sizes_has_nothing_behind_it() -> None:
+    made = eagerly(
+        "aten.huber_loss.default", {"self": floats(1, 64), "target": floats(0, 1), "reduction": 0, "delta": 1}
+    )
+    assert made.shape == (0, 64)
+    assert not made.untyped_storage().nbytes()
+
+
+def test_results_go_into_a_tensor_with_a_stride_of_zero() -> None:
+    """A kernel divides by the stride, though the size is 1."""
+    out = torch.zeros(1).as_strided((1, 1), (1, 0))
+    run = as_kernel("aten.stack.out", {"tensors": [floats(1)], "dim": 1, "out": out})
+    assert in_child(lambda: outcome(run, "aten.stack.out")) == RAN
+    run()
+    assert out.tolist() == [[0.125]]
 
 
 def test_a_result_that_goes_into_an_input_is_made_of_what_it_was() -> None:
