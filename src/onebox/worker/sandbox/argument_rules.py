@@ -203,7 +203,9 @@ def _unpool(dimensions: int) -> Rules:
 
 
 def _adaptive(a: Arguments) -> None:
-    _require(min(a["output_size"], default=0) >= 0, f"output_size is {list(a['output_size'])}", "sizes from 0")
+    sizes = a["output_size"]
+    few = math.prod(max(size, 1) for size in sizes) < 1 << 31  # a kernel visits them all, though one of them is 0
+    _require(min(sizes, default=0) >= 0 and few, f"output_size is {list(sizes)}", "sizes from 0")
 
 
 def _padding(a: Arguments) -> None:
@@ -526,7 +528,7 @@ def _group_norm(a: Arguments) -> None:
 def _weight_norm(a: Arguments) -> None:
     v, g = (a["saved_v"], a["saved_g"]) if "saved_v" in a else (a["v"], a["g"])
     dim = a["dim"]
-    _require(v.dim() > 0 and dim in (0, v.dim() - 1), f"dim is {dim}", "0 or the last")
+    _require(v.numel() > 0 and dim in (0, v.dim() - 1), f"dim is {dim} of {list(v.shape)}", "0 or the last, elements")
     _numel(g, "g", v.shape[dim])
     given = {"v": v, "g": g}
     if "saved_v" in a:
@@ -1045,6 +1047,10 @@ def _pivot_elements(a: Arguments) -> None:
         _within(pivots, "pivots", 1, lu.shape[-2] + 1)
 
 
+def _least_squares(a: Arguments) -> None:
+    _require(a["b"].numel() > 0 or not a["self"].numel(), f"b is {list(a['b'].shape)}", "at least one column")
+
+
 def _factors(a: Arguments) -> tuple[Tensor, Tensor]:
     return (a["LU_data"], a["LU_pivots"]) if "LU_data" in a else (a["LU"], a["pivots"])
 
@@ -1221,7 +1227,12 @@ RULES: Mapping[str, Rules] = {
     "binomial": Rules(None, _binomial),
     **{f"avg_pool{dimensions}d": Rules(_average) for dimensions in (2, 3)},
     **{name: Rules(_prelu) for name in ("_prelu_kernel", "_prelu_kernel_backward")},
-    **{f"adaptive_max_pool{dimensions}d": Rules(_adaptive) for dimensions in (2, 3)},
+    **{
+        f"{name}{dimensions}d": Rules(_adaptive)
+        for dimensions in (2, 3)
+        for name in ("adaptive_max_pool", "adaptive_avg_pool", "_adaptive_avg_pool")
+    },
+    "linalg_lstsq": Rules(_least_squares),
     **{name: Rules(_gamma) for name in ("_dirichlet_grad", "_standard_gamma_grad")},
     "log_sigmoid_backward": Rules(_log_sigmoid_backward),
     "as_strided_": Rules(None, _strides),

@@ -355,7 +355,9 @@ CASES = [
             {"mean": floats(1).expand(2, 4)}, {"grad_out": floats(1).expand(2, 8, 3)},
         ],
     ),
-    Case("aten._weight_norm_interface.default", {"v": floats(64, 2), "g": floats(64, 1), "dim": 0}, [{"g": floats(1)}]),
+    Case("aten._weight_norm_interface.default", {"v": floats(64, 2), "g": floats(64, 1), "dim": 0}, [
+        {"g": floats(1)}, {"v": floats(0, 1), "g": floats(0, 1)},
+    ]),
     Case(
         "aten._weight_norm_interface_backward.default",
         {
@@ -544,6 +546,16 @@ CASES = [
         "aten.adaptive_max_pool3d.default",
         {"self": floats(1, 2, 4, 4, 4), "output_size": [2, 2, 2]},
         [{"output_size": [-(1 << 63), 2, 2]}],
+    ),
+    Case(
+        "aten._adaptive_avg_pool3d.default",
+        {"self": floats(1, 2, 4, 4), "output_size": [2, 2, 0]},
+        [{"output_size": [(1 << 31) + 1, (1 << 31) + 1, 0]}],
+    ),
+    Case(
+        "aten.linalg_lstsq.default",
+        {"self": floats(2, 3), "b": floats(2, 1), "driver": "gelsy"},
+        [{"self": floats(2, 3).to(torch.complex64), "b": torch.zeros(2, 0, dtype=torch.complex64), "driver": "gelss"}],
     ),
     Case(
         "aten.reflection_pad1d_backward.default",
