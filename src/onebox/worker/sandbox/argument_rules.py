@@ -836,7 +836,8 @@ def _repetitions(a: Arguments) -> None:
 def _finite(a: Arguments) -> None:
     x = a["self"]
     if x.device.type == "cpu":
-        _holds(torch.isfinite(x), lambda: "an element is infinite or no number", "finite ones")
+        largest = torch.finfo(x.dtype).max ** 0.5  # products of two are finite
+        _holds(x.abs() <= largest, lambda: "an element is no number, or a huge one", f"up to {largest:.1g}")
 
 
 _HIGHEST_DEGREE = 1 << 12
@@ -1051,6 +1052,21 @@ def _least_squares(a: Arguments) -> None:
     _require(a["b"].numel() > 0 or not a["self"].numel(), f"b is {list(a['b'].shape)}", "at least one column")
 
 
+def _gelu_backward(a: Arguments) -> None:
+    _same_shape(a["grad_output"], "the gradient", a["self"].shape, "the shape of the input")
+
+
+def _reduction(a: Arguments) -> None:
+    _choice(a["reduction"], "reduction", 3)
+
+
+def _random_range(a: Arguments) -> None:
+    """Check limits: for types of fewer digits a kernel looks for the next number above, and never ends at the last."""
+    for name in ("from", "to"):
+        value = a[name]
+        _require(value is None or abs(value) <= 1 << 62, f"{name} is {value}", f"up to {1 << 62}")
+
+
 def _factors(a: Arguments) -> tuple[Tensor, Tensor]:
     return (a["LU_data"], a["LU_pivots"]) if "LU_data" in a else (a["LU"], a["pivots"])
 
@@ -1220,7 +1236,7 @@ RULES: Mapping[str, Rules] = {
     "_pdist_backward": Rules(_pdist),
     "native_channel_shuffle": Rules(_channel_shuffle),
     **{name: Rules(_arange) for name in ("arange", "range")},
-    **{name: Rules(None, _finite) for name in ("linalg_eigvals", "_linalg_eigvals")},
+    **{name: Rules(None, _finite) for name in ("linalg_eig", "linalg_eigvals", "_linalg_eigvals")},
     **{f"special_{name}": Rules(None, _polynomial, apart=False) for name in _POLYNOMIALS},
     **{name: Rules(None, _quotient, apart=False) for name in _QUOTIENTS},
     **{name: Rules(None, _lcm, apart=False) for name in ("lcm", "lcm_")},
@@ -1233,6 +1249,9 @@ RULES: Mapping[str, Rules] = {
         for name in ("adaptive_max_pool", "adaptive_avg_pool", "_adaptive_avg_pool")
     },
     "linalg_lstsq": Rules(_least_squares),
+    "gelu_backward": Rules(_gelu_backward),
+    "huber_loss": Rules(_reduction),
+    **{name: Rules(_random_range) for name in ("random.from", "random.from_out", "random_.from")},
     **{name: Rules(_gamma) for name in ("_dirichlet_grad", "_standard_gamma_grad")},
     "log_sigmoid_backward": Rules(_log_sigmoid_backward),
     "as_strided_": Rules(None, _strides),
