@@ -432,8 +432,9 @@ def _margin_backward(a: Arguments) -> None:
         _vector(a["weight"], "weight", x.shape[-1] if x.dim() else 1)
     _require(a["grad_output"].numel() > 0 or not x.numel(), "an empty gradient", "one of the loss")
     if a["reduction"] == 0:
+        rows = x.shape[0] if x.dim() == 2 else 1
         _require(
-            a["grad_output"].numel() in (1, x.shape[0] if x.dim() == 2 else 1) and a["grad_output"].dim() <= 1,
+            a["grad_output"].dim() == 0 or tuple(a["grad_output"].shape) == (rows,),
             f"a gradient of {list(a['grad_output'].shape)}",
             "one number for each sample",
         )
@@ -1060,6 +1061,16 @@ def _reduction(a: Arguments) -> None:
     _choice(a["reduction"], "reduction", 3)
 
 
+def _soft_margin(a: Arguments) -> None:
+    _reduction(a)
+    _same_shape(a["target"], "target", a["self"].shape, "the shape of the input")
+
+
+def _smooth_backward(a: Arguments) -> None:
+    for name in ("grad_output", "self", "target"):  # of integers, beta is one, and may be zero
+        _require(a[name].dtype.is_floating_point, f"{name} is {a[name].dtype}", "floating-point numbers")
+
+
 def _random_range(a: Arguments) -> None:
     """Check limits: for types of fewer digits a kernel looks for the next number above, and never ends at the last."""
     for name in ("from", "to"):
@@ -1251,6 +1262,8 @@ RULES: Mapping[str, Rules] = {
     "linalg_lstsq": Rules(_least_squares),
     "gelu_backward": Rules(_gelu_backward),
     "huber_loss": Rules(_reduction),
+    "soft_margin_loss": Rules(_soft_margin),
+    "smooth_l1_loss_backward": Rules(_smooth_backward),
     **{name: Rules(_random_range) for name in ("random.from", "random.from_out", "random_.from")},
     **{name: Rules(_gamma) for name in ("_dirichlet_grad", "_standard_gamma_grad")},
     "log_sigmoid_backward": Rules(_log_sigmoid_backward),

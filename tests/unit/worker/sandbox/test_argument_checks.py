@@ -312,7 +312,10 @@ CASES = [
             "grad_output": torch.ones(()), "self": floats(2, 3), "target": integers(1, 2), "p": 1, "margin": 1.0,
             "weight": None, "reduction": 1,
         },
-        [{"target": integers(1, FAR)}, {"weight": floats(1)}, {"target": integers(1)}],
+        [
+            {"target": integers(1, FAR)}, {"weight": floats(1)}, {"target": integers(1)},
+            {"reduction": 0, "grad_output": floats(1)},
+        ],
     ),
     Case("aten._native_batch_norm_legit_functional.default", BATCH, [*BATCH_WRONG, {"input": floats(2, 0, 2)}]),
     Case(
@@ -559,13 +562,23 @@ CASES = [
         [{"reduction": 3}, {"reduction": -1}],
     ),
     Case(
+        "aten.soft_margin_loss.default",
+        {"self": floats(3), "target": floats(3) + 1, "reduction": 1},
+        [{"reduction": 16}, {"self": floats(0), "target": torch.tensor(2)}],
+    ),
+    Case(
+        "aten.smooth_l1_loss_backward.default",
+        {"grad_output": floats(3), "self": floats(3), "target": floats(3) + 1, "reduction": 1, "beta": 1e-5},
+        [{"grad_output": integers(1, 2, 3), "self": integers(1, 2, 3), "target": integers(3, 2, 1)}],
+    ),
+    Case(
         "aten.gelu_backward.default",
         {"grad_output": floats(10, 10), "self": floats(10, 10), "approximate": "none"},
         [{"grad_output": floats(1).expand(10)}],
     ),
     Case(
         "aten.random.from",
-        {"self": floats(2, 10), "from": 1 << 62, "to": None},
+        {"self": floats(2, 10), "from": 5, "to": None},
         [{"from": (1 << 63) - 1}],
     ),
     Case(
