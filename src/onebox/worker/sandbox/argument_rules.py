@@ -130,6 +130,8 @@ def _pool_backward(dimensions: int) -> Rules:
         _same_shape(indices, "indices", gradient.shape, "the shape of the gradient")
         _dense(indices, "indices")
         _leading(gradient, x, dimensions)
+        sizes = list(a.get("output_size", gradient.shape[-dimensions:]))
+        _require(sizes == list(gradient.shape[-dimensions:]), f"output_size is {sizes}", "that of the gradient")
 
     def elements(a: Arguments) -> None:
         _within(a["indices"], "indices", 0, math.prod(a["self"].shape[-dimensions:]))
@@ -237,7 +239,8 @@ def _embedding_backward(a: Arguments) -> None:
 
 def _embedding_backward_elements(a: Arguments) -> None:
     if a["scale_grad_by_freq"] or a["indices"].device.type != "cpu":  # the plain kernel of CPUs leaves others out
-        _within(a["indices"], "indices", 0, a["num_weights"], a["padding_idx"])
+        ignored = None if a["scale_grad_by_freq"] else a["padding_idx"]  # frequencies are counted of all
+        _within(a["indices"], "indices", 0, a["num_weights"], ignored)
 
 
 def _bag(a: Arguments) -> None:

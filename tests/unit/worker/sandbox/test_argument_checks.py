@@ -288,7 +288,10 @@ CASES = [
             "grad_output": floats(3, 2), "indices": integers(0, 3, 1), "num_weights": 4, "padding_idx": -1,
             "scale_grad_by_freq": True,
         },
-        [{"indices": integers(0, FAR, 1)}, {"num_weights": 2}, {"grad_output": floats(2, 2)}],
+        [
+            {"indices": integers(0, FAR, 1)}, {"num_weights": 2}, {"grad_output": floats(2, 2)},
+            {"indices": integers(0, -1, 1)},
+        ],
     ),
     Case(
         "aten.nll_loss_backward.default",
