@@ -40,7 +40,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from common import finish, show
@@ -103,6 +103,8 @@ STEPS_A_FAULT = 10
 
 PLANS = ("data-parallel", "pipeline", "replicas", "split", "late", "adaptive", "offload")
 
+_LOG = logging.getLogger("soak")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
@@ -151,10 +153,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=None, help="of the faults; drawn if not given")
     parser.add_argument("--plans", default=",".join(PLANS))
     parser.add_argument("--together", type=int, default=1, help="plans at a time, each in a process of its own")
-    parser.add_argument("--verbose", action="store_true", help="log each recovery")
+    parser.add_argument("--verbose", action="store_true", help="log each fault and recovery")
     options = parser.parse_args()
-    logging.basicConfig(format="%(asctime)s %(message)s")
+    logging.basicConfig(format=f"%(asctime)s {options.plans}: %(message)s")
     logging.getLogger("onebox").setLevel(logging.WARNING if options.verbose else logging.ERROR)
+    _LOG.setLevel(logging.INFO if options.verbose else logging.WARNING)
     torch.set_num_threads(1)
     seed = random.SystemRandom().randrange(1 << 31) if options.seed is None else options.seed
     print(f"seed {seed}", flush=True)
@@ -207,13 +210,14 @@ def main() -> None:
 def in_process(arguments: list[str]) -> dict[str, Any]:
     """Run this program with other arguments; print its lines, and return the JSON object in the last one."""
     command = [sys.executable, __file__, *arguments]
-    last = "{}"
+    last = ""
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             last = line
-            if line.startswith(arguments[1]):
+            if line.startswith((arguments[1], "{")):
                 print(line, end="", flush=True)
+    assert last.startswith("{"), f"{' '.join(command)} ended with status {process.returncode}"
     result: dict[str, Any] = json.loads(last)
     return result
 
@@ -257,7 +261,7 @@ class Timeline(StepObserver):
 
     def __init__(self, trainer: onebox.Trainer) -> None:
         self._trainer = trainer
-        self._events: list[tuple[str, int, Plan]] = []
+        self._events: list[tuple[Literal["recovery", "change"], int, Plan] | tuple[Literal["digest"], int, str]] = []
         trainer._run.subscribe(self)
 
     def installed(self, plan: InstalledPlan) -> None:
@@ -268,16 +272,33 @@ class Timeline(StepObserver):
         """Note a plan that takes over from the next step on."""
         self._events.append(("change", self._trainer.steps_done, after.plan))
 
-    def plans(self) -> dict[int, Plan]:
-        """Return from a step to the plan from it on."""
-        found: dict[int, Plan] = {}
+    def read(self, step: int) -> None:
+        """Read the parameters after a step."""
+        made = hashlib.sha256()
+        for key, tensor in sorted(self._trainer.tensors().items()):
+            made.update(key.encode() + tensor.contiguous().numpy().tobytes())
+        self._events.append(("digest", step, made.hexdigest()))
+
+    def outcome(self) -> tuple[dict[int, Plan], dict[int, str]]:
+        """Return from a step to the plan from it on, and digests of the parameters after steps, without those that
+        were computed again with sums in another order."""
+        plans: dict[int, Plan] = {}
+        digests: dict[int, str] = {}
         recoveries = self._trainer.recoveries
-        for what, number, plan in self._events:
-            if what == "recovery" and number == len(recoveries):  # it failed
+        for event in self._events:
+            if event[0] == "digest":
+                digests[event[1]] = event[2]
                 continue
-            start = 0 if not found else recoveries[number].snapshot_step if what == "recovery" else number
-            found = {step: each for step, each in found.items() if step < start} | {start: plan}
-        return found
+            what, number, plan = event
+            if what == "recovery" and plans and number == len(recoveries):  # it failed
+                continue
+            start = 0 if not plans else recoveries[number].snapshot_step if what == "recovery" else number
+            before = [sums(each) for step, each in plans.items() if step > start]
+            before += [sums(plans[max(step for step in plans if step <= start)])] if plans else []
+            if any(each != sums(plan) for each in before):
+                digests = {step: digest for step, digest in digests.items() if step < start}
+            plans = {step: each for step, each in plans.items() if step < start} | {start: plan}
+        return plans, digests
 
 
 def sums(plan: Plan) -> list[object]:
@@ -322,13 +343,13 @@ def train(name: str, steps: int, faults: Faults, plans: Mapping[int, Plan] | Non
             for step in range(steps):
                 successor = (plans or {}).get(step)
                 if successor is not None and sums(successor) != sums(trainer.plan or plan(name)):
-                    trainer.adopt(successor)
+                    trainer._run.adopt(successor)
                 if step >= steps - LAST:
                     strikes.await_devices()
                 trainer.step(*batch(step))
                 strikes.come(faults.get(step, ()))
                 if (step + 1) * REPORTED % steps < REPORTED:
-                    outcome.digests[step] = digest(trainer)
+                    timeline.read(step)
                     if faults:
                         struck = ", ".join(f"{count} {kind}" for kind, count in outcome.told.items())
                         recovered = f"{len(trainer.recoveries)} recoveries, {time.monotonic() - begin_s:.0f} s"
@@ -339,17 +360,9 @@ def train(name: str, steps: int, faults: Faults, plans: Mapping[int, Plan] | Non
         outcome.told["steps redone"] = sum(recovery.redone for recovery in trainer.recoveries)
         outcome.told["devices away"] = sum(len(recovery.gone) for recovery in trainer.recoveries)
         outcome.told["devices gone"] = len(pool.gone)
-        outcome.plans = timeline.plans()
+        outcome.plans, outcome.digests = timeline.outcome()
     outcome.seconds = time.monotonic() - begin_s
     return outcome
-
-
-def digest(trainer: onebox.Trainer) -> str:
-    """Return a digest of the parameters."""
-    made = hashlib.sha256()
-    for key, tensor in sorted(trainer.tensors().items()):
-        made.update(key.encode() + tensor.contiguous().numpy().tobytes())
-    return made.hexdigest()
 
 
 class Strikes:
@@ -387,7 +400,9 @@ class Strikes:
                 self._trainer.memory()  # all have answered, also who came in the place of the last one that was lost
                 self._trainer._run.recovery.run(lambda: self._trainer._run.snapshots.wait(SAFE_S))
             time.sleep(fault.late_s)
-            self._told[self._hit(fault)] += 1
+            became = self._hit(fault)
+            self._told[became] += 1
+            _LOG.info("step %d: %s, worker %d, %.2f s", self._trainer.steps_done, became, fault.worker, fault.away_s)
 
     def await_devices(self) -> None:
         """Wait until the devices that are gone can be taken back; faults that still wait come before."""
