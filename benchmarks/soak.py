@@ -439,9 +439,9 @@ class Strikes:
             case "disk":
                 save_without_room(self._trainer, self._folder)
                 return fault.kind
-        if fault.worker in self._trainer.pool.gone:
-            return "missed"
-        process = self._trainer.pool.process_ids[fault.worker]
+        pool = self._trainer.pool
+        worker = fault.worker if fault.worker in pool.present else pool.present[fault.worker % len(pool.present)]
+        process = pool.process_ids[worker]
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
             if fault.kind == "pause":
