@@ -465,6 +465,8 @@ class TrainingSession:
             note = f", but the plan stays: {str(error).splitlines()[0]}"
         if self._pool.gone.intersection(back):  # lost again in between, which the recovery has reported
             return
+        if not away_s and not note:  # they were not gone: the plan for what was left does without them
+            return
         if self.adaptive is not None:
             self.adaptive.reset()
         devices = [self._pool.devices[worker] for worker in back]

@@ -143,6 +143,22 @@ def test_a_new_plan_for_what_is_left_ends_with_the_same_numbers(
         torch.testing.assert_close(found[name], tensor, **NUMERICS)
 
 
+@pytest.mark.usefixtures("no_restart")
+def test_a_device_that_a_new_plan_does_without_is_not_said_to_be_back(
+    undisturbed: dict[str, Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such a small model is faster on one of the two that are left, of which neither was away."""
+    plan = staged(((0,),), ((1,),), ((2,),))
+    with open_pool("cpu*3", threads=1, faults={2: (Fault("kill", "optimizerstep", 3),)}) as pool:
+        found, (story,), last = train(pool, plan)
+    assert last is not None and len(last.devices) == 1 and story.gone == (2,)
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("onebox")]
+    assert [line for line in said if "recovered at step" in line]
+    assert not [line for line in said if "back before" in line]
+    for name, tensor in undisturbed.items():
+        torch.testing.assert_close(found[name], tensor, **NUMERICS)
+
+
 @pytest.mark.long
 @pytest.mark.usefixtures("no_restart")
 def test_what_does_not_fit_what_is_left_is_one_error_and_the_checkpoint_is_whole(
