@@ -454,7 +454,7 @@ class TrainingSession:
         before, batch = self.plan, self.examples.largest
         if not back or before is None or batch is None:
             return
-        self.recovery.returned(back)
+        self.recovery.returned(away_s)  # not those that a plan for fewer devices does without: they may keep snapshots
         try:
             plan = enlarged_plan(before, self._whole_plan, self._workload(batch), self._pool)
             moved = self.adopt(plan) if plan != before else MigrationReport()
