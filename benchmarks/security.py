@@ -1,8 +1,11 @@
-"""Does anything that a stranger or a malicious client says make an agent or a worker crash, hang, answer or grow?
+"""Does anything that a stranger, a malicious client or a malicious agent says make another end crash, hang or grow?
 
-Mutations of valid messages go to the decoders of both, in a process of their own; a share of them, stated in the table,
-goes with a valid key over sockets to a worker, which carries out what is still an instruction, and to an agent. Then
-intruders try to be let in: without a key, with a wrong one, with a recorded handshake, with an expired lease.
+Mutations of valid messages go to the decoders of all ends, in a process of their own; a share of them, stated in the
+table, goes with a valid key over sockets to a worker, which carries out what is still an instruction, to an agent, and
+to a client's connection to an agent. Resident memory is looked at after each batch: ``rss_growth_mb`` is the most that
+a process has grown by since the first one, and the table's last column has it at ten places, so that what grows without
+a bound is seen. Then intruders try to be let in: without a key, with a wrong one, with a recorded handshake, with an
+expired lease.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import argparse
 import contextlib
 import json
 import secrets
+import select
 import signal
 import subprocess
 import sys
@@ -23,7 +27,7 @@ import psutil
 import zmq
 from common import finish, show
 from intruders import Recorder, disguises, got_in, hears, replay
-from mutations import FRAME, Mutator, envelopes, requests
+from mutations import FRAME, Mutator, agent_sayings, envelopes, requests
 
 from onebox.errors import WireError
 from onebox.pool.backends.compatibility import own_versions
@@ -39,9 +43,12 @@ from onebox.wire.protocol.agents import (
     Leased,
     Release,
     Renew,
+    Renewed,
+    Request,
     Stock,
     Want,
     decode_agent_response,
+    decode_request,
     encode_agent,
 )
 from onebox.wire.protocol.instructions import Ask
@@ -51,6 +58,7 @@ from onebox.worker import WorkerConfig
 
 WORKER_SHARE = 0.05
 AGENT_SHARE = 0.005
+CLIENT_SHARE = 0.005
 """Shares of the messages that go over sockets: a worker carries out some thousand in a second, an agent hears 100 of
 each new connection and 50 a second from then on."""
 
@@ -61,6 +69,9 @@ ANSWER_S = 30.0
 
 QUOTA_BYTES = 256 << 20
 PROBE = 1 << 40
+PLACES = 10
+"""So often the growth of a process is noted."""
+
 TARGETS = Path(__file__).with_name("security_targets.py")
 
 
@@ -76,19 +87,26 @@ def main() -> None:
 
 def attack(messages: int, seed: int) -> dict[str, Any]:
     """Send so many messages, let intruders try, print a table of both, and return the counts."""
-    to_worker, to_agent = int(messages * WORKER_SHARE), int(messages * AGENT_SHARE)
+    to_worker, to_agent, to_client = (int(messages * share) for share in (WORKER_SHARE, AGENT_SHARE, CLIENT_SHARE))
     found = {
-        "decoders": decoders(messages - to_worker - to_agent, seed),
+        "decoders": decoders(messages - to_worker - to_agent - to_client, seed),
         "worker": worker(to_worker, seed + 100),
         "agent": agent(to_agent, seed + 200),
+        "client": client(to_client, seed + 300),
     }
     tried = intruders()
     columns = ["messages", "crashes", "hangs", "grown_bytes", "seconds"]
     show(
         f"Mutated messages, seed {seed}",
-        ["to", *columns[:3], "grown MiB", "s"],
+        ["to", *columns[:3], "grown MiB", "s", "grown MiB at ten places"],
         [
-            [name, *(f"{of[key]:,}" for key in columns[:3]), f"{of['grown_bytes'] / 2**20:.0f}", f"{of['seconds']:.0f}"]
+            [
+                name,
+                *(f"{of[key]:,}" for key in columns[:3]),
+                f"{of['grown_bytes'] / 2**20:.0f}",
+                f"{of['seconds']:.0f}",
+                " ".join(f"{grown / 2**20:.0f}" for grown in of["growth"]),
+            ]
             for name, of in found.items()
         ],
     )
@@ -99,10 +117,22 @@ def attack(messages: int, seed: int) -> dict[str, Any]:
         "hangs": sum(of["hangs"] for of in found.values()),
         "intruders": sum(inside for _, _, inside in tried),
         "attempts": len(tried),
-        "grown_bytes": max(of["grown_bytes"] for of in found.values()),
+        "rss_growth_mb": round(max(of["grown_bytes"] for of in found.values()) / 1e6, 1),
+        "rss_growth_mb_of": {name: [round(grown / 1e6, 1) for grown in of["growth"]] for name, of in found.items()},
         "examples": [example for of in found.values() for example in of["examples"]],
         "seed": seed,
     }
+
+
+def nothing(messages: int = 0) -> dict[str, Any]:
+    """Return the counts of a target before anything has come of so many messages."""
+    return {"messages": messages, "crashes": 0, "hangs": 0, "grown_bytes": 0, "growth": [], "examples": []}
+
+
+def note_growth(found: dict[str, Any], count: int, grown_bytes: int) -> None:
+    """Note what a process has grown by after a batch of so many messages in all."""
+    found["grown_bytes"] = max(found["grown_bytes"], grown_bytes)
+    found["growth"] += [grown_bytes] * (len(found["growth"]) < found["messages"] * PLACES // max(1, count))
 
 
 # ---- decoders
@@ -112,7 +142,7 @@ def decoders(count: int, seed: int) -> dict[str, Any]:
     """Decode messages in a process of its own; the end of that process is a crash, its silence a hang."""
     begin_s = time.monotonic()
     command = [sys.executable, str(TARGETS), "decoders", str(count), str(seed)]
-    found: dict[str, Any] = {"messages": count, "crashes": 0, "hangs": 0, "grown_bytes": 0, "examples": []}
+    found = nothing(count)
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=60 + count / 1000, check=False)
     except subprocess.TimeoutExpired:
@@ -178,7 +208,7 @@ def worker(count: int, seed: int) -> dict[str, Any]:
     """Let a worker carry out mutated messages; one that was told to end, as a mutation may, is started anew."""
     begin_s = time.monotonic()
     mutator = Mutator(seed, envelopes(waiting=False))
-    found: dict[str, Any] = {"messages": 0, "crashes": 0, "hangs": 0, "grown_bytes": 0, "examples": []}
+    found = nothing()
     folder = SocketFolder()
     victim = Worker(folder.path)
     before = 0
@@ -192,7 +222,7 @@ def worker(count: int, seed: int) -> dict[str, Any]:
             if fine:
                 memory = psutil.Process(victim.process.pid).memory_info().rss
                 before = before or memory
-                found["grown_bytes"] = max(found["grown_bytes"], memory - before)
+                note_growth(found, count, memory - before)
                 continue
             ended = victim.ended()
             death = victim.process.death() if ended else None
@@ -301,7 +331,7 @@ def agent(count: int, seed: int) -> dict[str, Any]:
     """Send mutated requests to an agent, over as many connections as its limit of their rate needs."""
     begin_s = time.monotonic()
     mutator = Mutator(seed, requests())
-    found: dict[str, Any] = {"messages": 0, "crashes": 0, "hangs": 0, "grown_bytes": 0, "examples": []}
+    found = nothing()
     victim = Agent()
     try:
         victim.answers()
@@ -323,7 +353,106 @@ def agent(count: int, seed: int) -> dict[str, Any]:
                 found["examples"].append(f"agent: {' '.join(message.hex() for message in batch)}"[:20000])
                 victim.close()
                 victim = Agent()
-            found["grown_bytes"] = max(found["grown_bytes"], victim.memory_bytes() - before)
+            note_growth(found, count, victim.memory_bytes() - before)
+    finally:
+        victim.close()
+    return found | {"seconds": time.monotonic() - begin_s}
+
+
+# ---- a client
+
+
+class Client:
+    """A client in a process of its own, and the agent that it is connected to, which is this process."""
+
+    def __init__(self) -> None:
+        self.keys, mine = new_keys(), new_keys()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        configure(self._socket, self.keys, server_key=None)
+        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self._process = subprocess.Popen(
+            [sys.executable, str(TARGETS), "client"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        self._tell(f"127.0.0.1:{port} {self.keys.public} {mine.public} {mine.secret}")
+        self._who = b""
+        self.pid = self._process.pid
+        assert self._said_in_time(), "the client connects to this agent"
+
+    def say(self, message: bytes) -> None:
+        """Say something to the client."""
+        self._socket.send_multipart([self._who, message])
+
+    def answers(self) -> bool:
+        """Have the client ask this agent something; tell whether it gets the answer in time."""
+        self._tell("ask")
+        return self._said_in_time()
+
+    def ended(self) -> bool:
+        """Tell whether its process has ended."""
+        return self._process.poll() is not None
+
+    def memory_bytes(self) -> int:
+        """Return what it takes."""
+        return int(psutil.Process(self.pid).memory_info().rss)
+
+    def close(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._stdin, self._stdout):
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+        self._context.destroy(linger=0)
+
+    def _tell(self, line: str) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._stdin.write(line + "\n")
+            self._stdin.flush()
+
+    def _said_in_time(self) -> bool:
+        """Answer as an agent does until the client prints a line; return whether that comes in time."""
+        end_s = time.monotonic() + ANSWER_S
+        while time.monotonic() < end_s and not self.ended():
+            while self._socket.poll(10):
+                self._who, _, frame = self._socket.recv_multipart()
+                self._answer(decode_request(frame))
+            if select.select([self._stdout], [], [], 0)[0]:
+                return self._stdout.readline() != ""
+        return False
+
+    def _answer(self, request: Request) -> None:
+        match request:
+            case Introduce():
+                self.say(encode_agent(Introduced(request.number, own_versions(), "host", "127.0.0.1")))
+            case Inspect():
+                self.say(encode_agent(Stock(request.number, ())))
+            case Renew():
+                self.say(encode_agent(Renewed(request.number, ())))
+
+
+def client(count: int, seed: int) -> dict[str, Any]:
+    """Send mutated messages of an agent to a client."""
+    begin_s = time.monotonic()
+    mutator = Mutator(seed, agent_sayings())
+    found = nothing()
+    victim = Client()
+    try:
+        before = victim.memory_bytes()
+        while found["messages"] < count:
+            batch = [mutator.next() for _ in range(min(SESSION, count - found["messages"]))]
+            for message in batch:
+                victim.say(message)
+            found["messages"] += len(batch)
+            if not victim.answers():
+                found["crashes" if victim.ended() else "hangs"] += 1
+                found["examples"].append(f"client: {' '.join(message.hex() for message in batch)}"[:20000])
+                victim.close()
+                victim = Client()
+            note_growth(found, count, victim.memory_bytes() - before)
     finally:
         victim.close()
     return found | {"seconds": time.monotonic() - begin_s}

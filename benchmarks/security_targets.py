@@ -1,11 +1,15 @@
-"""Processes that ``security.py`` attacks: decoders of their own, and an agent; what they are told comes on their input.
+"""Processes that ``security.py`` attacks: decoders of their own, an agent, a client; what they are told comes on their
+input.
 
 python security_targets.py decoders MESSAGES SEED    prints one JSON object of what became of them
 python security_targets.py agent                     reads its keys and its client's, prints its endpoint
+python security_targets.py client                    reads an agent's address, its key and its own; prints a line when
+                                                     connected, and one for each that it reads, which is a request
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import resource
@@ -19,7 +23,8 @@ from typing import Any
 from mutations import CARRIED_OUT, WAITING, Mutator, agent_sayings, envelopes, pairings, requests, sayings
 
 from onebox.agent import Agent, ClientLimits, Offered
-from onebox.errors import WireError
+from onebox.errors import OneboxError, WireError
+from onebox.pool.backends.agents.agent_connection import AgentConnection
 from onebox.wire import KeyPair, decode_envelope, decode_worker_message, encode
 from onebox.wire.protocol.agents import GRACE_S, decode_agent_response, decode_pair, decode_paired, decode_request
 from onebox.wire.reliable import Reliable
@@ -30,6 +35,9 @@ SLOW_S = 1.0
 STARTS = 1000
 """After so many messages both ends of the numbered channel begin anew."""
 
+RETRY_S = 0.05
+"""Pause after a request that has failed: the agent counts as lost until it is heard again."""
+
 HEAD = struct.Struct("<BQQQQ")
 
 
@@ -37,6 +45,8 @@ def main() -> None:
     """Be what the command line says."""
     if sys.argv[1] == "agent":
         serve()
+    elif sys.argv[1] == "client":
+        ask()
     else:
         print(json.dumps(decode(int(sys.argv[2]), int(sys.argv[3]))))
 
@@ -63,6 +73,7 @@ def decode(count: int, seed: int) -> dict[str, Any]:
     found = {"messages": 0, "read": 0, "refused": 0, "crashes": 0, "hangs": 0}
     examples: list[str] = []
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    growth: list[int] = []
     for number in range(count):
         make, take = targets[number % len(targets)]
         message = make()
@@ -77,8 +88,9 @@ def decode(count: int, seed: int) -> dict[str, Any]:
             examples.append(f"{type(error).__name__}: {str(error)[:80]}: {message[:200].hex()}")
         found["hangs"] += time.perf_counter() - begin_s > SLOW_S
         found["messages"] += 1
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    return found | {"grown_bytes": grown, "examples": examples[:5]}
+        if len(growth) < found["messages"] * 10 // count:  # of the most that was resident, whenever that was
+            growth.append((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+    return found | {"grown_bytes": growth[-1], "growth": growth, "examples": examples[:5]}
 
 
 def either(message: bytes) -> object:
@@ -156,6 +168,24 @@ def serve() -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: agent.stop())
     print(agent.endpoint, flush=True)
     agent.run()
+
+
+# ---- a client
+
+
+def ask() -> None:
+    """Be connected to an agent, and ask it for its offers as often as a line comes."""
+    address, key, public, secret = sys.stdin.readline().split()
+    connection = AgentConnection(address, key, KeyPair(public, secret), "somebody")
+    print("connected", flush=True)
+    for _ in sys.stdin:
+        while True:
+            with contextlib.suppress(OneboxError):  # what came before may have been a refusal, or no message at all
+                connection.inspect()
+                break
+            time.sleep(RETRY_S)
+        print("answered", flush=True)
+    connection.close()
 
 
 if __name__ == "__main__":

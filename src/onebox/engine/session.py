@@ -454,7 +454,7 @@ class TrainingSession:
         before, batch = self.plan, self.examples.largest
         if not back or before is None or batch is None:
             return
-        self.recovery.returned(back)
+        self.recovery.returned(away_s)  # not those that a plan for fewer devices does without: they may keep snapshots
         try:
             plan = enlarged_plan(before, self._whole_plan, self._workload(batch), self._pool)
             moved = self.adopt(plan) if plan != before else MigrationReport()
@@ -464,6 +464,8 @@ class TrainingSession:
                 raise
             note = f", but the plan stays: {str(error).splitlines()[0]}"
         if self._pool.gone.intersection(back):  # lost again in between, which the recovery has reported
+            return
+        if not away_s and not note:  # they were not gone: the plan for what was left does without them
             return
         if self.adaptive is not None:
             self.adaptive.reset()

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 import onebox
 from onebox.engine.recovery.policy import RecoveryRecord
 from onebox.engine.state.checkpoint_files import read
+from onebox.engine.steps.launch import StepRequest
+from onebox.engine.steps.observer import StepObserver
 from onebox.errors import CheckpointError, OneboxError, PlanError, PoolError
 from onebox.graph import TracedModel, capture
 from onebox.plan import Plan, Stage
@@ -139,6 +141,44 @@ def test_a_new_plan_for_what_is_left_ends_with_the_same_numbers(
     assert sorted(name for stage in last.stages for name in stage.segments) == sorted(cut(1)[0])
     assert sorted(device for story in stories for device in story.gone) == sorted(gone)
     assert stories[-1].plan == last.describe()
+    for name, tensor in undisturbed.items():
+        torch.testing.assert_close(found[name], tensor, **NUMERICS)
+
+
+class KillAfterRecovery(StepObserver):
+    """Kills worker 0 as the first step after a recovery is about to be launched."""
+
+    def __init__(self, trainer: onebox.Trainer) -> None:
+        self._trainer = trainer
+
+    def requested(self, work: StepRequest) -> None:
+        if len(self._trainer.recoveries) == 1:
+            os.kill(self._trainer.pool.process_ids[0], signal.SIGKILL)
+
+
+@pytest.mark.long
+def test_a_device_that_a_new_plan_does_without_is_not_taken_for_one_that_was_away(
+    undisturbed: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It keeps the snapshots of the only one in use, and must not be given up when that is lost in the next step."""
+    replace = LocalSource.replace
+    monkeypatch.setattr(
+        LocalSource, "replace", lambda self, number, key: None if number == 2 else replace(self, number, key)
+    )
+    plan = staged(((0,),), ((1,),), ((2,),))
+    with (
+        open_pool("cpu*3", threads=1, faults={2: (Fault("kill", "optimizerstep", 3),)}) as pool,
+        trainer_on(pool, plan) as trainer,
+    ):
+        trainer._run.subscribe(KillAfterRecovery(trainer))
+        for batch in batches():
+            trainer.step(*batch)
+            trainer.wait()
+        assert [story.lost for story in trainer.recoveries] == [(2,), (0,)]
+        assert trainer.plan is not None and trainer.plan.devices == (0,), "such a small model is faster on one"
+        assert pool.gone == {2}
+        found = trainer.tensors()
+    assert not [line for line in caplog.messages if "back before" in line]
     for name, tensor in undisturbed.items():
         torch.testing.assert_close(found[name], tensor, **NUMERICS)
 
