@@ -221,9 +221,18 @@ def scripted() -> nn.Module:
     return module
 
 
+def compressed() -> nn.Module:
+    module = nn.Linear(4, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        module.weight = nn.Parameter(torch.ones(2, 4).to_sparse_csr())
+    return module
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
+        (compressed(), r"weight of the model \(Linear\) is a sparse tensor \(torch\.sparse_csr\).*\n.*Make it dense"),
         (nn.DataParallel(nn.Linear(4, 2)), r"\(DataParallel\) divides the work among devices itself.*\n.*\.module"),
         (scripted(), r"is scripted.*\n.*the module that it was scripted from"),
         (
