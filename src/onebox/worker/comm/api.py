@@ -101,8 +101,10 @@ class WorkerGroup(Protocol):
             rows: Number of rows of each chunk; empty if it is sent whole.
         """
 
-    def check(self) -> bool:
-        """Return whether operations go on without the host: waits for them do not fail with them.
+    def check(self) -> int:
+        """Return this worker's progress when the oldest operation began that goes on without the host; 0 for none.
+
+        Waits for such operations do not fail with them.
 
         Raises:
             RankLost: Such an operation has failed, or has been interrupted, so that its result is undefined.

@@ -194,9 +194,9 @@ class TorchDistGroup(ABC):
         work = self._begin(lambda: self._group.allgather([parts], [mine]), mine, *parts)
         return self._finish([work], lambda: self._accelerator.to_device(_join(parts, own, spec, dim, fingerprint)))
 
-    def check(self) -> bool:
-        """Return false: a wait for an operation is one of the host, which fails with it."""
-        return False
+    def check(self) -> int:
+        """Return 0: a wait for an operation is one of the host, which fails with it."""
+        return 0
 
     @abstractmethod
     def _begin(self, call: Callable[[], Any], *tensors: Tensor, sent: bool = False) -> Any:

@@ -207,9 +207,9 @@ class ShmGroup:
         if self._sender is not None:
             note_speed(self._sender.memory, len(self._links), self._emulated_links.slowest([*self._links.values()]))
 
-    def check(self) -> bool:
-        """Return false: waits are those of the host."""
-        return False
+    def check(self) -> int:
+        """Return 0: waits are those of the host."""
+        return 0
 
     def interrupt(self) -> None:
         """End all waits; callable from any thread, effective within :data:`SLICE_S`."""
