@@ -52,7 +52,7 @@ def accelerator() -> None:
 
 
 @pytest.fixture
-def model(seed: int) -> Iterator[ModelAccelerator]:
+def model(seed: int, collected: None) -> Iterator[ModelAccelerator]:
     """A modelled accelerator, which must not race."""
     made = ModelAccelerator(seed, memory_bytes=256 << 20)
     try:
@@ -62,7 +62,6 @@ def model(seed: int) -> Iterator[ModelAccelerator]:
         assert made.races == ()
     finally:
         made.close()
-        gc.collect()
 
 
 class Worker:
