@@ -116,6 +116,28 @@ def test_tests_that_fail_are_named_and_those_that_all_skip_are_skipped(tmp_path:
     assert (none.status, none.reason) == ("failed", "exit status 5")
 
 
+_THEN_HANGING = (
+    _FAILING
+    + """
+def test_hangs():
+    import time
+    time.sleep(600)
+"""
+)
+
+
+@pytest.mark.long
+def test_tests_that_were_over_before_the_time_limit_are_named(tmp_path: Path) -> None:
+    (tmp_path / "test_hanging.py").write_text(_THEN_HANGING)
+    check = suite("hanging", "", str(tmp_path / "test_hanging.py"), limit_s=20)
+    report = GpuRun(device="cpu", folder=tmp_path, limit_s=120).all([check])
+    (hung,) = report.results
+    assert hung.reason == "not over after 20 s; its processes were ended"
+    assert hung.counts == {"passed": 1, "failed": 1, "skipped": 0}
+    assert [name for name, _ in hung.failures] == ["test_does_not_hold"]
+    assert "in test_hangs" in report.text(), "the stack of the one that hangs"
+
+
 def test_an_interrupted_run_has_a_report(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, "-m", "tests.gpu_run", "--device", "cpu", "--only", "open", "--report", str(tmp_path)]
