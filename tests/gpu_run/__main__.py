@@ -46,9 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--only", nargs="+", metavar="NAME", help="of the checks, those whose names contain one of these"
     )
-    parser.add_argument(
-        "--patience", type=float, default=1.0, help="factor for all limits but the last, on a slow host"
-    )
+    parser.add_argument("--patience", type=float, default=1.0, help="factor for the limits of checks and tests")
     parser.add_argument("--report", type=Path, metavar="FOLDER", help="where the report goes; under runs/ if not given")
     parser.add_argument("--list", action="store_true", help="list the checks and end")
     options = parser.parse_args(arguments)

@@ -122,7 +122,7 @@ class ClientGroup:
 
         return finish
 
-    def gather(self, tensor: Tensor, spec: TensorSpec, dim: int) -> Finish:
+    def gather(self, tensor: Tensor, spec: TensorSpec, dim: int, sizes: Sequence[int]) -> Finish:
         """Refuse: the client does not forward tensors."""
         raise WireError("a group at the client only sums")
 

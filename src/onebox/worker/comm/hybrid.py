@@ -52,9 +52,9 @@ class HybridGroup:
         """Begin to broadcast tensors of one type from one rank."""
         return self._collectives.broadcast(specs, tensors, root)
 
-    def gather(self, tensor: Tensor, spec: TensorSpec, dim: int) -> Finish:
+    def gather(self, tensor: Tensor, spec: TensorSpec, dim: int, sizes: Sequence[int]) -> Finish:
         """Begin to gather the ranks' tensors along a dimension."""
-        return self._collectives.gather(tensor, spec, dim)
+        return self._collectives.gather(tensor, spec, dim, sizes)
 
     def send(self, tensor: Tensor, peer: int, channel: int, within: RowRange | None = None) -> int:
         """Send a tensor, or a part of one, to a rank."""

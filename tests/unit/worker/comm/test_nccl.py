@@ -201,7 +201,7 @@ def test_collectives(library: ModelledNccl) -> None:
         total = group.reduce([mine])
         collected = group.collect([mine], 1)
         spread = group.broadcast([spec_of(mine)], [mine], 2)
-        gathered = group.gather(mine[:1], TensorSpec("float32", (3,)), 0)
+        gathered = group.gather(mine[:1], TensorSpec("float32", (3,)), 0, (1, 1, 1))
         return (
             total().tensor.tolist(),
             None if isinstance(collected, int) else collected().tensor.tolist(),
@@ -247,6 +247,45 @@ def test_ranks_that_mean_different_sums_are_told_when_the_device_is_done(
 
     run(library, 2, rank, device=device)
     assert waits == [0, 0], "the host waits for no device"
+
+
+def test_parts_are_put_together_without_a_wait_of_the_host(
+    library: ModelledNccl, ended: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their sizes are known; that all ranks mean the same is checked when the device is done."""
+    device = LateDevice()
+    whole = torch.arange(24, dtype=torch.int16).view(4, 6)
+    gathering = threading.local()
+
+    def watched(read: Callable[..., Any]) -> Callable[..., Any]:
+        def run_read(*args: Any) -> Any:
+            assert not getattr(gathering, "now", False), "the host reads a value"
+            return read(*args)
+
+        return run_read
+
+    for name in ("item", "tolist", "__int__", "__bool__"):
+        monkeypatch.setattr(torch.Tensor, name, watched(getattr(torch.Tensor, name)))
+
+    def rank(rank: Rank) -> None:
+        for dim, sizes in ((0, [2, 0, 2]), (1, [1, 3, 2])):
+            gathering.now = True
+            found = rank.group.gather(whole.split(sizes, dim)[rank.number], spec_of(whole), dim, sizes)().tensor
+            gathering.now = False
+            assert torch.equal(found, whole)
+
+    run(library, 3, rank, device=device)
+    assert (device.drains, device.synchronised) == (0, 0)
+
+    def other(rank: Rank) -> None:
+        spec = TensorSpec("float32", ((4, 2), (2, 4))[rank.number])
+        rank.group.gather(torch.ones(2, 2), spec, rank.number, (2, 2))()
+        end_s = time.monotonic() + 10
+        with pytest.raises(RankLost, match=f"rank {1 - rank.number} came for another gather"):
+            while rank.manager.check() and time.monotonic() < end_s:
+                time.sleep(0.01)
+
+    run(library, 2, other, device=device)
 
 
 def test_a_sum_is_checked_before_the_group_is_left(library: ModelledNccl, ended: list[str]) -> None:
