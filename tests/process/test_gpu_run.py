@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
+from tests.gpu import test_two_gpus
 from tests.gpu_run.__main__ import GpuRun
-from tests.gpu_run.checks import CHECKS, Check, suite
+from tests.gpu_run.checks import CHECKS, TEST_S, Check, suite
 from tests.gpu_run.report import Report, Result
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -165,6 +166,19 @@ def test_every_file_of_the_tests_of_gpus_is_in_a_check() -> None:
     assert named == files
     assert sum(check.limit_s for check in CHECKS if check.devices == 1) <= 45 * 60
     assert len({check.name for check in CHECKS}) == len(CHECKS)
+
+
+@pytest.mark.parametrize(
+    ("name", "test", "lasts_s"),
+    [
+        ("two: idle", test_two_gpus.test_an_idle_minute, test_two_gpus.IDLE_S),
+        ("two: peer killed", test_two_gpus.test_a_run_goes_on_after_a_killed_peer, 2 * test_two_gpus.NOTICED_S),
+    ],
+)
+def test_tests_that_wait_long_are_within_the_time_limits(name: str, test: Any, lasts_s: float) -> None:
+    (mark,) = [mark for mark in test.pytestmark if mark.name == "timeout"]
+    (check,) = [check for check in CHECKS if check.name == name]
+    assert lasts_s + TEST_S <= mark.args[0] < check.limit_s
 
 
 def rehearsed(*names: str) -> list[Check]:
