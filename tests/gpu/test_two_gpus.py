@@ -30,7 +30,7 @@ SIZES = [8, 5, 8, 8]
 TOLERANCE = 1e-8
 
 NOTICED_S = 30.0
-"""Longest time until the death of a peer is an error, or half of that until a run has gone on."""
+"""Longest time until the death of a peer is an error; until a run has gone on, twice as long."""
 
 IDLE_S = 60
 
