@@ -226,7 +226,7 @@ class ModelledProcessGroup:
         end_s = time.monotonic() + self.library.patience_s
         while self.library.hang_in_abort.is_set() and time.monotonic() < end_s:
             time.sleep(0.01)
-        with self.library.changed:
+        with self.library.changed, torch.inference_mode():  # as tensors may have been made there
             for communicator, rank in self._own.values():
                 communicator.aborted.add(rank)
                 for operation in communicator.queues[rank]:
