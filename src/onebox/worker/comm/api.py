@@ -77,8 +77,12 @@ class WorkerGroup(Protocol):
     def broadcast(self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], root: int) -> Begun:
         """Begin to broadcast tensors of one type from one rank to the others; the result is flat."""
 
-    def gather(self, tensor: Tensor, spec: TensorSpec, dim: int) -> Finish:
-        """Begin to gather the ranks' tensors along a dimension; ``spec`` is the result's."""
+    def gather(self, tensor: Tensor, spec: TensorSpec, dim: int, sizes: Sequence[int]) -> Finish:
+        """Begin to gather the ranks' tensors along a dimension, where they have some sizes; ``spec`` is the result's.
+
+        Raises:
+            WireError: The tensor is no such part.
+        """
 
     def send(self, tensor: Tensor, peer: int, channel: int, within: RowRange | None = None) -> int:
         """Send a tensor to a rank without waiting; return the time at which it is available there, in monotonic
@@ -101,8 +105,10 @@ class WorkerGroup(Protocol):
             rows: Number of rows of each chunk; empty if it is sent whole.
         """
 
-    def check(self) -> bool:
-        """Return whether operations go on without the host: waits for them do not fail with them.
+    def check(self) -> int:
+        """Return this worker's progress when the oldest operation began that goes on without the host; 0 for none.
+
+        Waits for such operations do not fail with them.
 
         Raises:
             RankLost: Such an operation has failed, or has been interrupted, so that its result is undefined.
@@ -116,6 +122,30 @@ class WorkerGroup(Protocol):
 
     def close(self) -> None:
         """Leave the group. Data sent before can still be received; ranks that wait for more get an error at once."""
+
+
+def parts_of(own: TensorSpec, spec: TensorSpec, dim: int, sizes: Sequence[int], rank: int) -> list[TensorSpec]:
+    """Return the specs of the parts of a gather.
+
+    Args:
+        own: This rank's part.
+        spec: The whole.
+        dim: The dimension along which it is divided.
+        sizes: The size of each rank's part.
+        rank: This rank.
+
+    Raises:
+        WireError: The parts are not the whole's, or this rank's is not among them.
+    """
+    if not 0 <= dim < len(own.shape):
+        raise WireError(f"{own} has no dimension {dim} to be gathered along")
+    specs = [TensorSpec(own.dtype, (*own.shape[:dim], size, *own.shape[dim + 1 :])) for size in sizes]
+    whole = TensorSpec(own.dtype, (*own.shape[:dim], sum(sizes), *own.shape[dim + 1 :]))
+    if whole != spec or min(sizes, default=0) < 0:
+        raise WireError(f"{whole} comes of a gather along dimension {dim} where {spec} was to come")
+    if not rank < len(specs) or specs[rank] != own:
+        raise WireError(f"{own} is not part {rank} of a gather along dimension {dim} of sizes {list(sizes)}")
+    return specs
 
 
 def check_rows(spec: TensorSpec, rows: Sequence[int]) -> None:

@@ -122,7 +122,7 @@ class ClientGroup:
 
         return finish
 
-    def gather(self, tensor: Tensor, spec: TensorSpec, dim: int) -> Finish:
+    def gather(self, tensor: Tensor, spec: TensorSpec, dim: int, sizes: Sequence[int]) -> Finish:
         """Refuse: the client does not forward tensors."""
         raise WireError("a group at the client only sums")
 
@@ -134,9 +134,9 @@ class ClientGroup:
         """Refuse: the client does not forward tensors."""
         raise WireError("a group at the client has no way from worker to worker")
 
-    def check(self) -> bool:
-        """Return false: nothing goes on without the host."""
-        return False
+    def check(self) -> int:
+        """Return 0: nothing goes on without the host."""
+        return 0
 
     def interrupt(self) -> None:
         """Do nothing: the client replies, with an error if nothing will arrive."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 import msgspec
 
@@ -141,6 +142,17 @@ class GroupManager:
         """
         going = [group.check() for group in self._groups.values()]  # all, as one may have failed
         return any(going)
+
+    def oldest(self) -> int:
+        """Return this worker's progress when the oldest operation began that goes on without the host; 0 for none.
+
+        Groups that have failed have none.
+        """
+        found = []
+        for group in self._groups.values():
+            with suppress(RankLost):
+                found.append(group.check())
+        return min(filter(None, found), default=0)
 
     def failures(self) -> int:
         """Return the number of groups that have failed until now, with those that this worker has left since."""
