@@ -14,6 +14,8 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Sequence
+from ipaddress import ip_address
+from secrets import SystemRandom
 from typing import Any
 
 import msgspec
@@ -41,6 +43,7 @@ from onebox.wire.protocol.requests import PROTOCOL, Envelope, Shutdown
 from onebox.wire.protocol.responses import Hello, Reply, WorkerFailure, WorkerMessage
 from onebox.worker.accelerator import KERNELS_AT_ONCE, DeviceFailed, needs_driver
 from onebox.worker.comm.api import RankLost
+from onebox.worker.comm.tls_mesh import GroupNetwork
 from onebox.worker.device import ComputeDevice
 from onebox.worker.emulated import EmulatedDevice
 from onebox.worker.execution.errors import describe_failure, require_device
@@ -68,6 +71,12 @@ TICKETS = 1 << 16
 """Most tickets of which a reply may come."""
 
 _DEAF = f"the client has taken nothing for {SEND_TIMEOUT_S:.0f} s; this worker ends"
+
+DYNAMIC_PORTS = range(49152, 65536)
+"""Ports that nobody is assigned (RFC 6335), from which ZeroMQ takes those of the channel, too."""
+
+_GROUP_PORTS = 16
+"""Number of them that a worker tries for a group that forms."""
 
 _POLL_S = 1e-4
 """Interval at which an asynchronous device is asked whether replies are complete, while no message comes."""
@@ -119,6 +128,13 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
         return self.advertise or ("" if self.address.startswith("/") else self.address)
 
     @property
+    def group_network(self) -> GroupNetwork:
+        """Where workers of other hosts, and the client, find this one while a group forms: at ports of the range from
+        which those of the channel are taken, and at the bound address if the advertised one is a router's."""
+        bound = "" if self.address.startswith("/") or ip_address(self.address).is_unspecified else self.address
+        return GroupNetwork(bound=bound, ports=self.ports or SystemRandom().sample(DYNAMIC_PORTS, _GROUP_PORTS))
+
+    @property
     def ports(self) -> range:
         """Allowed TCP ports; empty for any."""
         return range(self.first_port, self.last_port + 1) if self.first_port else range(0)
@@ -153,6 +169,7 @@ class WorkerServer:
             faults=FaultInjector(config.faults),
             between=self._send_complete,
             address=config.group_address,
+            network=config.group_network,
         )
         self._watcher = HeartbeatThread(
             self._context,
