@@ -26,6 +26,9 @@ from tests.reference import assert_same
 _PATTERN = 1.2345678e-7
 _COUNT = 300_000
 
+LIMIT_BPS = 80_000_000
+"""Of the client's cable, in bits a second; buffers on the way make it look somewhat faster."""
+
 CUT_S = 30.0
 """Bound of a run's way over a relay that was cut, on a machine that is busy with other things: usually some five
 seconds, of which three are for the direct way."""
@@ -91,6 +94,18 @@ def test_runs_over_a_relay_equal_those_of_one_process(fleet: Fleet, apart: tuple
     with opened(fleet, "red", "green") as pool, onebox.Trainer(*parts(NARROW), pool=pool, plan=plan) as trainer:
         found = outcome(trainer, [trainer.step(*batch(step)) for step in range(STEPS)])
     assert_same(found, alone(plan, STEPS, NARROW))
+
+
+def test_the_link_that_plans_rest_on_is_the_way_through_the_client(
+    fleet: Fleet, network: Network, apart: tuple[Host, Host]
+) -> None:
+    with opened(fleet, "red", "green") as pool:
+        network["client"].limit(LIMIT_BPS)
+        try:
+            profile = pool.profile(fresh=True, cache=False)
+        finally:
+            assert network["client"].unlimit()
+    assert max(profile.bandwidth_bps[0][1], profile.bandwidth_bps[1][0]) < LIMIT_BPS / 8 * 2
 
 
 @contextlib.contextmanager

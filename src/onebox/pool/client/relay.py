@@ -20,7 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from onebox.pool.client.relay_routes import RelayEnd, RelayFlow, RelayRoute
-from onebox.wire.relay import REPLY_BYTES, greeting_reply
+from onebox.wire.relay_greeting import REPLY_BYTES, greeting_reply
 
 _LOG = logging.getLogger("onebox")
 

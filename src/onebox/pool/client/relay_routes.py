@@ -10,7 +10,7 @@ from typing import NamedTuple
 from onebox.errors import WireError
 from onebox.pool.errors import WorkerLocation
 from onebox.wire.protocol.responses import Listening, RelayRequest
-from onebox.wire.relay import TOKEN_BYTES, Greeting
+from onebox.wire.relay_greeting import TOKEN_BYTES, Greeting
 
 ATTEMPTS = 8
 """Most connections from one rank of a group to another one, of which all but the last have failed."""

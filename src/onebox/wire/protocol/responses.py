@@ -301,7 +301,7 @@ class Listening(Message, frozen=True, tag="listening"):
     Args:
         group: The group.
         port: The TCP port, at the address of this worker.
-        token: A secret that the client shows there; see :mod:`onebox.wire.relay`.
+        token: A secret that the client shows there; see :mod:`onebox.wire.relay_greeting`.
     """
 
     group: int

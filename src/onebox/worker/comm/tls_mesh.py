@@ -26,7 +26,7 @@ from ipaddress import ip_address
 from typing import NamedTuple, Protocol
 
 from onebox.errors import WireError
-from onebox.wire.relay import FIRST_BYTE, GREETING_BYTES, TOKEN_BYTES, decode_greeting, greeting_reply
+from onebox.wire.relay_greeting import FIRST_BYTE, GREETING_BYTES, TOKEN_BYTES, decode_greeting, greeting_reply
 from onebox.worker.comm.api import KeyValueStore, RankLost
 from onebox.worker.comm.certificate import Certificate, new_certificate
 

@@ -97,7 +97,8 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
         quota_bytes: Most bytes of buffers; 0 for no limit.
         faults: For tests.
         speed: Fraction of a CPU's full speed; for ``sim``, the divisor of costs.
-        first_port: First of the allowed TCP ports, with ``last_port``; 0 for any.
+        first_port: First of the allowed TCP ports, with ``last_port``; 0 for any. Beside the two of the channel, the
+            listeners of groups that form take one of them if it is free.
         last_port: Last of the allowed TCP ports.
         owner: Process id of the owner with which it ends; 0 for its parent.
         cores: Cores of its operators; empty for any.
@@ -132,7 +133,8 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
         """Where workers of other hosts, and the client, find this one while a group forms: at ports of the range from
         which those of the channel are taken, and at the bound address if the advertised one is a router's."""
         bound = "" if self.address.startswith("/") or ip_address(self.address).is_unspecified else self.address
-        return GroupNetwork(bound=bound, ports=self.ports or SystemRandom().sample(DYNAMIC_PORTS, _GROUP_PORTS))
+        ports = self.ports[::-1] or SystemRandom().sample(DYNAMIC_PORTS, _GROUP_PORTS)  # the channel takes the first
+        return GroupNetwork(bound=bound, ports=ports)
 
     @property
     def ports(self) -> range:

@@ -10,7 +10,7 @@ from onebox.errors import WireError
 from onebox.pool.client.relay_routes import ATTEMPTS, RelayFlow, RelayRoutes
 from onebox.pool.errors import WorkerLocation
 from onebox.wire.protocol.responses import Listening, RelayRequest
-from onebox.wire.relay import TOKEN_BYTES, Greeting, decode_greeting
+from onebox.wire.relay_greeting import TOKEN_BYTES, Greeting, decode_greeting
 
 MEMBERS = (4, 7, 2)
 GROUP = 9

@@ -16,7 +16,7 @@ from onebox.pool.client.relay import Relay
 from onebox.pool.client.relay_routes import RelayFlow, RelayRoute, RelayRoutes
 from onebox.pool.errors import WorkerLocation
 from onebox.wire.protocol.responses import Listening, RelayRequest
-from onebox.wire.relay import REPLY_BYTES, TOKEN_BYTES, Greeting, greeting_reply
+from onebox.wire.relay_greeting import REPLY_BYTES, TOKEN_BYTES, Greeting, greeting_reply
 from onebox.worker.comm import tls_mesh
 from onebox.worker.comm.api import RankLost
 from onebox.worker.comm.tls_mesh import DuplexLink, GroupNetwork, connect_mesh
