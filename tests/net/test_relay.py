@@ -30,8 +30,7 @@ LIMIT_BPS = 80_000_000
 """Of the client's cable, in bits a second; buffers on the way make it look somewhat faster."""
 
 CUT_S = 30.0
-"""Bound of a run's way over a relay that was cut, on a machine that is busy with other things: usually some five
-seconds, of which three are for the direct way."""
+"""Bound of what follows after a relay was cut, on a machine that is busy with other things: usually a second or two."""
 
 
 @pytest.fixture
@@ -110,20 +109,20 @@ def test_the_link_that_plans_rest_on_is_the_way_through_the_client(
 
 @contextlib.contextmanager
 def relay_cut(known: set[str]) -> Iterator[None]:
-    """Shut down the connections of this process that are new: those by which it relays."""
+    """Shut down the connections of this process that are new: those by which it relays; then all goes on soon."""
     found = [name for name in own_connections() if name not in known]
     assert any(shut_down(name) for name in found)  # the end of one ends the others
+    begin_s = time.monotonic()
     yield
+    assert time.monotonic() - begin_s < CUT_S
 
 
 def test_a_run_goes_on_after_its_relay_was_cut(fleet: Fleet, apart: tuple[Host, Host]) -> None:
     plan = PLANS["data-parallel"]()
     with opened(fleet, "red", "green") as pool:
         known = set(own_connections())
-        begin_s = time.monotonic()
         story = run(pool, plan, lambda: relay_cut(known))
-        taken_s = time.monotonic() - begin_s
-    assert len(story.recoveries) == 1 and taken_s < CUT_S
+    assert len(story.recoveries) == 1
     assert_same(story.outcome, alone(plan, STEPS, NARROW))
 
 
@@ -132,7 +131,5 @@ def test_a_wait_over_a_relay_that_is_cut_ends_at_once(fleet: Fleet, apart: tuple
         known = set(own_connections())
         group = pool.form_group((0, 1), "workers")
         waiting = pool.post(0, [Receive(1, TensorSpec("float32", (2,)), group, 1, 0), Ask("digest", (1,))], answer=True)
-        begin_s = time.monotonic()
         with relay_cut(known), pytest.raises(OneboxError, match="another worker of the group"):
             raise_first([waiting])
-        assert time.monotonic() - begin_s < CUT_S / 2

@@ -35,6 +35,9 @@ class RelayEnd(NamedTuple):
     token: bytes
     greeting: Greeting
 
+    def __repr__(self) -> str:  # without the token
+        return f"RelayEnd({self.place}, {self.address}, {self.port})"
+
 
 class RelayRoute(NamedTuple):
     """A connection that the client relays.

@@ -156,6 +156,8 @@ def connect_mesh(
         peers = [_parse(other, store.get(f"tls/{other}")) for other in range(size) if other != rank]
         if len({peer.certificate for peer in peers} | {own.der}) != size:
             raise WireError("two workers of a group show the same certificate")
+        if advertised != address:  # a router's, whose way back to a host behind it few routers know
+            peers = [peer._replace(host=address) if peer.host == advertised else peer for peer in peers]
         serving, connecting = _contexts(own, peers)
         listener.listen(_PENDING + size)  # not before, as nobody could be let in; peers try again
         if relay is not None:

@@ -106,7 +106,7 @@ def test_bytes_go_both_ways_and_so_does_the_end(relay: Relay, ends: Ends) -> Non
 
 def test_a_worker_that_does_not_read_stops_the_other_one_and_the_client_holds_a_chunk(relay: Relay, ends: Ends) -> None:
     with connected(relay, ends) as (source, target):
-        source.settimeout(1.0)
+        source.settimeout(0.3)
         sent = 0
         with contextlib.suppress(TimeoutError):
             while True:
@@ -165,7 +165,7 @@ def test_another_program_at_the_port_gets_a_greeting_and_no_byte_of_a_worker(rel
 def test_it_is_tried_again_for_a_while_and_then_given_up_with_a_reason(
     relay: Relay, ends: Ends, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(relays, "OPEN_S", 1.0)
+    monkeypatch.setattr(relays, "OPEN_S", 0.6)
     ends.target.close()
     relay.open(ends.route)
     for _ in range(2):

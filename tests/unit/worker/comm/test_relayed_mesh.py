@@ -151,6 +151,13 @@ def test_the_client_relays_where_there_is_no_way_and_nowhere_else(
             socket.create_connection((HERE, listening.port), WITHIN_S)
 
 
+def test_workers_of_one_host_behind_a_router_need_no_relay_to_each_other(
+    ranks: ThreadPoolExecutor, client: Client
+) -> None:
+    with closing(formed(ranks, client, (NOBODY, NOBODY, HERE))):
+        assert sorted(client.requests) == [(2, 0), (2, 1)]
+
+
 def test_a_host_without_a_way_is_known_to_later_groups_until_there_is_one(
     ranks: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,7 +184,7 @@ def test_the_client_cannot_connect_a_worker_with_another_one_than_its_peer(ranks
 
     def one(rank: int) -> dict[int, DuplexLink]:
         address, of = addresses[rank], Of(client, rank)
-        return connect_mesh(rank, 3, HERE, store, advertised=address, relay=of, connect_s=3.0)
+        return connect_mesh(rank, 3, HERE, store, advertised=address, relay=of, connect_s=2.0)
 
     with contextlib.closing(client.relay):
         first, *others = [ranks.submit(one, rank) for rank in range(3)]
