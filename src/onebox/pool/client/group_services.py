@@ -217,6 +217,10 @@ class GroupServices:
         """Return whether a group is served: it has been formed, and none of its members has left."""
         return group in self._members
 
+    def members(self, group: int) -> tuple[int, ...]:
+        """Return the workers of a group by rank; none if it is not served."""
+        return self._members.get(group, ())
+
     def of(self, worker: int) -> list[int]:
         """Return the groups that a worker is in."""
         return [group for group, members in self._members.items() if worker in members]

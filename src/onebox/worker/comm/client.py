@@ -19,7 +19,7 @@ from torch import Tensor
 from onebox.errors import WireError
 from onebox.wire import TensorSpec, dtype_name, from_frame, spec_of, to_frame
 from onebox.wire.protocol.groups import FormGroup, Rendezvous
-from onebox.wire.protocol.responses import Contribution, Joined, Lookup
+from onebox.wire.protocol.responses import Contribution, Joined, Listening, Lookup, RelayRequest
 from onebox.worker.accelerator import Accelerator
 from onebox.worker.comm.api import Begun, ClientChannel, Finish, RankLost, ReceivedTensor, RowRange
 
@@ -80,6 +80,22 @@ class ChannelStore(dist.Store):
         answer, _ = self._channel.await_ticket(ticket, self._timeout_s)
         assert isinstance(answer, Rendezvous)
         return answer.value
+
+
+class ChannelRelay:
+    """The client's relaying for one group; a :class:`~onebox.worker.comm.tls_mesh.RelayClient`."""
+
+    def __init__(self, channel: ClientChannel, group: int) -> None:
+        self._channel = channel
+        self._group = group
+
+    def listening(self, port: int, token: bytes) -> None:
+        """Tell the client of this worker's listener."""
+        self._channel.send_to_client(Listening(self._group, port, token))
+
+    def request(self, peer: int) -> None:
+        """Ask the client to relay what this worker sends to a rank."""
+        self._channel.send_to_client(RelayRequest(self._group, peer))
 
 
 class ClientGroup:

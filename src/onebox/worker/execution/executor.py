@@ -47,6 +47,7 @@ from onebox.wire.protocol.snapshots import Fill, Lay, Read, Recall, Remembered, 
 from onebox.worker.accelerator import DeviceFailed
 from onebox.worker.comm.api import ClientChannel, RankLost
 from onebox.worker.comm.manager import GroupManager, groups_of
+from onebox.worker.comm.tls_mesh import GroupNetwork
 from onebox.worker.device import ComputeDevice, seed_of
 from onebox.worker.execution.collectives import CollectiveExecutor, Communication, Resolve
 from onebox.worker.execution.eager import EagerExecutor, VoidKernel
@@ -85,6 +86,7 @@ class Executor:
             become complete.
         address: The address of this host at which workers of others connect to this one; empty for the client's
             choice.
+        network: Where workers of other hosts find this one, beside that address.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Executor:
         faults: FaultInjector,
         between: Callable[[], None] | None = None,
         address: str = "",
+        network: GroupNetwork | None = None,
     ) -> None:
         self.progress = WorkerProgress()
         self.graphs = GraphMemory(device.accelerator)
@@ -111,7 +114,9 @@ class Executor:
         self._definitions: dict[int, Any] = {}
         self._eager = EagerExecutor(device, self.store, self._definitions, self.progress, report)
         accelerator = device.accelerator
-        self._groups = GroupManager(channel, accelerator, self.progress, address=address, quota_bytes=quota_bytes)
+        self._groups = GroupManager(
+            channel, accelerator, self.progress, address=address, network=network, quota_bytes=quota_bytes
+        )
         self._owed: dict[int, tuple[int, ...]] = {}  # groups of the routines that could not be defined
         self._snapshots = SnapshotService(accelerator, self.store, self.host, self._groups, self._definition, faults)
         self._collectives = CollectiveExecutor(self.store, self._groups, self._before_update)

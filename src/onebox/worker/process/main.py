@@ -14,6 +14,8 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Sequence
+from ipaddress import ip_address
+from secrets import SystemRandom
 from typing import Any
 
 import msgspec
@@ -42,6 +44,7 @@ from onebox.wire.protocol.requests import PROTOCOL, Envelope, Shutdown
 from onebox.wire.protocol.responses import Hello, Reply, WorkerFailure, WorkerMessage
 from onebox.worker.accelerator import KERNELS_AT_ONCE, DeviceFailed, needs_driver
 from onebox.worker.comm.api import RankLost
+from onebox.worker.comm.tls_mesh import GroupNetwork
 from onebox.worker.device import ComputeDevice
 from onebox.worker.emulated import EmulatedDevice
 from onebox.worker.execution.errors import describe_failure, require_device
@@ -70,6 +73,12 @@ TICKETS = 1 << 16
 
 _DEAF = f"the client has taken nothing for {SEND_TIMEOUT_S:.0f} s; this worker ends"
 
+DYNAMIC_PORTS = range(49152, 65536)
+"""Ports that nobody is assigned (RFC 6335), from which ZeroMQ takes those of the channel, too."""
+
+_GROUP_PORTS = 16
+"""Number of them that a worker tries for a group that forms."""
+
 _POLL_S = 1e-4
 """Interval at which an asynchronous device is asked whether replies are complete, while no message comes."""
 
@@ -89,7 +98,8 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
         quota_bytes: Most bytes of buffers; 0 for no limit.
         faults: For tests.
         speed: Fraction of a CPU's full speed; for ``sim``, the divisor of costs.
-        first_port: First of the allowed TCP ports, with ``last_port``; 0 for any.
+        first_port: First of the allowed TCP ports, with ``last_port``; 0 for any. Beside the two of the channel, the
+            listeners of groups that form take one of them if it is free.
         last_port: Last of the allowed TCP ports.
         owner: Process id of the owner with which it ends; 0 for its parent.
         cores: Cores of its operators; empty for any.
@@ -118,6 +128,14 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     def group_address(self) -> str:
         """The address at which workers of other hosts connect to this one; empty for the client's choice."""
         return self.advertise or ("" if self.address.startswith("/") else self.address)
+
+    @property
+    def group_network(self) -> GroupNetwork:
+        """Where workers of other hosts, and the client, find this one while a group forms: at ports of the range from
+        which those of the channel are taken, and at the bound address if the advertised one is a router's."""
+        bound = "" if self.address.startswith("/") or ip_address(self.address).is_unspecified else self.address
+        ports = self.ports[::-1] or SystemRandom().sample(DYNAMIC_PORTS, _GROUP_PORTS)  # the channel takes the first
+        return GroupNetwork(bound=bound, ports=ports)
 
     @property
     def ports(self) -> range:
@@ -154,6 +172,7 @@ class WorkerServer:
             faults=FaultInjector(config.faults),
             between=self._send_complete,
             address=config.group_address,
+            network=config.group_network,
         )
         self._watcher = HeartbeatThread(
             self._context,
