@@ -62,7 +62,7 @@ def test_what_the_client_relays_cannot_be_read_there(
         assert one == other
         assert network["client"].traffic_bytes() - before > 2 * tensor.nbytes  # in and out again
         for host, process in zip(apart, pool.process_ids, strict=True):
-            assert host.listening(process) == [host.address] * 2
+            assert len(host.listening(process)) == 2, "those of its client, no longer those of its group"
         exchange(pool, tensor)  # in another group
     assert heard.seen_bytes > tensor.nbytes
     assert heard.found == 0
