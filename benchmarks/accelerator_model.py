@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
@@ -38,16 +37,16 @@ ROOT = Path(__file__).parents[1]
 UNIT = "tests/modelled"
 PROCESS = "tests/process/test_modelled.py"
 RUN_S = 3000.0
-"""Time limit of the suites, each of whose tests has one of its own."""
+"""Time limit of a suite, each of whose tests has one of its own."""
 
 UNFINISHED = "it did not end in time"
-"""The failure of a suite that the time limit of all suites has ended: none of a test's."""
+"""The failure of a suite that its time limit has ended: none of a test's."""
 
 _SEEDS = 4
 """Seeds of the tests."""
 
 _TEST = re.compile(r"^(?P<file>\S+\.py)::.* (PASSED|FAILED|ERROR)\b", re.MULTILINE)
-_FAILURE = re.compile(r"^(?P<words>(FAILED|ERROR) (?P<file>\S+\.py)::.*)$", re.MULTILINE)
+_FAILURE = re.compile(r"^(?P<words>(FAILED|ERROR) \S+\.py::.*)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,36 +66,29 @@ class Found:
     seconds: float
 
 
-def run_suites(paths: Sequence[str], seeds: int) -> list[Found]:
-    """Run the tests of some files with several seeds, in one process.
+def run_suite(path: str, seeds: int) -> list[Found]:
+    """Run the tests of a file with several seeds.
 
     Args:
-        paths: The files.
+        path: The file.
         seeds: Number of seeds.
 
     Returns:
-        What was found by each; at the time limit those that had not ended have failed.
+        What was found; at the time limit the suite has failed.
     """
     begin_s = time.monotonic()
     others = " or ".join(f"seed{seed}" for seed in range(seeds, _SEEDS))
     options = ["-v", "-rfE", "-p", "no:cacheprovider", "--timeout=120", "-k", f"not ({others})"]
-    command = [sys.executable, "-m", "pytest", *options, *paths]
-    late = ""
+    late: list[str] = []
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_S, check=False)
-        output = done.stdout
+        command = [sys.executable, "-m", "pytest", *options, path]
+        output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_S, check=False).stdout
     except subprocess.TimeoutExpired as error:
-        output = (error.stdout or b"").decode(errors="replace")
-        late = UNFINISHED
-    cases = Counter(match["file"] for match in _TEST.finditer(output))
-    failed = {path: [m["words"] for m in _FAILURE.finditer(output) if m["file"] == path] for path in paths}
-    seconds = round((time.monotonic() - begin_s) / len(paths), 1)
-    made = []
-    for place, path in enumerate(paths):
-        unfinished = late and not any(cases[later] for later in paths[place + 1 :])
-        lines = failed[path] + ([late] if unfinished else [] if cases[path] else [f"no tests: {output[-300:]}"])
-        made.append(Found(name=path, cases=cases[path], failed=tuple(lines), seconds=seconds))
-    return made
+        output, late = (error.stdout or b"").decode(errors="replace"), [UNFINISHED]
+    cases = sum(match["file"] == path for match in _TEST.finditer(output))
+    failed = [match["words"] for match in _FAILURE.finditer(output)] + late
+    failed += [] if cases or failed else [f"no tests: {output[-300:]}"]
+    return [Found(name=path, cases=cases, failed=tuple(failed), seconds=round(time.monotonic() - begin_s, 1))]
 
 
 def run_mutation(copies: queue.SimpleQueue[Copy], fault: SeededFault) -> list[Found]:
@@ -186,9 +178,7 @@ def main() -> int:
         for _ in range(given.jobs):
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="waits-"))
             copies.put(Copy(Path(folder)))
-        groups = [[name for name in names if name.startswith(UNIT)], [name for name in names if name == PROCESS]]
-        left = [[name for name in group if name not in found] for group in groups]
-        work = [functools.partial(run_suites, group, given.seeds) for group in left if group]
+        work = [functools.partial(run_suite, n, given.seeds) for n in names if n not in faults and n not in found]
         work += [functools.partial(run_mutation, copies, faults[n]) for n in names if n in faults and n not in found]
         for each in run_all(work, given.jobs, given.limit_s):
             found[each.name] = each

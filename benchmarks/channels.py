@@ -115,29 +115,36 @@ class Client:
 @contextlib.contextmanager
 def open_channels() -> Iterator[Client]:
     """Open a pool, and channels to its worker."""
-    source = _Source()
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server((LOOPBACK, 0))) for _ in list(CHANNELS)[1:]]
+        ports = [each.getsockname()[1] for each in sockets]
+    source = Source(__file__, *map(str, ports))
     with connect_pool([source]) as pool:
-        client = Client(pool, source.keys.public, source.ports)
+        client = Client(pool, source.keys.public, ports)
         try:
             yield client
         finally:
             client.close()
 
 
-class _Source:
-    """One worker; a :class:`~onebox.pool.backends.base.WorkerSource`."""
+class Source:
+    """One worker of one thread, run by a benchmark's script; a :class:`~onebox.pool.backends.base.WorkerSource`.
 
-    def __init__(self) -> None:
+    Args:
+        script: The script.
+        *arguments: Its command line.
+    """
+
+    def __init__(self, script: str, *arguments: str) -> None:
         self.keys = new_keys()
-        with contextlib.ExitStack() as stack:
-            sockets = [stack.enter_context(socket.create_server((LOOPBACK, 0))) for _ in list(CHANNELS)[1:]]
-            self.ports = [each.getsockname()[1] for each in sockets]
+        self._command = (sys.executable, script, *arguments)
 
     def start(self, first: int, client_key: str) -> Sequence[tuple[WorkerHandle, str]]:
         """Start it."""
         keys = self.keys
         config = WorkerConfig("cpu", 1, keys.public, keys.secret, client_key, LOOPBACK, owner=os.getpid())
-        return [(_Worker(WorkerLocation(worker=first, host=LOOPBACK, device="cpu"), config, self.ports), keys.public)]
+        location = WorkerLocation(worker=first, host=LOOPBACK, device="cpu")
+        return [(_Worker(location, config, self._command), keys.public)]
 
     def connected(self) -> None:
         """Nothing to do."""
@@ -147,10 +154,10 @@ class _Source:
 
 
 class _Worker(WorkerProcess):
-    """A worker process that listens for more channels."""
+    """A worker process with another command line."""
 
-    def __init__(self, place: WorkerLocation, config: WorkerConfig, ports: Sequence[int]) -> None:
-        self.command = (sys.executable, __file__, *map(str, ports))
+    def __init__(self, place: WorkerLocation, config: WorkerConfig, command: tuple[str, ...]) -> None:
+        self.command = command  # type: ignore[assignment]
         super().__init__(place, config)
 
 

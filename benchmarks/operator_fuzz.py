@@ -1,8 +1,9 @@
 """Does any operator that a worker runs read or write memory that is not its arguments'?
 
 Every operator of both lists is called with arguments that a hostile client might send: sensible ones, and mutations of
-them. The calls take the worker's own way: the interpreter of stored programs, and eager calls. Each runs twice, with
-other words in all memory that belongs to no argument (see ``guarded_memory.py``):
+them. The calls take the worker's own way: the interpreter of stored programs, and eager calls. What was compiled for
+one is called again with other tensors, as it is by scripts. Each call runs twice, with other words in all memory that
+belongs to no argument (see ``guarded_memory.py``):
 
 - a process that ends is a crash: an access to an inaccessible page beside a tensor, or any other;
 - words beside a tensor that changed, or an input that changed though the operator may not write to it, are a write
@@ -21,6 +22,7 @@ import ctypes
 import faulthandler
 import gc
 import hashlib
+import itertools
 import json
 import mmap
 import os
@@ -43,7 +45,7 @@ import torch
 from common import commit, finish, machine, show
 from guarded_memory import WORDS, Allocator, Arena, Image, build_allocator, ordinary, span_of
 from operator_calls import Call, base_calls, load, run_directly
-from operator_mutations import mutate
+from operator_mutations import mutate, varied
 from torch import Tensor
 
 from onebox.errors import WireError
@@ -67,12 +69,15 @@ from onebox.worker.device import ComputeDevice
 from onebox.worker.execution.eager import EagerExecutor
 from onebox.worker.memory.buffers import BufferStore
 from onebox.worker.programs.interpreter import CompiledProgram, OperatorFailed
-from onebox.worker.programs.kernels import flatten, strided_of, written_inputs
+from onebox.worker.programs.kernels import CompiledKernel, flatten, strided_of, written_inputs
 from onebox.worker.progress import WorkerProgress
 from onebox.worker.sandbox.allow_list import EAGER, PROGRAMS, pinned_names
 
-BATCH = 2000
-"""Calls of a child process."""
+VARIANTS = 4
+"""Calls of what is compiled for one of them."""
+
+BATCH = 1000
+"""Compiled calls of a child process."""
 
 CPU_S = 1.0
 """Time of the processor from which a call is slow; it is ended."""
@@ -100,8 +105,29 @@ class _AnyResult(CompiledProgram):
         pass
 
 
-def as_program(call: Call, tensors: Sequence[Tensor], round_: int) -> list[Any]:
-    """Run a call as a stored program of one operator."""
+class Programs:
+    """Stored programs of one operator."""
+
+    def __init__(self) -> None:
+        self._known: tuple[str, int] | None = None
+        self._program: _AnyResult
+
+    def first(self, call: Call, tensors: Sequence[Tensor], round_: int) -> list[Any]:
+        """Compile a call as a program and run it."""
+        self._known = None
+        self._program = _AnyResult(_program(call, round_), _CPU)
+        self._known = call.name, round_
+        return self._run(tensors)
+
+    def stored(self, call: Call, tensors: Sequence[Tensor], round_: int) -> list[Any]:
+        """Run the program of a call with the same constants."""
+        return self._run(tensors) if self._known == (call.name, round_) else self.first(call, tensors, round_)
+
+    def _run(self, tensors: Sequence[Tensor]) -> list[Any]:
+        return self._program.run(list(tensors), lambda position: None, WorkerProgress())
+
+
+def _program(call: Call, round_: int) -> Program:
     specs = tuple(TensorSpec(image.dtype, tuple(image.shape)) for image in call.images)
     first = specs[0] if specs else TensorSpec("float32", ())
     returns = overload(call.name)._schema.returns
@@ -113,8 +139,7 @@ def as_program(call: Call, tensors: Sequence[Tensor], round_: int) -> list[Any]:
     outs = tuple(range(len(specs), len(specs) + count))
     kwargs = {key: _for_programs(value) for key, value in call.kwargs.items()}
     operator = Operator(call.name, tuple(map(_for_programs, call.args)), kwargs, outs, (stated,) * count)
-    program = Program(specs, (operator,), outs, len(specs) + count)
-    return _AnyResult(program, _CPU).run(list(tensors), lambda position: None, WorkerProgress())
+    return Program(specs, (operator,), outs, len(specs) + count)
 
 
 def _for_programs(value: Any) -> Any:
@@ -131,6 +156,9 @@ class Eager:
     def __init__(self) -> None:
         self._device = ComputeDevice("cpu", 1)
         self._outs: tuple[Strided | None, ...] | None = None
+        self._known: tuple[str, int] | None = None
+        self._kernel: CompiledKernel
+        self._floats: tuple[float, ...] = ()
         self._clear()
 
     def _clear(self) -> None:
@@ -189,6 +217,18 @@ class Eager:
         finally:
             self._clear()
 
+    def stored(self, call: Call, tensors: Sequence[Tensor], round_: int) -> list[Any]:
+        """Run the kernel of a call with the same constants, whose results are not held to what a client expects."""
+        if self._known != (call.name, round_):
+            self._known = None
+            spec, self._floats = _kernel(call, (), holes=bool(round_ & 1))
+            self._kernel = CompiledKernel(spec, _CPU, self._executor.generator)
+            self._known = call.name, round_
+        kernel = self._kernel
+        result = kernel.run(*kernel.pick([*tensors, *self._floats, *kernel.constants]))
+        own = {id(tensor) for tensor in tensors}
+        return [None if id(one) in own else one for one in flatten(result)] if kernel.returns else []
+
     def _put(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
         for number, tensor in enumerate(tensors, 1):
             self._store.put(number, tensor)
@@ -216,23 +256,25 @@ class Way(NamedTuple):
     Args:
         first: Runs one for the first time.
         again: Runs it again.
+        stored: Runs one with other tensors than that for which it was compiled.
     """
 
     first: Callable[[Call, Sequence[Tensor], int], list[Any]]
     again: Callable[[Call, Sequence[Tensor], int], list[Any]]
+    stored: Callable[[Call, Sequence[Tensor], int], list[Any]]
 
 
 def ways() -> dict[str, Way]:
     """Return the ways to run calls, by name."""
-    eager = Eager()
+    eager, programs = Eager(), Programs()
 
     def direct(call: Call, tensors: Sequence[Tensor], _: int) -> list[Any]:
         return flatten(run_directly(call, tensors))
 
     return {
-        "program": Way(as_program, as_program),
-        "eager": Way(eager.first, eager.again),
-        "direct": Way(direct, direct),
+        "program": Way(programs.first, programs.stored, programs.stored),
+        "eager": Way(eager.first, eager.again, eager.stored),
+        "direct": Way(direct, direct, direct),
     }
 
 
@@ -272,43 +314,47 @@ class Prober:
         self._allocator = Allocator()
         self._allocator.enable(LIMIT_BYTES)
         self._ways = ways()
+        self._written: frozenset[int] = frozenset()
+        self._guarded = self._at_start = False
 
-    def probe(self, entry: Entry, call: Call, round_: int) -> tuple[str, list[str]]:
+    def probe(self, entry: Entry, call: Call, round_: int, variant: int) -> tuple[str, list[str]]:
         """Run a call; return its status, and the kinds of what is wrong."""
         way = self._ways[entry.way]
-        first = self._once(way.first, call, round_, 0)
+        run, again = (way.stored, way.stored) if variant else (way.first, way.again)
+        self._written = frozenset(written_inputs(KernelSpec(call.name, call.args, call.kwargs, len(call.images), 0)))
+        self._guarded = (round_ + variant) % 3 != 2
+        self._at_start = (round_ + variant) % 4 == 3
+        first = self._once(run, call, round_, 0)
         wrong = []
         if first.status == "computed":
-            second = self._once(way.again, call, round_, 1)
-            if first.outside or (first.results != second.results and self._foreign(way, call, round_, first)):
+            second = self._once(again, call, round_, 1)
+            if first.outside or (first.results != second.results and self._foreign(run, call, round_, first)):
                 wrong.append("foreign_reads")
             first = first._replace(canaries=first.canaries + second.canaries, changed=first.changed + second.changed)
         if first.canaries or first.changed:
             wrong.append("canaries_changed")
         return first.status, wrong
 
-    def _foreign(self, way: Way, call: Call, round_: int, first: Outcome) -> bool:
+    def _foreign(self, run: Callable[..., list[Any]], call: Call, round_: int, first: Outcome) -> bool:
         """Return whether results differ because of the words in memory, not by chance."""
-        again = self._once(way.first, call, round_, 0)
-        other = self._once(way.first, call, round_, 1)
+        again = self._once(run, call, round_, 0)
+        other = self._once(run, call, round_, 1)
         if again.results == first.results:
             return other.results != first.results
         words = [word.to_bytes(8, "little")[:4] for word in WORDS]
         return any(word in part for word in words for part in _bytes_in(first.results))
 
-    def _once(self, run: Callable[..., list[Any]], call: Call, round_: int, variant: int) -> Outcome:
+    def _once(self, run: Callable[..., list[Any]], call: Call, round_: int, filling: int) -> Outcome:
         arena, allocator = self._arena, self._allocator
-        at_start = round_ % 4 == 3
-        allocator.fill(WORDS[variant], at_start)
-        guarded = round_ % 3 != 2
+        allocator.fill(WORDS[filling], self._at_start)
+        guarded, written = self._guarded, self._written
         damaged = allocator.damaged
         results, outside, status = None, False, "computed"
-        written = frozenset(written_inputs(KernelSpec(call.name, call.args, call.kwargs, len(call.images), 0)))
         tensors: list[Tensor] = []
         try:
             if guarded:
                 with contextlib.suppress(MemoryError):
-                    tensors = arena.place(call.images, variant, at_start)
+                    tensors = arena.place(call.images, filling, self._at_start)
             guarded = len(tensors) == len(call.images) > 0
             if not guarded:
                 tensors = [ordinary(image) for image in call.images]
@@ -402,6 +448,7 @@ class Fuzzer:
         self._base = base
         self._seed = seed
         self._patience = patience
+        self._last: tuple[int, Call] | None = None
         self._state = mmap.mmap(-1, mmap.PAGESIZE)
         self._left_out: set[Entry] = set()
         self._deaths: Counter[Entry] = Counter()
@@ -409,15 +456,20 @@ class Fuzzer:
         self.calls = 0
         self.found: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
 
-    def call(self, number: int) -> tuple[Entry, Call, int]:
-        """Return the call with a number: its entry, itself, and its round."""
+    def call(self, number: int, variant: int) -> tuple[Entry, Call, int]:
+        """Return a variant of the call with a number: its entry, itself, and its round."""
         round_, place = divmod(number, len(self._entries))
         entry = self._entries[place]
-        rng = random.Random(f"{self._seed} {entry.way} {entry.name} {round_}")
-        return entry, mutate(self._base[entry.name], rng), round_
+        text = f"{self._seed} {entry.way} {entry.name} {round_}"
+        if self._last is None or self._last[0] != number:
+            self._last = number, mutate(self._base[entry.name], random.Random(text))
+        call = self._last[1]
+        if variant:
+            call = varied(call, random.Random(f"{text} {variant}"), shapes=entry.way != "program")
+        return entry, call, round_
 
     def run(self, numbers: range, seconds: float) -> None:
-        """Run the calls with some numbers; begin no further batch after so many seconds."""
+        """Run all variants of the calls with some numbers; begin no further batch after so many seconds."""
         at, end_s = 0, time.monotonic() + seconds
         while at < len(numbers) and time.monotonic() < end_s:
             at = self._batch(numbers, at)
@@ -426,7 +478,7 @@ class Fuzzer:
         """Run the next calls in a child; return the place after the last one that it began."""
         stop = min(len(numbers), at + BATCH)
         with tempfile.TemporaryFile() as findings:
-            status, ended_by, place = self._in_child(numbers, at, stop, findings.fileno())
+            status, ended_by, place, variant = self._in_child(numbers, at, stop, findings.fileno())
             findings.seek(0)
             for line in findings:
                 kind, text, name = json.loads(line)
@@ -435,12 +487,12 @@ class Fuzzer:
         self.calls += sum(status.values())
         if ended_by is None:
             return stop
-        self._end_of_child(numbers[place], ended_by)
+        self._end_of_child(numbers[place], variant, ended_by)
         return place + 1
 
-    def _end_of_child(self, number: int, ended_by: int) -> None:
+    def _end_of_child(self, number: int, variant: int, ended_by: int) -> None:
         """Note that a child ended within a call; run it alone to see whether that was its fault."""
-        entry, call, round_ = self.call(number)
+        entry, call, round_ = self.call(number, variant)
         kind = "crashes" if ended_by in _CRASHES else "slow"
         name = f"{entry.name} ({entry.way})"
         self.calls += 1
@@ -448,41 +500,43 @@ class Fuzzer:
         if kind == "crashes":
             with tempfile.TemporaryFile() as findings:
                 one = range(number, number + 1)
-                _, alone, _ = self._in_child(one, 0, 1, findings.fileno())
+                _, alone, _, _ = self._in_child(one, 0, 1, findings.fileno(), [variant])
             if alone is None:
                 name = f"after {name}"  # something before it has damaged memory
         signal_name = signal.Signals(ended_by).name
-        self.found[kind][name].append(f"{signal_name}, round {round_}: {describe(call)}")
+        self.found[kind][name].append(f"{signal_name}, round {round_}, variant {variant}: {describe(call)}")
         self._deaths[entry] += 1
         if self._deaths[entry] >= self._patience:
             self._left_out.add(entry)
 
-    def _in_child(self, numbers: range, at: int, stop: int, findings: int) -> tuple[dict[str, int], int | None, int]:
+    def _in_child(
+        self, numbers: range, at: int, stop: int, findings: int, variants: Sequence[int] = range(VARIANTS)
+    ) -> tuple[dict[str, int], int | None, int, int]:
         """Run calls in a child process.
 
         Returns:
-            How many had which status; the signal that ended the child, ``None`` if nothing did; and the place of the
-            call that it ended in.
+            How many had which status; the signal that ended the child, ``None`` if nothing did; and the place and
+            variant of the call that it ended in.
         """
         _STATE.pack_into(self._state, 0, at, 0, 0, 0, 0)
         child = os.fork()
         if child == 0:
             try:
-                self._child(numbers, at, stop, findings)
+                self._child(numbers, at, stop, findings, variants)
             except BaseException as error:  # the fuzzer's own fault
                 os.write(2, f"{type(error).__name__}: {error}\n".encode())
                 os._exit(3)
             os._exit(0)
-        ended = _await(child, lambda: _STATE.unpack_from(self._state)[:2])
-        place, computed, raised, refused, _ = _STATE.unpack_from(self._state)
+        ended = _await(child, lambda: _STATE.unpack_from(self._state))
+        place, variant, computed, raised, refused = _STATE.unpack_from(self._state)
         if os.WIFEXITED(ended) and os.WEXITSTATUS(ended) == 3:
-            raise RuntimeError(f"the fuzzer failed at {describe(self.call(numbers[place])[1])}")
+            raise RuntimeError(f"the fuzzer failed at {describe(self.call(numbers[place], variant)[1])}")
         status = {"computed": computed, "raised": raised, "refused": refused}
         if os.WIFSIGNALED(ended):
-            return status, os.WTERMSIG(ended), place
-        return status, None if os.WEXITSTATUS(ended) == 0 else signal.SIGABRT, place
+            return status, os.WTERMSIG(ended), place, variant
+        return status, None if os.WEXITSTATUS(ended) == 0 else signal.SIGABRT, place, variant
 
-    def _child(self, numbers: range, at: int, stop: int, findings: int) -> None:
+    def _child(self, numbers: range, at: int, stop: int, findings: int, variants: Sequence[int]) -> None:
         for number in (signal.SIGALRM, signal.SIGINT, signal.SIGPROF):
             signal.signal(number, signal.SIG_DFL)
         faulthandler.disable()
@@ -490,30 +544,31 @@ class Fuzzer:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)  # MKL prints there
         os.dup2(nowhere, 2)
+        torch.set_printoptions(threshold=0, edgeitems=1)  # errors about types print tensors
         prober = Prober()
         _limit()
         counts = dict.fromkeys(("computed", "raised", "refused"), 0)
         told: set[tuple[str, str]] = set()
         with torch.inference_mode():
-            for place in range(at, stop):
-                entry, call, round_ = self.call(numbers[place])
+            for place, variant in itertools.product(range(at, stop), variants):
+                entry, call, round_ = self.call(numbers[place], variant)
                 if entry in self._left_out:
                     continue
-                _STATE.pack_into(self._state, 0, place, *counts.values(), 0)
+                _STATE.pack_into(self._state, 0, place, variant, *counts.values())
                 signal.setitimer(signal.ITIMER_PROF, CPU_S)
                 try:
-                    status, wrong = prober.probe(entry, call, round_)
+                    status, wrong = prober.probe(entry, call, round_, variant)
                 except BaseException as error:
                     os.dup2(errors, 2)
                     raise RuntimeError(f"{describe(call)}: {error!r}") from error
                 counts[status] += 1
                 for kind in wrong:
                     name = f"{entry.name} ({entry.way})"
-                    text = "" if (kind, name) in told else f"round {round_}: {describe(call)}"
+                    text = "" if (kind, name) in told else f"round {round_}, variant {variant}: {describe(call)}"
                     told.add((kind, name))
                     os.write(findings, json.dumps([kind, text, name]).encode() + b"\n")
         signal.setitimer(signal.ITIMER_PROF, 0)
-        _STATE.pack_into(self._state, 0, stop, *counts.values(), 0)
+        _STATE.pack_into(self._state, 0, stop, 0, *counts.values())
 
     @property
     def left_out(self) -> list[str]:
@@ -721,7 +776,7 @@ def share_of(entries: Sequence[Entry], options: argparse.Namespace) -> dict[str,
     names = {entry.name for entry in entries}
     torch.set_num_threads(1)
     base = base_calls(names, database=False) if options.no_database else load(calls_file(), names)
-    numbers = range(options.share, options.calls, options.processes)
+    numbers = range(options.share, options.calls // VARIANTS, options.processes)
     if options.round is not None:
         first = options.round * len(entries)
         numbers = range(first + options.share, first + len(entries), options.processes)

@@ -17,6 +17,9 @@ from onebox.wire.program import ITEM_BYTES
 UNCHANGED = 0.15
 """Share of calls that stay as they are: sensible ones have to be safe, too."""
 
+EXTREME = 0.03
+"""Share of calls all of whose numbers are the least, or others at which a kernel divides by zero or never ends."""
+
 UNRELATED = 0.05
 """Share of calls whose arguments only have the types of the schema."""
 
@@ -46,9 +49,34 @@ def mutate(base: Sequence[Call], rng: random.Random) -> Call:
     if chance < UNCHANGED + UNRELATED:
         call = random_call(call.name, rng)
     draft = _Draft(call, rng)
+    if rng.random() < EXTREME:
+        draft.extremes()
     for _ in range(rng.choice((1, 1, 1, 2, 2, 3, 5))):
         draft.change()
     return draft.call()
+
+
+def varied(call: Call, rng: random.Random, *, shapes: bool) -> Call:
+    """Return a call with the same constants and other tensors, some of the time those that it has.
+
+    Args:
+        call: The call.
+        rng: Source of random numbers.
+        shapes: Whether sizes and types may differ, not only values and strides.
+    """
+    if not call.images or rng.random() < UNCHANGED:
+        return call
+    images = list(call.images)
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        place = _place(images, rng)
+        images[place] = (mutated_image if shapes else rng.choice((_values, _values, _strides)))(images[place], rng)
+    return Call(call.name, call.args, call.kwargs, tuple(images))
+
+
+def _place(images: Sequence[Image], rng: random.Random) -> int:
+    """Return the place of an image to be changed: of integers, where there are some, more often than others."""
+    indices = [place for place, image in enumerate(images) if "int" in image.dtype]
+    return rng.choice(indices if indices and rng.random() < 0.5 else range(len(images)))
 
 
 class _Draft:
@@ -83,13 +111,18 @@ class _Draft:
         """Change one argument, or the content of one tensor."""
         places: list[Any] = [*range(len(self._args)), *self._kwargs]
         if self._images and self._rng.random() < 0.5:
-            indices = [place for place, image in enumerate(self._images) if "int" in image.dtype]
-            place = self._rng.choice(indices if indices and self._rng.random() < 0.5 else range(len(self._images)))
+            place = _place(self._images, self._rng)
             self._images[place] = mutated_image(self._images[place], self._rng)
         elif places:
             place = self._rng.choice(places)
             holder: Any = self._args if isinstance(place, int) else self._kwargs
             holder[place] = self._mutated(holder[place])
+
+    def extremes(self) -> None:
+        """Set all elements of each tensor, and each number, to an extreme one."""
+        self._images = [_extreme(image, self._rng) for image in self._images]
+        self._args = [_extreme_scalar(value, self._rng) for value in self._args]
+        self._kwargs = {key: _extreme_scalar(value, self._rng) for key, value in self._kwargs.items()}
 
     def _mutated(self, value: Argument) -> Argument:
         rng = self._rng
@@ -162,7 +195,28 @@ def mutated_scalar(value: Any, rng: random.Random) -> Any:
     return value
 
 
+def _extreme_scalar(value: Argument, rng: random.Random) -> Argument:
+    if isinstance(value, bool) or rng.random() < 0.5:
+        return value
+    if isinstance(value, int):
+        return rng.choice((-1, 0, 7, -(2**31), -(2**63), 2**63 - 1))
+    return rng.choice(_FLOATS) if isinstance(value, float) else value
+
+
 # ---- tensors
+
+
+def _extreme(image: Image, rng: random.Random) -> Image:
+    form = _FORMATS.get(image.dtype)
+    width = ITEM_BYTES[image.dtype]
+    if form is None or image.dtype == "bool":
+        return image
+    if form in "fde":
+        element = struct.pack(form, rng.choice((float("nan"), float("inf"), 0.0, -1.0)))
+    else:
+        number = rng.choice((-1 << (8 * width - 1), -1, 0, 7))
+        element = (number & ((1 << 8 * width) - 1)).to_bytes(width, "little")
+    return Image(image.dtype, image.shape, image.strides, element * (len(image.data) // width))
 
 
 def mutated_image(image: Image, rng: random.Random) -> Image:

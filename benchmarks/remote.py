@@ -5,6 +5,8 @@ as long on a remote GPU as on a local one.
 
 And what do encryption and acknowledgements cost, which messages to other hosts have? The same training over TCP with
 and without each, in turn.
+
+And what do checked arguments and zeroed memory cost a worker? The same training with and without both, in turn.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import time
 
 from common import BATCH, MODELS, Peer, batches, finish, make, show, spread
 from remote_channel import measure_channel
+from remote_checks import measure_checks
 from torch import nn
 
 import onebox
@@ -26,14 +29,29 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="0: do without the first question")
     parser.add_argument("--pool", default="cpu")
     parser.add_argument("--channel-rounds", type=int, default=30, help="0: do without the second question")
+    parser.add_argument("--check-rounds", type=int, default=60, help="0: do without the third question")
     options = parser.parse_args()
-    rows, result, processor = [], {}, []
-    with onebox.open(options.pool, threads=1) as pool:
+    result: dict[str, float] = {}
+    if options.rounds:
+        result |= compare(options.pool, options.rounds)
+    if options.channel_rounds:
+        result |= measure_channel(options.channel_rounds)
+    if options.check_rounds:
+        result |= measure_checks(options.check_rounds)
+    finish(result, as_json=options.json)
+
+
+def compare(devices: str, rounds: int) -> dict[str, float]:
+    """Compare one worker with eager PyTorch, print a table, and return what belongs into the JSON object."""
+    rows: list[list[str]] = []
+    result: dict[str, float] = {}
+    processor: list[float] = []
+    with onebox.open(devices, threads=1) as pool:
         for name in MODELS:
-            local, remote, client = measure(name, pool, options.rounds)
+            local, remote, client = measure(name, pool, rounds)
             ratios = [ours / theirs for ours, theirs in zip(remote, local, strict=True)]
             processor += client
             result[f"{name}_ratio"] = round(statistics.median(ratios), 4)
@@ -44,9 +62,7 @@ def main() -> None:
         ["model", "local ms/step", "worker ms/step", "worker / local", "client CPU ms/step"],
         rows,
     )
-    if options.channel_rounds:
-        result |= measure_channel(options.channel_rounds)
-    finish(result, as_json=options.json)
+    return result
 
 
 def measure(name: str, pool: onebox.Pool, rounds: int) -> tuple[list[float], list[float], list[float]]:

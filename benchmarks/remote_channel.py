@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from channels import CHANNELS, Client, open_channels
@@ -35,7 +35,8 @@ def measure_channel(rounds: int) -> dict[str, float]:
     rows: list[list[str]] = []
     result: dict[str, float] = {}
     for name in MODELS:
-        wall, processor = train_in_turn(name, rounds)
+        with open_channels() as client:
+            wall, processor = train_in_turn(name, rounds, client, list(CHANNELS))
         for what in CHANNELS:
             over, more = (
                 [ours / theirs - 1 for ours, theirs in zip(sides["as it is"], sides[what], strict=True)]
@@ -74,29 +75,38 @@ def measure_channel(rounds: int) -> dict[str, float]:
     return result
 
 
-def in_turn(rounds: int) -> Iterator[str]:
-    """Yield the channels of each round, each round beginning with another one."""
-    names = list(CHANNELS)
+class Sides(Protocol):
+    """A pool of one worker that can be used in several ways."""
+
+    @property
+    def pool(self) -> onebox.Pool:
+        """The pool."""
+
+    def use(self, name: str) -> None:
+        """Use it in one of the ways from now on; nothing may be under way."""
+
+
+def in_turn(names: Sequence[str], rounds: int) -> Iterator[str]:
+    """Yield the names in each round, each round beginning with another one."""
     for turn in range(rounds):
         first = turn % len(names)
         yield from [*names[first:], *names[:first]]
 
 
-def train_in_turn(name: str, rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Return milliseconds a step by the clock, and of the processors of client and worker, for each channel."""
-    wall: dict[str, list[float]] = {what: [] for what in CHANNELS}
-    processor: dict[str, list[float]] = {what: [] for what in CHANNELS}
+def train_in_turn(
+    name: str, rounds: int, sides: Sides, names: Sequence[str]
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Return milliseconds a step by the clock, and of the processors of client and worker, for each way by its name."""
+    wall: dict[str, list[float]] = {what: [] for what in names}
+    processor: dict[str, list[float]] = {what: [] for what in names}
     data = batches(8, BATCH)
     model, optimizer = make(name)
-    with (
-        open_channels() as client,
-        onebox.Trainer(
-            model, nn.functional.cross_entropy, optimizer, pool=client.pool, engine=onebox.Engine(trace=False)
-        ) as trainer,
-    ):
+    with onebox.Trainer(
+        model, nn.functional.cross_entropy, optimizer, pool=sides.pool, engine=onebox.Engine(trace=False)
+    ) as trainer:
         _train(trainer, data, STEPS[name])
-        for what in in_turn(rounds):
-            client.use(what)
+        for what in in_turn(names, rounds):
+            sides.use(what)
             _train(trainer, data, 1)
             used, seconds = _train(trainer, data, STEPS[name])
             processor[what].append(used / STEPS[name] * 1e3)
@@ -150,7 +160,7 @@ def transfer_in_turn(rounds: int) -> dict[str, tuple[list[float], list[float]]]:
         number = client.pool.new_number()
         put, get = Put((number,), (spec,)), Get((number,))
         _transfer(client, put, [frame])
-        for what in in_turn(rounds):
+        for what in in_turn(list(CHANNELS), rounds):
             client.use(what)
             rates[what][0].append(_transfer(client, put, [frame]))
             rates[what][1].append(_transfer(client, get, []))

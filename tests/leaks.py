@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -50,3 +51,15 @@ def nothing_left(memories: str = "onebox") -> Iterator[None]:
         time.sleep(0.02)
     assert not left, f"left open: {dict(left)}"
     assert more <= 0, f"{more} memories are still mapped"
+
+
+@contextmanager
+def no_descriptors() -> Iterator[None]:
+    """Let this process open no further descriptor, as where a stranger has used them up."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.close(lowest := os.dup(0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

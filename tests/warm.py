@@ -90,8 +90,8 @@ def single() -> dict[str, str]:
 
 
 def start() -> None:
-    """Start the process that is forked, where it does not run."""
-    _STARTERS[os.environ.get(_THREADS)].start()
+    """Start the process that is forked for programs of one thread, where it does not run."""
+    _STARTERS[single()[_THREADS]].start()
 
 
 def _words(line: Sequence[str]) -> list[str]:

@@ -474,6 +474,7 @@ class ForkServerClient:
         try:
             return decode_fork_reply(packet), descriptors
         except msgspec.DecodeError:
+            _close(descriptors)
             raise SpawnFailed(f"it sent {packet[:200]!r}") from None
 
 

@@ -32,7 +32,7 @@ def test_tensors_go_between_a_gpu_and_a_cpu(shared: bool, device: str) -> None:
                         Put((1,), (own,)),
                         Send(1, group, 1 - worker),
                         Receive(2, own, group, 1 - worker),
-                        Gather(1, 3, whole, group),
+                        Gather(1, 3, whole, group, (2, 2)),
                         Reduce((1,), group),
                         Get((1, 2, 3)),
                     ],

@@ -17,6 +17,7 @@ import pytest
 import onebox
 from onebox.errors import OneboxError
 from onebox.plan import Plan
+from tests.gpu_run.checks import TEST_S
 from tests.models import CASES, OPTIMIZERS
 from tests.process.stages import SEED, reference, run, staged
 from tests.process.test_migration import moved
@@ -29,7 +30,9 @@ SIZES = [8, 5, 8, 8]
 TOLERANCE = 1e-8
 
 NOTICED_S = 30.0
-"""Longest time until the death of a peer is an error, or a run has gone on."""
+"""Longest time until the death of a peer is an error; until a run has gone on, twice as long."""
+
+IDLE_S = 60
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +150,7 @@ def test_a_killed_peer_is_an_error_in_time(layout: str, devices: Callable[[int],
 
 
 @pytest.mark.parametrize("layout", ["pipeline", "replicas"])
+@pytest.mark.timeout(2 * NOTICED_S + TEST_S)
 def test_a_run_goes_on_after_a_killed_peer(layout: str, devices: Callable[[int], str]) -> None:
     plan = staged("gpt2", (0, 1)) if layout == "pipeline" else Plan.data_parallel([0, 1], [1.0, 1.0], micro_batch=3)
     batches = CASES["gpt2"].batches([8] * 12)
@@ -161,6 +165,7 @@ def test_a_run_goes_on_after_a_killed_peer(layout: str, devices: Callable[[int],
     assert_same(found, reference("gpt2", plan, [8] * 12, optimizer="sgd"), TOLERANCE)
 
 
+@pytest.mark.timeout(IDLE_S + TEST_S)
 def test_an_idle_minute(real: bool, pool: onebox.Pool) -> None:
     """NCCL's heartbeat and watchdog threads run meanwhile, and a loss that nobody reads waits on the device."""
     plan = staged("gpt2", (0, 1))
@@ -168,7 +173,7 @@ def test_an_idle_minute(real: bool, pool: onebox.Pool) -> None:
     before = list(pool.process_ids)
     with _begun(pool, plan) as trainer:
         losses = [trainer.step(*batch) for batch in batches[:2]]
-        time.sleep(60 if real else 2)
+        time.sleep(IDLE_S if real else 2)
         losses += [trainer.step(*batch) for batch in batches[2:]]
         found = _outcome(trainer, losses)
     assert list(pool.process_ids) == before

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from tests.gpu_run.checks import CHECKS, SPARE_S, Check, Kind
+from tests.gpu_run.checks import CHECKS, SPARE_S, TEST_S, Check, Kind
 from tests.gpu_run.processes import run
 from tests.gpu_run.report import Report, Result, figures_of, last_lines, now, tests_of
 
@@ -46,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--only", nargs="+", metavar="NAME", help="of the checks, those whose names contain one of these"
     )
+    parser.add_argument("--patience", type=float, default=1.0, help="factor for the limits of checks and tests")
     parser.add_argument("--report", type=Path, metavar="FOLDER", help="where the report goes; under runs/ if not given")
     parser.add_argument("--list", action="store_true", help="list the checks and end")
     options = parser.parse_args(arguments)
@@ -59,7 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for kind in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(kind, lambda *_: _interrupt())
     folder = (options.report or Path("runs", f"gpu-{now()}")).resolve()
-    made = GpuRun(device=options.device, folder=folder, limit_s=60 * options.minutes).all(chosen)
+    run_all = GpuRun(device=options.device, folder=folder, limit_s=60 * options.minutes, patience=options.patience)
+    made = run_all.all(chosen)
     print(f"\n{made.text()}\n\nreport: {folder}/report.txt and report.json")
     return _INTERRUPTED if any(result.reason == "interrupted" for result in made.results) else made.status
 
@@ -77,12 +79,14 @@ class GpuRun:
         folder: For the report and the logs; made if need be.
         limit_s: For all checks together.
         spare_s: Least time that is worth starting a check for.
+        patience: Factor for the time limits of checks and tests.
     """
 
     device: Kind
     folder: Path
     limit_s: float
     spare_s: float = SPARE_S
+    patience: float = 1.0
 
     def all(self, checks: Sequence[Check]) -> Report:
         """Run checks, one after the other, and return the report, which is written anew after each."""
@@ -119,7 +123,7 @@ class GpuRun:
         name = check.name.replace(":", "").replace(" ", "-")
         log, listing = self.folder / f"{name}.log", self.folder / f"{name}.xml"
         blank = Result(name=check.name, reveals=check.reveals, status="skipped", log=log.name)
-        limit_s = min(check.limit_s, left_s)
+        limit_s = min(self.patience * check.limit_s, left_s)
         if limit_s < self.spare_s:
             return replace(blank, reason=f"the {self.limit_s / 60:.0f} minutes are over")
         if machine.get("missing"):
@@ -130,15 +134,16 @@ class GpuRun:
         values = {"{device}": self.device, "{folder}": str(self.folder)}
         filled = [values.get(part, part) for part in check.command]
         filled += check.rehearsal if self.device != "cuda" else ()
-        filled += [f"--junitxml={listing}"] if check.tests else []
+        filled += [f"--timeout={self.patience * TEST_S:.0f}", f"--junitxml={listing}"] if check.tests else []
         listing.unlink(missing_ok=True)
         ending = run([sys.executable, *filled], log=log, limit_s=limit_s, folder=ROOT, environment=self._environment())
-        counts, failures, skips = tests_of(listing)
+        counts, failures, skips = tests_of(listing, log) if check.tests else ({}, [], {})
         figures = None if check.tests else figures_of(log)
         made = replace(blank, seconds=ending.seconds, limit_s=limit_s, counts=counts, skips=skips, figures=figures)
         wrong = ending.problem(limit_s)
         if wrong:
-            return replace(made, status="failed", reason=wrong, failures=failures, last_lines=last_lines(log))
+            lines = last_lines(log) if ending.late or not failures else []
+            return replace(made, status="failed", reason=wrong, failures=failures, last_lines=lines)
         if check.tests and not counts.get("passed"):
             return replace(made, reason="; ".join(skips) or "no test ran")
         return replace(made, status="passed")

@@ -13,7 +13,7 @@ Kind = Literal["cuda", "model", "cpu"]
 """Devices that are checked: GPUs, the modelled accelerator, or CPU workers for a rehearsal."""
 
 TEST_S = 60
-"""Time limit of one test; it ends with the stacks of all threads, earlier than the limit of a whole check."""
+"""Time limit of one test, earlier than that of a whole check; it ends with the stacks of all threads."""
 
 SPARE_S = 10
 """Least time that is worth starting a check for."""
@@ -55,7 +55,7 @@ def suite(name: str, reveals: str, *selection: str, limit_s: float, devices: int
         limit_s: Longest run.
         devices: Number of devices that it needs.
     """
-    usual = ("-m", "pytest", "-v", "-W", "default", "-p", "no:cacheprovider", f"--timeout={TEST_S}")
+    usual = ("-m", "pytest", "-v", "-W", "default", "-p", "no:cacheprovider")
     return Check(name=name, reveals=reveals, command=(*usual, *selection), limit_s=limit_s, devices=devices, tests=True)
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 from xml.etree import ElementTree
+
+_TEST = re.compile(r"^\S+\.py::(?P<name>.+?) (?P<result>PASSED|FAILED|ERROR|SKIPPED)\b", re.MULTILINE)
+"""The result of a test in pytest's verbose output."""
 
 Status = Literal["passed", "failed", "skipped", "running", "waiting"]
 
@@ -34,7 +38,7 @@ class Result:
         counts: Numbers of tests by their result.
         failures: For each failed test its name and the end of its message.
         skips: Reasons of tests that were skipped, with their number.
-        last_lines: End of the output, where it failed.
+        last_lines: End of the output, where it failed and failures of tests do not say all.
         figures: Last JSON object of the output, where it has one.
         log: Name of the file with all output.
     """
@@ -129,16 +133,25 @@ def _failed(result: Result) -> list[str]:
     lines = [f"== {result.name}: {result.reason}", f"   would reveal: {result.reveals}", f"   log: {result.log}"]
     for name, message in result.failures:
         lines += [f"-- {name}", *(f"   {line}" for line in message.splitlines()[-LAST_LINES:])]
-    return [*lines, *([] if result.failures else [f"   {line}" for line in result.last_lines])]
+    return [*lines, *(f"   {line}" for line in result.last_lines)]
 
 
-def tests_of(listing: Path) -> tuple[dict[str, int], list[tuple[str, str]], dict[str, int]]:
-    """Return what pytest's listing has: numbers by result, failures with their messages, reasons of skips."""
+def tests_of(listing: Path, log: Path) -> tuple[dict[str, int], list[tuple[str, str]], dict[str, int]]:
+    """Return what pytest's listing has: numbers by result, failures with their messages, reasons of skips.
+
+    Args:
+        listing: The listing; without it, such as after the time limit, the log says which tests were over.
+        log: The output.
+    """
     counts = {"passed": 0, "failed": 0, "skipped": 0}
     failures: list[tuple[str, str]] = []
     skips: dict[str, int] = {}
     if not listing.is_file():
-        return {}, failures, skips
+        for found in _TEST.finditer(log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""):
+            kind = {"PASSED": "passed", "SKIPPED": "skipped"}.get(found["result"], "failed")
+            counts[kind] += 1
+            failures += [(found["name"], "in the log")] * (kind == "failed")
+        return (counts if any(counts.values()) else {}), failures, skips
     for case in ElementTree.parse(listing).getroot().iter("testcase"):
         wrong = [found for kind in ("failure", "error") for found in case.findall(kind)]
         left_out = case.find("skipped")

@@ -19,8 +19,17 @@ def seed(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
 
+@pytest.fixture
+def collected() -> Iterator[None]:
+    """Free the garbage of a test at its end; what is left is not looked at again, as all of PyTorch takes most of a
+    second."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
-def accelerator(seed: int) -> Iterator[ModelAccelerator]:
+def accelerator(seed: int, collected: None) -> Iterator[ModelAccelerator]:
     """The device of the machines of a test, which must not race."""
     made = ModelAccelerator(seed, memory_bytes=256 << 20)
     try:
@@ -30,4 +39,3 @@ def accelerator(seed: int) -> Iterator[ModelAccelerator]:
         assert made.races == ()
     finally:
         made.close()
-        gc.collect()

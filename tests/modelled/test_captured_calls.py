@@ -20,16 +20,20 @@ X = torch.arange(512, dtype=torch.float64).view(8, 64) / 512
 STEPS = 5
 
 
+@pytest.fixture(autouse=True)
+def accelerator() -> None:
+    """No device beside the one of :func:`model`."""
+
+
 @pytest.fixture
-def model() -> Iterator[ModelAccelerator]:
-    made = ModelAccelerator(1, memory_bytes=64 << 20)
+def model(seed: int, collected: None) -> Iterator[ModelAccelerator]:
+    made = ModelAccelerator(seed, memory_bytes=64 << 20)
     try:
         yield made
         made.synchronize()
         assert made.races == ()
     finally:
         made.close()
-        gc.collect()
 
 
 def operator(name: str, source: int, target: int, *args: float, position: int = -1) -> Operator:

@@ -46,10 +46,15 @@ CHAIN = program(
 )
 
 
-@pytest.fixture(params=[0, pytest.param(2, marks=pytest.mark.long)])
-def model(request: pytest.FixtureRequest) -> Iterator[ModelAccelerator]:
+@pytest.fixture(autouse=True)
+def accelerator() -> None:
+    """No device beside the one of :func:`model`, while models are traced least of all."""
+
+
+@pytest.fixture
+def model(seed: int, collected: None) -> Iterator[ModelAccelerator]:
     """A modelled accelerator, which must not race."""
-    made = ModelAccelerator(request.param, memory_bytes=256 << 20)
+    made = ModelAccelerator(seed, memory_bytes=256 << 20)
     try:
         with torch.inference_mode():
             yield made
@@ -57,7 +62,6 @@ def model(request: pytest.FixtureRequest) -> Iterator[ModelAccelerator]:
         assert made.races == ()
     finally:
         made.close()
-        gc.collect()
 
 
 class Worker:

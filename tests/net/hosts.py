@@ -15,6 +15,8 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -188,6 +190,7 @@ class Network:
     def __init__(self, names: Sequence[str]) -> None:
         self._id = f"{_PREFIX}-{os.getpid()}-{os.urandom(3).hex()}"
         self._spaces: list[str] = []
+        self._forwarders: list[subprocess.Popen[bytes]] = []
         self.hosts: dict[str, Host] = {}
         try:
             switch = self._switch = self._space("switch")
@@ -212,9 +215,13 @@ class Network:
         """Kill what still runs on the hosts, and remove them. Idempotent."""
         while self._spaces:
             _remove(self._spaces.pop())
+        for forwarder in self._forwarders:  # all that runs there was killed
+            forwarder.wait(TOOL_S)
 
     def hide(self, name: str, inner: str, ports: Sequence[str]) -> Host:
         """Add a host behind a router that translates addresses, of which some ports lead to it.
+
+        Without ``nft`` a program forwards those ports, and the host cannot connect to any other.
 
         Args:
             name: Of the host; the address by which others know it is the router's.
@@ -222,10 +229,8 @@ class Network:
             ports: Of TCP: a port, or the first and the last with a dash between.
 
         Raises:
-            RuntimeError: There is no ``nft``, or the kernel translates no addresses.
+            RuntimeError: The kernel translates no addresses.
         """
-        if shutil.which("nft") is None:
-            raise RuntimeError("no nft here; install nftables")
         router = self._host(f"{name}-router", self._switch, 100)
         space, gateway = self._space(name), f"{inner.rpartition('.')[0]}.1"
         tool(
@@ -235,6 +240,10 @@ class Network:
             tool("ip", "-n", where, "address", "add", f"{address}/24", "dev", device)
             tool("ip", "-n", where, "link", "set", device, "up")
         tool("ip", "-n", space, "route", "add", "default", "via", gateway)
+        self.hosts[name] = Host(name, space, router.address, router._switch, router._port)
+        if shutil.which("nft") is None:
+            self._forward(router, inner, ports)
+            return self.hosts[name]
         rules = (
             "add table ip nat; add chain ip nat in { type nat hook prerouting priority -100; }; "
             "add chain ip nat out { type nat hook postrouting priority 100; }; "
@@ -244,8 +253,18 @@ class Network:
         inside = ("ip", "netns", "exec", router.space)
         tool(*inside, "nft", rules)
         tool(*inside, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward")
-        self.hosts[name] = Host(name, space, router.address, router._switch, router._port)
         return self.hosts[name]
+
+    def _forward(self, router: Host, inner: str, ports: Sequence[str]) -> None:
+        with tempfile.NamedTemporaryFile() as said:
+            program, output = Path(__file__).with_name("port_forwarder.py"), Path(said.name)
+            command = (sys.executable, str(program), router.address, inner, *ports)
+            self._forwarders.append(router.start(*command, output=output))
+            end_s = time.monotonic() + TOOL_S
+            while not output.read_text():
+                if time.monotonic() > end_s:
+                    raise RuntimeError("the forwarder of ports does not start")
+                time.sleep(0.05)
 
     def _space(self, name: str) -> str:
         space = f"{self._id}-{name}"

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
+from tests.gpu import test_two_gpus
 from tests.gpu_run.__main__ import GpuRun
-from tests.gpu_run.checks import CHECKS, Check, suite
+from tests.gpu_run.checks import CHECKS, TEST_S, Check, suite
 from tests.gpu_run.report import Report, Result
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,6 +117,28 @@ def test_tests_that_fail_are_named_and_those_that_all_skip_are_skipped(tmp_path:
     assert (none.status, none.reason) == ("failed", "exit status 5")
 
 
+_THEN_HANGING = (
+    _FAILING
+    + """
+def test_hangs():
+    import time
+    time.sleep(600)
+"""
+)
+
+
+@pytest.mark.long
+def test_tests_that_were_over_before_the_time_limit_are_named(tmp_path: Path) -> None:
+    (tmp_path / "test_hanging.py").write_text(_THEN_HANGING)
+    check = suite("hanging", "", str(tmp_path / "test_hanging.py"), limit_s=20)
+    report = GpuRun(device="cpu", folder=tmp_path, limit_s=120).all([check])
+    (hung,) = report.results
+    assert hung.reason == "not over after 20 s; its processes were ended"
+    assert hung.counts == {"passed": 1, "failed": 1, "skipped": 0}
+    assert [name for name, _ in hung.failures] == ["test_does_not_hold"]
+    assert "in test_hangs" in report.text(), "the stack of the one that hangs"
+
+
 def test_an_interrupted_run_has_a_report(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, "-m", "tests.gpu_run", "--device", "cpu", "--only", "open", "--report", str(tmp_path)]
@@ -143,6 +166,19 @@ def test_every_file_of_the_tests_of_gpus_is_in_a_check() -> None:
     assert named == files
     assert sum(check.limit_s for check in CHECKS if check.devices == 1) <= 45 * 60
     assert len({check.name for check in CHECKS}) == len(CHECKS)
+
+
+@pytest.mark.parametrize(
+    ("name", "test", "lasts_s"),
+    [
+        ("two: idle", test_two_gpus.test_an_idle_minute, test_two_gpus.IDLE_S),
+        ("two: peer killed", test_two_gpus.test_a_run_goes_on_after_a_killed_peer, 2 * test_two_gpus.NOTICED_S),
+    ],
+)
+def test_tests_that_wait_long_are_within_the_time_limits(name: str, test: Any, lasts_s: float) -> None:
+    (mark,) = [mark for mark in test.pytestmark if mark.name == "timeout"]
+    (check,) = [check for check in CHECKS if check.name == name]
+    assert lasts_s + TEST_S <= mark.args[0] < check.limit_s
 
 
 def rehearsed(*names: str) -> list[Check]:

@@ -5,11 +5,12 @@ Their tensors are of PyTorch's one private device, which virtual devices are in 
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import warm
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -19,6 +20,6 @@ REPOSITORY = Path(__file__).parents[2]
 @pytest.mark.short
 def test_suites_on_modelled_accelerators(tier: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", tier, "tests/modelled"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=870, check=False)
+    done = warm.run(command, cwd=REPOSITORY, env=warm.single(), text=True, timeout=870)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert " passed" in done.stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import pickle
 import sys
 from collections.abc import Iterator
@@ -63,6 +64,13 @@ def dotted(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else "?"
 
 
+@functools.cache  # the same names come again and again
+def forbidden(name: str) -> bool:
+    """Tell whether a name is that of a module, function or method that is not allowed, or in such a module."""
+    roots = {name[:end] for end in range(1, len(name) + 1) if end == len(name) or name[end] == "."}
+    return bool(roots & MODULES) or name in CALLS or name.rpartition(".")[2] in METHODS
+
+
 def offences(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Yield the line and the name of everything in a module that is not allowed."""
     for node in ast.walk(tree):
@@ -83,8 +91,7 @@ def offences(tree: ast.AST) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.Attribute | ast.Name):
             names = [dotted(node)]
         for name in names:
-            roots = {name[:end] for end in range(1, len(name) + 1) if end == len(name) or name[end] == "."}
-            if roots & MODULES or name in CALLS or name.rpartition(".")[2] in METHODS:
+            if forbidden(name):
                 yield node.lineno, name
 
 

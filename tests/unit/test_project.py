@@ -48,6 +48,21 @@ def test_licence_files_are_there() -> None:
     assert all((ROOT / name).is_file() for name in PROJECT["project"]["license-files"])
 
 
+def test_every_row_of_the_threats_names_a_test_that_exists() -> None:
+    """A file without a folder is in the folder of the one that was named before it in the same row."""
+    rows = [line.split(" | ") for line in (ROOT / "THREATS.md").read_text().splitlines() if line.startswith("| ")]
+    rows = [cells for cells in rows if cells != ["| wants", "holds by", "shown by |"]]
+    assert len(rows) > 45 and {len(cells) for cells in rows} == {3}
+    for *_, shown in rows:
+        named = re.findall(r"`([\w./-]+)`", shown)
+        assert any(path.startswith("tests/") or path == "benchmarks/security.py" for path in named), shown
+        folder = ROOT
+        for path in named:
+            found = folder / path if "/" not in path else ROOT / path
+            assert found.is_file() and found.suffix == ".py", f"{path} in {shown}"
+            folder = found.parent
+
+
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "CHANGELOG.md", "README.md", "THREATS.md", "examples/README.md"])
 def test_paths_and_links_of_a_page_exist(page: str) -> None:
     text = (ROOT / page).read_text()

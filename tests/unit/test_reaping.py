@@ -18,7 +18,6 @@ from pathlib import Path
 
 import pytest
 
-from onebox import reaping
 from onebox.forking import ForkedProcess
 from onebox.reaping import LEFT_BEHIND, LeftProcess, LeftProcesses, end_process, has_ended
 
@@ -56,8 +55,7 @@ class Stuck:
 
 
 @pytest.fixture
-def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stuck]:
-    monkeypatch.setattr(reaping, "KILLED_S", 0.2)
+def stuck() -> Iterator[Stuck]:
     made = Stuck()
     yield made
     made.close()
@@ -70,7 +68,7 @@ def test_a_killed_process_that_does_not_end_is_left_behind_and_reaped_later(
     LEFT_BEHIND.news()
     began_s = time.monotonic()
     with caplog.at_level(logging.WARNING, "onebox"):
-        assert not end_process(stuck.process, "a test's process", grace_s=0.1)
+        assert not end_process(stuck.process, "a test's process", grace_s=0.1, killed_s=0.2)
     assert time.monotonic() - began_s < 5
     assert f"a test's process, process {stuck.process.pid}, was killed and does not end" in caplog.text
     pid = stuck.process.pid

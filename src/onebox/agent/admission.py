@@ -164,17 +164,18 @@ def fit(wants: Sequence[Want], room: Mapping[str, Room], offers: Mapping[str, Of
     """
     left = dict(room)
     found: dict[int, Share] = {}
+    used: set[str] = set()
     order = sorted(range(len(wants)), key=lambda number: _urgency(wants[number]))
     for number in order:
         want = wants[number]
-        others = {share.device for share in found.values()}
-        choice = [want.device] if want.device != "cuda" else _by_size(left, offers, others)
+        choice = [want.device] if want.device != "cuda" else _by_size(left, offers, used)
         shares = (_share(want, offers[device]) for device in choice)
         share = next((share for share in shares if _fits(want, share, left[share.device], offers)), None)
         if share is None:
             return None
         found[number] = share
-        left = taken(left, [share])
+        used.add(share.device)
+        left |= taken({share.device: left[share.device]}, [share])
     return tuple(found[number] for number in range(len(wants)))
 
 
@@ -189,7 +190,7 @@ def lacking(wants: Sequence[Want], room: Mapping[str, Room], offers: Mapping[str
     Example:
         >>> offers = {"cpu": Offered(device="cpu", name="a CPU", memory_bytes=8 << 30, threads=1)}
         >>> lacking([Want("cpu", 1, 1 << 30)], {"cpu": Room(memory_bytes=6 << 30, threads=0)}, offers)
-        'lacking cores (0 of 1 free, 1 asked for)'
+        'cores (0 of 1 free, 1 asked for)'
     """
     if fit(wants, room, offers) is not None:
         return ""
@@ -207,7 +208,7 @@ def lacking(wants: Sequence[Want], room: Mapping[str, Room], offers: Mapping[str
         asked = sum(want.memory_bytes for want in wants)
         memory = f"memory ({size_text(free)} of {size_text(whole)} free, {size_text(asked)} asked for)"
         found.append(memory if all(want.memory_bytes for want in wants) else f"whole devices ({', '.join(names)})")
-    return f"lacking {' and '.join(found)}" if found else ""
+    return " and ".join(found)
 
 
 def reach(wants: Sequence[Want], offers: Mapping[str, Offered]) -> frozenset[str]:

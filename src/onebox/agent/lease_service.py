@@ -146,8 +146,9 @@ class LeaseService:
             case Grant():
                 self._start(decision, now_s)
             case Wait():
-                self._record("queued", client, now_s, place=decision.place, behind=decision.behind)
-                self._send(client, Queued(decision.number, decision.place, decision.behind), now_s)
+                place, behind, lacking = decision.place, decision.behind, decision.lacking
+                self._record("queued", client, now_s, place=place, behind=behind, lacking=lacking)
+                self._send(client, Queued(decision.number, place, behind, lacking), now_s)
             case Refuse():
                 self._asked.pop((client, decision.number), None)
                 self._report.refusal(

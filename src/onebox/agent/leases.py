@@ -28,6 +28,9 @@ from onebox.wire.protocol.agents import Holder, Offer, Want
 QUEUE = 256
 """The most requests in the queue."""
 
+TOLD = 8
+"""The most requests whose new places are reported at a time, as each takes some milliseconds; the others follow."""
+
 LEAST_GRACE_S = 1.0
 """The shortest grace of a lease: two heartbeat intervals."""
 
@@ -75,6 +78,7 @@ class Wait:
     number: int
     place: int
     behind: str
+    lacking: str
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,7 @@ class _Waiting:
     client: Client
     number: int
     wants: tuple[Want, ...]
+    reach: frozenset[str]
     estimate: tuple[Share, ...]
     grace_s: float
     place: int = 0
@@ -174,7 +179,7 @@ class Leases:
         """
         for waiting in self._queue:
             if (waiting.client, waiting.number) == (client, number):
-                return [Wait(client, number, waiting.place, self._behind(waiting))]
+                return [self._wait(waiting)]
         if any((held.client, held.number) == (client, number) for held in self._held.values()):
             return []
         try:
@@ -182,7 +187,8 @@ class Leases:
         except UsageError as error:
             return [Refuse(client, number, "usage", str(error))]
         if not wait and not self._could_be_next(request):
-            behind = self._behind(request)
+            lack = self._lacking(request)
+            behind = self._behind(request) + (f", lacking {lack}" if lack else "")
             return [Refuse(client, number, "busy", f"what is asked for is leased: {behind}; wait, or ask for less")]
         self._heard[client] = now_s
         self._queue.append(request)
@@ -334,7 +340,7 @@ class Leases:
         if over:
             had = f" with what {client.name} has or waits for already" if shares else ""
             raise UsageError(f"that is{had} {over} for one client: ask for less, or release some")
-        return _Waiting(client, number, made, estimate, grace_s)
+        return _Waiting(client, number, made, reach(made, self._offers), estimate, grace_s)
 
     def _over(self, shares: Sequence[Share]) -> str:
         """Describe the limit of a client that shares exceed; empty if none."""
@@ -360,8 +366,7 @@ class Leases:
 
     def _could_be_next(self, request: _Waiting) -> bool:
         """Return whether a request would be granted at once."""
-        mine = reach(request.wants, self._offers)
-        first = all(mine.isdisjoint(reach(waiting.wants, self._offers)) for waiting in self._queue)
+        first = all(request.reach.isdisjoint(waiting.reach) for waiting in self._queue)
         return first and self._fit(request) is not None
 
     def _advance(self, now_s: float) -> list[Decision]:
@@ -369,10 +374,9 @@ class Leases:
         made: list[Decision] = []
         kept: set[str] = set()
         for waiting in list(self._queue):
-            mine = reach(waiting.wants, self._offers)
-            shares = self._fit(waiting) if kept.isdisjoint(mine) else None
+            shares = self._fit(waiting) if kept.isdisjoint(waiting.reach) else None
             if shares is None:
-                kept |= mine
+                kept |= waiting.reach
                 continue
             self._queue.remove(waiting)
             self._last += 1
@@ -380,30 +384,38 @@ class Leases:
                 waiting.client, waiting.number, dict(enumerate(shares)), waiting.grace_s, now_s
             )
             made.append(Grant(waiting.client, waiting.number, self._last, shares))
-        for place, waiting in enumerate(self._queue, 1):
-            if waiting.place != place:
-                waiting.place = place
-                made.append(Wait(waiting.client, waiting.number, place, self._behind(waiting)))
+        moved = [(place, waiting) for place, waiting in enumerate(self._queue, 1) if waiting.place != place]
+        moved.sort(key=lambda each: each[1].place != 0)  # who has just asked is told at once
+        for place, waiting in moved[:TOLD]:
+            waiting.place = place
+            made.append(self._wait(waiting))
         self._forget()
         return made
 
+    def _wait(self, waiting: _Waiting) -> Wait:
+        return Wait(waiting.client, waiting.number, waiting.place, self._behind(waiting), self._lacking(waiting))
+
     def _behind(self, waiting: _Waiting) -> str:
-        """Describe the holders of, or the earlier requests for, the devices that a request could use, and what it
-        lacks."""
-        mine = reach(waiting.wants, self._offers)
+        """Name the holders of, and the earlier requests for, the devices that a request could use."""
+        mine = waiting.reach
         names = [held.client.name for _, held, share in self._shares() if share.device in mine]
         for other in self._queue:
             if other is waiting:
                 break
-            if not mine.isdisjoint(reach(other.wants, self._offers)):
+            if not mine.isdisjoint(other.reach):
                 names.append(other.client.name)
         names = list(dict.fromkeys(names))
         more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-        shares = [share for _, held, share in self._shares() if held.client.key == waiting.client.key]
+        return ", ".join(names[:_LISTED]) + more
+
+    def _lacking(self, waiting: _Waiting) -> str:
+        """Describe what a request lacks; empty where it waits for its turn only."""
         lack = lacking(waiting.wants, self._room(), self._offers)
-        if not lack and (over := self._over([*shares, *waiting.estimate])):
-            lack = f"with what you have, that is {over} for one client"
-        return ", ".join(names[:_LISTED]) + more + (f", {lack}" if lack else "")
+        if lack:
+            return lack
+        shares = [share for _, held, share in self._shares() if held.client.key == waiting.client.key]
+        over = self._over([*shares, *waiting.estimate])
+        return f"room within your limits (with what you have, {over})" if over else ""
 
     def _waited_for_by_itself(self, held: _Held) -> bool:
         """Return whether another session of a lease's client waits for its devices."""
@@ -411,7 +423,7 @@ class Leases:
         return any(
             waiting.client.key == held.client.key
             and waiting.client != held.client
-            and not devices.isdisjoint(reach(waiting.wants, self._offers))
+            and not devices.isdisjoint(waiting.reach)
             for waiting in self._queue
         )
 

@@ -141,7 +141,7 @@ class Agent:
         has_clients: Whether ``name_of`` knows any key.
         read_log: Returns the last lines of the log, at most the given number.
         isolation: Users and cgroups of leases, closed with the agent; none of their own where ``None``.
-        worker_ports: The TCP ports that workers bind, two each; empty for any free ones.
+        worker_ports: The TCP ports that workers bind, two or three each; empty for any free ones.
 
     Raises:
         UsageError: It cannot, or must not, listen there.

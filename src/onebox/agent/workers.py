@@ -125,7 +125,7 @@ class Workers:
         bind: The IP address that workers bind to.
         advertise: The address of this host that clients connect to.
         isolation: Users and cgroups of leases; closed by the caller.
-        ports: The TCP ports that workers bind, two each; empty for any free ones.
+        ports: The TCP ports that workers bind, two or three each; empty for any free ones.
     """
 
     def __init__(

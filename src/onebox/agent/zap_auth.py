@@ -4,15 +4,13 @@ that do not get as far."""
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
 from collections.abc import Callable, Iterable
 
 import zmq
 from zmq.utils import z85
 
 from onebox.agent.log_rate_limit import Reporter
-from onebox.wire import ConnectionEvent
+from onebox.wire import ConnectionEvent, socket_of
 
 _BATCH = 64
 _TEXT = 64
@@ -149,13 +147,6 @@ class HandshakeMonitor:
 
 def _peer(descriptor: int) -> str:
     """Return the address at the other end of a connection; empty where it has ended."""
-    with contextlib.suppress(OSError):
-        copy = os.dup(descriptor)
-        try:
-            connection = socket.socket(fileno=copy)
-        except OSError:
-            os.close(copy)
-            raise
-        with connection:
-            return str(connection.getpeername()[0])[:_TEXT]
+    with contextlib.suppress(OSError), socket_of(descriptor) as connection:
+        return str(connection.getpeername()[0])[:_TEXT]
     return ""

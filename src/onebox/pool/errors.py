@@ -34,8 +34,8 @@ _ADVICE = {
     "asserted": "a GPU says so of a number that is out of range, mostly a label or an index of an embedding: look at "
     "the values of the batch; a cpu device says which it is",
     "values": "use a cpu or cuda device where values are needed",
-    "address": "behind a NAT no tensors go between workers: let gradients be summed at the client (sync='client') "
-    "or let the agent serve at an address of its host",
+    "address": "behind a NAT let the agent serve at an address of its host that the router forwards to (onebox serve "
+    "--bind), beside the one that it advertises; or let gradients be summed at the client (sync='client')",
     "memory": "use smaller batches, let go of what is needed no more, or give the device a larger budget (memory=)",
     "peer": "another worker of the group went away or did not answer in time",
     "protocol": "client and worker disagree; this is an error inside onebox",

@@ -43,10 +43,10 @@ from onebox.wire.protocol.eager import (
     KernelSpec,
     Strided,
 )
-from onebox.wire.receive_watch import SMALL_BYTES, ConnectionEvent, Overrun, ReceiveWatch, connection_of
+from onebox.wire.receive_watch import SMALL_BYTES, ConnectionEvent, Overrun, ReceiveWatch, connection_of, socket_of
 from onebox.wire.recurrent import KINDS as RECURRENT_KINDS
 from onebox.wire.recurrent import RECURRENT, RECURRENT_BACKWARD
-from onebox.wire.reliable import Restarted
+from onebox.wire.reliable import Restarted, held_bytes
 from onebox.wire.tensors import (
     DTYPES,
     check_elements,
@@ -108,6 +108,7 @@ __all__ = [
     "encode",
     "fits_fused",
     "from_frame",
+    "held_bytes",
     "is_known",
     "is_random",
     "listen",
@@ -120,6 +121,7 @@ __all__ = [
     "rows_of",
     "send",
     "shares_memory",
+    "socket_of",
     "spec_of",
     "specs_by_slot",
     "to_frame",

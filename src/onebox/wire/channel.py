@@ -271,6 +271,11 @@ class Connection:
         """True if messages wait for acknowledgements of others."""
         return self._reliable is not None and self._reliable.full
 
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Messages that were sent until now, and how many of them have arrived; 0 between processes of one machine."""
+        return (0, 0) if self._reliable is None else self._reliable.sender.progress
+
     def send(self, frames: list[Any]) -> None:
         """Send a message, now or as soon as the window allows."""
         if self._reliable is None:

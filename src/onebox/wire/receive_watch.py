@@ -10,10 +10,11 @@ the user of this one has started.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
+import os
 import select
 import socket as sockets
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import zmq
@@ -26,6 +27,8 @@ _BEGINNINGS = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED
 _ENDS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 _BATCH = 64
 _CHECK_S = 1e-4  # time for each connection from one check to the next: some twenty times what it takes
+
+_libc = ctypes.CDLL(None)
 
 _RECEIVED = slice(128, 136)  # tcpi_bytes_received of struct tcp_info (linux/tcp.h), since Linux 4.1
 
@@ -142,7 +145,7 @@ class ReceiveWatch:
         if any_fresh and not self.several:
             fresh |= self._base.keys()
         for descriptor in list(self._base):
-            received = _with_socket(descriptor, _received_bytes)
+            received = _received_bytes(descriptor)
             if received is None:
                 self._forget(descriptor)
                 continue
@@ -162,7 +165,7 @@ class ReceiveWatch:
         if not self._pending:
             return []
         descriptor, size_bytes = max(self._pending.items(), key=lambda item: item[1])
-        address = _with_socket(descriptor, _shut)
+        address = _shut(descriptor)
         self._forget(descriptor)
         return [] if address is None else [Overrun(address, size_bytes)]
 
@@ -174,8 +177,7 @@ class ReceiveWatch:
             self.monitor.close(0)
 
     def _add(self, descriptor: int, now_s: float) -> None:
-        received = _with_socket(descriptor, _received_bytes)
-        if received is None:
+        if _received_bytes(descriptor) is None:
             return
         with contextlib.suppress(OSError):  # closed meanwhile
             self._epoll.register(descriptor, select.EPOLLIN | select.EPOLLET)
@@ -196,25 +198,40 @@ def connection_of(part: zmq.Frame) -> int:
         return -1
 
 
-def _with_socket(descriptor: int, action: Callable[[sockets.socket], Any]) -> Any:
-    """Return the result of a function of a TCP connection of libzmq's, or ``None`` if it has ended."""
-    with contextlib.suppress(OSError), sockets.fromfd(descriptor, sockets.AF_INET, sockets.SOCK_STREAM) as found:
-        return action(found)
-    return None
+def socket_of(descriptor: int) -> sockets.socket:
+    """Return a socket object for a connection that a library or another thread owns, to be closed by the caller.
+
+    Raises:
+        OSError: The owner has closed it; the descriptor may be that of a file by now.
+    """
+    copy = os.dup(descriptor)
+    try:
+        return sockets.socket(fileno=copy)  # of the right family, which addresses depend on
+    except OSError:
+        os.close(copy)
+        raise
 
 
-def _received_bytes(found: sockets.socket) -> int | None:
-    info = found.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, _RECEIVED.stop)  # fails for a socket of this machine
-    return int.from_bytes(info[_RECEIVED], "little") if len(info) >= _RECEIVED.stop else None
+def _received_bytes(descriptor: int) -> int | None:
+    """Return the bytes that a TCP connection has brought; ``None`` if it has ended, or is a socket of this machine.
+
+    No object is made for it, which would need another descriptor: a stranger may have used them up.
+    """
+    info, size = ctypes.create_string_buffer(_RECEIVED.stop), ctypes.c_uint32(_RECEIVED.stop)
+    failed = _libc.getsockopt(descriptor, sockets.IPPROTO_TCP, sockets.TCP_INFO, info, ctypes.byref(size))
+    return None if failed or size.value < _RECEIVED.stop else int.from_bytes(info.raw[_RECEIVED], "little")
 
 
-def _shut(found: sockets.socket) -> str | None:
-    with sockets.socket(fileno=found.detach()) as named:  # of the right family, which the address depends on
-        if named.getsockopt(sockets.SOL_SOCKET, sockets.SO_ACCEPTCONN):
-            return None
-        address = str(named.getpeername()[0])
-        named.shutdown(sockets.SHUT_RDWR)
-        return address
+def _shut(descriptor: int) -> str | None:
+    """Shut down a connection; return the peer's address, or ``None`` if it has ended."""
+    listens, size = ctypes.c_int(), ctypes.c_uint32(ctypes.sizeof(ctypes.c_int))
+    option = sockets.SOL_SOCKET, sockets.SO_ACCEPTCONN, ctypes.byref(listens), ctypes.byref(size)
+    if _libc.getsockopt(descriptor, *option) or listens.value:
+        return None
+    address = "unknown"
+    with contextlib.suppress(OSError), socket_of(descriptor) as found:
+        address = str(found.getpeername()[0])
+    return None if _libc.shutdown(descriptor, sockets.SHUT_RDWR) else address
 
 
-__all__ = ["SMALL_BYTES", "ConnectionEvent", "Overrun", "ReceiveWatch", "connection_of"]
+__all__ = ["SMALL_BYTES", "ConnectionEvent", "Overrun", "ReceiveWatch", "connection_of", "socket_of"]

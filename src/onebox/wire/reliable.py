@@ -52,6 +52,22 @@ _HEAD = struct.Struct("<BQQQQ")
 
 Frames = Sequence[Any]
 
+FRAME_BYTES = 640
+"""Memory that a received frame takes beside its bytes, rounded up: Python's and ZeroMQ's objects for it."""
+
+EARLY_FRAMES = WINDOW_BYTES // FRAME_BYTES
+"""Most frames kept of messages that arrived too early: many may be empty."""
+
+
+def held_bytes(frames: Frames) -> int:
+    """Return the memory that a received message takes, about; that of many empty frames is not that of their bytes.
+
+    Example:
+        >>> held_bytes([b"header", b""])
+        1286
+    """
+    return sum(map(len, frames)) + FRAME_BYTES * len(frames)
+
 
 class Restarted(WireError):
     """The peer has restarted and has no record of earlier messages."""
@@ -102,6 +118,11 @@ class Sender:
     def full(self) -> bool:
         """True if messages wait for the window."""
         return bool(self._waiting)
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Messages that were accepted for sending, and how many of them have been acknowledged."""
+        return self._number + len(self._waiting), self._number - len(self._away)
 
     @property
     def under_way(self) -> tuple[int, int]:
@@ -210,7 +231,7 @@ class Receiver:
         self._window_messages = window_messages
         self._window_bytes = window_bytes
         self._early: dict[int, tuple[Frames, int]] = {}
-        self._early_bytes = 0
+        self._early_bytes = self._early_frames = 0
         self._missed = 0
         self._new_messages = self._new_bytes = 0
         self.received = 0
@@ -248,6 +269,7 @@ class Receiver:
         while self._early and (next_one := self._early.pop(self.received + 1, None)) is not None:
             messages.append(next_one[0])
             self._early_bytes -= next_one[1]
+            self._early_frames -= len(next_one[0])
             size_bytes += next_one[1]
             self.received += 1
         self._new_messages += len(messages)
@@ -266,9 +288,11 @@ class Receiver:
         """Keep a message that arrived too early, if there is room; otherwise it will be sent again."""
         size_bytes = sum(map(len, frames))
         known = number <= self.received or number in self._early
-        if not known and self._early_bytes + size_bytes <= self._window_bytes:
+        fits = self._early_bytes + size_bytes <= self._window_bytes and self._early_frames + len(frames) <= EARLY_FRAMES
+        if not known and fits:
             self._early[number] = frames, size_bytes
             self._early_bytes += size_bytes
+            self._early_frames += len(frames)
         self._look()
 
     def _look(self) -> None:

@@ -109,9 +109,9 @@ def test_of_two_clients_one_gets_a_device_and_the_other_waits_at_a_visible_place
     first, second, third = (shared.client(name) for name in ("ana", "ben", "cleo"))
     leased = first.lease(ALL)
     second.ask(ALL)
-    assert second.take(Queued) == Queued(second.numbers, 1, "ana, lacking cores (0 of 2 free, 2 asked for)")
+    assert second.take(Queued) == Queued(second.numbers, 1, "ana", "cores (0 of 2 free, 2 asked for)")
     third.ask(HALF)
-    assert third.take(Queued) == Queued(third.numbers, 2, "ana, ben, lacking cores (0 of 2 free, 1 asked for)")
+    assert third.take(Queued) == Queued(third.numbers, 2, "ana, ben", "cores (0 of 2 free, 1 asked for)")
     third.ask(HALF, wait=False)
     assert third.take(Refused).kind == "busy"
     second.send(Release(second.number(), request=second.numbers - 1))

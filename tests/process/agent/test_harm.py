@@ -31,6 +31,7 @@ from onebox.wire.protocol.agents import (
     Want,
     encode_agent,
 )
+from tests import leaks
 from tests.process.agent.raw import House, Raw, gone, house
 
 HALF = Want("cpu", 1, 1 << 20)
@@ -108,6 +109,26 @@ def test_a_list_of_clients_that_cannot_be_read_for_a_while_costs_nobody_a_lease(
         shared.known = known
     client.send(Release(client.number(), request=number))
     client.take(Done)
+
+
+def test_without_a_descriptor_left_leases_go_on_and_a_new_one_is_refused(shared: House) -> None:
+    """As where a stranger opens connections faster than they time out."""
+    client, other = shared.client("fay"), shared.client("gus")
+    leased = client.lease(HALF, grace_s=3.0)
+    with leaks.no_descriptors():
+        for asking in (client, other):
+            asking.ask(Want("cpu", 1, 1 << 20))
+            refused = asking.take(Refused)
+            assert refused.kind == "failed" and "Too many open files" in refused.reason
+        end_s = time.monotonic() + 4.0
+        while time.monotonic() < end_s:
+            assert renewed(client) == (leased.lease,)
+            time.sleep(0.2)
+    client.send(Release(client.number(), leased.lease))
+    client.take(Done)
+    again = other.lease(Want("cpu", 1, 1 << 20))
+    other.send(Release(other.number(), again.lease))
+    other.take(Done)
 
 
 def test_who_takes_the_name_of_anothers_connection_hears_nothing_of_his(shared: House) -> None:

@@ -117,7 +117,9 @@ def test_who_waits_is_told_the_place_and_gets_the_devices_when_they_are_free(
             first.close()
             waiting.join(30)
     (record,) = caplog.records
-    assert record.getMessage().startswith(f"waiting for {hosts[0].address}: place 1 in its queue, behind ana")
+    assert record.getMessage().startswith(
+        f"waiting for {hosts[0].address}: place 1 in its queue, behind ana, lacking cores (0 of "
+    )
     assert hosts[0].held() == held + 1
     opened[0].close()
     assert hosts[0].held() == held

@@ -62,7 +62,7 @@ class Script:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*paths, REPOSITORY])), **(environment or {})},
+            env={**warm.single(), "PYTHONPATH": os.pathsep.join(map(str, [*paths, REPOSITORY])), **(environment or {})},
             start_new_session=True,
         )
 

@@ -11,7 +11,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from onebox.agent.admission import ClientLimits, Offered, Share, reach
-from onebox.agent.leases import DROPPED, QUEUE, SILENT_S, Client, Decision, Dequeue, End, Grant, Leases, Refuse, Wait
+from onebox.agent.leases import (
+    DROPPED,
+    QUEUE,
+    SILENT_S,
+    TOLD,
+    Client,
+    Decision,
+    Dequeue,
+    End,
+    Grant,
+    Leases,
+    Refuse,
+    Wait,
+)
 from onebox.errors import UsageError
 from onebox.wire.protocol.agents import Offer, Want
 
@@ -20,7 +33,7 @@ ANA_AGAIN = Client("a" * 40, b"2", "ana")
 BEN = Client("b" * 40, b"1", "ben")
 CLEO = Client("c" * 40, b"1", "cleo")
 
-LACKING = "lacking whole devices (cuda:0)"
+LACKING = "whole devices (cuda:0)"
 
 CPU = Offered(device="cpu", name="a CPU", memory_bytes=40, threads=4)
 GPUS = tuple(Offered(device=f"cuda:{k}", name="a GPU", memory_bytes=8, threads=2) for k in range(2))
@@ -39,7 +52,7 @@ def test_of_two_who_race_for_one_device_the_first_gets_it_and_the_other_next() -
     whole = Share(device="cuda:0", threads=2, memory_bytes=8)
     assert ask(leases, ANA, 7, Want("cuda")) == [Grant(ANA, 7, 1, (whole,))]
     assert ask(leases, BEN, 1, Want("cuda:0", 0, 1)) == [
-        Wait(BEN, 1, 1, "ana, lacking memory (0 bytes of 8 bytes free, 1 bytes asked for)")
+        Wait(BEN, 1, 1, "ana", "memory (0 bytes of 8 bytes free, 1 bytes asked for)")
     ]
     assert stock(leases)[1] == ("ben",)
     assert [end.cause for end in leases.release(ANA, 1) if isinstance(end, End)] == ["released"]
@@ -51,9 +64,9 @@ def test_of_two_who_race_for_one_device_the_first_gets_it_and_the_other_next() -
 def test_a_small_request_does_not_overtake_a_large_one_that_could_use_the_same() -> None:
     leases = Leases((*GPUS, CPU), ClientLimits())
     ask(leases, ANA, 1, Want("cuda:0"))
-    whole = "lacking whole devices (cuda:0, cuda:1)"
-    assert ask(leases, BEN, 1, Want("cuda"), Want("cuda")) == [Wait(BEN, 1, 1, f"ana, {whole}")]
-    assert ask(leases, CLEO, 1, Want("cuda:1", 0, 1)) == [Wait(CLEO, 1, 2, "ben")]
+    whole = "whole devices (cuda:0, cuda:1)"
+    assert ask(leases, BEN, 1, Want("cuda"), Want("cuda")) == [Wait(BEN, 1, 1, "ana", whole)]
+    assert ask(leases, CLEO, 1, Want("cuda:1", 0, 1)) == [Wait(CLEO, 1, 2, "ben", "")]
     assert isinstance(ask(leases, CLEO, 2, Want("cpu"))[0], Grant)  # which nobody before it could use
     assert ask(leases, CLEO, 3, Want("cuda"), wait=False) == [
         Refuse(CLEO, 3, "busy", "what is asked for is leased: ana, ben, cleo; wait, or ask for less")
@@ -61,7 +74,7 @@ def test_a_small_request_does_not_overtake_a_large_one_that_could_use_the_same()
     leases.release(ANA, 1)
     made = leases.freed(1, 1.0)
     assert isinstance(made[0], Grant) and made[0].client == BEN
-    assert made[1:] == [Wait(CLEO, 1, 1, "ben, lacking memory (0 bytes of 8 bytes free, 1 bytes asked for)")]
+    assert made[1:] == [Wait(CLEO, 1, 1, "ben", "memory (0 bytes of 8 bytes free, 1 bytes asked for)")]
 
 
 def test_who_leaves_the_queue_lets_the_others_move_up() -> None:
@@ -69,7 +82,7 @@ def test_who_leaves_the_queue_lets_the_others_move_up() -> None:
     for number, client in enumerate((ANA, BEN, CLEO)):
         ask(leases, client, number, Want("cuda"))
     assert leases.leave(BEN, 99, 0.0) is None
-    assert leases.leave(BEN, 1, 0.0) == [Wait(CLEO, 2, 1, f"ana, {LACKING}")]
+    assert leases.leave(BEN, 1, 0.0) == [Wait(CLEO, 2, 1, "ana", LACKING)]
     assert leases.leave(BEN, 1, 0.0) is None
 
 
@@ -80,7 +93,7 @@ def test_a_silent_client_loses_its_leases_and_its_place() -> None:
     ask(leases, CLEO, 1, Want("cuda"))
     assert leases.heard(ANA, 2.0) == (1,)
     leases.heard(CLEO, 2.0)
-    assert leases.tick(2.1) == [Dequeue(BEN, 1, DROPPED), Wait(CLEO, 1, 1, f"ana, {LACKING}")]
+    assert leases.tick(2.1) == [Dequeue(BEN, 1, DROPPED), Wait(CLEO, 1, 1, "ana", LACKING)]
     leases.heard(CLEO, 4.0)
     assert leases.tick(5.0) == []
     (end,) = leases.tick(5.1)
@@ -127,14 +140,13 @@ def test_who_waits_is_told_what_is_lacking() -> None:
     leases = Leases([CPU], ClientLimits())
     ask(leases, ANA, 1, Want("cpu", 3, 10))
     (cores,) = ask(leases, BEN, 1, Want("cpu", 2, 10))
-    assert cores == Wait(BEN, 1, 1, "ana, lacking cores (1 of 4 free, 2 asked for)")
+    assert cores == Wait(BEN, 1, 1, "ana", "cores (1 of 4 free, 2 asked for)")
     (memory,) = ask(leases, CLEO, 1, Want("cpu", 1, 40))
-    assert isinstance(memory, Wait)
-    assert memory.behind == "ana, ben, lacking memory (30 bytes of 40 bytes free, 40 bytes asked for)"
+    assert memory == Wait(CLEO, 1, 2, "ana, ben", "memory (30 bytes of 40 bytes free, 40 bytes asked for)")
     (both,) = ask(leases, CLEO, 2, Want("cpu", 4, 40))
-    assert isinstance(both, Wait) and "lacking cores (1 of 4 free, 4 asked for) and memory (30" in both.behind
+    assert isinstance(both, Wait) and "cores (1 of 4 free, 4 asked for) and memory (30" in both.lacking
     (fits,) = ask(leases, CLEO, 3, Want("cpu", 1, 5))
-    assert isinstance(fits, Wait) and fits.behind == "ana, ben, cleo", "it waits for its turn only"
+    assert fits == Wait(CLEO, 3, 4, "ana, ben, cleo", ""), "it waits for its turn only"
 
 
 def test_the_stock_has_cores_and_the_silence_of_holders() -> None:
@@ -184,9 +196,7 @@ def test_a_request_that_comes_twice_is_one() -> None:
     leases = Leases(GPUS[:1], ClientLimits())
     assert len(ask(leases, ANA, 1, Want("cuda"))) == 1
     assert ask(leases, ANA, 1, Want("cuda")) == []
-    assert (
-        ask(leases, BEN, 1, Want("cuda")) == ask(leases, BEN, 1, Want("cuda")) == [Wait(BEN, 1, 1, f"ana, {LACKING}")]
-    )
+    assert ask(leases, BEN, 1, Want("cuda")) == ask(leases, BEN, 1, Want("cuda")) == [Wait(BEN, 1, 1, "ana", LACKING)]
     assert len(stock(leases)[1]) == 1
 
 
@@ -382,3 +392,19 @@ class Anything(RuleBasedStateMachine):
 
 Anything.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None, derandomize=True)
 TestAnything = Anything.TestCase
+
+
+def test_new_places_are_told_a_few_at_a_time_and_who_asks_is_told_at_once() -> None:
+    """A long queue of large requests that moves up would hold up the agent for seconds."""
+    leases = Leases([CPU], ClientLimits(requests=0))
+    ask(leases, ANA, 1, Want("cpu", 4, 1))
+    for number in range(1, 41):
+        (told,) = ask(leases, BEN, number, Want("cpu", 1, 1))
+        assert isinstance(told, Wait) and told.place == number
+    made = leases.leave(BEN, 1, 0.0)
+    assert made is not None and [wait.place for wait in made if isinstance(wait, Wait)] == list(range(1, TOLD + 1))
+    made = ask(leases, CLEO, 1, Want("cpu", 1, 1))
+    assert made[0] == Wait(CLEO, 1, 40, "ana, ben", "cores (0 of 4 free, 1 asked for)") and len(made) == TOLD
+    made += [wait for _ in range(5) for wait in leases.tick(0.0)]
+    assert [wait.place for wait in made[1:] if isinstance(wait, Wait)] == list(range(TOLD + 1, 40))
+    assert leases.tick(0.0) == []

@@ -102,7 +102,8 @@ def test_only_metrics_are_there_and_the_port_is_free_afterwards() -> None:
         pass
 
 
-def test_a_silent_reader_does_not_hold_up_the_end_or_the_next() -> None:
+def test_a_silent_reader_does_not_hold_up_the_end_or_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onebox.agent.metrics._Handler.timeout", 0.2)
     with serve_metrics(lambda: STOCK, dict, port=0) as server:
         port = int(urlsplit(server.url).port or 0)
         silent = socket.create_connection(("127.0.0.1", port), 5)

@@ -22,7 +22,7 @@ from onebox.agent.workers import (
 )
 from onebox.errors import PoolError, WorkerDied
 from onebox.pool.errors import WorkerLocation
-from onebox.pool.launch.worker_process import START_S
+from onebox.pool.launch.worker_process import START_S, worker_environment
 from onebox.pool.launch.worker_user import WorkerUser
 from onebox.wire import new_keys
 from onebox.worker import Ports, WorkerConfig
@@ -47,7 +47,7 @@ class Fake:
         assert fork_server.ready, "nobody waits for it"
         if len(self.made) >= self.most:
             raise OSError(11, "Resource temporarily unavailable")
-        self.place, self.config = place, config
+        self.place, self.config, self.fork_server = place, config, fork_server
         self.pid = 1000 + len(self.made)
         self.descriptor, self.outlet = os.eventfd(0), os.eventfd(0)
         self.bad = False
@@ -239,6 +239,15 @@ def test_workers_wait_for_their_fork_server_which_ends_after_them(fakes: list[Fa
     assert not fork_server.closed
     assert workers.attend({fake.descriptor for fake in fakes}, 3.0) == [LeaseClosed(1)]
     assert fork_server.closed
+
+
+def test_workers_of_two_leases_have_two_fork_servers_which_know_no_key(fakes: list[Fake]) -> None:
+    workers = started(2)
+    assert workers.start(2, [SHARE], new_keys().public, 1.0, 0.0) is None
+    one, other = FakeForkServer.made
+    assert [fake.fork_server for fake in fakes] == [one, one, other]
+    given = str(worker_environment(SHARE.threads))  # all that it gets beside the shares and the user
+    assert not any(key in given for fake in fakes for key in (fake.config.secret, fake.config.client))
 
 
 def test_a_lease_whose_fork_server_is_never_ready_fails_in_time(fakes: list[Fake]) -> None:

@@ -166,7 +166,7 @@ def test_all_sets_restore_pytorch_and_can_be_applied_again() -> None:
     assert done.stdout.strip() == "16.0"
 
 
-def test_importing_the_package_replaces_nothing() -> None:
+def test_importing_the_package_replaces_nothing_and_installing_it_is_an_accelerator_without_a_pool() -> None:
     script = """
 import signal, torch
 def seen():
@@ -176,6 +176,8 @@ before = seen()
 import onebox.vgpu
 assert seen() == before
 assert torch._C._get_privateuse1_backend_name() == "privateuseone"
+onebox.vgpu.install()
+print(torch.accelerator.current_accelerator(), torch.accelerator.device_count(), torch.vgpu.is_available())
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stdout.split()) == (0, ["vgpu", "0", "False"]), done.stderr

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -58,17 +56,6 @@ def test_the_core_is_asked_for_its_accelerator_by_this_name(name: str) -> None:
         pytest.skip("new in torch 2.13")
     sources = inspect.getsource(torch.accelerator) + inspect.getsource(torch.accelerator.memory)
     assert f"_accelerator_{name}(" in sources
-
-
-def test_an_accelerator_is_there_though_no_pool_is_open() -> None:
-    code = """
-import torch
-from onebox.vgpu import install
-install()
-print(torch.accelerator.current_accelerator(), torch.accelerator.device_count(), torch.vgpu.is_available())
-"""
-    fresh = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert fresh.stdout.split() == ["vgpu", "0", "False"]
 
 
 @pytest.mark.parametrize("name", [*LOWER, *FLOAT32, *WIDEST, *BANNED])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket as sockets
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import zmq
 import zmq.auth
@@ -16,7 +19,7 @@ from hypothesis import strategies as st
 from zmq.auth.thread import ThreadAuthenticator
 
 from onebox.errors import UsageError, WireError
-from onebox.wire import KeyPair, channel, configure, listen, new_keys, receive, send
+from onebox.wire import KeyPair, channel, configure, held_bytes, listen, new_keys, receive, send
 
 
 class Socket:
@@ -169,3 +172,88 @@ def test_of_some_ports_the_first_that_is_free_is_taken() -> None:
         finally:
             for socket in sockets:
                 socket.close(0)
+
+
+def test_the_memory_of_a_message_of_empty_frames_is_not_underestimated() -> None:
+    kept = []
+    with zmq.Context() as context, context.socket(zmq.PAIR) as one, context.socket(zmq.PAIR) as other:
+        one.bind("inproc://frames")
+        other.connect("inproc://frames")
+        before_bytes = psutil.Process().memory_info().rss
+        for _ in range(3):
+            one.send_multipart([b"header", *[b""] * 30_000])
+            kept.append(channel.receive(other))
+        grown_bytes = psutil.Process().memory_info().rss - before_bytes
+        assert grown_bytes < 1.25 * sum(map(held_bytes, kept))
+        kept.clear()
+
+
+class Relay:
+    """Whoever is on the wire: carries all connections to an endpoint, and sees and may change what passes.
+
+    Args:
+        endpoint: Where they lead.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        self.seen = bytearray()
+        self.changes = False
+        self.changed = 0
+        self._target = ("127.0.0.1", int(endpoint.rpartition(":")[2]))
+        self._listener = sockets.create_server(("127.0.0.1", 0))
+        self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near = self._listener.accept()[0]
+                self._threads.append(threading.Thread(target=self._serve, args=(near,)))
+                self._threads[-1].start()
+
+    def _serve(self, near: sockets.socket) -> None:
+        with near, sockets.create_connection(self._target) as far:
+            back = threading.Thread(target=self._carry, args=(far, near))
+            back.start()
+            self._carry(near, far)
+            back.join()
+
+    def _carry(self, source: sockets.socket, target: sockets.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := bytearray(source.recv(1 << 16)):
+                self.seen += data
+                if self.changes and len(data) > 100:
+                    data[-10] ^= 1
+                    self.changed += 1
+                target.sendall(data)
+        for each in (source, target):
+            with contextlib.suppress(OSError):
+                each.shutdown(sockets.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End, once nobody is connected."""
+        self._listener.shutdown(sockets.SHUT_RDWR)
+        self._listener.close()
+        for thread in self._threads:
+            thread.join()
+
+
+def test_who_is_on_the_wire_reads_nothing_and_what_is_changed_there_does_not_arrive() -> None:
+    server_keys, client_keys, secret = new_keys(), new_keys(), b"a tensor's bytes" * 64
+    with zmq.Context() as context, context.socket(zmq.DEALER) as server, context.socket(zmq.DEALER) as client:
+        configure(server, server_keys, server_key=None)
+        relay = Relay(listen(server, "127.0.0.1"))
+        configure(client, client_keys, server_key=server_keys.public)
+        client.connect(relay.endpoint)
+        send(client, [b"1", secret])
+        assert server.poll(10_000) and [bytes(each) for each in receive(server)] == [b"1", secret]
+        assert len(relay.seen) > len(secret) and secret[:16] not in relay.seen
+        relay.changes = True
+        send(client, [b"2", secret])
+        assert not server.poll(1000) and relay.changed
+        relay.changes = False
+        send(client, [b"3", secret])
+        assert server.poll(10_000), "another connection has been made"
+        assert bytes(receive(server)[0]) == b"3"
+    relay.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,8 +12,9 @@ import pytest
 import zmq
 
 from onebox.errors import WireError
-from onebox.wire import Overrun, ReceiveWatch, channel, configure, connection_of, new_keys
+from onebox.wire import Overrun, ReceiveWatch, channel, configure, connection_of, new_keys, receive_watch, socket_of
 from onebox.wire.channel import receive
+from tests import leaks
 
 KEYS, CLIENT = new_keys(), new_keys()
 LIMIT = 1 << 20
@@ -169,3 +171,27 @@ def test_a_message_of_too_many_parts_is_refused_and_the_next_one_is_read(monkeyp
         assert receive(other) == [b"y"] * 100
     finally:
         context.destroy(linger=0)
+
+
+def test_a_descriptor_that_has_become_a_file_leaves_no_copy() -> None:
+    """libzmq may close a connection, and another thread open a file, before it is shut down."""
+    with leaks.nothing_left():
+        file = os.memfd_create("onebox-test")
+        assert receive_watch._shut(file) is None
+        with pytest.raises(OSError):
+            socket_of(file)
+        os.close(file)
+
+
+def test_a_connection_is_cut_off_also_where_there_is_no_descriptor_left(server: Server) -> None:
+    client = server.client()
+    client.send(b"a message")
+    server.until(lambda: bool(server.messages))
+    with leaks.no_descriptors():
+        with pytest.raises(OSError, match="Too many open files"):
+            os.dup(0)
+        for _ in range(3):
+            server.turn()
+        client.send_multipart([PART] * 100, zmq.NOBLOCK, copy=False)
+        server.until(lambda: bool(server.cut))
+    assert server.cut[0].size_bytes > LIMIT

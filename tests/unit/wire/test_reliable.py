@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from onebox.errors import WireError
 from onebox.wire import reliable
-from onebox.wire.reliable import ACK_S, ASK_MOST_S, ASK_S, Reliable, Restarted
+from onebox.wire.reliable import ACK_S, ASK_MOST_S, ASK_S, EARLY_FRAMES, Receiver, Reliable, Restarted
 
 MESSAGES = 4
 BYTES = 40
@@ -375,3 +375,15 @@ def test_a_peer_that_asks_again_and_again_for_the_same_is_refused(monkeypatch: p
             sent += len(here.outgoing(100.0 + question))
             here.sender.answered(here.sender._asked, 0, 100.0 + question)
     assert sent <= 12 * 12
+
+
+def test_early_messages_of_many_empty_frames_are_bounded_by_their_number() -> None:
+    receiver = Receiver()
+    frames = [b""] * (EARLY_FRAMES // 5)
+    for number in range(2, 200):
+        assert receiver.take(number, frames, 0.0) == []
+    assert receiver.kept == (5, 0)
+    assert len(receiver.take(1, frames, 0.0)) == 6
+    for number in range(8, 200):
+        assert receiver.take(number, frames, 0.0) == []
+    assert receiver.kept == (5, 0)

@@ -47,9 +47,9 @@ class ServeConfig:
         cores: Limit of the offered cores; without it all that this process may use.
         bind: IP address to listen on: 0.0.0.0 for all of this machine's, 127.0.0.1 for this machine alone.
         port: Port to listen on; 0 for any free one.
-        worker_ports: TCP ports for workers, two for each, such as 7200-7299; without it any free ones, from 49152.
+        worker_ports: TCP ports for workers, three for each, such as 7200-7299; without it any free ones, from 49152.
         advertise: Address of this machine that clients and other workers connect to, if it is not the one that it
-            listens on: behind a NAT, or with several networks.
+            listens on: behind a NAT (then --bind names this machine's own), or with several networks.
         max_devices_per_client: The most workers that one client may have; 0 for no limit.
         max_memory_per_client: The most memory that one client may have on all devices; without it there is no limit.
         max_cores_per_client: The most cores that one client may have; 0 for no limit.

@@ -315,7 +315,7 @@ class _Extraction:
                 sent = self._begin(step.group, "broadcast", (step.root, *self._known_as(step.buffers)), specs)
                 self._promise(() if rank == step.root else step.buffers, [sent], step.specs)
             case Gather():
-                joined = self._begin(step.group, "gather", step.dim, [step.spec])
+                joined = self._begin(step.group, "gather", (step.dim, step.sizes), [step.spec])
                 self._promise((step.into,), [joined], (step.spec,))
 
     def _known_as(self, numbers: Sequence[int]) -> Iterator[int]:

@@ -95,7 +95,8 @@ def emit(
             builder.add(Reduce((place[step.source],), call.group), InstructionLabel("reduce", "transfer"))
         else:
             place[step.target] = number(step.target)
-            gather = Gather(place[step.source], place[step.target], step.spec, call.group, step.dim)
+            sizes = tuple(part.shape[step.dim] for part in step.parts)
+            gather = Gather(place[step.source], place[step.target], step.spec, call.group, sizes, step.dim)
             builder.add(gather, InstructionLabel("gather", "transfer"))
             if step.source in mortal and step.source not in later:
                 builder.add(Free((place[step.source],)), InstructionLabel("free"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from onebox.cost import host_copy_bytes
 from onebox.engine.compile.compiler import CompiledStep, Compiler, Probe
 from onebox.engine.memory.simulator import InitialContents, PersistentBuffer, peak_of
 from onebox.engine.workload.batch import Batch
@@ -101,7 +102,7 @@ def _contents(
         }
         optimizer_bytes = sum(compiler.footprints[name].size_bytes(own, late=late) for name, own in trained.items())
         cpu = compiler.devices[worker].kind == "cpu"
-        copied_bytes = 0 if cpu else sum(trained.values())  # stepped, and sent back
+        copied_bytes = 0 if cpu else host_copy_bytes(tuple(trained.values()))
         found[worker] = InitialContents(
             routine=routine,
             held=_held(compiler, worker, constants[worker], late=late),

@@ -324,7 +324,7 @@ def _place_of(frame: FrameType | None) -> SourceLocation | None:
 
 
 def require_plain(model: nn.Module) -> None:
-    """Refuse models that are wrapped for other ways of distribution, or scripted.
+    """Refuse models that are wrapped for other ways of distribution, or scripted, or have sparse state.
 
     Raises:
         CaptureError: The model is such a module; the message gives the remedy.
@@ -348,3 +348,9 @@ def require_plain(model: nn.Module) -> None:
                 f"{called} divides the work among devices itself, as the Trainer does\n"
                 "  Unwrap it: give its .module to the Trainer, and the parameters of that to the optimizer"
             )
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            if tensor.layout is not torch.strided:  # with compressed parameters PyTorch 2.11 to 2.13 end the process
+                raise CaptureError(
+                    f"{name} of {called} is a sparse tensor ({tensor.layout}), which workers do not hold\n"
+                    "  Make it dense, as by to_dense()"
+                )

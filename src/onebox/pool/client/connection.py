@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from onebox.wire import (
     configure,
     detect_dead_peers,
     encode,
+    held_bytes,
     receive,
     send,
 )
@@ -58,7 +60,8 @@ class WorkerConnection:
         handle: Handle of the worker's process.
         keys: The client's keys.
         server_key: The worker's public key.
-        message_bytes: Most bytes that may come without a complete message.
+        message_bytes: Most bytes that may come without a complete message, and most of answers that may wait until the
+            worker takes them.
 
     Raises:
         PoolError: The worker could not be started.
@@ -87,11 +90,32 @@ class WorkerConnection:
             if endpoint.startswith("tcp://"):
                 detect_dead_peers(socket, heartbeats=socket is self.heartbeat_socket)
         self.watch = ReceiveWatch(self.commands, message_bytes, events=zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._message_bytes = message_bytes
+        self._answers: deque[tuple[int, int]] = deque()  # that have not arrived: the number of each message, and bytes
+        self._answer_bytes = 0
         self._heartbeat_watch = ReceiveWatch(self.heartbeat_socket, SMALL_BYTES, events=zmq.EVENT_HANDSHAKE_SUCCEEDED)
         transmit = partial(send, self.commands, copy=False)
         self.link = Connection(self.commands, transmit, ports.commands, watch=self.watch)
         self.commands.connect(ports.commands)
         self.heartbeat_socket.connect(ports.heartbeats)
+
+    def answer(self, parts: list[Any]) -> bool:
+        """Send an answer to what the worker has asked of the client; return whether it takes its answers.
+
+        A message of a few bytes may ask for an answer of any size, so that one that asks and does not read would fill
+        the client's memory. Between processes of one machine this is not known.
+        """
+        size_bytes = held_bytes(parts)
+        arrived = self.link.progress[1]
+        while self._answers and self._answers[0][0] <= arrived:
+            self._answer_bytes -= self._answers.popleft()[1]
+        if self._answers and self._answer_bytes + size_bytes > self._message_bytes:
+            return False
+        self.link.send(parts)
+        if number := self.link.progress[0]:
+            self._answers.append((number, size_bytes))
+            self._answer_bytes += size_bytes
+        return True
 
     def messages(self, ready: dict[Any, int], turn_s: float) -> Iterator[Sequence[Any]]:
         """Yield the messages that have come, except heartbeats, for a while; the rest next time.

@@ -22,6 +22,9 @@ KEYS = 1 << 16
 KEY_BYTES = 64 << 20
 """Limits of a group's key-value store: Gloo's takes some 200 bytes for each pair of members."""
 
+_DIGITS = 32
+"""Most digits of a counter."""
+
 ORDERS = 1 << 16
 """Most sums of a group that wait for some of its members."""
 
@@ -69,7 +72,7 @@ class KeyValues:
                 self._waiting[key].append((worker, lookup.ticket))
                 return []
             case "add":
-                total = str(_number(self._values.get(key, b"0")) + _number(lookup.value)).encode()
+                total = b"%d" % (_number(self._values.get(key, b"0")) + _number(lookup.value))
                 return [*self._set(key, total), LookupReply(worker, lookup.ticket, total)]
             case "check":
                 there = all((lookup.group, name) in self._values for name in lookup.keys)
@@ -110,9 +113,11 @@ class KeyValues:
 
 def _number(text: bytes) -> int:
     try:
-        return int(text)
+        if len(text) <= _DIGITS:
+            return int(text)
     except ValueError:
-        raise WireError(f"a counter of a group is {text!r}, which is no number") from None
+        pass
+    raise WireError(f"a counter of a group is {text[:80]!r}, which is no number, or too large") from None
 
 
 @dataclass(frozen=True)
@@ -211,6 +216,10 @@ class GroupServices:
     def serves(self, group: int) -> bool:
         """Return whether a group is served: it has been formed, and none of its members has left."""
         return group in self._members
+
+    def members(self, group: int) -> tuple[int, ...]:
+        """Return the workers of a group by rank; none if it is not served."""
+        return self._members.get(group, ())
 
     def of(self, worker: int) -> list[int]:
         """Return the groups that a worker is in."""

@@ -24,11 +24,23 @@ from onebox.pool.backends.base import HostedWorker, LocalWorker, WorkerHandle
 from onebox.pool.client.connection import WorkerConnection, WorkerReply
 from onebox.pool.client.group_services import GroupNotice, GroupServices
 from onebox.pool.client.pending import PendingReplies
+from onebox.pool.client.relay import Relay
+from onebox.pool.client.relay_routes import RelayRoutes
 from onebox.pool.errors import AFTERWARDS, fail
 from onebox.pool.liveness import Liveness
 from onebox.wire import KeyPair, Restarted, check_frames, decode_worker_message, encode
 from onebox.wire.protocol.requests import Envelope, Instruction
-from onebox.wire.protocol.responses import Contribution, Heartbeat, Hello, Left, Lookup, Reply, WorkerMessage
+from onebox.wire.protocol.responses import (
+    Contribution,
+    Heartbeat,
+    Hello,
+    Left,
+    Listening,
+    Lookup,
+    RelayRequest,
+    Reply,
+    WorkerMessage,
+)
 
 _T = TypeVar("_T")
 
@@ -88,6 +100,8 @@ class ClientLoop:
         self._liveness = Liveness(patience_s or {})
         self._next_check_s = -math.inf
         self._groups = GroupServices()
+        self._relay_routes = RelayRoutes()
+        self._relay = Relay()
         self._loop_calls = LoopCalls()
         self._gone: dict[int, OneboxError] = {}
         self._thread = threading.Thread(target=self._run, name="onebox-client-loop", daemon=True)
@@ -261,6 +275,7 @@ class ClientLoop:
                 return
             self._closed = True
             os.close(self._bell)
+        self._relay.close()
         for connection in self._connections.values():
             connection.close_watches()
             connection.commands.close(200)  # milliseconds for the last messages to be sent
@@ -344,6 +359,7 @@ class ClientLoop:
         groups = self._groups.of(worker)
         for group in groups:
             self._notify(self._groups.dissolve(group))
+            self._end_relay(group)
         return groups
 
     def _add(self, connection: WorkerConnection, poller: zmq.Poller) -> None:
@@ -415,20 +431,33 @@ class ClientLoop:
                     self.executed[worker] = message.executed
             case Left() | Lookup() | Contribution():
                 self._notify(self._groups.take(connection.place, message, frames))
+                if isinstance(message, Left):
+                    self._end_relay(message.group)
+            case Listening() | RelayRequest():
+                members = self._groups.members(message.group)
+                for route in self._relay_routes.take(connection.place, connection.handle.address, members, message):
+                    self._relay.open(route)
             case Hello():
                 self._liveness.beat(worker, time.monotonic())
                 connection.hello_message = message
                 connection.complete_hello()
 
+    def _end_relay(self, group: int) -> None:
+        self._relay_routes.forget(group)
+        self._relay.end(group)
+
     def _notify(self, notices: Sequence[GroupNotice]) -> None:
         messages = [
             (notice.worker, [encode(Envelope(0, False, (notice.instruction,))), *notice.frames]) for notice in notices
         ]
-        if not self._outbox.plain:
-            for message in messages:
-                self._outbox.put(message, time.monotonic())
-        else:
-            self._send(messages)
+        for worker, parts in messages:
+            connection = self._connections.get(worker)
+            if not self._outbox.plain:
+                self._outbox.put((worker, parts), time.monotonic())
+            elif connection is not None and not connection.answer(parts):
+                place = connection.place
+                why = f"asks for more than it takes: {self._message_bytes} bytes of answers wait; it is given up"
+                self._lost(connection, WorkerDied(f"{place} {why}\n  {AFTERWARDS}", **vars(place)))
 
     # ---- when things go wrong
 

@@ -11,6 +11,7 @@ import hashlib
 import os
 import re
 import struct
+import time
 from pathlib import Path
 from typing import Literal
 
@@ -24,6 +25,9 @@ from onebox.wire import KeyPair, new_keys
 from onebox.wire.protocol.agents import AGENT_PORT
 
 Role = Literal["client", "agent"]
+
+AGAIN_S = 1.0
+"""Interval at which a list of clients that could not be read is read again."""
 
 NAME_LENGTH = 128
 """The longest name of a client or a host, in characters."""
@@ -232,6 +236,7 @@ class AllowedClients:
         self._names = self._load()
         self.problem: str | None = None
         """The problem with the file for which no client is accepted at the moment."""
+        self._again_s = 0.0  # time from which a file with a problem is read again, though it looks the same
 
     def name(self, public_key: str) -> str | None:
         """Return the name of the client with a key; ``None`` where it is not accepted.
@@ -251,12 +256,13 @@ class AllowedClients:
 
     def _refresh(self) -> None:
         state = self._state()
-        if state == self._seen:
+        if state == self._seen and (self.problem is None or time.monotonic() < self._again_s):
             return
         try:
             self._names, self.problem = self._load(), None
-        except UsageError as error:
+        except (UsageError, OSError) as error:  # which may pass, such as where there is no descriptor left
             self._names, self.problem = {}, str(error)
+            self._again_s = time.monotonic() + AGAIN_S
         self._seen = state
 
     def _load(self) -> dict[str, str]:

@@ -28,7 +28,12 @@ class StderrTail:
         self._outlet, inlet = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._outlet, False)
         self.inlet: IO[bytes] = open(inlet, "wb", buffering=0)  # noqa: SIM115 (closed by its user)
-        self._stop = os.eventfd(0, os.EFD_CLOEXEC)
+        try:
+            self._stop = os.eventfd(0, os.EFD_CLOEXEC)
+        except OSError:  # this process has as many descriptors as it may
+            self.inlet.close()
+            os.close(self._outlet)
+            raise
         self._kept = bytearray()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._collect, name="onebox-stderr", daemon=True)

@@ -112,8 +112,15 @@ class WorkerProcess:
             self._stderr.close()
             raise
         self._stderr.inlet.close()
-        self.descriptor = forked.descriptor if forked else os.pidfd_open(self._process.pid)
-        assert self._process.stdin is not None
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self.descriptor = forked.descriptor if forked else os.pidfd_open(self._process.pid)
+        except OSError:  # this process has as many descriptors as it may
+            self._process.stdin.close()
+            self._process.stdout.close()
+            end_process(self._process, str(place), grace_s=0.0)
+            self._stderr.close()
+            raise
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(msgspec.json.encode(config) + b"\n")
             self._process.stdin.flush()

@@ -56,17 +56,18 @@ class Communicator:
         self.queue.flush([Reduce((alias._handle.number,), self.group)])
         return wrap(alias._handle, dense(tensor.dtype, tuple(tensor.shape)))
 
-    def joined(self, tensor: VirtualTensor, numel: int) -> VirtualTensor:
+    def joined(self, tensor: VirtualTensor, sizes: Sequence[int]) -> VirtualTensor:
         """Return the elements of each rank's tensor in one flat tensor, in the order of the ranks.
 
         Args:
             tensor: A tensor of the same type on all ranks; shapes may differ.
-            numel: Elements of all of them.
+            sizes: Number of elements of each.
         """
+        numel = sum(sizes)
         flat = self._flat(tensor)
         handle = Handle(self.queue, self.queue.new_number())
         spec = TensorSpec(dtype_name(tensor.dtype), (numel,))
-        self.queue.flush([Gather(flat._handle.number, handle.number, spec, self.group)])
+        self.queue.flush([Gather(flat._handle.number, handle.number, spec, self.group, tuple(sizes))])
         return wrap(handle, dense(tensor.dtype, (numel,)))
 
     def send(self, tensors: Sequence[VirtualTensor], peers: Sequence[int], channel: int) -> None:

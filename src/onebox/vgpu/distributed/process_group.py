@@ -151,7 +151,7 @@ class VirtualProcessGroup(_Base):
         if kind in (Ops.SUM, Ops.AVG) and tensor.dtype != torch.bool:
             total = at.total(there)
             return tensor, lambda: _averaged(total, size) if kind == Ops.AVG else total
-        parts = at.joined(there, size * tensor.numel())
+        parts = at.joined(there, [tensor.numel()] * size)
         return tensor, lambda: _fold(parts.view(size, -1), kind)
 
     @_issuing
@@ -207,8 +207,9 @@ class VirtualProcessGroup(_Base):
         """Gather the tensors of all ranks on every rank; their shapes may differ."""
         pairs = []
         for parts, given in zip(outputs, inputs, strict=True):
-            ends = list(itertools.accumulate(part.numel() for part in parts))
-            flat = self._at(given).joined(self._there(given), ends[-1])
+            sizes = [part.numel() for part in parts]
+            ends = list(itertools.accumulate(sizes))
+            flat = self._at(given).joined(self._there(given), sizes)
             pairs += [(part, _piece(flat, end - part.numel(), end)) for part, end in zip(parts, ends, strict=True)]
         return pairs
 
@@ -223,7 +224,7 @@ class VirtualProcessGroup(_Base):
         """Gather the tensors of all ranks on every rank, concatenated."""
         pairs = []
         for output, given in zip(outputs, inputs, strict=True):
-            flat = self._at(given).joined(self._there(given), output.numel())
+            flat = self._at(given).joined(self._there(given), [given.numel()] * self._size)
             pairs.append((output, _piece(flat, 0, output.numel())))
         return pairs
 

@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from onebox.errors import WireError
 
-AGENT_PROTOCOL = 4
+AGENT_PROTOCOL = 5
 """Version of everything in this file; both sides must agree."""
 
 AGENT_PORT = 7171
@@ -240,12 +240,15 @@ class Queued(AgentMessage, frozen=True, tag="queued"):
     Args:
         number: Number of the request.
         place: Its place in the queue, from 1.
-        behind: Readable description of the holders of the requested devices.
+        behind: Names of the holders of the devices that it could use, and of those who wait for them before it, for a
+            message.
+        lacking: Description of what it lacks; empty where it waits for its turn only.
     """
 
     number: int
     place: int
     behind: str
+    lacking: str
 
 
 class Leased(AgentMessage, frozen=True, tag="leased"):

@@ -128,10 +128,11 @@ class Gather(Message, frozen=True, tag="gather"):
     """Fill a buffer with the concatenation, in the order of the ranks, of each rank's buffer; later readers wait.
 
     Args:
-        buffer: This rank's part, which stays unchanged. Its size along ``dim`` may differ between ranks.
+        buffer: This rank's part, which stays unchanged.
         into: The buffer to fill.
         spec: Its new spec.
         group: The group.
+        sizes: The size of each rank's part along ``dim``.
         dim: The dimension of concatenation, from 0.
     """
 
@@ -139,6 +140,7 @@ class Gather(Message, frozen=True, tag="gather"):
     into: int
     spec: TensorSpec
     group: int
+    sizes: tuple[int, ...]
     dim: int = 0
 
 

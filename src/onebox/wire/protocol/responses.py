@@ -295,4 +295,33 @@ class Left(Message, frozen=True, tag="left"):
     group: int
 
 
-WorkerMessage = Hello | Reply | Heartbeat | Lookup | Contribution | Left
+class Listening(Message, frozen=True, tag="listening"):
+    """This worker listens for the peers of a group, and for the client that relays those that cannot connect to it.
+
+    Args:
+        group: The group.
+        port: The TCP port, at the address of this worker.
+        token: A secret that the client shows there; see :mod:`onebox.wire.relay_greeting`.
+    """
+
+    group: int
+    port: int
+    token: bytes
+
+    def __repr__(self) -> str:  # without the token
+        return f"Listening(group={self.group}, port={self.port})"
+
+
+class RelayRequest(Message, frozen=True, tag="relay"):
+    """This worker cannot connect to a peer of a group: the client is to relay what it sends there.
+
+    Args:
+        group: The group.
+        peer: The peer's rank.
+    """
+
+    group: int
+    peer: int
+
+
+WorkerMessage = Hello | Reply | Heartbeat | Lookup | Contribution | Left | Listening | RelayRequest

@@ -10,7 +10,7 @@ from torch import Tensor
 from onebox.errors import WireError
 from onebox.wire import TensorSpec
 from onebox.wire.protocol.groups import Reduced, Rendezvous
-from onebox.wire.protocol.responses import Contribution, Joined, Left, Lookup
+from onebox.wire.protocol.responses import Contribution, Joined, Left, Listening, Lookup, RelayRequest
 
 
 class RankLost(Exception):
@@ -77,8 +77,12 @@ class WorkerGroup(Protocol):
     def broadcast(self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], root: int) -> Begun:
         """Begin to broadcast tensors of one type from one rank to the others; the result is flat."""
 
-    def gather(self, tensor: Tensor, spec: TensorSpec, dim: int) -> Finish:
-        """Begin to gather the ranks' tensors along a dimension; ``spec`` is the result's."""
+    def gather(self, tensor: Tensor, spec: TensorSpec, dim: int, sizes: Sequence[int]) -> Finish:
+        """Begin to gather the ranks' tensors along a dimension, where they have some sizes; ``spec`` is the result's.
+
+        Raises:
+            WireError: The tensor is no such part.
+        """
 
     def send(self, tensor: Tensor, peer: int, channel: int, within: RowRange | None = None) -> int:
         """Send a tensor to a rank without waiting; return the time at which it is available there, in monotonic
@@ -101,8 +105,10 @@ class WorkerGroup(Protocol):
             rows: Number of rows of each chunk; empty if it is sent whole.
         """
 
-    def check(self) -> bool:
-        """Return whether operations go on without the host: waits for them do not fail with them.
+    def check(self) -> int:
+        """Return this worker's progress when the oldest operation began that goes on without the host; 0 for none.
+
+        Waits for such operations do not fail with them.
 
         Raises:
             RankLost: Such an operation has failed, or has been interrupted, so that its result is undefined.
@@ -118,6 +124,30 @@ class WorkerGroup(Protocol):
         """Leave the group. Data sent before can still be received; ranks that wait for more get an error at once."""
 
 
+def parts_of(own: TensorSpec, spec: TensorSpec, dim: int, sizes: Sequence[int], rank: int) -> list[TensorSpec]:
+    """Return the specs of the parts of a gather.
+
+    Args:
+        own: This rank's part.
+        spec: The whole.
+        dim: The dimension along which it is divided.
+        sizes: The size of each rank's part.
+        rank: This rank.
+
+    Raises:
+        WireError: The parts are not the whole's, or this rank's is not among them.
+    """
+    if not 0 <= dim < len(own.shape):
+        raise WireError(f"{own} has no dimension {dim} to be gathered along")
+    specs = [TensorSpec(own.dtype, (*own.shape[:dim], size, *own.shape[dim + 1 :])) for size in sizes]
+    whole = TensorSpec(own.dtype, (*own.shape[:dim], sum(sizes), *own.shape[dim + 1 :]))
+    if whole != spec or min(sizes, default=0) < 0:
+        raise WireError(f"{whole} comes of a gather along dimension {dim} where {spec} was to come")
+    if not rank < len(specs) or specs[rank] != own:
+        raise WireError(f"{own} is not part {rank} of a gather along dimension {dim} of sizes {list(sizes)}")
+    return specs
+
+
 def check_rows(spec: TensorSpec, rows: Sequence[int]) -> None:
     """Require that chunks with the given numbers of rows form a whole tensor.
 
@@ -131,7 +161,9 @@ def check_rows(spec: TensorSpec, rows: Sequence[int]) -> None:
 class ClientChannel(Protocol):
     """The part of the client's channel that a group uses."""
 
-    def send_to_client(self, message: Lookup | Contribution | Left, frames: Sequence[Any] = ()) -> None:
+    def send_to_client(
+        self, message: Lookup | Contribution | Left | Listening | RelayRequest, frames: Sequence[Any] = ()
+    ) -> None:
         """Send a message to the client."""
 
     def await_ticket(self, ticket: int, timeout_s: float) -> tuple[Rendezvous | Reduced, Sequence[Any]]:

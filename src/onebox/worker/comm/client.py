@@ -19,7 +19,7 @@ from torch import Tensor
 from onebox.errors import WireError
 from onebox.wire import TensorSpec, dtype_name, from_frame, spec_of, to_frame
 from onebox.wire.protocol.groups import FormGroup, Rendezvous
-from onebox.wire.protocol.responses import Contribution, Joined, Lookup
+from onebox.wire.protocol.responses import Contribution, Joined, Listening, Lookup, RelayRequest
 from onebox.worker.accelerator import Accelerator
 from onebox.worker.comm.api import Begun, ClientChannel, Finish, RankLost, ReceivedTensor, RowRange
 
@@ -82,6 +82,22 @@ class ChannelStore(dist.Store):
         return answer.value
 
 
+class ChannelRelay:
+    """The client's relaying for one group; a :class:`~onebox.worker.comm.tls_mesh.RelayClient`."""
+
+    def __init__(self, channel: ClientChannel, group: int) -> None:
+        self._channel = channel
+        self._group = group
+
+    def listening(self, port: int, token: bytes) -> None:
+        """Tell the client of this worker's listener."""
+        self._channel.send_to_client(Listening(self._group, port, token))
+
+    def request(self, peer: int) -> None:
+        """Ask the client to relay what this worker sends to a rank."""
+        self._channel.send_to_client(RelayRequest(self._group, peer))
+
+
 class ClientGroup:
     """A group that reduces at the client."""
 
@@ -122,7 +138,7 @@ class ClientGroup:
 
         return finish
 
-    def gather(self, tensor: Tensor, spec: TensorSpec, dim: int) -> Finish:
+    def gather(self, tensor: Tensor, spec: TensorSpec, dim: int, sizes: Sequence[int]) -> Finish:
         """Refuse: the client does not forward tensors."""
         raise WireError("a group at the client only sums")
 
@@ -134,9 +150,9 @@ class ClientGroup:
         """Refuse: the client does not forward tensors."""
         raise WireError("a group at the client has no way from worker to worker")
 
-    def check(self) -> bool:
-        """Return false: nothing goes on without the host."""
-        return False
+    def check(self) -> int:
+        """Return 0: nothing goes on without the host."""
+        return 0
 
     def interrupt(self) -> None:
         """Do nothing: the client replies, with an error if nothing will arrive."""

@@ -52,9 +52,9 @@ class HybridGroup:
         """Begin to broadcast tensors of one type from one rank."""
         return self._collectives.broadcast(specs, tensors, root)
 
-    def gather(self, tensor: Tensor, spec: TensorSpec, dim: int) -> Finish:
+    def gather(self, tensor: Tensor, spec: TensorSpec, dim: int, sizes: Sequence[int]) -> Finish:
         """Begin to gather the ranks' tensors along a dimension."""
-        return self._collectives.gather(tensor, spec, dim)
+        return self._collectives.gather(tensor, spec, dim, sizes)
 
     def send(self, tensor: Tensor, peer: int, channel: int, within: RowRange | None = None) -> int:
         """Send a tensor, or a part of one, to a rank."""
@@ -64,10 +64,9 @@ class HybridGroup:
         """Begin to receive a tensor from a rank."""
         return self._way(peer).receive(spec, peer, channel, rows)
 
-    def check(self) -> bool:
-        """Return whether operations go on without the host."""
-        near, whole = self._near.check(), self._whole.check()
-        return near or whole
+    def check(self) -> int:
+        """Return this worker's progress when the oldest operation began that goes on without the host; 0 for none."""
+        return min(filter(None, (self._near.check(), self._whole.check())), default=0)
 
     def interrupt(self) -> None:
         """End all waits; callable from any thread."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import msgspec
 
@@ -16,7 +17,7 @@ from onebox.wire.protocol.responses import Joined, Left, WorkerFailure
 from onebox.worker.accelerator import Accelerator, accelerator_for
 from onebox.worker.comm import nccl
 from onebox.worker.comm.api import ClientChannel, RankLost, WorkerGroup
-from onebox.worker.comm.client import ChannelStore, ClientGroup
+from onebox.worker.comm.client import ChannelRelay, ChannelStore, ClientGroup
 from onebox.worker.comm.emulated_links import EmulatedLinks
 from onebox.worker.comm.hybrid import HybridGroup
 from onebox.worker.comm.nccl import REACH, NcclGroup
@@ -24,13 +25,13 @@ from onebox.worker.comm.shm.gpu_sender import shm_copier_for
 from onebox.worker.comm.shm.group import ShmGroup
 from onebox.worker.comm.shm.rendezvous import find_shm_peers
 from onebox.worker.comm.shm.segment import supported
-from onebox.worker.comm.tls_mesh import connect_mesh
+from onebox.worker.comm.tls_mesh import GroupNetwork, connect_mesh
 from onebox.worker.comm.torch_dist import GlooGroup
 from onebox.worker.memory.buffers import Poisoned
 from onebox.worker.memory.shared import SharedMemoryQuota
 from onebox.worker.progress import WorkerProgress
 from onebox.worker.system.cpu_affinity import threads_on_all_cores
-from onebox.worker.system.network_interfaces import bind_nccl, listening_address
+from onebox.worker.system.network_interfaces import bind_nccl, forwarded_address, listening_address
 from onebox.worker.system.tcp_connections import GroupSockets
 
 _HOST = accelerator_for("cpu")
@@ -48,6 +49,7 @@ class GroupManager:
         progress: Marked during waits.
         address: The address of this host at which its owner lets workers of other hosts connect; empty for that which
             the client names, where it is the owner.
+        network: Where workers of other hosts find this one, beside that address.
         quota_bytes: Most bytes of the worker's buffers, which limits the memory that it shares; 0 for no limit.
     """
 
@@ -58,8 +60,10 @@ class GroupManager:
         progress: WorkerProgress,
         *,
         address: str = "",
+        network: GroupNetwork | None = None,
         quota_bytes: int = 0,
     ) -> None:
+        self._network = network or GroupNetwork()
         self._shared = SharedMemoryQuota(quota_bytes)
         self._channel = channel
         self._address = address
@@ -93,7 +97,15 @@ class GroupManager:
         with self._sockets.making(form.group), threads_on_all_cores():
             self._forming = form
             try:
-                group = form_group(form, self._channel, accelerator, progress, self._emulated_links, self._shared)
+                group = form_group(
+                    form,
+                    self._channel,
+                    accelerator,
+                    progress,
+                    self._emulated_links,
+                    shared=self._shared,
+                    network=self._network,
+                )
                 self._groups[form.group] = group
             finally:
                 self._forming = None
@@ -141,6 +153,17 @@ class GroupManager:
         """
         going = [group.check() for group in self._groups.values()]  # all, as one may have failed
         return any(going)
+
+    def oldest(self) -> int:
+        """Return this worker's progress when the oldest operation began that goes on without the host; 0 for none.
+
+        Groups that have failed have none.
+        """
+        found = []
+        for group in self._groups.values():
+            with suppress(RankLost):
+                found.append(group.check())
+        return min(filter(None, found), default=0)
 
     def failures(self) -> int:
         """Return the number of groups that have failed until now, with those that this worker has left since."""
@@ -225,7 +248,9 @@ def form_group(
     accelerator: Accelerator,
     progress: WorkerProgress,
     emulated_links: EmulatedLinks,
+    *,
     shared: SharedMemoryQuota | None = None,
+    network: GroupNetwork | None = None,
 ) -> WorkerGroup:
     """Join a group.
 
@@ -236,22 +261,27 @@ def form_group(
         progress: Marked during waits.
         emulated_links: State of this worker's emulated links.
         shared: Limit of the memory that it shares; none by default.
+        network: Where workers of other hosts find this one, beside the group's address.
 
     Raises:
         RankLost: The others did not join in time.
-        NoAddress: This host does not have the address under which others reach it, where it would have to listen; or
-            that stands for all of its addresses.
+        NoAddress: This host does not have the address under which others reach it, nor one to which that is forwarded;
+            or that stands for all of its addresses.
     """
     if form.backend == "client":
         return ClientGroup(form, channel, accelerator)
     store = ChannelStore(channel, form.group, form.timeout_s)
+
+    def by_sockets() -> GlooGroup:
+        return _by_sockets(form, store, accelerator, progress, network, ChannelRelay(channel, form.group))
+
     with progress.wait():
         if form.rank not in form.nccl:
-            return _by_host(form, store, accelerator, progress, emulated_links, shared)
+            return _by_host(form, store, accelerator, progress, emulated_links, shared, by_sockets)
         everybody = len(form.nccl) == form.size
         if everybody and form.size <= 2 * REACH + 1:
             return _by_nccl(form, store, accelerator, progress)
-        whole = _by_host(form, store, accelerator, progress, emulated_links, shared)
+        whole = _by_host(form, store, accelerator, progress, emulated_links, shared, by_sockets)
         try:
             near = _by_nccl(form, store, accelerator, progress)
         except BaseException:
@@ -275,6 +305,7 @@ def _by_host(
     progress: WorkerProgress,
     emulated_links: EmulatedLinks,
     shared: SharedMemoryQuota | None,
+    by_sockets: Callable[[], GlooGroup],
 ) -> WorkerGroup:
     """Join a group through memory where it is shared, and sockets."""
     copier = shm_copier_for(accelerator)
@@ -283,7 +314,7 @@ def _by_host(
     if near is not None and met is not None and len(met.memories) == form.size:
         return near
     try:
-        whole = _by_sockets(form, store, accelerator, progress)
+        whole = by_sockets()
     except BaseException:
         if near is not None:
             near.close()
@@ -296,13 +327,24 @@ def _by_host(
     return HybridGroup(near, near.joined.near, whole, whole)
 
 
-def _by_sockets(form: FormGroup, store: ChannelStore, accelerator: Accelerator, progress: WorkerProgress) -> GlooGroup:
+def _by_sockets(
+    form: FormGroup,
+    store: ChannelStore,
+    accelerator: Accelerator,
+    progress: WorkerProgress,
+    network: GroupNetwork | None,
+    relay: ChannelRelay,
+) -> GlooGroup:
     if form.links:
         raise WireError("links can be emulated in groups of one Linux host with x86-64 only")
     if accelerator.device.type == "meta":
         raise RankLost("a worker that does not compute can only be in a group of one host's CPU and sim devices")
-    address = listening_address(form.address)
-    links = connect_mesh(form.rank, form.size, address, store) if form.backend == "gloo-tls" else None
+    links = None
+    if form.backend == "gloo-tls":
+        address, advertised = forwarded_address(form.address, network.bound if network else "")
+        links = connect_mesh(form.rank, form.size, address, store, advertised=advertised, network=network, relay=relay)
+    else:
+        address = listening_address(form.address)
     try:
         return GlooGroup(form, store, accelerator, progress, address, links)
     except RuntimeError as error:

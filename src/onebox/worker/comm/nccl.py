@@ -140,10 +140,10 @@ class NcclGroup(TorchDistGroup):
         self._form = form
         self._failure = ""
         self._interrupting = threading.Lock()
-        self._works: list[tuple[Any, Sequence[Tensor], bool]] = []
+        self._works: list[tuple[Any, Sequence[Tensor], bool, int]] = []
         self._most = _FEW
         self._agreed: set[int] = set()
-        self._unread: deque[tuple[Event, Tensor, Callable[[Tensor], None]]] = deque()
+        self._unread: deque[tuple[Event, Tensor, Callable[[Tensor], None], int]] = deque()
         self._staging = _staging(accelerator) if accelerator.asynchronous else None  # type: ignore[arg-type]
         self._ways: dict[tuple[int, int], Any] = {}
         timeout = timedelta(seconds=form.timeout_s)
@@ -187,8 +187,8 @@ class NcclGroup(TorchDistGroup):
         works = [self._begin(functools.partial(way.recv, [as_real(part)], 0, 0), part) for part in parts]
         return self._finish(works, lambda: tensor)
 
-    def check(self) -> bool:
-        """Return whether operations are not complete, without waiting for them.
+    def check(self) -> int:
+        """Return this worker's progress when the oldest operation began that is not complete; 0 for none.
 
         Raises:
             RankLost: One was interrupted or has failed.
@@ -196,7 +196,7 @@ class NcclGroup(TorchDistGroup):
         self._sort()
         if self._failure:
             raise RankLost(self._failure)
-        return bool(self._works or self._unread)
+        return min((begun for *_, begun in (*self._works, *self._unread)), default=0)
 
     def interrupt(self, reason: str = "another worker of the group does not answer") -> None:
         """Abort all communicators, in another thread; end this process if they or their waits do not end."""
@@ -219,7 +219,7 @@ class NcclGroup(TorchDistGroup):
                 time.sleep(0.001)
                 self._sort()
             self._sort()
-            if any(not sent for _, _, sent in self._works):
+            if any(not sent for _, _, sent, _ in self._works):
                 self._failure = self._failure or "this worker left the group before it had received everything"
             communicators = [self._group, *self._ways.values()]
             self._group = None
@@ -229,7 +229,7 @@ class NcclGroup(TorchDistGroup):
 
     def _sends(self) -> bool:
         """Return whether something of this rank, or the check of something that it has received, is not complete."""
-        return bool(self._unread) or any(sent for _, _, sent in self._works)
+        return bool(self._unread) or any(sent for _, _, sent, _ in self._works)
 
     def _require(self, summed: Tensor, kind: int, check: Callable[[Tensor], None]) -> None:
         """Have the fingerprints of the first collective of a kind checked when they have come to the host, which does
@@ -240,7 +240,7 @@ class NcclGroup(TorchDistGroup):
             self._agreed.add(kind)
             seen = self._staging.popleft()[: summed.nbytes].view(summed.dtype)
             seen.copy_(summed, non_blocking=True)
-            self._unread.append((self._accelerator.current().record(), seen, check))
+            self._unread.append((self._accelerator.current().record(), seen, check, self._progress_now()))
 
     def _way(self, source: int, target: int) -> Any:
         way = self._ways.get((source, target))
@@ -251,23 +251,26 @@ class NcclGroup(TorchDistGroup):
     def _begin(self, call: Callable[[], Any], *tensors: Tensor, sent: bool = False) -> Any:
         """Begin an operation on a tensor and return its work; the tensors are kept until it is complete."""
         work = self._guard(call)
-        self._works.append((work, tensors, sent))
+        self._works.append((work, tensors, sent, self._progress_now()))
         if len(self._works) > self._most:
             self._sort()
             self._most = _FEW + 2 * len(self._works)
         return work
 
+    def _progress_now(self) -> int:
+        return max(1, self._progress.executed)
+
     def _sort(self) -> None:
         """Release what is complete, and interrupt the group if an operation has failed."""
         left = []
-        for work, tensors, sent in self._works:
+        for work, tensors, sent, begun in self._works:
             if not work.is_completed():
-                left.append((work, tensors, sent))
+                left.append((work, tensors, sent, begun))
             elif (error := work.exception()) is not None:
                 self.interrupt(str(error).splitlines()[0])
         self._works = left
         while self._unread and self._unread[0][0].query():
-            _, seen, check = self._unread.popleft()
+            _, seen, check, _ = self._unread.popleft()
             try:
                 check(seen)
             except WireError as error:

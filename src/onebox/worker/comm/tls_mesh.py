@@ -4,26 +4,43 @@ client's rendezvous has handed to the other.
 Each worker makes a key of its own for the group, which never leaves it. A pair of workers has a connection for each
 direction, so that no two threads use one: OpenSSL's do not allow it. Each rank connects to all others, and listens for
 them at one port, which it closes when all have come.
+
+Where a rank cannot connect to another one, the client connects to the listeners of both and relays: the same TLS goes
+through it, from end to end.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import secrets
 import select
 import socket
 import ssl
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from ipaddress import ip_address
 from typing import NamedTuple, Protocol
 
 from onebox.errors import WireError
+from onebox.wire.relay_greeting import FIRST_BYTE, GREETING_BYTES, TOKEN_BYTES, decode_greeting, greeting_reply
 from onebox.worker.comm.api import KeyValueStore, RankLost
 from onebox.worker.comm.certificate import Certificate, new_certificate
 
 HANDSHAKE_S = 3.0
 """Time limit of a handshake, and of one attempt to connect."""
+
+DIRECT_S = 3.0
+"""Time after which a peer whose host cannot be connected to is asked for by way of the client."""
+
+REFUSING_S = 10.0
+"""The same for a peer whose host takes connections, but does not complete them: it may be busy."""
+
+KNOWN_S = 0.3
+"""The same for a host that could not be connected to before; and time limit of one attempt meanwhile."""
 
 CONNECT_S = 20.0
 """Time after which a peer that cannot be connected to is given up: longer than an interruption that a run survives."""
@@ -35,7 +52,9 @@ _PENDING = 64
 """Most handshakes of one worker at a time: another connection ends the oldest."""
 
 _RETRY_S = 0.02
+_AGAIN_S = 0.2
 _ACCEPTED = b"\x01"
+_RECORD_OF_HANDSHAKE = b"\x16"  # of TLS (RFC 8446, 5.1)
 
 
 class MembershipStore(KeyValueStore, Protocol):
@@ -47,6 +66,32 @@ class MembershipStore(KeyValueStore, Protocol):
         Raises:
             RankLost: The group is dissolved.
         """
+
+
+class RelayClient(Protocol):
+    """The client, as one that connects workers which cannot reach each other."""
+
+    def listening(self, port: int, token: bytes) -> None:
+        """Tell it of this worker's listener."""
+
+    def request(self, peer: int) -> None:
+        """Ask it to relay what this worker sends to a rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupNetwork:
+    """This worker's place in the network, for all its groups.
+
+    Args:
+        bound: The address of this host at which it listens where others reach it under an address that is not its own,
+            as behind a NAT; empty if there is none.
+        ports: Ports to listen at, of which the first free one is used; if there is none, any.
+        unreachable: Hosts that could not be connected to.
+    """
+
+    bound: str = ""
+    ports: Sequence[int] = ()
+    unreachable: set[str] = field(default_factory=set)
 
 
 class DuplexLink(NamedTuple):
@@ -74,7 +119,15 @@ class _Peer(NamedTuple):
 
 
 def connect_mesh(
-    rank: int, size: int, address: str, store: MembershipStore, *, connect_s: float = CONNECT_S
+    rank: int,
+    size: int,
+    address: str,
+    store: MembershipStore,
+    *,
+    advertised: str = "",
+    network: GroupNetwork | None = None,
+    relay: RelayClient | None = None,
+    connect_s: float = CONNECT_S,
 ) -> dict[int, DuplexLink]:
     """Connect to all other ranks of a group; all of them call it.
 
@@ -83,6 +136,9 @@ def connect_mesh(
         size: Number of ranks.
         address: This host's IP address to listen at.
         store: The group's key-value store, whose contents are authentic.
+        advertised: The IP address that leads the others there; ``address`` by default.
+        network: The ports to listen at, and the hosts that could not be connected to before.
+        relay: The client, for peers that cannot be connected to; ``None`` to do without.
         connect_s: Time limit for a connection to one of them.
 
     Returns:
@@ -92,20 +148,26 @@ def connect_mesh(
         RankLost: A rank did not come, cannot be reached, or does not have its key.
         WireError: What a rank says of itself is not understood.
     """
-    own = new_certificate()
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as listener:
-        listener.bind(socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][4])
-        store.set(f"tls/{rank}", f"{address} {listener.getsockname()[1]} {own.der.hex()}")
+    own, token = new_certificate(), secrets.token_bytes(TOKEN_BYTES)
+    network = network or GroupNetwork()
+    with _listener(address, network.ports, _PENDING + size) as listener:
+        port = listener.getsockname()[1]
+        store.set(f"tls/{rank}", f"{advertised or address} {port} {own.der.hex()}")
         peers = [_parse(other, store.get(f"tls/{other}")) for other in range(size) if other != rank]
         if len({peer.certificate for peer in peers} | {own.der}) != size:
             raise WireError("two workers of a group show the same certificate")
+        if advertised != address:  # a router's, whose way back to a host behind it few routers know
+            peers = [peer._replace(host=address) if peer.host == advertised else peer for peer in peers]
         serving, connecting = _contexts(own, peers)
         listener.listen(_PENDING + size)  # not before, as nobody could be let in; peers try again
-        acceptor = _Acceptor(listener, serving, peers)
+        if relay is not None:
+            relay.listening(port, token)
+        acceptor = _Acceptor(listener, serving, peers, token)
         outgoing: dict[int, ssl.SSLSocket] = {}
         try:
             for peer in peers:
-                outgoing[peer.rank] = _connect(peer, connecting, store, connect_s)
+                connector = _Connector(peer, connecting, network.unreachable, relay, acceptor)
+                outgoing[peer.rank] = connector.connect(store, connect_s)
             incoming = acceptor.result(store)
         except BaseException:
             acceptor.close()
@@ -113,6 +175,25 @@ def connect_mesh(
                 each.close()
             raise
     return {peer.rank: DuplexLink(outgoing[peer.rank], incoming[peer.rank]) for peer in peers}
+
+
+def _listener(address: str, ports: Sequence[int], backlog: int) -> socket.socket:
+    """Return a socket that is bound to the first free one of some ports, or to any if there is none."""
+    family, _, _, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+    for port in (*ports, 0):
+        listener = socket.socket(family)
+        try:
+            if port:  # connections of earlier groups do not occupy it; a socket that listens does
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((where[0], port, *where[2:]))
+            if port:
+                listener.listen(backlog)
+            return listener
+        except BaseException as error:
+            listener.close()
+            if not (isinstance(error, OSError) and error.errno == errno.EADDRINUSE and port):
+                raise
+    raise AssertionError("the last port is any")
 
 
 def _parse(rank: int, value: bytes) -> _Peer:
@@ -147,33 +228,110 @@ def _contexts(own: Certificate, peers: list[_Peer]) -> tuple[ssl.SSLContext, ssl
     return serving, connecting
 
 
-def _connect(peer: _Peer, context: ssl.SSLContext, store: MembershipStore, connect_s: float) -> ssl.SSLSocket:
-    """Return a connection that a peer has accepted."""
-    end_s = time.monotonic() + connect_s
-    while True:
+class _Connector:
+    """Makes the connection to one peer: directly, or else by way of the client.
+
+    Args:
+        peer: The peer.
+        context: Settings of TLS.
+        unreachable: Hosts that could not be connected to; changed.
+        relay: The client, if it relays.
+        acceptor: Takes what the client relays.
+    """
+
+    def __init__(
+        self,
+        peer: _Peer,
+        context: ssl.SSLContext,
+        unreachable: set[str],
+        relay: RelayClient | None,
+        acceptor: _Acceptor,
+    ) -> None:
+        self._peer = peer
+        self._context = context
+        self._unreachable = unreachable
+        self._relay = relay
+        self._acceptor = acceptor
+        self._why = ""
+        self._relay_why = ""
+
+    def connect(self, store: MembershipStore, connect_s: float) -> ssl.SSLSocket:
+        """Return a connection that the peer has accepted.
+
+        Raises:
+            RankLost: It cannot be reached in time, or another one is there.
+        """
+        peer, relayed, begin_s = self._peer, False, time.monotonic()
+        known = self._relay is not None and peer.host in self._unreachable
+        while True:
+            found, reached = self._attempt(KNOWN_S if known or relayed else HANDSHAKE_S)
+            if found is not None:
+                self._unreachable.discard(peer.host)
+                return found
+            if relayed and (found := self._relayed()) is not None:
+                return found
+            waited_s = time.monotonic() - begin_s
+            if waited_s > connect_s:
+                raise RankLost(self._failure(relayed))
+            patience_s = REFUSING_S if reached else KNOWN_S if known else DIRECT_S
+            if self._relay is not None and not relayed and waited_s > patience_s:
+                relayed = True
+                self._unreachable.add(peer.host)
+                self._request()
+            time.sleep(_RETRY_S)
+            store.check([f"tls/{peer.rank}"])
+
+    def _attempt(self, within_s: float) -> tuple[ssl.SSLSocket | None, bool]:
+        """Connect directly, once; return the connection, and whether the host was reached."""
         try:
-            return _attempt(peer, context)
+            raw = socket.create_connection((self._peer.host, self._peer.port), within_s)
         except OSError as error:
-            why = error.strerror or str(error)
-        if time.monotonic() > end_s:
-            raise RankLost(
-                f"rank {peer.rank} of the group cannot be reached at {peer.host}, port {peer.port}: {why}; let workers "
-                "of the pool's hosts connect to each other (firewall), or advertise another address (onebox serve "
-                "--advertise)"
-            )
-        time.sleep(_RETRY_S)
-        store.check([f"tls/{peer.rank}"])
+            self._why = error.strerror or str(error)
+            return None, False
+        raw.settimeout(HANDSHAKE_S)
+        where = f"{self._peer.host}, port {self._peer.port},"
+        try:
+            return _begin(raw, self._peer, self._context, where), True
+        except OSError as error:
+            self._why = error.strerror or str(error)
+            return None, True
+
+    def _relayed(self) -> ssl.SSLSocket | None:
+        """Return a connection that the client relays, if there is one by now."""
+        raw = self._acceptor.relayed(self._peer.rank)
+        if raw is None:
+            return None
+        raw.settimeout(2 * HANDSHAKE_S)  # the client connects to the peer meanwhile
+        try:
+            return _begin(raw, self._peer, self._context, "the end that the client connects to")
+        except (OSError, RankLost) as error:  # whoever is on the way may have come in the client's place, too
+            self._relay_why = str(error)
+            time.sleep(_AGAIN_S)
+            self._request()
+            return None
+
+    def _request(self) -> None:
+        assert self._relay is not None
+        self._acceptor.expect(self._peer.rank)
+        self._relay.request(self._peer.rank)
+
+    def _failure(self, relayed: bool) -> str:
+        peer = self._peer
+        also = f", nor by way of the client: {self._relay_why or 'it does not connect them'}" if relayed else ""
+        return (
+            f"rank {peer.rank} of the group cannot be reached at {peer.host}, port {peer.port}: {self._why}{also}; let "
+            "workers of the pool's hosts, or the client, connect to each of them (firewall), or advertise another "
+            "address (onebox serve --advertise)"
+        )
 
 
-def _attempt(peer: _Peer, context: ssl.SSLContext) -> ssl.SSLSocket:
-    """Connect to a peer once.
+def _begin(raw: socket.socket, peer: _Peer, context: ssl.SSLContext, where: str) -> ssl.SSLSocket:
+    """Begin TLS with a peer, and wait until it has accepted.
 
     Raises:
-        OSError: It cannot be reached, or does not accept.
+        OSError: It does not accept.
         RankLost: Another than the peer is there.
     """
-    where = f"{peer.host}, port {peer.port},"
-    raw = socket.create_connection((peer.host, peer.port), HANDSHAKE_S)
     try:
         connection = context.wrap_socket(raw)
     except ssl.SSLCertVerificationError as error:
@@ -199,29 +357,69 @@ def _settle(connection: ssl.SSLSocket) -> None:
     connection.settimeout(None)
 
 
+class _Pending:
+    """A connection whose handshake is not complete.
+
+    Args:
+        raw: The connection.
+        end_s: Time at which it is closed.
+    """
+
+    def __init__(self, raw: socket.socket, end_s: float) -> None:
+        self.raw = raw
+        self.end_s = end_s
+        self.received = b""
+        """The part of a client's greeting that has come."""
+        self.connection: ssl.SSLSocket | None = None
+        """The same connection, once TLS has begun."""
+
+    def close(self) -> None:
+        """Close it."""
+        (self.connection or self.raw).close()
+
+
 class _Acceptor:
-    """Accepts a connection of each peer, in a thread; those of strangers are closed.
+    """Accepts a connection of each peer, and what the client relays, in a thread; those of strangers are closed.
 
     Handshakes go on beside each other, each bounded by :data:`HANDSHAKE_S` and all by :data:`_PENDING`.
     """
 
-    def __init__(self, listener: socket.socket, context: ssl.SSLContext, peers: list[_Peer]) -> None:
+    def __init__(self, listener: socket.socket, context: ssl.SSLContext, peers: list[_Peer], token: bytes) -> None:
         self._listener = listener
         self._context = context
+        self._token = token
         self._ranks = {peer.certificate: peer.rank for peer in peers}
         self._found: dict[int, ssl.SSLSocket] = {}
-        self._pending: dict[int, tuple[ssl.SSLSocket, float]] = {}
+        self._relayed: dict[int, socket.socket | None] = {}  # by rank, of those that were asked for
+        self._lock = threading.Lock()
+        self._pending: dict[int, _Pending] = {}
         self._poll = select.poll()
+        self._wake = os.eventfd(0)
+        self._connected = False
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="onebox-accept", daemon=True)
         self._thread.start()
 
+    def expect(self, rank: int) -> None:
+        """Let the client connect this worker to a rank."""
+        with self._lock:
+            self._relayed[rank] = None
+
+    def relayed(self, rank: int) -> socket.socket | None:
+        """Return a connection by which the client relays to a rank, if there is a new one."""
+        with self._lock:
+            found = self._relayed[rank]
+            self._relayed[rank] = None
+        return found
+
     def result(self, store: MembershipStore) -> dict[int, ssl.SSLSocket]:
-        """Wait for all peers and return the connections.
+        """Wait for all peers and return the connections; this worker has connected to all of them.
 
         Raises:
             RankLost: One did not come, or the group is dissolved.
         """
+        self._connected = True
+        os.eventfd_write(self._wake, 1)
         end_s = time.monotonic() + ACCEPT_S
         while self._thread.is_alive():
             self._thread.join(_RETRY_S)
@@ -229,6 +427,8 @@ class _Acceptor:
                 missing = sorted(set(self._ranks.values()) - set(self._found))
                 raise RankLost(f"ranks {missing} of the group did not connect within {ACCEPT_S:.0f} s")
             store.check(["tls/0"])
+        os.close(self._wake)
+        self._wake = -1
         if len(self._found) < len(self._ranks):
             raise RankLost("the listener of the group has failed")
         return self._found
@@ -237,6 +437,8 @@ class _Acceptor:
         """Stop, and close what has been accepted."""
         self._closed = True
         self._thread.join()
+        if self._wake >= 0:
+            os.close(self._wake)
         for each in self._found.values():
             each.close()
 
@@ -244,8 +446,9 @@ class _Acceptor:
         listener = self._listener
         listener.setblocking(False)
         self._poll.register(listener, select.POLLIN)
+        self._poll.register(self._wake, select.POLLIN)
         try:
-            while len(self._found) < len(self._ranks) and not self._closed:
+            while not self._closed and (len(self._found) < len(self._ranks) or not self._connected):
                 self._end_late()
                 for descriptor, _ in self._poll.poll(1000 * _RETRY_S):
                     if descriptor == listener.fileno():
@@ -255,6 +458,10 @@ class _Acceptor:
         finally:
             for descriptor in list(self._pending):
                 self._drop(descriptor)
+            with self._lock:
+                for each in self._relayed.values():
+                    if each is not None:
+                        each.close()
 
     def _accept(self) -> None:
         try:
@@ -265,35 +472,75 @@ class _Acceptor:
         if len(self._pending) >= _PENDING:
             self._drop(next(iter(self._pending)))
         raw.setblocking(False)
-        try:
-            connection = self._context.wrap_socket(raw, server_side=True, do_handshake_on_connect=False)
-        except (OSError, ValueError):  # it was reset in between
-            raw.close()
-            return
-        self._pending[connection.fileno()] = (connection, time.monotonic() + HANDSHAKE_S)
-        self._poll.register(connection, select.POLLIN)
+        self._pending[raw.fileno()] = _Pending(raw, time.monotonic() + HANDSHAKE_S)
+        self._poll.register(raw, select.POLLIN)
 
     def _go_on(self, descriptor: int) -> None:
         """Go on with a handshake."""
-        connection, _ = self._pending[descriptor]
+        pending = self._pending[descriptor]
         try:
-            connection.do_handshake()
-            rank = self._ranks.get(connection.getpeercert(binary_form=True) or b"")
-            _settle(connection)
-        except ssl.SSLWantReadError:
+            if pending.connection is None:
+                self._greet(pending)
+            if pending.connection is not None:
+                self._shake_hands(pending.connection)
+        except (BlockingIOError, ssl.SSLWantReadError):
             self._poll.modify(descriptor, select.POLLIN)
-            return
         except ssl.SSLWantWriteError:
             self._poll.modify(descriptor, select.POLLOUT)
-            return
         except (OSError, ValueError):
             self._drop(descriptor)
-            return
+
+    def _greet(self, pending: _Pending) -> None:
+        """Read who begins: a peer with its TLS, or the client with a greeting.
+
+        Raises:
+            OSError: Neither does, or the connection has ended.
+        """
+        raw = pending.raw
+        first = pending.received[:1] or raw.recv(1, socket.MSG_PEEK)
+        if first == FIRST_BYTE:
+            pending.received += raw.recv(GREETING_BYTES - len(pending.received))
+            if len(pending.received) < GREETING_BYTES:
+                raise BlockingIOError
+            greeting = decode_greeting(self._token, pending.received)
+            if greeting is None:
+                raise ConnectionError("a stranger's greeting")
+            raw.send(greeting_reply(self._token, pending.received))
+            if greeting.outgoing:
+                self._hand_over(pending, greeting.peer)
+                return
+        elif first != _RECORD_OF_HANDSHAKE:
+            raise ConnectionError("neither a peer nor the client")
+        pending.connection = self._context.wrap_socket(raw, server_side=True, do_handshake_on_connect=False)
+
+    def _hand_over(self, pending: _Pending, rank: int) -> None:
+        """Give a connection to the thread that has asked for it.
+
+        Raises:
+            ConnectionError: It has not.
+        """
+        with self._lock:
+            if rank not in self._relayed:
+                raise ConnectionError("a relayed connection that nobody has asked for")
+            earlier, self._relayed[rank] = self._relayed[rank], pending.raw
+            self._poll.unregister(pending.raw)
+            del self._pending[pending.raw.fileno()]
+        if earlier is not None:
+            earlier.close()
+
+    def _shake_hands(self, connection: ssl.SSLSocket) -> None:
+        """Go on with a handshake of TLS.
+
+        Raises:
+            OSError: It has failed, or a stranger has come.
+        """
+        connection.do_handshake()
+        rank = self._ranks.get(connection.getpeercert(binary_form=True) or b"")
         if rank is None:
-            self._drop(descriptor)
-            return
-        self._poll.unregister(descriptor)
-        del self._pending[descriptor]
+            raise ConnectionError("a certificate of nobody in this group")
+        _settle(connection)
+        self._poll.unregister(connection)
+        del self._pending[connection.fileno()]
         with suppress(OSError):
             connection.sendall(_ACCEPTED)
         earlier = self._found.get(rank)
@@ -303,10 +550,10 @@ class _Acceptor:
 
     def _end_late(self) -> None:
         now_s = time.monotonic()
-        for descriptor in [each for each, (_, end_s) in self._pending.items() if end_s < now_s]:
+        for descriptor in [each for each, pending in self._pending.items() if pending.end_s < now_s]:
             self._drop(descriptor)
 
     def _drop(self, descriptor: int) -> None:
-        connection, _ = self._pending.pop(descriptor)
+        pending = self._pending.pop(descriptor)
         self._poll.unregister(descriptor)
-        connection.close()
+        pending.close()

@@ -31,7 +31,7 @@ from onebox.worker.comm.agreement import (
     collective_fingerprint,
     fingerprint_elements,
 )
-from onebox.worker.comm.api import Begun, Finish, RankLost, ReceivedTensor, RowRange, check_rows
+from onebox.worker.comm.api import Begun, Finish, RankLost, ReceivedTensor, RowRange, check_rows, parts_of
 from onebox.worker.comm.gloo_forwarder import GlooForwarder
 from onebox.worker.comm.tls_mesh import DuplexLink
 from onebox.worker.progress import WorkerProgress
@@ -164,7 +164,7 @@ class TorchDistGroup(ABC):
         """Check the fingerprints of a collective.
 
         Args:
-            summed: Their sum, where the backend has made it.
+            summed: Their sum, or another tensor of as many bytes at most, where the backend has made it.
             kind: The same number for all collectives with the same types and sizes.
             check: Checks it in the host's memory.
 
@@ -173,30 +173,46 @@ class TorchDistGroup(ABC):
         """
         check(summed)
 
-    def gather(self, tensor: Tensor, spec: TensorSpec, dim: int) -> Finish:
+    def gather(self, tensor: Tensor, spec: TensorSpec, dim: int, sizes: Sequence[int]) -> Finish:
         """Begin to gather the ranks' tensors along a dimension.
 
-        The sizes of other ranks' parts are not known beforehand, so each rank sends its size and a buffer as large as
-        the whole.
+        Each rank sends as many bytes as the longest part has, behind the fingerprint of its call.
 
         Raises:
-            WireError: The tensor cannot be a part of the whole; or later, another rank's call differs.
+            WireError: The tensor is no such part; or later, another rank's call differs.
         """
         order, self._order = self._order, self._order + 1
-        own = spec_of(tensor)
-        if not 0 <= dim < len(own.shape) or own.size_bytes > spec.size_bytes:
-            raise WireError(f"{own} cannot be gathered along dimension {dim} to {spec}")
-        fingerprint = crc32(f"gather {order} {spec} {dim}".encode())
-        mine = torch.zeros(_HEAD_BYTES + spec.size_bytes, dtype=torch.uint8, device=self._device)
-        mine[:_HEAD_BYTES].view(torch.int64).copy_(torch.tensor([own.shape[dim], fingerprint]))
-        mine[_HEAD_BYTES : _HEAD_BYTES + own.size_bytes] = self._stage(tensor).contiguous().view(-1).view(torch.uint8)
-        parts = [torch.empty_like(mine) for _ in range(self._size)]
+        specs = parts_of(spec_of(tensor), spec, dim, sizes, self.rank)
+        if len(specs) != self._size:
+            raise WireError(f"{len(specs)} parts of a gather in a group of {self._size}")
+        fingerprint = crc32(f"gather {order} {spec} {dim} {sizes}".encode())
+        longest = max(part.size_bytes for part in specs)
+        mine = torch.zeros(_HEAD_BYTES + longest, dtype=torch.uint8, device=self._device)
+        mine[:_HEAD_BYTES].view(torch.int64).fill_(fingerprint)
+        mine[_HEAD_BYTES : _HEAD_BYTES + tensor.nbytes] = self._stage(tensor).contiguous().view(-1).view(torch.uint8)
+        parts = [torch.empty_like(mine) for _ in specs]
         work = self._begin(lambda: self._group.allgather([parts], [mine]), mine, *parts)
-        return self._finish([work], lambda: self._accelerator.to_device(_join(parts, own, spec, dim, fingerprint)))
 
-    def check(self) -> bool:
-        """Return false: a wait for an operation is one of the host, which fails with it."""
-        return False
+        def check(seen: Tensor) -> None:
+            if (rank := int(seen[0])) >= 0:
+                raise WireError(f"rank {rank} came for another gather than that of {spec} along dimension {dim}")
+
+        def made() -> Tensor:
+            others = torch.stack([part[:_HEAD_BYTES].view(torch.int64)[0] for part in parts]) != fingerprint
+            first = torch.where(others.any(), others.to(torch.uint8).argmax(), -1).reshape(1)
+            self._require(first, crc32(f"gather {spec} {dim} {sizes}".encode()), check)
+            dtype, end = DTYPES[spec.dtype], _HEAD_BYTES
+            dense = [
+                part[end : end + of.size_bytes].view(dtype).view(of.shape)
+                for part, of in zip(parts, specs, strict=True)
+            ]
+            return self._accelerator.to_device(torch.cat(dense, dim))
+
+        return self._finish([work], made)
+
+    def check(self) -> int:
+        """Return 0: a wait for an operation is one of the host, which fails with it."""
+        return 0
 
     @abstractmethod
     def _begin(self, call: Callable[[], Any], *tensors: Tensor, sent: bool = False) -> Any:
@@ -405,21 +421,3 @@ def as_real(tensor: Tensor) -> Tensor:
     side.
     """
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-
-
-def _join(parts: Sequence[Tensor], own: TensorSpec, spec: TensorSpec, dim: int, fingerprint: int) -> Tensor:
-    """Return the concatenation of all ranks' parts; each is preceded by its size along the dimension and its
-    fingerprint.
-    """
-    tensors = []
-    for rank, part in enumerate(parts):
-        size, means = part[:_HEAD_BYTES].view(torch.int64).tolist()
-        if means != fingerprint:
-            raise WireError(f"rank {rank} came for another gather than that of {spec} along dimension {dim}")
-        shape = (*own.shape[:dim], size, *own.shape[dim + 1 :])
-        elements = part[_HEAD_BYTES : _HEAD_BYTES + TensorSpec(own.dtype, shape).size_bytes]
-        tensors.append(elements.view(DTYPES[own.dtype]).view(shape))
-    made = torch.cat(tensors, dim)
-    if spec_of(made) != spec:
-        raise WireError(f"{spec_of(made)} comes of a gather along dimension {dim} where {spec} was to come")
-    return made

@@ -66,7 +66,7 @@ class CollectiveExecutor:
             case Gather():
                 tensor = self._store.get(resolve(what.buffer))
                 trace.ready()
-                finish = self._groups.get(what.group).gather(tensor, what.spec, what.dim)
+                finish = self._groups.get(what.group).gather(tensor, what.spec, what.dim, what.sizes)
                 self._promise(resolve(what.into), what.spec, finish, trace)
 
     def _reduce(self, reduce: Reduce, resolve: Resolve, trace: Trace) -> None:

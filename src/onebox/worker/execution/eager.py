@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +38,20 @@ class VoidKernel:
         self.floats = max(0, kernel.floats)
         self.outputs = sum(out is not None for out in kernel.outs)
         self.writes = tuple(index for index in written_inputs(kernel) if index < self.inputs)
+
+
+class Effects(NamedTuple):
+    """Buffers that an instruction changes.
+
+    Args:
+        outputs: Those that it fills.
+        written: Those that it may write to in place.
+        freed: Those that it frees.
+    """
+
+    outputs: Sequence[int]
+    written: Sequence[int]
+    freed: Sequence[int]
 
 
 class EagerExecutor:
@@ -332,37 +346,42 @@ class EagerExecutor:
 
         If the client receives an operator's failure at once, its arguments stay valid, as in PyTorch.
         """
-        store = self._store
-        if isinstance(instruction, Operate):
-            self._skip_calls(instruction.calls, failure)
-        elif isinstance(instruction, Perform):
-            store.void([instruction.first], failure)
-        else:
-            found, given = self._definitions.get(instruction.block), instruction.inputs
-            freed, written = found.skip(failure) if isinstance(found, CompiledBlock) else ([], list(range(len(given))))
-            for slot in written:
-                if slot < len(given):
-                    store.spoil(given[slot], failure)
-            for slot in freed:
-                if slot < len(given):
-                    store.forget(given[slot])
-            store.void(instruction.outputs, failure)
+        store, effects = self._store, self.effects(instruction)
+        for number in effects.written if not isinstance(instruction, Perform) else ():
+            store.spoil(number, failure)
+        store.void(effects.outputs, failure)
+        for number in effects.freed:
+            store.forget(number)
 
-    def _skip_calls(self, calls: Sequence[int], failure: WorkerFailure) -> None:
-        at = 0
+    def effects(self, instruction: Operate | Replay | Perform) -> Effects:
+        """Return the buffers that an instruction changes."""
+        if isinstance(instruction, Operate):
+            return self._effects_of_calls(instruction.calls)
+        if isinstance(instruction, Perform):
+            named = [index for index in written_inputs(instruction.kernel) if index < len(instruction.inputs)]
+            return Effects((instruction.first,), [instruction.inputs[index] for index in named], ())
+        found, given = self._definitions.get(instruction.block), instruction.inputs
+        freed, written = found.skip() if isinstance(found, CompiledBlock) else ([], list(range(len(given))))
+        buffers = [[given[slot] for slot in slots if slot < len(given)] for slots in (written, freed)]
+        return Effects(instruction.outputs, *buffers)
+
+    def _effects_of_calls(self, calls: Sequence[int]) -> Effects:
+        outputs, written, freed, at = list[int](), list[int](), list[int](), 0
         while at + 1 < len(calls):
             kernel = self._definitions.get(calls[at])
             if calls[at] == FREE:
-                self._store.forget(calls[at + 1])
+                freed.append(calls[at + 1])
                 at += 2
             elif isinstance(kernel, CompiledKernel | VoidKernel):
                 middle = at + 1 + kernel.inputs
                 stop = middle + kernel.outputs
                 if stop <= len(calls):
-                    self._void(kernel, calls[at + 1 : middle], calls[middle:stop], failure)
+                    outputs += calls[middle:stop]
+                    written += [calls[at + 1 + index] for index in kernel.writes]
                 at = stop
             else:
-                return
+                break
+        return Effects(outputs, written, freed)
 
     # ---- definitions
 

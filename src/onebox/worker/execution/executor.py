@@ -45,8 +45,9 @@ from onebox.wire.protocol.requests import (
 from onebox.wire.protocol.responses import Digest, OptimizerState, Tensors, WorkerFailure
 from onebox.wire.protocol.snapshots import Fill, Lay, Read, Recall, Remembered, SlotInstruction, Snapshot, Write
 from onebox.worker.accelerator import DeviceFailed
-from onebox.worker.comm.api import ClientChannel
+from onebox.worker.comm.api import ClientChannel, RankLost
 from onebox.worker.comm.manager import GroupManager, groups_of
+from onebox.worker.comm.tls_mesh import GroupNetwork
 from onebox.worker.device import ComputeDevice, seed_of
 from onebox.worker.execution.collectives import CollectiveExecutor, Communication, Resolve
 from onebox.worker.execution.eager import EagerExecutor, VoidKernel
@@ -85,6 +86,7 @@ class Executor:
             become complete.
         address: The address of this host at which workers of others connect to this one; empty for the client's
             choice.
+        network: Where workers of other hosts find this one, beside that address.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Executor:
         faults: FaultInjector,
         between: Callable[[], None] | None = None,
         address: str = "",
+        network: GroupNetwork | None = None,
     ) -> None:
         self.progress = WorkerProgress()
         self.graphs = GraphMemory(device.accelerator)
@@ -111,7 +114,9 @@ class Executor:
         self._definitions: dict[int, Any] = {}
         self._eager = EagerExecutor(device, self.store, self._definitions, self.progress, report)
         accelerator = device.accelerator
-        self._groups = GroupManager(channel, accelerator, self.progress, address=address, quota_bytes=quota_bytes)
+        self._groups = GroupManager(
+            channel, accelerator, self.progress, address=address, network=network, quota_bytes=quota_bytes
+        )
         self._owed: dict[int, tuple[int, ...]] = {}  # groups of the routines that could not be defined
         self._snapshots = SnapshotService(accelerator, self.store, self.host, self._groups, self._definition, faults)
         self._collectives = CollectiveExecutor(self.store, self._groups, self._before_update)
@@ -122,6 +127,7 @@ class Executor:
         self._numerics = NumericState()
         self._trace = Trace()
         self._group_failures = 0  # when the message began
+        self._written: list[tuple[int, Sequence[int]]] = []  # buffers by single instructions, and the progress then
         self._run = Run(0)
         self._place: tuple[int, int] | None = None  # number of the running routine, and index of its instruction
 
@@ -130,6 +136,7 @@ class Executor:
         self.frames_out = []
         self._trace = Trace()
         if self._device.accelerator.asynchronous:
+            self._void_aborted()
             self._group_failures = self._groups.failures()
         self._numerics.use()
 
@@ -166,7 +173,11 @@ class Executor:
         if isinstance(instruction, Run):
             return self._run_routine(instruction)
         own = iter(list(itertools.islice(frames, _frame_count(instruction))))
-        return self._guarded(instruction, own, _same)
+        try:
+            return self._guarded(instruction, own, _same)
+        finally:
+            if self._device.accelerator.asynchronous and self._groups.numbers:
+                self._note_written(instruction)
 
     def interrupt(self, group: int) -> None:
         """End waits for peers of a group; callable from any thread."""
@@ -281,6 +292,36 @@ class Executor:
         if isinstance(instruction, Reduce | Gather | Broadcast | Send | FormGroup):
             self._report(failure)
             self._groups.abandon(instruction.group, failure)
+
+    def _note_written(self, instruction: Instruction) -> None:
+        """Record the buffers that single instructions have written, as operations may go on whose tensors they use.
+
+        A routine is not recorded: a trainer that loses a step goes back to a snapshot.
+        """
+        numbers: Sequence[int] = ()
+        if isinstance(instruction, Operate | Replay | Perform):
+            effects = self._eager.effects(instruction)
+            numbers = (*effects.outputs, *effects.written)
+        elif isinstance(instruction, Receive | Reduce | Gather | Broadcast | Call):
+            numbers = _writes(instruction)
+        if numbers:
+            self._written.append((self.progress.executed, numbers))
+
+    def _void_aborted(self) -> None:
+        """Void what was written since the oldest operation of a group that has failed since the last message began.
+
+        An operation that was aborted may have left any values, and what was computed from them is as undefined.
+        """
+        if not self._written:
+            return
+        begun = self._groups.oldest()
+        try:
+            self._groups.check_since(self._group_failures)
+        except RankLost as error:
+            failure, begun = describe_failure(error, "receive"), 0
+            for number in [number for _, numbers in self._written for number in numbers if number in self.store]:
+                self.store.spoil(number, failure)
+        self._written = [entry for entry in self._written if entry[0] >= begun] if begun else []
 
     # ---- one method for each instruction
 

@@ -363,6 +363,9 @@ class BufferStore:
         if more_bytes > 0:
             self.reserve(0)
 
+    def __contains__(self, number: int) -> bool:
+        return any(number in table for table in (self._tensors, self._pending, self._void, self._away))
+
     def __len__(self) -> int:
         evicted = sum(number not in self._tensors for number in self._away)
         return len(self._tensors) + len(self._pending) + len(self._void) + evicted

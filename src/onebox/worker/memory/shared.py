@@ -43,7 +43,7 @@ class SharedMemoryQuota:
     def __init__(self, quota_bytes: int = 0) -> None:
         self.limit_bytes = shared_limit_bytes(quota_bytes)
         self.used_bytes = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer that frees shared memory may run in the thread that has it
         self._groups: list[SharedBlocks] = []
         self._left: list[SharedBlocks] = []
 

@@ -10,44 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
+from onebox.cost import RUN_BYTES, aligned_starts, runs, staging_bytes
 from onebox.worker.accelerator import Accelerator
 from onebox.worker.memory.async_copy import CopyStream, StreamCopy
 
-RUN_BYTES = 32 << 20
-"""Size of a run that is transferred or scaled at once: 1 to 3 ms of a PCIe link, so that the few kernels of a run cost
-nothing."""
-
-_ALIGN_BYTES = 64
-
 Apply = Callable[[Sequence[int], Sequence[Tensor]], None]
 """Updates some parameters, given by their positions, with their gradients."""
-
-
-def runs(tensors: Sequence[Tensor], most_bytes: int = RUN_BYTES) -> list[range]:
-    """Divide tensors into runs of at most the given bytes; a larger tensor is a run of its own.
-
-    Example:
-        >>> import torch
-        >>> runs([torch.zeros(2), torch.zeros(2), torch.zeros(9), torch.zeros(1)], 16)
-        [range(0, 2), range(2, 3), range(3, 4)]
-    """
-    found: list[range] = []
-    start, size_bytes = 0, 0
-    for index, tensor in enumerate(tensors):
-        if index > start and size_bytes + tensor.nbytes > most_bytes:
-            found.append(range(start, index))
-            start, size_bytes = index, 0
-        size_bytes += tensor.nbytes
-    return [*found, range(start, len(tensors))] if tensors else found
-
-
-def _starts(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
-    """Return the offset of each tensor in memory for all of them, and its size."""
-    starts, end = [], 0
-    for tensor in tensors:
-        starts.append(end)
-        end += -(-tensor.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
-    return starts, end
 
 
 def _over(memory: Tensor, start: int, like: Tensor) -> Tensor:
@@ -68,17 +36,13 @@ class HostParameters:
         self._accelerator = accelerator
         self.parameters = list(parameters)
         self._copies = CopyStream(accelerator) if accelerator.asynchronous else None
-        starts, whole_bytes = _starts(parameters)
+        sizes = [parameter.nbytes for parameter in parameters]
+        starts, whole_bytes = aligned_starts(sizes)
         self._memory = accelerator.pinned(whole_bytes)
         self.tensors = [_over(self._memory, start, p).copy_(p) for p, start in zip(parameters, starts, strict=True)]
-        self._runs = runs(self.tensors, run_bytes)
-        self._starts: list[int] = []
-        longest = 0
-        for run in self._runs:
-            starts, run_bytes = _starts([self.tensors[index] for index in run])
-            self._starts += starts
-            longest = max(longest, run_bytes)
-        self._staging = [accelerator.pinned(longest) for _ in self._runs[:2]]
+        self._runs = runs(sizes, run_bytes)
+        self._starts = [start for run in self._runs for start in aligned_starts([sizes[index] for index in run])[0]]
+        self._staging = [accelerator.pinned(buffer_bytes) for buffer_bytes in staging_bytes(sizes, run_bytes)]
 
     @property
     def size_bytes(self) -> int:

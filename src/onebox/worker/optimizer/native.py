@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from onebox.cost import runs
 from onebox.errors import WireError
 from onebox.wire.protocol.instructions import Delay, Options
 from onebox.wire.protocol.requests import OptimizerSpec
@@ -26,7 +27,7 @@ from onebox.worker.optimizer.delay_compensation import (
     momentum_of,
 )
 from onebox.worker.optimizer.fused_kernels import is_exact
-from onebox.worker.optimizer.host_parameters import HostParameters, runs
+from onebox.worker.optimizer.host_parameters import HostParameters
 from onebox.worker.optimizer.optimizer_patch import without_compiler
 
 ALLOWED = (
@@ -196,7 +197,9 @@ class NativeOptimizer:
         elif factor is None and not late:
             apply(chosen, gradients)
         else:
-            for run in runs(gradients):  # copies of all at once would take as much memory as the gradients
+            for run in runs(
+                [gradient.nbytes for gradient in gradients]
+            ):  # copies of all at once would take as much memory as the gradients
                 few = [gradients[place] for place in run]
                 if factor is not None:
                     few = self._scaled(few, factor)

@@ -14,6 +14,8 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Sequence
+from ipaddress import ip_address
+from secrets import SystemRandom
 from typing import Any
 
 import msgspec
@@ -33,6 +35,7 @@ from onebox.wire import (
     decode_envelope,
     detect_dead_peers,
     encode,
+    held_bytes,
     listen,
     send,
 )
@@ -41,6 +44,7 @@ from onebox.wire.protocol.requests import PROTOCOL, Envelope, Shutdown
 from onebox.wire.protocol.responses import Hello, Reply, WorkerFailure, WorkerMessage
 from onebox.worker.accelerator import KERNELS_AT_ONCE, DeviceFailed, needs_driver
 from onebox.worker.comm.api import RankLost
+from onebox.worker.comm.tls_mesh import GroupNetwork
 from onebox.worker.device import ComputeDevice
 from onebox.worker.emulated import EmulatedDevice
 from onebox.worker.execution.errors import describe_failure, require_device
@@ -62,12 +66,18 @@ SEND_TIMEOUT_S = 300.0
 
 WAITING_BYTES = 1 << 30
 MESSAGE_BYTES = 1 << 10
-"""Limit of messages that wait, beside what a quota allows the worker to hold; and the least that one counts."""
+"""Limit of messages that wait, beside what a quota allows the worker to hold; and what each counts beside frames."""
 
 TICKETS = 1 << 16
 """Most tickets of which a reply may come."""
 
 _DEAF = f"the client has taken nothing for {SEND_TIMEOUT_S:.0f} s; this worker ends"
+
+DYNAMIC_PORTS = range(49152, 65536)
+"""Ports that nobody is assigned (RFC 6335), from which ZeroMQ takes those of the channel, too."""
+
+_GROUP_PORTS = 16
+"""Number of them that a worker tries for a group that forms."""
 
 _POLL_S = 1e-4
 """Interval at which an asynchronous device is asked whether replies are complete, while no message comes."""
@@ -88,7 +98,8 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
         quota_bytes: Most bytes of buffers; 0 for no limit.
         faults: For tests.
         speed: Fraction of a CPU's full speed; for ``sim``, the divisor of costs.
-        first_port: First of the allowed TCP ports, with ``last_port``; 0 for any.
+        first_port: First of the allowed TCP ports, with ``last_port``; 0 for any. Beside the two of the channel, the
+            listeners of groups that form take one of them if it is free.
         last_port: Last of the allowed TCP ports.
         owner: Process id of the owner with which it ends; 0 for its parent.
         cores: Cores of its operators; empty for any.
@@ -117,6 +128,14 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     def group_address(self) -> str:
         """The address at which workers of other hosts connect to this one; empty for the client's choice."""
         return self.advertise or ("" if self.address.startswith("/") else self.address)
+
+    @property
+    def group_network(self) -> GroupNetwork:
+        """Where workers of other hosts, and the client, find this one while a group forms: at ports of the range from
+        which those of the channel are taken, and at the bound address if the advertised one is a router's."""
+        bound = "" if self.address.startswith("/") or ip_address(self.address).is_unspecified else self.address
+        ports = self.ports[::-1] or SystemRandom().sample(DYNAMIC_PORTS, _GROUP_PORTS)  # the channel takes the first
+        return GroupNetwork(bound=bound, ports=ports)
 
     @property
     def ports(self) -> range:
@@ -153,6 +172,7 @@ class WorkerServer:
             faults=FaultInjector(config.faults),
             between=self._send_complete,
             address=config.group_address,
+            network=config.group_network,
         )
         self._watcher = HeartbeatThread(
             self._context,
@@ -174,9 +194,9 @@ class WorkerServer:
         self.ports = Ports(listen(self._socket, config.address, config.ports), self._watcher.endpoint)
         self._link = Connection(self._socket, self._transmit, self.ports.commands, own=True, watch=watch)
         self._deferred: deque[tuple[Envelope, Sequence[Any], int]] = deque()
-        self._deferred_bytes = 0
+        self._waiting_bytes = 0  # of deferred messages and of answers
         self._awaited: dict[int, None] = {}  # tickets without a reply, in order
-        self._answers: dict[int, tuple[Rendezvous | Reduced | TicketCancelled, Sequence[Any]]] = {}
+        self._answers: dict[int, tuple[Rendezvous | Reduced | TicketCancelled, Sequence[Any], int]] = {}
         self._replies: deque[PendingReply] = deque()
         self._tickets = 0
         self._number = 0
@@ -231,7 +251,8 @@ class WorkerServer:
             while ticket not in self._answers:
                 if not self._receive(end_s):
                     raise RankLost(f"the others of the group did not come within {timeout_s:.0f} s")
-        answer, frames = self._answers.pop(ticket)
+        answer, frames, size_bytes = self._answers.pop(ticket)
+        self._waiting_bytes -= size_bytes
         if isinstance(answer, TicketCancelled):
             raise RankLost("another worker has left the group")
         return answer, frames
@@ -277,7 +298,7 @@ class WorkerServer:
             with self.machine.progress.wait():
                 self._receive(end_s)
         envelope, frames, size_bytes = self._deferred.popleft()
-        self._deferred_bytes -= size_bytes
+        self._waiting_bytes -= size_bytes
         return envelope, frames
 
     def _receive(self, end_s: float = math.inf) -> bool:
@@ -299,7 +320,7 @@ class WorkerServer:
             self._socket.setsockopt(zmq.RCVTIMEO, patience_ms)  # cheaper than a poll followed by a receive
             try:
                 for parts in link.receive():
-                    self._dispatch(*decode_envelope(parts), MESSAGE_BYTES + sum(map(len, parts)))
+                    self._dispatch(*decode_envelope(parts), MESSAGE_BYTES + held_bytes(parts))
             except zmq.Again:
                 if time.monotonic() < end_s:
                     continue
@@ -324,12 +345,13 @@ class WorkerServer:
         if isinstance(first, Rendezvous | Reduced | TicketCancelled):
             if first.ticket in self._awaited:
                 del self._awaited[first.ticket]
-                self._answers[first.ticket] = (first, frames)
-            return
-        self._deferred.append((envelope, frames, size_bytes))
-        self._deferred_bytes += size_bytes
-        if self._deferred_bytes > self._most_bytes:
-            raise SystemExit(f"messages of {self._deferred_bytes} bytes wait; allowed are {self._most_bytes}")
+                self._answers[first.ticket] = (first, frames, size_bytes)
+                self._waiting_bytes += size_bytes
+        else:
+            self._deferred.append((envelope, frames, size_bytes))
+            self._waiting_bytes += size_bytes
+        if self._waiting_bytes > self._most_bytes:
+            raise SystemExit(f"messages of {self._waiting_bytes} bytes wait; allowed are {self._most_bytes}")
 
     def _handle(self, envelope: Envelope, frames: Sequence[Any]) -> bool:
         """Execute one message and reply to it; return whether to continue."""

@@ -211,7 +211,7 @@ class CompiledBlock:
                 end(slot)
         return registers
 
-    def skip(self, failure: WorkerFailure) -> tuple[list[int], list[int]]:
+    def skip(self) -> tuple[list[int], list[int]]:
         """Return the inputs that are freed in a run, and those that are void if none of its operators can run."""
         freed = [slot for slot in range(self.block.inputs) if not self._alive[slot]]
         return freed, [slot for slot in self.writes if self._alive[slot]]

@@ -90,7 +90,7 @@ _UNNEEDED = frozenset(
         "_triton_multi_head_attention", "_triton_scaled_dot_attention",
         "batch_norm_update_stats", "_batch_norm_impl_index", "_batch_norm_impl_index_backward",
         "_embedding_bag_dense_backward", "linalg_ldl_solve", "_cholesky_solve_helper", "_compute_linear_combination",
-        "_logcumsumexp", "_chunk_cat",
+        "_logcumsumexp", "_chunk_cat", "_stack",
         # the functional forms of optimizers, which are no part of a program
         "_fused_adagrad", "_fused_adam", "_fused_adamw", "_fused_sgd",
         # tensors without memory of their own, or with state that only the client's PyTorch has

@@ -21,7 +21,7 @@ from torch._ops import OpOverload
 from onebox.errors import WireError
 from onebox.wire.program import DType, LayoutArgument, MemoryFormat
 from onebox.wire.tensors import is_dense
-from onebox.worker.sandbox.argument_rules import RULES, Arguments
+from onebox.worker.sandbox.argument_rules import RULES, Arguments, Rules
 
 Run = Callable[..., Any]
 
@@ -56,8 +56,8 @@ def check_arguments(operator: OpOverload, args: Sequence[Any], kwargs: dict[str,
     Raises:
         WireError: It might not; the message names the operator, the argument and what is allowed.
     """
-    if base_name(operator) in RULES:
-        _Guard(operator, operator).check(args, kwargs)
+    if (rules := rules_of(operator)) is not None:
+        _Guard(operator, operator, rules).check(args, kwargs)
 
 
 def check_kinds(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -91,6 +91,12 @@ def base_name(operator: OpOverload) -> str:
     return str(operator._schema.name).rpartition("::")[2]
 
 
+def rules_of(operator: OpOverload) -> Rules | None:
+    """Return the rules of an operator's arguments, ``None`` if there are none."""
+    base = base_name(operator)
+    return RULES.get(base) or RULES.get(f"{base}.{operator._overloadname}")
+
+
 def guarded(operator: OpOverload, run: Run) -> Run:
     """Return a function that calls an operator with its arguments checked and its results initialized.
 
@@ -111,24 +117,27 @@ def guarded(operator: OpOverload, run: Run) -> Run:
         run = _Finished(operator, run, _UNFINISHED[base])
     elif torch.Tag.dynamic_output_shape in operator.tags:
         run = _Finished(operator, run, _finish_rest)
-    return _Guard(operator, run) if base in RULES else run
+    rules = rules_of(operator)
+    return run if rules is None else _Guard(operator, run, rules)
 
 
 # ---- checks
 
 
 class _Guard:
-    """An operator of :data:`RULES`, checked before each call."""
+    """An operator with rules, checked before each call."""
 
-    def __init__(self, operator: OpOverload, run: Run) -> None:
+    def __init__(self, operator: OpOverload, run: Run, rules: Rules) -> None:
         arguments = operator._schema.arguments
         self._operator = operator
         self._run = run
-        self._rules = RULES[base_name(operator)]
+        self._rules = rules
         self._names = [argument.name for argument in arguments]
         self._defaults: dict[str, Any] = {"operator": base_name(operator), "own": inspect.isfunction(run)}
         self._defaults |= {one.name: one.default_value for one in arguments if one.has_default_value()}
-        self._written = [one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write]
+        self._written = [
+            one.name for one in arguments if rules.apart and one.alias_info is not None and one.alias_info.is_write
+        ]
         self._seen: object = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -141,7 +150,7 @@ class _Guard:
         Raises:
             WireError: It does not.
         """
-        shapes, elements = self._rules
+        shapes, elements, _ = self._rules
         form = _form((*args, *kwargs.values()))
         if form == self._seen and elements is None:
             return
@@ -264,7 +273,7 @@ _UNFINISHED: dict[str, Callable[[Sequence[Tensor], Arguments], None]] = {
 of free memory."""
 
 
-_LARGER = frozenset({"mse_loss", "smooth_l1_loss", "im2col", "col2im"})
+_LARGER = frozenset({"mse_loss", "smooth_l1_loss", "huber_loss", "im2col", "col2im"})
 """Operators whose result may be the beginning of a larger memory, which nothing has written."""
 
 
@@ -304,7 +313,7 @@ class _Into:
         instead = {
             id(out): torch.empty_like(out, memory_format=torch.contiguous_format)
             for out in outs
-            if not out.is_contiguous() or out.untyped_storage()._cdata in memory
+            if not _in_order(out) or out.untyped_storage()._cdata in memory
         }
 
         def swapped(value: Any) -> Any:
@@ -330,6 +339,16 @@ class _Into:
                 zero(out, size_bytes)
             raise
         return (outs[0] if len(outs) == 1 and isinstance(made, Tensor) else tuple(outs)) if instead else made
+
+
+def _in_order(tensor: Tensor) -> bool:
+    """Return whether a tensor is contiguous, also by its strides where a size is 1: kernels divide by them."""
+    step = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if stride != step:
+            return False
+        step *= max(size, 1)
+    return True
 
 
 def zero(tensor: Tensor, start_bytes: int = 0) -> None:

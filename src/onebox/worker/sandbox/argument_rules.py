@@ -37,10 +37,13 @@ class Rules(NamedTuple):
     Args:
         shapes: Checks everything but elements; ``None`` for no rule.
         elements: Checks elements of tensors; ``None`` for no rule.
+        apart: Whether checked elements must not be what the operator writes; those of pointwise operators may, as they
+            are read before that.
     """
 
     shapes: Rule | None
     elements: Rule | None = None
+    apart: bool = True
 
 
 def _require(holds: bool, came: str, allowed: str) -> None:
@@ -127,6 +130,8 @@ def _pool_backward(dimensions: int) -> Rules:
         _same_shape(indices, "indices", gradient.shape, "the shape of the gradient")
         _dense(indices, "indices")
         _leading(gradient, x, dimensions)
+        sizes = list(a.get("output_size", gradient.shape[-dimensions:]))
+        _require(sizes == list(gradient.shape[-dimensions:]), f"output_size is {sizes}", "that of the gradient")
 
     def elements(a: Arguments) -> None:
         _within(a["indices"], "indices", 0, math.prod(a["self"].shape[-dimensions:]))
@@ -143,9 +148,17 @@ def _leading(gradient: Tensor, x: Tensor, dimensions: int) -> None:
     )
 
 
+def _average(a: Arguments) -> None:
+    divisor = a["divisor_override"]
+    if divisor is not None and not a["self"].dtype.is_floating_point:  # see _quotient
+        _require(divisor > 0, f"divisor_override is {divisor}", "from 1")
+
+
 def _average_backward(dimensions: int) -> Rules:
     def shapes(a: Arguments) -> None:
         gradient, x = a["grad_output"], a["self"]
+        if "divisor_override" in a:
+            _average(a)
         _leading(gradient, x, dimensions)
         _require(x.numel() > 0 or not gradient.numel(), f"an input of {list(x.shape)}", "one with elements")
 
@@ -192,7 +205,9 @@ def _unpool(dimensions: int) -> Rules:
 
 
 def _adaptive(a: Arguments) -> None:
-    _require(min(a["output_size"], default=0) >= 0, f"output_size is {list(a['output_size'])}", "sizes from 0")
+    sizes = a["output_size"]
+    few = math.prod(max(size, 1) for size in sizes) < 1 << 31  # a kernel visits them all, though one of them is 0
+    _require(min(sizes, default=0) >= 0 and few, f"output_size is {list(sizes)}", "sizes from 0")
 
 
 def _padding(a: Arguments) -> None:
@@ -200,6 +215,8 @@ def _padding(a: Arguments) -> None:
     _require(
         len(a["padding"]) == 2 * dimensions, f"a padding of {len(a['padding'])} numbers", f"{2 * dimensions} numbers"
     )
+    farthest = 1 << 60  # sums of sizes and paddings are numbers of 64 bits then
+    _require(max(map(abs, a["padding"])) < farthest, f"a padding of {list(a['padding'])}", f"less than {farthest}")
     if "grad_output" in a:
         _leading(a["grad_output"], a["self"], dimensions)
 
@@ -222,7 +239,8 @@ def _embedding_backward(a: Arguments) -> None:
 
 def _embedding_backward_elements(a: Arguments) -> None:
     if a["scale_grad_by_freq"] or a["indices"].device.type != "cpu":  # the plain kernel of CPUs leaves others out
-        _within(a["indices"], "indices", 0, a["num_weights"], a["padding_idx"])
+        ignored = None if a["scale_grad_by_freq"] else a["padding_idx"]  # frequencies are counted of all
+        _within(a["indices"], "indices", 0, a["num_weights"], ignored)
 
 
 def _bag(a: Arguments) -> None:
@@ -417,8 +435,9 @@ def _margin_backward(a: Arguments) -> None:
         _vector(a["weight"], "weight", x.shape[-1] if x.dim() else 1)
     _require(a["grad_output"].numel() > 0 or not x.numel(), "an empty gradient", "one of the loss")
     if a["reduction"] == 0:
+        rows = x.shape[0] if x.dim() == 2 else 1
         _require(
-            a["grad_output"].numel() in (1, x.shape[0] if x.dim() == 2 else 1) and a["grad_output"].dim() <= 1,
+            a["grad_output"].dim() == 0 or tuple(a["grad_output"].shape) == (rows,),
             f"a gradient of {list(a['grad_output'].shape)}",
             "one number for each sample",
         )
@@ -513,7 +532,7 @@ def _group_norm(a: Arguments) -> None:
 def _weight_norm(a: Arguments) -> None:
     v, g = (a["saved_v"], a["saved_g"]) if "saved_v" in a else (a["v"], a["g"])
     dim = a["dim"]
-    _require(v.dim() > 0 and dim in (0, v.dim() - 1), f"dim is {dim}", "0 or the last")
+    _require(v.numel() > 0 and dim in (0, v.dim() - 1), f"dim is {dim} of {list(v.shape)}", "0 or the last, elements")
     _numel(g, "g", v.shape[dim])
     given = {"v": v, "g": g}
     if "saved_v" in a:
@@ -821,7 +840,68 @@ def _repetitions(a: Arguments) -> None:
 def _finite(a: Arguments) -> None:
     x = a["self"]
     if x.device.type == "cpu":
-        _holds(torch.isfinite(x), lambda: "an element is infinite or no number", "finite ones")
+        largest = torch.finfo(x.dtype).max ** 0.5  # products of two are finite
+        _holds(x.abs() <= largest, lambda: "an element is no number, or a huge one", f"up to {largest:.1g}")
+
+
+_HIGHEST_DEGREE = 1 << 12
+"""Limit of the degree of orthogonal polynomials, whose kernels compute one degree after the other.
+
+The outermost roots of degree n are about 1/n² from the ends of the interval: beyond this degree float32, with 24 bits,
+cannot tell an argument between them from one at the end."""
+
+
+def _polynomial(a: Arguments) -> None:
+    """Check the degree; and the argument, as of no number a kernel returns a variable that it has not set."""
+    x, degree = a["x"], a["n"]
+    _holds(~torch.as_tensor(x).isnan(), lambda: "an element of x is no number", "numbers")
+    if not isinstance(degree, Tensor):
+        _require(not degree > _HIGHEST_DEGREE, f"n is {degree}", f"up to {_HIGHEST_DEGREE}")
+    elif not degree.dtype.is_complex:  # of these there are no polynomials
+        _holds(~(degree.double() > _HIGHEST_DEGREE), lambda: "an element of n is larger", f"up to {_HIGHEST_DEGREE}")
+
+
+_TRAPS = (torch.int32, torch.int64)
+"""Integers of which a processor divides the least by -1 as it does by zero: it ends the process. Smaller ones are
+divided as int32."""
+
+
+def _quotient(a: Arguments) -> None:
+    """Check a division of integers, whose largest quotient is no integer of the same type.
+
+    Releases of PyTorch differ in the kernels that handle it: 2.13 does for all but division that truncates.
+    """
+    x, divisor = a["self"], a["other"]
+    if _trapping(x, divisor) and bool((_of_type(divisor, x, divisor) == -1).any()):
+        _no_least(x, "self", x, divisor)
+
+
+def _lcm(a: Arguments) -> None:
+    """Check a quotient by a greatest common divisor, which is -1 for some numbers beside the least."""
+    x, other = a["self"], a["other"]
+    if _trapping(x, other):
+        _no_least(x, "self", x, other)
+        _no_least(other, "other", x, other)
+
+
+def _trapping(x: Tensor | float, other: Tensor | float) -> bool:
+    tensors = [one for one in (x, other) if isinstance(one, Tensor)]
+    return torch.result_type(x, other) in _TRAPS and all(one.device.type == "cpu" for one in tensors)
+
+
+def _of_type(value: Tensor | float, x: Tensor | float, other: Tensor | float) -> Tensor:
+    """Return a value in the type in which a kernel computes with two others."""
+    return (value if isinstance(value, Tensor) else torch.tensor(value)).to(torch.result_type(x, other))
+
+
+def _no_least(value: Tensor | float, name: str, x: Tensor | float, other: Tensor | float) -> None:
+    least = torch.iinfo(torch.result_type(x, other)).min
+    _holds(_of_type(value, x, other) != least, lambda: f"{name} has an element {least}", f"from {least + 1}")
+
+
+def _binomial(a: Arguments) -> None:
+    for tensor in (a["count"], a["prob"]):
+        _holds(~tensor.isnan(), lambda: "an element is no number", "numbers")  # a sample would be drawn for ever
 
 
 def _gamma(a: Arguments) -> None:
@@ -972,6 +1052,35 @@ def _pivot_elements(a: Arguments) -> None:
         _within(pivots, "pivots", 1, lu.shape[-2] + 1)
 
 
+def _least_squares(a: Arguments) -> None:
+    _require(a["b"].numel() > 0 or not a["self"].numel(), f"b is {list(a['b'].shape)}", "at least one column")
+
+
+def _gelu_backward(a: Arguments) -> None:
+    _same_shape(a["grad_output"], "the gradient", a["self"].shape, "the shape of the input")
+
+
+def _reduction(a: Arguments) -> None:
+    _choice(a["reduction"], "reduction", 3)
+
+
+def _soft_margin(a: Arguments) -> None:
+    _reduction(a)
+    _same_shape(a["target"], "target", a["self"].shape, "the shape of the input")
+
+
+def _smooth_backward(a: Arguments) -> None:
+    for name in ("grad_output", "self", "target"):  # of integers, beta is one, and may be zero
+        _require(a[name].dtype.is_floating_point, f"{name} is {a[name].dtype}", "floating-point numbers")
+
+
+def _random_range(a: Arguments) -> None:
+    """Check limits: for types of fewer digits a kernel looks for the next number above, and never ends at the last."""
+    for name in ("from", "to"):
+        value = a[name]
+        _require(value is None or abs(value) <= 1 << 62, f"{name} is {value}", f"up to {1 << 62}")
+
+
 def _factors(a: Arguments) -> tuple[Tensor, Tensor]:
     return (a["LU_data"], a["LU_pivots"]) if "LU_data" in a else (a["LU"], a["pivots"])
 
@@ -1060,6 +1169,16 @@ _UPSAMPLES = tuple(
     for suffix in ("", "_backward")
 )  # fmt: skip
 
+_QUOTIENTS = (
+    "div.Tensor_mode", "div.Scalar_mode", "div.out_mode", "div.Scalar_mode_out", "div_.Tensor_mode",
+    "div_.Scalar_mode", "floor_divide", "floor_divide_", "fmod", "fmod_", "remainder", "remainder_",
+)  # fmt: skip
+
+_POLYNOMIALS = (
+    *(f"{shifted}chebyshev_polynomial_{kind}" for shifted in ("", "shifted_") for kind in "tuvw"),
+    "hermite_polynomial_h", "hermite_polynomial_he", "laguerre_polynomial_l", "legendre_polynomial_p",
+)  # fmt: skip
+
 RULES: Mapping[str, Rules] = {
     **_POOL_RULES,
     **{name: Rules(_batch_norm) for name in _BATCH_NORMS},
@@ -1131,12 +1250,28 @@ RULES: Mapping[str, Rules] = {
     "_pdist_backward": Rules(_pdist),
     "native_channel_shuffle": Rules(_channel_shuffle),
     **{name: Rules(_arange) for name in ("arange", "range")},
-    **{name: Rules(None, _finite) for name in ("linalg_eigvals", "_linalg_eigvals")},
+    **{name: Rules(None, _finite) for name in ("linalg_eig", "linalg_eigvals", "_linalg_eigvals")},
+    **{f"special_{name}": Rules(None, _polynomial, apart=False) for name in _POLYNOMIALS},
+    **{name: Rules(None, _quotient, apart=False) for name in _QUOTIENTS},
+    **{name: Rules(None, _lcm, apart=False) for name in ("lcm", "lcm_")},
+    "binomial": Rules(None, _binomial),
+    **{f"avg_pool{dimensions}d": Rules(_average) for dimensions in (2, 3)},
     **{name: Rules(_prelu) for name in ("_prelu_kernel", "_prelu_kernel_backward")},
-    **{f"adaptive_max_pool{dimensions}d": Rules(_adaptive) for dimensions in (2, 3)},
+    **{
+        f"{name}{dimensions}d": Rules(_adaptive)
+        for dimensions in (2, 3)
+        for name in ("adaptive_max_pool", "adaptive_avg_pool", "_adaptive_avg_pool")
+    },
+    "linalg_lstsq": Rules(_least_squares),
+    "gelu_backward": Rules(_gelu_backward),
+    "huber_loss": Rules(_reduction),
+    "soft_margin_loss": Rules(_soft_margin),
+    "smooth_l1_loss_backward": Rules(_smooth_backward),
+    **{name: Rules(_random_range) for name in ("random.from", "random.from_out", "random_.from")},
     **{name: Rules(_gamma) for name in ("_dirichlet_grad", "_standard_gamma_grad")},
     "log_sigmoid_backward": Rules(_log_sigmoid_backward),
     "as_strided_": Rules(None, _strides),
+    **{f"as_strided{suffix}": Rules(_strides) for suffix in ("", "_copy", "_scatter")},
     "_new_zeros_with_same_feature_meta": Rules(_tangent),
     "repeat_interleave": Rules(None, _repetitions),
     "_foreach_copy": Rules(_foreach_copy),
@@ -1149,4 +1284,4 @@ RULES: Mapping[str, Rules] = {
     "_masked_softmax": Rules(_masked_softmax),
     "_masked_softmax_backward": Rules(_masked_softmax),
 }  # fmt: skip
-"""Rules by operator, for all of its overloads."""
+"""Rules by operator, for all of its overloads, or of one overload."""

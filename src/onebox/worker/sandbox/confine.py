@@ -2,7 +2,8 @@
 
 It drops all privileges, starts no program and no process, writes no file, reads only files that Python, torch and the
 drivers need, connects to no port below 1024 and to no service of its machine, and neither signals, slows down nor
-limits other processes. If a message exploits a hole in a library, its author is confined to the worker.
+limits other processes; a worker of a CPU changes no rights of files either. If a message exploits a hole in a library,
+its author is confined to the worker.
 :func:`confinement` describes the parts that this kernel does not support.
 """
 
@@ -140,7 +141,10 @@ def confinement() -> dict[str, str]:
         "device files": _since(abi, 5, "commands only to those of GPUs", "6.10"),
         "ports": _since(abi, _PORTS_SINCE, f"of TCP only from {PORTS.start} on; UDP is as it was", "6.7"),
         "signals": _since(abi, 6, "none to processes outside", "6.12"),
-        "system calls": _filtered("those that start processes, or that inspect, signal or slow down others, fail"),
+        "system calls": _filtered(
+            "those that start processes, or that inspect, signal or slow down others, fail; a CPU's worker changes no "
+            "rights of files"
+        ),
         "sockets": _filtered("of a CPU's worker none to services of this machine (Unix streams)"),
     }
 

@@ -72,13 +72,48 @@ REFUSED = {
     "swapon": 167,
     "acct": 163,
     "msgget": 68,
+    "msgsnd": 69,
+    "msgrcv": 70,
+    "msgctl": 71,
     "mq_open": 240,
+    "mq_unlink": 241,
 }
-"""Names and numbers on x86-64."""
+"""Names and numbers on x86-64. An object of System V needs only its number to be used, so that all of its calls are
+refused."""
 
-CPU_REFUSED = {"shmget": 29, "semget": 64}
-"""Also refused to workers without a driver. Objects of System V outlive the process; CUDA's documentation does not say
-that its driver and its services do without them."""
+CPU_REFUSED = {
+    "shmget": 29,
+    "shmat": 30,
+    "shmctl": 31,
+    "semget": 64,
+    "semop": 65,
+    "semctl": 66,
+    "semtimedop": 220,
+    "chmod": 90,
+    "fchmod": 91,
+    "chown": 92,
+    "fchown": 93,
+    "lchown": 94,
+    "utime": 132,
+    "setxattr": 188,
+    "lsetxattr": 189,
+    "fsetxattr": 190,
+    "removexattr": 197,
+    "lremovexattr": 198,
+    "fremovexattr": 199,
+    "utimes": 235,
+    "fchownat": 260,
+    "futimesat": 261,
+    "fchmodat": 268,
+    "utimensat": 280,
+    "fchmodat2": 452,
+    "setxattrat": 463,
+    "removexattrat": 466,
+    "file_setattr": 469,
+}
+"""Also refused to workers without a driver: shared memory and semaphores of System V, which other processes of the user
+may have, and what changes the rights, owners, times and attributes of files, which Landlock does not restrict
+(``landlock(7)``). CUDA's documentation does not say that its driver and its services do without them."""
 
 OWN_THREAD = {"prlimit64": 302, "move_pages": 279}
 """Allowed where the first argument, a process or thread, is 0: the calling one. The C library's ``getrlimit`` and

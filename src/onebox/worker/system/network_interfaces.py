@@ -13,6 +13,10 @@ import psutil
 
 
 class NoAddress(Exception):
+    """This host has no address at which workers may listen for each other."""
+
+
+class ForeignAddress(NoAddress):
     """This host is reached under an address of another host, as behind a NAT."""
 
 
@@ -50,7 +54,8 @@ def listening_address(address: str) -> str:
         address: An IP address, or a name that stands for some.
 
     Raises:
-        NoAddress: It is not this host's; or it stands for all addresses, where everybody could connect.
+        ForeignAddress: It is not this host's.
+        NoAddress: It is not known here; or it stands for all addresses, where everybody could connect.
 
     Example:
         >>> listening_address("127.0.0.1")
@@ -70,7 +75,34 @@ def listening_address(address: str) -> str:
         with suppress(OSError), socket.socket(family) as probe:
             probe.bind(endpoint)
             return str(endpoint[0])
-    raise NoAddress(f"this host has no address {address} of its own, where other workers would connect to")
+    raise ForeignAddress(f"this host has no address {address} of its own, where other workers would connect to")
+
+
+def forwarded_address(address: str, bound: str) -> tuple[str, str]:
+    """Return an address of this host to listen at, and the one by which others get there; both as numbers.
+
+    Args:
+        address: The IP address, or name, by which others reach this host.
+        bound: This host's own address to which that one is forwarded if it is another host's, such as a router's;
+            empty if that is not known.
+
+    Raises:
+        NoAddress: As :func:`listening_address`, of the one or the other.
+
+    Example:
+        >>> forwarded_address("127.0.0.1", "")
+        ('127.0.0.1', '127.0.0.1')
+        >>> forwarded_address("192.0.2.1", "127.0.0.1")
+        ('127.0.0.1', '192.0.2.1')
+    """
+    try:
+        found = listening_address(address)
+    except ForeignAddress:
+        if not bound:
+            raise
+        others = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
+        return listening_address(bound), str(others[0][4][0])
+    return found, found
 
 
 def bind_nccl(address: str) -> None:
@@ -109,4 +141,4 @@ def _set(variable: str, value: str) -> None:
         del os.environ[variable]
 
 
-__all__ = ["NoAddress", "bind_nccl", "interface_of", "listening_address"]
+__all__ = ["ForeignAddress", "NoAddress", "bind_nccl", "forwarded_address", "interface_of", "listening_address"]

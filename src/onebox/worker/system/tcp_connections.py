@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from onebox.wire import socket_of
+
 _FOLDER = "/proc/self/fd"
 
 _scanning = threading.RLock()
@@ -80,7 +82,7 @@ def own_connections() -> dict[str, tuple[Address, Address]]:
     found = {}
     with _scanning:
         for name, descriptor in _open().items():
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as each:
+            with contextlib.suppress(OSError), socket_of(descriptor) as each:
                 if each.family in (socket.AF_INET, socket.AF_INET6):
                     found[name] = (each.getsockname(), each.getpeername())
     return found
@@ -98,7 +100,7 @@ def listeners(address: str) -> dict[str, int]:
     found = {}
     with _scanning:
         for name, descriptor in _open().items():
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as each:
+            with contextlib.suppress(OSError), socket_of(descriptor) as each:
                 if _port(descriptor)[1] and each.getsockname()[0] == address:
                     found[name] = descriptor
     return found
@@ -117,7 +119,7 @@ def epoll_sets() -> dict[int, set[int]]:
 
 def _port(descriptor: int) -> tuple[int, bool]:
     """Return the local port of a TCP socket, 0 for none; and whether it is listening."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
+    with contextlib.suppress(OSError), socket_of(descriptor) as found:
         if found.family in (socket.AF_INET, socket.AF_INET6):
             return found.getsockname()[1], bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
     return 0, False
@@ -136,7 +138,7 @@ def _open() -> dict[str, int]:
 
 def _shut(name: str, descriptor: int) -> bool:
     """Shut down a TCP connection if it still exists; listening sockets are left alone, as Gloo would abort."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
+    with contextlib.suppress(OSError), socket_of(descriptor) as found:
         if os.readlink(f"{_FOLDER}/{found.fileno()}") != name or found.family not in (socket.AF_INET, socket.AF_INET6):
             return False
         if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):

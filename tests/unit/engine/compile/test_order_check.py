@@ -188,7 +188,7 @@ def test_messages_of_tagged_groups_match_by_channel() -> None:
         [Broadcast((1,), 2, 0), Reduce((2,), 2, 0)],
         [Reduce((1, 5), 2), Reduce((2,), 2, 0)],
         [Reduce((100,), 2), Reduce((2,), 2, 0)],
-        [Gather(1, 3, SPEC, 2), Reduce((2,), 2, 0)],
+        [Gather(1, 3, SPEC, 2, (1, 1)), Reduce((2,), 2, 0)],
     ],
 )
 def test_collectives_that_differ_are_named(other: Sequence[Instruction]) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +10,6 @@ import pytest
 from onebox.engine.state import partial_saves
 from onebox.engine.state.partial_saves import ABANDONED_S, temporary_folder
 from onebox.worker.system.process_watch import start_time
-
-SHORT = "import sys; from onebox.engine.state.partial_saves import _name; print(_name('writing'))"
 
 
 def left(folder: Path, name: str, *, age_s: float = 0.0) -> Path:
@@ -47,8 +43,16 @@ def test_of_processes_of_this_host_those_that_have_ended(tmp_path: Path, what: s
 
 
 def test_a_process_that_has_ended_writes_such_a_name(tmp_path: Path) -> None:
-    ended = subprocess.run([sys.executable, "-c", SHORT], capture_output=True, text=True, check=True, timeout=60)
-    assert removed(left(tmp_path, ended.stdout.strip()))
+    reader, writer = os.pipe()
+    process = os.fork()
+    if not process:
+        os.write(writer, partial_saves._name("writing").encode())
+        os._exit(0)
+    assert os.waitpid(process, 0) == (process, 0)
+    name = os.read(reader, 1000).decode()
+    for descriptor in (reader, writer):
+        os.close(descriptor)
+    assert f".{process}." in name and removed(left(tmp_path, name))
 
 
 @pytest.mark.parametrize(

@@ -221,9 +221,25 @@ def scripted() -> nn.Module:
     return module
 
 
+def sparse(*, compressed: bool) -> nn.Module:
+    module, weight = nn.Linear(4, 2), torch.ones(2, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        if compressed:
+            module.weight = nn.Parameter(weight.to_sparse_csr())
+        else:
+            module.register_buffer("graph", weight.to_sparse())
+    return module
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
+        (
+            sparse(compressed=True),
+            r"weight of the model \(Linear\) is a sparse tensor \(torch\.sparse_csr\).*\n.*Make it dense",
+        ),
+        (sparse(compressed=False), r"graph of the model \(Linear\) is a sparse tensor \(torch\.sparse_coo\)"),
         (nn.DataParallel(nn.Linear(4, 2)), r"\(DataParallel\) divides the work among devices itself.*\n.*\.module"),
         (scripted(), r"is scripted.*\n.*the module that it was scripted from"),
         (

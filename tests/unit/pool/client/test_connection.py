@@ -7,6 +7,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import zmq
@@ -16,9 +17,9 @@ from onebox.pool.client import loop as loop_module
 from onebox.pool.client.connection import HEARTBEATS, WorkerConnection
 from onebox.pool.client.loop import ClientLoop
 from onebox.pool.errors import WorkerLocation
-from onebox.wire import configure, encode, new_keys
+from onebox.wire import configure, encode, new_keys, receive, send
 from onebox.wire.protocol.instructions import Ask
-from onebox.wire.protocol.responses import Heartbeat, Left, Reply, Scalars
+from onebox.wire.protocol.responses import Heartbeat, Left, Lookup, Reply, Scalars
 from onebox.wire.reliable import Reliable
 from onebox.worker import Ports
 
@@ -154,6 +155,63 @@ def test_a_worker_that_never_completes_a_message_is_given_up(channel: str, monke
         error = hello.exception(20)
         assert isinstance(error, WorkerDied) and "without completing a message" in str(error)
         assert 0 in loop.lost
+    finally:
+        loop.stop()
+        worker.close()
+
+
+def test_a_worker_that_asks_and_takes_no_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_module, "MESSAGE_SHARE", 1 << 40)
+    monkeypatch.setattr(loop_module, "LEAST_MESSAGE_BYTES", 16 << 20)
+    worker = Worker()
+    loop = ClientLoop(CLIENT)
+    link = Reliable(7)
+
+    def say(message: Lookup) -> None:
+        link.post([encode(message)])
+        for parcel in link.outgoing(time.monotonic()):
+            send(worker.commands, parcel)
+
+    try:
+        hello = loop.connect(worker, KEYS.public)
+        loop.form(1, (0,))
+        loop.start()
+        say(Lookup(1, 1, "set", ("k",), bytes(1 << 20)))
+        for ticket in range(2, 100):
+            say(Lookup(ticket, 1, "get", ("k",)))
+        error = hello.exception(20)
+        assert isinstance(error, WorkerDied) and "asks for more than it takes" in str(error)
+        assert loop._connections[0]._answer_bytes <= 16 << 20
+    finally:
+        loop.stop()
+        worker.close()
+
+
+def test_answers_that_a_worker_takes_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_module, "MESSAGE_SHARE", 1 << 40)
+    monkeypatch.setattr(loop_module, "LEAST_MESSAGE_BYTES", 4 << 20)
+    worker = Worker()
+    loop = ClientLoop(CLIENT)
+    link = Reliable(7)
+
+    def flush() -> None:
+        for parcel in link.outgoing(time.monotonic()):
+            send(worker.commands, parcel)
+
+    try:
+        loop.connect(worker, KEYS.public)
+        loop.form(1, (0,))
+        loop.start()
+        link.post([encode(Lookup(1, 1, "set", ("k",), bytes(1 << 20)))])
+        for ticket in range(2, 20):
+            link.post([encode(Lookup(ticket, 1, "get", ("k",)))])
+            flush()
+            messages: list[Any] = []
+            while not messages:
+                assert worker.commands.poll(5000)
+                messages = link.take(receive(worker.commands), time.monotonic())
+                flush()
+        assert loop.lost == {}
     finally:
         loop.stop()
         worker.close()

@@ -114,3 +114,11 @@ def test_what_waits_to_be_summed_has_bounds(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(WireError, match="wait for others"):
         for order in range(3):
             sums.contribute(0, Contribution(1, 1, order, spec_of(BUCKET)), BUCKET)
+
+
+def test_counters_are_numbers_of_a_bounded_length() -> None:
+    made = services()
+    assert made.take(place(0), Lookup(1, 1, "add", ("n",), b"5"), ()) == [GroupNotice(0, Rendezvous(1, b"5"))]
+    for value in (b"five", b"9" * 4300, b"9" * 5000):  # Python turns numbers of up to 4,300 digits into text
+        with pytest.raises(WireError, match="no number, or too large"):
+            made.take(place(0), Lookup(2, 1, "add", ("n",), value), ())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from zmq.utils import z85
 
 from onebox.errors import UsageError
-from onebox.pool.keys import key_files
+from onebox.pool.keys import key_files, keyring
 from onebox.pool.keys.keyring import (
     NAME_LENGTH,
     AllowedClients,
@@ -34,6 +35,7 @@ from onebox.pool.keys.keyring import (
     remove_client,
 )
 from onebox.wire import new_keys
+from tests import leaks
 
 
 @pytest.fixture(autouse=True)
@@ -257,3 +259,18 @@ def test_what_is_no_key_is_never_taken_for_one(text: str) -> None:
     except Exception:  # whatever it says of what is no Z85
         whole = False
     assert is_key(text) == whole
+
+
+def test_a_list_that_cannot_be_read_for_a_while_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where an agent has no descriptor left at the moment in which the list changes."""
+    monkeypatch.setattr(keyring, "AGAIN_S", 0.05)
+    key = new_keys().public
+    allow_client("ana@desk", key)
+    clients = AllowedClients()
+    allow_client("ben@desk", new_keys().public)
+    with leaks.no_descriptors():
+        assert clients.name(key) is None and "Too many open files" in str(clients.problem)
+        time.sleep(0.1)
+        assert clients.name(key) is None
+    time.sleep(0.1)
+    assert clients.name(key) == "ana@desk" and clients.problem is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -84,3 +85,14 @@ def test_a_pipe_that_a_grandchild_keeps_open_delays_nothing() -> None:
         assert time.monotonic() - began_s < 1
     finally:
         os.close(kept)
+
+
+def test_without_another_descriptor_none_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with leaks.nothing_left():
+        monkeypatch.setattr(os, "eventfd", refuse)
+        with pytest.raises(OSError, match="Too many open files"):
+            StderrTail()
+        monkeypatch.undo()

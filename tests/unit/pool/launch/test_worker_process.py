@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import subprocess
@@ -21,6 +22,7 @@ from onebox.pool.launch import worker_process as module
 from onebox.pool.launch.worker_process import SocketFolder, WorkerProcess
 from onebox.wire import new_keys
 from onebox.worker import Ports, WorkerConfig
+from tests import leaks
 
 PLACE = WorkerLocation(worker=3, host="localhost", device="cpu")
 
@@ -209,3 +211,19 @@ def test_a_process_that_floods_its_standard_error_is_held_to_a_rate_and_its_last
         assert caught.value.last_words.endswith("the end") and caught.value.exit_status == 1
     finally:
         worker.close(grace_s=1.0)
+
+
+def test_without_a_descriptor_of_the_process_nothing_is_left(
+    config: WorkerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent whose descriptors a stranger has used up refuses a lease, and loses no further ones."""
+
+    def refuse(*_: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(WorkerProcess, "command", ("/bin/sleep", "600"))
+    with leaks.nothing_left():
+        monkeypatch.setattr(os, "pidfd_open", refuse)
+        with pytest.raises(OSError, match="Too many open files"):
+            WorkerProcess(PLACE, config)
+        monkeypatch.undo()

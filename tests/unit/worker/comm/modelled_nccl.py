@@ -59,6 +59,8 @@ class Operation:
 
     def wait(self) -> bool:
         """Wait as the device's stream would; the library does not report failures here."""
+        if self.nccl.returns_at_once:
+            return True
         self.nccl.until(self.is_completed, f"a {self.kind} of rank {self.peer}")
         return True
 
@@ -117,9 +119,14 @@ class ModelledNccl:
 
     Args:
         patience_s: Time after which a wait counts as a deadlock.
+
+    Attributes:
+        returns_at_once: Whether a wait makes the host go on, as the library's do. Work on the device would begin later;
+            here it begins at once, and reads whatever is there.
     """
 
     def __init__(self, patience_s: float = 20.0) -> None:
+        self.returns_at_once = False
         self.changed = threading.Condition()
         self.patience_s = patience_s
         self.communicators: dict[bytes, Communicator] = {}
@@ -219,7 +226,7 @@ class ModelledProcessGroup:
         end_s = time.monotonic() + self.library.patience_s
         while self.library.hang_in_abort.is_set() and time.monotonic() < end_s:
             time.sleep(0.01)
-        with self.library.changed:
+        with self.library.changed, torch.inference_mode():  # as tensors may have been made there
             for communicator, rank in self._own.values():
                 communicator.aborted.add(rank)
                 for operation in communicator.queues[rank]:

@@ -205,7 +205,7 @@ def test_ranks_that_mean_different_gathers_get_none() -> None:
     def rank(number: int, group: WorkerGroup, progress: WorkerProgress) -> str:
         spec = TensorSpec(["float32", "int32"][number], (4,))
         try:
-            group.gather(torch.ones(2, dtype=[torch.float32, torch.int32][number]), spec, 0)()
+            group.gather(torch.ones(2, dtype=[torch.float32, torch.int32][number]), spec, 0, (2, 2))()
         except WireError as error:
             return str(error)
         return ""
@@ -277,9 +277,9 @@ def test_parts_of_different_sizes_are_put_together(dim: int, way: str) -> None:
 
     def rank(number: int, group: WorkerGroup, progress: WorkerProgress) -> list[Tensor]:
         part = whole.split(sizes, dim)[number]
-        first = group.gather(part, TensorSpec("int16", (4, 6)), dim)
+        first = group.gather(part, TensorSpec("int16", (4, 6)), dim, sizes)
         total = group.reduce([torch.ones(2)])
-        again = group.gather(torch.tensor([number]), TensorSpec("int64", (3,)), 0)
+        again = group.gather(torch.tensor([number]), TensorSpec("int64", (3,)), 0, (1, 1, 1))
         return [again().tensor, total().tensor, first().tensor]
 
     for again, total, first in run(3, rank, way=way):
@@ -291,9 +291,10 @@ def test_parts_of_different_sizes_are_put_together(dim: int, way: str) -> None:
 @all_ways
 def test_a_gather_that_comes_to_something_else(way: str) -> None:
     def rank(number: int, group: WorkerGroup, progress: WorkerProgress) -> str:
-        finish = group.gather(torch.ones(2), TensorSpec("float32", (5,)), 0)
         with pytest.raises(WireError) as caught:
-            finish()
+            group.gather(torch.ones(2), TensorSpec("float32", (5,)), 0, (2, 2))
+        with pytest.raises(WireError, match=r"float32\[2\] is not part . of a gather along dimension 0 of sizes"):
+            group.gather(torch.ones(2), TensorSpec("float32", (5,)), 0, (2, 3) if number else (3, 2))
         return str(caught.value)
 
     for message in run(2, rank, way=way):
@@ -476,7 +477,7 @@ def test_the_client_hands_nothing_on() -> None:
     calls: list[Callable[[], Any]] = [
         lambda: group.send(torch.ones(1), 1, 0),
         lambda: group.receive(spec, 1, 0),
-        lambda: group.gather(torch.ones(1), spec, 0),
+        lambda: group.gather(torch.ones(1), spec, 0, (1,)),
     ]
     for call in calls:
         with pytest.raises(WireError, match="at the client"):

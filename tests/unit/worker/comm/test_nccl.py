@@ -12,13 +12,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from onebox.wire import TensorSpec, spec_of
+from onebox.wire import KernelSpec, SlotArgument, Strided, TensorSpec, spec_of
+from onebox.wire.protocol.eager import Operate
 from onebox.wire.protocol.groups import FormGroup, LeaveGroup
+from onebox.wire.protocol.instructions import Receive, Send
+from onebox.wire.protocol.requests import Define
 from onebox.worker.accelerator import Accelerator
 from onebox.worker.comm import nccl
 from onebox.worker.comm.api import RankLost, WorkerGroup
 from onebox.worker.comm.hybrid import HybridGroup
 from onebox.worker.comm.manager import GroupManager
+from onebox.worker.device import ComputeDevice
 from onebox.worker.memory.buffers import Poisoned
 from onebox.worker.progress import WorkerProgress
 from tests.unit.machines import Rig
@@ -197,7 +201,7 @@ def test_collectives(library: ModelledNccl) -> None:
         total = group.reduce([mine])
         collected = group.collect([mine], 1)
         spread = group.broadcast([spec_of(mine)], [mine], 2)
-        gathered = group.gather(mine[:1], TensorSpec("float32", (3,)), 0)
+        gathered = group.gather(mine[:1], TensorSpec("float32", (3,)), 0, (1, 1, 1))
         return (
             total().tensor.tolist(),
             None if isinstance(collected, int) else collected().tensor.tolist(),
@@ -245,6 +249,45 @@ def test_ranks_that_mean_different_sums_are_told_when_the_device_is_done(
     assert waits == [0, 0], "the host waits for no device"
 
 
+def test_parts_are_put_together_without_a_wait_of_the_host(
+    library: ModelledNccl, ended: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their sizes are known; that all ranks mean the same is checked when the device is done."""
+    device = LateDevice()
+    whole = torch.arange(24, dtype=torch.int16).view(4, 6)
+    gathering = threading.local()
+
+    def watched(read: Callable[..., Any]) -> Callable[..., Any]:
+        def run_read(*args: Any) -> Any:
+            assert not getattr(gathering, "now", False), "the host reads a value"
+            return read(*args)
+
+        return run_read
+
+    for name in ("item", "tolist", "__int__", "__bool__"):
+        monkeypatch.setattr(torch.Tensor, name, watched(getattr(torch.Tensor, name)))
+
+    def rank(rank: Rank) -> None:
+        for dim, sizes in ((0, [2, 0, 2]), (1, [1, 3, 2])):
+            gathering.now = True
+            found = rank.group.gather(whole.split(sizes, dim)[rank.number], spec_of(whole), dim, sizes)().tensor
+            gathering.now = False
+            assert torch.equal(found, whole)
+
+    run(library, 3, rank, device=device)
+    assert (device.drains, device.synchronised) == (0, 0)
+
+    def other(rank: Rank) -> None:
+        spec = TensorSpec("float32", ((4, 2), (2, 4))[rank.number])
+        rank.group.gather(torch.ones(2, 2), spec, rank.number, (2, 2))()
+        end_s = time.monotonic() + 10
+        with pytest.raises(RankLost, match=f"rank {1 - rank.number} came for another gather"):
+            while rank.manager.check() and time.monotonic() < end_s:
+                time.sleep(0.01)
+
+    run(library, 2, other, device=device)
+
+
 def test_a_sum_is_checked_before_the_group_is_left(library: ModelledNccl, ended: list[str]) -> None:
     device = LateDevice()
 
@@ -260,6 +303,13 @@ def test_a_sum_is_checked_before_the_group_is_left(library: ModelledNccl, ended:
 
 
 # ---- failures
+
+
+def define_kernels() -> tuple[Define, Define]:
+    """Return definitions of a sum and of a product in place, of two tensors each."""
+    two = (SlotArgument(0), SlotArgument(1))
+    add = KernelSpec("aten.add.Tensor", two, {}, 2, 0, (Strided("float32", (1,), (1,)),))
+    return Define(100, add), Define(101, KernelSpec("aten.mul_.Tensor", two, {}, 2, 0))
 
 
 def test_a_wait_for_a_silent_rank_ends_when_it_is_interrupted(library: ModelledNccl, ended: list[str]) -> None:
@@ -433,6 +483,87 @@ def test_a_value_that_is_read_after_an_interruption_is_an_error(library: Modelle
 
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(one, range(2)))
+
+
+def test_what_was_computed_from_an_aborted_receive_is_void(library: ModelledNccl, ended: list[str]) -> None:
+    """The host goes on meanwhile; what the receive does not touch, and what is made after it, has its values."""
+    library.returns_at_once = True
+    hub, formed = Hub(), threading.Barrier(2)
+    add, mul_ = define_kernels()
+
+    def rig_of(number: int) -> Rig:
+        library.here.gpu = number
+        rig = Rig(device=ComputeDevice("cuda:0", 1, accelerator=LateDevice()))
+        channel = OwnedChannel(hub, number)
+        for name in ("send_to_client", "await_ticket", "new_ticket"):
+            setattr(rig, name, getattr(channel, name))
+        rig.put(b1=torch.ones(1), b2=torch.ones(1), b3=torch.ones(1))
+        rig.do(add, mul_, FormGroup(3, number, 2, "gloo", "127.0.0.1", 20.0, nccl=(0, 1)))
+        return rig
+
+    def receiver() -> None:
+        rig = rig_of(0)
+        rig.do(Operate((add.number, 1, 1, 7)))
+        received = Receive(4, ONE, 3, 1, 0)
+        rig.do(received, Operate((add.number, 1, 4, 5, mul_.number, 2, 4)))
+        rig.do(Operate((add.number, 5, 5, 6)))
+        assert not rig.failures
+        rig.machine.interrupt(3)
+        formed.wait(20)
+        rig.do(LeaveGroup(3))
+        for number in (4, 5, 6, 2):
+            with pytest.raises(Poisoned, match="does not answer"):
+                rig.get(number)
+        assert [rig.get(number).item() for number in (1, 3, 7)] == [1, 1, 2]
+        rig.do(Operate((add.number, 1, 3, 8)))
+        rig.put(b2=torch.zeros(1))
+        assert [rig.get(number).item() for number in (8, 2)] == [2, 0]
+        rig.machine.close()
+
+    def other() -> None:
+        rig = rig_of(1)
+        formed.wait(20)
+        rig.machine.close()
+
+    with ThreadPoolExecutor(2) as threads:
+        for future in [threads.submit(receiver), threads.submit(other)]:
+            future.result(60)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_what_was_computed_from_tensors_that_have_come_keeps_its_values(
+    library: ModelledNccl, ended: list[str], leaves: bool
+) -> None:
+    """Also where the group fails afterwards, or others of its operations go on."""
+    hub, sent = Hub(), threading.Barrier(2)
+    add, _ = define_kernels()
+
+    def one(number: int) -> None:
+        library.here.gpu = number
+        rig = Rig(device=ComputeDevice("cuda:0", 1, accelerator=LateDevice()))
+        channel = OwnedChannel(hub, number)
+        for name in ("send_to_client", "await_ticket", "new_ticket"):
+            setattr(rig, name, getattr(channel, name))
+        rig.put(b1=torch.ones(1))
+        rig.do(add, FormGroup(3, number, 2, "gloo", "127.0.0.1", 20.0, nccl=(0, 1)))
+        if number:
+            rig.do(Send(1, 3, 0, 0))
+            sent.wait(20)
+        else:
+            sent.wait(20)
+            rig.do(Receive(4, ONE, 3, 1, 0))
+            rig.do(Operate((add.number, 1, 4, 5)))
+            rig.do(*[Receive(6, ONE, 3, 1, 0)] * leaves)
+            rig.machine.interrupt(3)
+            rig.do(LeaveGroup(3))
+            assert rig.get(5).item() == 2
+            assert not rig.failures
+        sent.wait(20)
+        rig.machine.close()
+
+    with ThreadPoolExecutor(2) as threads:
+        for future in [threads.submit(one, number) for number in range(2)]:
+            future.result(60)
 
 
 def test_a_group_that_was_left_too_early_has_failed_for_the_work_before(

@@ -286,9 +286,17 @@ def test_one_key_is_not_that_of_two_ranks(store: Store) -> None:
         connect_mesh(0, 3, HERE, store)
 
 
-def test_what_is_on_the_wire_is_not_what_is_sent(store: Store, ranks: ThreadPoolExecutor) -> None:
-    """A relay in the place of rank 0's listener sees all that goes to it."""
+def test_what_is_on_the_wire_is_not_what_is_sent_and_a_change_is_noticed(
+    store: Store, ranks: ThreadPoolExecutor
+) -> None:
+    """A relay in the place of rank 0's listener sees, and may change, all that goes to it."""
     pattern, seen = b"a tensor's bytes" * 64, bytearray()
+    changing = threading.Event()
+
+    def look(data: bytearray) -> None:
+        seen.extend(data)
+        data[-1] ^= changing.is_set()
+
     genuine = Store()
     first = ranks.submit(connect_mesh, 0, 2, HERE, genuine)
     certificate = genuine.get("tls/0").decode().split(" ")[2]
@@ -297,9 +305,9 @@ def test_what_is_on_the_wire_is_not_what_is_sent(store: Store, ranks: ThreadPool
 
         def relay() -> None:
             with listener.accept()[0] as near, reach(genuine, 0) as far:
-                back = threading.Thread(target=carry, args=(far, near, seen.extend))
+                back = threading.Thread(target=carry, args=(far, near, look))
                 back.start()
-                carry(near, far, seen.extend)
+                carry(near, far, look)
                 back.join()
 
         relaying = ranks.submit(relay)
@@ -310,16 +318,20 @@ def test_what_is_on_the_wire_is_not_what_is_sent(store: Store, ranks: ThreadPool
         found = b""
         while len(found) < len(pattern):
             found += one.incoming.recv(len(pattern))
+        changing.set()
+        other.outgoing.sendall(pattern)
+        with pytest.raises(ssl.SSLError):
+            one.incoming.recv(len(pattern))
         one.close()
         other.close()
         relaying.result(WITHIN_S)
     assert found == pattern and len(seen) > len(pattern) and pattern[:16] not in seen
 
 
-def carry(source: socket.socket, target: socket.socket, look: Callable[[bytes], object]) -> None:
+def carry(source: socket.socket, target: socket.socket, look: Callable[[bytearray], object]) -> None:
     """Carry bytes until their end."""
     with contextlib.suppress(OSError):
-        while data := source.recv(1 << 16):
+        while data := bytearray(source.recv(1 << 16)):
             look(data)
             target.sendall(data)
         target.shutdown(socket.SHUT_WR)

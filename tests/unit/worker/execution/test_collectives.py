@@ -73,7 +73,7 @@ def test_gathered_buffers_are_computed_with() -> None:
 
     def rank(number: int, rig: RankRig) -> list[list[float]]:
         double = elementwise("aten.add.Tensor", whole, 2)
-        rig.do(define(101, double), Gather(1, 2, whole, GROUP), Call(101, (2, 2), (3,)), Reduce((1,), GROUP))
+        rig.do(define(101, double), Gather(1, 2, whole, GROUP, (2, 2)), Call(101, (2, 2), (3,)), Reduce((1,), GROUP))
         assert rig.failures == []
         return [rig.get(buffer).tolist() for buffer in (1, 2, 3)]
 
@@ -147,7 +147,7 @@ def test_what_came_before_it_was_asked_for_is_there_at_once() -> None:
 @pytest.mark.parametrize("kind", ["reduce", "gather"])
 def test_a_trace_of_a_collective_lasts_until_its_result_is_there(kind: str) -> None:
     def rank(number: int, rig: RankRig) -> list[int]:
-        collective = Reduce((1,), GROUP) if kind == "reduce" else Gather(2, 1, SPEC, GROUP)
+        collective = Reduce((1,), GROUP) if kind == "reduce" else Gather(2, 1, SPEC, GROUP, (1, 1))
         if kind == "gather":
             rig.put(b2=torch.ones(1))
         rig.do(Define(50, Routine((collective, Call(100, (1,), (3,))), 0)), Run(50, trace=True))

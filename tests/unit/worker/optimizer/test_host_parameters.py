@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
+from onebox.cost import host_copies
 from onebox.wire.protocol.requests import OptimizerSpec
 from onebox.worker.accelerator import accelerator_for
 from onebox.worker.memory.buffers import QuotaExceeded
 from onebox.worker.memory.host import HOST_SHARE, HostMemory
-from onebox.worker.optimizer import host_parameters as masters_module
-from onebox.worker.optimizer.host_parameters import HostParameters, runs
+from onebox.worker.optimizer.host_parameters import HostParameters
 from onebox.worker.optimizer.native import ALLOWED, NativeOptimizer
 
 SHAPES = ((4, 3), (8,), (2, 5), (1,))
@@ -90,7 +87,7 @@ def test_clipping_in_runs_is_clipping_at_once(kind: str, monkeypatch: pytest.Mon
     for seed in (1, 2):
         one.step(tensors(kind, seed), 0.7)
         with monkeypatch.context() as few:
-            few.setattr(masters_module.runs, "__defaults__", (1,))
+            few.setattr(host_copies.runs, "__defaults__", (1,))
             other.step(tensors(kind, seed), 0.7)
     assert all(torch.equal(a, b) for a, b in zip(here, there, strict=True))
 
@@ -149,16 +146,3 @@ def test_the_account_of_the_host_is_bounded() -> None:
         host.charge(1)
     host.charge(-400)
     assert (host.used_bytes, host.peak_bytes) == (0, 400)
-
-
-@given(
-    sizes=st.lists(st.integers(0, 40), max_size=12),
-    most=st.integers(1, 200),
-)
-def test_runs_are_all_tensors_in_order_and_no_longer_than_they_may_be(sizes: list[int], most: int) -> None:
-    found = runs([torch.empty(size) for size in sizes], most)
-    assert [index for run in found for index in run] == list(range(len(sizes)))
-    for run in found:
-        assert len(run) == 1 or sum(4 * sizes[index] for index in run) <= most
-    for run, following in itertools.pairwise(found):
-        assert sum(4 * sizes[index] for index in run) + 4 * sizes[following[0]] > most

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import zmq
@@ -178,10 +179,15 @@ def test_the_one_client_hears_that_the_worker_lives(watched: Watched) -> None:
 
 def test_strangers_hear_nothing(watched: Watched) -> None:
     stranger = new_keys()
-    assert watched.receive(stranger, wait_s=0.4) is None, "a key of its own"
-    assert watched.receive(None, wait_s=0.4) is None, "no key at all"
-    assert watched.receive(watched.client, server_key=stranger.public, wait_s=0.4) is None, "another server's key"
-    assert watched.receive(KeyPair(watched.client.public, stranger.secret), wait_s=0.4) is None, "a key not its own"
+    strangers: dict[str, tuple[KeyPair | None, str | None]] = {
+        "a key of its own": (stranger, None),
+        "no key at all": (None, None),
+        "another server's key": (watched.client, stranger.public),
+        "a key not its own": (KeyPair(watched.client.public, stranger.secret), None),
+    }
+    with ThreadPoolExecutor(len(strangers)) as threads:
+        heard = threads.map(lambda given: watched.receive(*given, wait_s=0.4), strangers.values())
+        assert dict(zip(strangers, heard, strict=True)) == dict.fromkeys(strangers)
     assert watched.receive(watched.client) is not None, "and the client is still let in"
 
 

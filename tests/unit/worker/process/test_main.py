@@ -8,7 +8,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -16,17 +16,28 @@ import pytest
 import torch
 import zmq
 
-from onebox.wire import TensorSpec, configure, decode_worker_message, encode, from_frame, new_keys, to_frame
+from onebox.wire import (
+    Connection,
+    TensorSpec,
+    configure,
+    decode_worker_message,
+    encode,
+    from_frame,
+    held_bytes,
+    new_keys,
+    to_frame,
+)
 from onebox.wire.protocol import codec
 from onebox.wire.protocol.groups import FormGroup, LeaveGroup, Reduced, Rendezvous, TicketCancelled
 from onebox.wire.protocol.instructions import Ask, Call, Get, Reduce
 from onebox.wire.protocol.requests import PROTOCOL, Define, Envelope, Instruction, Put, Routine, Run, Shutdown
 from onebox.wire.protocol.responses import Contribution, Hello, Left, Lookup, Reply, Scalars, Tensors
+from onebox.wire.reliable import FRAME_BYTES
 from onebox.worker import WorkerConfig
 from onebox.worker.accelerator import DeviceFailed
 from onebox.worker.comm.api import RankLost
 from onebox.worker.process import main
-from onebox.worker.process.main import Ports, WorkerServer
+from onebox.worker.process.main import MESSAGE_BYTES, Ports, WorkerServer
 from onebox.worker.progress import WorkerProgress
 from tests.unit.machines import define, elementwise
 from tests.unit.worker.late_device import LateDevice
@@ -351,11 +362,16 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[LateDevice, Client]]
 def begun(client: Client, *instructions: Instruction) -> int:
     """Send a message, and wait until its reply waits for the device."""
     number = client.tell(*instructions)
+    until(lambda: bool(client.server._replies))
+    return number
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Wait for something to become true."""
     end_s = time.monotonic() + 10
-    while not client.server._replies:
+    while not true():
         assert time.monotonic() < end_s
         time.sleep(0.001)
-    return number
 
 
 @pytest.mark.parametrize("left", [False, True], ids=["in the group", "after the group was left"])
@@ -364,11 +380,15 @@ def test_a_reply_that_waits_for_interrupted_operations_is_a_failure(
 ) -> None:
     """The device's work is over then, with any values."""
     device, client = late
-    device.current().work(1.0)
+    device.current().work(60.0)
     number = begun(client, Get((1,)))
     client.server.machine.interrupt(3)
     if left:
         client.tell(LeaveGroup(3))
+        until(lambda: 3 not in client.server.machine._groups._groups)
+    for event in device.current().events:
+        event.at_ns = 0  # the work is over
+    device.current().busy_until_ns = 0
     replies = [message for message in (client.receive()[0] for _ in range(1 + 2 * left)) if isinstance(message, Reply)]
     assert replies[0].number == number
     assert replies[0].failure is not None
@@ -428,7 +448,9 @@ def test_workers_with_a_gpu_of_their_own_load_kernels_at_once(
     assert os.environ.get("CUDA_MODULE_LOADING") == loading
 
 
-def test_messages_that_wait_are_bounded_and_answers_without_a_question_are_dropped() -> None:
+def test_messages_that_wait_are_bounded_and_answers_without_a_question_are_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     keys, client_keys = new_keys(), new_keys()
     lifeline, owner = os.pipe()
     with tempfile.TemporaryDirectory(prefix="onebox-") as folder:
@@ -444,7 +466,18 @@ def test_messages_that_wait_are_bounded_and_answers_without_a_question_are_dropp
                 server._dispatch(Envelope(0, False, (Rendezvous(ticket, b"yes"),)), (), 1000)
             assert server.await_ticket(ticket, 1.0) == (Rendezvous(ticket, b"yes"), ())
             server._dispatch(Envelope(0, False, (Rendezvous(ticket, b"again"),)), (), 1000)
-            assert not server._answers
+            assert not server._answers and not server._waiting_bytes
+            with pytest.raises(SystemExit, match="bytes wait; allowed are"):
+                for _ in range(200):  # answers to questions, which nobody waits for
+                    reduced = Envelope(0, False, (Reduced(server.new_ticket()),))
+                    server._dispatch(reduced, (), server._most_bytes // 100)
+            assert len(server._answers) <= 101
+            server._answers.clear()
+            server._waiting_bytes = 0
+            empty = [encode(Envelope(1, False, ())), *[b""] * 1000]  # frames that are empty take memory all the same
+            monkeypatch.setattr(Connection, "receive", lambda link: [empty])
+            server._receive(0.0)
+            assert server._waiting_bytes == MESSAGE_BYTES + held_bytes(empty) > 1000 * FRAME_BYTES
             with pytest.raises(SystemExit, match="bytes wait; allowed are"):
                 for number in range(200):
                     server._dispatch(Envelope(number, True, (Ask("scalars", ()),)), (), server._most_bytes // 100)

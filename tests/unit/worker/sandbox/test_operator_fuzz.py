@@ -64,7 +64,7 @@ def test_through_a_worker_it_finds_nothing_in_operators_that_are_sound() -> None
     found = fuzzed(*SOUND, calls=1500)
     assert (found["crashes"], found["canaries_changed"], found["foreign_reads"]) == (0, 0, 0), found["operators"]
     assert found["calls"] == 1500
-    assert found["computed"] > 500, found
+    assert found["computed"] > 400, found
     assert found["raised"] > 300, found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
@@ -37,7 +38,10 @@ for made, name in (listener, "stream"), (packets, "packets"), (datagrams, "datag
     made.bind(f"{folder}/{name}")
 listener.listen(), packets.listen()
 libc = ctypes.CDLL(None, use_errno=True)
-found = {"victim": victim, "folder": folder}
+shared, semaphores, messages = libc.shmget(0, 4096, 0o1600), libc.semget(0, 1, 0o1600), libc.msgget(0, 0o1600)
+private = f"{folder}/private"
+open(private, "w").close(), os.chmod(private, 0o600)
+found = {"victim": victim, "folder": folder, "ipc": (shared, semaphores, messages)}
 done = confine(device, "127.0.0.1", memory_bytes=1 << 20)
 found["confined"] = failures(done | confine_sockets(device))
 
@@ -124,6 +128,22 @@ attempt("a service's packets", lambda: to(socket.SOCK_SEQPACKET, "packets"))
 attempt("a socket of the kernel's ciphers", lambda: socket.socket(38, socket.SOCK_SEQPACKET))
 attempt("shmget", lambda: libc.shmctl(call(29, 0, 4096, 0o1600), 0, None))
 attempt("msgget", lambda: call(68, 0, 0o1600))
+attempt("a neighbour's shared memory", lambda: call(30, shared, 0, 0))
+attempt("its removal", lambda: call(31, shared, 0, 0))
+attempt("a neighbour's semaphores", lambda: call(65, semaphores, at(struct.pack("HhH", 0, 1, 0)), 1))
+attempt("the same with a limit", lambda: call(220, semaphores, at(struct.pack("HhH", 0, 1, 0)), 1, 0))
+attempt("their removal", lambda: call(66, semaphores, 0, 0))
+attempt("a message to a neighbour", lambda: call(69, messages, at(struct.pack("q", 1)), 0, 0o4000))
+attempt("a message for a neighbour", lambda: call(70, messages, at(bytes(64)), 8, 0, 0o4000))
+attempt("a queue's removal", lambda: call(71, messages, 0, 0))
+attempt("a named queue's removal", lambda: call(241, at(b"onebox-none")))
+attempt("the rights of a file", lambda: os.chmod(private, 0o666))
+attempt("the rights of an open file", lambda: os.fchmod(1, 0o666))
+attempt("the owner of a file", lambda: os.chown(private, os.getuid(), os.getgid()))
+attempt("the owner of a link", lambda: os.lchown(private, os.getuid(), os.getgid()))
+attempt("the times of a file", lambda: os.utime(private, (1, 1)))
+attempt("the attributes of a file", lambda: os.setxattr(private, "user.onebox", b"1"))
+attempt("their removal from a file", lambda: os.removexattr(private, "user.onebox"))
 
 attempt("limit itself", lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits))
 attempt("its affinity", lambda: os.sched_setaffinity(0, os.sched_getaffinity(0)))
@@ -174,9 +194,30 @@ OTHERS = [
     "a process by clone",
     "posix_spawn",
     "msgget",
+    "a message to a neighbour",
+    "a message for a neighbour",
+    "a queue's removal",
+    "a named queue's removal",
 ]
 WITHOUT_EFFECT = ["sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr"]
-ONLY_CPU = ["a service's socket", "a service's packets", "a socket of the kernel's ciphers", "shmget"]
+ONLY_CPU = [
+    "a service's socket",
+    "a service's packets",
+    "a socket of the kernel's ciphers",
+    "shmget",
+    "a neighbour's shared memory",
+    "its removal",
+    "a neighbour's semaphores",
+    "the same with a limit",
+    "their removal",
+    "the rights of a file",
+    "the rights of an open file",
+    "the owner of a file",
+    "the owner of a link",
+    "the times of a file",
+    "the attributes of a file",
+    "their removal from a file",
+]
 ITS_OWN = [
     "limit itself",
     "its affinity",
@@ -221,6 +262,10 @@ def found(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
         yield said | {"device": device, "mark": mark}
     finally:
         os.kill(said["victim"], signal.SIGKILL)
+        shared, semaphores, messages = said["ipc"]
+        libc = ctypes.CDLL(None)
+        for removed in libc.shmctl(shared, 0, None), libc.semctl(semaphores, 0, 0), libc.msgctl(messages, 0, None):
+            assert removed in (0, -1)  # by a process with a GPU, which may remove its own
         subprocess.run(["rm", "-r", said["folder"]], check=True)
 
 
@@ -242,6 +287,8 @@ def test_its_neighbour_is_as_it_was(found: dict[str, Any]) -> None:
     assert os.sched_getaffinity(found["victim"]) == os.sched_getaffinity(0)
     assert os.getpriority(os.PRIO_PROCESS, found["victim"]) == os.getpriority(os.PRIO_PROCESS, 0)
     assert os.sched_getscheduler(found["victim"]) == os.sched_getscheduler(0)
+    if found["device"] == "cpu":
+        assert Path(found["folder"], "private").stat().st_mode & 0o777 == 0o600
 
 
 @filtered

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 from collections.abc import Iterator
 
 import pytest
 
-from onebox.worker.system.tcp_connections import GroupSockets
+from onebox.worker.system import tcp_connections as module
+from onebox.worker.system.tcp_connections import GroupSockets, listeners, own_connections, shut_down
+from tests import leaks
 
 WITHIN_S = 30.0
 
@@ -73,3 +76,14 @@ def test_a_group_that_is_being_formed_can_be_shut(listener: socket.socket) -> No
         assert sockets.shut(1) == 2
         assert not works(*pair)
     assert sockets.shut(1) == 0, "what was closed is not taken for what came in its place"
+
+
+def test_a_descriptor_that_has_become_a_file_leaves_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may close a socket, and open a file, after the list of sockets was read."""
+    with leaks.nothing_left():
+        file = os.memfd_create("onebox-test")
+        monkeypatch.setattr(module, "_open", lambda: {"socket:[1]": file})
+        assert own_connections() == {} and listeners("127.0.0.1") == {} and not shut_down("socket:[1]")
+        with GroupSockets().making(1):
+            pass
+        os.close(file)

@@ -212,10 +212,11 @@ class AgentSource:
 
     def _queued(self, queued: Queued) -> None:
         _log.warning(
-            "waiting for %s: place %d in its queue, behind %s ('onebox status' shows who has what; Ctrl-C gives up)",
+            "waiting for %s: place %d in its queue, behind %s%s ('onebox status' shows who has what; Ctrl-C gives up)",
             self.address,
             queued.place,
             queued.behind,
+            f", lacking {queued.lacking}" if queued.lacking else "",
         )
 
 

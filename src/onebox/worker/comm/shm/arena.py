@@ -83,8 +83,9 @@ class Arena:
         """
         size = rounded(size, self._align)
         free = self._free[size]
-        if not free or not free[-1].backed:
-            self._quota.charge(size, forced=forced)  # may free pages of other blocks
+        charged = not free or not free[-1].backed
+        if charged:
+            self._quota.charge(size, forced=forced)  # may free pages of other blocks, or blocks by a finalizer
         if free:
             block = free.pop()
         else:
@@ -98,6 +99,8 @@ class Arena:
         if not block.backed:
             block.backed = True
             self.backed_bytes += size
+        elif charged:
+            self._quota.charge(-size)
         self._peaks[0] = max(self._peaks[0], self.used_bytes)
         return block
 

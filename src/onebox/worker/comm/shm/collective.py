@@ -117,12 +117,15 @@ class ShmCollective:
         """Return all ranks' memory. Idempotent."""
         for expected in self._expected.values():
             expected.give_back()
+        self._drop_block()
+
+    def __del__(self) -> None:
+        self._drop_block()  # the messages are returned as they are dropped
+
+    def _drop_block(self) -> None:
         block, self._block = self._block, None
         if block is not None:
             self._drop(block)
-
-    def __del__(self) -> None:
-        self.give_back()
 
     def _agree(self, messages: Sequence[ShmMessage], specs: Sequence[TensorSpec]) -> None:
         mine = specs[self._rank]

@@ -28,7 +28,7 @@ from onebox.wire.protocol.groups import FormGroup
 from onebox.wire.protocol.responses import Joined
 from onebox.worker.accelerator import Accelerator
 from onebox.worker.comm.agreement import collective_fingerprint
-from onebox.worker.comm.api import Begun, Finish, RankLost, ReceivedTensor, RowRange, check_rows
+from onebox.worker.comm.api import Begun, Finish, RankLost, ReceivedTensor, RowRange, check_rows, parts_of
 from onebox.worker.comm.emulated_links import EmulatedLinks, EmulatedRing
 from onebox.worker.comm.shm.arena import MemoryBlock
 from onebox.worker.comm.shm.collective import ShmCollective, code_of, disagreement, flat_spec, is_gather
@@ -181,12 +181,11 @@ class ShmGroup:
 
         return self._expect(root, _COLLECTIVES, check)
 
-    def gather(self, tensor: Tensor, spec: TensorSpec, dim: int) -> Finish:
+    def gather(self, tensor: Tensor, spec: TensorSpec, dim: int, sizes: Sequence[int]) -> Finish:
         """Begin to gather the ranks' tensors along a dimension."""
         own = spec_of(tensor)
         check_dimensions(own)
-        if not 0 <= dim < len(own.shape):
-            raise WireError(f"{own} has no dimension {dim} to be gathered along")
+        parts_of(own, spec, dim, sizes, self._rank)
         return self._start([tensor], own, dim, lambda collective, messages: collective.join(messages, dim, spec))
 
     def close(self) -> None:
@@ -207,9 +206,9 @@ class ShmGroup:
         if self._sender is not None:
             note_speed(self._sender.memory, len(self._links), self._emulated_links.slowest([*self._links.values()]))
 
-    def check(self) -> bool:
-        """Return false: waits are those of the host."""
-        return False
+    def check(self) -> int:
+        """Return 0: waits are those of the host."""
+        return 0
 
     def interrupt(self) -> None:
         """End all waits; callable from any thread, effective within :data:`SLICE_S`."""

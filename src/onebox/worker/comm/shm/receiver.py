@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
 import weakref
 from collections import defaultdict, deque
@@ -77,21 +78,33 @@ class ShmReceiver:
         self._tail = self._cell + CELL_BYTES
         self._lent_bytes = 0
         self._over: deque[ShmMessage] = deque()  # lent messages that are released; filled from any thread
+        self._dropped: deque[tuple[int, int]] = deque()  # requests that nobody waits for; filled from any thread
+        self._owner = threading.get_ident()
+        self._busy = False  # as long as a method changes what a finalizer must not, which may run in its middle
         self._channels: dict[int, _Channel] = defaultdict(_Channel)
 
     def expect(self, channel: int) -> PendingReceive:
         """Return the wait for the next message of a channel that has not been requested yet."""
-        self.settle()
-        found = self._channels[channel]
-        found.asked += 1
+        self._busy = True
+        try:
+            self._settle()
+            found = self._channels[channel]
+            found.asked += 1
+        finally:
+            self._busy = False
         return PendingReceive(self, channel, found.asked)
 
     def find(self, channel: int, order: int) -> ShmMessage | None:
         """Return a message if it has arrived."""
-        messages = self._channels[channel].messages
-        if order not in messages:
-            self._look()
-        return messages.get(order)
+        self._busy = True
+        try:
+            messages = self._channels[channel].messages
+            if order not in messages:
+                self._settle()
+                self._look()
+            return messages.get(order)
+        finally:
+            self._busy = False
 
     def wait(self, channel: int, order: int) -> ShmMessage:
         """Wait for a message.
@@ -150,20 +163,44 @@ class ShmReceiver:
             return None
         view = (ctypes.c_char * size_bytes).from_buffer(memory.map, message.offset)
         weakref.finalize(view, _end, memory, self._over, message).atexit = False
-        self._lent_bytes += size_bytes
-        self._forget(channel, order)
+        self._busy = True
+        try:
+            self._lent_bytes += size_bytes
+            self._forget(channel, order)
+        finally:
+            self._busy = False
         return torch.frombuffer(view, dtype=DTYPES[message.spec.dtype]).view(message.spec.shape)
 
-    def settle(self) -> None:
-        """Return lent memory that has been released."""
+    def give_back(self, channel: int, order: int) -> None:
+        """Return the memory of a message to the writer; a message that has not arrived yet is returned on arrival."""
+        self._busy = True
+        try:
+            self._give_back(channel, order)
+        finally:
+            self._busy = False
+
+    def drop(self, channel: int, order: int) -> None:
+        """Do the same for a finalizer, which runs in any thread and in the middle of any method: now, or when the
+        next message is requested."""
+        self._dropped.append((channel, order))
+        if threading.get_ident() == self._owner and not self._busy:
+            self._busy = True
+            try:
+                self._settle()
+            finally:
+                self._busy = False
+
+    def _settle(self) -> None:
+        """Return lent memory that has been released, and messages of dropped requests."""
         while self._over:
             message = self._over.popleft()
             self._lent_bytes -= message.spec.size_bytes
             if self.memory is not None:
                 self._return(self.memory, message.cell)
+        while self._dropped:
+            self._give_back(*self._dropped.popleft())
 
-    def give_back(self, channel: int, order: int) -> None:
-        """Return the memory of a message to the writer; a message that has not arrived yet is returned on arrival."""
+    def _give_back(self, channel: int, order: int) -> None:
         message = self._forget(channel, order)
         if message is None:
             self._channels[channel].forgotten.add(order)
@@ -249,7 +286,9 @@ class PendingReceive:
         """Return a tensor with its elements, owned by the reader."""
         lent = self._inbox.lend(self._channel, self._order, message)
         if lent is None:
-            return self._inbox.copy(message)
+            copied = self._inbox.copy(message)
+            self.give_back()
+            return copied
         self._done = True
         return lent
 
@@ -260,7 +299,8 @@ class PendingReceive:
             self._inbox.give_back(self._channel, self._order)
 
     def __del__(self) -> None:
-        self.give_back()
+        if not self._done:
+            self._inbox.drop(self._channel, self._order)
 
 
 def _end(memory: SharedMemory, over: deque[ShmMessage], message: ShmMessage) -> None:

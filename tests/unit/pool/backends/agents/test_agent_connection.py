@@ -272,17 +272,19 @@ def test_places_in_a_queue_are_told(agent: ScriptedAgent, line: AgentConnection)
     def answer(request: Request) -> Sequence[AgentResponse] | None:
         if not isinstance(request, Lease):
             return None
-        return [Queued(request.number, 2, "bo"), Queued(request.number, 1, "bo"), agent.lease(request)]
+        return [Queued(request.number, 2, "bo", "cores"), Queued(request.number, 1, "bo", ""), agent.lease(request)]
 
     agent.answer = answer
-    told: list[tuple[int, str]] = []
-    (member,) = line.lease([CPU], CLIENT, on_queued=lambda queued: told.append((queued.place, queued.behind)))
-    assert told == [(2, "bo"), (1, "bo")]
+    told: list[tuple[int, str, str]] = []
+    (member,) = line.lease(
+        [CPU], CLIENT, on_queued=lambda queued: told.append((queued.place, queued.behind, queued.lacking))
+    )
+    assert told == [(2, "bo", "cores"), (1, "bo", "")]
     assert member.key == agent.keys.public
 
 
 def test_who_stops_waiting_leaves_the_queue(agent: ScriptedAgent, line: AgentConnection) -> None:
-    agent.answer = lambda request: [Queued(request.number, 1, "bo")] if isinstance(request, Lease) else None
+    agent.answer = lambda request: [Queued(request.number, 1, "bo", "")] if isinstance(request, Lease) else None
 
     def interrupt(queued: Queued) -> None:
         raise KeyboardInterrupt
@@ -297,7 +299,7 @@ def test_who_stops_waiting_leaves_the_queue(agent: ScriptedAgent, line: AgentCon
 def test_closing_ends_every_wait(agent: ScriptedAgent) -> None:
     line = agent.line()
     queued, errors = threading.Event(), list[PoolError]()
-    agent.answer = lambda request: [Queued(request.number, 1, "bo")] if isinstance(request, Lease) else None
+    agent.answer = lambda request: [Queued(request.number, 1, "bo", "")] if isinstance(request, Lease) else None
 
     def wait() -> None:
         with pytest.raises(PoolError) as raised:
@@ -554,7 +556,7 @@ def test_ctrl_c_ends_the_wait_for_agents(agent: ScriptedAgent) -> None:
         if not isinstance(request, Lease):
             return None
         os.kill(os.getpid(), signal.SIGINT)
-        return [Queued(request.number, 1, "bo")]
+        return [Queued(request.number, 1, "bo", "")]
 
     agent.answer = answer
     waiting = source(agent, "cpu")
@@ -609,3 +611,37 @@ def test_signs_of_life_are_given_only_when_let_in() -> None:
             with pytest.raises(PoolError, match="something listens there, but does not answer"):
                 agent.line()
         assert not any(isinstance(request, Renew) for request in agent.heard)
+
+
+def test_no_secret_is_said_to_an_agent(agent: ScriptedAgent) -> None:
+    """So that it can let nobody else into workers of other agents, and pass for nobody."""
+    own, client = new_keys(), new_keys()
+    line = AgentConnection(agent.address, agent.keys.public, own, "ana@desk")
+    try:
+        line.inspect()
+        line.lease([CPU], client.public)
+    finally:
+        line.close()
+    said = str(agent.heard)
+    assert client.public in said and own.secret not in said and client.secret not in said
+
+
+def test_an_agent_that_never_completes_a_message_is_cut_off() -> None:
+    keys, own = new_keys(), new_keys()
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as agent:
+        configure(agent, keys, server_key=None)
+        port = agent.bind_to_random_port("tcp://127.0.0.1")
+        socket = reaching.AgentSocket(f"127.0.0.1:{port}", keys.public, own)
+        try:
+            socket.send(b"hello")
+            assert agent.poll(5000)
+            route = agent.recv_multipart()[0]
+            parts = [bytes(60_000)] * (2 * reaching._UNREAD_BYTES // 60_000)
+            agent.send_multipart([route, *parts], copy=False)
+            end_s = time.monotonic() + 20
+            while not socket.cuts:
+                assert time.monotonic() < end_s and socket.receive() is None
+                socket.watch()
+                time.sleep(0.01)
+        finally:
+            socket.close()

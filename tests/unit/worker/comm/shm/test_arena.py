@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onebox.worker.comm.shm.arena import Arena, MemoryBlock
+from onebox.worker.memory.shared import SharedMemoryQuota
 
 KB, MB = 1 << 10, 1 << 20
 
@@ -76,3 +77,21 @@ def test_pages_of_free_blocks_go_at_the_end() -> None:
     assert arena.backed_bytes == held.size
     assert arena.take(5 * MB) is free
     assert arena.backed_bytes == held.size + free.size
+
+
+def test_a_block_that_a_finalizer_gives_back_meanwhile_is_counted_once() -> None:
+    arena: Arena
+
+    class Finalizing(SharedMemoryQuota):
+        def charge(self, more_bytes: int, *, forced: bool = False) -> None:
+            super().charge(more_bytes, forced=forced)
+            if held and more_bytes > 0:
+                arena.give(held.pop())
+
+    held: list[MemoryBlock] = []
+    quota = Finalizing()
+    arena = Arena(0, 1 << 40, lambda offset, size: None, quota=quota)
+    first = arena.take(4 * MB)
+    held.append(first)
+    assert arena.take(4 * MB) is first
+    assert quota.used_bytes == arena.backed_bytes == arena.used_bytes == first.size

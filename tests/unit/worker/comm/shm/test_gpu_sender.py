@@ -184,12 +184,12 @@ def test_a_rank_that_only_receives_gives_blocks_back() -> None:
         for order in range(20):
             if which == 0:
                 group.send(number(0, order), 1, 0)
-                group.gather(torch.tensor([order]), TensorSpec("int64", (2,)), 0)()
+                group.gather(torch.tensor([order]), TensorSpec("int64", (2,)), 0, (1, 1))()
                 most_bytes = max(most_bytes, group._sender.unread_bytes)
             else:
                 group.receive(LARGE, 0, 0)()
                 copier.intos[-1].make()
-                group.gather(torch.tensor([order]), TensorSpec("int64", (2,)), 0)()
+                group.gather(torch.tensor([order]), TensorSpec("int64", (2,)), 0, (1, 1))()
         return most_bytes
 
     assert run_ranks(2, rank, copiers={1: copier})[0] < 4 * LARGE.size_bytes

@@ -72,7 +72,11 @@ def test_every_rank_gets_all_parts(size: int, dtype: str, sizes: list[int], data
     dim = data.draw(st.integers(0, len(shape) - 1))
     parts = [part(number, 0, (*shape[:dim], sizes[number], *shape[dim + 1 :]), dtype) for number in range(size)]
     whole = torch.cat(parts, dim)
-    for result in run_ranks(size, lambda number, group: group.gather(parts[number], spec_of(whole), dim)().tensor):
+
+    def rank(number: int, group: ShmGroup) -> torch.Tensor:
+        return group.gather(parts[number], spec_of(whole), dim, sizes[:size])().tensor
+
+    for result in run_ranks(size, rank):
         assert result.dtype == whole.dtype
         assert torch.equal(result, whole)
 
@@ -106,7 +110,10 @@ def test_types_of_sums(dtype: str) -> None:
         (lambda group: group.reduce([torch.ones(3)]), "a sum of float32[3]"),
         (lambda group: group.reduce([torch.ones(2, dtype=torch.float64)]), "a sum of float64[2]"),
         (lambda group: group.reduce([torch.ones(2, dtype=torch.int32)]), "a sum of int32[2]"),
-        (lambda group: group.gather(torch.ones(2), TensorSpec("float32", (4,)), 0), "a gather along dimension 0"),
+        (
+            lambda group: group.gather(torch.ones(2), TensorSpec("float32", (4,)), 0, (2, 2)),
+            "a gather along dimension 0",
+        ),
     ],
     ids=["bytes", "size of elements", "element type", "kind"],
 )
@@ -126,11 +133,11 @@ def test_ranks_that_disagree_are_told_so(other: object, named: str) -> None:
 
 def test_parts_that_do_not_fit_together() -> None:
     def rank(number: int, group: ShmGroup) -> None:
-        finish = group.gather(torch.ones(2, 2 + number), TensorSpec("float32", (4, 2)), 0)
+        finish = group.gather(torch.ones(2, 2 + number), TensorSpec("float32", (4, 2 + number)), 0, (2, 2))
         with pytest.raises(WireError, match=r"disagree.*float32\[2, 2\].*float32\[2, 3\]|float32\[2, 3\].*float32"):
             finish()
         with pytest.raises(WireError, match="no dimension 2"):
-            group.gather(torch.ones(2, 2), TensorSpec("float32", (4, 2)), 2)
+            group.gather(torch.ones(2, 2), TensorSpec("float32", (4, 2)), 2, (2, 2))
 
     run_ranks(2, rank)
 
@@ -589,7 +596,7 @@ def test_collectives_take_as_long_as_on_a_ring(kind: str, device: str) -> None:
             finish = group.reduce([torch.zeros(count, dtype=torch.uint8, device=device)])
         else:
             own = torch.zeros(count // ranks, dtype=torch.uint8, device=device)
-            finish = group.gather(own, TensorSpec("uint8", (count,)), 0)
+            finish = group.gather(own, TensorSpec("uint8", (count,)), 0, [count // ranks] * ranks)
         arrived = finish()
         assert arrived.tensor.device.type == device
         assert arrived.tensor.shape == (count,)

@@ -94,7 +94,7 @@ def test_tensors_go_by_the_way_that_there_is(places: str, kinds: Sequence[type])
         for peer, order, came in swap(group, number, size):
             assert torch.equal(came, part(peer, number, order))
         total = group.reduce([torch.full((3,), float(number))])
-        whole = group.gather(torch.tensor([number]), TensorSpec("int64", (size,)), 0)
+        whole = group.gather(torch.tensor([number]), TensorSpec("int64", (size,)), 0, [1] * size)
         assert whole().tensor.tolist() == list(range(size))
         assert total().tensor.tolist() == [size * (size - 1) / 2] * 3
         return type(group)

@@ -15,6 +15,7 @@ from torch import Tensor
 from onebox.wire import TensorSpec, spec_of
 from onebox.worker.comm.api import RankLost
 from onebox.worker.comm.shm import group as group_module
+from onebox.worker.comm.shm import receiver as receiver_module
 from onebox.worker.comm.shm.group import ShmGroup
 from onebox.worker.comm.shm.receiver import ShmReceiver
 from onebox.worker.comm.shm.segment import SharedMemory, supported
@@ -201,3 +202,52 @@ def test_a_writer_that_waits_for_room_can_be_interrupted() -> None:
 
 def test_specs_are_those_of_tensors() -> None:
     assert spec_of(tensor()) == SPEC
+
+
+def test_memory_may_be_freed_by_a_finalizer_at_any_place() -> None:
+    """A collection of garbage may begin wherever an object is made, also by the thread that has the quota's lock."""
+    quota = limited()
+
+    class Groups(list[Any]):
+        def append(self, blocks: Any) -> None:
+            quota.charge(-MIB)
+            super().append(blocks)
+
+    quota.charge(2 * MIB)
+    quota._groups = Groups()
+    entering = threading.Thread(target=lambda: quota.enter(object()), daemon=True)  # type: ignore[arg-type]
+    entering.start()
+    entering.join(10)
+    assert not entering.is_alive() and quota.used_bytes == MIB
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_messages_are_returned_once_wherever_a_finalizer_runs(
+    memory: SharedMemory, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
+) -> None:
+    """A request that nobody waits for may be collected in the middle of the return of another, and by any thread."""
+    sender = ShmSender(memory, 2)
+    inbox = ShmReceiver(memory, 0, 1, lambda rank, begin_s: None)
+    for _ in range(6):
+        sender.post(1, 0, sender.write([tensor()], SPEC.size_bytes), SPEC)
+    requests = [inbox.expect(0) for _ in range(6)]
+    for request in requests:
+        request.wait()
+    del request
+    first, second = requests.pop(0), requests.pop(0)
+    number = receiver_module.NUMBER
+
+    class Collecting:
+        def pack_into(self, *arguments: Any) -> None:
+            number.pack_into(*arguments)
+            collected = [requests.pop()] if requests else []
+            if elsewhere:
+                collecting = threading.Thread(target=collected.clear)
+                collecting.start()
+                collecting.join()
+
+    monkeypatch.setattr(receiver_module, "NUMBER", Collecting())
+    first.give_back()
+    second.give_back()
+    inbox.expect(0)
+    assert not requests and sender.unread_bytes < SPEC.size_bytes, "some cells are all that is left"

@@ -1,0 +1,196 @@
+"""The relay of a client, between listeners of threads: what it hands on, how much it holds, and whom it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import pytest
+
+from onebox.pool.client import relay as relays
+from onebox.pool.client.relay import CHUNK_BYTES, Relay
+from onebox.pool.client.relay_routes import RelayEnd, RelayRoute
+from onebox.pool.errors import WorkerLocation
+from onebox.wire.relay_greeting import GREETING_BYTES, TOKEN_BYTES, Greeting, decode_greeting, greeting_reply
+
+WITHIN_S = 30.0
+HERE = "127.0.0.1"
+GROUP = 3
+
+
+@pytest.fixture
+def relay() -> Iterator[Relay]:
+    made = Relay()
+    yield made
+    made.close()
+    assert "onebox-relay" not in [thread.name for thread in threading.enumerate()]
+
+
+class Ends(NamedTuple):
+    """The listeners of two workers, and the way between them."""
+
+    source: socket.socket
+    target: socket.socket
+    route: RelayRoute
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    with socket.create_server((HERE, 0)) as source, socket.create_server((HERE, 0)) as target:
+        source.settimeout(WITHIN_S)
+        target.settimeout(WITHIN_S)
+        yield Ends(source, target, RelayRoute(GROUP, end(source, 0), end(target, 1)))
+
+
+def end(listener: socket.socket, number: int) -> RelayEnd:
+    place = WorkerLocation(worker=number, host=f"host{number}", device="cpu")
+    return RelayEnd(
+        place, HERE, listener.getsockname()[1], bytes([number]) * TOKEN_BYTES, Greeting(not number, 1 - number)
+    )
+
+
+def accept(listener: socket.socket, token: bytes) -> tuple[socket.socket, Greeting | None]:
+    """Accept the client and reply as a worker does."""
+    found, _ = listener.accept()
+    found.settimeout(WITHIN_S)
+    greeting = b""
+    while len(greeting) < GREETING_BYTES:
+        greeting += found.recv(GREETING_BYTES - len(greeting))
+    found.sendall(greeting_reply(token, greeting))
+    return found, decode_greeting(token, greeting)
+
+
+@contextlib.contextmanager
+def connected(relay: Relay, ends: Ends) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Relay between the two, and return the workers' sockets."""
+    relay.open(ends.route)
+    source, said = accept(ends.source, ends.route.source.token)
+    assert said == Greeting(True, 1)
+    target, said = accept(ends.target, ends.route.target.token)
+    assert said == Greeting(False, 0)
+    with source, target:
+        target.sendall(b"!")
+        assert source.recv(1) == b"!"
+        yield source, target
+
+
+def until(true: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + WITHIN_S
+    while not true():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    found = bytearray()
+    while data := connection.recv(1 << 16):
+        found += data
+    return bytes(found)
+
+
+def test_bytes_go_both_ways_and_so_does_the_end(relay: Relay, ends: Ends) -> None:
+    with connected(relay, ends) as (source, target):
+        sent = bytes(range(256)) * (1 << 13)
+        thread = threading.Thread(target=lambda: (source.sendall(sent), source.shutdown(socket.SHUT_WR)))
+        thread.start()
+        assert read_all(target) == sent
+        thread.join()
+        target.sendall(b"after its end")
+        target.shutdown(socket.SHUT_WR)
+        assert read_all(source) == b"after its end"
+
+
+def test_a_worker_that_does_not_read_stops_the_other_one_and_the_client_holds_a_chunk(relay: Relay, ends: Ends) -> None:
+    with connected(relay, ends) as (source, target):
+        source.settimeout(0.3)
+        sent = 0
+        with contextlib.suppress(TimeoutError):
+            while True:
+                sent += source.send(bytes(1 << 16))
+                assert sent < 64 << 20, "somebody takes it all"
+        (connection,) = relay._connections
+        assert 0 < len(connection._flows[0].waiting) <= CHUNK_BYTES
+        source.shutdown(socket.SHUT_WR)
+        assert len(read_all(target)) == sent
+
+
+def test_a_connection_that_breaks_ends_the_other_one(relay: Relay, ends: Ends) -> None:
+    with connected(relay, ends) as (source, target):
+        target.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
+        target.close()  # a reset
+        with contextlib.suppress(ConnectionError):
+            assert source.recv(1) == b""
+        until(lambda: not relay._connections)
+
+
+def test_the_end_of_a_group_ends_its_connections_after_what_was_sent(
+    relay: Relay, ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relays, "LINGER_S", 0.5)
+    with connected(relay, ends) as (source, target):
+        relay.end(GROUP + 1)
+        source.sendall(b"last")
+        relay.end(GROUP)
+        assert read_all(target) == b"last", "and then it is closed, though the source has not closed it"
+        assert source.recv(1) == b""
+
+
+def test_the_end_of_the_client_is_that_of_all(relay: Relay, ends: Ends) -> None:
+    with connected(relay, ends) as (source, target):
+        relay.close()
+        assert source.recv(1) == b"" and target.recv(1) == b""
+        relay.open(ends.route)  # too late
+
+
+def test_another_program_at_the_port_gets_a_greeting_and_no_byte_of_a_worker(relay: Relay, ends: Ends) -> None:
+    """A worker may name any port of its host."""
+    relay.open(ends.route)
+    source, _ = accept(ends.source, ends.route.source.token)
+    with source:
+        source.sendall(b"for another program")
+        with ends.target.accept()[0] as other:
+            other.settimeout(WITHIN_S)
+            assert len(other.recv(1 << 16)) == GREETING_BYTES
+            other.sendall(b"220 mail.example.org ESMTP".ljust(100))
+            with contextlib.suppress(ConnectionError):
+                assert other.recv(1) == b""
+        with contextlib.suppress(ConnectionError):
+            assert source.recv(1) == b"", "nor does the worker see what that program says"
+
+
+def test_it_is_tried_again_for_a_while_and_then_given_up_with_a_reason(
+    relay: Relay, ends: Ends, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(relays, "OPEN_S", 0.6)
+    ends.target.close()
+    relay.open(ends.route)
+    for _ in range(2):
+        accept(ends.source, ends.route.source.token)[0].close()
+    until(lambda: not relay._connections)
+    port = ends.route.target.port
+    assert (
+        f"cannot connect worker 0 (cpu on host0) with worker 1 (cpu on host1) either: {HERE}, port {port}"
+        in caplog.text
+    )
+
+
+def test_there_is_a_limit(
+    relay: Relay, ends: Ends, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(relays, "MOST_CONNECTIONS", 1)
+    with connected(relay, ends):
+        relay.open(ends.route)
+        until(lambda: "no more" in caplog.text)
+        assert len(relay._connections) == 1
+
+
+def test_a_pair_of_hosts_is_told_of_once(relay: Relay, ends: Ends, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        with connected(relay, ends) as (source, target):
+            source.sendall(b"x")
+            assert target.recv(1) == b"x"
+    assert caplog.text.count("workers of host0 cannot connect to those of host1") == 1
