@@ -43,6 +43,13 @@ def test_an_agent_survives_what_its_client_says() -> None:
     assert found["grown_bytes"] < MEMORY_BYTES
 
 
+@pytest.mark.long
+def test_a_client_survives_what_its_agent_says() -> None:
+    found = security.client(900, seed=14)
+    assert (found["messages"], found["crashes"], found["hangs"]) == (900, 0, 0), found["examples"]
+    assert found["grown_bytes"] < MEMORY_BYTES
+
+
 @pytest.mark.parametrize("samples", [envelopes(waiting=True), requests()], ids=["worker", "agent"])
 def test_a_seed_says_which_messages_come(samples: list[bytes]) -> None:
     one, same, other = (Mutator(seed, samples) for seed in (1, 1, 2))

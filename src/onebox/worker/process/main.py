@@ -206,7 +206,11 @@ class WorkerServer:
 
     def send_to_client(self, message: WorkerMessage, frames: Sequence[Any] = ()) -> None:
         """Send a message to the client; end this worker if the client has received nothing for
-        :data:`SEND_TIMEOUT_S`."""
+        :data:`SEND_TIMEOUT_S`.
+
+        Raises:
+            WireError: The message cannot be encoded.
+        """
         self._link.send([encode(message), *frames])
         if self._link.full:
             end_s = time.monotonic() + SEND_TIMEOUT_S
@@ -393,7 +397,10 @@ class WorkerServer:
                 require_device(self._device, error, "run")
                 message, frames = Reply(reply.number, (), describe_failure(error, "run")), []
             self._replies.popleft()
-            self.send_to_client(message, frames)
+            try:
+                self.send_to_client(message, frames)
+            except WireError as error:  # such as results that are too long
+                self.send_to_client(Reply(reply.number, (), WorkerFailure("protocol", "reply", str(error))))
 
     def _send_all(self) -> None:
         """Wait for all replies, and send them.

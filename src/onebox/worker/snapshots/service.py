@@ -85,6 +85,8 @@ class SnapshotService:
             case Give():
                 self._courier.give(what, slots.get(what.slot), self._groups.get(what.group))
             case Take():
+                if any(size < 0 for size in what.sizes):
+                    raise WireError(f"runs of {what.sizes} bytes")
                 slot = slots.make(what.slot, sum(what.sizes))
                 self._courier.take(what, slot, self._groups.get(what.group))
             case Read():

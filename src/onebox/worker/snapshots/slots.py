@@ -104,8 +104,11 @@ class SnapshotSlots:
         """Create a slot, or empty an existing one; existing memory is reused.
 
         Raises:
+            WireError: The size is negative.
             QuotaExceeded: It would exceed the limit.
         """
+        if size_bytes < 0:
+            raise WireError(f"a slot of {size_bytes} bytes")
         self.drop([number], again=True)
         found = next((memory for memory in self._spare if memory.numel() == size_bytes), None)
         if found is None:
@@ -116,8 +119,8 @@ class SnapshotSlots:
                     f"{size_text(self._limit_bytes)} are allowed, "
                     f"{SHARE} times the memory of the device"
                 )
-            self.used_bytes += size_bytes
             found = self._accelerator.pinned(size_bytes)
+            self.used_bytes += size_bytes
         else:
             self._spare = [memory for memory in self._spare if memory is not found]
         self._slots[number] = SnapshotSlot(found)
@@ -153,7 +156,7 @@ class SnapshotSlots:
         """Write the bytes of a frame to a slot, creating it if missing.
 
         Raises:
-            WireError: The range is out of bounds.
+            WireError: The range is out of bounds, or the size is negative.
             QuotaExceeded: It would exceed the limit.
         """
         if number not in self._slots or self._slots[number].memory.numel() != size_bytes:

@@ -27,6 +27,7 @@ from onebox.wire import (
     new_keys,
     to_frame,
 )
+from onebox.wire.protocol import codec
 from onebox.wire.protocol.groups import FormGroup, LeaveGroup, Reduced, Rendezvous, TicketCancelled
 from onebox.wire.protocol.instructions import Ask, Call, Get, Reduce
 from onebox.wire.protocol.requests import PROTOCOL, Define, Envelope, Instruction, Put, Routine, Run, Shutdown
@@ -257,6 +258,15 @@ def test_a_failing_operator_names_its_shapes(client: Client) -> None:
     assert reply.failure is not None
     assert (reply.failure.kind, reply.failure.operator) == ("operator", "aten.mm.default")
     assert reply.failure.shapes == "float32[2], float32[2]"
+
+
+def test_a_reply_that_cannot_be_sent_is_a_failure(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    asks = [Ask("memory")] * 100
+    with monkeypatch.context() as patch:
+        patch.setattr(codec, "HEADER_BYTES", len(encode(Envelope(1, True, tuple(asks)))))
+        reply = client.ask(*asks)
+    assert reply.failure is not None and "over the limit" in reply.failure.message
+    assert client.silent()
 
 
 def test_configuration_and_ports_travel_as_strict_json() -> None:

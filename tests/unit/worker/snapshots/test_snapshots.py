@@ -209,6 +209,20 @@ def test_slots_have_a_limit_of_their_own() -> None:
     assert own.filled([1, 2]) == Filled((1,), "slot 2 is not there")
 
 
+def test_a_slot_that_is_not_made_does_not_count(rig: Rig) -> None:
+    """Neither for more, nor, with a negative size, for less: the limit would not hold any more."""
+    own = slots(limit_bytes=100)
+    with pytest.raises(WireError, match="a slot of -64 bytes"):
+        own.make(1, -64)
+    assert own.used_bytes == 0
+    unlimited = slots()
+    with pytest.raises(RuntimeError):
+        unlimited.make(1, 1 << 62)
+    assert unlimited.used_bytes == 0
+    rig.do(Take(20, (-64, 128), 5, 1))
+    assert "runs of (-64, 128) bytes" in str(rig.failures.pop())
+
+
 def test_a_snapshot_of_what_lies_otherwise_in_memory() -> None:
     own = slots()
     strided, empty, scalar = X.t(), torch.empty(0, 3), torch.tensor(2.5, dtype=torch.bfloat16)
