@@ -98,9 +98,9 @@ class GpuRun:
         )
         for place, check in enumerate(checks):
             left_s = self.limit_s - (time.monotonic() - begin_s)
-            report = self._written(report, place, replace(waiting[place], status="running"), begin_s)
-            print(f"{check.name} …", flush=True)
             try:
+                report = self._written(report, place, replace(waiting[place], status="running"), begin_s)
+                print(f"{check.name} …", flush=True)
                 result = self._one(check, left_s, report.machine)
             except KeyboardInterrupt:
                 result = replace(waiting[place], status="failed", reason="interrupted")

@@ -269,8 +269,13 @@ def test_a_script_that_is_told_to_end_lets_go_of_its_devices(
 def test_a_script_that_does_not_end_is_ended_when_the_time_is_over(tmp_path: Path) -> None:
     script(
         tmp_path,
-        "import time\nprint('begun', flush=True)\n"
-        "while True:\n    try:\n        time.sleep(60)\n    except SystemExit:\n        pass\n",
+        "import time\n"
+        "while True:\n"
+        "    try:\n"
+        "        print('begun', flush=True)\n"
+        "        time.sleep(60)\n"
+        "    except SystemExit:\n"
+        "        pass\n",
     )
     with running(["run", *ONE, "--stop-within", "0.5", "script.py"], tmp_path) as process:
         read_until(process, "begun")
