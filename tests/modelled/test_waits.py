@@ -201,6 +201,18 @@ def test_ranks_that_send_in_both_directions(accelerator: ModelAccelerator) -> No
 
 
 @pytest.mark.skipif(not supported(), reason="groups through shared memory need Linux on x86-64")
+def test_memory_of_a_received_tensor_is_used_again_after_what_reads_it(accelerator: ModelAccelerator) -> None:
+    copier, memory = StreamShmCopier(accelerator), SharedMemory.make()
+    with torch.inference_mode(), accelerator.on(accelerator.stream()):
+        for _ in range(2):
+            made, _ = copier.into(memory, 1 << 16, SPEC)
+            made.sum()
+            del made  # the next one lies there, unless it is kept for the sum
+    accelerator.synchronize()
+    copier.release()
+
+
+@pytest.mark.skipif(not supported(), reason="groups through shared memory need Linux on x86-64")
 def test_memory_is_registered_as_long_as_it_is_copied(accelerator: ModelAccelerator) -> None:
     copier, memory = StreamShmCopier(accelerator), SharedMemory.make()
     with torch.inference_mode():
