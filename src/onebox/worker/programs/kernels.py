@@ -267,6 +267,6 @@ def written_inputs(kernel: KernelSpec) -> dict[int, bool]:
         if marked or argument.name in _RUNNING:
             value = named.get(argument.name)
             for item in value.items if isinstance(value, Items) else (value,):
-                if isinstance(item, SlotArgument):
+                if isinstance(item, SlotArgument) and item.index >= 0:  # the kernel may not have been checked
                     writes[item.index] = changes or argument.is_out
     return writes

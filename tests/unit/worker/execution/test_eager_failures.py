@@ -138,6 +138,7 @@ def test_a_view_is_never_laid_out_anew(rig: Rig) -> None:
         Define(60, BlockSpec((), 0, (), -3)), Define(60, BlockSpec((51,), 0, (), 0)),
         Perform(ADD, (11, 12), (1.0,), 30), Perform(MUL_, (11,), (), 30), Perform(MUL_, (11, 98), (), 30),
         Perform(KernelSpec("aten.save.default", (SlotArgument(0), "x"), {}, 1, 0), (11,), (), 30),
+        Perform(KernelSpec("aten.neg_.default", (SlotArgument(-2),), {}, 1, 0), (11,), (), 30),
         SetGenerator(98, 1), SetGenerator(1, 1), SetGenerator(0, None), SetGenerator(98, None),
         KeepGenerator(98, 30), KeepGenerator(1, 30), SetGenerator(0, None, 11),
     ],
