@@ -133,12 +133,12 @@ class _RelayedConnection:
 
     @property
     def open(self) -> bool:
-        """Whether both ends are connected."""
+        """True once both ends are connected."""
         return self.again_s == math.inf
 
     @property
     def finished(self) -> bool:
-        """Whether both directions have ended."""
+        """True once both directions have ended."""
         return all(flow.finished for flow in self._flows)
 
     def attempt(self, now_s: float) -> None:

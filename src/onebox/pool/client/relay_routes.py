@@ -127,16 +127,16 @@ class RelayFlow:
     waiting: memoryview = field(default_factory=lambda: memoryview(b""))
     """Bytes that have been read and not yet written."""
     ended: bool = False
-    """Whether the end that is read has closed its side."""
+    """Set once the end that is read has closed its side."""
 
     @property
     def readable(self) -> bool:
-        """Whether more may be read."""
+        """True while more may be read."""
         return not self.ended and not self.waiting
 
     @property
     def finished(self) -> bool:
-        """Whether everything has been read and written."""
+        """True once everything has been read and written."""
         return self.ended and not self.waiting
 
     def read(self, data: bytes) -> None:

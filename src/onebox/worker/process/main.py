@@ -131,7 +131,7 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def group_network(self) -> GroupNetwork:
-        """Where workers of other hosts, and the client, find this one while a group forms: at ports of the range from
+        """Addresses by which a group that forms finds this worker: at ports of the range from
         which those of the channel are taken, and at the bound address if the advertised one is a router's."""
         bound = "" if self.address.startswith("/") or ip_address(self.address).is_unspecified else self.address
         ports = self.ports[::-1] or SystemRandom().sample(DYNAMIC_PORTS, _GROUP_PORTS)  # the channel takes the first
