@@ -273,7 +273,7 @@ _UNFINISHED: dict[str, Callable[[Sequence[Tensor], Arguments], None]] = {
 of free memory."""
 
 
-_LARGER = frozenset({"mse_loss", "smooth_l1_loss", "huber_loss", "im2col", "col2im"})
+_LARGER = frozenset({"mse_loss", "smooth_l1_loss", "huber_loss", "im2col", "col2im", "ldexp"})
 """Operators whose result may be the beginning of a larger memory, which nothing has written."""
 
 
@@ -311,7 +311,7 @@ class _Into:
         read += _tensors([value for name, value in kwargs.items() if name not in self._names])
         memory = {tensor.untyped_storage()._cdata for tensor in read}
         instead = {
-            id(out): torch.empty_like(out, memory_format=torch.contiguous_format)
+            id(out): out.clone(memory_format=torch.contiguous_format)
             for out in outs
             if not _in_order(out) or out.untyped_storage()._cdata in memory
         }

@@ -628,6 +628,11 @@ def _attention(a: Arguments) -> None:
                     f"{name} has strides {list(a[name].stride())}",
                     "features side by side",
                 )
+        _require(
+            "cpu" not in a["operator"] or _results_side_by_side(query),
+            f"query has strides {list(query.stride())}",
+            "elements that do not overlap",
+        )
     if mask is not None:
         wanted = (batch, heads, rows, key.shape[2])
         _require(
@@ -650,6 +655,13 @@ def _attention(a: Arguments) -> None:
     if "philox_seed" in a:
         least = 2 if "flash" in a["operator"] else 1
         _require(a["philox_seed"].numel() >= least or not a["dropout_p"], "a short random state", "that of forward")
+
+
+def _results_side_by_side(query: Tensor) -> bool:
+    """Return whether a result that PyTorch lays out as queries has its features side by side, as the kernel takes for
+    granted; where elements of queries overlap, it may not."""
+    strided = torch.empty_strided(query.shape, query.stride(), dtype=query.dtype, device="meta")
+    return torch.empty_like(strided).stride(-1) == 1 or query.shape[-1] == 1
 
 
 @functools.cache
@@ -835,6 +847,20 @@ def _arange(a: Arguments) -> None:
 
 def _repetitions(a: Arguments) -> None:
     _within(a["repeats"], "repeats", 0, (1 << 62) // max(1, a["repeats"].numel()))
+
+
+def _windows(a: Arguments) -> None:
+    """Check the sizes of windows, whose products with each other and with sizes are numbers of 64 bits then."""
+    for name in ("kernel_size", "dilation", "padding", "stride", "output_size"):
+        values = list(a.get(name, ()))
+        _require(max(map(abs, values), default=0) < 1 << 30, f"{name} is {values}", f"less than {1 << 30}")
+
+
+def _powers(a: Arguments) -> None:
+    """Check the type of sums: bfloat16 has no complex counterpart, and the kernel computes sums of nothing."""
+    given, dtype = a["self"], a["dtype"]
+    for x in [given] if isinstance(given, Tensor) else given:
+        _require(dtype is not torch.bfloat16 or not x.dtype.is_complex, f"{dtype} of {x.dtype}", "another type")
 
 
 def _finite(a: Arguments) -> None:
@@ -1270,6 +1296,8 @@ RULES: Mapping[str, Rules] = {
     **{name: Rules(_random_range) for name in ("random.from", "random.from_out", "random_.from")},
     **{name: Rules(_gamma) for name in ("_dirichlet_grad", "_standard_gamma_grad")},
     "log_sigmoid_backward": Rules(_log_sigmoid_backward),
+    **{name: Rules(_powers) for name in ("_foreach_powsum", "linalg__powsum")},
+    **{name: Rules(_windows) for name in ("im2col", "col2im")},
     "as_strided_": Rules(None, _strides),
     **{f"as_strided{suffix}": Rules(_strides) for suffix in ("", "_copy", "_scatter")},
     "_new_zeros_with_same_feature_meta": Rules(_tangent),

@@ -558,6 +558,25 @@ CASES = [
         {"self": floats(1, 2, 4, 4), "output_size": [2, 2, 0]},
         [{"output_size": [(1 << 31) + 1, (1 << 31) + 1, 0]}],
     ),
+    *(
+        Case(name, {"self": x, "dtype": torch.float64}, [{"dtype": torch.bfloat16}])
+        for name, x in (
+            ("aten.linalg__powsum.default", floats(5).to(torch.complex64)),
+            ("aten._foreach_powsum.Scalar", [floats(5).to(torch.complex128)]),
+        )
+    ),
+    Case(
+        "aten.im2col.default",
+        {
+            "self": floats(5, 1, 1, 3), "kernel_size": [1, 2], "dilation": [1, 1], "padding": [0, 0], "stride": [1, 1],
+        },
+        [{"kernel_size": [2, 2], "dilation": [(1 << 63) - 1, 1]}],
+    ),
+    Case(
+        "aten._scaled_dot_product_flash_attention_for_cpu.default",
+        {"query": floats(4, 4, 3, 8), "key": floats(4, 4, 6, 8), "value": floats(4, 4, 6, 8)},
+        [{"query": floats(400).as_strided((4, 4, 3, 8), strides)} for strides in ((1, 24, 8, 1), (96, 24, 1, 1))],
+    ),
     Case("aten.linalg_eig.default", {"self": torch.eye(3)}, [{"self": torch.full((3, 3), 1e38)}]),
     Case(
         "aten.huber_loss.default",
@@ -1049,6 +1068,26 @@ def test_results_go_into_tensors_with_gaps(out: Tensor) -> None:
     else:
         assert eagerly("aten.triu.out", {"self": x, "diagonal": 0, "out": out}) is out
     assert torch.equal(out, x.triu())
+
+
+def test_a_result_that_a_kernel_leaves_as_it_was_is_not_foreign() -> None:
+    """A mean with gaps is written to other memory first, and this kernel does not write it."""
+    mean = torch.full((4,), 7.0)[::2]
+    given = {
+        "input": floats(200).as_strided((1, 2, 3), (12, 6, 17)), "weight": None, "bias": None, "running_mean": None,
+        "running_var": None, "training": True, "momentum": 0.5, "eps": 1e-5, "out": floats(1, 2, 3), "save_mean": mean,
+        "save_invstd": torch.full((2,), 7.0),
+    }  # fmt: skip
+    dirty(8)
+    eagerly("aten.native_batch_norm.out", given)
+    assert mean.tolist() == [7.0, 7.0]
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+def test_an_empty_product_with_a_power_has_nothing_behind_it() -> None:
+    made = flatten(eagerly("aten.ldexp.Tensor", {"self": floats(1, 3), "other": integers(shape=(0, 10, 3))}))[0]
+    assert made.shape == (0, 10, 3)
+    assert made.untyped_storage().nbytes() == 0
 
 
 def test_a_result_is_not_written_over_itself() -> None:
