@@ -33,7 +33,7 @@ from onebox.worker.programs.kernels import OutputLayout
 from onebox.worker.programs.matmul_dispatch import faster_implementation
 from onebox.worker.progress import WorkerProgress
 from onebox.worker.sandbox.allow_list import allowed
-from onebox.worker.sandbox.argument_checks import check_kinds, guarded
+from onebox.worker.sandbox.argument_checks import check_constants, guarded
 
 _shape = op.attrgetter("shape")
 _dtype = op.attrgetter("dtype")
@@ -179,7 +179,7 @@ class CompiledProgram:
 
     def _compile(self, operator: Operator) -> tuple[Any, ...]:
         call = allowed(operator.name)
-        check_kinds(call, operator.args, operator.kwargs)
+        check_constants(call, operator.args, operator.kwargs)
         named = {key: value for key, value in operator.kwargs.items() if _holds_tensors(value)}
         positional = [self._register(value) for value in (*operator.args, *named.values())]
         keywords = {key: constant(value, self._device) for key, value in operator.kwargs.items() if key not in named}

@@ -15,7 +15,7 @@ from onebox.worker.optimizer.fused_kernels import exactly
 from onebox.worker.programs.arguments import ValueIndex, by_keyword, constant, picker
 from onebox.worker.programs.bindings import TENSOR, fastest
 from onebox.worker.sandbox.allow_list import EAGER, allowed
-from onebox.worker.sandbox.argument_checks import check_kinds, guarded, zeros_strided
+from onebox.worker.sandbox.argument_checks import check_constants, guarded, zeros_strided
 
 _RUNNING = frozenset({"running_mean", "running_var"})
 """Arguments that operators of the batch norm family write to without declaring it."""
@@ -52,7 +52,7 @@ class CompiledKernel:
     def __init__(self, kernel: KernelSpec, device: torch.device, generator: Callable[[int], torch.Generator]) -> None:
         call = allowed(kernel.name, EAGER)
         schema = call._schema
-        check_kinds(call, kernel.args, kernel.kwargs)
+        check_constants(call, kernel.args, kernel.kwargs)
         if kernel.inputs < 0 or kernel.floats < 0:
             raise WireError(f"{kernel.name} takes {kernel.inputs} tensors and {kernel.floats} numbers")
         self.name = kernel.name

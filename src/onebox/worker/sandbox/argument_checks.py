@@ -39,6 +39,11 @@ _ENUMERATIONS = {
 """Types of arguments that PyTorch also takes as a number, which it does not check: those of messages and its own."""
 
 
+_WINDOWS = frozenset({"kernel_size", "dilation", "padding", "output_padding", "pad", "stride"})
+"""Arguments that say where windows lie; of an operator that has a ``size``, a stride is one of memory."""
+
+_WIDEST = 1 << 30
+
 _UNDEFINED = frozenset({"attn_bias", "cum_seq_q", "cum_seq_k", "philox_seed", "philox_offset"})
 """Tensors that gradients of attention on GPUs do without if forward did."""
 
@@ -60,11 +65,11 @@ def check_arguments(operator: OpOverload, args: Sequence[Any], kwargs: dict[str,
         _Guard(operator, operator, rules).check(args, kwargs)
 
 
-def check_kinds(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Require tensors where they are not optional, and element types, layouts and memory formats by name.
+def check_constants(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Require what can be required of an operator's arguments before there are tensors.
 
     PyTorch takes ``None`` for any tensor, and some kernels read it; of a number it makes an element type, a layout or a
-    memory format, or none that there is.
+    memory format, or none that there is. Kernels multiply the sizes of windows without looking at the carry.
 
     Args:
         operator: An operator of an allow-list.
@@ -72,10 +77,16 @@ def check_kinds(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
         kwargs: Its keyword arguments, as in messages.
 
     Raises:
-        WireError: One is something else; the message names the operator and the argument.
+        WireError: One is something else, or too large; the message names the operator and the argument.
     """
-    for place, argument in enumerate(operator._schema.arguments):
+    arguments = operator._schema.arguments
+    of_windows = _WINDOWS if all(argument.name != "size" for argument in arguments) else ()
+    for place, argument in enumerate(arguments):
         value = args[place] if place < len(args) else kwargs.get(argument.name, _MISSING)
+        if argument.name in of_windows:
+            numbers = [one for one in getattr(value, "items", (value,)) if isinstance(one, int)]
+            if max(map(abs, numbers), default=0) >= _WIDEST:
+                raise WireError(f"{operator}: {argument.name} is {numbers}; allowed: less than {_WIDEST}")
         declared = str(argument.real_type)
         if value is None and declared == "Tensor" and argument.name not in _UNDEFINED:
             raise WireError(f"{operator}: {argument.name} is None; allowed: a tensor")
@@ -125,7 +136,11 @@ def guarded(operator: OpOverload, run: Run) -> Run:
 
 
 class _Guard:
-    """An operator with rules, checked before each call."""
+    """An operator with rules, checked before each call.
+
+    Kernels make results in the layout of an input, and some rely on that of the input. If its elements overlap, results
+    have another one; so the kernel gets a contiguous copy.
+    """
 
     def __init__(self, operator: OpOverload, run: Run, rules: Rules) -> None:
         arguments = operator._schema.arguments
@@ -138,10 +153,14 @@ class _Guard:
         self._written = [
             one.name for one in arguments if rules.apart and one.alias_info is not None and one.alias_info.is_write
         ]
+        self._computes = all(one.alias_info is None for one in arguments)
+        self._overlaps = False
         self._seen: object = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.check(args, kwargs)
+        if self._overlaps:
+            args, kwargs = tuple(map(_apart, args)), {name: _apart(value) for name, value in kwargs.items()}
         return self._run(*args, **kwargs)
 
     def check(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -159,17 +178,18 @@ class _Guard:
             if form != self._seen:
                 if shapes is not None:
                     shapes(found)
+                self._overlaps = self._computes and any(map(_overlapping, _tensors([*args, *kwargs.values()])))
                 self._seen = form
             if elements is not None:
                 if self._written:
-                    self._apart(found)
+                    self._require_apart(found)
                 elements(found)
         except WireError as error:
             raise WireError(f"{self._operator}: {error}") from None
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise WireError(f"{self._operator}: an argument is missing or of another kind: {error}") from error
 
-    def _apart(self, found: Arguments) -> None:
+    def _require_apart(self, found: Arguments) -> None:
         """Require that checked elements are not those that the operator writes."""
         written = {tensor.untyped_storage()._cdata for name in self._written for tensor in _tensors(found.get(name))}
         for name, value in found.items():
@@ -196,6 +216,24 @@ def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, list | tuple):
         return [tensor for item in value for tensor in _tensors(item)]
     return [value] if isinstance(value, Tensor) else []
+
+
+def _overlapping(tensor: Tensor) -> bool:
+    """Return whether elements of a tensor may lie on each other, other than by a stride of zero."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride > 0:
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False
+
+
+def _apart(value: Any) -> Any:
+    """Return an argument with contiguous copies of tensors whose elements may overlap."""
+    if isinstance(value, list | tuple):
+        return [_apart(item) for item in value]
+    return value.contiguous() if isinstance(value, Tensor) and _overlapping(value) else value
 
 
 # ---- initialized memory
@@ -297,6 +335,7 @@ class _Into:
     """
 
     def __init__(self, operator: OpOverload, run: Run) -> None:
+        self._operator = operator
         self._run = run
         arguments = operator._schema.arguments
         self._places = {place: one.name for place, one in enumerate(arguments) if one.is_out}
@@ -306,15 +345,18 @@ class _Into:
         given = [args[place] for place in self._places if place < len(args)]
         given += [value for name, value in kwargs.items() if name in self._names]
         outs = _tensors(given)
+        if len(set(map(id, outs))) < len(outs):
+            raise WireError(f"{self._operator}: a tensor is two results at once; allowed: one for each")
         before = [tensor.untyped_storage().nbytes() for tensor in outs]
         read = _tensors([one for place, one in enumerate(args) if place not in self._places])
         read += _tensors([value for name, value in kwargs.items() if name not in self._names])
         memory = {tensor.untyped_storage()._cdata for tensor in read}
-        instead = {
-            id(out): out.clone(memory_format=torch.contiguous_format)
-            for out in outs
-            if not _in_order(out) or out.untyped_storage()._cdata in memory
-        }
+        instead: dict[int, Tensor] = {}
+        for out in outs:
+            storage = out.untyped_storage()._cdata
+            if not _in_order(out) or storage in memory:
+                instead[id(out)] = out.clone(memory_format=torch.contiguous_format)
+            memory.add(storage)
 
         def swapped(value: Any) -> Any:
             if isinstance(value, list | tuple):

@@ -215,8 +215,6 @@ def _padding(a: Arguments) -> None:
     _require(
         len(a["padding"]) == 2 * dimensions, f"a padding of {len(a['padding'])} numbers", f"{2 * dimensions} numbers"
     )
-    farthest = 1 << 60  # sums of sizes and paddings are numbers of 64 bits then
-    _require(max(map(abs, a["padding"])) < farthest, f"a padding of {list(a['padding'])}", f"less than {farthest}")
     if "grad_output" in a:
         _leading(a["grad_output"], a["self"], dimensions)
 
@@ -628,11 +626,6 @@ def _attention(a: Arguments) -> None:
                     f"{name} has strides {list(a[name].stride())}",
                     "features side by side",
                 )
-        _require(
-            "cpu" not in a["operator"] or _results_side_by_side(query),
-            f"query has strides {list(query.stride())}",
-            "elements that do not overlap",
-        )
     if mask is not None:
         wanted = (batch, heads, rows, key.shape[2])
         _require(
@@ -655,13 +648,6 @@ def _attention(a: Arguments) -> None:
     if "philox_seed" in a:
         least = 2 if "flash" in a["operator"] else 1
         _require(a["philox_seed"].numel() >= least or not a["dropout_p"], "a short random state", "that of forward")
-
-
-def _results_side_by_side(query: Tensor) -> bool:
-    """Return whether a result that PyTorch lays out as queries has its features side by side, as the kernel takes for
-    granted; where elements of queries overlap, it may not."""
-    strided = torch.empty_strided(query.shape, query.stride(), dtype=query.dtype, device="meta")
-    return torch.empty_like(strided).stride(-1) == 1 or query.shape[-1] == 1
 
 
 @functools.cache
@@ -775,6 +761,13 @@ def _grid_sampler(a: Arguments) -> None:
         _same_shape(a["grad_output"], "the gradient", shape, "the shape of the result")
 
 
+def _grid_elements(a: Arguments) -> None:
+    """Check places between elements: the kernel of CPUs takes no number, or one beyond its type, for an index."""
+    grid = a["grid"]
+    if grid.device.type == "cpu" and a["interpolation_mode"] == 0 and a["padding_mode"] != 0:
+        _holds(grid.abs() <= 1e30, lambda: "an element of grid is no number, or a huge one", "up to 1e+30")
+
+
 def _convolution_backward(a: Arguments) -> None:
     gradient, x, weight = a["grad_output"], a["input"], a["weight"]
     dimensions = weight.dim() - 2
@@ -847,13 +840,6 @@ def _arange(a: Arguments) -> None:
 
 def _repetitions(a: Arguments) -> None:
     _within(a["repeats"], "repeats", 0, (1 << 62) // max(1, a["repeats"].numel()))
-
-
-def _windows(a: Arguments) -> None:
-    """Check the sizes of windows, whose products with each other and with sizes are numbers of 64 bits then."""
-    for name in ("kernel_size", "dilation", "padding", "stride", "output_size"):
-        values = list(a.get(name, ()))
-        _require(max(map(abs, values), default=0) < 1 << 30, f"{name} is {values}", f"less than {1 << 30}")
 
 
 def _powers(a: Arguments) -> None:
@@ -1253,9 +1239,8 @@ RULES: Mapping[str, Rules] = {
     )},
     **{name: Rules(_noise) for name in ("rrelu_with_noise", "rrelu_with_noise_", "rrelu_with_noise_functional")},
     **{name: Rules(_unsafe_index, _unsafe_index_elements) for name in ("_index_put_impl", "_index_put_impl_")},
-    **{name: Rules(_grid_sampler) for name in (
-        "grid_sampler_2d", "grid_sampler_2d_backward", "grid_sampler_3d", "grid_sampler_3d_backward",
-    )},
+    **{name: Rules(_grid_sampler) for name in ("grid_sampler_2d", "grid_sampler_3d", "grid_sampler_3d_backward")},
+    "grid_sampler_2d_backward": Rules(_grid_sampler, _grid_elements),
     "_native_multi_head_attention": Rules(_attention_layer),
     "_transformer_encoder_layer_fwd": Rules(_attention_layer),
     "fractional_max_pool2d": _fractional_pool(2),
@@ -1297,7 +1282,6 @@ RULES: Mapping[str, Rules] = {
     **{name: Rules(_gamma) for name in ("_dirichlet_grad", "_standard_gamma_grad")},
     "log_sigmoid_backward": Rules(_log_sigmoid_backward),
     **{name: Rules(_powers) for name in ("_foreach_powsum", "linalg__powsum")},
-    **{name: Rules(_windows) for name in ("im2col", "col2im")},
     "as_strided_": Rules(None, _strides),
     **{f"as_strided{suffix}": Rules(_strides) for suffix in ("", "_copy", "_scatter")},
     "_new_zeros_with_same_feature_meta": Rules(_tangent),

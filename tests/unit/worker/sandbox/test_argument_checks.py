@@ -418,9 +418,12 @@ CASES = [
         "aten.grid_sampler_2d_backward.default",
         {
             "grad_output": floats(1, 2, 3, 3), "input": floats(1, 2, 4, 4), "grid": floats(1, 3, 3, 2) / 4,
-            "interpolation_mode": 0, "padding_mode": 0, "align_corners": False, "output_mask": [True, True],
+            "interpolation_mode": 0, "padding_mode": 2, "align_corners": False, "output_mask": [True, True],
         },
-        [{"grad_output": floats(1, 2, 1, 1)}, {"interpolation_mode": 9}],
+        [
+            {"grad_output": floats(1, 2, 1, 1)}, {"interpolation_mode": 9}, {"grid": floats(1, 3, 3, 2) * 1e38},
+            {"grid": floats(1, 3, 3, 2) * torch.nan, "padding_mode": 1},
+        ],
     ),
     Case(
         "aten.unfold_backward.default",
@@ -565,18 +568,6 @@ CASES = [
             ("aten._foreach_powsum.Scalar", [floats(5).to(torch.complex128)]),
         )
     ),
-    Case(
-        "aten.im2col.default",
-        {
-            "self": floats(5, 1, 1, 3), "kernel_size": [1, 2], "dilation": [1, 1], "padding": [0, 0], "stride": [1, 1],
-        },
-        [{"kernel_size": [2, 2], "dilation": [(1 << 63) - 1, 1]}],
-    ),
-    Case(
-        "aten._scaled_dot_product_flash_attention_for_cpu.default",
-        {"query": floats(4, 4, 3, 8), "key": floats(4, 4, 6, 8), "value": floats(4, 4, 6, 8)},
-        [{"query": floats(400).as_strided((4, 4, 3, 8), strides)} for strides in ((1, 24, 8, 1), (96, 24, 1, 1))],
-    ),
     Case("aten.linalg_eig.default", {"self": torch.eye(3)}, [{"self": torch.full((3, 3), 1e38)}]),
     Case(
         "aten.huber_loss.default",
@@ -646,11 +637,6 @@ CASES = [
         "aten.binomial.default",
         {"count": floats(3) * 8, "prob": floats(3)},
         [{"count": torch.full((50,), torch.nan), "prob": torch.full((50,), 0.3)}, {"prob": floats(3) * torch.nan}],
-    ),
-    Case(
-        "aten.replication_pad2d.default",
-        {"self": floats(1, 1, 4, 4), "padding": [1, 0, 1, 2]},
-        [{"padding": [(1 << 63) - 1] * 4}],
     ),
     Case(
         "aten.as_strided.default",
@@ -852,6 +838,25 @@ def test_types_and_formats_are_names(name: str, given: dict[str, Any], argument:
         assert outcome(way(name, given), name) != REFUSED
         with pytest.raises(WireError, match=f"{name}: {argument} is .*allowed: .*, or none"):
             way(name, given | {argument: number})
+
+
+@pytest.mark.parametrize("way", WAYS.values())
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        (
+            "aten.im2col.default",
+            {
+                "self": floats(5, 1, 1, 3), "kernel_size": [2, 2], "dilation": [(1 << 63) - 1, 1], "padding": [0, 0],
+                "stride": [1, 1],
+            },
+        ),
+        ("aten.replication_pad2d.default", {"self": floats(1, 1, 4, 4), "padding": [(1 << 63) - 1] * 4}),
+    ],
+)  # fmt: skip
+def test_windows_are_within_64_bits(way: Callable[..., Any], name: str, given: dict[str, Any]) -> None:
+    with pytest.raises(WireError, match=rf"{name}: (dilation|padding) is .*; allowed: less than 1073741824"):
+        way(name, given)
 
 
 @pytest.mark.parametrize("way", WAYS.values())
@@ -1081,6 +1086,52 @@ def test_a_result_that_a_kernel_leaves_as_it_was_is_not_foreign() -> None:
     dirty(8)
     eagerly("aten.native_batch_norm.out", given)
     assert mean.tolist() == [7.0, 7.0]
+
+
+def test_results_do_not_go_into_each_other() -> None:
+    memory = torch.zeros(8, dtype=torch.int32)
+    x = torch.randn(1000, 3, 5)
+    given = {"A": x, "pivot": True, "check_errors": False, "LU": floats(0), "pivots": memory[:3], "info": memory[:3]}
+    found = eagerly("aten.linalg_lu_factor_ex.out", given)
+    for mine, theirs in zip(found, torch.linalg.lu_factor_ex(x), strict=True):
+        assert mine.shape == theirs.shape
+    run = as_kernel("aten.linalg_lu_factor_ex.out", given | {"pivots": memory, "info": memory})
+    with pytest.raises(WireError, match="a tensor is two results at once; allowed: one for each"):
+        run()
+
+
+def overlapping(shape: Sequence[int], strides: Sequence[int]) -> Tensor:
+    return floats(1000).as_strided(tuple(shape), tuple(strides))
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        *(
+            (
+                "aten._scaled_dot_product_flash_attention_for_cpu.default",
+                {
+                    "query": overlapping((4, 4, 3, 8), strides), "key": floats(4, 4, 6, 8), "value": floats(4, 4, 6, 8),
+                    "is_causal": True,
+                },
+            )
+            for strides in ((1, 24, 8, 1), (96, 24, 1, 1))
+        ),
+        (
+            "aten.grid_sampler_2d_backward.default",
+            {
+                "grad_output": floats(2, 3, 13, 10), "input": floats(2, 3, 5, 20),
+                "grid": overlapping((2, 13, 10, 2), (17, 20, 2, 1)), "interpolation_mode": 0, "padding_mode": 2,
+                "align_corners": False, "output_mask": [True, True],
+            },
+        ),
+    ],
+)  # fmt: skip
+def test_results_of_overlapping_elements_are_those_of_a_copy(name: str, given: dict[str, Any]) -> None:
+    apart = {key: value.contiguous() if isinstance(value, Tensor) else value for key, value in given.items()}
+    dirty(4 * 384, 4 * 520)
+    for mine, theirs in zip(flatten(eagerly(name, given)), flatten(eagerly(name, apart)), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
