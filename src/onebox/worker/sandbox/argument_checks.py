@@ -311,7 +311,10 @@ _UNFINISHED: dict[str, Callable[[Sequence[Tensor], Arguments], None]] = {
 of free memory."""
 
 
-_LARGER = frozenset({"mse_loss", "smooth_l1_loss", "huber_loss", "im2col", "col2im", "ldexp"})
+_LARGER = frozenset({
+    "mse_loss", "mse_loss_backward", "smooth_l1_loss", "smooth_l1_loss_backward", "huber_loss", "huber_loss_backward",
+    "im2col", "col2im", "ldexp", "glu_jvp", "binomial",
+})  # fmt: skip
 """Operators whose result may be the beginning of a larger memory, which nothing has written."""
 
 

@@ -692,6 +692,7 @@ def _softmax_backward(a: Arguments) -> None:
 def _masked_softmax(a: Arguments) -> None:
     x, mask = a.get("self", a.get("grad_output")), a["mask"]
     assert x is not None
+    _require(x.numel() > 0, f"an input of {list(x.shape)}", "one with elements")
     if "output" in a:
         _same_shape(a["output"], "output", x.shape, "the shape of the gradient")
     kind = a.get("mask_type")

@@ -568,6 +568,11 @@ CASES = [
             ("aten._foreach_powsum.Scalar", [floats(5).to(torch.complex128)]),
         )
     ),
+    Case(
+        "aten._masked_softmax.default",
+        {"self": floats(2, 3), "mask": torch.zeros(2, 3, dtype=torch.bool), "dim": 1, "mask_type": None},
+        [{"self": floats(0), "mask": torch.zeros(0, dtype=torch.bool), "dim": 0}],
+    ),
     Case("aten.linalg_eig.default", {"self": torch.eye(3)}, [{"self": torch.full((3, 3), 1e38)}]),
     Case(
         "aten.huber_loss.default",
@@ -1135,9 +1140,23 @@ def test_results_of_overlapping_elements_are_those_of_a_copy(name: str, given: d
 
 
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
-def test_an_empty_product_with_a_power_has_nothing_behind_it() -> None:
-    made = flatten(eagerly("aten.ldexp.Tensor", {"self": floats(1, 3), "other": integers(shape=(0, 10, 3))}))[0]
-    assert made.shape == (0, 10, 3)
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("aten.ldexp.Tensor", {"self": floats(1, 3), "other": integers(shape=(0, 10, 3))}),
+        ("aten.glu_jvp.default", {"glu": floats(1, 2, 3, 4, 1), "x": floats(2), "dx": floats(3, 0), "dim": 0}),
+        ("aten.binomial.default", {"count": floats(), "prob": floats(0, 1)}),
+        *(
+            (f"aten.{loss}_backward.default", {
+                "grad_output": floats(), "self": floats(), "target": floats(0, 1), "reduction": 0, **more,
+            })
+            for loss, more in (("mse_loss", {}), ("smooth_l1_loss", {"beta": 1.0}), ("huber_loss", {"delta": 1.0}))
+        ),
+    ],
+)  # fmt: skip
+def test_a_result_without_elements_has_nothing_behind_it(name: str, given: dict[str, Any]) -> None:
+    made = flatten(eagerly(name, given))[0]
+    assert made.numel() == 0
     assert made.untyped_storage().nbytes() == 0
 
 
