@@ -1240,6 +1240,7 @@ RULES: Mapping[str, Rules] = {
     )},
     **{name: Rules(_noise) for name in ("rrelu_with_noise", "rrelu_with_noise_", "rrelu_with_noise_functional")},
     **{name: Rules(_unsafe_index, _unsafe_index_elements) for name in ("_index_put_impl", "_index_put_impl_")},
+    **{name: Rules(_unsafe_index) for name in ("_unsafe_masked_index", "_unsafe_masked_index_put_accumulate")},
     **{name: Rules(_grid_sampler) for name in ("grid_sampler_2d", "grid_sampler_3d", "grid_sampler_3d_backward")},
     "grid_sampler_2d_backward": Rules(_grid_sampler, _grid_elements),
     "_native_multi_head_attention": Rules(_attention_layer),

@@ -569,6 +569,21 @@ CASES = [
         )
     ),
     Case(
+        "aten._unsafe_masked_index.default",
+        {
+            "self": floats(5, 5), "mask": torch.ones(3, dtype=torch.bool), "indices": [integers(0, 4, 9)] * 2, "fill": 1,
+        },
+        [{"indices": [integers(0, 1, 2)] * 4}],
+    ),
+    Case(
+        "aten._unsafe_masked_index_put_accumulate.default",
+        {
+            "self": floats(5, 5), "mask": torch.ones(3, dtype=torch.bool), "indices": [integers(0, 4, 9)] * 2,
+            "values": floats(3),
+        },
+        [{"indices": [integers(0, 1, 2)] * 4}],
+    ),
+    Case(
         "aten._masked_softmax.default",
         {"self": floats(2, 3), "mask": torch.zeros(2, 3, dtype=torch.bool), "dim": 1, "mask_type": None},
         [{"self": floats(0), "mask": torch.zeros(0, dtype=torch.bool), "dim": 0}],
