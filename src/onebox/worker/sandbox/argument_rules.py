@@ -469,8 +469,10 @@ def _batch_norm(a: Arguments) -> None:
             _same_shape(tensor, name, (tensor.shape[0] if tensor.dim() else 0, count), "one row for each worker")
         else:
             _vector(tensor, name, count)
+        _require(tensor.dtype.is_floating_point, f"{name} is {tensor.dtype}", "floating-point numbers")
     if "grad_out" in a:
         _same_shape(a["grad_out"], "the gradient", x.shape, "the shape of the input")
+        _require(x.numel() > 0, f"an input of {list(x.shape)}", "one with elements")
         if trains and "save_mean" in a:
             saved = [a.get(name) for name in ("save_mean", "save_invstd", "save_var")]
             _require(sum(tensor is not None for tensor in saved) == 2, "no saved statistics", "those of forward")

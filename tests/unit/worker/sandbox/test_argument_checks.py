@@ -336,6 +336,7 @@ CASES = [
         [
             {"save_mean": floats(1)}, {"save_invstd": floats(1)}, {"weight": floats(1)}, {"grad_out": floats(1, 64, 2)},
             {"train": False}, {"save_mean": None, "save_invstd": None},
+            {"input": floats(0, 64, 2), "grad_out": floats(0, 64, 2)}, {"save_mean": integers(*range(64))},
         ],
     ),
     Case("aten.native_layer_norm_backward.default", NORM_BACK, [
@@ -571,7 +572,8 @@ CASES = [
     Case(
         "aten._unsafe_masked_index.default",
         {
-            "self": floats(5, 5), "mask": torch.ones(3, dtype=torch.bool), "indices": [integers(0, 4, 9)] * 2, "fill": 1,
+            "self": floats(5, 5), "mask": torch.ones(3, dtype=torch.bool), "indices": [integers(0, 4, 9)] * 2,
+            "fill": 1,
         },
         [{"indices": [integers(0, 1, 2)] * 4}],
     ),
