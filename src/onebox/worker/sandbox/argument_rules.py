@@ -415,6 +415,11 @@ def _nll_backward_elements(a: Arguments) -> None:
         _within(target, "target", 0, classes, a["ignore_index"])
 
 
+def _margin(a: Arguments) -> None:
+    x = a["self"]
+    _require(x.numel() > 0 or a["reduction"] == 0, f"an input of {list(x.shape)}", "elements, or no reduction")
+
+
 def _margin_backward_elements(a: Arguments) -> None:
     x, target = a["self"], a["target"]
     if target.device.type == "cpu":
@@ -1236,6 +1241,7 @@ RULES: Mapping[str, Rules] = {
         name: Rules(_margin_backward, _margin_backward_elements)
         for name in ("multi_margin_loss_backward", "multilabel_margin_loss_backward")
     },
+    **{name: Rules(_margin) for name in ("multi_margin_loss", "multilabel_margin_loss_forward")},
     **{name: Rules(_weight_norm) for name in ("_weight_norm_interface", "_weight_norm_interface_backward")},
     **{name: Rules(_embedding_backward, _embedding_backward_elements) for name in (
         "embedding_dense_backward",

@@ -586,6 +586,16 @@ CASES = [
         [{"indices": [integers(0, 1, 2)] * 4}],
     ),
     Case(
+        "aten.multi_margin_loss.default",
+        {"self": floats(2, 5), "target": integers(1, 2), "p": 1, "margin": 1.0, "weight": None, "reduction": 1},
+        [{"self": floats(0, 5), "target": integers()}],
+    ),
+    Case(
+        "aten.multilabel_margin_loss_forward.default",
+        {"self": floats(2, 5), "target": integers(*range(5), shape=(1, 5)).repeat(2, 1), "reduction": 2},
+        [{"self": floats(0, 5), "target": integers(shape=(0, 5))}],
+    ),
+    Case(
         "aten._masked_softmax.default",
         {"self": floats(2, 3), "mask": torch.zeros(2, 3, dtype=torch.bool), "dim": 1, "mask_type": None},
         [{"self": floats(0), "mask": torch.zeros(0, dtype=torch.bool), "dim": 0}],
