@@ -20,6 +20,10 @@ UNCHANGED = 0.15
 EXTREME = 0.03
 """Share of calls all of whose numbers are the least, or others at which a kernel divides by zero or never ends."""
 
+RESIZED = 0.06
+"""Share of calls in which a size is another one everywhere, as of a batch without samples: few kernels refuse that, and
+some divide by the size, or leave results unwritten."""
+
 UNRELATED = 0.05
 """Share of calls whose arguments only have the types of the schema."""
 
@@ -51,6 +55,10 @@ def mutate(base: Sequence[Call], rng: random.Random) -> Call:
     draft = _Draft(call, rng)
     if rng.random() < EXTREME:
         draft.extremes()
+    if rng.random() < RESIZED:
+        draft.resize()
+        if rng.random() < 0.5:
+            return draft.call()
     for _ in range(rng.choice((1, 1, 1, 2, 2, 3, 5))):
         draft.change()
     return draft.call()
@@ -123,6 +131,25 @@ class _Draft:
         self._images = [_extreme(image, self._rng) for image in self._images]
         self._args = [_extreme_scalar(value, self._rng) for value in self._args]
         self._kwargs = {key: _extreme_scalar(value, self._rng) for key, value in self._kwargs.items()}
+
+    def resize(self) -> None:
+        """Change a size of some tensor in all tensors that have it, and where it is a number."""
+        sizes = sorted({size for image in self._images for size in image.shape})
+        if not sizes:
+            return
+        old, new = self._rng.choice(sizes), self._rng.choice((0, 0, 0, 1, 2, 5, 17))
+
+        def changed(value: Any) -> Any:
+            if isinstance(value, Items):
+                return Items(tuple(map(changed, value.items)))
+            return new if value == old and type(value) is int else value
+
+        for place, image in enumerate(self._images):
+            shape = tuple(new if size == old else size for size in image.shape)
+            if shape != image.shape and prod(shape) <= _LARGEST:
+                self._images[place] = _laid(image.dtype, shape, _dense(shape), image.data)
+        self._args = list(map(changed, self._args))
+        self._kwargs = {key: changed(value) for key, value in self._kwargs.items()}
 
     def _mutated(self, value: Argument) -> Argument:
         rng = self._rng

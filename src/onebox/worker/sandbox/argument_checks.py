@@ -313,7 +313,7 @@ of free memory."""
 
 _LARGER = frozenset({
     "mse_loss", "mse_loss_backward", "smooth_l1_loss", "smooth_l1_loss_backward", "huber_loss", "huber_loss_backward",
-    "im2col", "col2im", "ldexp", "glu_jvp", "binomial",
+    "im2col", "col2im", "ldexp", "glu_jvp", "binomial", "addmv",
 })  # fmt: skip
 """Operators whose result may be the beginning of a larger memory, which nothing has written."""
 

@@ -685,6 +685,7 @@ def _heads(operator: str, query: Tensor, key: Tensor, value: Tensor) -> tuple[in
             f"4 dimensions, with type, samples and heads of query, {query.dtype} {list(query.shape)}",
         )
     _require(query.device.type != "cpu" or 0 not in query.shape[:3], f"query is {list(query.shape)}", "at least one")
+    _require(query.device.type != "cpu" or key.numel() > 0, f"key is {list(key.shape)}", "at least one")
     _require(key.shape[1:3] == value.shape[1:3], f"{list(key.shape)} keys, {list(value.shape)} values", "as many")
     _require(key.shape[3] == features, f"keys of {key.shape[3]} features", str(features))
     if "flash" in operator:

@@ -392,7 +392,11 @@ CASES = [
             {"kind": "gru"},
         ],
     ),
-    Case("aten._scaled_dot_product_flash_attention_for_cpu.default", HEADS, HEADS_WRONG),
+    Case(
+        "aten._scaled_dot_product_flash_attention_for_cpu.default",
+        HEADS,
+        [*HEADS_WRONG, {"key": floats(2, 3, 0, 8), "value": floats(2, 3, 0, 8), "is_causal": True}],
+    ),
     Case(
         "aten._scaled_dot_product_flash_attention_for_cpu_backward.default",
         HEADS_BACK,
@@ -1185,6 +1189,12 @@ def test_a_result_without_elements_has_nothing_behind_it(name: str, given: dict[
     made = flatten(eagerly(name, given))[0]
     assert made.numel() == 0
     assert made.untyped_storage().nbytes() == 0
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+def test_a_number_plus_an_empty_product_has_nothing_behind_it() -> None:
+    made = eagerly("aten.addmv.default", {"self": floats(), "mat": floats(5, 0), "vec": floats(0)})
+    assert made.untyped_storage().nbytes() == made.nbytes
 
 
 def test_a_result_is_not_written_over_itself() -> None:
