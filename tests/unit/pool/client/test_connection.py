@@ -136,6 +136,38 @@ def test_a_worker_that_floods_the_client_delays_no_other(folder: str) -> None:
         good.close()
 
 
+def test_a_worker_leaves_no_group_of_others_and_says_so_once_in_the_log(
+    folder: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad, good = Worker(0, folder), Worker(1, folder)
+    loop = ClientLoop(CLIENT, workers=2)
+    try:
+        for worker in (bad, good):
+            loop.connect(worker, KEYS.public)
+        loop.form(5, (1,))
+        loop.start()
+        with caplog.at_level("WARNING", "onebox"):
+            for number in (5, 5, 5, 6):  # 6: a group that there is not, as after others have left it
+                bad.commands.send(encode(Left(number)))
+            future = loop.post(0, [Ask("scalars", ())], answer=True)
+            bad.commands.send(encode(Reply(1, (Scalars(()),))))
+            future.result(5)
+            assert loop.serves(5)
+            good.commands.send(encode(Left(5)))
+            end_s = time.monotonic() + 5
+            while loop.serves(5) and time.monotonic() < end_s:
+                time.sleep(0.01)
+        assert not loop.serves(5), "a member may leave"
+        assert [record.getMessage() for record in caplog.records] == [
+            "worker 0 (cpu on h) says that it leaves group 5, of which it is no member; ignored (such messages since the "
+            "last line: 1); that worker is faulty, or somebody has taken it over"
+        ]
+    finally:
+        loop.stop()
+        bad.close()
+        good.close()
+
+
 @pytest.mark.parametrize("channel", ["commands", "heartbeats"])
 def test_a_worker_that_never_completes_a_message_is_given_up(channel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop_module, "MESSAGE_SHARE", 1 << 40)  # of any machine's memory: nothing
