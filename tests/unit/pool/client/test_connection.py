@@ -159,8 +159,8 @@ def test_a_worker_leaves_no_group_of_others_and_says_so_once_in_the_log(
                 time.sleep(0.01)
         assert not loop.serves(5), "a member may leave"
         assert [record.getMessage() for record in caplog.records] == [
-            "worker 0 (cpu on h) says that it leaves group 5, of which it is no member; ignored (such messages since the "
-            "last line: 1); that worker is faulty, or somebody has taken it over"
+            "worker 0 (cpu on h) says that it leaves group 5, of which it is no member; ignored (such messages since "
+            "the last line: 1); that worker is faulty, or somebody has taken it over"
         ]
     finally:
         loop.stop()
