@@ -124,8 +124,8 @@ class Sessions:
             mine = sum(session.client.key == client.key for session in self._known.values())
             return (
                 f"there are {mine} sessions of this client and {len(self)} in all, and none of them is idle; allowed "
-                f"are {SESSIONS_OF_ONE} of a client and {SESSIONS} in all: close pools that hold leases here, or come back "
-                "when others have"
+                f"are {SESSIONS_OF_ONE} of a client and {SESSIONS} in all: close pools that hold leases here, or come "
+                "back when others have"
             )
         return (
             f"this client opens sessions too often: after {SESSIONS_OF_ONE} at once a new one is allowed every "
