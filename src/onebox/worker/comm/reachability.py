@@ -8,17 +8,20 @@ all others, within a bound. All ranks learn of the first failure and fail with t
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
-from onebox.worker.comm.api import KeyValueStore, RankLost
+from onebox.worker.comm.api import RankLost
+from onebox.worker.comm.tls_mesh import MembershipStore
 
 REACH_S = 20.0
 """Time after which a host that cannot be connected to is given up: longer than an interruption that a run survives."""
 
 _ATTEMPT_S = 3.0
 _RETRY_S = 0.1
+_LOOK_S = 0.5
 _THREADS = 16
 
 _REMEDY = (
@@ -29,7 +32,7 @@ _REMEDY = (
 )
 
 
-def require_reachable(rank: int, ranks: Sequence[int], address: str, store: KeyValueStore, name: str) -> None:
+def require_reachable(rank: int, ranks: Sequence[int], address: str, store: MembershipStore, name: str) -> None:
     """Require that all ranks of a group reach each other's hosts; all of them call it.
 
     Args:
@@ -41,7 +44,7 @@ def require_reachable(rank: int, ranks: Sequence[int], address: str, store: KeyV
         name: Prefix of the keys.
 
     Raises:
-        RankLost: A host cannot be connected to in time.
+        RankLost: A host cannot be connected to in time; or the group is dissolved.
     """
     others = [other for other in ranks if other != rank]
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as listener:
@@ -51,8 +54,15 @@ def require_reachable(rank: int, ranks: Sequence[int], address: str, store: KeyV
         store.set(f"{name}/at/{rank}", f"{address} {listener.getsockname()[1] if address else 0}")
         found = {other: store.get(f"{name}/at/{other}").decode().rsplit(" ", 1) for other in others}
         wanted = {other: (host, int(port)) for other, (host, port) in found.items() if host not in ("", address)}
+        over = threading.Event()
         with ThreadPoolExecutor(min(_THREADS, len(wanted)) or 1, "onebox-reach") as threads:
-            whys = dict(zip(wanted, threads.map(_why_not, wanted.values()), strict=True))
+            asked = {other: threads.submit(_why_not, endpoint, over) for other, endpoint in wanted.items()}
+            try:
+                while wait(asked.values(), _LOOK_S).not_done:
+                    store.check([f"{name}/at/{rank}"])
+            finally:
+                over.set()
+            whys = {other: future.result() for other, future in asked.items()}
         said = next(
             (
                 f"rank {rank} of the group, at {address}, cannot connect to rank {other}, at {wanted[other][0]}, "
@@ -68,8 +78,9 @@ def require_reachable(rank: int, ranks: Sequence[int], address: str, store: KeyV
         raise RankLost(first)
 
 
-def _why_not(endpoint: tuple[str, int]) -> str:
-    """Connect to an endpoint, trying for a while; return why that is impossible, or nothing."""
+def _why_not(endpoint: tuple[str, int], over: threading.Event) -> str:
+    """Connect to an endpoint, trying for a while, or until nobody waits for it any more; return why that is impossible,
+    or nothing."""
     end_s = time.monotonic() + REACH_S
     while True:
         try:
@@ -78,9 +89,8 @@ def _why_not(endpoint: tuple[str, int]) -> str:
             why = error.strerror or str(error)
         else:
             return ""
-        if time.monotonic() + _RETRY_S > end_s:
+        if time.monotonic() + _RETRY_S > end_s or over.wait(_RETRY_S):
             return why
-        time.sleep(_RETRY_S)
 
 
 __all__ = ["REACH_S", "require_reachable"]

@@ -20,6 +20,7 @@ class Store:
     def __init__(self, **values: str) -> None:
         self._values = {key.replace("_", "/"): value for key, value in values.items()}
         self._set = threading.Condition()
+        self.dissolved = False
 
     def set(self, key: str, value: str) -> None:
         with self._set:
@@ -30,6 +31,11 @@ class Store:
         with self._set:
             assert self._set.wait_for(lambda: key in self._values, 20), key
             return self._values[key].encode()
+
+    def check(self, keys: list[str]) -> bool:
+        if self.dissolved:
+            raise RankLost("the group is dissolved")
+        return True
 
 
 def checked(addresses: list[str], store: Store) -> list[str]:
@@ -80,3 +86,15 @@ def test_a_rank_that_reaches_all_learns_of_the_others_failure() -> None:
         store = Store(t_at_1=f"127.0.0.9 {listener.getsockname()[1]}", t_said_1="rank 1 cannot connect to rank 0")
         with pytest.raises(RankLost, match="rank 1 cannot connect to rank 0"):
             require_reachable(0, range(2), "127.0.0.1", store, "t")
+
+
+def test_the_end_of_the_group_ends_the_attempts() -> None:
+    """A rank that leaves it must not wait for them: those with NCCL have a few seconds to give up."""
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.9", 0))
+        store = Store(t_at_1=f"127.0.0.9 {closed.getsockname()[1]}")
+        store.dissolved = True
+        began_s = time.monotonic()
+        with pytest.raises(RankLost, match="dissolved"):
+            require_reachable(0, range(2), "127.0.0.1", store, "t")
+    assert time.monotonic() - began_s < reachability.REACH_S / 2
