@@ -16,6 +16,7 @@ from onebox.plan import Plan, Stage
 from onebox.pool import raise_first
 from onebox.wire import TensorSpec, to_frame
 from onebox.wire.protocol.instructions import Ask, Receive
+from onebox.worker.comm.reachability import REACH_S
 from onebox.worker.system.tcp_connections import own_connections, shut_down
 from tests.net.fleet import GRACE_S, Fleet
 from tests.net.hosts import Host, Network
@@ -68,6 +69,35 @@ def test_what_the_client_relays_cannot_be_read_there(
     assert heard.found == 0
     told = [record.getMessage() for record in caplog.records if "go through this client" in record.getMessage()]
     assert len(told) == 2 and len(set(told)) == 2, "once for each direction"
+
+
+@pytest.mark.long
+def test_without_encryption_the_pair_is_named_and_with_it_the_client_relays(
+    fleet: Fleet, network: Network, apart: tuple[Host, Host]
+) -> None:
+    """Gloo itself would wait for half an hour, and NCCL as long."""
+    red, green = apart
+    with fleet.client():
+        pool = onebox.open(fleet.spec("red", "green"), threads=1, grace_s=GRACE_S, plain_links=True)
+    with pool:
+        began_s = time.monotonic()
+        with pytest.raises(OneboxError) as raised:
+            pool.form_group([0, 1], "workers")
+        assert time.monotonic() - began_s < REACH_S + CUT_S
+        said = str(raised.value)
+        assert any(f"at {one.address}, cannot connect to rank" in said for one in apart), said
+        assert red.address in said and green.address in said
+        for way_out in ("--advertise", "firewalls", "plain_links", "by way of the client"):
+            assert way_out in said
+        green.block(red.address, False)
+        red.block(green.address, False)
+        one, other = exchange(pool, torch.full((100,), _PATTERN))
+        assert one == other, "the workers are as good as before"
+        green.block(red.address, True)
+        red.block(green.address, True)
+    with opened(fleet, "red", "green") as pool:
+        one, other = exchange(pool, torch.full((100,), _PATTERN))
+        assert one == other
 
 
 def two_stages() -> Plan:

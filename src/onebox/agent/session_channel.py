@@ -16,10 +16,10 @@ import zmq
 
 from onebox.agent.leases import Client
 from onebox.agent.log_rate_limit import Reporter
-from onebox.agent.sessions import Session, Sessions
+from onebox.agent.sessions import TOO_MANY, Session, Sessions
 from onebox.errors import WireError
 from onebox.wire import ReceiveWatch, connection_of
-from onebox.wire.protocol.agents import TOKEN_BYTES, AgentResponse, Refused, encode_agent
+from onebox.wire.protocol.agents import TOKEN_BYTES, AgentResponse, Refused, Renew, decode_request, encode_agent
 
 REMOVED = "you are no longer let in: this client was removed from those that are paired with it"
 
@@ -76,9 +76,11 @@ class SessionChannel:
                 return
             if len(frames) != _FRAMES or len(frames[1]) != TOKEN_BYTES:  # not of this protocol: one frame after a token
                 continue
-            session = self._session(str(frames[2].get("User-Id")), frames[1].bytes, frames[0].bytes, now_s)
+            session = self._session(str(frames[2].get("User-Id")), frames, now_s)
             if session is not None and session.rate.allows(now_s):
                 yield session, frames[0].bytes, frames[2].bytes
+            elif session is not None:
+                self._refuse(session.client, frames, TOO_MANY, now_s)
 
     def send(self, client: Client, message: AgentResponse, now_s: float) -> None:
         """Send a message to a session, and store it in case it is lost with a connection."""
@@ -121,14 +123,33 @@ class SessionChannel:
             frames = [*frames[:_FRAMES], frame]
         return frames
 
-    def _session(self, key: str, token: bytes, route: bytes, now_s: float) -> Session | None:
+    def _refuse(self, client: Client, frames: list[zmq.Frame], why: str, now_s: float) -> None:
+        """Note that a message is not taken, and say so to its client, unless it has been told often enough just now.
+
+        A heartbeat is not answered: the next one is soon there.
+        """
+        self._report.refusal("over-limit", client.name, now_s, client=client.name, reason=why)
+        if not self._sessions.may_refuse(client, now_s):
+            return
+        with suppress(WireError, zmq.Again):
+            request = decode_request(frames[2].bytes)
+            if not isinstance(request, Renew):
+                refused = encode_agent(Refused(request.number, "failed", why))
+                self._socket.send_multipart([frames[0].bytes, refused], zmq.NOBLOCK)
+
+    def _session(self, key: str, frames: list[zmq.Frame], now_s: float) -> Session | None:
         try:
             name = self._name_of(key)
         except Exception as error:  # for instance, the list of clients cannot be read
             self._report.refusal("failed", "clients", now_s, part="clients", reason=f"{type(error).__name__}: {error}")
             return None
+        route, token = frames[0].bytes, frames[1].bytes
         if name is not None:
-            return self._sessions.find(Client(key, token, name), now_s, self._busy)
+            client = Client(key, token, name)
+            found = self._sessions.find(client, now_s, self._busy)
+            if found is None:
+                self._refuse(client, frames, self._sessions.explain_refusal(client, self._busy), now_s)
+            return found
         known = self._sessions.get(Client(key, token))  # it was accepted when it connected
         if known is not None and known.rate.allows(now_s):
             known.route = route

@@ -42,6 +42,14 @@ _REMEMBERED = 64
 _BURST = 100.0
 _EVERY_S = 0.02
 
+REFUSALS = 8.0, 1.0
+"""Answers to a key's messages that are not taken: a burst, then one in so many seconds."""
+
+TOO_MANY = (
+    f"this session sends too much, and this request was not taken: allowed are {1 / _EVERY_S:g} messages a second "
+    f"after {_BURST:g} at once; ask again in a moment, and less often"
+)
+
 
 @dataclass
 class Session:
@@ -83,6 +91,7 @@ class Sessions:
     def __init__(self) -> None:
         self._known: dict[Client, Session] = {}
         self._new: dict[str, TokenBucket] = {}
+        self._refusals: dict[str, TokenBucket] = {}
 
     def __len__(self) -> int:
         return len(self._known)
@@ -103,6 +112,31 @@ class Sessions:
             session = self._known[client] = Session(client, TokenBucket(_BURST, _EVERY_S, now_s), now_s)
         return session
 
+    def explain_refusal(self, client: Client, busy: Callable[[Client], bool]) -> str:
+        """Say why :meth:`find` has just returned no session, and what to do.
+
+        Args:
+            client: The client.
+            busy: As for :meth:`find`.
+        """
+        crowd = self._crowd(client)
+        if crowd and all(busy(session.client) for session in crowd):
+            mine = sum(session.client.key == client.key for session in self._known.values())
+            return (
+                f"there are {mine} sessions of this client and {len(self)} in all, and none of them is idle; allowed "
+                f"are {SESSIONS_OF_ONE} of a client and {SESSIONS} in all: close pools that hold leases here, or come "
+                "back when others have"
+            )
+        return (
+            f"this client opens sessions too often: after {SESSIONS_OF_ONE} at once a new one is allowed every "
+            f"{NEW_S:g} s; try again in a moment, and let one pool serve many runs"
+        )
+
+    def may_refuse(self, client: Client, now_s: float) -> bool:
+        """Return whether a message of a client that is not taken may be answered: so often that a person learns of it,
+        and so seldom that it costs neither the agent nor the network anything."""
+        return self._refusals.setdefault(client.key, TokenBucket(*REFUSALS, now_s)).allows(now_s)
+
     def get(self, client: Client) -> Session | None:
         """Return a known session."""
         return self._known.get(client)
@@ -117,21 +151,28 @@ class Sessions:
             if now_s - session.heard_s > IDLE_S and not busy(client):
                 del self._known[client]
         here = {client.key for client in self._known}
-        for key in [key for key, rate in self._new.items() if key not in here and rate.full(now_s)]:
-            del self._new[key]
+        for rates in (self._new, self._refusals):
+            for key in [key for key, rate in rates.items() if key not in here and rate.full(now_s)]:
+                del rates[key]
 
     def _room_for(self, client: Client, busy: Callable[[Client], bool]) -> bool:
         """Return whether there is room for one more session, evicting the idle one that was silent the longest if
         needed."""
-        mine = [session for session in self._known.values() if session.client.key == client.key]
-        if len(mine) < SESSIONS_OF_ONE and len(self._known) < SESSIONS:
+        crowd = self._crowd(client)
+        if not crowd:
             return True
-        crowd = mine if len(mine) >= SESSIONS_OF_ONE else list(self._known.values())
         idle = [session for session in crowd if not busy(session.client)]
         if not idle:
             return False
         del self._known[min(idle, key=lambda session: session.heard_s).client]
         return True
+
+    def _crowd(self, client: Client) -> list[Session]:
+        """Return the sessions of which one has to go before a client gets another; none if there is room."""
+        mine = [session for session in self._known.values() if session.client.key == client.key]
+        if len(mine) < SESSIONS_OF_ONE and len(self._known) < SESSIONS:
+            return []
+        return mine if len(mine) >= SESSIONS_OF_ONE else list(self._known.values())
 
 
 def newest(lines: Sequence[str]) -> tuple[str, ...]:

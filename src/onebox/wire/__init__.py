@@ -10,6 +10,7 @@ from onebox.wire.channel import (
     new_keys,
     receive,
     send,
+    send_tracked,
 )
 from onebox.wire.compression import MOST_BYTES, Codec, codecs, pack, unpack
 from onebox.wire.operators import is_known, is_random, overload, shares_memory
@@ -120,6 +121,7 @@ __all__ = [
     "receive",
     "rows_of",
     "send",
+    "send_tracked",
     "shares_memory",
     "socket_of",
     "spec_of",

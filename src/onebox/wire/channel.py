@@ -157,6 +157,21 @@ def send(socket: zmq.Socket[bytes], frames: Frames, flags: int = 0, *, copy: boo
     socket.send_multipart(cut(frames), flags, copy=copy)
 
 
+def send_tracked(socket: zmq.Socket[bytes], frames: Frames) -> zmq.MessageTracker:
+    """Send a message, and return a tracker that is done once ZeroMQ has handed it to the kernel.
+
+    Between processes of one machine that is as soon as the peer's ZeroMQ has read what was sent before, but for what
+    the kernel's buffers hold. Each frame costs some microseconds more than by :func:`send`.
+
+    Args:
+        socket: The socket.
+        frames: Header and elements; must not be modified until then.
+    """
+    parts = [zmq.Frame(part, track=True, copy=False, copy_threshold=0) for part in cut(frames)]
+    socket.send_multipart(parts, copy=False)
+    return zmq.MessageTracker(*(part.tracker for part in parts))  # of all: an empty part is done at once
+
+
 def receive(socket: zmq.Socket[bytes], watch: ReceiveWatch | None = None) -> list[Any]:
     """Receive a message and return its frames, joined from their parts.
 

@@ -6,6 +6,8 @@ What a worker leaves is made here by programs that stand in for one, since a rea
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -148,6 +150,54 @@ def test_each_lease_has_a_cgroup_and_nothing_of_it_is_left(cgroups: LeaseCgroups
     workers.close()
     assert running_process(left[1]) is None
     assert not folders[1].exists()
+
+
+def killed_by_the_kernel(cgroups: LeaseCgroups) -> None:
+    """Skip where cgroups have no ``cgroup.kill``."""
+    probe = cgroups.folder / "lease-0"
+    probe.mkdir()
+    there = (probe / "cgroup.kill").exists()
+    probe.rmdir()
+    if not there:
+        pytest.skip("this kernel ends no cgroups: it is older than 5.14")
+
+
+@pytest.mark.usefixtures("leaves")
+def test_the_end_of_a_lease_is_that_of_its_cgroup(cgroups: LeaseCgroups, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the kernel's cgroups: nothing else kills what a worker has left here."""
+    killed_by_the_kernel(cgroups)
+    monkeypatch.setattr("onebox.agent.lease_processes._kill", lambda found: None)
+    workers = started(LeaseIsolation(None, cgroups), 1, 2)
+    left = [left_by(workers, lease) for lease in (1, 2)]
+    assert end(workers, 1) == LeaseClosed(1)
+    assert running_process(left[0]) is None and running_process(left[1]) is not None
+    workers.close()
+    assert running_process(left[1]) is None
+
+
+def test_what_is_frozen_or_forks_ends_with_its_cgroup(cgroups: LeaseCgroups) -> None:
+    """Each process is in the cgroup of its parent from its first instruction, and leaves it by no session or parent."""
+    killed_by_the_kernel(cgroups)
+    group = cgroups.make(1, [SHARE])
+    assert group is not None
+    forks = "read go; for each in 1 2 3; do setsid sh -c 'sleep 600 & sleep 600' & done; sleep 600"
+    with subprocess.Popen(["sh", "-c", forks], stdin=subprocess.PIPE, start_new_session=True) as first:
+        try:
+            group.add(first.pid)
+            assert first.stdin is not None
+            first.stdin.write(b"go\n")
+            first.stdin.flush()
+            until(lambda: len(group.processes()) >= 8)
+            processes = group.processes()
+            folder = cgroups.folder / "lease-1"
+            (folder / "cgroup.freeze").write_text("1")
+            until(lambda: "frozen 1" in (folder / "cgroup.events").read_text())
+            assert not group.remove()
+        finally:
+            group.kill()
+        assert first.wait(WAIT_S) == -signal.SIGKILL
+    until(group.remove)
+    assert [process for process in processes if running_process(process)] == []
 
 
 @pytest.mark.usefixtures("leaves")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -214,6 +215,35 @@ def test_nothing_waits_for_a_collective() -> None:
     for _, x, more in results:
         assert x == (3 * total).tolist()
         assert more == (3 * total + 1).tolist()
+
+
+def test_a_collective_whose_work_is_collected_is_written_before_the_next_use() -> None:
+    """The garbage collector runs anywhere, also where the client holds a lock or records a call: a finalizer must not
+    issue an operator there. Results of works that nobody waits for arrive all the same, in order."""
+
+    def run(rank: int) -> list[Any]:
+        x, y, host = of_rank(rank), of_rank(rank), of_rank(rank, "cpu")
+        dist.all_reduce(torch.zeros(1, device=x.device))  # forms the group
+        queue = current_context().queues[rank]
+        for tensor in (x, x, host):  # x twice: three times the sum
+            dropped: list[Any] = [dist.all_reduce(tensor, async_op=True)]
+            if tensor is x:
+                dropped.append(dropped)  # found by the garbage collector alone
+            records = queue.records
+            with queue.lock:
+                del dropped
+                gc.collect()
+            assert queue.records == records, "a finalizer has issued an operator"
+        gathered = torch.stack([x, y])[0].tolist()
+        x.zero_()
+        dist.all_reduce(y, async_op=True)
+        dist.all_reduce(torch.zeros(1, device=x.device))
+        moved = y.cpu().tolist()
+        return [gathered, x.tolist(), moved, host.tolist()]
+
+    total = sum(ALL).clone()
+    expected = [(3 * total).tolist(), (0 * total).tolist(), total.tolist(), total.tolist()]
+    assert together(run) == [expected] * RANKS
 
 
 def test_a_barrier_waits_for_all() -> None:

@@ -26,6 +26,7 @@ from onebox.wire import (
     held_bytes,
     receive,
     send,
+    send_tracked,
 )
 from onebox.wire.protocol.groups import LeaveGroup
 from onebox.wire.protocol.requests import Envelope
@@ -91,7 +92,7 @@ class WorkerConnection:
                 detect_dead_peers(socket, heartbeats=socket is self.heartbeat_socket)
         self.watch = ReceiveWatch(self.commands, message_bytes, events=zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._message_bytes = message_bytes
-        self._answers: deque[tuple[int, int]] = deque()  # that have not arrived: the number of each message, and bytes
+        self._answers: deque[tuple[int | zmq.MessageTracker, int]] = deque()  # not taken: number or tracker, and bytes
         self._answer_bytes = 0
         self._heartbeat_watch = ReceiveWatch(self.heartbeat_socket, SMALL_BYTES, events=zmq.EVENT_HANDSHAKE_SUCCEEDED)
         transmit = partial(send, self.commands, copy=False)
@@ -103,19 +104,26 @@ class WorkerConnection:
         """Send an answer to what the worker has asked of the client; return whether it takes its answers.
 
         A message of a few bytes may ask for an answer of any size, so that one that asks and does not read would fill
-        the client's memory. Between processes of one machine this is not known.
+        the client's memory. Over TCP a worker has taken what it has acknowledged; between processes of one machine,
+        what has left ZeroMQ's queue, whose end the worker reads.
         """
         size_bytes = held_bytes(parts)
-        arrived = self.link.progress[1]
-        while self._answers and self._answers[0][0] <= arrived:
+        while self._answers and self._taken(self._answers[0][0]):
             self._answer_bytes -= self._answers.popleft()[1]
         if self._answers and self._answer_bytes + size_bytes > self._message_bytes:
             return False
-        self.link.send(parts)
-        if number := self.link.progress[0]:
-            self._answers.append((number, size_bytes))
-            self._answer_bytes += size_bytes
+        if self.link.keeps:
+            self.link.send(parts)
+            mark: int | zmq.MessageTracker = self.link.progress[0]
+        else:
+            mark = send_tracked(self.commands, parts)
+        self._answers.append((mark, size_bytes))
+        self._answer_bytes += size_bytes
         return True
+
+    def _taken(self, mark: int | zmq.MessageTracker) -> bool:
+        """Return whether the worker has taken an answer."""
+        return mark <= self.link.progress[1] if isinstance(mark, int) else mark.done
 
     def messages(self, ready: dict[Any, int], turn_s: float) -> Iterator[Sequence[Any]]:
         """Yield the messages that have come, except heartbeats, for a while; the rest next time.

@@ -225,6 +225,10 @@ class GroupServices:
         """Return the groups that a worker is in."""
         return [group for group, members in self._members.items() if worker in members]
 
+    def may_leave(self, worker: int, group: int) -> bool:
+        """Return whether a group is served and has a worker among its members; nobody else's word dissolves it."""
+        return worker in self._members.get(group, ())
+
     def dissolve(self, group: int) -> list[GroupNotice]:
         """Stop serving a group; return notices for the workers that wait for it."""
         self._members.pop(group, None)
@@ -245,7 +249,7 @@ class GroupServices:
             WireError: The message violates the protocol.
         """
         if isinstance(message, Left):
-            return self.dissolve(message.group)
+            return self.dissolve(message.group) if self.may_leave(place.worker, message.group) else []
         if place.worker not in self._members.get(message.group, ()):
             return [GroupNotice(place.worker, TicketCancelled(message.ticket))]
         if isinstance(message, Contribution):

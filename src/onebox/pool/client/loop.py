@@ -6,6 +6,7 @@ liveness.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import threading
@@ -26,7 +27,7 @@ from onebox.pool.client.group_services import GroupNotice, GroupServices
 from onebox.pool.client.pending import PendingReplies
 from onebox.pool.client.relay import Relay
 from onebox.pool.client.relay_routes import RelayRoutes
-from onebox.pool.errors import AFTERWARDS, fail
+from onebox.pool.errors import AFTERWARDS, WorkerLocation, fail
 from onebox.pool.liveness import Liveness
 from onebox.wire import KeyPair, Restarted, check_frames, decode_worker_message, encode
 from onebox.wire.protocol.requests import Envelope, Instruction
@@ -60,6 +61,12 @@ LEAST_MESSAGE_BYTES = 1 << 30
 
 _CIPHER_THREADS = 4
 """Limit of ZeroMQ's I/O threads, one of which encrypts about 1 GB/s: enough for a network of 25 Gbit/s."""
+
+
+FOREIGN_LINE_S = 10.0
+"""Least time between two lines of the log about workers that say to leave groups of others."""
+
+_LOG = logging.getLogger("onebox")
 
 
 class ClientLoop:
@@ -102,6 +109,7 @@ class ClientLoop:
         self._groups = GroupServices()
         self._relay_routes = RelayRoutes()
         self._relay = Relay()
+        self._foreign, self._next_foreign_s = 0, -math.inf
         self._loop_calls = LoopCalls()
         self._gone: dict[int, OneboxError] = {}
         self._thread = threading.Thread(target=self._run, name="onebox-client-loop", daemon=True)
@@ -429,10 +437,14 @@ class ClientLoop:
                 if connection.hello.done():
                     self._liveness.beat(worker, time.monotonic(), message.stalled_s, message.doing)
                     self.executed[worker] = message.executed
-            case Left() | Lookup() | Contribution():
-                self._notify(self._groups.take(connection.place, message, frames))
-                if isinstance(message, Left):
+            case Left():
+                if self._groups.may_leave(worker, message.group):
                     self._end_relay(message.group)
+                elif self._groups.serves(message.group):
+                    self._note_foreign(connection.place, message.group, time.monotonic())
+                self._notify(self._groups.take(connection.place, message, frames))
+            case Lookup() | Contribution():
+                self._notify(self._groups.take(connection.place, message, frames))
             case Listening() | RelayRequest():
                 members = self._groups.members(message.group)
                 for route in self._relay_routes.take(connection.place, connection.handle.address, members, message):
@@ -441,6 +453,17 @@ class ClientLoop:
                 self._liveness.beat(worker, time.monotonic())
                 connection.hello_message = message
                 connection.complete_hello()
+
+    def _note_foreign(self, place: WorkerLocation, group: int, now_s: float) -> None:
+        """Log that a worker says to leave a group of others, which stays; once in a while."""
+        self._foreign += 1
+        if now_s >= self._next_foreign_s:
+            _LOG.warning(
+                "%s says that it leaves group %d, of which it is no member; ignored (such messages since the last "
+                "line: %d); that worker is faulty, or somebody has taken it over",
+                *(place, group, self._foreign),
+            )
+            self._foreign, self._next_foreign_s = 0, now_s + FOREIGN_LINE_S
 
     def _end_relay(self, group: int) -> None:
         self._relay_routes.forget(group)

@@ -230,6 +230,8 @@ class _Call:
         for place in self.dies:
             registers[place] = None
         queue = next((v._handle.queue for v in given if type(v) is VirtualTensor), None) or queue_of(self._device)
+        if queue.unwaited:
+            queue.write_unwaited()
         handles = [self._on_device(value, queue) for value in given]
         given.clear()  # a tensor without other references is freed by the call
         number = self._numbers.get(queue) or self._define(queue)

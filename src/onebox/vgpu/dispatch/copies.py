@@ -55,6 +55,8 @@ def download(tensor: VirtualTensor) -> Tensor:
     Raises:
         OneboxError: The tensor is void because an operator before this one failed, or the worker is gone.
     """
+    if tensor._handle.queue.unwaited:
+        tensor._handle.queue.write_unwaited()
     if not tensor._metadata.plain:
         tensor = dispatch(aten.clone.default, (tensor,), None)
     handle = tensor._handle
@@ -88,6 +90,8 @@ def transfer_all(tensors: Sequence[VirtualTensor], queues: Sequence[CommandQueue
     if not tensors or not queues:
         return [[] for _ in queues]
     source = tensors[0]._handle.queue
+    if source.unwaited:
+        source.write_unwaited()
     pairs = [_straight(tensor) for tensor in tensors]
     straights = [straight for straight, _ in pairs]
     if any(queue.pool is not source.pool for queue in queues):

@@ -36,13 +36,17 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) ->
     """
     handler = specials.get(func)
     if handler is not None:
+        _write_unwaited(args)
         return handler(args, kwargs or {})
     key: list[Any] = [func.name()]  # hashed in C, unlike an overload
     tensors: list[VirtualTensor] = []
     floats: list[float] = []
     if not _scan(args, key, tensors, floats) or (kwargs and not _scan_named(kwargs, key, tensors, floats)):
+        _write_unwaited(args)
         return run_mixed(func, args, kwargs or {})
     queue = tensors[0]._handle.queue
+    if queue.unwaited:
+        queue.write_unwaited()
     if kwargs and kwargs.get("device") not in (None, queue.device) and not _is_here(kwargs["device"], queue):
         return _decompose(func, args, kwargs) if _is_composite(func) else _elsewhere(func, args, kwargs)
     return run(queue, func, args, kwargs, key, tensors, floats)
@@ -104,6 +108,16 @@ def run(
             return wrap_view(tensors[found.viewed], Handle(queue, first), only)
         return wrap(Handle(queue, first), only)
     return _returned(queue, found, tensors, first)
+
+
+def _write_unwaited(args: Any) -> None:
+    """Write the results of collectives that nobody has waited for, on the devices of some arguments."""
+    for value in args:
+        if value.__class__ is VirtualTensor:
+            if value._handle.queue.unwaited:
+                value._handle.queue.write_unwaited()
+        elif value.__class__ is list or value.__class__ is tuple:
+            _write_unwaited(value)
 
 
 def _is_composite(func: Any) -> bool:
@@ -186,6 +200,8 @@ def launch(queue: CommandQueue, func: Any, *args: Any, **kwargs: Any) -> Any:
     floats: list[float] = []
     if not (_scan(args, key, tensors, floats) and _scan_named(kwargs, key, tensors, floats)):
         raise RuntimeError(f"{func} for {queue.device} with tensors of other devices")
+    if queue.unwaited:
+        queue.write_unwaited()
     return run(queue, func, args, kwargs, key, tensors, floats)
 
 

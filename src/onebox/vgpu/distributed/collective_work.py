@@ -1,4 +1,5 @@
-"""The handle of a collective: its results are written to its tensors on the first wait.
+"""The handle of a collective: its results are written to its tensors on the first wait, or, if it is collected without
+one, before the next operator on the device.
 
 The write is an operator of the device, which then waits for the other ranks; until then the device can execute later
 operators.
@@ -6,7 +7,7 @@ operators.
 
 from __future__ import annotations
 
-import contextlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onebox.errors import OneboxError
+from onebox.vgpu.signals import shielded
 
 _Work: Any = dist.Work
 _Future: Any = torch.futures.Future
@@ -24,6 +25,42 @@ _FOREVER = timedelta(milliseconds=-1)
 
 
 PendingWrite = tuple[Tensor, Callable[[], Tensor]]
+
+_issued: set[_Write] = set()
+"""The writes of all works. What only a collected work refers to is finalized with it, so that it could not be handed
+on: the worker would free the result before it is written."""
+
+
+class _Write:
+    """The write of a result to its tensor.
+
+    Args:
+        pair: The tensor, and a function that returns the result.
+        unwaited: The writes of its device that nobody waits for.
+    """
+
+    def __init__(self, pair: PendingWrite, unwaited: deque[Callable[[], None]]) -> None:
+        self._pair = pair
+        self._unwaited = unwaited
+        _issued.add(self)
+
+    def __call__(self) -> None:
+        """Write it."""
+        _issued.discard(self)
+        tensor, result = self._pair
+        with torch.no_grad():
+            made = result()
+            if made is not tensor:
+                tensor.copy_(made.reshape(tensor.shape))
+
+    def defer(self) -> None:
+        """Let the next use of the device write it."""
+        self._unwaited.append(self)
+        _issued.discard(self)
+
+    def drop(self) -> None:
+        """Leave it out."""
+        _issued.discard(self)
 
 
 class CollectiveWork(_Work):
@@ -36,11 +73,17 @@ class CollectiveWork(_Work):
         pairs: Returns pairs of tensor and result; called late, because a device waits at the first operator on a
             result.
         tensors: Value of the future.
+        unwaited: For each pair, the queue of writes of its device, which takes it over when this object is collected.
     """
 
-    def __init__(self, pairs: Sequence[PendingWrite], tensors: list[Tensor]) -> None:
+    def __init__(
+        self,
+        pairs: Sequence[PendingWrite],
+        tensors: list[Tensor],
+        unwaited: Sequence[deque[Callable[[], None]]],
+    ) -> None:
         super().__init__()
-        self._pairs = pairs
+        self._writes = list(map(_Write, pairs, unwaited))
         self._tensors = tensors
         self._future: Future | None = None
         if _in_node():
@@ -48,12 +91,9 @@ class CollectiveWork(_Work):
 
     def finish(self) -> None:
         """Write the results to their tensors, and complete the future. Idempotent."""
-        pairs, self._pairs = self._pairs, ()
-        with torch.no_grad():
-            for tensor, result in pairs:
-                made = result()
-                if made is not tensor:
-                    tensor.copy_(made.reshape(tensor.shape))
+        writes, self._writes = self._writes, []
+        for write in writes:
+            write()
         if self._future is not None:
             self._future.end(self._tensors)
 
@@ -68,7 +108,7 @@ class CollectiveWork(_Work):
 
     def is_completed(self) -> bool:
         """Return whether the results are in their tensors."""
-        return not self._pairs
+        return not self._writes
 
     is_success = is_completed
 
@@ -84,14 +124,17 @@ class CollectiveWork(_Work):
         """Return a future of the tensors."""
         if self._future is None:
             self._future = Future(self.finish)
-            if not self._pairs or not _in_node():
+            if not self._writes or not _in_node():
                 self.finish()
         return self._future
 
-    def __del__(self) -> None:
-        if self._pairs and self._future is None:
-            with contextlib.suppress(OneboxError):  # the next use of the device raises the error
-                self.finish()
+    @shielded
+    def __del__(self) -> None:  # wherever the garbage collector runs: no operator, no lock
+        for write in self._writes:
+            if self._future is None:
+                write.defer()
+            else:
+                write.drop()
 
 
 def _in_node() -> bool:

@@ -76,10 +76,16 @@ def _issuing(call: Callable[..., list[PendingWrite]]) -> Callable[..., Collectiv
     @functools.wraps(call)
     def issue(self: VirtualProcessGroup, *args: Any, **kwargs: Any) -> CollectiveWork:
         with torch.no_grad():
+            self.write_unwaited()
             pairs = call(self, *args, **kwargs)
-        return CollectiveWork(pairs, [target for target, _ in pairs])
+        return CollectiveWork(pairs, [target for target, _ in pairs], [_queue(target).unwaited for target, _ in pairs])
 
     return issue
+
+
+def _queue(tensor: Tensor) -> CommandQueue:
+    """Return the command queue of a tensor's device; of the thread's current one for a host tensor."""
+    return tensor._handle.queue if isinstance(tensor, VirtualTensor) else context.queue_of(torch.device("vgpu"))
 
 
 def _same(tensor: Tensor) -> PendingWrite:
@@ -119,17 +125,23 @@ class VirtualProcessGroup(_Base):
 
     def shutdown(self) -> None:
         """Leave the groups of workers; a rank that waits there for this one gets an error."""
+        self.write_unwaited()
         for communicator in self._communicators.values():
             communicator.leave()
         self._communicators.clear()
 
     abort = shutdown
 
+    def write_unwaited(self) -> None:
+        """Write the results that nobody has waited for; see :meth:`CommandQueue.write_unwaited`."""
+        for queue in self._communicators:
+            queue.write_unwaited()
+
     # ---- tensors
 
     def _at(self, tensor: Tensor) -> Communicator:
         """Return the communicator of a tensor's device; formed with the first tensor there."""
-        queue = tensor._handle.queue if isinstance(tensor, VirtualTensor) else context.queue_of(torch.device("vgpu"))
+        queue = _queue(tensor)
         found = self._communicators.get(queue)
         if found is None:
             self._formed += 1

@@ -11,7 +11,7 @@ import contextlib
 import sys
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -99,6 +99,8 @@ class CommandQueue:
         self.cached_ops: dict[Any, Any] = {}
         self.dead: deque[int] = deque()
         self.ended: deque[int] = deque()  # generators whose objects were collected
+        self.unwaited: deque[Callable[[], None]] = deque()  # writes of collectives whose works were collected
+        self._writing = 0  # the thread that runs them
         self.channel = RequestChannel(pool, worker)
         self.lock = self.channel.lock
         self.records = 0
@@ -229,6 +231,24 @@ class CommandQueue:
             if self._calls and self._calls[-1][2] == number:
                 self._calls.pop()
             return True
+
+    @shielded
+    def write_unwaited(self) -> None:
+        """Write the results of collectives that nobody has waited for and whose works were collected, in order.
+
+        Called before each use of a tensor of the device, by the thread that uses it: a finalizer, which may run where a
+        lock is held or a call is half recorded, only enqueues the write.
+        """
+        own = threading.get_ident()
+        if self._writing == own:  # the use is part of such a write
+            return
+        self._writing = own
+        try:
+            while self.unwaited:
+                with contextlib.suppress(OneboxError, IndexError):  # the next read raises the error; of another thread
+                    self.unwaited.popleft()()
+        finally:
+            self._writing = 0
 
     # ---- sending
 

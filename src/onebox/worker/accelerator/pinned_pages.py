@@ -22,9 +22,12 @@ class _LockedPages(mmap.mmap):
 
     def __del__(self) -> None:
         if self.accelerator is not None:
-            with suppress(RuntimeError):  # of a device that failed
-                self.accelerator.synchronize()  # copies of any stream may still use them
-                self.accelerator.unpin(torch.frombuffer(self, dtype=torch.uint8))
+            try:
+                with suppress(RuntimeError):  # of a device that failed
+                    self.accelerator.synchronize()  # copies of any stream may still use them
+            finally:  # later pages at this address could not be locked otherwise
+                with suppress(RuntimeError):
+                    self.accelerator.unpin(torch.frombuffer(self, dtype=torch.uint8))
 
 
 def locked_pages(size_bytes: int, accelerator: Accelerator) -> Tensor:

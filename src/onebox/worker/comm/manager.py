@@ -21,6 +21,7 @@ from onebox.worker.comm.client import ChannelRelay, ChannelStore, ClientGroup
 from onebox.worker.comm.emulated_links import EmulatedLinks
 from onebox.worker.comm.hybrid import HybridGroup
 from onebox.worker.comm.nccl import REACH, NcclGroup
+from onebox.worker.comm.reachability import require_reachable
 from onebox.worker.comm.shm.gpu_sender import shm_copier_for
 from onebox.worker.comm.shm.group import ShmGroup
 from onebox.worker.comm.shm.rendezvous import find_shm_peers
@@ -31,7 +32,7 @@ from onebox.worker.memory.buffers import Poisoned
 from onebox.worker.memory.shared import SharedMemoryQuota
 from onebox.worker.progress import WorkerProgress
 from onebox.worker.system.cpu_affinity import threads_on_all_cores
-from onebox.worker.system.network_interfaces import bind_nccl, forwarded_address, listening_address
+from onebox.worker.system.network_interfaces import NoAddress, bind_nccl, forwarded_address, listening_address
 from onebox.worker.system.tcp_connections import GroupSockets
 
 _HOST = accelerator_for("cpu")
@@ -292,6 +293,12 @@ def form_group(
 
 def _by_nccl(form: FormGroup, store: ChannelStore, accelerator: Accelerator, progress: WorkerProgress) -> NcclGroup:
     bind_nccl(form.address)
+    if form.backend == "gloo":  # its GPUs may be of several hosts
+        try:
+            address = listening_address(form.address)
+        except NoAddress:  # NCCL needs none on one host
+            address = ""
+        require_reachable(form.rank, form.nccl, address, store, "nccl-reach")
     try:
         return NcclGroup(form, store, accelerator, progress)
     except RuntimeError as error:
@@ -345,6 +352,7 @@ def _by_sockets(
         links = connect_mesh(form.rank, form.size, address, store, advertised=advertised, network=network, relay=relay)
     else:
         address = listening_address(form.address)
+        require_reachable(form.rank, range(form.size), address, store, "gloo-reach")
     try:
         return GlooGroup(form, store, accelerator, progress, address, links)
     except RuntimeError as error:

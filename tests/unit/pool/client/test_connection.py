@@ -18,6 +18,7 @@ from onebox.pool.client.connection import HEARTBEATS, WorkerConnection
 from onebox.pool.client.loop import ClientLoop
 from onebox.pool.errors import WorkerLocation
 from onebox.wire import configure, encode, new_keys, receive, send
+from onebox.wire.channel import cut
 from onebox.wire.protocol.instructions import Ask
 from onebox.wire.protocol.responses import Heartbeat, Left, Lookup, Reply, Scalars
 from onebox.wire.reliable import Reliable
@@ -33,14 +34,14 @@ class Worker:
     address = "127.0.0.1"
     pid = 1
 
-    def __init__(self, number: int = 0, folder: str = "") -> None:
+    def __init__(self, number: int = 0, folder: str = "", queue: int = 1000) -> None:
         self.place = WorkerLocation(worker=number, host="h", device="cpu")
         self.descriptor = os.eventfd(0)
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.commands, self.heartbeats = self.context.socket(zmq.DEALER), self.context.socket(zmq.DEALER)
         endpoints = []
         for socket in (self.commands, self.heartbeats):
-            configure(socket, KEYS, server_key=None)
+            configure(socket, KEYS, server_key=None, queue=queue)
             if folder:
                 endpoints.append(f"ipc://{folder}/{number}-{len(endpoints)}")
                 socket.bind(endpoints[-1])
@@ -136,6 +137,38 @@ def test_a_worker_that_floods_the_client_delays_no_other(folder: str) -> None:
         good.close()
 
 
+def test_a_worker_leaves_no_group_of_others_and_says_so_once_in_the_log(
+    folder: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad, good = Worker(0, folder), Worker(1, folder)
+    loop = ClientLoop(CLIENT, workers=2)
+    try:
+        for worker in (bad, good):
+            loop.connect(worker, KEYS.public)
+        loop.form(5, (1,))
+        loop.start()
+        with caplog.at_level("WARNING", "onebox"):
+            for number in (5, 5, 5, 6):  # 6: a group that there is not, as after others have left it
+                bad.commands.send(encode(Left(number)))
+            future = loop.post(0, [Ask("scalars", ())], answer=True)
+            bad.commands.send(encode(Reply(1, (Scalars(()),))))
+            future.result(5)
+            assert loop.serves(5)
+            good.commands.send(encode(Left(5)))
+            end_s = time.monotonic() + 5
+            while loop.serves(5) and time.monotonic() < end_s:
+                time.sleep(0.01)
+        assert not loop.serves(5), "a member may leave"
+        assert [record.getMessage() for record in caplog.records] == [
+            "worker 0 (cpu on h) says that it leaves group 5, of which it is no member; ignored (such messages since "
+            "the last line: 1); that worker is faulty, or somebody has taken it over"
+        ]
+    finally:
+        loop.stop()
+        bad.close()
+        good.close()
+
+
 @pytest.mark.parametrize("channel", ["commands", "heartbeats"])
 def test_a_worker_that_never_completes_a_message_is_given_up(channel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop_module, "MESSAGE_SHARE", 1 << 40)  # of any machine's memory: nothing
@@ -160,14 +193,20 @@ def test_a_worker_that_never_completes_a_message_is_given_up(channel: str, monke
         worker.close()
 
 
-def test_a_worker_that_asks_and_takes_no_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("here", [False, True], ids=["tcp", "ipc"])
+def test_a_worker_that_asks_and_takes_no_answers_is_given_up(
+    folder: str, here: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(loop_module, "MESSAGE_SHARE", 1 << 40)
     monkeypatch.setattr(loop_module, "LEAST_MESSAGE_BYTES", 16 << 20)
-    worker = Worker()
+    worker = Worker(folder=folder if here else "", queue=2)
     loop = ClientLoop(CLIENT)
     link = Reliable(7)
 
     def say(message: Lookup) -> None:
+        if here:
+            worker.commands.send_multipart(cut([encode(message)]))
+            return
         link.post([encode(message)])
         for parcel in link.outgoing(time.monotonic()):
             send(worker.commands, parcel)
@@ -187,10 +226,11 @@ def test_a_worker_that_asks_and_takes_no_answers_is_given_up(monkeypatch: pytest
         worker.close()
 
 
-def test_answers_that_a_worker_takes_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("here", [False, True], ids=["tcp", "ipc"])
+def test_answers_that_a_worker_takes_are_not_counted(folder: str, here: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop_module, "MESSAGE_SHARE", 1 << 40)
     monkeypatch.setattr(loop_module, "LEAST_MESSAGE_BYTES", 4 << 20)
-    worker = Worker()
+    worker = Worker(folder=folder if here else "", queue=2)
     loop = ClientLoop(CLIENT)
     link = Reliable(7)
 
@@ -202,8 +242,16 @@ def test_answers_that_a_worker_takes_are_not_counted(monkeypatch: pytest.MonkeyP
         loop.connect(worker, KEYS.public)
         loop.form(1, (0,))
         loop.start()
-        link.post([encode(Lookup(1, 1, "set", ("k",), bytes(1 << 20)))])
+        if here:
+            worker.commands.send_multipart(cut([encode(Lookup(1, 1, "set", ("k",), bytes(1 << 20)))]))
+        else:
+            link.post([encode(Lookup(1, 1, "set", ("k",), bytes(1 << 20)))])
         for ticket in range(2, 20):
+            if here:
+                worker.commands.send(encode(Lookup(ticket, 1, "get", ("k",))))
+                assert worker.commands.poll(5000)
+                assert len(receive(worker.commands)[0]) > 1 << 20
+                continue
             link.post([encode(Lookup(ticket, 1, "get", ("k",)))])
             flush()
             messages: list[Any] = []

@@ -59,6 +59,14 @@ def test_when_a_member_leaves_all_who_wait_are_told_and_nobody_waits_again() -> 
     assert made.dissolve(1) == []
 
 
+def test_only_members_leave_a_group() -> None:
+    made = services()
+    made.take(place(0), Lookup(7, 1, "get", ("k",)), ())
+    assert (made.take(place(2), Left(1), ()), made.take(place(0), Left(99), ())) == ([], [])
+    assert (made.serves(1), made.serves(2), made.may_leave(2, 1), made.may_leave(2, 2)) == (True, True, False, True)
+    assert made.take(place(1), Lookup(9, 1, "set", ("k",), b"v"), ()) == [GroupNotice(0, Rendezvous(7, b"v"))]
+
+
 def test_a_contribution_without_its_elements_breaks_the_protocol() -> None:
     with pytest.raises(WireError, match=r"worker 0 .* contributed 2 frames"):
         contribute(services(), 0, 5, b"", b"")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -74,6 +75,24 @@ def test_pinned_memory_takes_whole_pages_and_no_more(monkeypatch: pytest.MonkeyP
     del part
     assert driver.locked == {}
     assert driver.synchronised == 1, "before it is unlocked, for copies may still use it"
+
+
+@pytest.mark.parametrize("error", [RuntimeError, AssertionError])
+def test_memory_of_a_device_that_failed_is_unlocked_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    """It is unmapped in any case, and what is mapped at its address next could not be locked."""
+    driver = Driver(monkeypatch)
+
+    def fail(device: torch.device) -> None:
+        raise error("an illegal memory access was encountered")
+
+    memory = accelerator_for("cuda:0").pinned(10_000)
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
+    assert driver.locked
+    del memory
+    assert driver.locked == {}
 
 
 def test_memory_that_is_not_locked_is_ordinary(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -243,3 +245,23 @@ def test_another_device_stands_in_for_a_group() -> None:
     assert copier is not None
     run_ranks(2, rank, devices=[stand_in, HOST], copiers={0: copier})
     assert {"empty", "keep", "on", "pin", "unpin", "stream"} <= stand_in.used
+
+
+STEPS = """
+import sys, torch
+from onebox.worker.accelerator import ModelAccelerator
+device = ModelAccelerator(0, memory_bytes=64 << 20)
+landing = device.pinned(64).view(torch.float64)
+with torch.inference_mode():
+    landing.copy_(device.to_device(torch.arange(8.0, dtype=torch.float64)) * 2)
+    device.synchronize()
+    landing.add_(1)
+print(landing.tolist()[-1], "torch._dynamo" in sys.modules, "torch._inductor" in sys.modules)
+device.close()
+"""
+
+
+def test_a_modelled_accelerator_imports_nothing_of_the_compiler() -> None:
+    """PyTorch's modes import it with their first operator, only to disable it, unless they say otherwise."""
+    done = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.stdout, done.stderr) == ("15.0 False False\n", "")

@@ -394,7 +394,7 @@ def test_a_process_that_makes_communicators_for_ranks_that_ended_ends(
     library.here.gpu = 0
     threading.Timer(0.1, manager.interrupt, (3,)).start()
     with pytest.raises(AssertionError):  # the modelled process goes on after its end
-        manager.form(FormGroup(3, 0, 2, "gloo", "127.0.0.1", 20.0, nccl=(0, 1)))
+        manager.form(FormGroup(3, 0, 2, "gloo-tls", "127.0.0.1", 20.0, nccl=(0, 1)))
     assert ended == ["the others of group 3 did not come to their communicators"]
 
 

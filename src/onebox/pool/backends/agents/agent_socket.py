@@ -32,6 +32,10 @@ _HINTS = {
     int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "what listens there has not the key that was paired with: pair again",
     int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "what listens there is no agent",
     int(zmq.EVENT_CONNECTED): "something listens there, but does not answer: it may hang, or have another key",
+    int(zmq.EVENT_HANDSHAKE_SUCCEEDED): (
+        "it has let this client in, but does not answer: it may hang, or take no more from this client, which has sent "
+        "it too much; its journal has a line over-limit then"
+    ),
 }
 _NOTHING = "the host may be down, or a firewall between"
 

@@ -337,6 +337,11 @@ class HostAccessWatch(TorchDispatchMode):
         self._scheduler = scheduler
         self._pinned = pinned
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Prevent that the first operator imports torch's compiler only to disable it: 1 s and 70 MB in each worker."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._pinned and not func.is_view and not func._schema.name.startswith(_METADATA):

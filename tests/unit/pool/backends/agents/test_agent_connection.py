@@ -608,7 +608,7 @@ def test_signs_of_life_are_given_only_when_let_in() -> None:
         agent.mute = True
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(lines, "CONNECT_S", 0.8)
-            with pytest.raises(PoolError, match="something listens there, but does not answer"):
+            with pytest.raises(PoolError, match="has let this client in, but does not answer"):
                 agent.line()
         assert not any(isinstance(request, Renew) for request in agent.heard)
 

@@ -1,0 +1,100 @@
+"""Hosts that do not reach each other are named before a library waits for them."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from onebox.worker.comm import reachability
+from onebox.worker.comm.api import RankLost
+from onebox.worker.comm.reachability import require_reachable
+
+
+class Store:
+    """A key-value store of several threads."""
+
+    def __init__(self, **values: str) -> None:
+        self._values = {key.replace("_", "/"): value for key, value in values.items()}
+        self._set = threading.Condition()
+        self.dissolved = False
+
+    def set(self, key: str, value: str) -> None:
+        with self._set:
+            self._values[key] = value
+            self._set.notify_all()
+
+    def get(self, key: str) -> bytes:
+        with self._set:
+            assert self._set.wait_for(lambda: key in self._values, 20), key
+            return self._values[key].encode()
+
+    def check(self, keys: list[str]) -> bool:
+        if self.dissolved:
+            raise RankLost("the group is dissolved")
+        return True
+
+
+def checked(addresses: list[str], store: Store) -> list[str]:
+    """Return what each rank says, rank by rank; nothing where it has found no fault."""
+
+    def run(rank: int) -> str:
+        try:
+            require_reachable(rank, range(len(addresses)), addresses[rank], store, "t")
+        except RankLost as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(len(addresses)) as threads:
+        return list(threads.map(run, range(len(addresses))))
+
+
+def test_hosts_that_reach_each_other() -> None:
+    addresses = ["127.0.0.1", "127.0.0.2", "127.0.0.2", "127.0.0.3", ""]
+    assert checked(addresses, Store()) == [""] * 5
+    assert checked(["127.0.0.1"], Store()) == [""]
+
+
+def test_the_pair_that_does_not_is_named_by_all_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reachability, "REACH_S", 0.5)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.9", 0))  # nobody listens there
+        port = closed.getsockname()[1]
+        store = Store(t_at_2=f"127.0.0.9 {port}", t_said_2="")
+        began_s = time.monotonic()
+
+        def run(rank: int) -> str:
+            with pytest.raises(RankLost) as raised:
+                require_reachable(rank, range(3), f"127.0.0.{rank + 1}", store, "t")
+            return str(raised.value)
+
+        with ThreadPoolExecutor(2) as threads:
+            said = list(threads.map(run, range(2)))
+    assert time.monotonic() - began_s < 20
+    for rank, words in enumerate(said):
+        assert f"rank {rank} of the group, at 127.0.0.{rank + 1}, cannot connect to rank 2, at 127.0.0.9" in words
+        assert "Connection refused" in words and "--advertise" in words and "by way of the client" in words
+
+
+def test_a_rank_that_reaches_all_learns_of_the_others_failure() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.9", 0))
+        listener.listen()
+        store = Store(t_at_1=f"127.0.0.9 {listener.getsockname()[1]}", t_said_1="rank 1 cannot connect to rank 0")
+        with pytest.raises(RankLost, match="rank 1 cannot connect to rank 0"):
+            require_reachable(0, range(2), "127.0.0.1", store, "t")
+
+
+def test_the_end_of_the_group_ends_the_attempts() -> None:
+    """A rank that leaves it must not wait for them: those with NCCL have a few seconds to give up."""
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.9", 0))
+        store = Store(t_at_1=f"127.0.0.9 {closed.getsockname()[1]}")
+        store.dissolved = True
+        began_s = time.monotonic()
+        with pytest.raises(RankLost, match="dissolved"):
+            require_reachable(0, range(2), "127.0.0.1", store, "t")
+    assert time.monotonic() - began_s < reachability.REACH_S / 2
