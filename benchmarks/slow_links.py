@@ -46,7 +46,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import commit, finish, machine, show, spread
 from slow_links_keys import INFINITE, Cell, Cells, Part, append, figures, read
-from slow_links_model import SIZES
+from slow_links_model import SIZES, size_of
 from slow_links_sides import DROPPED, SCRIPTS, SIDES, Crew, Process, Setting
 
 from tests.net.fleet import Fleet
@@ -90,6 +90,7 @@ def main() -> None:
     parser.add_argument("--delay-ms", type=float, default=20.0, help="from host to host")
     parser.add_argument("--settled", type=int, default=6, help="steps after a drop that are not looked at")
     parser.add_argument("--size", default="full", choices=list(SIZES), help="of the model; tiny: to try it out")
+    parser.add_argument("--batch", type=int, default=0, help="sequences of a step, over all hosts; as the model has")
     parser.add_argument("--keep", type=Path, help="a file of cells: those in it are not measured, others are added")
     parser.add_argument("--merge", type=Path, nargs="+", default=[], help="more files of cells, which are only read")
     parser.add_argument("--only-read", action="store_true", help="show what the files have, and measure nothing")
@@ -109,7 +110,8 @@ def main() -> None:
 
 def invalid(options: argparse.Namespace) -> str:
     """Return what is wrong with the options; empty where they are right."""
-    size, period = SIZES[options.size], options.every * SIZES[options.size].tokens
+    size = size_of(options.size, options.batch)
+    period = options.every * size.tokens
     if "loss" in options.parts and options.tokens % period:
         return (
             f"--tokens {options.tokens}: islands exchange every {period} tokens ({options.every} steps of "
@@ -126,7 +128,7 @@ def settings_of(options: argparse.Namespace) -> dict[Part, dict[str, Any]]:
     """Return for each part what its cells must have been measured with."""
     both = {
         "size": options.size,
-        "step_tokens": SIZES[options.size].tokens,
+        "step_tokens": size_of(options.size, options.batch).tokens,
         "every": options.every,
         "outer_rate": options.outer_rate,
         "outer_momentum": options.outer_momentum,
@@ -193,6 +195,8 @@ class Group:
                 )
             )
             stack.callback(crews["onebox"][-1].close)
+            for process in sum(crews.values(), []):  # all at once, as each takes a while
+                stack.callback(process.finish)
             self._crews = {by: Crew(processes, ANSWER_S) for by, processes in crews.items()}
             self._stack = stack.pop_all()
         return self
@@ -252,7 +256,7 @@ class Benchmark:
     def run(self) -> dict[str, str]:
         """Measure what is missing; return the sides that onebox does not have, and what they would take."""
         options = self._options
-        setting = {"size": options.size, "every": options.every}
+        setting = {"size": options.size, "batch": options.batch, "every": options.every}
         setting |= {"outer_rate": options.outer_rate, "outer_momentum": options.outer_momentum}
         for count in options.islands:
             speeds = {rate: self._missing_speeds(count, rate) for rate in (INFINITE, *options.rates)}
@@ -338,7 +342,7 @@ class Benchmark:
         values: dict[str, list[float]] = {side: [] for side in sides}
         used_s, sent, tokens = dict.fromkeys(sides, 0.0), dict.fromkeys(sides, 0.0), dict.fromkeys(sides, 0)
         counts: dict[str, int] = {}
-        step_tokens = SIZES[self._options.size].tokens
+        step_tokens = size_of(self._options.size, self._options.batch).tokens
 
         def turn(side: str, count: int) -> float:
             before = group.sent_bytes
@@ -377,7 +381,7 @@ class Benchmark:
 
     def _loss(self, group: Group, side: str, seed: int) -> None:
         """Measure the loss of a side after all tokens."""
-        steps = self._options.tokens // SIZES[self._options.size].tokens
+        steps = self._options.tokens // size_of(self._options.size, self._options.batch).tokens
         if self._make(group, side, seed=seed, steps=steps) is None:
             return
         seconds = group.crew(side).steps(side, steps)
@@ -399,12 +403,12 @@ class Benchmark:
                 self._make(group, side, warm=WARM)
         group.limit(options.rates[0])
         group.measure()
-        self._make(group, "adaptive", warm=1)
+        begun = self._make(group, "adaptive", warm=1) or {}
         group.crew("adaptive").steps("adaptive", options.settled)
         for rate in options.rates[1:]:
             group.limit(rate)
             group.crew("adaptive").steps("adaptive", options.settled)
-            notes, sides = {}, ["adaptive", *fixed]
+            notes, sides = {"adaptive": f"began as {begun.get('plan', '')}"}, ["adaptive", *fixed]
             if "default" in options.sides:
                 group.measure()
                 made = self._make(group, "default", warm=1)
@@ -428,7 +432,7 @@ class Benchmark:
 
 def report(cells: Cells, lacking: Mapping[str, str], options: argparse.Namespace) -> None:
     """Print the tables and the figures."""
-    size, rates = SIZES[options.size], (INFINITE, *options.rates)
+    size, rates = size_of(options.size, options.batch), (INFINITE, *options.rates)
     names = ["infinite", *(f"{rate} Mbit/s" for rate in options.rates)]
     speeds, losses, drops = [], [], []
     for count in options.islands:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -58,6 +58,11 @@ SIZES = {
     "full": Size(width=384, layers=3, heads=6, context=64, batch=64, held_out=512, rate=1e-3),
 }
 """``full`` has 5.4 million parameters."""
+
+
+def size_of(name: str, batch: int = 0) -> Size:
+    """Return sizes by their name, with another batch if one is given."""
+    return replace(SIZES[name], batch=batch) if batch else SIZES[name]
 
 
 class _Layer(nn.Module):

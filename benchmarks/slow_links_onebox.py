@@ -49,7 +49,7 @@ class Client:
 
     def __init__(self, setting: Setting, pool: onebox.Pool) -> None:
         self._setting, self._pool = setting, pool
-        self._size = models.SIZES[setting.size]
+        self._size = models.size_of(setting.size, setting.batch)
         self._runs: dict[str, Run] = {}
 
     def options(self, side: str) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class Run:
     """
 
     def __init__(self, setting: Setting, pool: onebox.Pool, seed: int, steps: int, options: dict[str, Any]) -> None:
-        self._size, self._seed, self._step = models.SIZES[setting.size], seed, 0
+        self._size, self._seed, self._step = models.size_of(setting.size, setting.batch), seed, 0
         self._model, optimizer = models.made(self._size, seed, getattr(torch, setting.dtype))
         self._rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: models.rate_factor(step, steps))
         self._trainer = onebox.Trainer(self._model, models.loss_of, optimizer, pool=pool, seed=seed, **options)

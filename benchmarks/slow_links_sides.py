@@ -6,6 +6,7 @@ one on each host, with the sides of PyTorch, and ``slow_links_onebox.py`` one on
 
 from __future__ import annotations
 
+import contextlib
 import json
 import select
 import subprocess
@@ -72,8 +73,9 @@ class Setting:
 
     Args:
         size: A name of ``slow_links_model.SIZES``.
-        dtype: Of the parameters.
         addresses: Of the hosts.
+        batch: Sequences of a step, over all devices; 0 for as many as the size has.
+        dtype: Of the parameters.
         every: Inner steps of an island, and of post-local SGD, for each exchange.
         outer_rate: The outer learning rate.
         outer_momentum: Its momentum.
@@ -82,6 +84,7 @@ class Setting:
 
     size: str
     addresses: tuple[str, ...]
+    batch: int = 0
     dtype: str = "float32"
     every: int = 30
     outer_rate: float = 0.7
@@ -157,13 +160,19 @@ class Process:
         answer: dict[str, Any] = json.loads(line)
         return answer
 
+    def finish(self) -> None:
+        """Let the process end. Idempotent."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+
     def close(self) -> None:
         """End the process. Idempotent."""
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdout is not None
+        self.finish()
         try:
-            self._process.stdin.close()
-            self._process.wait(timeout=30)
-        except (BrokenPipeError, subprocess.TimeoutExpired):
+            self._process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait(timeout=30)
         self._process.stdout.close()

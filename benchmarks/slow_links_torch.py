@@ -41,7 +41,7 @@ class Replica:
     """
 
     def __init__(self, side: str, setting: Setting, seed: int, steps: int) -> None:
-        self._size, self._seed, self._step = models.SIZES[setting.size], seed, 0
+        self._size, self._seed, self._step = models.size_of(setting.size, setting.batch), seed, 0
         model, inner = models.made(self._size, seed, getattr(torch, setting.dtype))
         self._rates = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: models.rate_factor(step, steps))
         self._optimizer: Any = inner
