@@ -87,6 +87,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=30, help="inner steps of an island for each outer step")
     parser.add_argument("--outer-rate", type=float, default=0.7, help="the outer learning rate")
     parser.add_argument("--outer-momentum", type=float, default=0.9)
+    parser.add_argument("--fragments", type=int, default=1, help="of the model, which islands exchange one at a time")
     parser.add_argument("--delay-ms", type=float, default=20.0, help="from host to host")
     parser.add_argument("--settled", type=int, default=6, help="steps after a drop that are not looked at")
     parser.add_argument("--size", default="full", choices=list(SIZES), help="of the model; tiny: to try it out")
@@ -132,6 +133,7 @@ def settings_of(options: argparse.Namespace) -> dict[Part, dict[str, Any]]:
         "every": options.every,
         "outer_rate": options.outer_rate,
         "outer_momentum": options.outer_momentum,
+        "fragments": options.fragments,
     }
     return {
         "speed": {**both, "delay_ms": options.delay_ms},
@@ -195,7 +197,7 @@ class Group:
                 )
             )
             stack.callback(crews["onebox"][-1].close)
-            for process in sum(crews.values(), []):  # all at once, as each takes a while
+            for process in (*crews["torch"], *crews["onebox"]):  # all at once, as each takes a while to end
                 stack.callback(process.finish)
             self._crews = {by: Crew(processes, ANSWER_S) for by, processes in crews.items()}
             self._stack = stack.pop_all()
@@ -256,8 +258,8 @@ class Benchmark:
     def run(self) -> dict[str, str]:
         """Measure what is missing; return the sides that onebox does not have, and what they would take."""
         options = self._options
-        setting = {"size": options.size, "batch": options.batch, "every": options.every}
-        setting |= {"outer_rate": options.outer_rate, "outer_momentum": options.outer_momentum}
+        names = ("size", "batch", "every", "outer_rate", "outer_momentum", "fragments")
+        setting = {name: getattr(options, name) for name in names}
         for count in options.islands:
             speeds = {rate: self._missing_speeds(count, rate) for rate in (INFINITE, *options.rates)}
             losses = self._missing_losses(count)
@@ -466,8 +468,7 @@ def report(cells: Cells, lacking: Mapping[str, str], options: argparse.Namespace
         show(title, ["hosts", "side", *names[2:]], drops)
     cores = len(os.sched_getaffinity(0))
     result = figures(cells, options.rates, options.islands, options.seeds, cores)
-    settings = {"delay_ms": options.delay_ms, "step_tokens": size.tokens, "loss_tokens": options.tokens}
-    settings |= {"every": options.every, "outer_rate": options.outer_rate, "outer_momentum": options.outer_momentum}
+    settings = {**settings_of(options)["speed"], "loss_tokens": options.tokens}
     medians = {
         f"{cell.part} {cell.islands} {cell.rate or 'infinite'} {cell.side} {cell.seed}": statistics.median(cell.values)
         for cell in cells

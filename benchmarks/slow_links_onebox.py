@@ -68,10 +68,16 @@ class Client:
             stages = (msgspec.structs.replace(stage, **codec),)
             options |= {"plan": msgspec.structs.replace(whole, stages=stages), "lossy": ("gradients",)}
         elif side == "gated":
-            options["lossy"] = ("gradients",)
+            options |= {"plan": "auto", "lossy": ("gradients",)}
         elif side == "islands":
-            setting, made = self._setting, vars(onebox)["Outer"]
-            outer = made(every=setting.every, lr=setting.outer_rate, momentum=setting.outer_momentum)
+            setting = self._setting
+            outer = onebox.Outer(
+                every=setting.every,
+                lr=setting.outer_rate,
+                momentum=setting.outer_momentum,
+                fragments=setting.fragments,
+                shares="equal",
+            )
             options |= {"islands": [[device] for device in devices], "outer": outer}
         elif side == "single":
             options["plan"] = Plan.data_parallel([0], [1.0])

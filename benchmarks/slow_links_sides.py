@@ -79,6 +79,7 @@ class Setting:
         every: Inner steps of an island, and of post-local SGD, for each exchange.
         outer_rate: The outer learning rate.
         outer_momentum: Its momentum.
+        fragments: Parts of the model that islands exchange one at a time.
         rank: Of PowerSGD's approximation.
     """
 
@@ -89,6 +90,7 @@ class Setting:
     every: int = 30
     outer_rate: float = 0.7
     outer_momentum: float = 0.9
+    fragments: int = 1
     rank: int = 4
 
     @classmethod
