@@ -140,7 +140,7 @@ def figures(cells: Cells, rates: Sequence[int], islands: Sequence[int], seeds: i
         min,
         [cells.ratio("speed", n, (rate, "single"), (rate, "default")) for n in islands for rate in rates if n <= cores],
     )
-    regrets = [_over_best(cells, "speed", n, rate, "gated", FIXED) for n in islands for rate in (*rates, INFINITE)]
+    regrets = [_over_best(cells, "speed", n, rate, "gated", FIXED) for n in islands for rate in rates]
     result["gate_regret"] = _chosen(max, [regret - 1 for regret in regrets if regret is not None])
     result["bytes_saved"] = {
         side: {str(rate): _chosen(min, [_saved(cells, n, rate, side) for n in islands]) for rate in sorted(rates)}
