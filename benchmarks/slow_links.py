@@ -33,7 +33,6 @@ from __future__ import annotations
 import argparse
 import os
 import socket
-import statistics
 import sys
 import tempfile
 import time
@@ -471,10 +470,9 @@ def report(cells: Cells, lacking: Mapping[str, str], options: argparse.Namespace
     cores = len(os.sched_getaffinity(0))
     result = figures(cells, options.rates, options.islands, options.seeds, cores)
     settings = {**settings_of(options)["speed"], "loss_tokens": options.tokens}
-    medians = {
-        f"{cell.part} {cell.islands} {cell.rate or 'infinite'} {cell.side} {cell.seed}": statistics.median(cell.values)
-        for cell in cells
-    }
+    named = {f"{cell.part} {cell.islands} {cell.rate or 'infinite'} {cell.side} {cell.seed}": cell for cell in cells}
+    medians = {name: cell.value for name, cell in named.items()}
+    result["plans"] = {name: cell.note for name, cell in named.items() if cell.note}
     result |= {"not_available": dict(lacking), "settings": settings, "machine": machine(), "commit": commit()}
     finish(result | {"cells": medians}, as_json=options.json)
 

@@ -46,7 +46,7 @@ class Side:
 SIDES = {
     "ddp": Side(by="torch", about="DistributedDataParallel"),
     "ddp fp16": Side(by="torch", about="the same with its fp16 hook"),
-    "ddp powersgd": Side(by="torch", about="the same with its PowerSGD hook"),
+    "ddp powersgd": Side(by="torch", about="the same with its PowerSGD hook, and one bucket"),
     "post-local sgd": Side(by="torch", about="post-local SGD, averaged every so many steps", periodic=True),
     "sync": Side(by="onebox", about="data parallel, exact sums", static=True),
     "sync bf16": Side(by="onebox", about="data parallel, gradients as bf16", codec="bf16"),
@@ -60,8 +60,8 @@ SIDES = {
 }
 """All sides. Those that are exact compute the same, whoever has them."""
 
-FIXED = ("sync", *(name for name, side in SIDES.items() if side.codec))
-"""The choices that the gate has."""
+FIXED = ("sync", *(name for name, side in SIDES.items() if side.codec), "single")
+"""Choices by hand of who allows lossy gradients, as the gated side does, whose planner may take one device only."""
 
 DROPPED = ("pipelined", "adaptive")
 """Sides of the drops of a link only."""

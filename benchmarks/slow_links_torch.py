@@ -30,6 +30,11 @@ EXACT_STEPS = 2
 """First steps of PowerSGD, whose gradients are summed exactly: at least so many are asked for."""
 
 
+ONE_BUCKET_MB = 1024
+"""For PowerSGD: it sums several times for each bucket, as answers arrive, so that with several buckets ranks do not sum
+in the same order, and Gloo aborts ("Received data size doesn't match expected size")."""
+
+
 class Replica:
     """The part of a side that a rank has.
 
@@ -45,7 +50,8 @@ class Replica:
         model, inner = models.made(self._size, seed, getattr(torch, setting.dtype))
         self._rates = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: models.rate_factor(step, steps))
         self._optimizer: Any = inner
-        self._module = module = DistributedDataParallel(model)
+        whole = {"bucket_cap_mb": ONE_BUCKET_MB} if side == "ddp powersgd" else {}
+        self._module = module = DistributedDataParallel(model, **whole)
         self._averages = side == "post-local sgd"
         if side == "ddp fp16":
             module.register_comm_hook(None, default_hooks.fp16_compress_hook)

@@ -121,7 +121,7 @@ def test_figures_are_the_worst_number_of_islands_or_rate() -> None:
 
 
 def test_the_gate_is_compared_with_each_fixed_choice_or_not_at_all() -> None:
-    choices = [cell(side, time) for side, time in zip(FIXED, (4.0, 2.0, 3.0), strict=True)]
+    choices = [cell(side, time) for side, time in zip(FIXED, (4.0, 2.0, 3.0, 5.0), strict=True)]
     assert figures_of(cell("gated", 2.1), *choices)["gate_regret"] == 0.05
     assert figures_of(cell("gated", 2.1), *choices[:-1])["gate_regret"] is None
 
