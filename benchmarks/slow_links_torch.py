@@ -50,8 +50,8 @@ class Replica:
         model, inner = models.made(self._size, seed, getattr(torch, setting.dtype))
         self._rates = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: models.rate_factor(step, steps))
         self._optimizer: Any = inner
-        whole = {"bucket_cap_mb": ONE_BUCKET_MB} if side == "ddp powersgd" else {}
-        self._module = module = DistributedDataParallel(model, **whole)
+        bucket_mb = ONE_BUCKET_MB if side == "ddp powersgd" else None
+        self._module = module = DistributedDataParallel(model, bucket_cap_mb=bucket_mb)
         self._averages = side == "post-local sgd"
         if side == "ddp fp16":
             module.register_comm_hook(None, default_hooks.fp16_compress_hook)
