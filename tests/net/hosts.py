@@ -2,7 +2,7 @@
 
 The switch is a bridge in a namespace, too, so nothing of the machine's own network is touched. All is removed at the
 end, and what an earlier run left that was killed is removed first. It takes root, ``ip`` of iproute2 and ``unshare``;
-limits take ``tc`` and the kernel's token bucket.
+limits take ``tc`` and the kernel's token bucket, and delays its TAP driver.
 """
 
 from __future__ import annotations
@@ -182,12 +182,13 @@ class Network:
 
     Args:
         names: Of the hosts; their addresses are 10.77.0.1 and on.
+        delay_s: Seconds that a packet takes from one host to another, beside the time that limits of rates cost.
 
     Raises:
         RuntimeError: It cannot be made; nothing is left of it.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], delay_s: float = 0.0) -> None:
         self._id = f"{_PREFIX}-{os.getpid()}-{os.urandom(3).hex()}"
         self._spaces: list[str] = []
         self._forwarders: list[subprocess.Popen[bytes]] = []
@@ -198,6 +199,8 @@ class Network:
             tool("ip", "-n", switch, "link", "set", "bridge", "up")
             for number, name in enumerate(names, 1):
                 self.hosts[name] = self._host(name, switch, number)
+            if delay_s:
+                self._delay(delay_s)
         except BaseException:
             self.close()
             raise
@@ -256,14 +259,28 @@ class Network:
         return self.hosts[name]
 
     def _forward(self, router: Host, inner: str, ports: Sequence[str]) -> None:
+        self._program(router.space, "port_forwarder.py", router.address, inner, *ports)
+
+    def _delay(self, delay_s: float) -> None:
+        """Replace the cables of all hosts by some on which a packet takes half of the time."""
+        for host in self.hosts.values():
+            tool("ip", "-n", host._switch, "link", "delete", host._port)
+        cables = [f"{host.space}=eth0={host._switch}={host._port}" for host in self.hosts.values()]
+        self._program(self._switch, "delay_line.py", repr(delay_s / 2), *cables)
+        for host in self.hosts.values():
+            _connect(host.space, host.address, host._switch, host._port)
+
+    def _program(self, space: str, name: str, *arguments: str) -> None:
+        """Run a program of this folder in a namespace until the network is closed; return when it is ready."""
         with tempfile.NamedTemporaryFile() as said:
-            program, output = Path(__file__).with_name("port_forwarder.py"), Path(said.name)
-            command = (sys.executable, str(program), router.address, inner, *ports)
-            self._forwarders.append(router.start(*command, output=output))
+            program, output = Path(__file__).with_name(name), Path(said.name)
+            command = ("ip", "netns", "exec", space, sys.executable, str(program), *arguments)
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
+            self._forwarders.append(process)
             end_s = time.monotonic() + TOOL_S
-            while not output.read_text():
-                if time.monotonic() > end_s:
-                    raise RuntimeError("the forwarder of ports does not start")
+            while not (printed := output.read_text()).startswith("ready"):
+                if time.monotonic() > end_s or process.poll() is not None:
+                    raise RuntimeError(f"{name} does not start: {printed.strip()}")
                 time.sleep(0.05)
 
     def _space(self, name: str) -> str:
@@ -276,9 +293,7 @@ class Network:
     def _host(self, name: str, switch: str, number: int) -> Host:
         space, port, address = self._space(name), f"port{number}", f"10.77.0.{number}"
         tool("ip", "link", "add", "eth0", "netns", space, "type", "veth", "peer", "name", port, "netns", switch)
-        tool("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
-        tool("ip", "-n", space, "address", "add", f"{address}/24", "dev", "eth0")
-        tool("ip", "-n", space, "link", "set", "eth0", "up")
+        _connect(space, address, switch, port)
         return Host(name, space, address, switch, port)
 
 
@@ -331,6 +346,13 @@ def _signal(host: Host, number: signal.Signals) -> None:
 def _enter(descriptor: int) -> None:
     if _libc.setns(descriptor, _NEW_NET):
         raise OSError(ctypes.get_errno(), "setns")
+
+
+def _connect(space: str, address: str, switch: str, port: str) -> None:
+    """Put one end of a cable into the switch, and give the other one an address."""
+    tool("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
+    tool("ip", "-n", space, "address", "add", f"{address}/24", "dev", "eth0")
+    tool("ip", "-n", space, "link", "set", "eth0", "up")
 
 
 def _remove(space: str) -> None:

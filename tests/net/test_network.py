@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import socket
+import threading
 import time
 
 import pytest
@@ -60,3 +61,34 @@ def test_what_a_network_holds_ends_with_it() -> None:
         pytest.skip(f"no network here: {error}")
     assert process.wait(30) == -9
     assert space not in tool("ip", "netns", "list")
+
+
+def test_a_packet_takes_as_long_as_was_asked_for() -> None:
+    try:
+        made = Network(["here", "there"], delay_s=0.05)
+    except RuntimeError as error:
+        pytest.skip(f"no cables that take their time here: {error}")
+    with made:
+        here, there = made["here"], made["there"]
+        with there.inside():
+            listener = socket.create_server((there.address, 0))
+        listener.settimeout(5)
+        port = listener.getsockname()[1]
+        with listener, here.inside(), socket.create_connection((there.address, port), 5) as near:
+            far, _ = listener.accept()
+            with far:
+                far.settimeout(10)
+                near.settimeout(10)
+                sent = bytes(range(256)) * 4096
+                begin_s = time.monotonic()
+                near.sendall(sent[:1])
+                far.sendall(far.recv(1))
+                assert near.recv(1) == sent[:1]
+                assert time.monotonic() - begin_s >= 0.1, "there and back"
+                writer = threading.Thread(target=near.sendall, args=(sent,))
+                writer.start()
+                got = bytearray()
+                while len(got) < len(sent) and (more := far.recv(1 << 16)):
+                    got += more
+                writer.join(10)
+        assert got == sent, "frames of 64 KiB and what is left of them, in order"
