@@ -333,6 +333,7 @@ def _begin(raw: socket.socket, peer: _Peer, context: ssl.SSLContext, where: str)
         RankLost: Another than the peer is there.
     """
     try:
+        raw.getpeername()  # see _Acceptor._greet
         connection = context.wrap_socket(raw)
     except ssl.SSLCertVerificationError as error:
         raw.close()
@@ -511,6 +512,7 @@ class _Acceptor:
                 return
         elif first != _RECORD_OF_HANDSHAKE:
             raise ConnectionError("neither a peer nor the client")
+        raw.getpeername()  # of a connection that has ended, ssl would leave the socket unclosed
         pending.connection = self._context.wrap_socket(raw, server_side=True, do_handshake_on_connect=False)
 
     def _hand_over(self, pending: _Pending, rank: int) -> None:

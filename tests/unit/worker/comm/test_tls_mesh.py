@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import ssl
 import struct
@@ -186,6 +187,21 @@ def client(certificate: Certificate | None) -> ssl.SSLContext:
         context.load_cert_chain(f"/proc/self/fd/{file}")
         os.close(file)
     return context
+
+
+def test_a_connection_that_was_reset_before_tls_leaves_no_socket_open() -> None:
+    """Its wrapper of the standard library, found unclosed, would fail this test."""
+    with socket.create_server((HERE, 0)) as listener:
+        raw = socket.create_connection(listener.getsockname())
+        accepted = listener.accept()[0]
+        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        accepted.close()
+    assert select.select([raw], [], [], WITHIN_S)[0]
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    with pytest.raises(OSError):
+        tls_mesh._begin(raw, tls_mesh._Peer(1, HERE, 9, b""), context, HERE)
+    assert raw.fileno() < 0
 
 
 @pytest.mark.parametrize("key", [True, False], ids=["another key", "no key"])
