@@ -50,6 +50,20 @@ def size_text(size_bytes: int) -> str:
     return f"{size_bytes / 2**20:.0f} MiB" if size_bytes >= 2**20 else f"{size_bytes} bytes"
 
 
+def bit_rate_text(bytes_per_s: float) -> str:
+    """Say a rate in bits per second, as those of networks are given.
+
+    Example:
+        >>> [bit_rate_text(rate) for rate in (1.2e6, 11.9e6, 117e6, 1.25e9)]
+        ['9.6 Mbit/s', '95 Mbit/s', '936 Mbit/s', '10 Gbit/s']
+    """
+    mega = 8 * bytes_per_s / 1e6
+    if mega >= 1e6:
+        return "more than a Tbit/s"
+    value, unit = (mega / 1e3, "Gbit/s") if mega >= 1e3 else (mega, "Mbit/s")
+    return f"{value:.2g} {unit}" if value < 10 else f"{value:.0f} {unit}"
+
+
 def enough_text(size_bytes: int) -> str:
     """Say a number of bytes as :func:`size_text` does, but no smaller than it is.
 

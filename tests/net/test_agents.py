@@ -83,7 +83,12 @@ def test_on_a_host_with_two_networks_all_meet_on_the_side_of_the_pool(fleet: Fle
     red.add_address("10.78.0.1", "inner")
     with fleet.client():
         pool = onebox.open(fleet.spec("red", "green"), threads=1, grace_s=GRACE_S)
-    with pool, onebox.Trainer(*parts(NARROW), pool=pool, engine=onebox.Engine(check_every=1)) as trainer:
+    with (
+        pool,
+        onebox.Trainer(
+            *parts(NARROW), pool=pool, plan=onebox.DataParallel(), engine=onebox.Engine(check_every=1)
+        ) as trainer,
+    ):
         assert [device.address for device in pool.devices] == [red.address, green.address]
         steps(trainer, 2)
         found = red.listening(pool.process_ids[0])

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -40,6 +41,21 @@ def parts(width: int = WIDTH) -> tuple[nn.Module, Any, torch.optim.Optimizer]:
         layers = [nn.Linear(8, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 4)]
         model = nn.Sequential(*layers).double()
     return model, nn.functional.cross_entropy, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+class Laborious(nn.Sequential):
+    """A model of images uint8 [B, 1, 8, 8] with few parameters and many operations."""
+
+    def __init__(self, features: int = 32, layers: int = 6) -> None:
+        sizes = [1, *[features] * layers]
+        convolutions = [nn.Conv2d(before, after, 3, padding=1) for before, after in pairwise(sizes)]
+        body = [layer for convolution in convolutions for layer in (convolution, nn.ReLU())]
+        super().__init__(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(features, 10))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return the logits [B, 10]."""
+        outputs: Tensor = super().forward(inputs.float() / 255)
+        return outputs
 
 
 def batch(step: int, size: int = 12) -> tuple[Tensor, Tensor]:

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import logging
+import re
+import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
 
 import onebox
-from onebox.errors import UsageError
-from onebox.plan import ASYNC
+from onebox.engine import trainer as trainer_module
+from onebox.engine.planning import resolve_plan
+from onebox.errors import PlanError, UsageError
+from onebox.plan import ASYNC, predict
 from tests.models import CASES
 from tests.process.shelf import Shelf
 from tests.reference import Outcome, assert_same, train
+
+STEPS = 3
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -89,3 +96,77 @@ def test_a_plan_that_is_not_there_is_answered_with_what_is_allowed(pools: Shelf)
         onebox.Trainer(
             model, nn.functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), pool=pools(2), plan="atuo"
         )
+
+
+def test_by_default_it_plans_over_several_hosts_also_after_an_evaluation(
+    pools: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for module in (trainer_module, resolve_plan):
+        monkeypatch.setattr(module, "default_plan", lambda pool: "auto")
+    case = CASES["mlp"]
+    model, expected = case.model(), case.model()
+    with onebox.Trainer(model, case.loss, sgd(model), pool=pools(2)) as trainer:
+        before = trainer.evaluate(case.batches([7, 3]))
+        assert trainer.plan is not None and trainer.plan.devices == (0, 1)
+        assert "plan auto" not in caplog.text
+        uploaded = trainer.upload(*case.batches([8, 8])[0])
+        losses = [trainer.step(uploaded), trainer.step(*case.batches([8, 8])[1])]
+        plan = trainer.plan
+        assert plan.predicted is not None and plan.predicted.batch == 8
+        found = outcome(trainer, losses)
+        after = trainer.evaluate(case.batches([7, 3]))
+        trainer.save(tmp_path)
+    assert re.search(r"1 hosts: plan auto, .*[;,] (which is data parallel|data parallel would take)", caplog.text)
+    assert after.loss < before.loss
+    reference = train(
+        expected, case.loss, sgd(expected), case.batches([8, 8]), lambda n: [p.size for p in plan.micro_batches(n)]
+    )
+    assert_same(found, reference, 1e-12)
+    model = case.model()
+    with onebox.Trainer.resume(tmp_path, model, case.loss, sgd(model), pool=pools(2)) as trainer:
+        trainer.step(*case.batches([8])[0]).item()
+        assert trainer.plan is not None
+        assert trainer.plan.devices == plan.devices, "the stored plan, though it may leave devices idle"
+
+
+def test_what_cannot_be_planned_is_data_parallel_by_default(
+    pools: Shelf, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PlanError("no plan fits")
+
+    monkeypatch.setattr(trainer_module, "default_plan", lambda pool: "auto")
+    monkeypatch.setattr(resolve_plan, "make_plan", refuse)
+    case = CASES["mlp"]
+    model = case.model()
+    with onebox.Trainer(model, case.loss, sgd(model), pool=pools(2)) as trainer:
+        trainer.step(*case.batches([8])[0]).item()
+        assert trainer.plan is not None and trainer.plan.devices == (0, 1)
+    assert "data parallel, as no plan could be made for them: no plan fits" in caplog.text
+    with (
+        onebox.Trainer(model, case.loss, sgd(model), pool=pools(2), plan="auto") as trainer,
+        pytest.raises(PlanError),
+    ):
+        trainer.step(*case.batches([8])[0])
+
+
+def test_a_data_parallel_row_over_a_slow_link_is_predicted_as_it_runs() -> None:
+    """The time is that of the link, which an emulated one keeps on a busy machine, too; hence the bound of a half."""
+    slow = onebox.Link(latency_s=2e-3, bandwidth_bps=1e6)
+    model = nn.Sequential(nn.Linear(128, 256), nn.Tanh(), nn.Linear(256, 128))
+    x, y = torch.ones(64, 128), torch.zeros(64, 128)
+    with onebox.open("cpu*2", threads=1, links={(0, 1): slow}) as pool:
+        found = onebox.make_plan(model, nn.functional.mse_loss, sgd(model), x, y, pool=pool, budget_s=1.0)
+        (row,) = [one for one in found.result.candidates if one.label == "data parallel, equal shares"]
+        assert not row.refused and row.step_s > 0.25, "265 kB of gradients at 1 MB/s"
+        assert row.step_s == pytest.approx(predict(found.problem, row.plan)[0].step_s, rel=0.01), "as --check has it"
+        plan = msgspec.structs.replace(row.plan, predicted=None)
+        with onebox.Trainer(model, nn.functional.mse_loss, sgd(model), pool=pool, plan=plan) as trainer:
+            trainer.step(x, y).item()
+            trainer.wait()
+            begin_s = time.monotonic()
+            for _ in range(STEPS):
+                trainer.step(x, y).item()
+            trainer.wait()
+            step_s = (time.monotonic() - begin_s) / STEPS
+    assert 0.67 < step_s / row.step_s < 1.5, (step_s, row.step_s)

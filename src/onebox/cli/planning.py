@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 from torch import Tensor, nn
 
-from onebox.cli.options.jobs import JobConfig, StalenessConfig, TrainConfig
+from onebox.cli.options.jobs import DATA_PARALLEL, JobConfig, StalenessConfig, TrainConfig
 from onebox.cli.options.run_config import read_config
 from onebox.cli.output_files import write_output
 from onebox.cli.run_setup import make_loss, make_model, make_optimizer
@@ -214,14 +214,15 @@ def plan_of_run(
         UsageError: The plan cannot be read, or would change the computation of a resumed run.
         PlanError: Nothing fits.
     """
-    if config.plan is None:
+    if config.plan in (None, DATA_PARALLEL):
         return None, None
     before = read_config(config.resume) if config.resume is not None else None
     if before is not None and before.plan == config.plan:
         return Plan.read(folder.plan), None
     size = None
     if before is not None:
-        size = before.micro_batch if before.plan is None else Plan.read(folder.plan).micro_batch
+        parallel = before.plan == DATA_PARALLEL or not folder.plan.exists()
+        size = before.micro_batch if parallel else Plan.read(folder.plan).micro_batch
     simulation = None
     if config.plan == "auto":
         say("planning: the model, the devices and the links are measured unless they are known")

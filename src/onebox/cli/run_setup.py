@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from onebox.cli.models import build_model
 from onebox.cli.options.common import BUILT_IN_MODELS
-from onebox.cli.options.jobs import JobConfig, TrainConfig
+from onebox.cli.options.jobs import DATA_PARALLEL, JobConfig, TrainConfig
 from onebox.cli.options.run_config import read_config
 from onebox.cli.training_loop import RunProgress
 from onebox.cli.user_code import load_callable, own_model
@@ -113,7 +113,7 @@ def start_run(config: TrainConfig, folder: RunFolder, data: Data, pool: Pool, pl
         make_loss(config),
         make_optimizer(config, model),
         pool=pool,
-        plan=plan or config.data_parallel,
+        plan=plan or requested_data_parallel(config),
         precision=config.precision,
         clip_grad_norm=config.clip_grad_norm,
         seed=config.seed,
@@ -132,11 +132,14 @@ def start_run(config: TrainConfig, folder: RunFolder, data: Data, pool: Pool, pl
 def _resumed(config: TrainConfig, saved: Path, data: Data, pool: Pool, plan: Plan | None) -> StartedRun:
     assert config.resume is not None
     model = make_model(config, data)
-    before = read_config(config.resume).data_parallel
+    stored = read_config(config.resume)
+    before = stored.data_parallel
     placement: DataParallel | Literal["stored"] = "stored"
     if config.data_parallel != before:  # shares that were measured stay, unless others are given
         same = config.data_parallel.shares == before.shares
         placement = replace(config.data_parallel, shares="auto") if same else config.data_parallel
+    elif config.plan == DATA_PARALLEL and stored.plan != DATA_PARALLEL:
+        placement = config.data_parallel
     try:
         trainer = Trainer.resume(
             saved,
@@ -153,6 +156,12 @@ def _resumed(config: TrainConfig, saved: Path, data: Data, pool: Pool, plan: Pla
     except CheckpointError as error:
         raise CheckpointError(f"{error}; to go on from the save before it, move {saved} away", path=saved) from None
     return StartedRun(trainer=trainer, standing=standing, saved=saved)
+
+
+def requested_data_parallel(config: TrainConfig) -> DataParallel | None:
+    """Return data parallel training as the options request it; ``None`` where they leave the plan to the trainer."""
+    asked = config.data_parallel
+    return asked if config.plan == DATA_PARALLEL or asked != DataParallel() else None
 
 
 def make_model(config: JobConfig, data: Data) -> nn.Module:

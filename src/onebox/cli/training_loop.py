@@ -14,12 +14,14 @@ from typing import Any, TypeVar
 import msgspec
 
 from onebox.cli.options.jobs import TrainConfig
+from onebox.cli.output_files import write_output
 from onebox.engine import StepLoss, Trainer
 from onebox.engine.adaptive.controller import AppliedDecision
 from onebox.engine.data.prefetch import UploadedBatch
 from onebox.engine.recovery.policy import RecoveryRecord
 from onebox.errors import CheckpointError, OneboxError
 from onebox.feed import Data, Feed, Position
+from onebox.plan import Plan
 from onebox.report import MetricsLog, Progress, RunFolder, epoch_line
 from onebox.stop_signals import StopSignals
 
@@ -138,6 +140,7 @@ class TrainingLoop:
         unsaved: The reason for which the last due checkpoint was not written; ``None`` if it was.
         stopped: Whether a signal has ended it.
         full_steps: Numbers of the last steps with a whole batch, as in events, from 0.
+        planned: Whether its plan was searched for, or given as a file.
     """
 
     config: TrainConfig
@@ -156,6 +159,7 @@ class TrainingLoop:
     unsaved: OneboxError | None = None
     stopped: bool = False
     full_steps: deque[int] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    planned: bool = False
     _pending: deque[tuple[int, StepLoss, int]] = field(default_factory=deque)
     _loss_sum: float = 0.0
     _stories: int = 0
@@ -225,12 +229,20 @@ class TrainingLoop:
         first = self.trainer.plan is None
         loss = self.trainer.step(uploaded)
         if first and self.trainer.plan is not None:
-            self.progress.note(f"plan: {self.trainer.plan.describe()}")
+            self._note_plan(self.trainer.plan)
         if uploaded.size == self.full_batch:
             self.full_steps.append(self.trainer.steps_done - 1)
         self._pending.append((self.trainer.steps_done, loss, uploaded.size))
         if len(self._pending) > _BEHIND:
             self._record(epoch)
+
+    def _note_plan(self, plan: Plan) -> None:
+        """Print the plan; one that was searched for by default is written into the run's folder."""
+        self.progress.note(f"plan: {plan.describe()}")
+        if self.config.plan is None and plan.predicted is not None:
+            write_output("--plan", self.folder.plan, plan.to_json().encode())
+            self.progress.note(f"the same plan again: --plan {self.folder.plan}")
+            self.planned = True
 
     def _record(self, epoch: int) -> None:
         """Read and record the loss of the oldest pending step."""

@@ -5,7 +5,7 @@ from onebox.cost.collectives import AllReduceAlgorithm, all_reduce_algorithms, c
 from onebox.cost.host_copies import RUN_BYTES, aligned_starts, host_copy_bytes, runs, staging_bytes
 from onebox.cost.lifetimes import Footprint, alive_at, footprint, owners
 from onebox.cost.links import CEILING_BPS, fit_link
-from onebox.cost.pool_profile import ACCELERATOR_BPS, DeviceProfile, PoolProfile, Speeds
+from onebox.cost.pool_profile import ACCELERATOR_BPS, DeviceProfile, PoolProfile, Speeds, link_age_line
 from onebox.cost.topology import DeviceGroups, near_groups, shortest_tree
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "footprint",
     "host_copy_bytes",
     "key_of",
+    "link_age_line",
     "load",
     "near_groups",
     "owners",

@@ -27,6 +27,14 @@ _MOST_GROWTH = 32
 """Maximum ratio of consecutive sizes: the one before may have passed in a burst, and the resulting overestimate would
 fill a slow link for minutes."""
 
+_PROBE_BYTES, _PROBE_GROWTH, _PROBE_S = 4 << 10, 4, 0.04
+"""Bytes of the first message of a probe after the smallest, the ratio of consecutive sizes, and the seconds beyond the
+smallest message's time that end it: at 1 Mbit/s and more a probe in one direction takes less than 0.4 s, also where
+64 KiB pass at once."""
+
+_CHANGED = 1.5
+"""Ratio of a link's times, then and now, from which it counts as changed."""
+
 _ALIKE = 1.3
 """Ratio of a link's two directions above which they are measured again."""
 
@@ -72,6 +80,31 @@ def next_size(seconds: Mapping[int, float], most_bytes: int = LARGEST_BYTES) -> 
     per_byte = max(seconds[largest] - seconds[smallest], 1e-9) / (largest - smallest)
     wanted = min(max(2.0 * largest, _AIM_S / per_byte), float(_MOST_GROWTH * largest))
     return _whole(int(min(wanted, LARGEST_BYTES, most_bytes)), above=largest)
+
+
+def next_probe_size(seconds: Mapping[int, float], most_bytes: int = LARGEST_BYTES) -> int | None:
+    """Return the size of a probe's next message, or ``None`` where there are enough; sizes are chosen by time.
+
+    Args:
+        seconds: Times in one direction, by the bytes of the message, at least of the smallest.
+        most_bytes: The largest message that there is room for.
+    """
+    smallest, largest = min(seconds), max(seconds)
+    if seconds[largest] - seconds[smallest] >= _PROBE_S:
+        return None
+    wanted = _PROBE_BYTES if largest == smallest else _PROBE_GROWTH * largest
+    return _whole(min(wanted, LARGEST_BYTES, most_bytes), above=largest)
+
+
+def has_changed(before: tuple[float, float], now: tuple[float, float]) -> bool:
+    """Return whether a link has clearly become slower or faster, for a message of 64 KiB or for a long one.
+
+    Args:
+        before: Latency and bandwidth.
+        now: Likewise.
+    """
+    pairs = [sorted((_seconds(before, size), _seconds(now, size))) for size in (64 << 10, LARGEST_BYTES)]
+    return any(longer > _CHANGED * shorter for shorter, longer in pairs)
 
 
 def repeats(expected_s: float) -> int:

@@ -6,7 +6,7 @@ import math
 
 from msgspec import Struct
 
-FORMAT = 5
+FORMAT = 6
 """Version of the measurements; profiles of another version are measured anew."""
 
 ACCELERATOR_BPS = 12e9
@@ -101,7 +101,8 @@ class PoolProfile(_Part, frozen=True):
         groups: Devices that are nearer to each other than to others, one or two levels, smallest groups first: hosts
             and switches, as far as the speeds of the links show them; see :func:`onebox.cost.near_groups`.
         torch: Version of torch.
-        measured_at: Time of the measurement, as an ISO 8601 time with its zone.
+        measured_at: Time of the measurement of the devices, as an ISO 8601 time with its zone.
+        links_at_s: ``links_at_s[source][target]``, time of the latest measurement of each link in POSIX seconds.
     """
 
     devices: tuple[DeviceProfile, ...]
@@ -111,12 +112,17 @@ class PoolProfile(_Part, frozen=True):
     groups: tuple[tuple[tuple[int, ...], ...], ...]
     torch: str
     measured_at: str
+    links_at_s: dict[int, dict[int, float]]
 
     def __post_init__(self) -> None:
         numbers = list(range(len(self.devices)))
         if [device.number for device in self.devices] != numbers or not numbers:
             raise ValueError("the devices of a profile are numbered from 0, at least one")
-        for name, table in (("latency_s", self.latency_s), ("bandwidth_bps", self.bandwidth_bps)):
+        for name, table in (
+            ("latency_s", self.latency_s),
+            ("bandwidth_bps", self.bandwidth_bps),
+            ("links_at_s", self.links_at_s),
+        ):
             if sorted(table) != numbers or any(
                 not set(row) <= set(numbers) - {source} for source, row in table.items()
             ):
@@ -124,14 +130,58 @@ class PoolProfile(_Part, frozen=True):
             if any(not 0 <= value < math.inf for row in table.values() for value in row.values()):
                 raise ValueError(f"{name} is finite and not negative")
         if any(
-            set(self.latency_s[source]) != set(self.bandwidth_bps[source])
+            not set(self.latency_s[source]) == set(self.bandwidth_bps[source]) == set(self.links_at_s[source])
             or not all(self.bandwidth_bps[source].values())
             for source in numbers
         ):
-            raise ValueError("each link has a latency and a bandwidth that isn't 0")
+            raise ValueError("each link has a latency, a bandwidth that isn't 0, and a time of measurement")
         if not self.groups or any(sorted(n for group in level for n in group) != numbers for level in self.groups):
             raise ValueError("each level of groups has each device once")
 
     def host_names(self, group: tuple[int, ...]) -> tuple[str, ...]:
         """Return the known hosts of the devices of a group, each once."""
         return tuple(dict.fromkeys(self.devices[number].host for number in group))
+
+    def link(self, source: int, target: int) -> tuple[float, float]:
+        """Return latency and bandwidth of a link."""
+        return self.latency_s[source][target], self.bandwidth_bps[source][target]
+
+    def links_between_hosts(self) -> list[tuple[int, int]]:
+        """Return source and target of each link whose ends are on hosts of different names."""
+        hosts = [device.host for device in self.devices]
+        return [(a, b) for a, row in self.links_at_s.items() for b in row if hosts[a] != hosts[b]]
+
+
+def age_text(seconds: float) -> str:
+    """Describe how long ago something was.
+
+    Example:
+        >>> [age_text(seconds) for seconds in (0.7, 40, 200, 5400, 200_000)]
+        ['just now', '40 s ago', '3 min ago', '90 min ago', '2 days ago']
+    """
+    if seconds < 10:
+        return "just now"
+    for unit_s, name, most in ((1, "s", 120), (60, "min", 120), (3600, "hours", 48)):
+        if seconds < most * unit_s:
+            return f"{seconds / unit_s:.0f} {name} ago"
+    return f"{seconds / 86400:.0f} days ago"
+
+
+def link_age_line(profile: PoolProfile, now_s: float) -> str:
+    """Return a line with the age of a profile's link measurements, the oldest of each kind; empty without links.
+
+    Args:
+        profile: The profile.
+        now_s: The present time in POSIX seconds.
+    """
+    across = set(profile.links_between_hosts())
+    every = [(a, b) for a, row in profile.links_at_s.items() for b in row]
+    ages = []
+    for kind, pairs in (("between hosts", across), ("within a host", set(every) - across)):
+        if pairs:
+            oldest_s = max(0.0, now_s - min(profile.links_at_s[a][b] for a, b in pairs))
+            ages.append((f"{kind} " if across else "", age_text(oldest_s)))
+    if not ages:
+        return ""
+    text = ", ".join(f"{kind}{age}" for kind, age in ages)
+    return f"links measured {text}; --fresh measures all of them anew"

@@ -423,6 +423,24 @@ class TrainingSession:
         moved = None if migration is None else self.recovery.once(lambda: self._switch(migration))
         return moved or MigrationReport()
 
+    def begin_with(self, plan: Plan, batch: Batch) -> None:
+        """Replace the plan of evaluations before the first step; it may have other micro-batches.
+
+        Args:
+            plan: The plan.
+            batch: The first training batch.
+
+        Raises:
+            OneboxError: The plan cannot take over, and the previous one stays; or the run cannot recover from a loss.
+        """
+        ready = self._ready
+        if ready is None:
+            self._next_plan = plan
+        elif plan != ready.plan:
+            windows = self.overlap.windows(self.steps_done)
+            after = InstalledPlan(plan, batch, self._inputs, strict=True, before=ready, windows=windows)
+            self.recovery.once(lambda: self._switch(Migration(self._pool, self._remote, ready, after)))
+
     def _switch(self, migration: Migration) -> MigrationReport:
         """Carry out a change of plan."""
         after = migration.after

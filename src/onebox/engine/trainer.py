@@ -24,7 +24,7 @@ from onebox.engine.config import (
 )
 from onebox.engine.data.prefetch import BatchPrefetcher, UploadCounters, UploadedBatch
 from onebox.engine.memory.timeline import MemoryTimeline, memory_timeline
-from onebox.engine.planning.resolve_plan import ALLOWED_PLANS, PlanRequest
+from onebox.engine.planning.resolve_plan import ALLOWED_PLANS, PlanRequest, default_plan
 from onebox.engine.recovery.policy import RecoveryRecord
 from onebox.engine.session import TrainingSession
 from onebox.engine.state.checkpoint_files import find_save, read, write
@@ -72,10 +72,12 @@ class Trainer:
             workers take over class, groups and options; learning rates and other options are read at each step, so
             schedulers that change them take effect.
         pool: From :func:`onebox.open`.
-        plan: Data parallel training over all devices; a :class:`onebox.Plan` or the path of a plan file; or ``auto``:
-            with the first batch, model, devices and links are measured and the best plan is searched for, as by
-            :func:`onebox.make_plan` with its defaults, and logged. If a plan recomputes, offloads or swaps activations
-            of stages, a step takes less memory and more time, with bitwise the same result.
+        plan: :class:`DataParallel` training over all devices; a :class:`onebox.Plan` or the path of a plan file; or
+            ``auto``: with the first batch, model, devices and links are measured and the best plan is searched for, as
+            by :func:`onebox.make_plan` with its defaults, and logged. ``None`` is ``DataParallel()`` on one host and
+            ``auto`` over several, as their network may be too slow for all devices; one line then reports the plan
+            and its reason, and :attr:`plan` is what to give for the same result again. If a plan recomputes, offloads
+            or swaps activations of stages, a step takes less memory and more time, with bitwise the same result.
         precision: ``bf16`` runs model and loss under autocast; parameters keep their type. With ``auto`` the products
             of each stage use float32 or bf16 according to the plan; without a plan the model is first measured in both,
             on devices with bf16 instructions, and the faster one is used. Stages of a plan with an explicit precision
@@ -126,7 +128,7 @@ class Trainer:
         optimizer: Optimizers,
         *,
         pool: Pool,
-        plan: Plan | str | Path | DataParallel | Literal["auto"] = DataParallel(),
+        plan: Plan | str | Path | DataParallel | Literal["auto"] | None = None,
         precision: Precision = "fp32",
         clip_grad_norm: float | None = None,
         seed: int = 0,
@@ -157,10 +159,11 @@ class Trainer:
         self.extra: dict[str, Any] = _start.extra if _start else {}
         self._metrics = dict(metrics or {})
         request = PlanRequest(
-            plan=_given_plan(plan),
+            plan=default_plan(pool) if plan is None else _given_plan(plan),
             stale=stale,
             overlap=engine.overlap,
             micro_batch=_start.plan.micro_batch if _start and _start.plan else None,
+            by_default=plan is None,
         )
         request.check(pool)
         check_adaptive(adaptive, request.plan if isinstance(request.plan, Plan) else None, pool, trace=engine.trace)
@@ -207,6 +210,9 @@ class Trainer:
         """The plan before the first step, as far as it is known."""
         self._saves = {_folder_of(_start.path): _start.identity} if _start else {}
         """Identity of the latest save of this run in each checkpoint folder."""
+        self._request = request
+        self._provisional = False
+        """Whether the plan is only that of evaluations, until the first step."""
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -280,6 +286,9 @@ class Trainer:
             batch, uploaded = inputs.parcel.batch, inputs
         else:
             batch, uploaded = self._batch(inputs, targets, samples), None
+        if self._provisional:
+            self._provisional, stamped = False, self._run.captures.stamped(batch)
+            self._run.begin_with(self._request.resolve(self.pool, self._remote, self.captures, stamped), stamped)
         self._client.bring()
         result = self._run.step(batch, uploaded)
         self._client.stepped()
@@ -305,6 +314,9 @@ class Trainer:
         self._require_open()
         self._client.bring()
         self.wait()
+        if self.plan is None and self._request.by_default and self._request.plan == "auto" and self.stale is None:
+            self._run.adopt(self._request.provisional(self.pool))
+            self._provisional = True
         return self._run.evaluate((self._batch(*as_pair(item)) for item in batches), list(self._metrics))
 
     # ---- observation
@@ -541,7 +553,8 @@ class Trainer:
             model: As created for the first trainer; its weights are overwritten.
             loss: As before.
             optimizer: As before; its options become those of the checkpoint.
-            pool: The pool. If it lacks devices of the stored plan, the run becomes data parallel over it.
+            pool: The pool. If it lacks devices of the stored plan, the run becomes data parallel over it; likewise, on
+                one host, if it has more devices than a stored data-parallel plan.
             plan: As for :class:`Trainer`. With :class:`DataParallel`, shares of ``auto`` are the stored ones if the
                 devices are as many; with ``auto``, the plan has the stored size of micro-batches.
 
@@ -560,7 +573,7 @@ class Trainer:
             loss,
             optimizer,
             pool=pool,
-            plan=resumed_plan(stored.plan, given, len(pool)),
+            plan=resumed_plan(stored.plan, given, len(pool), spread=default_plan(pool) == "auto"),
             precision=stored.precision if precision == "stored" else precision,
             clip_grad_norm=stored.clip_grad_norm if clip_grad_norm == "stored" else clip_grad_norm,
             seed=stored.seed if seed == "stored" else seed,

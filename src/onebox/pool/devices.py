@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 
 import torch
 
 from onebox.errors import PoolError
 from onebox.pool.backends.base import WorkerHandle
+from onebox.pool.backends.local import LOCAL_HOST
 from onebox.pool.launch.worker_process import START_S
 from onebox.wire.protocol.requests import PROTOCOL
 from onebox.wire.protocol.responses import NO_INSTRUCTION_SETS, Hello, InstructionSets
@@ -75,6 +77,28 @@ class DeviceInfo:
         if self.kind == "cuda":
             return self.capability >= (8, 0)
         return bool({"bf16", "AMX"} & set(self.instructions.hardware)) and "bf" in self.instructions.onednn
+
+
+def distinct_hosts(devices: Sequence[DeviceInfo]) -> dict[str, tuple[int, ...]]:
+    """Return the numbers of the devices of each host; an agent at an address of this host is on it.
+
+    Args:
+        devices: The devices.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    own = {device.address for device in devices if device.host == LOCAL_HOST}
+    for device in devices:
+        here = device.host == LOCAL_HOST or device.address in own or _is_loopback(device.address)
+        host = LOCAL_HOST if here else device.host
+        found[host] = (*found.get(host, ()), device.number)
+    return found
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return address == LOCAL_HOST
 
 
 def welcome(handle: WorkerHandle, future: Future[Hello], within_s: float = START_S) -> DeviceInfo:

@@ -28,7 +28,7 @@ from onebox.pool.discovery import cores
 from onebox.pool.errors import raise_first
 from onebox.pool.network.client_bandwidth import ClientBandwidth
 from onebox.pool.network.emulated import LinkMap, changed, directed, outgoing
-from onebox.pool.network.profile import measure_pool, profile_key
+from onebox.pool.network.profile import measure_pool, profile_key, renew_links
 from onebox.pool.network.transport_paths import explain_unshared, shares_memory
 from onebox.pool.reclaim import Reclaimer
 from onebox.pool.recovery import PATIENCE_S, RecoveryReport, recover_workers
@@ -98,6 +98,8 @@ class Pool:
         self._excluded: set[int] = set()
         self.closing: list[Callable[[], object]] = []
         """Callbacks for the closing of the pool, before its workers end."""
+        self.profiled: PoolProfile | None = None
+        """The result of the latest call of :meth:`profile`."""
         atexit.register(self.close)
 
     def __enter__(self) -> Self:
@@ -290,7 +292,7 @@ class Pool:
         for line in explain_unshared([self.devices[worker] for worker in workers], answers):
             _LOG.warning("%s", line)
 
-    def profile(self, *, fresh: bool = False, cache: bool = True) -> PoolProfile:
+    def profile(self, *, fresh: bool = False, cache: bool = True, probe: bool = False) -> PoolProfile:
         """Return the speeds of the devices and of the links between them, and the groups of near devices.
 
         Measured once: the profile of such a pool is kept on disk, in the user's cache folder. Measuring takes a second
@@ -299,6 +301,8 @@ class Pool:
         Args:
             fresh: Whether to measure again a known pool.
             cache: Whether to read and write the cache.
+            probe: Whether to time the links between hosts again in a known pool, less than a second for two hosts. A
+                link that has changed is logged.
 
         Raises:
             UsageError: A device has not enough memory left to be measured.
@@ -313,12 +317,13 @@ class Pool:
         """
         key = profile_key(self.devices, self.links, plain_links=self.plain_links)
         known = load(key, PoolProfile) if cache and not fresh else None
-        if known is not None:
-            return known
-        measured = measure_pool(self)
-        if cache:
-            store(key, measured)
-        return measured
+        if known is not None and not probe:
+            self.profiled = known
+        else:
+            self.profiled = measure_pool(self) if known is None else renew_links(self, known)
+            if cache:
+                store(key, self.profiled)
+        return self.profiled
 
     def is_whole(self, group: int) -> bool:
         """Return whether a group is formed and, as far as is known, no member has left it."""

@@ -45,5 +45,5 @@ def test_everyday_options_are_first_and_the_others_on_request(command: str, caps
 
 def test_an_option_is_explained_in_one_paragraph(capsys: pytest.CaptureFixture[str]) -> None:
     text = re.sub(r"[│\s]+", " ", shown("train --help-all", capsys))
-    assert "It determines --micro-batch, --sync, --update and --shares. Without it" in text
+    assert "A file and auto determine --micro-batch, --sync, --update and --shares. Without it" in text
     assert "onebox train --help-all shows" in shown("train --help", capsys)

@@ -1,13 +1,18 @@
-"""What a run begins with: its optimizers."""
+"""What a run begins with: its optimizers, and the plan that its options request."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 
 from onebox.cli.models import build_model
-from onebox.cli.options.jobs import TrainConfig
-from onebox.cli.run_setup import make_optimizer
+from onebox.cli.options.jobs import DATA_PARALLEL, TrainConfig
+from onebox.cli.run_setup import make_optimizer, requested_data_parallel
+from onebox.errors import UsageError
+from onebox.trainer_options import DataParallel
 
 
 def test_muon_steps_matrices_and_adamw_the_rest() -> None:
@@ -32,3 +37,24 @@ def test_every_model_has_something_for_both() -> None:
             for p in each.param_groups[0]["params"]
         ]
         assert sorted(found) == sorted(id(p) for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, None),
+        ({"plan": DATA_PARALLEL}, DataParallel()),
+        ({"plan": DATA_PARALLEL, "micro_batch": 8}, DataParallel(micro_batch=8)),
+        ({"micro_batch": 8}, DataParallel(micro_batch=8)),
+        ({"shares": "3,1"}, DataParallel(shares=[3, 1])),
+        ({"sync": "client"}, DataParallel(sync="client")),
+    ],
+)
+def test_options_of_data_parallel_training_request_it(options: dict[str, Any], expected: DataParallel | None) -> None:
+    assert requested_data_parallel(TrainConfig(**options)) == expected
+
+
+@pytest.mark.parametrize("plan", ["auto", "plan.json", ""])
+def test_a_plan_determines_the_rest(plan: str) -> None:
+    with pytest.raises(UsageError, match=r"--plan .*(a plan says that itself|a plan file, auto, or data-parallel)"):
+        TrainConfig(plan=plan, **({"micro_batch": 8} if plan else {}))

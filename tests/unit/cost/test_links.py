@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onebox.cost import CEILING_BPS, fit_link
-from onebox.cost.links import LARGEST_BYTES, SMALLEST_BYTES, is_doubtful, next_size, repeats
+from onebox.cost.links import (
+    LARGEST_BYTES,
+    SMALLEST_BYTES,
+    has_changed,
+    is_doubtful,
+    next_probe_size,
+    next_size,
+    repeats,
+)
 
 LATENCIES = st.floats(1e-6, 1.0)
 BANDWIDTHS = st.floats(1e3, 1e12)
@@ -105,3 +113,29 @@ def test_a_link_is_doubtful_when_the_way_back_is_much_faster() -> None:
     assert not is_doubtful(link, (2e-3, 5e8))
     assert is_doubtful((2e-3, 1e9), link)
     assert is_doubtful((1e-3, 5e8), link)
+
+
+@given(LATENCIES.filter(lambda latency: latency < 0.05), st.floats(125e3, 1e12), st.integers(0, 64 << 10))
+def test_a_probe_is_short_and_sees_the_rate_behind_a_burst(latency: float, bandwidth: float, burst: int) -> None:
+    left, seconds = float(burst), {SMALLEST_BYTES: latency}
+    while (size := next_probe_size(seconds)) is not None:
+        assert size not in seconds
+        seconds[size] = latency + max(0.0, size - left) / bandwidth
+        left = max(0.0, left - size)  # the bucket does not fill again between two messages
+    assert sum(taken - latency for taken in seconds.values()) < 0.4
+    found = fit_link(seconds)
+    assert found[0] + max(seconds) / found[1] == pytest.approx(seconds[max(seconds)])
+    if max(seconds) < LARGEST_BYTES:
+        assert found[1] < 1.6 * bandwidth
+
+
+def test_a_probe_has_room() -> None:
+    assert next_probe_size({SMALLEST_BYTES: 1e-4}, 1000) == 1000
+    assert next_probe_size({SMALLEST_BYTES: 1e-4, 1000: 1e-4}, 1000) is None
+
+
+def test_a_link_has_changed_when_messages_take_clearly_longer_or_shorter() -> None:
+    fast, slow = (1e-4, 1e8), (1e-4, 1.25e6)
+    assert has_changed(fast, slow) and has_changed(slow, fast)
+    assert not has_changed(fast, (1.3e-4, 0.8e8)), "noise"
+    assert has_changed(fast, (5e-3, 1e8)), "latency alone, as through a relay far away"

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from onebox.cost import DeviceProfile, PoolProfile, Speeds
+from onebox.cost import DeviceProfile, PoolProfile, Speeds, link_age_line
 from onebox.plan.model.work import Links
 
 SPEEDS = Speeds(call_s=5e-6, operator_s=2e-6, matmul_flops=5e10, pointwise_bps=1e10)
@@ -40,6 +40,7 @@ def profile(**changed: Any) -> PoolProfile:
         "groups": (((0, 1), (2,)),),
         "torch": "2.13.0",
         "measured_at": "2026-11-21T04:00:00+00:00",
+        "links_at_s": {a: dict.fromkeys(row, 1.8e9) for a, row in LATENCY.items()},
     }
     return PoolProfile(**(fields | changed))
 
@@ -80,6 +81,7 @@ def test_hosts_of_a_group() -> None:
         {"latency_s": LATENCY | {2: {0: 2e-3, 1: 2e-3, 2: 0.0}}},
         {"latency_s": LATENCY | {2: {0: 2e-3, 3: 2e-3}}},
         {"bandwidth_bps": BANDWIDTH | {2: {0: 0.0, 1: 1e8}}},
+        {"links_at_s": {0: {}, 1: {}, 2: {}}},
         {"groups": ()},
         {"groups": (((0, 1),),)},
         {"groups": (((0, 1), (1, 2)),)},
@@ -98,3 +100,17 @@ def test_what_cannot_be_is_refused_when_it_is_made_and_when_it_is_read(changed: 
 def test_a_speed_is_positive(figure: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="positive"):
         Speeds(**figure)
+
+
+def test_the_age_of_links_is_that_of_the_oldest_of_each_kind() -> None:
+    found = profile()
+    assert found.links_between_hosts() == [(0, 2), (1, 2), (2, 0), (2, 1)]
+    at_s = {0: {1: 1000.0, 2: 1150.0}, 1: {0: 1000.0, 2: 1170.0}, 2: {0: 1170.0, 1: 1170.0}}
+    line = link_age_line(profile(links_at_s=at_s), 1180.0)
+    assert line == "links measured between hosts 30 s ago, within a host 3 min ago; --fresh measures all of them anew"
+    one_host = profile(devices=tuple(device(number, host="here") for number in range(3)), links_at_s=at_s)
+    assert link_age_line(one_host, 1180.0) == "links measured 3 min ago; --fresh measures all of them anew"
+    assert "just now" in link_age_line(one_host, 900.0), "a clock that was put back"
+    alone = {"devices": (device(0),), "groups": (((0,),),), "emulated_links": ()}
+    empty: dict[str, Any] = {name: {0: {}} for name in ("latency_s", "bandwidth_bps", "links_at_s")}
+    assert link_age_line(profile(**alone, **empty), 0.0) == ""

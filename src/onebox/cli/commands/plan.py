@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from onebox.cli.output_files import check_target, give_json
 from onebox.cli.planning import PlanForecast, predict_plan, search_plan, write_plan
 from onebox.cli.run_setup import load_data
 from onebox.cli.user_code import import_functions
+from onebox.cost import link_age_line
 from onebox.engine.workload.delay_compensation import extra_copies, predicts
 from onebox.errors import UsageError
 from onebox.extras import import_extra
@@ -91,6 +93,8 @@ def print_plan(found: PlanForecast, pool: Pool, console: OutputConsole) -> None:
     if found.plan.late:
         console.write_line(staleness_line(found))
     if line := topology_line(found.problem, found.plan):
+        console.write_line(line)
+    if pool.profiled is not None and (line := link_age_line(pool.profiled, time.time())):
         console.write_line(line)
     for table in tables[:2]:
         console.print(table)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ from onebox.cli.output_files import check_target, give_json
 from onebox.cli.planning import job_of
 from onebox.cli.run_setup import load_data
 from onebox.cli.user_code import import_functions
-from onebox.cost import PoolProfile
+from onebox.cost import PoolProfile, link_age_line
 from onebox.cost.model_profile import ModelProfile
 from onebox.engine.planning.profile import profile_model
 from onebox.pool import Pool, open_pool
@@ -68,4 +69,6 @@ def _print_tables(pool: Pool, profile: PoolProfile, console: OutputConsole) -> N
     print_devices(pool, console)
     for table in tables:
         console.print(table)
+    if line := link_age_line(profile, time.time()):
+        console.write_line(line)
     console.write_line(f"measured {profile.measured_at} with torch {profile.torch}; --fresh measures anew")

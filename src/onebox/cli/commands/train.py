@@ -13,7 +13,7 @@ from pathlib import Path
 from onebox.cli.commands.devices import print_devices
 from onebox.cli.console import OutputConsole
 from onebox.cli.exit_status import FAILED, Exit, Interrupted, interruption
-from onebox.cli.options.jobs import TrainConfig
+from onebox.cli.options.jobs import DATA_PARALLEL, TrainConfig
 from onebox.cli.options.run_config import to_stored
 from onebox.cli.planning import plan_of_run, write_plan
 from onebox.cli.run_setup import StartedRun, load_data, run_folder, start_run
@@ -129,6 +129,7 @@ def _loop(
         standing=begun.standing,
         stop=StopSignals(config.stop_within),
         saved=begun.saved,
+        planned=config.plan not in (None, DATA_PARALLEL),
     )
 
 

@@ -30,7 +30,7 @@ Float = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hin
 Seconds = Annotated[float | None, tyro.conf.arg(metavar="SECONDS", help_behavior_hint="")]
 Bytes = Annotated[str | None, tyro.conf.arg(metavar="BYTES", help_behavior_hint="")]
 File = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")]
-PlanFile = Annotated[str | None, tyro.conf.arg(metavar="FILE|auto", help_behavior_hint="")]
+PlanFile = Annotated[str | None, tyro.conf.arg(metavar="FILE|auto|data-parallel", help_behavior_hint="")]
 Ints = Annotated[str | None, tyro.conf.arg(metavar="INT,INT,...", help_behavior_hint="")]
 Names = Annotated[str | None, tyro.conf.arg(metavar="NAME,NAME,...", help_behavior_hint="")]
 Folder = Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")]

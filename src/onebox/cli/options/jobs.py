@@ -148,15 +148,20 @@ class StalenessConfig(JobConfig):
         return found if self.staleness else None
 
 
+DATA_PARALLEL = "data-parallel"
+"""Value of ``--plan`` for data parallel training over all devices."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(StalenessConfig):
     """Train a model on a pool of devices, of this machine or of others.
 
     Args:
         epochs: Passes through the training set.
-        plan: A plan file, as onebox plan writes it, or auto: measure, plan, and run the best plan. It determines
-            --micro-batch, --sync, --update and --shares. Without it every device computes the whole model for its share
-            of the batch.
+        plan: A plan file, as onebox plan writes it; auto, to measure, plan, and run the best plan; or data-parallel, in
+            which every device computes the whole model for its share of the batch. A file and auto determine
+            --micro-batch, --sync, --update and --shares. Without it, and without these, it is data-parallel on one host
+            and auto over several.
         clip_grad_norm: Limit of the 2-norm of all gradients; without it they are not clipped.
         run: Folder of the run, new or empty; without it one under runs/.
         resume: Folder of an earlier run to continue, exactly from its checkpoint. Its settings are restored; --epochs
@@ -226,7 +231,7 @@ class TrainConfig(StalenessConfig):
         if self.run is not None and self.resume is not None:
             raise UsageError("--run is for a new run and --resume for an earlier one: give one of them")
         self._check_late()
-        if self.plan is not None:
+        if self.plan is not None and self.plan != DATA_PARALLEL:
             self._check_plan()
 
     def _check_late(self) -> None:
@@ -251,7 +256,11 @@ class TrainConfig(StalenessConfig):
         }
         odd = [flag for flag, there in given.items() if there]
         if not self.plan or odd:
-            what = f"and {odd[0]}: a plan says that itself; give one of them" if odd else "'': a plan file, or auto"
+            what = (
+                f"and {odd[0]}: a plan says that itself; give one of them"
+                if odd
+                else "'': a plan file, auto, or data-parallel"
+            )
             raise UsageError(f"--plan {self.plan} {what}".replace("  ", " "))
 
     @property
@@ -279,7 +288,7 @@ class TrainConfig(StalenessConfig):
 
     @property
     def data_parallel(self) -> DataParallel:
-        """The trainer's option ``plan``, if no plan is given."""
+        """The trainer's option ``plan`` for data parallel training."""
         try:
             weights = [float(part) for part in self.shares.split(",")]
         except ValueError:

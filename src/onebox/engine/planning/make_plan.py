@@ -205,9 +205,9 @@ def with_host_speeds(problem: Problem, pool: Pool, *, fresh: bool = False) -> Pr
 
 
 def pool_links(pool: Pool, *, fresh: bool = False) -> Links:
-    """Return the links of a pool, as measured now or earlier."""
+    """Return the links of a pool: those between hosts as they are now, the others as measured now or earlier."""
     if len(pool) == 1:
         only = pool.devices[0].number
         return Links(latency_s={only: {only: 0.0}}, bandwidth_bps={only: {only: float("inf")}})
-    measured = pool.profile(fresh=fresh)
+    measured = pool.profile(fresh=fresh, probe=True)
     return Links(latency_s=measured.latency_s, bandwidth_bps=measured.bandwidth_bps)

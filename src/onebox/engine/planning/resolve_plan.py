@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,21 +11,27 @@ from typing import Any, Literal
 import torch
 
 from onebox.engine.planning.device_shares import resolve_device_shares
-from onebox.engine.planning.make_plan import make_plan
+from onebox.engine.planning.make_plan import PlanningResult, make_plan
 from onebox.engine.planning.profile import profile_model
 from onebox.engine.problem.stage_formats import with_formats
 from onebox.engine.state.remote import RemoteState
 from onebox.engine.workload.batch import Batch
 from onebox.engine.workload.captures import Captures
-from onebox.errors import UsageError
+from onebox.errors import CaptureError, DeviceMemoryError, PlanError, UsageError
 from onebox.graph.capture.on_device_transform import OnDeviceTransform
 from onebox.plan import ASYNC, Plan
 from onebox.plan.model.stage import OFFLOADING_POLICIES
+from onebox.plan.search.baselines import DATA_PARALLEL
 from onebox.plan_names import ACTIVATION_POLICIES
-from onebox.pool import Pool
+from onebox.pool import DeviceInfo, Pool
+from onebox.pool.devices import distinct_hosts
+from onebox.sizes import bit_rate_text
 from onebox.trainer_options import DataParallel, StaleGradients
 
 _LOG = logging.getLogger("onebox")
+
+_BUDGET_S, _DEFAULT_BUDGET_S = 5.0, 2.0
+"""Seconds of a search that was requested, and of one that begins a run by default."""
 
 ALLOWED_PLANS = "allowed are a Plan, the path of a plan file, 'auto', and onebox.DataParallel(...)"
 """Advice for a wrong ``plan`` argument."""
@@ -39,12 +46,15 @@ class PlanRequest:
         stale: Stale gradients of the run, if any.
         overlap: Whether exact steps overlap.
         micro_batch: For ``auto``, the samples of a micro-batch; without it the planner's default sizes.
+        by_default: Whether ``auto`` was chosen for want of a request: the choice is then logged with its reason, and
+            the plan is data parallel where none can be found.
     """
 
     plan: Plan | DataParallel | Literal["auto"]
     stale: StaleGradients | None = None
     overlap: bool = False
     micro_batch: int | None = None
+    by_default: bool = False
 
     def check(self, pool: Pool) -> None:
         """Refuse a request that the pool cannot meet.
@@ -68,6 +78,10 @@ class PlanRequest:
             return plan_of(self.plan, range(devices), shares)
         return self.plan if isinstance(self.plan, Plan) else None
 
+    def provisional(self, pool: Pool) -> Plan:
+        """Return a plan for evaluations before the first step, whose batches say nothing about those of steps."""
+        return plan_of(DataParallel(micro_batch=self.micro_batch), pool.present, [1.0] * len(pool.present))
+
     def resolve(self, pool: Pool, remote: RemoteState, captures: Captures, batch: Batch) -> Plan:
         """Return the requested plan.
 
@@ -87,12 +101,15 @@ class PlanRequest:
         """
         if isinstance(self.plan, Plan):
             return self.plan
-        if isinstance(self.plan, DataParallel):
-            asked = self.plan
-        elif not pool.gone:
-            return self._searched(pool, remote, captures, batch)
-        else:
-            asked = DataParallel(micro_batch=self.micro_batch)
+        asked = self.plan if isinstance(self.plan, DataParallel) else DataParallel(micro_batch=self.micro_batch)
+        if self.plan == "auto" and not pool.gone:
+            try:
+                return self._searched(pool, remote, captures, batch)
+            except (PlanError, CaptureError, DeviceMemoryError, UsageError) as error:
+                if not self.by_default:
+                    raise
+                hosts, reason = len(distinct_hosts(pool.devices)), str(error).splitlines()[0]
+                _LOG.warning("%d hosts: data parallel, as no plan could be made for them: %s", hosts, reason)
         devices = pool.present
         if pool.gone:
             shares: Sequence[float] = [1.0] * len(devices)
@@ -122,9 +139,42 @@ class PlanRequest:
             fuse=recipe.fuse,
             numerics=recipe.numerics,
             stale=self.stale,
+            budget_s=_DEFAULT_BUDGET_S if self.by_default else _BUDGET_S,
         )
-        _LOG.info("plan='auto': %s", found.plan.describe())
+        if self.by_default:
+            _LOG.warning("%s", explain_choice(found, pool.devices))
+        else:
+            _LOG.info("plan='auto': %s", found.plan.describe())
         return found.plan
+
+
+def default_plan(pool: Pool) -> DataParallel | Literal["auto"]:
+    """Return the plan of a trainer without a request: data parallel on one host, the planner's over several."""
+    return "auto" if len(distinct_hosts(pool.devices)) > 1 else DataParallel()
+
+
+def explain_choice(found: PlanningResult, devices: Sequence[DeviceInfo]) -> str:
+    """Return a line about a plan that was chosen by default: the hosts, their slowest link, and data parallel's time.
+
+    Args:
+        found: The plan, with the candidates that it was compared with.
+        devices: The devices of the pool.
+    """
+    hosts = distinct_hosts(devices)
+    links = found.problem.links.bandwidth_bps
+    ends = itertools.permutations(hosts.values(), 2)
+    rates = [links[a][b] for source, target in ends for a in source for b in target]
+    joined = f" joined at {bit_rate_text(min(rates))}" if rates else ""
+    everywhere = {device.number for device in devices}
+    assert found.plan.predicted is not None
+    if found.plan.whole and set(found.plan.devices) == everywhere:
+        compared = ", which is data parallel"
+    else:
+        parallel = [one for one in found.result.candidates if one.label.startswith(DATA_PARALLEL)]
+        fitting = [one.step_s for one in parallel if not one.refused and not one.shortfalls]
+        times = min(fitting, default=0.0) / found.plan.predicted.step_s
+        compared = f"; data parallel {f'would take {times:.1f} times as long' if fitting else 'does not fit'}"
+    return f"{len(hosts)} hosts{joined}: plan auto, {found.plan.describe()}{compared}"
 
 
 def plan_of(asked: DataParallel, devices: Sequence[int], shares: Sequence[float]) -> Plan:

@@ -84,17 +84,19 @@ Stored = Literal["stored"]
 
 
 def resumed_plan(
-    stored: Plan | None, asked: Plan | DataParallel | Literal["auto", "stored"], devices: int
-) -> Plan | DataParallel | Literal["auto"]:
-    """Return the plan of a trainer that resumes.
+    stored: Plan | None, asked: Plan | DataParallel | Literal["auto", "stored"], devices: int, *, spread: bool = False
+) -> Plan | DataParallel | Literal["auto"] | None:
+    """Return the plan of a trainer that resumes; ``None`` for that of a trainer without a request.
 
     The stored plan is used if the pool has its devices; else the run becomes data parallel with the same micro-batches.
-    Shares left to ``auto`` are the stored ones if the devices are the same.
+    On one host a data-parallel run extends to further devices of the pool. Shares left to ``auto`` are the stored ones
+    if the devices are the same.
 
     Args:
         stored: The checkpoint's plan; ``None`` for one saved before the first step.
         asked: The user's choice.
         devices: Number of devices in the pool.
+        spread: Whether they are on several hosts, where a plan may leave devices idle on purpose.
     """
     if isinstance(asked, Plan) or asked == "auto":
         return asked
@@ -103,8 +105,8 @@ def resumed_plan(
     if isinstance(asked, DataParallel):
         return dataclasses.replace(asked, shares=shares) if asked.shares == "auto" else asked
     if stored is None:
-        return DataParallel()
-    if not stored.whole:
+        return None
+    if not stored.whole or (spread and not same and max(stored.devices) < devices):
         return stored if max(stored.devices) < devices else DataParallel(micro_batch=stored.micro_batch)
     if same and stored.stages[0].formats:
         return stored

@@ -15,7 +15,7 @@ from onebox.plan.model.layout import StageLayout, plan_of
 from onebox.plan.model.plan import MicroBatch
 from onebox.plan.model.problem import Problem
 from onebox.plan.model.schedule import Routes, Schedule
-from onebox.plan.model.shares import deal
+from onebox.plan.model.shares import apportion, deal
 from onebox.plan.model.stage import OFFLOADING_POLICIES
 from onebox.plan.model.work import PlanWork
 from onebox.plan.schedules.async_window import depths
@@ -151,6 +151,9 @@ class Evaluator:
             return f"the optimizer on the {layout.update} is not allowed"
         if layout.late and away:
             return f"versions of weights do not go together with {away.pop()}"
+        idle = self._idle(layout)
+        if idle is not None:
+            return f"device {idle} would have no samples"
         used = {device for part in layout.parts for device in part.devices}
         if problem.max_devices is not None and len(used) > problem.max_devices:
             return f"more than {problem.max_devices} device{'s' * (problem.max_devices > 1)}"
@@ -158,6 +161,16 @@ class Evaluator:
         if named and layout.schedule not in problem.schedules:
             return f"schedule {layout.schedule} is not allowed"
         return ""
+
+    def _idle(self, layout: StageLayout) -> int | None:
+        """Return a replica to which no micro-batch goes, if there is one: the layout would seem to use its device."""
+        batch, size = self.problem.batch, layout.micro_batch
+        for part in layout.parts:
+            if len(part.devices) > 1:
+                units = apportion(batch if size is None else -(-batch // size), part.shares)
+                if min(units) == 0:
+                    return part.devices[units.index(0)]
+        return None
 
     def case(self, layout: StageLayout) -> CostedLayout:
         """Return a layout with its costs."""

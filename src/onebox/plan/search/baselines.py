@@ -14,6 +14,9 @@ from onebox.plan.model.plan import Plan
 from onebox.plan.model.problem import Problem
 from onebox.plan.model.shares import apportion
 
+DATA_PARALLEL = "data parallel"
+"""Beginning of the labels of data-parallel plans."""
+
 _LIKE = 0.05
 """Relative difference below which speeds of devices count as equal."""
 
@@ -94,8 +97,8 @@ def one_stage(costs: CostModel) -> Iterator[tuple[str, list[StageLayout]]]:
         variants = [StageLayout((single(every, number),), size, "1f1b") for size in problem.micro_batches]
         yield f"device {number} alone", variants
     if len(numbers) > 1:
-        yield "data parallel, equal shares", _data_parallel(costs, numbers, [1.0] * len(numbers))
-        yield "data parallel, shares by speed", shared_by_speed(costs, numbers)
+        yield f"{DATA_PARALLEL}, equal shares", _data_parallel(costs, numbers, [1.0] * len(numbers))
+        yield f"{DATA_PARALLEL}, shares by speed", shared_by_speed(costs, numbers)
 
 
 def nested(costs: CostModel, near: Sequence[DeviceGroups]) -> list[tuple[int, ...]]:
@@ -125,18 +128,32 @@ def shared_by_speed(costs: CostModel, numbers: Sequence[int]) -> list[StageLayou
 
 
 def even_cuts(costs: CostModel) -> Iterator[tuple[str, list[StageLayout]]]:
-    """Yield the names of plans with even cuts, each with its variants: one for each allowed micro-batch."""
+    """Yield the names of plans with even cuts, each with its variants: one for each allowed micro-batch.
+
+    A name says so where there are fewer segments than devices, so that some of these stay idle.
+    """
     problem = costs.problem
-    numbers = sorted(problem.device)[: len(problem.segments)]
+    every = sorted(problem.device)
+    numbers = every[: len(problem.segments)]
+    some = f" over {len(numbers)} of {len(every)} devices" if len(numbers) < len(every) else ""
     if len(numbers) > 1:
         for name in ("gpipe", "1f1b"):
-            yield f"even cuts, {name}", [even_layout(costs, numbers, name, size) for size in problem.micro_batches]
+            layouts = [even_layout(costs, numbers, name, size) for size in problem.micro_batches]
+            yield f"even cuts{some}, {name}", layouts
 
 
 def _data_parallel(costs: CostModel, numbers: Sequence[int], shares: Sequence[float]) -> list[StageLayout]:
+    """Return data-parallel layouts in which each device has samples; without any, those that leave devices idle, which
+    the evaluator refuses with a reason."""
     problem = costs.problem
     part = LayoutStage(tuple(range(len(problem.segments))), tuple(numbers), tuple(shares))
-    sizes: list[int | None] = list(problem.micro_batches)
-    if problem.free_shares and max(apportion(problem.batch, shares)) <= max(problem.micro_batches):
-        sizes.append(None)
-    return [StageLayout((part,), size, "1f1b") for size in sizes]
+    layouts = []
+    own = apportion(problem.batch, shares)
+    if problem.free_shares and min(own) > 0 and max(own) <= max(problem.micro_batches):
+        layouts.append(StageLayout((part,), None, "1f1b"))
+    layouts += [
+        StageLayout((part,), size, "1f1b")
+        for size in problem.micro_batches
+        if min(apportion(math.ceil(problem.batch / size), shares)) > 0
+    ]
+    return layouts or [StageLayout((part,), min(problem.micro_batches), "1f1b")]

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import logging
 import math
 import os
 import platform
 import statistics
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+import msgspec
 import torch
 
 from onebox.cost import PoolProfile, Speeds, key_of, near_groups
 from onebox.cost.benchmark_kernels import LEAST_BYTES, BenchmarkKernel, kernels, randoms
-from onebox.cost.pool_profile import FORMAT, DeviceProfile
+from onebox.cost.links import has_changed
+from onebox.cost.pool_profile import FORMAT, DeviceProfile, age_text
 from onebox.errors import OneboxError, UsageError
 from onebox.pool.devices import DeviceInfo
 from onebox.pool.errors import raise_first
 from onebox.pool.network.emulated import LinkMap
-from onebox.pool.network.link_benchmark import LinkSpeeds, measure_links, tables
+from onebox.pool.network.link_benchmark import LinkSpeeds, measure_links, probe_links, tables
 from onebox.pool.network.measured_pool import MeasuredPool
 from onebox.pool.network.transport_paths import shares_memory
-from onebox.sizes import size_text
+from onebox.sizes import bit_rate_text, size_text
 from onebox.wire import TensorSpec
 from onebox.wire.protocol.instructions import Ask, Call, Evict, Free, Offload, Prefetch, Step
 from onebox.wire.protocol.requests import Define, Routine, Run, StoredProgram
@@ -35,6 +39,8 @@ _TOGETHER_S = 0.06
 _BLOCK_S = 0.001
 """Minimum length of a timed block of kernel runs: an accelerator has finished only when the host has synchronised,
 which takes some 10 µs. Longer blocks would be interrupted by other processes more often."""
+
+_LOG = logging.getLogger("onebox")
 
 _LEAST_BLOCKS, _MOST_BLOCKS, _MOST_CALLS = 5, 60, 100
 _ONE = TensorSpec("float32", (1,))
@@ -79,6 +85,7 @@ def measure_pool(pool: MeasuredPool) -> PoolProfile:
         for device, found in zip(pool.devices, speeds, strict=True)
     )
     latency_s, bandwidth_bps = tables(links, range(len(pool)))
+    now = datetime.datetime.now(datetime.UTC)
     return PoolProfile(
         devices=devices,
         latency_s=latency_s,
@@ -86,7 +93,62 @@ def measure_pool(pool: MeasuredPool) -> PoolProfile:
         emulated_links=tuple(sorted(pool.links)),
         groups=near_groups(latency_s, bandwidth_bps),
         torch=str(torch.__version__),
-        measured_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        measured_at=now.isoformat(timespec="seconds"),
+        links_at_s={source: dict.fromkeys(row, now.timestamp()) for source, row in latency_s.items()},
+    )
+
+
+def renew_links(pool: MeasuredPool, known: PoolProfile) -> PoolProfile:
+    """Return a profile with the links between hosts probed anew: one pair of devices for each two hosts.
+
+    Links of one host keep their speeds, and so do those between two hosts whose probe agrees with the earlier
+    measurement. Otherwise all links between the two hosts take the speed of the probe, which is logged.
+
+    Args:
+        pool: The pool.
+        known: Its earlier profile.
+
+    Raises:
+        OneboxError: A worker failed or ended.
+    """
+    kinds = [device.kind for device in known.devices]
+    across = [pair for pair in known.links_between_hosts() if "sim" not in (kinds[pair[0]], kinds[pair[1]])]
+    hosts = [device.host for device in known.devices]
+    pairs: dict[tuple[str, str], tuple[int, int]] = {}
+    for source, target in across:
+        if source < target:
+            pairs.setdefault((hosts[source], hosts[target]), (source, target))
+    distinct = {frozenset(names): pair for names, pair in reversed(pairs.items())}
+    if not distinct:
+        return known
+    earlier = {(a, b): known.link(a, b) for a, b in across}
+    probed = probe_links(pool, distinct.values(), earlier, _rooms(pool))
+    now_s = time.time()
+    fresh: dict[tuple[str, str], tuple[float, float]] = {}
+    for a, b in distinct.values():
+        if any(has_changed(earlier[way], probed[way]) for way in ((a, b), (b, a))):
+            fresh |= {(hosts[a], hosts[b]): probed[a, b], (hosts[b], hosts[a]): probed[b, a]}
+            _log_change(known, (a, b), earlier, probed, now_s)
+    latency_s = {source: dict(row) for source, row in known.latency_s.items()}
+    bandwidth_bps = {source: dict(row) for source, row in known.bandwidth_bps.items()}
+    at_s = {source: dict(row) for source, row in known.links_at_s.items()}
+    for a, b in across:
+        latency_s[a][b], bandwidth_bps[a][b] = fresh.get((hosts[a], hosts[b]), earlier[a, b])
+        at_s[a][b] = now_s
+    groups = near_groups(latency_s, bandwidth_bps) if fresh else known.groups
+    return msgspec.structs.replace(
+        known, latency_s=latency_s, bandwidth_bps=bandwidth_bps, links_at_s=at_s, groups=groups
+    )
+
+
+def _log_change(known: PoolProfile, pair: tuple[int, int], before: LinkSpeeds, now: LinkSpeeds, now_s: float) -> None:
+    one, other = (known.devices[number].host for number in pair)
+    rates = [bit_rate_text(min(speeds[pair][1], speeds[pair[::-1]][1])) for speeds in (now, before)]
+    waits = [f"{1e3 * max(speeds[pair][0], speeds[pair[::-1]][0]):.2g} ms" for speeds in (now, before)]
+    age = age_text(max(0.0, now_s - known.links_at_s[pair[0]][pair[1]]))
+    _LOG.warning(
+        "the link between %s and %s has changed: %s and a latency of %s; %s and %s when it was measured %s",
+        *(one, other, rates[0], waits[0], rates[1], waits[1], age),
     )
 
 

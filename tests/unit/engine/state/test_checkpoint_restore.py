@@ -213,7 +213,7 @@ PARTS = Plan(
 @pytest.mark.parametrize(
     ("stored", "asked", "devices", "expected"),
     [
-        (None, "stored", 2, DataParallel()),
+        (None, "stored", 2, None),
         (WHOLE, "stored", 2, DataParallel(micro_batch=2, sync="client", shares=[3, 1])),
         (WHOLE, "stored", 3, DataParallel(micro_batch=2, sync="client")),
         (WHOLE, DataParallel(micro_batch=2), 2, DataParallel(micro_batch=2, shares=[3, 1])),
@@ -228,6 +228,13 @@ PARTS = Plan(
 )
 def test_the_plan_of_a_resumed_run(stored: Plan | None, asked: Any, devices: int, expected: Any) -> None:
     assert resumed_plan(stored, asked, devices) == expected
+
+
+def test_over_several_hosts_a_resumed_run_leaves_those_devices_idle_that_its_plan_does() -> None:
+    alone = Plan.data_parallel([1], [1.0], micro_batch=2)
+    assert resumed_plan(alone, "stored", 2, spread=True) == alone
+    assert resumed_plan(alone, "stored", 1, spread=True) == DataParallel(micro_batch=2)
+    assert resumed_plan(WHOLE, "stored", 2, spread=True) == resumed_plan(WHOLE, "stored", 2)
 
 
 def test_a_save_after_resuming_keeps_what_the_optimizer_remembers(tmp_path: Path, pools: Pools) -> None:

@@ -6,19 +6,19 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import permutations
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onebox.cost import PoolProfile, Speeds, cache, near_groups
+from onebox.cost import DeviceProfile, PoolProfile, Speeds, cache, near_groups
 from onebox.errors import OneboxError, UsageError
 from onebox.pool import DeviceInfo, Fault, Link, Pool
 from onebox.pool import pool as pool_module
 from onebox.pool.network import link_benchmark, profile
 from onebox.pool.network.link_benchmark import one_way_s, settled, tables
-from onebox.pool.network.profile import block_seconds, blocks, profile_key
+from onebox.pool.network.profile import block_seconds, blocks, profile_key, renew_links
 from onebox.wire.protocol.instructions import Ask
 from onebox.wire.protocol.responses import WorkerMemory
 from onebox.worker.comm import manager
@@ -257,3 +257,70 @@ def test_whose_traces_go_together(hosts: str, devices: tuple[str, str], one: boo
         for number, (host, device) in enumerate(zip(hosts, devices, strict=True))
     ]
     assert link_benchmark.have_one_clock(ends[0], ends[1]) is one
+
+
+def far(host: str, number: int) -> DeviceProfile:
+    return DeviceProfile(
+        number=number,
+        device="cpu",
+        name="a processor",
+        host=host,
+        threads=1,
+        memory_bytes=1 << 30,
+        speed=1.0,
+        emulated=False,
+        speeds=Speeds(call_s=1e-5),
+    )
+
+
+def between(bandwidth_bps: float, hosts: str = "aab") -> PoolProfile:
+    """Return a profile of devices of some hosts, measured at 1000 s."""
+    pairs = list(permutations(range(len(hosts)), 2))
+    known = {(a, b): (1e-4, 4e9 if hosts[a] == hosts[b] else bandwidth_bps) for a, b in pairs}
+    latency_s, bandwidths = tables(known, range(len(hosts)))
+    return PoolProfile(
+        devices=tuple(map(far, hosts, range(len(hosts)))),
+        latency_s=latency_s,
+        bandwidth_bps=bandwidths,
+        emulated_links=(),
+        groups=near_groups(latency_s, bandwidths),
+        torch="2.13.0",
+        measured_at="2026-11-21T04:00:00+00:00",
+        links_at_s={source: dict.fromkeys(row, 1000.0) for source, row in latency_s.items()},
+    )
+
+
+@pytest.mark.parametrize("now_bps", [1.2e6, 1.1e8])
+def test_links_between_hosts_are_probed_anew(
+    now_bps: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[list[tuple[int, int]]] = []
+
+    def probed(pool: Any, pairs: Any, known: Any, rooms: Any) -> dict[tuple[int, int], tuple[float, float]]:
+        asked.append(list(pairs))
+        return {way: (1e-4, now_bps) for a, b in asked[-1] for way in ((a, b), (b, a))}
+
+    monkeypatch.setattr(profile, "probe_links", probed)
+    monkeypatch.setattr(profile, "_rooms", lambda pool: [1 << 30] * 3)
+    monkeypatch.setattr(profile.time, "time", lambda: 1200.0)
+    known = between(1.0e8)
+    found = renew_links(cast(Pool, None), known)
+    assert asked == [[(0, 2)]], "one pair for two hosts"
+    assert found.links_at_s == {0: {1: 1000.0, 2: 1200.0}, 1: {0: 1000.0, 2: 1200.0}, 2: {0: 1200.0, 1: 1200.0}}
+    if now_bps > 1e8:
+        assert found.bandwidth_bps == known.bandwidth_bps, "as before but for noise: plans stay the same"
+        assert not caplog.records
+    else:
+        assert found.bandwidth_bps == between(now_bps).bandwidth_bps
+        assert "the link between a and b has changed: 9.6 Mbit/s" in caplog.text
+        assert "800 Mbit/s and 0.1 ms when it was measured 3 min ago" in caplog.text
+    assert renew_links(cast(Pool, None), between(1.0, "aaa")) == between(1.0, "aaa"), "no probe on one host"
+
+
+def test_a_probe_times_a_link(open_pool: OpenPool) -> None:
+    pool = open_pool(2, links={(0, 1): SLOW})
+    known = dict.fromkeys(((0, 1), (1, 0)), (SLOW.latency_s, SLOW.bandwidth_bps))
+    found = link_benchmark.probe_links(pool, [(0, 1)], known, [1 << 30] * 2)
+    assert 0.8 * SLOW.latency_s < found[0, 1][0] < 5 * SLOW.latency_s
+    assert SLOW.bandwidth_bps / 5 < found[0, 1][1] < 1.5 * SLOW.bandwidth_bps
+    assert used_bytes(pool) == [0, 0]
