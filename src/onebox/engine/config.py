@@ -130,3 +130,29 @@ def chosen_recovery(pool: Pool, recovery: Recovery | Literal["auto"] | None) -> 
     if recovery is not None and emulated:
         raise UsageError(f"recovery={recovery}: sim devices have no values to keep; leave it out")
     return recovery
+
+
+def check_islands(*, stale: object, recovery: object, adaptive: object, overlap: bool) -> None:
+    """Refuse options of a trainer that do not go together with islands.
+
+    Args:
+        stale: Stale gradients, or ``None``.
+        recovery: Recovery; ``auto`` stands for none with islands.
+        adaptive: Whether plans adapt to devices.
+        overlap: Whether exact steps overlap.
+
+    Raises:
+        UsageError: One of them is given.
+    """
+    given = {
+        f"stale={stale}": stale is not None,
+        f"recovery={recovery}": recovery not in ("auto", None),
+        f"adaptive={adaptive!r}": adaptive is not False,
+        "Engine(overlap=True)": overlap,
+    }
+    for what, there in given.items():
+        if there:
+            raise UsageError(
+                f"islands and {what}: these do not go together yet; leave one of them out (after a loss, a run of "
+                "islands is resumed from its last checkpoint)"
+            )

@@ -68,7 +68,9 @@ class PlanRequest:
             return plan_of(self.plan, range(devices), shares)
         return self.plan if isinstance(self.plan, Plan) else None
 
-    def resolve(self, pool: Pool, remote: RemoteState, captures: Captures, batch: Batch) -> Plan:
+    def resolve(
+        self, pool: Pool, remote: RemoteState, captures: Captures, batch: Batch, among: Sequence[int] | None = None
+    ) -> Plan:
         """Return the requested plan.
 
         Devices are measured where the request leaves shares, formats or the plan open, unless one of them has been
@@ -79,6 +81,7 @@ class PlanRequest:
             remote: The state.
             captures: The captured model.
             batch: The first batch.
+            among: The devices; all of the pool if not given.
 
         Raises:
             UsageError: The shares are not one for each device.
@@ -90,20 +93,22 @@ class PlanRequest:
         if isinstance(self.plan, DataParallel):
             asked = self.plan
         elif not pool.gone:
-            return self._searched(pool, remote, captures, batch)
+            return self._searched(pool, remote, captures, batch, among)
         else:
             asked = DataParallel(micro_batch=self.micro_batch)
-        devices = pool.present
+        devices = pool.present if among is None else tuple(among)
         if pool.gone:
             shares: Sequence[float] = [1.0] * len(devices)
         else:
-            shares = resolve_device_shares(asked.shares, pool, captures, batch, remote)
+            shares = resolve_device_shares(asked.shares, pool, captures, batch, remote, among)
         plan = plan_of(asked, devices, shares)
         if captures.recipe.precision == "auto" and not pool.gone:
             return _with_measured_formats(plan, pool, captures, remote, batch)
         return plan
 
-    def _searched(self, pool: Pool, remote: RemoteState, captures: Captures, batch: Batch) -> Plan:
+    def _searched(
+        self, pool: Pool, remote: RemoteState, captures: Captures, batch: Batch, among: Sequence[int] | None
+    ) -> Plan:
         """Return the best plan for the first batch whose steps may overlap as the run's do."""
         recipe = captures.recipe
         late = self.stale is not None
@@ -122,6 +127,7 @@ class PlanRequest:
             fuse=recipe.fuse,
             numerics=recipe.numerics,
             stale=self.stale,
+            among=among,
         )
         _LOG.info("plan='auto': %s", found.plan.describe())
         return found.plan

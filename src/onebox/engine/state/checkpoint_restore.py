@@ -18,6 +18,7 @@ from onebox.engine.state.checkpoint_files import (
     Checkpoint,
     CheckpointContents,
     GroupEntry,
+    IslandsEntry,
     Manifest,
     NumberEntry,
 )
@@ -148,6 +149,7 @@ class ResumePoint:
         plan: Plan of the run; ``None`` if unknown.
         extra: Data saved with the checkpoint by the user.
         state: State of the optimizer, and versions of parameters.
+        islands: The islands; ``None`` for a run without.
     """
 
     step: int
@@ -156,6 +158,7 @@ class ResumePoint:
     plan: Plan | None
     extra: dict[str, Any]
     state: StartState
+    islands: IslandsEntry | None = None
 
 
 def resume_point(checkpoint: Checkpoint, path: Path) -> ResumePoint:
@@ -178,6 +181,7 @@ def resume_point(checkpoint: Checkpoint, path: Path) -> ResumePoint:
         plan=manifest.plan,
         extra=manifest.extra,
         state=StartState(optimizer=remembered, versions=versions),
+        islands=manifest.islands,
     )
 
 
