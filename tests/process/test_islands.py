@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,12 @@ from onebox.errors import UsageError
 from onebox.plan import Plan, Stage, apportion
 from tests.models import CASES, OPTIMIZERS
 from tests.process.shelf import Shelf
-from tests.process.stages import SEED, staged
+from tests.process.stages import SEED, segments, staged
 from tests.reference import AGREE, Outcome, assert_same, backward, clipped, drawing, sizes_of, state_of
 
 SIZES = [12, 12, 9, 12, 12, 12, 9, 12, 12, 12, 12, 12]
 MICRO_BATCH = 3
+SMALL = onebox.DataParallel(micro_batch=MICRO_BATCH)
 
 
 def cut(size: int) -> list[int]:
@@ -137,13 +137,13 @@ def islands(
     sizes: Sequence[int] = SIZES,
     *,
     optimizer: str = "adamw",
-    plan: Any = onebox.DataParallel(micro_batch=MICRO_BATCH),
+    plan: Any = None,
     **options: Any,
 ) -> Outcome:
     """Train a case on islands of a pool."""
     case = CASES[name]
     model = case.model()
-    arguments = {"pool": pool, "seed": SEED, "islands": groups, "plan": plan, **options}
+    arguments = {"pool": pool, "seed": SEED, "islands": groups, "plan": plan or SMALL, **options}
     with onebox.Trainer(model, case.loss, OPTIMIZERS[optimizer](model), **arguments) as trainer:
         return steps(trainer, case.batches(list(sizes)))
 
@@ -165,3 +165,266 @@ def test_islands_of_one_device(optimizer: str, momentum: float, pools: Shelf) ->
     outer = onebox.Outer(every=3, lr=0.6, momentum=momentum)
     found = islands(pools(2), "mlp", [[0], [1]], optimizer=optimizer, outer=outer)
     assert_same(found, Reference("mlp", optimizer, [1, 1], outer).run(SIZES))
+
+
+CASES_OF_ISLANDS: dict[str, tuple[str, int, list[list[int]], Callable[[], Any], list[float]]] = {
+    "replicas": ("cnn", 4, [[0, 1], [2, 3]], lambda: SMALL, [1, 1]),
+    "uneven": ("cnn", 3, [[0, 1], [2]], lambda: SMALL, [2, 1]),
+    "sharded optimizer": (
+        "mlp",
+        4,
+        [[0, 1], [2, 3]],
+        lambda: onebox.DataParallel(micro_batch=MICRO_BATCH, shard_optimizer=True),
+        [1, 1],
+    ),
+    "pipelines": ("mlp", 4, [[0, 1], [2, 3]], lambda: [staged("mlp", [0, 1]), staged("mlp", [3, 2])], [1, 1]),
+    "mixed": (
+        "cnn",
+        4,
+        [[0, 1, 2], [3]],
+        lambda: [staged("cnn", [[0, 1], 2]), SMALL],
+        [3, 1],
+    ),
+    "tied": ("tied", 3, [[0, 1], [2]], lambda: [staged("tied", [0, 1]), SMALL], [2, 1]),
+    "dropout": ("dropping", 2, [[0], [1]], lambda: SMALL, [1, 1]),
+    "three": ("mlp", 3, [[2], [0], [1]], lambda: SMALL, [1, 2, 1]),
+    "one": ("mlp", 2, [[0, 1]], lambda: SMALL, [1]),
+}
+"""Model, workers, islands, plans and shares."""
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("kind", CASES_OF_ISLANDS)
+def test_islands_of_every_kind(kind: str, pools: Shelf) -> None:
+    name, workers, groups, plan, weights = CASES_OF_ISLANDS[kind]
+    outer = onebox.Outer(every=4, shares=weights)
+    found = islands(pools(workers), name, groups, plan=plan(), outer=outer)
+    assert_same(found, Reference(name, "adamw", weights, outer).run(SIZES))
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("fragments", [2, 3])
+def test_fragments_are_synchronised_in_turn(fragments: int, pools: Shelf) -> None:
+    outer = onebox.Outer(every=4, fragments=fragments, shares=[2, 1])
+    found = islands(pools(3), "cnn", [[0, 1], [2]], optimizer="sgd", outer=outer)
+    assert_same(found, Reference("cnn", "sgd", [2, 1], outer).run(SIZES))
+
+
+def test_each_island_clips_its_own_gradients(pools: Shelf) -> None:
+    outer = onebox.Outer(every=3, shares=[2, 1])
+    found = islands(pools(3), "mlp", [[0, 1], [2]], outer=outer, clip_grad_norm=0.5)
+    expected = Reference("mlp", "adamw", [2, 1], outer, max_norm=0.5).run(SIZES)
+    assert_same(found, expected)
+    assert found.norms == pytest.approx(expected.norms, abs=AGREE)
+
+
+def test_an_island_without_samples_in_a_step_sits_it_out(pools: Shelf) -> None:
+    sizes, outer = [6, 1, 6, 1, 6], onebox.Outer(every=4)
+    found = islands(pools(2), "mlp", [[0], [1]], sizes, outer=outer)
+    assert_same(found, Reference("mlp", "adamw", [1, 1], outer).run(sizes))
+
+
+# ---- layers split over devices
+
+
+def split_plan(devices: Sequence[int]) -> Plan:
+    """Return a plan whose only stage splits its layers over two devices."""
+    return Plan(stages=(Stage(segments=segments("mlp"), replicas=(tuple(devices),)),), micro_batch=MICRO_BATCH)
+
+
+def test_islands_that_split_layers_alike(pools: Shelf) -> None:
+    outer = onebox.Outer(every=4)
+    found = islands(pools(4), "mlp", [[0, 1], [2, 3]], plan=[split_plan([0, 1]), split_plan([2, 3])], outer=outer)
+    assert_same(found, Reference("mlp", "adamw", [1, 1], outer).run(SIZES))
+
+
+def test_islands_that_split_layers_differently_are_refused(pools: Shelf) -> None:
+    with pytest.raises(UsageError, match="islands whose plans split layers have to split them alike"):
+        islands(pools(3), "mlp", [[0, 1], [2]], plan=[split_plan([0, 1]), SMALL], outer=onebox.Outer(every=4))
+
+
+# ---- reading the state
+
+
+def test_evaluations_use_the_global_parameters_and_leave_each_island_its_own(pools: Shelf) -> None:
+    case, outer = CASES["cnn"], onebox.Outer(every=4, shares=[2, 1])
+    reference, model = Reference("cnn", "adamw", [2, 1], outer), case.model()
+    batches, held_out = case.batches(SIZES), case.batches([10, 7])
+    arguments: dict[str, Any] = {"pool": pools(3), "plan": SMALL, "seed": SEED, "islands": [[0, 1], [2]]}
+    with onebox.Trainer(model, case.loss, OPTIMIZERS["adamw"](model), outer=outer, **arguments) as trainer:
+        assert trainer.evaluate(held_out).loss == pytest.approx(evaluated(reference, held_out), abs=AGREE)
+        for batch in batches:
+            trainer.step(*batch)
+            reference.step(batch)
+            assert trainer.evaluate(held_out).loss == pytest.approx(evaluated(reference, held_out), abs=AGREE)
+        trainer.pull()
+        for name, tensor in state_of(reference.value).items():
+            if "num_batches" not in name:
+                torch.testing.assert_close(state_of(model)[name], tensor, rtol=0, atol=AGREE)
+
+
+def evaluated(reference: Reference, batches: Sequence[Any]) -> float:
+    model = reference.value.eval()
+    with torch.no_grad():
+        found = sum(float(reference.case.loss(model(x), y)) * len(x) for x, y in batches)
+    model.train()
+    return found / sum(len(x) for x, _ in batches)
+
+
+def test_synchronize_includes_the_steps_since_the_last_outer_step(pools: Shelf) -> None:
+    case, outer = CASES["mlp"], onebox.Outer(every=4, fragments=2)
+    reference, model = Reference("mlp", "sgd", [1, 1], outer), case.model()
+    arguments: dict[str, Any] = {"pool": pools(2), "plan": SMALL, "islands": [[0], [1]], "outer": outer}
+    with onebox.Trainer(model, case.loss, OPTIMIZERS["sgd"](model), **arguments) as trainer:
+        for batch in case.batches(SIZES[:7]):
+            trainer.step(*batch)
+            reference.step(batch)
+        trainer.synchronize()
+        trainer.synchronize()  # nothing is left to include
+        for fragment in range(2):
+            reference.synchronize(fragment)
+        trainer.pull()
+        for name, tensor in state_of(reference.value).items():
+            torch.testing.assert_close(state_of(model)[name], tensor, rtol=0, atol=AGREE)
+
+
+def test_changes_by_hand_reach_every_island(pools: Shelf) -> None:
+    case, outer = CASES["mlp"], onebox.Outer(every=3)
+    reference, model = Reference("mlp", "sgd", [1, 1], outer), case.model()
+    arguments: dict[str, Any] = {"pool": pools(2), "plan": SMALL, "islands": [[0], [1]], "outer": outer}
+    with onebox.Trainer(model, case.loss, OPTIMIZERS["sgd"](model), **arguments) as trainer:
+        for place, batch in enumerate(case.batches(SIZES[:8])):
+            if place == 4:
+                trainer.pull()
+                for each in (model, reference.value, *reference.models):
+                    with torch.no_grad():
+                        next(each.parameters()).mul_(0.5)
+                first = next(reference.value.parameters())
+                for each in reference.models:
+                    next(each.parameters()).data.copy_(first)
+            trainer.step(*batch)
+            reference.step(batch)
+        found = trainer.tensors()
+        for name, tensor in reference.value.named_parameters():
+            torch.testing.assert_close(found[f"model.{name}"], tensor.detach(), rtol=0, atol=AGREE)
+
+
+def test_uploads_ahead_change_nothing(pools: Shelf) -> None:
+    case, outer = CASES["mlp"], onebox.Outer(every=4, shares=[2, 1])
+    model = case.model()
+    arguments: dict[str, Any] = {"pool": pools(3), "plan": SMALL, "islands": [[0, 1], [2]], "outer": outer}
+    with onebox.Trainer(model, case.loss, OPTIMIZERS["adamw"](model), **arguments) as trainer:
+        losses, uploaded = [], []
+        for batch in case.batches(SIZES):
+            uploaded.append(trainer.upload(*batch))
+            if len(uploaded) > 1:
+                losses.append(trainer.step(uploaded.pop(0)))
+        losses.append(trainer.step(uploaded[0]))
+        with pytest.raises(UsageError, match="stepped or closed before"):
+            trainer.step(uploaded[0])
+        assert trainer.upload_counters().ahead > len(SIZES) // 2
+        found = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
+    expected = Reference("mlp", "adamw", [2, 1], outer).run(SIZES)
+    assert_same(Outcome(losses=[float(loss) for loss in losses], norms=[], tensors=found), expected)
+
+
+def test_the_state_of_the_optimizers_counts_in_the_forecast_of_memory(pools: Shelf) -> None:
+    case, model = CASES["mlp"], CASES["mlp"].model()
+    batch = case.batches([12])[0]
+    peaks = []
+    for more in ({"plan": onebox.DataParallel(shares=[1, 1])}, {"islands": [[0], [1]], "outer": onebox.Outer(every=2)}):
+        with onebox.Trainer(model, case.loss, OPTIMIZERS["sgd"](model), pool=pools(2), **more) as trainer:
+            peaks.append(trainer.predicted_memory(*batch)[0])
+            for _ in range(4):
+                trainer.step(*batch)
+            trainer.wait()
+            assert trainer.memory()[0].peak_bytes <= peaks[-1]
+    assert peaks[1] - peaks[0] == 2 * sum(parameter.nbytes for parameter in model.parameters())
+
+
+# ---- checkpoints
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("half", [4, 6])  # right after an outer step, and between two
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_a_resumed_run_ends_with_the_same_bits(half: int, fragments: int, pools: Shelf, tmp_path: Path) -> None:
+    case, outer = CASES["cnn"], onebox.Outer(every=4, fragments=fragments, shares=[2, 1])
+    batches, model = case.batches(SIZES), case.model()
+    arguments: dict[str, Any] = {"plan": SMALL, "seed": SEED, "islands": [[0, 1], [2]], "outer": outer}
+    with onebox.Trainer(model, case.loss, OPTIMIZERS["adamw"](model), pool=pools(3), **arguments) as trainer:
+        steps(trainer, batches[:half])
+        trainer.save(tmp_path)
+        straight = steps(trainer, batches[half:])
+    model = case.model()
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.zero_()
+    with onebox.Trainer.resume(tmp_path, model, case.loss, OPTIMIZERS["adamw"](model), pool=pools(3)) as trainer:
+        assert trainer.steps_done == half
+        trainer.save(tmp_path / "again")  # before its first step
+        resumed = steps(trainer, batches[half:])
+    assert_same(resumed, straight, tolerance=0)
+    model = case.model()
+    arguments = {"pool": pools(3), "islands": [[2, 1], [0]]}
+    with onebox.Trainer.resume(
+        tmp_path / "again", model, case.loss, OPTIMIZERS["adamw"](model), **arguments
+    ) as trainer:
+        assert_same(steps(trainer, batches[half:]), straight)
+
+
+def test_a_run_is_resumed_with_as_many_islands(pools: Shelf, tmp_path: Path) -> None:
+    case, model = CASES["mlp"], CASES["mlp"].model()
+    arguments: dict[str, Any] = {"plan": SMALL, "islands": [[0], [1]], "outer": onebox.Outer(every=4, fragments=2)}
+    with onebox.Trainer(model, case.loss, OPTIMIZERS["sgd"](model), pool=pools(2), **arguments) as trainer:
+        trainer.save(tmp_path)
+    for more, message in (
+        ({"islands": [[0, 1]]}, r"the run to be resumed has 2 islands, and each island has a state of its own"),
+        ({"islands": None}, r"islands=None: the run to be resumed has 2 islands"),
+        ({"outer": onebox.Outer(every=4)}, r"has fragments=2, each with outer steps of its own"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            onebox.Trainer.resume(tmp_path, model, case.loss, OPTIMIZERS["sgd"](model), pool=pools(2), **more)
+    with onebox.Trainer(model, case.loss, OPTIMIZERS["sgd"](model), pool=pools(2)) as trainer:
+        trainer.save(tmp_path / "plain")
+    with pytest.raises(UsageError, match="has no islands; leave islands= and outer= out"):
+        onebox.Trainer.resume(
+            tmp_path / "plain", model, case.loss, OPTIMIZERS["sgd"](model), pool=pools(2), islands=[[0], [1]]
+        )
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"islands": [[0], [0, 1]]}, "device 0 is named twice; each belongs to one island"),
+        ({"islands": [[0], [2]]}, "there is no device 2; the pool has 2, numbered from 0"),
+        ({"islands": [[1]]}, "device 0 is in no island"),
+        ({"islands": "near"}, "islands='near': allowed are 'auto'"),
+        ({"islands": [[0], []]}, "allowed are 'auto'"),
+        ({"islands": None, "outer": onebox.Outer()}, "it is the outer optimizer of islands; give islands= too"),
+        ({"outer": 3}, r"outer=3: allowed are onebox.Outer\(\.\.\.\)"),
+        ({"outer": onebox.Outer(shares=[1, 2, 3])}, "3 weights for 2 islands"),
+        ({"plan": [SMALL] * 3}, "plan= has 3 plans for 2 islands"),
+        ({"islands": None, "plan": [SMALL]}, "which are for islands="),
+        ({"plan": onebox.DataParallel(sync="client")}, "islands and sync='client' do not go together"),
+        ({"plan": onebox.DataParallel(update="host")}, "islands and update='host' do not go together"),
+        ({"plan": [Plan.data_parallel([1], [1]), SMALL]}, r"the plan of island 0 uses device 1"),
+        ({"stale": onebox.StaleGradients()}, "islands and stale="),
+        ({"recovery": onebox.Recovery()}, "islands and recovery="),
+        ({"adaptive": True}, "islands and adaptive=True"),
+        ({"engine": onebox.Engine(overlap=True)}, r"islands and Engine\(overlap=True\)"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(more: dict[str, Any], message: str, pools: Shelf) -> None:
+    model = CASES["mlp"].model()
+    arguments: dict[str, Any] = {"pool": pools(2), "islands": [[0], [1]], **more}
+    with pytest.raises(UsageError, match=message):
+        onebox.Trainer(model, CASES["mlp"].loss, OPTIMIZERS["sgd"](model), **arguments)
+
+
+def test_the_first_batch_has_samples_for_each_island(pools: Shelf) -> None:
+    with pytest.raises(UsageError, match="the first batch has 1 sample"):
+        islands(pools(2), "mlp", [[0], [1]], [1])
