@@ -38,6 +38,7 @@ from onebox.engine.state.checkpoint_restore import (
     ResumePoint,
     Stored,
     contents,
+    plan_elsewhere,
     restore,
     resume_point,
     resumed_plan,
@@ -265,7 +266,7 @@ class Trainer:
             outer=outer,
         )
         request.check(pool)
-        parts = islands_start(start.state.optimizer, len(found)) if start else None
+        parts = islands_start(start.state.optimizer, stored) if start and stored else None
         others = parts.islands if parts else (None,) * len(found)
         self._remote = RemoteState(self.model, self.loss, self.optimizer, pool, others[0])
         states = [
@@ -282,7 +283,6 @@ class Trainer:
             settings,
             self.staging,
             step=start.step if start else 0,
-            samples=stored.samples if stored else (),
             start=parts,
             saved=start.path if start else None,
         )
@@ -750,7 +750,12 @@ def _resumed_islands(
         if islands != "stored" or outer != "stored":
             raise UsageError("the run to be resumed has no islands; leave islands= and outer= out")
         return None
-    options = stored.outer if outer == "stored" else outer
+    if islands is None:
+        raise UsageError(
+            f"islands=None: the run to be resumed has {len(stored.devices)} islands, and each island has a state of "
+            "its own; resume it with as many, or train another run from the pulled weights"
+        )
+    options = stored.outer if outer in ("stored", None) else outer
     if options.fragments != stored.outer.fragments:
         raise UsageError(
             f"outer={options}: the run to be resumed has fragments={stored.outer.fragments}, each with outer steps of "
@@ -760,11 +765,22 @@ def _resumed_islands(
     found: dict[str, Any] = {"islands": stored.devices if same else islands, "outer": options}
     if plan != "stored":
         found["plan"] = plan
-    elif stored.plans and same:
-        found["plan"] = list(stored.plans)
+    elif stored.plans:
+        found["plan"] = [
+            plan_elsewhere(each, before, now)
+            for each, before, now in zip(
+                stored.plans, stored.devices, stored.devices if same else _as_groups(islands, stored), strict=True
+            )
+        ]
     if stored.shares and outer == "stored":  # the same bits need the same parts of each batch
         found["outer"] = replace(options, shares=stored.shares)
     return found
+
+
+def _as_groups(islands: Islands | Stored, stored: IslandsEntry) -> Sequence[Sequence[int]]:
+    """Return the devices of each island of a resumed run as far as they are known; empty ones for others."""
+    known = not isinstance(islands, str) and len(islands) == len(stored.devices)
+    return islands if known else [()] * len(stored.devices)  # type: ignore[return-value]
 
 
 def _require_group(name: str, value: object, kind: Any, allowed: str) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from onebox.engine.islands.outer_optimizer import OuterOptimizer
 from onebox.engine.session import TrainingSession
+from onebox.engine.state.checkpoint_files import IslandsEntry
 from onebox.engine.state.pieces import Key, TensorSource
 from onebox.engine.state.remote import RemoteState, StartState
 from onebox.engine.state.transfer import OptimizerContents, StateTransfer
@@ -27,10 +28,18 @@ class IslandsTransfer(StateTransfer):
         pool: The pool.
         sessions: The sessions of the islands.
         states: State of each island on its workers.
+        start: State in the checkpoint of a run that is resumed.
     """
 
-    def __init__(self, pool: Pool, sessions: Sequence[TrainingSession], states: Sequence[RemoteState]) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        sessions: Sequence[TrainingSession],
+        states: Sequence[RemoteState],
+        start: IslandsStart | None,
+    ) -> None:
         super().__init__(pool, states[0])
+        self._start = start
         self._sessions = sessions
         self._states = states
         self.outer: OuterOptimizer | None = None
@@ -57,9 +66,13 @@ class IslandsTransfer(StateTransfer):
         if outer is not None:
             parts.append(owned(outer.transfer.remembered(), _OUTER))
             for place, (session, state) in enumerate(zip(self._sessions, self._states, strict=True)):
-                batchless = {*outer.names, *session.changed_buffers}
-                sources = {key: at for key, at in state.tensor_sources().items() if key[0] in batchless}
+                own = {*outer.names, *session.changed_buffers}
+                sources = {key: at for key, at in state.tensor_sources().items() if key[0] in own}
                 parts.append(owned(OptimizerContents(tensors=sources), str(place)))
+        elif self._start is not None:
+            parts.append(owned(_local_contents(self._start.outer.optimizer), _OUTER))
+            for place, tensors in enumerate(self._start.tensors):
+                parts.append(owned(_local_contents([(n, "", tensor) for n, tensor in tensors.items()]), str(place)))
         return OptimizerContents(
             tensors={key: source for part in parts for key, source in part.tensors.items()},
             numbers={key: value for part in parts for key, value in part.numbers.items()},
@@ -89,6 +102,14 @@ class WholeTransfer(StateTransfer):
         return self._islands.whole()
 
 
+def _local_contents(entries: OptimizerEntries) -> OptimizerContents:
+    """Return entries that have not been uploaded to the workers yet."""
+    return OptimizerContents(
+        numbers={(name, key): value for name, key, value in entries if not isinstance(value, Tensor)},
+        here={(name, key): value for name, key, value in entries if isinstance(value, Tensor)},
+    )
+
+
 def owned(contents: OptimizerContents, owner: str) -> OptimizerContents:
     """Return a state whose keys end with their owner."""
 
@@ -110,26 +131,29 @@ class IslandsStart:
     """State of a checkpoint beside the global parameters.
 
     Args:
+        entry: The description of the islands.
         islands: The optimizer's state of each island.
         tensors: Parameters and buffers of each island.
         outer: State of the outer optimizer.
     """
 
+    entry: IslandsEntry
     islands: tuple[StartState, ...]
     tensors: tuple[Mapping[str, Tensor], ...]
     outer: StartState
 
 
-def islands_start(entries: OptimizerEntries, count: int) -> IslandsStart:
+def islands_start(entries: OptimizerEntries, entry: IslandsEntry) -> IslandsStart:
     """Return the state of islands from the entries of a checkpoint, whose keys end with their owners.
 
     Args:
         entries: All entries.
-        count: Number of islands.
+        entry: The description of the islands in its manifest.
 
     Raises:
         CheckpointError: An entry has no such owner.
     """
+    count = len(entry.devices)
     islands: list[OptimizerEntries] = [[] for _ in range(count)]
     tensors: list[dict[str, Tensor]] = [{} for _ in range(count)]
     outer: OptimizerEntries = []
@@ -144,6 +168,7 @@ def islands_start(entries: OptimizerEntries, count: int) -> IslandsStart:
         elif isinstance(value, Tensor):
             tensors[int(owner)][name] = value
     return IslandsStart(
+        entry=entry,
         islands=tuple(StartState(optimizer=own, versions={}) for own in islands),
         tensors=tuple(tensors),
         outer=StartState(optimizer=outer, versions={}),

@@ -10,6 +10,9 @@ from onebox.engine.partition.sharding_spec import Members, ShardingSpec
 from onebox.errors import UsageError
 from onebox.wire import TensorSpec
 
+OUTER_BUCKET_BYTES = 8 << 20
+"""Approximate bytes of a bucket: a tenth of a second of 600 Mbit/s, so that round trips matter little."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OuterPart:
@@ -88,7 +91,7 @@ def outer_buckets(
     return tuple(
         OuterBucket(names=tuple(names), groups=groups, trained=updated)
         for (groups, updated), own in alike.items()
-        for names in fill_buckets(own, specs)
+        for names in fill_buckets(own, specs, OUTER_BUCKET_BYTES)
     )
 
 

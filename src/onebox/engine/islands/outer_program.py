@@ -7,6 +7,7 @@ own copy is an eager operator after the routine, since the programs of routines 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -21,6 +22,9 @@ WEIGHT = TensorSpec("float64", ())
 
 _WEIGHT = -1
 """Reference to that binding."""
+
+_TRAVELLING = 4
+"""Buckets of outer gradients that are being summed while the next one is computed; it bounds their memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,16 +131,27 @@ class OuterCompiler:
 
     def _step(self, island: int, worker: int, buckets: Sequence[OuterBucket]) -> WorkerOuterStep:
         builder = RoutineBuilder(self.numbers.new)
-        led = [bucket for bucket in buckets if worker in bucket.leaders]
-        gradients: dict[int, list[int]] = {}
-        for place, bucket in enumerate(led):
+        stepped = self.global_holdings.stepped_by(worker, self.trained)
+        position = {name: place for place, name in enumerate(stepped)}
+        travelling: deque[tuple[OuterBucket, list[int]]] = deque()
+
+        def update(*, most: int) -> None:
+            while len(travelling) > most:
+                bucket, gradients = travelling.popleft()
+                members = tuple(position[name] for name in bucket.names)
+                step = OptimizerStep(self.numbers.optimizer, tuple(gradients), members=members)
+                builder.add(step, InstructionLabel("outer update", "compute"))
+                builder.add(Free(tuple(gradients)), InstructionLabel("free"))
+
+        for bucket in (bucket for bucket in buckets if worker in bucket.leaders):
             specs = tuple(self._spec(worker, name) for name in bucket.names)
             values = [self.numbers.values[name] for name in bucket.names]
             local = [self.numbers.local[island][name] for name in bucket.names]
             if bucket.trained:
-                gradients[place] = results = [self.numbers.new() for _ in bucket.names]
+                results = [self.numbers.new() for _ in bucket.names]
                 label = InstructionLabel("outer gradient", "compute")
                 builder.call(_differences(specs), [*values, *local, _WEIGHT], results, label)
+                travelling.append((bucket, results))
             else:
                 results = values
                 builder.call(_weighted(specs), [*local, _WEIGHT], results, InstructionLabel("average", "compute"))
@@ -144,13 +159,8 @@ class OuterCompiler:
                 size_bytes = sum(spec.size_bytes for spec in specs)
                 label = InstructionLabel("average between islands", "transfer", size_bytes=size_bytes)
                 builder.add(Reduce(tuple(results), self.numbers.between[bucket.leaders]), label)
-        stepped = self.global_holdings.stepped_by(worker, self.trained)
-        position = {name: place for place, name in enumerate(stepped)}
-        for place, own in gradients.items():
-            members = tuple(position[name] for name in led[place].names)
-            step = OptimizerStep(self.numbers.optimizer, tuple(own), members=members)
-            builder.add(step, InstructionLabel("outer update", "compute"))
-            builder.add(Free(tuple(own)), InstructionLabel("free"))
+            update(most=_TRAVELLING)  # all workers come to a bucket after the same ones: none waits in a circle
+        update(most=0)
         return self._handed_out(island, worker, buckets, builder, bindings=1)
 
     def _handed_out(

@@ -69,8 +69,7 @@ class IslandsSession:
         settings: Settings shared by all steps.
         staging: Memory for batches beside a step's.
         step: Number of steps done before, by the run that is resumed.
-        samples: For each fragment, the samples of each island since its last outer step, likewise.
-        start: State of the islands in the checkpoint, likewise.
+        start: State of the islands in its checkpoint.
         saved: Path of the checkpoint.
     """
 
@@ -89,7 +88,6 @@ class IslandsSession:
         staging: Staging,
         *,
         step: int = 0,
-        samples: Sequence[Sequence[float]] = (),
         start: IslandsStart | None = None,
         saved: Path | None = None,
     ) -> None:
@@ -105,7 +103,8 @@ class IslandsSession:
         self._settings = settings
         self._start = start
         self._shares: tuple[float, ...] = ()
-        self._samples = [list(own) for own in samples] or [[0.0] * len(islands) for _ in range(outer.fragments)]
+        begun = start.entry.samples if start else [[0.0] * len(islands)] * outer.fragments
+        self._samples = [list(own) for own in begun]
         self._optimizer: OuterOptimizer | None = None
         self._error: Exception | None = None
         prefetchers = [BatchPrefetcher(pool, staging.ahead_bytes, staging.cache_bytes) for _ in islands]
@@ -125,7 +124,7 @@ class IslandsSession:
             for place, (state, prefetcher) in enumerate(zip(states, prefetchers, strict=True))
         ]
         self.uploads = IslandUploads(prefetchers, lambda batch: divided(batch, self._shares) if self._shares else None)
-        self.transfer = IslandsTransfer(pool, self._sessions, states)
+        self.transfer = IslandsTransfer(pool, self._sessions, states, start)
         self.whole_transfer = WholeTransfer(pool, states[0], self.transfer)
         """Reads what a checkpoint holds."""
 
@@ -179,7 +178,6 @@ class IslandsSession:
         """Begin a step of every island, and the outer step that follows it, if one is due; see :meth:`Trainer.step`."""
         uploads = () if uploaded is None else self.uploads.claim(uploaded)
         parts = self._set_up(batch, steps=True)
-        self._begin_outer()
         number, losses, weights = self.steps_done, [], []
         try:
             for place, (session, part) in enumerate(zip(self._sessions, parts, strict=True)):
@@ -342,6 +340,8 @@ class IslandsSession:
 
     def entry(self) -> IslandsEntry:
         """Return the description of the islands for a checkpoint."""
+        if not self.plans and self._start is not None:
+            return self._start.entry
         return IslandsEntry(
             devices=self.islands,
             outer=self.outer,
@@ -397,10 +397,12 @@ class IslandsSession:
             if self._start is not None:
                 for state, tensors in zip(self._states, self._start.tensors, strict=True):
                     state.write({name: tensor for name, tensor in tensors.items() if name in state.held})
+        if steps or self._start is not None:
+            self._begin_outer()
         return parts
 
     def _begin_outer(self) -> None:
-        """Install the outer optimizer before the first step."""
+        """Install the outer optimizer, unless it is there."""
         if self._optimizer is not None:
             return
         recipe, start = self.captures.recipe, self._start.outer if self._start else None

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -116,6 +117,28 @@ def resumed_plan(
         update=stored.update,
         shard_optimizer=stored.optimizer == "sharded",
     )
+
+
+def plan_elsewhere(plan: Plan, before: Sequence[int], now: Sequence[int]) -> Plan | DataParallel:
+    """Return a plan for other devices, with the same micro-batches: the same plan if these are as many.
+
+    Args:
+        plan: The plan.
+        before: The devices that it was made for.
+        now: The devices in their places.
+    """
+    if len(before) != len(now):
+        return DataParallel(micro_batch=plan.micro_batch)
+    place = dict(zip(before, now, strict=True))
+    stages = tuple(
+        msgspec.structs.replace(
+            stage, replicas=tuple(tuple(place[device] for device in replica) for replica in stage.replicas)
+        )
+        for stage in plan.stages
+    )
+    table = plan.table if list(before) == list(now) else ()
+    schedule = plan.schedule if table == plan.table else "1f1b"
+    return msgspec.structs.replace(plan, stages=stages, table=table, schedule=schedule)
 
 
 def resumed_reduction(stored: ReductionName | None, asked: LossReduction | Stored) -> LossReduction:
