@@ -113,7 +113,7 @@ def start_run(config: TrainConfig, folder: RunFolder, data: Data, pool: Pool, pl
         make_loss(config),
         make_optimizer(config, model),
         pool=pool,
-        plan=plan or config.data_parallel,
+        plan=plan or ("auto" if config.plan == "auto" else config.data_parallel),
         precision=config.precision,
         clip_grad_norm=config.clip_grad_norm,
         seed=config.seed,
@@ -123,6 +123,8 @@ def start_run(config: TrainConfig, folder: RunFolder, data: Data, pool: Pool, pl
         stale=config.stale,
         recovery=config.recovery,
         engine=config.engine,
+        islands=config.island_devices,
+        outer=config.outer,
     )
     return StartedRun(
         trainer=trainer, standing=RunProgress(position=Position(epoch=0, index=0, seed=config.seed)), saved=None
@@ -132,7 +134,8 @@ def start_run(config: TrainConfig, folder: RunFolder, data: Data, pool: Pool, pl
 def _resumed(config: TrainConfig, saved: Path, data: Data, pool: Pool, plan: Plan | None) -> StartedRun:
     assert config.resume is not None
     model = make_model(config, data)
-    before = read_config(config.resume).data_parallel
+    stored = read_config(config.resume)
+    before = stored.data_parallel
     placement: DataParallel | Literal["stored"] = "stored"
     if config.data_parallel != before:  # shares that were measured stay, unless others are given
         same = config.data_parallel.shares == before.shares
@@ -148,6 +151,7 @@ def _resumed(config: TrainConfig, saved: Path, data: Data, pool: Pool, plan: Pla
             metrics={"accuracy": accuracy},
             adaptive=config.adaptive,
             recovery=config.recovery,
+            islands="stored" if config.islands == stored.islands else config.island_devices,
         )
         standing = RunProgress.from_extra(trainer.extra, seed=config.seed, path=saved)
     except CheckpointError as error:

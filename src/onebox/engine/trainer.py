@@ -627,7 +627,7 @@ class Trainer:
         recovery: Recovery | Literal["auto", "stored"] | None = "stored",
         staging: Staging | Stored = "stored",
         engine: Engine | Stored = "stored",
-        islands: Islands | Stored = "stored",
+        islands: Islands | Stored | None = "stored",
         outer: Outer | Stored = "stored",
     ) -> Self:
         """Create a trainer that continues from a checkpoint.
@@ -742,7 +742,7 @@ def _given_plan(plan: PlanArgument) -> Plan | DataParallel | Literal["auto"]:
 def _resumed_islands(
     stored: IslandsEntry | None,
     plan: PlanArgument | Sequence[PlanArgument] | Stored,
-    islands: Islands | Stored,
+    islands: Islands | Stored | None,
     outer: Outer | Stored,
 ) -> dict[str, Any] | None:
     """Return the arguments of a trainer that resumes islands; ``None`` for a run without."""
@@ -755,7 +755,7 @@ def _resumed_islands(
             f"islands=None: the run to be resumed has {len(stored.devices)} islands, and each island has a state of "
             "its own; resume it with as many, or train another run from the pulled weights"
         )
-    options = stored.outer if outer in ("stored", None) else outer
+    options = stored.outer if isinstance(outer, str) else outer
     if options.fragments != stored.outer.fragments:
         raise UsageError(
             f"outer={options}: the run to be resumed has fragments={stored.outer.fragments}, each with outer steps of "
