@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 import onebox
-from onebox.errors import UsageError
+from onebox.errors import UsageError, WorkerDied
 from onebox.plan import Plan, Stage, apportion
+from tests.covering import covering_array
 from tests.models import CASES, OPTIMIZERS
-from tests.process.shelf import Shelf
+from tests.process.shelf import Shelf, untouched
 from tests.process.stages import SEED, segments, staged
 from tests.reference import AGREE, Outcome, assert_same, backward, clipped, drawing, sizes_of, state_of
 
@@ -138,18 +141,23 @@ def islands(
     *,
     optimizer: str = "adamw",
     plan: Any = None,
+    evaluating: Sequence[Any] = (),
     **options: Any,
 ) -> Outcome:
-    """Train a case on islands of a pool."""
+    """Train a case on islands of a pool, with an evaluation after each step where there is something to evaluate."""
     case = CASES[name]
     model = case.model()
     arguments = {"pool": pool, "seed": SEED, "islands": groups, "plan": plan or SMALL, **options}
     with onebox.Trainer(model, case.loss, OPTIMIZERS[optimizer](model), **arguments) as trainer:
-        return steps(trainer, case.batches(list(sizes)))
+        return steps(trainer, case.batches(list(sizes)), evaluating)
 
 
-def steps(trainer: onebox.Trainer, batches: Sequence[Any]) -> Outcome:
-    losses = [trainer.step(*batch) for batch in batches]
+def steps(trainer: onebox.Trainer, batches: Sequence[Any], evaluating: Sequence[Any] = ()) -> Outcome:
+    losses = []
+    for batch in batches:
+        losses.append(trainer.step(*batch))
+        if evaluating:
+            trainer.evaluate(evaluating)
     norms = [loss.gradient_norm or 0.0 for loss in losses]
     tensors = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
     return Outcome(losses=[float(loss) for loss in losses], norms=norms, tensors=tensors)
@@ -222,6 +230,77 @@ def test_an_island_without_samples_in_a_step_sits_it_out(pools: Shelf) -> None:
     sizes, outer = [6, 1, 6, 1, 6], onebox.Outer(every=4)
     found = islands(pools(2), "mlp", [[0], [1]], sizes, outer=outer)
     assert_same(found, Reference("mlp", "adamw", [1, 1], outer).run(sizes))
+
+
+KINDS = {
+    "model": ["mlp", "cnn", "gpt2", "tied", "dropping", "branches"],
+    "optimizer": ["sgd", "adamw", "adam-in-groups"],
+    "layout": ["devices", "replicas", "pipelines", "mixed"],
+    "shares": ["even", "uneven"],
+    "fragments": ["1", "2", "5"],
+    "clipping": ["off", "on"],
+    "momentum": ["0.9", "0"],
+}
+"""Settings of which every two meet in some run."""
+
+LAYOUTS: dict[str, tuple[list[list[int]], Callable[[str], Any]]] = {
+    "devices": ([[0], [1]], lambda name: SMALL),
+    "replicas": ([[0, 2], [1, 3]], lambda name: onebox.DataParallel(micro_batch=MICRO_BATCH, shard_optimizer=True)),
+    "pipelines": ([[0, 1], [2, 3]], lambda name: [staged(name, [1, 0]), staged(name, [2, 3])]),
+    "mixed": ([[0, 1, 2], [3]], lambda name: [staged(name, [[0, 1], 2]), SMALL]),
+}
+
+
+@pytest.mark.parametrize("run", covering_array(KINDS, lambda run: False), ids=lambda run: "-".join(run.values()))
+def test_settings_meet_in_pairs(run: dict[str, str], pools: Shelf) -> None:
+    groups, plan = LAYOUTS[run["layout"]]
+    weights = [1, 1] if run["shares"] == "even" else [3, 1]
+    max_norm = 0.5 if run["clipping"] == "on" else None
+    outer = onebox.Outer(
+        every=5, lr=0.8, momentum=float(run["momentum"]), fragments=int(run["fragments"]), shares=weights
+    )
+    arguments: dict[str, Any] = {"plan": plan(run["model"]), "outer": outer, "clip_grad_norm": max_norm}
+    workers = sum(map(len, groups))
+    found = islands(pools(workers), run["model"], groups, optimizer=run["optimizer"], **arguments)
+    assert_same(found, Reference(run["model"], run["optimizer"], weights, outer, max_norm=max_norm).run(SIZES))
+
+
+def test_parts_weigh_as_their_losses_do(pools: Shelf) -> None:
+    """With targets that are ignored, an island's weight is the number of those that are not."""
+    loss = nn.CrossEntropyLoss(ignore_index=0)
+    reduction = onebox.Weighted(lambda targets: (targets != 0).sum())
+    case, outer = CASES["mlp"], onebox.Outer(every=2)
+    models = [case.model() for _ in range(3)]
+    optimizers = [OPTIMIZERS["sgd"](model) for model in models]
+    sgd = torch.optim.SGD(models[2].parameters(), lr=outer.lr, momentum=outer.momentum, nesterov=True)
+    model, losses, expected, weights = case.model(), [], [], [0.0, 0.0]
+    arguments: dict[str, Any] = {"pool": pools(2), "islands": [[0], [1]], "outer": outer, "loss_reduction": reduction}
+    with onebox.Trainer(model, loss, OPTIMIZERS["sgd"](model), **arguments) as trainer:
+        for step, (x_BD, y_B) in enumerate(case.batches([12] * 4)):
+            losses.append(trainer.step(x_BD, y_B))
+            counts = [float((part != 0).sum()) for part in y_B.split(6)]
+            weights = [old + new for old, new in zip(weights, counts, strict=True)]
+            values = []
+            for own, optimizer, x, y in zip(models, optimizers, x_BD.split(6), y_B.split(6), strict=False):
+                optimizer.zero_grad()
+                values.append(loss(own(x), y))
+                values[-1].backward()
+                optimizer.step()
+            expected.append(sum(float(v) * c for v, c in zip(values, counts, strict=True)) / sum(counts))
+            if step % 2:
+                with torch.no_grad():
+                    for value, *parts in zip(*(each.parameters() for each in (models[2], *models[:2])), strict=True):
+                        deltas = [(value - part) * w / sum(weights) for part, w in zip(parts, weights, strict=True)]
+                        value.grad = deltas[0] + deltas[1]
+                    sgd.step()
+                    for value, *parts in zip(*(each.parameters() for each in (models[2], *models[:2])), strict=True):
+                        for part in parts:
+                            part.copy_(value)
+                weights = [0.0, 0.0]
+        found = trainer.tensors()
+    for name, value in models[2].named_parameters():
+        torch.testing.assert_close(found[f"model.{name}"], value.detach(), rtol=0, atol=AGREE)
+    assert [float(each) for each in losses] == pytest.approx(expected, abs=AGREE)
 
 
 # ---- layers split over devices
@@ -393,6 +472,32 @@ def test_a_run_is_resumed_with_as_many_islands(pools: Shelf, tmp_path: Path) -> 
         onebox.Trainer.resume(
             tmp_path / "plain", model, case.loss, OPTIMIZERS["sgd"](model), pool=pools(2), islands=[[0], [1]]
         )
+
+
+# ---- faults
+
+
+def test_a_worker_that_dies_is_one_error() -> None:
+    case, model = CASES["mlp"], CASES["mlp"].model()
+    arguments: dict[str, Any] = {"islands": [[0], [1]], "outer": onebox.Outer(every=3)}
+    with (
+        onebox.open("cpu*2", threads=1) as pool,
+        onebox.Trainer(model, case.loss, OPTIMIZERS["sgd"](model), pool=pool, **arguments) as trainer,
+    ):
+        batch = case.batches([12])[0]
+        trainer.step(*batch).item()
+        os.kill(pool.process_ids[1], signal.SIGKILL)
+        with pytest.raises(WorkerDied):
+            for _ in range(6):
+                trainer.step(*batch)
+            trainer.wait()
+        with pytest.raises(WorkerDied):
+            trainer.step(*batch)
+
+
+def test_nothing_is_left_on_the_workers(pools: Shelf) -> None:
+    islands(pools(3), "cnn", [[0, 1], [2]], outer=onebox.Outer(every=4), evaluating=CASES["cnn"].batches([5]))
+    assert untouched(pools(3))
 
 
 # ---- what is refused

@@ -51,6 +51,9 @@ class IslandPlans:
     shares: tuple[float, ...]
 
 
+_NOTHING = 1e-9
+"""Weight of samples whose targets weigh nothing: an island that had only such ones has made its steps nevertheless."""
+
 ResolveIslands = Callable[[Captures, Batch, RemoteState], IslandPlans]
 """Returns plans and shares, given the captured model, the first batch, and a state to measure with."""
 
@@ -178,17 +181,18 @@ class IslandsSession:
         """Begin a step of every island, and the outer step that follows it, if one is due; see :meth:`Trainer.step`."""
         uploads = () if uploaded is None else self.uploads.claim(uploaded)
         parts = self._set_up(batch, steps=True)
-        number, losses, weights = self.steps_done, [], []
-        try:
-            for place, (session, part) in enumerate(zip(self._sessions, parts, strict=True)):
-                if part is not None:
-                    session.steps_done = number  # it may have had no samples in the step before
-                    losses.append(session.step(part, uploads[place] if uploads else None))
-                weights.append(0.0 if part is None else self._weight(part))
-        except Exception as error:
-            if losses:
-                self._fail(error)
-            raise
+        number, losses = self.steps_done, list[StepLoss]()
+        weights = [0.0 if part is None else self._weight(part) for part in parts]
+        for place, (session, part) in enumerate(zip(self._sessions, parts, strict=True)):
+            if part is None:
+                continue
+            session.steps_done = number  # it may have had no samples in the step before
+            try:
+                losses.append(session.step(part, uploads[place] if uploads else None))
+            except BaseException as error:
+                if losses or session.steps_done != number:  # some islands have the step and others not
+                    self._fail(error if isinstance(error, Exception) else _interrupted(f"step {number}"))
+                raise
         for own in self._samples:
             for place, weight in enumerate(weights):
                 own[place] += weight
@@ -202,7 +206,8 @@ class IslandsSession:
         """Return the weight of a part of a batch in averages: its samples, or the user's weight of it."""
         reduction = self.captures.recipe.reduction
         whole = [MicroBatch(index=0, start=0, size=part.size)]
-        return float(part.size) if reduction == "sum" else normalisers(reduction, part, whole)[0]
+        found = float(part.size) if reduction == "sum" else normalisers(reduction, part, whole)[0]
+        return found or _NOTHING
 
     def _combined(self, number: int, losses: Sequence[StepLoss], weights: Sequence[float]) -> StepLoss:
         """Return the loss of a step from those of its islands."""
@@ -428,9 +433,7 @@ class IslandsSession:
             self._fail(error)
             raise
         except BaseException:  # such as KeyboardInterrupt
-            self._fail(
-                ReplicasParted(f"{what} was interrupted; make another trainer, or resume from the last checkpoint")
-            )
+            self._fail(_interrupted(what))
             raise
 
     def _fail(self, error: Exception) -> None:
@@ -447,6 +450,10 @@ class IslandsSession:
                 self._optimizer.close()
         for session in self._sessions:
             session.close()
+
+
+def _interrupted(what: str) -> ReplicasParted:
+    return ReplicasParted(f"{what} was interrupted; make another trainer, or resume from the last checkpoint")
 
 
 Session = TrainingSession | IslandsSession
