@@ -70,8 +70,10 @@ class Reference:
 
     @staticmethod
     def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-        buffers = [(name, each) for name, each in model.named_buffers() if "running" in name]
-        return [*model.named_parameters(), *buffers]
+        """Return what is synchronised: parameters with gradients, and statistics."""
+        buffers = [(name, each) for name, each in model.named_buffers() if "running" in name or name == "mean"]
+        trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+        return [*((name, each) for name, each in trained if not name.startswith("unused")), *buffers]
 
     def step(self, batch: Any) -> tuple[float, float]:
         """Make a step of each island, and the outer steps that are due."""
@@ -286,7 +288,7 @@ def test_parts_weigh_as_their_losses_do(pools: Shelf) -> None:
                 values.append(loss(own(x), y))
                 values[-1].backward()
                 optimizer.step()
-            expected.append(sum(float(v) * c for v, c in zip(values, counts, strict=True)) / sum(counts))
+            expected.append(sum(v.item() * c for v, c in zip(values, counts, strict=True)) / sum(counts))
             if step % 2:
                 with torch.no_grad():
                     for value, *parts in zip(*(each.parameters() for each in (models[2], *models[:2])), strict=True):
