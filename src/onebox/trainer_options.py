@@ -253,7 +253,7 @@ class Engine:
 
     Args:
         in_flight: Most steps in flight; without it as many as keep the workers busy: two on one machine or a LAN, up to
-            eight with long round trips.
+            eight with long round trips or islands.
         overlap: Overlap a part of the averaging and of the update of each exact step with the next one, just before its
             parameters are read, and send large values in chunks where that is predicted to pay (docs/topology.md). The
             result is bitwise the same, except for the last bit of matrix products of chunks.

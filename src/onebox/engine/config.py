@@ -111,6 +111,21 @@ def steps_in_flight(round_trip_s: float) -> int:
     return min(2 + int(round_trip_s / _SHORT_STEP_S), _MOST_STEPS)
 
 
+def island_steps_in_flight(round_trip_s: float, every: int) -> int:
+    """Return the number of steps in flight of each island: more than elsewhere, so that an island that is slower for a
+    while does not hold up the others between two outer steps.
+
+    Args:
+        round_trip_s: Round trip to the most distant worker.
+        every: Steps between two outer steps.
+
+    Example:
+        >>> [island_steps_in_flight(0.0, every) for every in (1, 4, 100)]
+        [2, 4, 8]
+    """
+    return max(steps_in_flight(round_trip_s), min(every, _MOST_STEPS))
+
+
 def chosen_recovery(pool: Pool, recovery: Recovery | Literal["auto"] | None) -> Recovery | None:
     """Return the recovery of a run from losses; ``None`` if it does not recover.
 

@@ -20,6 +20,7 @@ from onebox.engine.config import (
     check_islands,
     check_numerics,
     chosen_recovery,
+    island_steps_in_flight,
     numeric_instructions,
     resolved_numerics,
     steps_in_flight,
@@ -189,7 +190,12 @@ class Trainer:
             seed=seed,
             trace=engine.trace,
             check_every=engine.check_every,
-            in_flight=engine.in_flight or steps_in_flight(pool.round_trip_s),
+            in_flight=engine.in_flight
+            or (
+                steps_in_flight(pool.round_trip_s)
+                if islands is None
+                else island_steps_in_flight(pool.round_trip_s, (outer or Outer()).every)
+            ),
             max_norm=clip_grad_norm or 0.0,
             overlap=engine.overlap,
             numerics=numeric_instructions(numerics),
