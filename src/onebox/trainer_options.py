@@ -107,6 +107,10 @@ class Outer:
         fragments: Parts of the model that are synchronised in turn, ``every / fragments`` steps apart, so that each
             outer step sends so much less at a time (Streaming DiLoCo, arXiv:2501.18512); module ``i`` is in part
             ``i % fragments``. Each parameter is still synchronised after every ``every`` steps.
+        overlap: Steps during which the sums of an outer step travel while islands go on; they are applied that many
+            steps later, fewer than ``every`` (Streaming DiLoCo).
+        keep: With ``overlap``, the fraction of an island's own parameters in those with which it goes on after an outer
+            step; the rest are the global ones.
         shares: Each island's share of the batch: ``auto`` (equal for islands of alike devices, else measured),
             ``equal``, ``measured``, or one weight for each island.
 
@@ -122,9 +126,14 @@ class Outer:
     lr: float = 0.7
     momentum: float = 0.9
     fragments: int = 1
+    overlap: int = 0
+    keep: float = 0.5
     shares: Shares = "auto"
 
     def __post_init__(self) -> None:
+        _require_int("overlap", self.overlap, least=0, optional=False)
+        if not _is_number(self.keep) or not 0 <= self.keep < 1:
+            raise UsageError(f"keep={self.keep!r}: allowed are 0 up to, but not, 1")
         _require_int("every", self.every, least=1, optional=False)
         _require_int("fragments", self.fragments, least=1, optional=False)
         if not _is_number(self.lr) or not 0 < self.lr < math.inf:
@@ -135,6 +144,11 @@ class Outer:
             raise UsageError(
                 f"fragments={self.fragments} and every={self.every}: each fragment is synchronised once in every="
                 f"{self.every} steps, at most one a step; allowed are up to {self.every} fragments"
+            )
+        if self.overlap >= self.every:
+            raise UsageError(
+                f"overlap={self.overlap} and every={self.every}: an outer step is applied before the next one begins; "
+                f"allowed are up to {self.every - 1} steps of overlap"
             )
         object.__setattr__(self, "shares", _checked_shares(self.shares, "island"))
 

@@ -67,6 +67,7 @@ class Reference:
         }
         self.samples = [[0] * len(weights) for _ in range(outer.fragments)]
         self.steps = 0
+        self.due: dict[int, tuple[int, dict[str, Tensor]]] = {}
 
     @staticmethod
     def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -100,33 +101,52 @@ class Reference:
             for samples in self.samples:
                 samples[island] += own
         self.steps += 1
-        every = self.outer.every
+        every, overlap = self.outer.every, self.outer.overlap
+        for fragment in [fragment for fragment, (due, _) in self.due.items() if due == self.steps]:
+            self.apply(fragment, self.due.pop(fragment)[1], self.outer.keep)
         for fragment in range(self.outer.fragments):
             if (self.steps - fragment * every // self.outer.fragments) % every == 0:
-                self.synchronize(fragment)
+                if overlap:
+                    self.due[fragment] = self.steps + overlap, self.sums(fragment)
+                else:
+                    self.synchronize(fragment)
         return loss, norm
 
-    @torch.no_grad()
     def synchronize(self, fragment: int) -> None:
         """Make an outer step."""
+        if any(self.samples[fragment]):
+            self.apply(fragment, self.sums(fragment), 0.0)
+
+    @torch.no_grad()
+    def sums(self, fragment: int) -> dict[str, Tensor]:
+        """Return the outer gradients, and the averages of buffers."""
         samples, total = self.samples[fragment], sum(self.samples[fragment])
-        if not total:
-            return
         self.samples[fragment] = [0] * len(samples)
-        own = [dict(self._tensors(model)) for model in self.models]
+        own, found = [dict(self._tensors(model)) for model in self.models], {}
+        for name, value in self._tensors(self.value):
+            if self.fragment[name] == fragment:
+                base = value if isinstance(value, nn.Parameter) else 0.0
+                sign = 1 if isinstance(value, nn.Parameter) else -1
+                found[name] = sum(
+                    sign * (base - each[name]) * (n / total) for each, n in zip(own, samples, strict=True)
+                )
+        return found
+
+    @torch.no_grad()
+    def apply(self, fragment: int, sums: dict[str, Tensor], keep: float) -> None:
+        """Update the global values, and move those of the islands towards them."""
         self.sgd.zero_grad()
         for name, value in self._tensors(self.value):
-            if self.fragment[name] != fragment:
-                continue
-            if isinstance(value, nn.Parameter):
-                value.grad = sum((value - each[name]) * (n / total) for each, n in zip(own, samples, strict=True))
-            else:
-                value.copy_(sum(each[name] * (n / total) for each, n in zip(own, samples, strict=True)))
+            if name in sums and isinstance(value, nn.Parameter):
+                value.grad = sums[name]
+            elif name in sums:
+                value.copy_(sums[name])
         self.sgd.step()
         for name, value in self._tensors(self.value):
             if self.fragment[name] == fragment:
-                for each in own:
-                    each[name].copy_(value)
+                for model in self.models:
+                    local = dict(self._tensors(model))[name]
+                    local.copy_(keep * local + (1 - keep) * value)
 
     def run(self, sizes: Sequence[int]) -> Outcome:
         """Train."""
@@ -220,6 +240,14 @@ def test_fragments_are_synchronised_in_turn(fragments: int, pools: Shelf) -> Non
     assert_same(found, Reference("cnn", "sgd", [2, 1], outer).run(SIZES))
 
 
+@pytest.mark.short
+@pytest.mark.parametrize(("overlap", "fragments", "keep"), [(1, 1, 0.5), (3, 2, 0.5), (2, 1, 0.0)])
+def test_sums_travel_while_islands_go_on(overlap: int, fragments: int, keep: float, pools: Shelf) -> None:
+    outer = onebox.Outer(every=4, fragments=fragments, overlap=overlap, keep=keep, shares=[2, 1])
+    found = islands(pools(3), "cnn", [[0, 1], [2]], outer=outer)
+    assert_same(found, Reference("cnn", "adamw", [2, 1], outer).run(SIZES))
+
+
 def test_each_island_clips_its_own_gradients(pools: Shelf) -> None:
     outer = onebox.Outer(every=3, shares=[2, 1])
     found = islands(pools(3), "mlp", [[0, 1], [2]], outer=outer, clip_grad_norm=0.5)
@@ -242,6 +270,7 @@ KINDS = {
     "fragments": ["1", "2", "5"],
     "clipping": ["off", "on"],
     "momentum": ["0.9", "0"],
+    "overlap": ["0", "2"],
 }
 """Settings of which every two meet in some run."""
 
@@ -259,7 +288,12 @@ def test_settings_meet_in_pairs(run: dict[str, str], pools: Shelf) -> None:
     weights = [1, 1] if run["shares"] == "even" else [3, 1]
     max_norm = 0.5 if run["clipping"] == "on" else None
     outer = onebox.Outer(
-        every=5, lr=0.8, momentum=float(run["momentum"]), fragments=int(run["fragments"]), shares=weights
+        every=5,
+        lr=0.8,
+        momentum=float(run["momentum"]),
+        fragments=int(run["fragments"]),
+        overlap=int(run["overlap"]),
+        shares=weights,
     )
     arguments: dict[str, Any] = {"plan": plan(run["model"]), "outer": outer, "clip_grad_norm": max_norm}
     workers = sum(map(len, groups))
@@ -431,9 +465,11 @@ def test_the_state_of_the_outer_optimizer_counts_in_the_forecast_of_memory(pools
 
 @pytest.mark.short
 @pytest.mark.parametrize("half", [4, 6])  # right after an outer step, and between two
-@pytest.mark.parametrize("fragments", [1, 2])
-def test_a_resumed_run_ends_with_the_same_bits(half: int, fragments: int, pools: Shelf, tmp_path: Path) -> None:
-    case, outer = CASES["cnn"], onebox.Outer(every=4, fragments=fragments, shares=[2, 1])
+@pytest.mark.parametrize(("fragments", "overlap"), [(1, 0), (2, 0), (2, 3)])
+def test_a_resumed_run_ends_with_the_same_bits(
+    half: int, fragments: int, overlap: int, pools: Shelf, tmp_path: Path
+) -> None:
+    case, outer = CASES["cnn"], onebox.Outer(every=4, fragments=fragments, overlap=overlap, shares=[2, 1])
     batches, model = case.batches(SIZES), case.model()
     arguments: dict[str, Any] = {"plan": SMALL, "seed": SEED, "islands": [[0, 1], [2]], "outer": outer}
     with onebox.Trainer(model, case.loss, OPTIMIZERS["adamw"](model), pool=pools(3), **arguments) as trainer:

@@ -62,8 +62,9 @@ def test_stale_gradients(pool: onebox.Pool) -> None:
     assert delays[1] > 0
 
 
-def test_islands(pool: onebox.Pool) -> None:
-    outer = onebox.Outer(every=2, fragments=2, shares=[2, 1])
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_islands(pool: onebox.Pool, overlap: int) -> None:
+    outer = onebox.Outer(every=2, fragments=2, overlap=overlap, shares=[2, 1])
     reference_run = IslandsReference("cnn", "adamw", [2, 1], outer)
     held_out = CASES["cnn"].batches([5])
     found = islands(pool, "cnn", [[0, 1], [2]], ISLAND_SIZES, outer=outer, evaluating=held_out)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -29,6 +29,7 @@ class IslandsTransfer(StateTransfer):
         sessions: The sessions of the islands.
         states: State of each island on its workers.
         start: State in the checkpoint of a run that is resumed.
+        summing: Returns the fragments whose sums have begun and are not applied.
     """
 
     def __init__(
@@ -37,8 +38,10 @@ class IslandsTransfer(StateTransfer):
         sessions: Sequence[TrainingSession],
         states: Sequence[RemoteState],
         start: IslandsStart | None,
+        summing: Callable[[], Sequence[int]],
     ) -> None:
         super().__init__(pool, states[0])
+        self._summing = summing
         self._start = start
         self._sessions = sessions
         self._states = states
@@ -65,12 +68,14 @@ class IslandsTransfer(StateTransfer):
         outer = self.outer
         if outer is not None:
             parts.append(owned(outer.transfer.remembered(), _OUTER))
+            parts.append(owned(OptimizerContents(tensors=outer.sums(self._summing())), _OUTER))
             for place, (session, state) in enumerate(zip(self._sessions, self._states, strict=True)):
                 own = {*outer.names, *session.changed_buffers}
                 sources = {key: at for key, at in state.tensor_sources().items() if key[0] in own}
                 parts.append(owned(OptimizerContents(tensors=sources), str(place)))
         elif self._start is not None:
-            parts.append(owned(_local_contents(self._start.outer.optimizer), _OUTER))
+            sums = [(name, "", tensor) for name, tensor in self._start.sums.items()]
+            parts.append(owned(_local_contents([*self._start.outer.optimizer, *sums]), _OUTER))
             for place, tensors in enumerate(self._start.tensors):
                 parts.append(owned(_local_contents([(n, "", tensor) for n, tensor in tensors.items()]), str(place)))
         return OptimizerContents(
@@ -135,12 +140,14 @@ class IslandsStart:
         islands: The optimizer's state of each island.
         tensors: Parameters and buffers of each island.
         outer: State of the outer optimizer.
+        sums: Sums of outer steps that had begun and were not applied.
     """
 
     entry: IslandsEntry
     islands: tuple[StartState, ...]
     tensors: tuple[Mapping[str, Tensor], ...]
     outer: StartState
+    sums: Mapping[str, Tensor]
 
 
 def islands_start(entries: OptimizerEntries, entry: IslandsEntry) -> IslandsStart:
@@ -157,9 +164,12 @@ def islands_start(entries: OptimizerEntries, entry: IslandsEntry) -> IslandsStar
     islands: list[OptimizerEntries] = [[] for _ in range(count)]
     tensors: list[dict[str, Tensor]] = [{} for _ in range(count)]
     outer: OptimizerEntries = []
+    sums: dict[str, Tensor] = {}
     for name, key, value in entries:
         own, _, owner = key.rpartition("@")
-        if owner == _OUTER:
+        if owner == _OUTER and not own and isinstance(value, Tensor):
+            sums[name] = value
+        elif owner == _OUTER:
             outer.append((name, own, value))
         elif not owner.isdecimal() or int(owner) >= count:
             raise CheckpointError(f"the checkpoint has {key!r} of {name}, which belongs to none of its {count} islands")
@@ -172,4 +182,5 @@ def islands_start(entries: OptimizerEntries, entry: IslandsEntry) -> IslandsStar
         islands=tuple(StartState(optimizer=own, versions={}) for own in islands),
         tensors=tuple(tensors),
         outer=StartState(optimizer=outer, versions={}),
+        sums=sums,
     )

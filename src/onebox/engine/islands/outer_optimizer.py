@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from onebox.engine.compile.compiler import Compiler
 from onebox.engine.compile.definition_numbers import DefinitionNumbers
@@ -19,15 +20,18 @@ from onebox.engine.islands.outer_layout import fragments_of, global_sharding, ou
 from onebox.engine.islands.outer_program import WEIGHT, OuterCompiler, OuterNumbers, WorkerOuterStep
 from onebox.engine.partition.sharding_spec import Members
 from onebox.engine.partition.weight_versions import WeightVersions
+from onebox.engine.state.move_executor import upload
+from onebox.engine.state.moves import CLIENT, StateItem, StateLayout, plan_moves
+from onebox.engine.state.pieces import Key, TensorSource
 from onebox.engine.state.remote import RemoteState, StartState
 from onebox.engine.state.transfer import StateTransfer
 from onebox.engine.workload.parameter_groups import options_of
 from onebox.errors import OneboxError, ReplicasParted
 from onebox.pool import Pool, WorkerReply
 from onebox.trainer_options import Outer
-from onebox.wire import DTYPES, KernelSpec, SlotArgument, to_frame
+from onebox.wire import DTYPES, Hole, KernelSpec, SlotArgument, to_frame
 from onebox.wire.protocol.eager import Operate
-from onebox.wire.protocol.instructions import Free
+from onebox.wire.protocol.instructions import Free, Get
 from onebox.wire.protocol.requests import Define, Instruction, Put, Run
 from onebox.wire.protocol.responses import Digest
 
@@ -40,6 +44,19 @@ _COPY = KernelSpec(
     outs=(None,),
 )
 """Overwrites its first tensor in place by the second."""
+
+_BLEND = KernelSpec(
+    name="aten.lerp_.Scalar",
+    args=(SlotArgument(0), SlotArgument(1), Hole(0)),
+    kwargs={},
+    inputs=2,
+    floats=1,
+    outs=(None,),
+)
+"""Moves its first tensor in place towards the second, by a fraction of the way."""
+
+_WAITING = 8
+"""Most outer steps, or halves of them, whose replies are pending: a bound that inner steps in flight keep usually."""
 
 
 def averaged_buffers(compiler: Compiler) -> tuple[str, ...]:
@@ -95,7 +112,8 @@ class OuterOptimizer:
         buckets = outer_buckets(parts, specs, set(trained))
         leaders = dict.fromkeys(bucket.leaders for bucket in buckets if len(bucket.leaders) > 1)
         self._groups: dict[Members, int] = {members: pool.new_number() for members in leaders}
-        self._optimizer, self._kernel = self.remote.new_number(), self.remote.new_number()
+        self._optimizer, self._copy, self._blend = (self.remote.new_number() for _ in range(3))
+        self._keep = outer.keep
         self._workers = tuple(itertools.chain.from_iterable(own.devices for own in holdings))
         self._holdings = global_sharding(parts, holdings)
         self._compiler = OuterCompiler(
@@ -118,7 +136,7 @@ class OuterOptimizer:
             outer_buckets([part for part in parts if part.name in own], specs, set(trained))
             for own in map(set, fragments_of(names, outer.fragments))
         ]
-        self._steps: dict[int, dict[int, WorkerOuterStep]] = {}
+        self._steps: dict[tuple[str, int], dict[int, WorkerOuterStep]] = {}
         self._around: tuple[dict[int, WorkerOuterStep], dict[int, WorkerOuterStep]] | None = None
         self._pending: list[DeferredReplies] = []
         self._bring(trained)
@@ -135,7 +153,7 @@ class OuterOptimizer:
                 self.remote.upload(self._holdings)
                 self.remote.define_optimizer(self._optimizer, trained, WeightVersions())
                 for worker in self._workers:
-                    self._pool.post(worker, [Define(self._kernel, _COPY)])
+                    self._pool.post(worker, [Define(self._copy, _COPY), Define(self._blend, _BLEND)])
         except BaseException:
             with contextlib.suppress(OneboxError):
                 self.close()
@@ -158,11 +176,76 @@ class OuterOptimizer:
         Raises:
             OneboxError: An earlier one failed, or a worker was lost.
         """
-        self.take()
-        if fragment not in self._steps:
-            self._steps[fragment] = self._installed(self._compiler.step(self._fragments[fragment]))
+        self._begin("step", fragment, weights, workers_of, number)
+
+    def begin(self, fragment: int, weights: Sequence[float], workers_of: Sequence[Members], number: int) -> None:
+        """Begin the sums of an outer step, which travel while workers go on; see :meth:`step`."""
+        self._begin("begin", fragment, weights, workers_of, number)
+
+    def apply(self, fragment: int, number: int) -> None:
+        """Apply the sums begun before, once workers have made the steps requested so far.
+
+        Args:
+            fragment: The part of the model.
+            number: Number of inner steps so far.
+
+        Raises:
+            OneboxError: An earlier outer step failed, or a worker was lost.
+        """
+        self._settle()
+        self._post(self._routines("apply", fragment), {}, number)
+
+    def _begin(
+        self,
+        kind: Literal["step", "begin"],
+        fragment: int,
+        weights: Sequence[float],
+        workers_of: Sequence[Members],
+        number: int,
+    ) -> None:
+        self._settle()
         weight_of = {worker: weights[island] for island, own in enumerate(workers_of) for worker in own}
-        self._post(self._steps[fragment], weight_of, number)
+        self._post(self._routines(kind, fragment), weight_of, number)
+
+    def _routines(self, kind: Literal["step", "begin", "apply"], fragment: int) -> dict[int, WorkerOuterStep]:
+        """Return the parts of an outer step of a fragment, which workers have."""
+        if (kind, fragment) not in self._steps:
+            compiler = self._compiler
+            make = {"step": compiler.step, "begin": compiler.begin, "apply": compiler.apply}[kind]
+            self._steps[kind, fragment] = self._installed(make(self._fragments[fragment]))
+        return self._steps[kind, fragment]
+
+    def sums(self, fragments: Collection[int]) -> dict[Key, TensorSource]:
+        """Return the locations of sums that have begun and are not applied.
+
+        Args:
+            fragments: Parts of the model of which there are such.
+        """
+        names = {name for place in fragments for bucket in self._fragments[place] for name in bucket.names}
+        found = {}
+        for key, source in self.transfer.sources().items():
+            if key[0] not in names:
+                continue
+            pieces = []
+            for piece in source.pieces:
+                asked = piece.instruction
+                assert isinstance(asked, Get)
+                instruction = Get((self._compiler.sums[key[0]],), asked.first, asked.rows)
+                pieces.append(dataclasses.replace(piece, instruction=instruction))
+            found[key] = dataclasses.replace(source, pieces=tuple(pieces))
+        return found
+
+    def bring_sums(self, tensors: Mapping[str, Tensor]) -> None:
+        """Upload sums that a checkpoint holds.
+
+        Raises:
+            OneboxError: A worker was lost.
+        """
+        own = self._holdings
+        parts: dict[int, list[StateItem]] = {CLIENT: [StateItem(name, "", 0) for name in tensors]}
+        after = {w: [StateItem(n, "", own.share(w, n)) for n in own.held_by(w, tensors)] for w in own.devices}
+        moves = plan_moves(StateLayout(parts=parts), StateLayout(parts=after, placements=own.placements))
+        upload(self._pool, moves, own.placements, tensors, self._compiler.sums, copy=True)
 
     def enter(self) -> None:
         """Put the global values in the place of each island's own, which are kept aside.
@@ -184,6 +267,15 @@ class OuterOptimizer:
         assert self._around is not None
         self._post(self._around[1], {}, 0, after=lambda worker: [Free(self._compiler.aside(worker))])
         self.take()
+
+    def _settle(self) -> None:
+        """Take the replies that have come, without waiting for the others unless they are many."""
+        while self._pending:
+            first = self._pending[0]
+            if len(self._pending) <= _WAITING and not all(future.done() for future in first.futures):
+                return
+            first.take()
+            self._pending.pop(0)
 
     def take(self) -> None:
         """Wait for the outer steps begun so far.
@@ -223,8 +315,9 @@ class OuterOptimizer:
     def _installed(self, steps: Mapping[int, WorkerOuterStep]) -> dict[int, WorkerOuterStep]:
         """Send workers their routines, and return them."""
         for worker, each in steps.items():
-            if each.routine is not None:
-                self._programs.store(worker, each.routine)
+            for routine in (each.routine, each.then.routine if each.then else None):
+                if routine is not None:
+                    self._programs.store(worker, routine)
         return dict(steps)
 
     def _post(
@@ -248,12 +341,24 @@ class OuterOptimizer:
                     message.append(Run(each.routine.number, (weight,), number, options=options))
                 elif each.routine is not None:
                     message.append(Run(each.routine.number, (), number))
-                if each.copies:
-                    message.append(Operate(tuple(n for pair in each.copies for n in (self._kernel, *pair))))
+                message += self._in_place(each)
+                if each.then is not None:
+                    message += [Run(each.then.routine.number, (), number)] if each.then.routine else []
+                    message += self._in_place(each.then)
                 message += after(worker)
                 if message:
                     futures.append(self._pool.post(worker, message, frames, answer=True))
         self._pending.append(DeferredReplies(futures, lambda answers: None))
+
+    def _in_place(self, each: WorkerOuterStep) -> list[Instruction]:
+        """Return the instructions that change local values in place."""
+        found: list[Instruction] = []
+        if each.copies:
+            found.append(Operate(tuple(n for pair in each.copies for n in (self._copy, *pair))))
+        if each.blends:
+            calls = tuple(n for pair in each.blends for n in (self._blend, *pair))
+            found.append(Operate(calls, (1.0 - self._keep,) * len(each.blends)))
+        return found
 
     def close(self) -> None:
         """Leave the groups and free everything on the workers."""

@@ -55,10 +55,14 @@ class WorkerOuterStep:
     Args:
         routine: Its routine; ``None`` if there is nothing to do before the copies.
         copies: Pairs of buffers, the first of which are overwritten in place by the second, after the routine.
+        blends: Pairs of buffers, the first of which are moved towards the second, likewise.
+        then: What follows.
     """
 
     routine: StepRoutine | None
-    copies: tuple[tuple[int, int], ...]
+    copies: tuple[tuple[int, int], ...] = ()
+    blends: tuple[tuple[int, int], ...] = ()
+    then: WorkerOuterStep | None = None
 
 
 @dataclass
@@ -80,10 +84,13 @@ class OuterCompiler:
     trained: Sequence[str]
     specs: Mapping[str, TensorSpec]
     numbers: OuterNumbers
+    sums: dict[str, int] = field(init=False)
+    """Buffer of each sum over the islands, between :meth:`begin` and :meth:`apply`."""
     _stashed: list[dict[str, int]] = field(init=False)
 
     def __post_init__(self) -> None:
         names = dict.fromkeys(name for bucket in self.buckets for name in bucket.names)
+        self.sums = {name: self.numbers.new() for name in names}
         self._stashed = [{name: self.numbers.new() for name in names} for _ in self.holdings]
 
     def step(self, buckets: Sequence[OuterBucket]) -> dict[int, WorkerOuterStep]:
@@ -93,6 +100,55 @@ class OuterCompiler:
             for island, own in enumerate(self.holdings)
             for worker in own.devices
         }
+
+    def begin(self, buckets: Sequence[OuterBucket]) -> dict[int, WorkerOuterStep]:
+        """Return the first half of :meth:`step`, which begins the sums over the islands and waits for nothing."""
+        found = {}
+        for island, own in enumerate(self.holdings):
+            for worker in own.devices:
+                builder = RoutineBuilder(self.numbers.new)
+                for bucket in (bucket for bucket in buckets if worker in bucket.leaders):
+                    self._sum(builder, island, worker, bucket, [self.sums[name] for name in bucket.names])
+                builder.add(Free((_WEIGHT,)), InstructionLabel("free"))
+                found[worker] = WorkerOuterStep(routine=builder.finish([(0, 0)], []))
+        return found
+
+    def apply(self, buckets: Sequence[OuterBucket]) -> dict[int, WorkerOuterStep]:
+        """Return the second half of :meth:`step`, after which local values are between their own and the global ones.
+
+        The leaders compute these, and hand them to the others in their islands, which have the same.
+        """
+        found = {}
+        for island, own in enumerate(self.holdings):
+            for worker in own.devices:
+                builder, after = RoutineBuilder(self.numbers.new), RoutineBuilder(self.numbers.new)
+                blends: list[tuple[int, int]] = []
+                received: list[tuple[int, int]] = []
+                for bucket in (bucket for bucket in buckets if worker in bucket.groups[island]):
+                    local = tuple(self.numbers.local[island][name] for name in bucket.names)
+                    members = bucket.groups[island]
+                    if worker == members[0]:
+                        sums = [self.sums[name] for name in bucket.names]
+                        values = [self.numbers.values[name] for name in bucket.names]
+                        if bucket.trained:
+                            self._update(builder, worker, bucket, sums)
+                        else:
+                            specs = tuple(self._spec(worker, name) for name in bucket.names)
+                            builder.call(_clones(specs), sums, values, InstructionLabel("average", "compute"))
+                            builder.add(Free(tuple(sums)), InstructionLabel("free"))
+                        blends += zip(local, values, strict=True)
+                    else:
+                        received += zip(local, local, strict=True)  # waits for it, as in :meth:`step`
+                    if len(members) > 1:
+                        label = InstructionLabel("hand out within the island", "transfer")
+                        after.add(Broadcast(local, self.numbers.within(island, members), 0), label)
+                then = after.finish([], []) if after.steps else None
+                found[worker] = WorkerOuterStep(
+                    routine=builder.finish([], []) if builder.steps else None,
+                    blends=tuple(blends),
+                    then=WorkerOuterStep(routine=then, copies=tuple(received)),
+                )
+        return found
 
     def enter(self) -> dict[int, WorkerOuterStep]:
         """Return what puts the global values in the place of the local ones, which are kept aside."""
@@ -131,37 +187,45 @@ class OuterCompiler:
 
     def _step(self, island: int, worker: int, buckets: Sequence[OuterBucket]) -> WorkerOuterStep:
         builder = RoutineBuilder(self.numbers.new)
-        stepped = self.global_holdings.stepped_by(worker, self.trained)
-        position = {name: place for place, name in enumerate(stepped)}
         travelling: deque[tuple[OuterBucket, list[int]]] = deque()
-
-        def update(*, most: int) -> None:
-            while len(travelling) > most:
-                bucket, gradients = travelling.popleft()
-                members = tuple(position[name] for name in bucket.names)
-                step = OptimizerStep(self.numbers.optimizer, tuple(gradients), members=members)
-                builder.add(step, InstructionLabel("outer update", "compute"))
-                builder.add(Free(tuple(gradients)), InstructionLabel("free"))
-
         for bucket in (bucket for bucket in buckets if worker in bucket.leaders):
-            specs = tuple(self._spec(worker, name) for name in bucket.names)
-            values = [self.numbers.values[name] for name in bucket.names]
-            local = [self.numbers.local[island][name] for name in bucket.names]
             if bucket.trained:
                 results = [self.numbers.new() for _ in bucket.names]
-                label = InstructionLabel("outer gradient", "compute")
-                builder.call(_differences(specs), [*values, *local, _WEIGHT], results, label)
                 travelling.append((bucket, results))
             else:
-                results = values
-                builder.call(_weighted(specs), [*local, _WEIGHT], results, InstructionLabel("average", "compute"))
-            if len(bucket.leaders) > 1:
-                size_bytes = sum(spec.size_bytes for spec in specs)
-                label = InstructionLabel("average between islands", "transfer", size_bytes=size_bytes)
-                builder.add(Reduce(tuple(results), self.numbers.between[bucket.leaders]), label)
-            update(most=_TRAVELLING)  # all workers come to a bucket after the same ones: none waits in a circle
-        update(most=0)
+                results = [self.numbers.values[name] for name in bucket.names]
+            self._sum(builder, island, worker, bucket, results)
+            if len(travelling) > _TRAVELLING:  # all come to a bucket after the same ones: none waits in a circle
+                self._update(builder, worker, *travelling.popleft())
+        for each, results in travelling:
+            self._update(builder, worker, each, results)
         return self._handed_out(island, worker, buckets, builder, bindings=1)
+
+    def _sum(
+        self, builder: RoutineBuilder, island: int, worker: int, bucket: OuterBucket, results: Sequence[int]
+    ) -> None:
+        """Begin the sum over the islands of a bucket's outer gradients, or of its buffers."""
+        specs = tuple(self._spec(worker, name) for name in bucket.names)
+        local = [self.numbers.local[island][name] for name in bucket.names]
+        if bucket.trained:
+            values = [self.numbers.values[name] for name in bucket.names]
+            label = InstructionLabel("outer gradient", "compute")
+            builder.call(_differences(specs), [*values, *local, _WEIGHT], results, label)
+        else:
+            builder.call(_weighted(specs), [*local, _WEIGHT], results, InstructionLabel("average", "compute"))
+        if len(bucket.leaders) > 1:
+            size_bytes = sum(spec.size_bytes for spec in specs)
+            label = InstructionLabel("average between islands", "transfer", size_bytes=size_bytes)
+            builder.add(Reduce(tuple(results), self.numbers.between[bucket.leaders]), label)
+
+    def _update(self, builder: RoutineBuilder, worker: int, bucket: OuterBucket, gradients: Sequence[int]) -> None:
+        """Update the global values of a bucket."""
+        stepped = self.global_holdings.stepped_by(worker, self.trained)
+        position = {name: place for place, name in enumerate(stepped)}
+        members = tuple(position[name] for name in bucket.names)
+        step = OptimizerStep(self.numbers.optimizer, tuple(gradients), members=members)
+        builder.add(step, InstructionLabel("outer update", "compute"))
+        builder.add(Free(tuple(gradients)), InstructionLabel("free"))
 
     def _handed_out(
         self, island: int, worker: int, buckets: Sequence[OuterBucket], builder: RoutineBuilder, *, bindings: int

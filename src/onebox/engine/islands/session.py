@@ -108,6 +108,8 @@ class IslandsSession:
         self._shares: tuple[float, ...] = ()
         begun = start.entry.samples if start else [[0.0] * len(islands)] * outer.fragments
         self._samples = [list(own) for own in begun]
+        self._due = list(start.entry.due) if start else [0] * outer.fragments
+        """For each fragment the number of steps after which its sums are applied; 0 if none have begun."""
         self._optimizer: OuterOptimizer | None = None
         self._error: Exception | None = None
         prefetchers = [BatchPrefetcher(pool, staging.ahead_bytes, staging.cache_bytes) for _ in islands]
@@ -127,7 +129,9 @@ class IslandsSession:
             for place, (state, prefetcher) in enumerate(zip(states, prefetchers, strict=True))
         ]
         self.uploads = IslandUploads(prefetchers, lambda batch: divided(batch, self._shares) if self._shares else None)
-        self.transfer = IslandsTransfer(pool, self._sessions, states, start)
+        self.transfer = IslandsTransfer(
+            pool, self._sessions, states, start, lambda: [place for place, due in enumerate(self._due) if due]
+        )
         self.whole_transfer = WholeTransfer(pool, states[0], self.transfer)
         """Reads what a checkpoint holds."""
 
@@ -138,7 +142,7 @@ class IslandsSession:
         """Return the bytes of global values and of the outer optimizer's state on an island's workers."""
         averaged = averaged_buffers(compiler)
         specs = {name: compiler.state.spec(name) for name in (*compiler.trained, *averaged)}
-        copies = 2 if self.outer.momentum else 1
+        copies = 1 + bool(self.outer.momentum) + bool(self.outer.overlap)
         return global_bytes(compiler.holdings, compiler.trained, averaged, specs, copies)
 
     @property
@@ -198,8 +202,9 @@ class IslandsSession:
                 own[place] += weight
         self.steps_done += 1
         result = self._combined(number, losses, [weight for part, weight in zip(parts, weights, strict=True) if part])
+        self._apply([place for place, due in enumerate(self._due) if due == self.steps_done])
         for fragment in due_fragments(self.steps_done, self.outer.every, self.outer.fragments):
-            self._outer_step(fragment)
+            self._outer_step(fragment, overlap=self.outer.overlap)
         return result
 
     def _weight(self, part: Batch) -> float:
@@ -227,15 +232,25 @@ class IslandsSession:
         result.expect([future for loss in losses for future in loss.pending], finish)
         return result
 
-    def _outer_step(self, fragment: int) -> None:
-        """Begin an outer step of a part of the model."""
+    def _apply(self, fragments: Iterable[int]) -> None:
+        """Apply the sums of outer steps that have begun, if there are any."""
+        for fragment in fragments:
+            assert self._optimizer is not None
+            self._due[fragment] = 0
+            with self._voiding("an outer step"):
+                self._optimizer.apply(fragment, self.steps_done)
+
+    def _outer_step(self, fragment: int, *, overlap: int = 0) -> None:
+        """Begin an outer step of a part of the model, which is applied so many steps later."""
         samples = self._samples[fragment]
         if self._optimizer is None or not any(samples):
             return
         weights = [own / sum(samples) for own in samples]
         self._samples[fragment] = [0.0] * len(samples)
         with self._voiding("an outer step"):
-            self._optimizer.step(fragment, weights, [plan.devices for plan in self.plans], self.steps_done)
+            begin = self._optimizer.begin if overlap else self._optimizer.step
+            begin(fragment, weights, [plan.devices for plan in self.plans], self.steps_done)
+            self._due[fragment] = self.steps_done + overlap if overlap else 0
             every = self._settings.check_every
             if every and self.steps_done // every != (self.steps_done - self.outer.every) // every:
                 self._optimizer.check()
@@ -243,6 +258,7 @@ class IslandsSession:
     def synchronize(self) -> None:
         """Make outer steps now, with the inner steps since the last ones; see :meth:`Trainer.synchronize`."""
         self.drain()
+        self._apply([place for place, due in enumerate(self._due) if due])
         for fragment in range(self.outer.fragments):
             self._outer_step(fragment)
         self.wait(0)
@@ -250,7 +266,7 @@ class IslandsSession:
     @property
     def in_step(self) -> bool:
         """True if there was no inner step since the last outer steps, so that all islands have the global values."""
-        return not any(any(own) for own in self._samples)
+        return not self.outer.overlap and not any(any(own) for own in self._samples)
 
     def drain(self) -> None:
         """Finish the newest step and wait for it.
@@ -353,6 +369,7 @@ class IslandsSession:
             shares=self._shares,
             plans=self.plans,
             samples=tuple(tuple(own) for own in self._samples),
+            due=tuple(self._due),
         )
 
     # ---- user changes
@@ -422,6 +439,8 @@ class IslandsSession:
                 self.outer,
                 start,
             )
+            if self._start is not None and self._start.sums:
+                self._optimizer.bring_sums(self._start.sums)
         self.transfer.outer = self._optimizer
 
     @contextlib.contextmanager

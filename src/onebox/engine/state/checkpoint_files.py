@@ -99,6 +99,7 @@ class IslandsEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         shares: Share of a batch of each island; empty before the first step.
         plans: Plan of each island, likewise.
         samples: For each fragment, the weight of each island's samples since the last outer step.
+        due: For each fragment, the step after which sums that have begun are applied; 0 for none.
     """
 
     devices: tuple[tuple[int, ...], ...]
@@ -106,6 +107,7 @@ class IslandsEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     shares: tuple[float, ...]
     plans: tuple[Plan, ...]
     samples: tuple[tuple[float, ...], ...]
+    due: tuple[int, ...]
 
 
 class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
