@@ -125,11 +125,9 @@ class Reference:
         own, found = [dict(self._tensors(model)) for model in self.models], {}
         for name, value in self._tensors(self.value):
             if self.fragment[name] == fragment:
-                base = value if isinstance(value, nn.Parameter) else 0.0
-                sign = 1 if isinstance(value, nn.Parameter) else -1
-                found[name] = sum(
-                    sign * (base - each[name]) * (n / total) for each, n in zip(own, samples, strict=True)
-                )
+                trained = isinstance(value, nn.Parameter)
+                parts = [value - each[name] if trained else each[name] for each in own]
+                found[name] = sum(part * (n / total) for part, n in zip(parts, samples, strict=True))
         return found
 
     @torch.no_grad()
@@ -388,8 +386,9 @@ def evaluated(reference: Reference, batches: Sequence[Any]) -> float:
     return found / sum(len(x) for x, _ in batches)
 
 
-def test_synchronize_includes_the_steps_since_the_last_outer_step(pools: Shelf) -> None:
-    case, outer = CASES["mlp"], onebox.Outer(every=4, fragments=2)
+@pytest.mark.parametrize("overlap", [0, 3])
+def test_synchronize_includes_the_steps_since_the_last_outer_step(overlap: int, pools: Shelf) -> None:
+    case, outer = CASES["mlp"], onebox.Outer(every=4, fragments=2, overlap=overlap)
     reference, model = Reference("mlp", "sgd", [1, 1], outer), case.model()
     arguments: dict[str, Any] = {"pool": pools(2), "plan": SMALL, "islands": [[0], [1]], "outer": outer}
     with onebox.Trainer(model, case.loss, OPTIMIZERS["sgd"](model), **arguments) as trainer:
@@ -398,6 +397,8 @@ def test_synchronize_includes_the_steps_since_the_last_outer_step(pools: Shelf) 
             reference.step(batch)
         trainer.synchronize()
         trainer.synchronize()  # nothing is left to include
+        for fragment, (_, sums) in sorted(reference.due.items()):
+            reference.apply(fragment, sums, outer.keep)
         for fragment in range(2):
             reference.synchronize(fragment)
         trainer.pull()

@@ -177,6 +177,8 @@ class TrainConfig(StalenessConfig):
         outer_lr: Learning rate of the outer optimizer, SGD with Nesterov momentum.
         outer_momentum: Its momentum.
         outer_fragments: Parts of the model that are synchronised in turn between two outer steps.
+        outer_overlap: Steps during which the sums of an outer step travel while islands go on; applied so much later.
+        outer_keep: With --outer-overlap, the fraction of its own parameters that an island keeps in an outer step.
         outer_shares: Share of the batch of each island: auto, equal, measured, or weights such as 3,1.
         read: Number of batches that are read at once, or auto, within the cores that workers leave free.
         process: Number of batches that are decoded at once; likewise.
@@ -224,6 +226,8 @@ class TrainConfig(StalenessConfig):
     outer_lr: float = Outer.lr
     outer_momentum: float = Outer.momentum
     outer_fragments: int = Outer.fragments
+    outer_overlap: int = Outer.overlap
+    outer_keep: float = Outer.keep
     outer_shares: str = "auto"
     read: str = "auto"
     process: str = "auto"
@@ -340,10 +344,14 @@ class TrainConfig(StalenessConfig):
                 lr=self.outer_lr,
                 momentum=self.outer_momentum,
                 fragments=self.outer_fragments,
+                overlap=self.outer_overlap,
+                keep=self.outer_keep,
                 shares=shares,  # type: ignore[arg-type]
             )
         except UsageError as error:
-            raise UsageError(re.sub(r"\b(every|lr|momentum|fragments|shares)=", r"--outer-\1 ", str(error))) from None
+            raise UsageError(
+                re.sub(r"\b(every|lr|momentum|fragments|overlap|keep|shares)=", r"--outer-\1 ", str(error))
+            ) from None
 
     @property
     def engine(self) -> Engine:

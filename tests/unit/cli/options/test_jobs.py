@@ -30,6 +30,7 @@ def test_the_models_on_the_command_line_are_those_that_exist() -> None:
         ({"outer_every": 10}, "--outer-every 10 is for islands; it needs --islands"),
         ({"islands": "0/1", "outer_lr": 0.0}, "--outer-lr 0.0: allowed are numbers above 0"),
         ({"islands": "0/1", "outer_every": 2, "outer_fragments": 3}, "--outer-fragments 3 and --outer-every 2"),
+        ({"islands": "0/1", "outer_every": 2, "outer_overlap": 2}, "--outer-overlap 2 and --outer-every 2"),
         ({"islands": "0/1", "outer_shares": "a,b"}, "--outer-shares"),
         ({"islands": "0/1", "staleness": 1}, "--islands and --staleness 1: these do not go together"),
         ({"islands": "0/1", "overlap": True}, "--islands and --overlap: these do not go together"),
