@@ -349,9 +349,8 @@ class TrainConfig(StalenessConfig):
                 shares=shares,  # type: ignore[arg-type]
             )
         except UsageError as error:
-            raise UsageError(
-                re.sub(r"\b(every|lr|momentum|fragments|overlap|keep|shares)=", r"--outer-\1 ", str(error))
-            ) from None
+            names = "|".join(field.name for field in dataclasses.fields(Outer))
+            raise UsageError(re.sub(rf"\b({names})=", r"--outer-\1 ", str(error))) from None
 
     @property
     def engine(self) -> Engine:
