@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from onebox.plan import Plan
     from onebox.pool import Link, Pool
     from onebox.stop_signals import StopSignals
-    from onebox.trainer_options import DataParallel, Engine, Recovery, Staging, StaleGradients
+    from onebox.trainer_options import DataParallel, Engine, Outer, Recovery, Staging, StaleGradients
     from onebox.vgpu import open_devices as open
 
 __version__ = "0.1.0"
@@ -38,6 +38,7 @@ __all__ = [
     "Link",
     "Numerics",
     "OneboxError",
+    "Outer",
     "Plan",
     "Pool",
     "Recovery",
@@ -61,6 +62,7 @@ _HOMES = {
     "Link": "onebox.pool",
     "Numerics": "onebox.trainer_options",
     "OneboxError": "onebox.errors",
+    "Outer": "onebox.trainer_options",
     "Plan": "onebox.plan",
     "Pool": "onebox.pool",
     "Recovery": "onebox.trainer_options",

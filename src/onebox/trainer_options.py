@@ -93,6 +93,67 @@ class StaleGradients:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Outer:
+    """Outer optimizer of islands: what joins devices over slow links (DiLoCo, arXiv:2311.08105).
+
+    Each island makes ``every`` steps with the user's optimizer by itself. Then the outer gradient, which is the global
+    parameters minus the island's, is averaged over the islands, weighted by samples, and SGD with Nesterov momentum
+    applies it to the global parameters, from which all islands go on.
+
+    Args:
+        every: Steps between two outer steps.
+        lr: Learning rate of the outer optimizer.
+        momentum: Its momentum; 0 for plain SGD. With ``lr=1`` and ``momentum=0`` parameters are averaged.
+        fragments: Parts of the model that are synchronised in turn, ``every / fragments`` steps apart, so that each
+            outer step sends so much less at a time (Streaming DiLoCo, arXiv:2501.18512); module ``i`` is in part
+            ``i % fragments``. Each parameter is still synchronised after every ``every`` steps.
+        overlap: Steps during which the sums of an outer step travel while islands go on; they are applied that many
+            steps later, fewer than ``every`` (Streaming DiLoCo).
+        keep: With ``overlap``, the fraction of an island's own parameters in those with which it goes on after an outer
+            step; the rest are the global ones.
+        shares: Each island's share of the batch: ``auto`` (equal for islands of alike devices, else measured),
+            ``equal``, ``measured``, or one weight for each island.
+
+    Raises:
+        UsageError: A value is not allowed, or there are more fragments than steps between outer steps.
+
+    Example:
+        >>> Outer(every=100).momentum
+        0.9
+    """
+
+    every: int = 30
+    lr: float = 0.7
+    momentum: float = 0.9
+    fragments: int = 1
+    overlap: int = 0
+    keep: float = 0.5
+    shares: Shares = "auto"
+
+    def __post_init__(self) -> None:
+        _require_int("overlap", self.overlap, least=0, optional=False)
+        if not _is_number(self.keep) or not 0 <= self.keep < 1:
+            raise UsageError(f"keep={self.keep!r}: allowed are 0 up to, but not, 1")
+        _require_int("every", self.every, least=1, optional=False)
+        _require_int("fragments", self.fragments, least=1, optional=False)
+        if not _is_number(self.lr) or not 0 < self.lr < math.inf:
+            raise UsageError(f"lr={self.lr!r}: allowed are numbers above 0")
+        if not _is_number(self.momentum) or not 0 <= self.momentum < 1:
+            raise UsageError(f"momentum={self.momentum!r}: allowed are 0 up to, but not, 1")
+        if self.fragments > self.every:
+            raise UsageError(
+                f"fragments={self.fragments} and every={self.every}: each fragment is synchronised once in every="
+                f"{self.every} steps, at most one a step; allowed are up to {self.every} fragments"
+            )
+        if self.overlap >= self.every:
+            raise UsageError(
+                f"overlap={self.overlap} and every={self.every}: an outer step is applied before the next one begins; "
+                f"allowed are up to {self.every - 1} steps of overlap"
+            )
+        object.__setattr__(self, "shares", _checked_shares(self.shares, "island"))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recovery:
     """Recovery when a worker dies, hangs or becomes unreachable.
 
@@ -206,7 +267,7 @@ class Engine:
 
     Args:
         in_flight: Most steps in flight; without it as many as keep the workers busy: two on one machine or a LAN, up to
-            eight with long round trips.
+            eight with long round trips or islands.
         overlap: Overlap a part of the averaging and of the update of each exact step with the next one, just before its
             parameters are read, and send large values in chunks where that is predicted to pay (docs/topology.md). The
             result is bitwise the same, except for the last bit of matrix products of chunks.
@@ -251,7 +312,11 @@ def check_costs(costs: SegmentCosts) -> None:
             raise UsageError(f"costs of segment {name!r} are {times}: allowed are three times in seconds, from 0 up")
 
 
-def _checked_shares(shares: Any) -> Shares:
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _checked_shares(shares: Any, receiver: str = "device") -> Shares:
     if isinstance(shares, str) and shares in ("auto", "equal", "measured"):
         return shares  # type: ignore[return-value]
     try:
@@ -260,8 +325,8 @@ def _checked_shares(shares: Any) -> Shares:
         weights = ()
     if not all(0 <= weight < math.inf for weight in weights) or not sum(weights):
         raise UsageError(
-            f"shares={shares!r}: allowed are auto, equal, measured, or one weight for each device, such as 3,1, from 0 "
-            "up and not all 0"
+            f"shares={shares!r}: allowed are auto, equal, measured, or one weight for each {receiver}, such as 3,1, "
+            "from 0 up and not all 0"
         )
     return weights
 

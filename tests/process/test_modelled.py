@@ -19,6 +19,8 @@ from onebox.pool import open_pool
 from tests.models import CASES, FATED, OPTIMIZERS
 from tests.process.shelf import untouched
 from tests.process.stages import reference, run, staged
+from tests.process.test_islands import Reference as IslandsReference
+from tests.process.test_islands import islands
 from tests.process.test_migration import moved, trained
 from tests.process.test_offload import plan_for, trainer_on
 from tests.process.test_staleness import late
@@ -27,6 +29,7 @@ from tests.reference import Outcome, assert_same
 from tests.trainer_arguments import grouped
 
 SIZES = (6, 6, 5)
+ISLAND_SIZES = (9, 9, 8, 9, 9)
 
 SEEDS = [pytest.param(seed, marks=[pytest.mark.long] * (seed > 0), id=f"seed{seed}") for seed in range(4)]
 
@@ -57,6 +60,16 @@ def test_stale_gradients(pool: onebox.Pool) -> None:
     found, delays = run_late(pool, "tied", plan, "adamw")
     assert_same(found, late("tied", plan, "adamw"))
     assert delays[1] > 0
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_islands(pool: onebox.Pool, overlap: int) -> None:
+    outer = onebox.Outer(every=2, fragments=2, overlap=overlap, shares=[2, 1])
+    reference_run = IslandsReference("cnn", "adamw", [2, 1], outer)
+    held_out = CASES["cnn"].batches([5])
+    found = islands(pool, "cnn", [[0, 1], [2]], ISLAND_SIZES, outer=outer, evaluating=held_out)
+    assert_same(found, reference_run.run(ISLAND_SIZES))
+    assert untouched(pool)
 
 
 @pytest.mark.long

@@ -21,6 +21,7 @@ PUBLIC = [
     "Link",
     "Numerics",
     "OneboxError",
+    "Outer",
     "Plan",
     "Pool",
     "Recovery",

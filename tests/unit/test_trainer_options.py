@@ -11,7 +11,7 @@ import pytest
 
 from onebox.engine.config import numeric_instructions, resolved_numerics
 from onebox.errors import UsageError
-from onebox.trainer_options import Correction, DataParallel, Engine, Numerics, Recovery, Staging, StaleGradients
+from onebox.trainer_options import Correction, DataParallel, Engine, Numerics, Outer, Recovery, Staging, StaleGradients
 from onebox.wire.protocol.instructions import Delay
 from onebox.wire.protocol.requests import SetNumerics
 
@@ -36,6 +36,17 @@ from onebox.wire.protocol.requests import SetNumerics
         (Staging, {"ahead": -1}, "ahead=-1: allowed are sizes"),
         (Staging, {"cache": "a lot"}, "cache a lot: allowed are bytes"),
         (Staging, {"cache": 1.5}, r"cache=1\.5: allowed are sizes"),
+        (Outer, {"every": 0}, "every=0: allowed are 1 and more"),
+        (Outer, {"every": None}, "every=None: allowed are 1 and more"),
+        (Outer, {"lr": 0.0}, r"lr=0\.0: allowed are numbers above 0"),
+        (Outer, {"lr": "fast"}, "lr='fast': allowed are numbers above 0"),
+        (Outer, {"momentum": 1.0}, r"momentum=1\.0: allowed are 0 up to, but not, 1"),
+        (Outer, {"fragments": 0}, "fragments=0: allowed are 1 and more"),
+        (Outer, {"every": 2, "fragments": 3}, "fragments=3 and every=2: each fragment is synchronised once"),
+        (Outer, {"overlap": -1}, "overlap=-1: allowed are 0 and more"),
+        (Outer, {"every": 4, "overlap": 4}, "overlap=4 and every=4: an outer step is applied before the next one"),
+        (Outer, {"keep": 1.0}, r"keep=1\.0: allowed are 0 up to, but not, 1"),
+        (Outer, {"shares": (0.0, 0.0)}, "one weight for each island"),
         (Engine, {"in_flight": 0}, "in_flight=0: allowed are 1 and more"),
         (Engine, {"check_every": -1}, "check_every=-1: allowed are 0 and more"),
         (Engine, {"check_every": None}, "check_every=None"),

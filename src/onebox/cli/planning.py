@@ -214,7 +214,7 @@ def plan_of_run(
         UsageError: The plan cannot be read, or would change the computation of a resumed run.
         PlanError: Nothing fits.
     """
-    if config.plan in (None, DATA_PARALLEL):
+    if config.plan in (None, DATA_PARALLEL) or config.islands is not None:  # the trainer plans for each island
         return None, None
     before = read_config(config.resume) if config.resume is not None else None
     if before is not None and before.plan == config.plan:

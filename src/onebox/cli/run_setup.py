@@ -113,7 +113,7 @@ def start_run(config: TrainConfig, folder: RunFolder, data: Data, pool: Pool, pl
         make_loss(config),
         make_optimizer(config, model),
         pool=pool,
-        plan=plan or requested_data_parallel(config),
+        plan=plan or ("auto" if config.plan == "auto" else requested_data_parallel(config)),
         precision=config.precision,
         clip_grad_norm=config.clip_grad_norm,
         seed=config.seed,
@@ -123,6 +123,8 @@ def start_run(config: TrainConfig, folder: RunFolder, data: Data, pool: Pool, pl
         stale=config.stale,
         recovery=config.recovery,
         engine=config.engine,
+        islands=config.island_devices,
+        outer=config.outer,
     )
     return StartedRun(
         trainer=trainer, standing=RunProgress(position=Position(epoch=0, index=0, seed=config.seed)), saved=None
@@ -151,6 +153,7 @@ def _resumed(config: TrainConfig, saved: Path, data: Data, pool: Pool, plan: Pla
             metrics={"accuracy": accuracy},
             adaptive=config.adaptive,
             recovery=config.recovery,
+            islands="stored" if config.islands == stored.islands else config.island_devices,
         )
         standing = RunProgress.from_extra(trainer.extra, seed=config.seed, path=saved)
     except CheckpointError as error:

@@ -126,7 +126,7 @@ def _kind(device: DeviceInfo) -> str:
 def _compare(loop: TrainingLoop) -> PlanComparison | None:
     """Compare a run with its plan, by its whole steps."""
     plan, trainer = loop.trainer.plan, loop.trainer
-    if not loop.planned or plan is None or not loop.full_steps:
+    if not loop.planned or loop.trainer.island_plans or plan is None or not loop.full_steps:
         return None
     size = loop.full_batch
     return compare(

@@ -202,6 +202,8 @@ class TrainingLoop:
                 if self._save_now() and here.position.index < len(self.train):  # its end is saved with its results
                     self._save_within(here)
         self._drain(epoch)
+        if self.config.islands is not None and epoch + 1 == self.config.epochs and not self.stop.requested:
+            self.trainer.synchronize()
         result = None
         if not self.stop.requested:
             self._tell_feed(epoch + 1)
@@ -229,7 +231,10 @@ class TrainingLoop:
         first = self.trainer.plan is None
         loss = self.trainer.step(uploaded)
         if first and self.trainer.plan is not None:
-            self._note_plan(self.trainer.plan)
+            for island, plan in enumerate(self.trainer.island_plans):
+                self.progress.note(f"island {island}: {plan.describe()}")
+            if not self.trainer.island_plans:
+                self._note_plan(self.trainer.plan)
         if uploaded.size == self.full_batch:
             self.full_steps.append(self.trainer.steps_done - 1)
         self._pending.append((self.trainer.steps_done, loss, uploaded.size))

@@ -111,6 +111,21 @@ def steps_in_flight(round_trip_s: float) -> int:
     return min(2 + int(round_trip_s / _SHORT_STEP_S), _MOST_STEPS)
 
 
+def island_steps_in_flight(round_trip_s: float, every: int) -> int:
+    """Return the number of steps in flight of each island: more than elsewhere, so that an island that is slower for a
+    while does not hold up the others between two outer steps.
+
+    Args:
+        round_trip_s: Round trip to the most distant worker.
+        every: Steps between two outer steps.
+
+    Example:
+        >>> [island_steps_in_flight(0.0, every) for every in (1, 4, 100)]
+        [2, 4, 8]
+    """
+    return max(steps_in_flight(round_trip_s), min(every, _MOST_STEPS))
+
+
 def chosen_recovery(pool: Pool, recovery: Recovery | Literal["auto"] | None) -> Recovery | None:
     """Return the recovery of a run from losses; ``None`` if it does not recover.
 
@@ -130,3 +145,29 @@ def chosen_recovery(pool: Pool, recovery: Recovery | Literal["auto"] | None) -> 
     if recovery is not None and emulated:
         raise UsageError(f"recovery={recovery}: sim devices have no values to keep; leave it out")
     return recovery
+
+
+def check_islands(*, stale: object, recovery: object, adaptive: object, overlap: bool) -> None:
+    """Refuse options of a trainer that do not go together with islands.
+
+    Args:
+        stale: Stale gradients, or ``None``.
+        recovery: Recovery; ``auto`` stands for none with islands.
+        adaptive: Whether plans adapt to devices.
+        overlap: Whether exact steps overlap.
+
+    Raises:
+        UsageError: One of them is given.
+    """
+    given = {
+        f"stale={stale}": stale is not None,
+        f"recovery={recovery}": recovery not in ("auto", None),
+        f"adaptive={adaptive!r}": adaptive is not False,
+        "Engine(overlap=True)": overlap,
+    }
+    for what, there in given.items():
+        if there:
+            raise UsageError(
+                f"islands and {what}: these do not go together yet; leave one of them out (after a loss, a run of "
+                "islands is resumed from its last checkpoint)"
+            )

@@ -18,7 +18,8 @@ from onebox.engine.compile.compiler import CompiledStep
 from onebox.engine.data.prefetch import BatchPrefetcher, UploadedBatch
 from onebox.engine.data.representative_batches import RepresentativeBatches
 from onebox.engine.install.deferred_replies import DeferredReplies
-from onebox.engine.install.installed_plan import InstalledPlan, InstallInputs
+from onebox.engine.install.installed_plan import BytesBeside, InstalledPlan, InstallInputs, no_bytes_beside
+from onebox.engine.memory.simulator import InitialContents
 from onebox.engine.recovery.manager import RecoveryManager
 from onebox.engine.recovery.replan import ReplanWorkload, enlarged_plan, out_of_devices, replan_devices
 from onebox.engine.recovery.snapshot_schedule import SnapshotScheduler
@@ -30,7 +31,7 @@ from onebox.engine.steps.launch import LaunchedStep, PreparedStep, StepRequest, 
 from onebox.engine.steps.loss_check import MeanLossCheck
 from onebox.engine.steps.observer import EndedStep, StepObserver
 from onebox.engine.steps.overlap_scheduler import OverlapScheduler
-from onebox.engine.steps.results import Evaluation, StepLoss, StepValues, step_values
+from onebox.engine.steps.results import Evaluation, StepLoss, StepValues, TraceEvent, step_values
 from onebox.engine.steps.traces import StepTraces, step_trace
 from onebox.engine.workload.batch import Batch
 from onebox.engine.workload.captures import Captures
@@ -63,6 +64,7 @@ class TrainingSession:
         adaptive: Whether to adapt the plan to devices and links; the problem that the plan was made for, if known.
         step: Number of steps done before, by the run that is resumed.
         saved: Path of its checkpoint.
+        beside: Returns the further bytes of state on each worker.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class TrainingSession:
         adaptive: bool | Problem = False,
         step: int = 0,
         saved: Path | None = None,
+        beside: BytesBeside = no_bytes_beside,
     ) -> None:
         self.steps_done = step
         self.plan: Plan | None = None
@@ -127,6 +130,7 @@ class TrainingSession:
             remote=remote,
             versions=self.overlap.versions,
             max_norm=settings.max_norm,
+            beside=beside,
         )
         observers = self.snapshots, self.recovery, self.traces, self.adaptive, self.overlap
         self._observers: list[StepObserver] = [each for each in observers if each is not None]
@@ -310,7 +314,7 @@ class TrainingSession:
             return evaluate(
                 batches,
                 pool=self._pool,
-                prepare=self._evaluation,
+                prepare=self.evaluation,
                 parts=self.uploads.parts_beside,
                 metrics=metrics,
                 numerics=self._settings.numerics,
@@ -319,12 +323,37 @@ class TrainingSession:
                 poisoning=self.recovery.poisoning,
             )
 
-    def _evaluation(self, batch: Batch) -> CompiledStep:
+    def evaluation(self, batch: Batch) -> CompiledStep:
         """Return the evaluation routines for a batch, installed on the workers."""
         batch = self.captures.stamped(batch)
         compiled = self.set_up(batch, steps=False).evaluation(batch, stepped=self.steps_done > 0)
         self.examples.add(batch, steps=False)
         return compiled
+
+    # ---- observation
+
+    @property
+    def installed(self) -> InstalledPlan:
+        """The plan on the workers, once it is there."""
+        assert self._ready is not None
+        return self._ready
+
+    @property
+    def changed_buffers(self) -> tuple[str, ...]:
+        """The buffers that training changes."""
+        return () if self._ready is None else self._ready.compiler.changed
+
+    def events(self) -> list[TraceEvent]:
+        """Return the workers' activity in the last steps; see :meth:`Trainer.events`."""
+        return self.traces.events()
+
+    def peaks(self, batch: Batch, *, ahead: int = 0) -> dict[int, int]:
+        """Return the peak bytes of each worker in a step with a batch; see :meth:`InstalledPlan.peaks`."""
+        return self.set_up(batch).peaks(batch, ahead=ahead)
+
+    def contents(self, batch: Batch) -> dict[int, InitialContents]:
+        """Return the memory contents of each worker at the beginning of a step with a batch."""
+        return self.set_up(batch).contents(batch)
 
     # ---- user changes
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -16,22 +17,29 @@ from onebox.engine.adaptive.controller import AppliedDecision
 from onebox.engine.adaptive.problem_source import check_adaptive
 from onebox.engine.client_state import ClientState
 from onebox.engine.config import (
+    check_islands,
     check_numerics,
     chosen_recovery,
+    island_steps_in_flight,
     numeric_instructions,
     resolved_numerics,
     steps_in_flight,
 )
 from onebox.engine.data.prefetch import BatchPrefetcher, UploadCounters, UploadedBatch
+from onebox.engine.islands.division import Islands, given_islands, near_islands
+from onebox.engine.islands.islands_state import islands_start
+from onebox.engine.islands.session import IslandsSession, Session
 from onebox.engine.memory.timeline import MemoryTimeline, memory_timeline
+from onebox.engine.planning.island_plans import IslandsRequest
 from onebox.engine.planning.resolve_plan import ALLOWED_PLANS, PlanRequest, default_plan
 from onebox.engine.recovery.policy import RecoveryRecord
 from onebox.engine.session import TrainingSession
-from onebox.engine.state.checkpoint_files import find_save, read, write
+from onebox.engine.state.checkpoint_files import IslandsEntry, find_save, read, write
 from onebox.engine.state.checkpoint_restore import (
     ResumePoint,
     Stored,
     contents,
+    plan_elsewhere,
     restore,
     resume_point,
     resumed_plan,
@@ -53,8 +61,11 @@ from onebox.padding import Buckets, require_buckets
 from onebox.plan import Plan
 from onebox.plan.model.problem import Problem
 from onebox.pool import Pool
-from onebox.trainer_options import DataParallel, Engine, Recovery, Staging, StaleGradients
+from onebox.trainer_options import DataParallel, Engine, Outer, Recovery, Staging, StaleGradients
 from onebox.wire.protocol.responses import WorkerMemory
+
+PlanArgument = Plan | str | Path | DataParallel | Literal["auto"]
+"""A plan as users give it: itself, the path of its file, data parallel training, or ``auto``."""
 
 
 class Trainer:
@@ -106,6 +117,11 @@ class Trainer:
             cluster run some of the workers, and none if all are processes of this machine.
         staging: Memory of each device for batches sent ahead and for cached samples.
         engine: Execution of steps.
+        islands: Devices of each island, such as ``[[0, 1], [2, 3]]``, or ``auto`` for the groups of near devices that
+            measured links show; ``None`` for exact steps. Islands train by themselves, each with its own copy of the
+            parameters, and are joined by outer steps; see :class:`Outer` and docs/islands.md. ``plan`` then holds for
+            each of them, or is a list with a plan for each.
+        outer: The outer optimizer of islands; ``None`` for :class:`Outer` with its defaults.
 
     Raises:
         UsageError: An argument is invalid.
@@ -128,7 +144,7 @@ class Trainer:
         optimizer: Optimizers,
         *,
         pool: Pool,
-        plan: Plan | str | Path | DataParallel | Literal["auto"] | None = None,
+        plan: PlanArgument | Sequence[PlanArgument] | None = None,
         precision: Precision = "fp32",
         clip_grad_norm: float | None = None,
         seed: int = 0,
@@ -141,6 +157,8 @@ class Trainer:
         recovery: Recovery | Literal["auto"] | None = "auto",
         staging: Staging = Staging(),
         engine: Engine = Engine(),
+        islands: Islands | None = None,
+        outer: Outer | None = None,
         _start: ResumePoint | None = None,
     ) -> None:
         check_numerics(seed, precision, clip_grad_norm)
@@ -149,6 +167,9 @@ class Trainer:
         _require_group("stale", stale, StaleGradients | None, "StaleGradients(...), and None for exact steps")
         _require_group("staging", staging, Staging, "Staging(...)")
         _require_group("engine", engine, Engine, "Engine(...)")
+        _require_group("outer", outer, Outer | None, "Outer(...), and None")
+        if outer is not None and islands is None:
+            raise UsageError(f"outer={outer}: it is the outer optimizer of islands; give islands= too, or leave it out")
         numerics = resolved_numerics(engine.numerics)
         self.model, self.loss, self.optimizer, self.pool = model, loss, optimizer, pool
         self.precision: Precision = precision
@@ -158,12 +179,15 @@ class Trainer:
         self.engine = replace(engine, numerics=numerics)
         self.extra: dict[str, Any] = _start.extra if _start else {}
         self._metrics = dict(metrics or {})
+        by_default = plan is None and islands is None
+        default = default_plan(pool) if by_default else DataParallel()
+        given = _plans_for(default if plan is None else plan, islands)
         request = PlanRequest(
-            plan=default_plan(pool) if plan is None else _given_plan(plan),
+            plan=given[0],
             stale=stale,
             overlap=engine.overlap,
             micro_batch=_start.plan.micro_batch if _start and _start.plan else None,
-            by_default=plan is None,
+            by_default=by_default,
         )
         request.check(pool)
         check_adaptive(adaptive, request.plan if isinstance(request.plan, Plan) else None, pool, trace=engine.trace)
@@ -171,7 +195,12 @@ class Trainer:
             seed=seed,
             trace=engine.trace,
             check_every=engine.check_every,
-            in_flight=engine.in_flight or steps_in_flight(pool.round_trip_s),
+            in_flight=engine.in_flight
+            or (
+                steps_in_flight(pool.round_trip_s)
+                if islands is None
+                else island_steps_in_flight(pool.round_trip_s, (outer or Outer()).every)
+            ),
             max_norm=clip_grad_norm or 0.0,
             overlap=engine.overlap,
             numerics=numeric_instructions(numerics),
@@ -192,28 +221,85 @@ class Trainer:
             reduction=loss_reduction,
             numerics=numerics,
         )
-        self._run = TrainingSession(
-            pool,
-            lambda captures, batch: request.resolve(pool, self._remote, captures, batch),
-            Captures(spec),
-            self._remote,
-            settings,
-            BatchPrefetcher(pool, staging.ahead_bytes, staging.cache_bytes),
-            recovery=chosen_recovery(pool, recovery),
-            adaptive=adaptive,
-            step=_start.step if _start else 0,
-            saved=_start.path if _start else None,
-        )
+        captures = Captures(spec)
+        self._run: Session
+        if islands is None:
+            self._run = TrainingSession(
+                pool,
+                lambda captures, batch: request.resolve(pool, self._remote, captures, batch),
+                captures,
+                self._remote,
+                settings,
+                BatchPrefetcher(pool, staging.ahead_bytes, staging.cache_bytes),
+                recovery=chosen_recovery(pool, recovery),
+                adaptive=adaptive,
+                step=_start.step if _start else 0,
+                saved=_start.path if _start else None,
+            )
+        else:
+            check_islands(stale=stale, recovery=recovery, adaptive=adaptive, overlap=engine.overlap)
+            self._run = self._islands_session(
+                islands, outer or Outer(), [replace(request, plan=each) for each in given], captures, settings, _start
+            )
         self._client = ClientState(self._run, self._remote, model, loss)
-        usual = request.plan in [DataParallel(shares=shares) for shares in ("auto", "equal", "measured")]
+        usual = islands is not None or request.plan in [
+            DataParallel(shares=shares) for shares in ("auto", "equal", "measured")
+        ]
         self._planned = None if usual else request.sample(len(pool))
         """The plan before the first step, as far as it is known."""
         self._saves = {_folder_of(_start.path): _start.identity} if _start else {}
         """Identity of the latest save of this run in each checkpoint folder."""
         self._request = request
-        self._provisional = False
-        """Whether the plan is only that of evaluations, until the first step."""
+        self._provisional: TrainingSession | None = None
+        """The run whose plan is only that of evaluations, until the first step."""
         self._closed = False
+
+    def _islands_session(
+        self,
+        islands: Islands,
+        outer: Outer,
+        requests: Sequence[PlanRequest],
+        captures: Captures,
+        settings: StepSettings,
+        start: ResumePoint | None,
+    ) -> IslandsSession:
+        """Return the session of islands, new or from a checkpoint."""
+        pool, stored = self.pool, start.islands if start else None
+        found = near_islands(pool.profile().groups) if islands == "auto" else given_islands(islands, len(pool))
+        if len(requests) not in (1, len(found)):
+            raise UsageError(f"plan= has {len(requests)} plans for {len(found)} islands; give one for all, or one each")
+        if start is not None and (stored is None or len(stored.devices) != len(found)):
+            had = "no islands" if stored is None else f"{len(stored.devices)} islands"
+            raise UsageError(
+                f"islands={islands!r}: the run to be resumed has {had}, and each island has a state of its own; resume "
+                "it with as many"
+            )
+        request = IslandsRequest(
+            islands=found,
+            requests=tuple(requests) if len(requests) == len(found) else (requests[0],) * len(found),
+            outer=outer,
+        )
+        request.check(pool)
+        parts = islands_start(start.state.optimizer, stored) if start and stored else None
+        others = parts.islands if parts else (None,) * len(found)
+        self._remote = RemoteState(self.model, self.loss, self.optimizer, pool, others[0])
+        states = [
+            self._remote,
+            *(RemoteState(self.model, self.loss, self.optimizer, pool, own) for own in others[1:]),
+        ]
+        return IslandsSession(
+            pool,
+            found,
+            outer,
+            functools.partial(request.resolve, pool),
+            captures,
+            states,
+            settings,
+            self.staging,
+            step=start.step if start else 0,
+            start=parts,
+            saved=start.path if start else None,
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -286,14 +372,30 @@ class Trainer:
             batch, uploaded = inputs.parcel.batch, inputs
         else:
             batch, uploaded = self._batch(inputs, targets, samples), None
-        if self._provisional:
-            self._provisional, stamped = False, self._run.captures.stamped(batch)
-            self._run.begin_with(self._request.resolve(self.pool, self._remote, self.captures, stamped), stamped)
+        if self._provisional is not None:
+            run, self._provisional, stamped = self._provisional, None, self.captures.stamped(batch)
+            run.begin_with(self._request.resolve(self.pool, self._remote, self.captures, stamped), stamped)
         self._client.bring()
         result = self._run.step(batch, uploaded)
         self._client.stepped()
         mark_stepped(self._remote.optimizer)
         return result
+
+    def synchronize(self) -> None:
+        """With islands: make outer steps now, with the steps since the last ones, and wait for them.
+
+        Without it :meth:`pull`, :meth:`save`, :meth:`tensors` and :meth:`evaluate` use the global parameters as of the
+        last outer step. Usual at the end of training. Without islands it waits for all steps in flight.
+
+        Raises:
+            OneboxError: A step failed.
+        """
+        self._require_open()
+        self._client.bring()
+        if isinstance(self._run, IslandsSession):
+            self._run.synchronize()
+        else:
+            self.wait()
 
     # ---- evaluation
 
@@ -314,9 +416,11 @@ class Trainer:
         self._require_open()
         self._client.bring()
         self.wait()
-        if self.plan is None and self._request.by_default and self._request.plan == "auto" and self.stale is None:
-            self._run.adopt(self._request.provisional(self.pool))
-            self._provisional = True
+        run, request = self._run, self._request
+        chosen_later = request.by_default and request.plan == "auto" and self.stale is None
+        if chosen_later and isinstance(run, TrainingSession) and run.plan is None:
+            run.adopt(request.provisional(self.pool))
+            self._provisional = run
         return self._run.evaluate((self._batch(*as_pair(item)) for item in batches), list(self._metrics))
 
     # ---- observation
@@ -328,8 +432,13 @@ class Trainer:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan; ``None`` before the first step."""
+        """The plan, of the first island if there are several; ``None`` before the first step."""
         return self._run.plan
+
+    @property
+    def island_plans(self) -> tuple[Plan, ...]:
+        """The plan of each island; empty before the first step, and without islands."""
+        return self._run.plans if isinstance(self._run, IslandsSession) else ()
 
     @property
     def captures(self) -> Captures:
@@ -381,7 +490,7 @@ class Trainer:
         """
         self._require_open()
         batch = self._batch(inputs, targets)
-        peaks = self._run.set_up(batch).peaks(batch, ahead=ahead)
+        peaks = self._run.peaks(batch, ahead=ahead)
         return {device: peak + self._run.uploads.cached_bytes(device) for device, peak in peaks.items()}
 
     def predicted_curves(self, inputs: Any, targets: Any = None) -> dict[int, MemoryTimeline]:
@@ -395,12 +504,12 @@ class Trainer:
         """
         self._require_open()
         batch = self._batch(inputs, targets)
-        contents = self._run.set_up(batch).contents(batch)
+        contents = self._run.contents(batch)
         return {device: memory_timeline(device, found) for device, found in contents.items()}
 
     def events(self) -> list[TraceEvent]:
         """Return the workers' activity in the last steps, for a timeline; empty without ``trace``."""
-        return self._run.traces.events()
+        return self._run.events()
 
     def upload_counters(self) -> UploadCounters:
         """Return the cost of uploading batches so far, in callers' time and in bytes."""
@@ -502,6 +611,7 @@ class Trainer:
             "recovery": self.recovery,
             "staging": self.staging,
             "engine": self.engine,
+            "islands": run.entry() if isinstance(run, IslandsSession) else None,
             "extra": dict(extra or {}),
             "identity": identity,
             "parent": self._saves.get(Path(path).resolve()),
@@ -509,7 +619,8 @@ class Trainer:
 
         def written() -> Path:
             plan = self.plan or self._planned
-            return write(Path(path), contents(self._remote, run.transfer, plan=plan, **settings), keep=keep)
+            transfer = run.whole_transfer if isinstance(run, IslandsSession) else run.transfer
+            return write(Path(path), contents(self._remote, transfer, plan=plan, **settings), keep=keep)
 
         saved = run.recovery.run(written)
         self._saves[_folder_of(saved)] = identity
@@ -525,7 +636,7 @@ class Trainer:
         optimizer: Optimizers,
         *,
         pool: Pool,
-        plan: Plan | str | Path | DataParallel | Literal["auto", "stored"] = "stored",
+        plan: PlanArgument | Sequence[PlanArgument] | Stored = "stored",
         precision: Precision | Stored = "stored",
         clip_grad_norm: float | Stored | None = "stored",
         seed: int | Stored = "stored",
@@ -538,6 +649,8 @@ class Trainer:
         recovery: Recovery | Literal["auto", "stored"] | None = "stored",
         staging: Staging | Stored = "stored",
         engine: Engine | Stored = "stored",
+        islands: Islands | Stored | None = "stored",
+        outer: Outer | Stored = "stored",
     ) -> Self:
         """Create a trainer that continues from a checkpoint.
 
@@ -557,6 +670,8 @@ class Trainer:
                 one host, if it has more devices than a stored data-parallel plan.
             plan: As for :class:`Trainer`. With :class:`DataParallel`, shares of ``auto`` are the stored ones if the
                 devices are as many; with ``auto``, the plan has the stored size of micro-batches.
+            islands: As many islands as before, on the same devices or others; ``stored`` also for a run without.
+            outer: As for :class:`Trainer`; the fragments are as many as before.
 
         Raises:
             CheckpointError: There is none, it is damaged, or it belongs to another model or optimizer.
@@ -565,15 +680,19 @@ class Trainer:
         place = find_save(Path(path))
         checkpoint = read(place)
         stored = checkpoint.manifest
-        given = plan if plan == "stored" else _given_plan(plan)
         reduction = resumed_reduction(stored.loss_reduction, loss_reduction)
+        chosen = _resumed_islands(stored.islands, plan, islands, outer)
+        if chosen is None:
+            given = "stored" if plan == "stored" else _plans_for(plan, None)[0]
+            spread = default_plan(pool) == "auto"
+            chosen = {"plan": resumed_plan(stored.plan, given, len(pool), spread=spread)}
         restore(checkpoint, model, loss, optimizer)
         return cls(
             model,
             loss,
             optimizer,
             pool=pool,
-            plan=resumed_plan(stored.plan, given, len(pool), spread=default_plan(pool) == "auto"),
+            **chosen,
             precision=stored.precision if precision == "stored" else precision,
             clip_grad_norm=stored.clip_grad_norm if clip_grad_norm == "stored" else clip_grad_norm,
             seed=stored.seed if seed == "stored" else seed,
@@ -623,13 +742,69 @@ def _folder_of(save: Path) -> Path:
     return save.resolve().parent
 
 
-def _given_plan(plan: Plan | str | Path | DataParallel) -> Plan | DataParallel | Literal["auto"]:
+def _plans_for(
+    plan: PlanArgument | Sequence[PlanArgument], islands: Islands | None
+) -> list[Plan | DataParallel | Literal["auto"]]:
+    """Return the plan as given, or that of each island."""
+    several = isinstance(plan, Sequence) and not isinstance(plan, str)
+    if several and islands is None:
+        raise UsageError("plan= is a list of plans, which are for islands=, one for each; give one plan")
+    if several and not plan:
+        raise UsageError("plan= is an empty list; give a plan for each island")
+    return [_given_plan(each) for each in (plan if several else [plan])]  # type: ignore[arg-type,union-attr]
+
+
+def _given_plan(plan: PlanArgument) -> Plan | DataParallel | Literal["auto"]:
     """Return a plan as given, read from its file if that is given."""
     if plan == "auto":
         return "auto"
     if isinstance(plan, str) and not Path(plan).exists():
         raise UsageError(f"plan={plan!r}: there is no such file; {ALLOWED_PLANS}")
     return Plan.read(plan) if isinstance(plan, str | Path) else plan
+
+
+def _resumed_islands(
+    stored: IslandsEntry | None,
+    plan: PlanArgument | Sequence[PlanArgument] | Stored,
+    islands: Islands | Stored | None,
+    outer: Outer | Stored,
+) -> dict[str, Any] | None:
+    """Return the arguments of a trainer that resumes islands; ``None`` for a run without."""
+    if stored is None:
+        if islands != "stored" or outer != "stored":
+            raise UsageError("the run to be resumed has no islands; leave islands= and outer= out")
+        return None
+    if islands is None:
+        raise UsageError(
+            f"islands=None: the run to be resumed has {len(stored.devices)} islands, and each island has a state of "
+            "its own; resume it with as many, or train another run from the pulled weights"
+        )
+    options = stored.outer if isinstance(outer, str) else outer
+    if options.fragments != stored.outer.fragments:
+        raise UsageError(
+            f"outer={options}: the run to be resumed has fragments={stored.outer.fragments}, each with outer steps of "
+            "its own; give the same"
+        )
+    same = islands in ("stored", stored.devices)
+    found: dict[str, Any] = {"islands": stored.devices if same else islands, "outer": options}
+    if plan != "stored":
+        found["plan"] = plan
+    elif stored.plans:
+        found["plan"] = [
+            plan_elsewhere(each, before, now)
+            for each, before, now in zip(
+                stored.plans, stored.devices, stored.devices if same else _as_groups(islands, stored), strict=True
+            )
+        ]
+    if stored.shares and outer == "stored":  # the same bits need the same parts of each batch
+        found["outer"] = replace(options, shares=stored.shares)
+    return found
+
+
+def _as_groups(islands: Islands | Stored, stored: IslandsEntry) -> Sequence[Sequence[int]]:
+    """Return the devices of each island of a resumed run as far as they are known; empty ones for others."""
+    known = not isinstance(islands, str) and len(islands) == len(stored.devices)
+    return islands if known else [()] * len(stored.devices)  # type: ignore[return-value]
 
 
 def _require_group(name: str, value: object, kind: Any, allowed: str) -> None:

@@ -72,7 +72,7 @@ def train(config: TrainConfig) -> None:
 
 def _check_shares(config: TrainConfig, pool: Pool) -> None:
     weights = config.data_parallel.shares
-    if not isinstance(weights, str) and len(weights) != len(pool):
+    if config.islands is None and not isinstance(weights, str) and len(weights) != len(pool):
         raise UsageError(f"--shares {config.shares}: {len(weights)} weights for {len(pool)} devices; give one for each")
 
 

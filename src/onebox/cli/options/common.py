@@ -33,6 +33,7 @@ File = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="
 PlanFile = Annotated[str | None, tyro.conf.arg(metavar="FILE|auto|data-parallel", help_behavior_hint="")]
 Ints = Annotated[str | None, tyro.conf.arg(metavar="INT,INT,...", help_behavior_hint="")]
 Names = Annotated[str | None, tyro.conf.arg(metavar="NAME,NAME,...", help_behavior_hint="")]
+IslandList = Annotated[str | None, tyro.conf.arg(metavar="auto|INT,.../INT,...", help_behavior_hint="")]
 Folder = Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")]
 Text = Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")]
 Address = Annotated[str | None, tyro.conf.arg(metavar="ADDRESS", help_behavior_hint="")]

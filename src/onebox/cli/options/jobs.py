@@ -19,6 +19,7 @@ from onebox.cli.options.common import (
     Folder,
     Int,
     Ints,
+    IslandList,
     Model,
     Names,
     OwnFunction,
@@ -33,7 +34,7 @@ from onebox.cli.options.common import (
 )
 from onebox.errors import UsageError
 from onebox.plan_names import ACTIVATION_POLICIES, ASYNC, ChainPolicy, Sync, UpdateAt, searchable_schedules
-from onebox.trainer_options import Correction, DataParallel, Engine, Recovery, StaleGradients
+from onebox.trainer_options import Correction, DataParallel, Engine, Outer, Recovery, StaleGradients
 
 OptimizerName = Literal["adamw", "adam", "sgd", "muon"]
 
@@ -174,6 +175,16 @@ class TrainConfig(StalenessConfig):
         adaptive: Adapt the plan to devices and links during the run: when one has clearly become slower or faster,
             layers or shares move between two steps, with the same micro-batches; each time a line reports the change,
             the decision and the gain.
+        islands: Devices of each island, such as 0,1/2,3, or auto for the groups of near devices that measured links
+            show. Islands train by themselves, each by --plan auto or data parallel over its devices, and are joined by
+            outer steps over the slow links between them (DiLoCo), which changes results. Without it steps are exact.
+        outer_every: With --islands, steps between two outer steps.
+        outer_lr: Learning rate of the outer optimizer, SGD with Nesterov momentum.
+        outer_momentum: Its momentum.
+        outer_fragments: Parts of the model that are synchronised in turn between two outer steps.
+        outer_overlap: Steps during which the sums of an outer step travel while islands go on; applied so much later.
+        outer_keep: With --outer-overlap, the fraction of its own parameters that an island keeps in an outer step.
+        outer_shares: Share of the batch of each island: auto, equal, measured, or weights such as 3,1.
         read: Number of batches that are read at once, or auto, within the cores that workers leave free.
         process: Number of batches that are decoded at once; likewise.
         on_error: Handling of a broken sample: stop, or skip it.
@@ -215,6 +226,14 @@ class TrainConfig(StalenessConfig):
     recover: Literal["auto", "on", "off"] = "auto"
     snapshot_every: Int = Recovery.snapshot_every
     adaptive: Flag = False
+    islands: IslandList = None
+    outer_every: int = Outer.every
+    outer_lr: float = Outer.lr
+    outer_momentum: float = Outer.momentum
+    outer_fragments: int = Outer.fragments
+    outer_overlap: int = Outer.overlap
+    outer_keep: float = Outer.keep
+    outer_shares: str = "auto"
     read: str = "auto"
     process: str = "auto"
     on_error: Literal["stop", "skip"] = "stop"
@@ -231,6 +250,7 @@ class TrainConfig(StalenessConfig):
         if self.run is not None and self.resume is not None:
             raise UsageError("--run is for a new run and --resume for an earlier one: give one of them")
         self._check_late()
+        self._check_islands()
         if self.plan is not None and self.plan != DATA_PARALLEL:
             self._check_plan()
 
@@ -245,6 +265,32 @@ class TrainConfig(StalenessConfig):
         if odd and (self.staleness or self.overlap):
             asked = "--staleness 1" if self.staleness else "--overlap"
             raise UsageError(f"{asked} and {odd[0]}: these do not go together; leave one of them out")
+
+    def _check_islands(self) -> None:
+        """Refuse options of islands without islands, and those that do not go together with them."""
+        if self.islands is None:
+            names = [field.name for field in dataclasses.fields(Outer)]
+            given = [name for name in names if getattr(self, f"outer_{name}") != getattr(Outer, name)]
+            if given:
+                raise UsageError(
+                    f"--outer-{given[0]} {getattr(self, f'outer_{given[0]}')} is for islands; it needs --islands"
+                )
+            return
+        _ = self.outer, self.island_devices
+        odd = {
+            "--staleness 1": bool(self.staleness),
+            "--overlap": self.overlap,
+            "--adaptive": self.adaptive,
+            "--recover on": self.recover == "on",
+            f"--snapshot-every {self.snapshot_every}": self.snapshot_every is not None,
+            f"--sync {self.sync}": self.sync != "workers",
+            f"--update {self.update}": self.update != "device",
+            f"--plan {self.plan}": self.plan not in (None, "auto"),
+        }
+        for flag, there in odd.items():
+            if there:
+                hint = "; --plan auto searches for a plan of each island" if flag.startswith("--plan") else ""
+                raise UsageError(f"--islands and {flag}: these do not go together; leave one of them out{hint}")
 
     def _check_plan(self) -> None:
         given = {
@@ -280,6 +326,40 @@ class TrainConfig(StalenessConfig):
         if self.recover == "off":
             return None
         return "auto" if self.recover == "auto" and self.snapshot_every is None else found
+
+    @property
+    def island_devices(self) -> tuple[tuple[int, ...], ...] | Literal["auto"] | None:
+        """The trainer's option ``islands``."""
+        if self.islands is None or self.islands == "auto":
+            return None if self.islands is None else "auto"
+        parts = [part.split(",") for part in self.islands.split("/")]
+        if not all(number.strip().isdecimal() for part in parts for number in part):
+            raise UsageError(
+                f"--islands {self.islands}: allowed are auto, and the devices of each island, such as 0,1/2,3"
+            )
+        return tuple(tuple(int(number) for number in part) for part in parts)
+
+    @property
+    def outer(self) -> Outer | None:
+        """The trainer's option ``outer``."""
+        if self.islands is None:
+            return None
+        shares: str | list[str] = self.outer_shares
+        if self.outer_shares not in ("auto", "equal", "measured"):
+            shares = self.outer_shares.split(",")
+        try:
+            return Outer(
+                every=self.outer_every,
+                lr=self.outer_lr,
+                momentum=self.outer_momentum,
+                fragments=self.outer_fragments,
+                overlap=self.outer_overlap,
+                keep=self.outer_keep,
+                shares=shares,  # type: ignore[arg-type]
+            )
+        except UsageError as error:
+            names = "|".join(field.name for field in dataclasses.fields(Outer))
+            raise UsageError(re.sub(rf"\b({names})=", r"--outer-\1 ", str(error))) from None
 
     @property
     def engine(self) -> Engine:

@@ -13,7 +13,7 @@ from onebox.errors import UsageError
 _NOT_STORED = ("run", "resume")
 _MAY_CHANGE = (
     *("epochs", "pool", "threads", "memory", "plan", "sync", "update", "shares", "save_every", "stop_within", "every"),
-    *("recover", "snapshot_every", "adaptive", "read", "process", "on_error"),
+    *("recover", "snapshot_every", "adaptive", "islands", "read", "process", "on_error"),
     *_NOT_STORED,
 )
 """Options that may differ when a run is resumed: those of its length, place and display, not of its computation."""

@@ -180,9 +180,12 @@ class Compiler:
         """The parameters that have gradients, in the optimizer's order."""
         self.versions = versions.only(self.trained)  # one that gets no gradient stays as it is
         check_elements(optimizers, state, wanted, self.holdings)
-        affine = [name for name, update in model.updates.items() if update.kind == "affine"]
+        self.affine = tuple(name for name, update in model.updates.items() if update.kind == "affine")
+        """The buffers that change with the data, by their old values and a term of the data."""
+        self.changed = tuple(model.updates)
+        """The buffers that training changes."""
         everybody = self.holdings.parted(self.trained) or len(plan.stages) > 1
-        groups = self.holdings.groups(self.trained, affine, everybody=everybody)
+        groups = self.holdings.groups(self.trained, self.affine, everybody=everybody)
         self.groups: Mapping[Members, int] = {members: group_number(members) for members in groups}
         """The number of each set of workers that exchange something."""
         self.untagged: Mapping[int, Members] = untagged_groups(plan, self.groups, devices)

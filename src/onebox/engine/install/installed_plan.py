@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from onebox.engine.compile.compiler import CompiledStep, Compiler, Probe
@@ -29,6 +29,18 @@ from onebox.wire.protocol.instructions import Ask
 
 _LOG = logging.getLogger("onebox")
 
+_BESIDE = 0
+"""Number, in forecasts of memory, that stands for state beside a plan's own; no buffer has it."""
+
+
+BytesBeside = Callable[[Compiler], Mapping[int, int]]
+"""Returns the bytes of state on each worker beside that of a plan, given its compiler."""
+
+
+def no_bytes_beside(compiler: Compiler) -> Mapping[int, int]:
+    """Return no bytes: the plan's state is all that workers hold."""
+    return {}
+
 
 @dataclass(frozen=True, kw_only=True)
 class InstallInputs:
@@ -40,6 +52,7 @@ class InstallInputs:
         remote: The remote state.
         versions: Buffers of versions of parameters, where steps overlap with older weights.
         max_norm: Gradient clipping norm; 0 for none.
+        beside: Returns the further bytes of state on each worker.
     """
 
     pool: Pool
@@ -47,6 +60,7 @@ class InstallInputs:
     remote: RemoteState
     versions: WeightVersions
     max_norm: float
+    beside: BytesBeside = no_bytes_beside
 
 
 class InstalledPlan:
@@ -117,6 +131,7 @@ class InstalledPlan:
             group_number=functools.partial(self._group_number, before),
         )
         self.holdings, self.trained = self.compiler.holdings, self.compiler.trained
+        self._beside = {worker: {_BESIDE: own} for worker, own in inputs.beside(self.compiler).items()}
         self._groups = dict(self.compiler.groups)
         if steps:
             self._require_room(batch, windows=windows)
@@ -264,7 +279,8 @@ class InstalledPlan:
     def _resident(self) -> dict[int, dict[int, int]]:
         """The bytes of the constants that each worker has from batches so far, by number of the buffer."""
         uploaded = self._programs.constants.uploaded
-        return {worker: uploaded | self._stored.get(worker, {}) for worker in self.plan.devices}
+        beside = self._beside
+        return {w: uploaded | self._stored.get(w, {}) | beside.get(w, {}) for w in self.plan.devices}
 
     def evaluation(self, batch: Batch, *, stepped: bool) -> CompiledStep:
         """Return the evaluation routines for a batch, installed on the workers.

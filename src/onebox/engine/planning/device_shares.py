@@ -33,7 +33,12 @@ _LOG = logging.getLogger("onebox")
 
 
 def resolve_device_shares(
-    shares: Any, pool: Pool, captures: Captures, batch: Batch, remote: RemoteState
+    shares: Any,
+    pool: Pool,
+    captures: Captures,
+    batch: Batch,
+    remote: RemoteState,
+    among: Sequence[int] | None = None,
 ) -> tuple[float, ...]:
     """Return each device's share of the batch; the shares add up to 1.
 
@@ -43,20 +48,22 @@ def resolve_device_shares(
         captures: The model to measure with.
         batch: The batch to measure with.
         remote: Parameters and buffers.
+        among: The devices; all of the pool if not given.
 
     Raises:
         UsageError: The shares have another form, or their number differs from the number of devices.
     """
-    count = len(pool)
+    workers = tuple(range(len(pool)) if among is None else among)
+    devices, count = [pool.devices[worker] for worker in workers], len(workers)
     if isinstance(shares, str):
         if shares not in ("auto", "equal", "measured"):
             raise UsageError(f"shares={shares!r}: allowed are 'auto', 'equal', 'measured', or one weight a device")
-        kinds = {(device.host, device.name, device.kind, device.threads, device.speed) for device in pool.devices}
+        kinds = {(device.host, device.name, device.kind, device.threads, device.speed) for device in devices}
         if count == 1 or shares == "equal" or (shares == "auto" and len(kinds) == 1):
             return (1 / count,) * count
-        if all(device.kind == "sim" for device in pool.devices):  # nothing to measure: their speeds are given
-            return tuple(shares_from_speeds([device.speed for device in pool.devices]))
-        whole = shares_from_times(measure_times(pool, captures, batch, remote))
+        if all(device.kind == "sim" for device in devices):  # nothing to measure: their speeds are given
+            return tuple(shares_from_speeds([device.speed for device in devices]))
+        whole = shares_from_times(measure_times(pool, captures, batch, remote, workers))
         if len(set(whole)) > 1:
             _LOG.warning(
                 "shares of the batch as measured; for the same numbers again: --shares %s", ",".join(map(str, whole))
@@ -86,13 +93,14 @@ def shares_from_times(times: Sequence[Sequence[float]]) -> list[int]:
     return [max(1, each) for each in apportion(_UNITS * math.ceil(len(times) / 10), [1 / each for each in fastest])]
 
 
-def measure_times(pool: Pool, captures: Captures, batch: Batch, remote: RemoteState) -> list[list[int]]:
+def measure_times(
+    pool: Pool, captures: Captures, batch: Batch, remote: RemoteState, workers: Sequence[int]
+) -> list[list[int]]:
     """Return the nanoseconds that each device takes for the model's forward, with all devices busy at once.
 
     The batch is divided evenly for the measurement; the results are discarded.
     """
-    workers = range(len(pool))
-    size, numerics = max(1, batch.size // len(pool)), captures.recipe.numerics
+    size, numerics = max(1, batch.size // len(workers)), captures.recipe.numerics
     model = captures.traced(batch, size, train=False).divide()
     everybody = tuple(workers)
     names = remote.named.numbers
@@ -112,7 +120,7 @@ def measure_times(pool: Pool, captures: Captures, batch: Batch, remote: RemoteSt
             put, frames = put_leaves(pool, batch.slice(0, size))
             run = Run(routine, put.buffers, trace=True)
             futures.append(pool.post(worker, [put, *numeric_instructions(numerics), run], frames, answer=True))
-        for worker, answer in enumerate(raise_first(futures)):
+        for worker, answer in zip(workers, raise_first(futures), strict=True):
             times[worker].append(answer.times_ns[1] - answer.times_ns[0])
     for worker in workers:
         pool.post(worker, [Free((), tuple(define.number for define in programs))])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,6 +67,7 @@ def make_plan(
     fresh: bool = False,
     stale: StaleGradients | None = None,
     shard_optimizer: bool = True,
+    among: Sequence[int] | None = None,
 ) -> PlanningResult:
     """Find the best plan for a model, a batch and a pool.
 
@@ -98,6 +99,7 @@ def make_plan(
             none of them fits or is faster, the plan is exact. The correction affects memory.
         shard_optimizer: Whether replicas may shard the optimizer's state, considered where a device lacks the memory
             for the whole model.
+        among: The devices that the plan may use; all of the pool without it.
 
     Raises:
         UsageError: The batch cannot be divided as asked, the optimizer does not support the correction, or the budgets
@@ -116,6 +118,7 @@ def make_plan(
         ...         assert trainer.step(x, y).item() >= 0
     """
     batch = as_batch(inputs, targets)
+    chosen = tuple(range(len(pool)) if among is None else among)
     allowed = allowed_sizes(batch.size, micro_batches)
     budgets = parse_budgets("memory", memory).of(len(pool))
     late = delays_of(optimizer, stale.correction if stale else "auto")
@@ -135,8 +138,8 @@ def make_plan(
     )
     problem = make_problem(
         profile,
-        _within(pool.devices, budgets),
-        pool_links(pool, fresh=fresh),
+        [_within(pool.devices, budgets)[device] for device in chosen],
+        pool_links(pool, chosen, fresh=fresh),
         batch=batch.size,
         micro_batches=allowed,
         schedules=names,
@@ -156,7 +159,7 @@ def make_plan(
     def exact(plan: Plan) -> MemoryForecast:
         return job.count(formatted(plan, profile, pool.devices))
 
-    if shard_optimizer and len(pool) > 1 and short_of_memory(problem):
+    if shard_optimizer and len(chosen) > 1 and short_of_memory(problem):
         result, plan, problem = search_sharing(problem, exact, budget_s)
     else:
         result, plan = search_within(problem, exact, budget_s)
@@ -204,10 +207,18 @@ def with_host_speeds(problem: Problem, pool: Pool, *, fresh: bool = False) -> Pr
     return replace(problem, devices=tuple(devices))
 
 
-def pool_links(pool: Pool, *, fresh: bool = False) -> Links:
-    """Return the links of a pool: those between hosts as they are now, the others as measured now or earlier."""
-    if len(pool) == 1:
-        only = pool.devices[0].number
+def pool_links(pool: Pool, among: Sequence[int] | None = None, *, fresh: bool = False) -> Links:
+    """Return the links among some devices of a pool, or all: those of hosts as they are, others as measured before."""
+    among = range(len(pool)) if among is None else among
+    if len(among) == 1:
+        (only,) = among
         return Links(latency_s={only: {only: 0.0}}, bandwidth_bps={only: {only: float("inf")}})
     measured = pool.profile(fresh=fresh, probe=True)
-    return Links(latency_s=measured.latency_s, bandwidth_bps=measured.bandwidth_bps)
+    return Links(
+        latency_s=_table_among(measured.latency_s, among), bandwidth_bps=_table_among(measured.bandwidth_bps, among)
+    )
+
+
+def _table_among(table: Mapping[int, Mapping[int, float]], among: Sequence[int]) -> dict[int, dict[int, float]]:
+    """Return the entries of a table of links for some devices."""
+    return {a: {b: value for b, value in table[a].items() if b in among} for a in among}

@@ -82,7 +82,9 @@ class PlanRequest:
         """Return a plan for evaluations before the first step, whose batches say nothing about those of steps."""
         return plan_of(DataParallel(micro_batch=self.micro_batch), pool.present, [1.0] * len(pool.present))
 
-    def resolve(self, pool: Pool, remote: RemoteState, captures: Captures, batch: Batch) -> Plan:
+    def resolve(
+        self, pool: Pool, remote: RemoteState, captures: Captures, batch: Batch, among: Sequence[int] | None = None
+    ) -> Plan:
         """Return the requested plan.
 
         Devices are measured where the request leaves shares, formats or the plan open, unless one of them has been
@@ -93,6 +95,7 @@ class PlanRequest:
             remote: The state.
             captures: The captured model.
             batch: The first batch.
+            among: The devices; all of the pool if not given.
 
         Raises:
             UsageError: The shares are not one for each device.
@@ -104,23 +107,25 @@ class PlanRequest:
         asked = self.plan if isinstance(self.plan, DataParallel) else DataParallel(micro_batch=self.micro_batch)
         if self.plan == "auto" and not pool.gone:
             try:
-                return self._searched(pool, remote, captures, batch)
+                return self._searched(pool, remote, captures, batch, among)
             except (PlanError, CaptureError, DeviceMemoryError, UsageError) as error:
                 if not self.by_default:
                     raise
                 hosts, reason = len(distinct_hosts(pool.devices)), str(error).splitlines()[0]
                 _LOG.warning("%d hosts: data parallel, as no plan could be made for them: %s", hosts, reason)
-        devices = pool.present
+        devices = pool.present if among is None else tuple(among)
         if pool.gone:
             shares: Sequence[float] = [1.0] * len(devices)
         else:
-            shares = resolve_device_shares(asked.shares, pool, captures, batch, remote)
+            shares = resolve_device_shares(asked.shares, pool, captures, batch, remote, among)
         plan = plan_of(asked, devices, shares)
         if captures.recipe.precision == "auto" and not pool.gone:
             return _with_measured_formats(plan, pool, captures, remote, batch)
         return plan
 
-    def _searched(self, pool: Pool, remote: RemoteState, captures: Captures, batch: Batch) -> Plan:
+    def _searched(
+        self, pool: Pool, remote: RemoteState, captures: Captures, batch: Batch, among: Sequence[int] | None
+    ) -> Plan:
         """Return the best plan for the first batch whose steps may overlap as the run's do."""
         recipe = captures.recipe
         late = self.stale is not None
@@ -140,6 +145,7 @@ class PlanRequest:
             numerics=recipe.numerics,
             stale=self.stale,
             budget_s=_DEFAULT_BUDGET_S if self.by_default else _BUDGET_S,
+            among=among,
         )
         if self.by_default:
             _LOG.warning("%s", explain_choice(found, pool.devices))

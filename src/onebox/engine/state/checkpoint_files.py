@@ -36,7 +36,7 @@ from onebox.errors import CheckpointError, UsageError
 from onebox.files import make_folder, sync
 from onebox.graph import Precision
 from onebox.plan import Plan
-from onebox.trainer_options import Engine, Recovery, Staging, StaleGradients
+from onebox.trainer_options import Engine, Outer, Recovery, Staging, StaleGradients
 from onebox.wire import DTYPES, TensorSpec, spec_of, to_frame
 from onebox.wire.protocol.instructions import Options
 
@@ -90,6 +90,26 @@ class NumberEntry(Struct, frozen=True, forbid_unknown_fields=True):
     value: bool | int | float | None
 
 
+class IslandsEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The islands of a run.
+
+    Args:
+        devices: Devices of each island.
+        outer: Options of the outer optimizer.
+        shares: Share of a batch of each island; empty before the first step.
+        plans: Plan of each island, likewise.
+        samples: For each fragment, the weight of each island's samples since the last outer step.
+        due: For each fragment, the step after which sums that have begun are applied; 0 for none.
+    """
+
+    devices: tuple[tuple[int, ...], ...]
+    outer: Outer
+    shares: tuple[float, ...]
+    plans: tuple[Plan, ...]
+    samples: tuple[tuple[float, ...], ...]
+    due: tuple[int, ...]
+
+
 class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Manifest of a checkpoint.
 
@@ -116,6 +136,8 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         number: Its place in the order in which the saves of the folder were written, from 1.
         files: The other files.
         complex: For each file, its complex tensors, stored as pairs of real numbers.
+        islands: The islands; ``None`` for a run without. Keys of the optimizer's state then end with their owner: ``@``
+            and the number of an island, or ``outer``; an island's own parameters have no key before it.
     """
 
     format: Literal["onebox-checkpoint"]
@@ -140,6 +162,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     number: int = 0
     files: tuple[FileEntry, ...] = ()
     complex: dict[str, list[str]] = {}
+    islands: IslandsEntry | None = None
 
 
 class _FormatVersion(Struct):
@@ -479,6 +502,10 @@ def _check_groups(manifest: Mapping[str, Any]) -> None:
         unknown = set(given) - {field.name for field in fields(kind)} if isinstance(given, dict) else set()
         if unknown:
             raise msgspec.ValidationError(f"{name} has an unknown field {min(unknown)!r}")
+    outer = (manifest.get("islands") or {}).get("outer", {})
+    unknown = set(outer) - {field.name for field in fields(Outer)}
+    if unknown:
+        raise msgspec.ValidationError(f"outer has an unknown field {min(unknown)!r}")
 
 
 def _verify(path: Path, entry: FileEntry) -> None:

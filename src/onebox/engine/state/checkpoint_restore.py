@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -18,6 +19,7 @@ from onebox.engine.state.checkpoint_files import (
     Checkpoint,
     CheckpointContents,
     GroupEntry,
+    IslandsEntry,
     Manifest,
     NumberEntry,
 )
@@ -119,6 +121,28 @@ def resumed_plan(
     )
 
 
+def plan_elsewhere(plan: Plan, before: Sequence[int], now: Sequence[int]) -> Plan | DataParallel:
+    """Return a plan for other devices, with the same micro-batches: the same plan if these are as many.
+
+    Args:
+        plan: The plan.
+        before: The devices that it was made for.
+        now: The devices in their places.
+    """
+    if len(before) != len(now):
+        return DataParallel(micro_batch=plan.micro_batch)
+    place = dict(zip(before, now, strict=True))
+    stages = tuple(
+        msgspec.structs.replace(
+            stage, replicas=tuple(tuple(place[device] for device in replica) for replica in stage.replicas)
+        )
+        for stage in plan.stages
+    )
+    table = plan.table if list(before) == list(now) else ()
+    schedule = plan.schedule if table == plan.table else "1f1b"
+    return msgspec.structs.replace(plan, stages=stages, table=table, schedule=schedule)
+
+
 def resumed_reduction(stored: ReductionName | None, asked: LossReduction | Stored) -> LossReduction:
     """Return the loss reduction of a trainer that resumes.
 
@@ -150,6 +174,7 @@ class ResumePoint:
         plan: Plan of the run; ``None`` if unknown.
         extra: Data saved with the checkpoint by the user.
         state: State of the optimizer, and versions of parameters.
+        islands: The islands; ``None`` for a run without.
     """
 
     step: int
@@ -158,6 +183,7 @@ class ResumePoint:
     plan: Plan | None
     extra: dict[str, Any]
     state: StartState
+    islands: IslandsEntry | None = None
 
 
 def resume_point(checkpoint: Checkpoint, path: Path) -> ResumePoint:
@@ -180,6 +206,7 @@ def resume_point(checkpoint: Checkpoint, path: Path) -> ResumePoint:
         plan=manifest.plan,
         extra=manifest.extra,
         state=StartState(optimizer=remembered, versions=versions),
+        islands=manifest.islands,
     )
 
 

@@ -129,6 +129,11 @@ class StepLoss(LateNumber):
         """Return whether the step has ended."""
         return self._values is not None or all(future.done() for future in self._futures)
 
+    @property
+    def pending(self) -> tuple[Future[WorkerReply], ...]:
+        """The workers' replies that its values wait for."""
+        return tuple(self._futures)
+
     def values(self) -> StepValues:
         """Wait for the step to end.
 

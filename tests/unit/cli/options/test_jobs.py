@@ -25,6 +25,18 @@ def test_the_models_on_the_command_line_are_those_that_exist() -> None:
     [
         ({"epochs": 0}, "--epochs 0"),
         ({"batch": 0}, "--batch 0"),
+        ({"islands": "0,1/x"}, "--islands 0,1/x: allowed are auto, and the devices of each island, such as 0,1/2,3"),
+        ({"islands": "0/"}, "--islands 0/: allowed are auto"),
+        ({"outer_every": 10}, "--outer-every 10 is for islands; it needs --islands"),
+        ({"islands": "0/1", "outer_lr": 0.0}, "--outer-lr 0.0: allowed are numbers above 0"),
+        ({"islands": "0/1", "outer_every": 2, "outer_fragments": 3}, "--outer-fragments 3 and --outer-every 2"),
+        ({"islands": "0/1", "outer_every": 2, "outer_overlap": 2}, "--outer-overlap 2 and --outer-every 2"),
+        ({"islands": "0/1", "outer_shares": "a,b"}, "--outer-shares"),
+        ({"islands": "0/1", "staleness": 1}, "--islands and --staleness 1: these do not go together"),
+        ({"islands": "0/1", "overlap": True}, "--islands and --overlap: these do not go together"),
+        ({"islands": "0/1", "recover": "on"}, "--islands and --recover on: these do not go together"),
+        ({"islands": "0/1", "update": "host"}, "--islands and --update host: these do not go together"),
+        ({"islands": "0/1", "plan": "plan.json"}, "--islands and --plan plan.json: these do not go together"),
         ({"micro_batch": -1}, "--micro-batch -1"),
         ({"threads": 0}, "--threads 0"),
         ({"save_every": 0}, "--save-every 0"),
@@ -131,3 +143,13 @@ def test_a_data_folder_becomes_absolute(tmp_path: Path, monkeypatch: pytest.Monk
 def test_options_are_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         TrainConfig().epochs = 3  # type: ignore[misc]
+
+
+def test_islands_as_the_trainer_takes_them() -> None:
+    assert TrainConfig(islands="0,1/2").island_devices == ((0, 1), (2,))
+    assert TrainConfig(islands="auto", plan="auto").island_devices == "auto"
+    assert TrainConfig().island_devices is None
+    assert TrainConfig().outer is None
+    found = TrainConfig(islands="0/1", outer_every=7, outer_shares="3,1").outer
+    assert found is not None
+    assert (found.every, found.lr, found.momentum, found.shares) == (7, 0.7, 0.9, (3.0, 1.0))

@@ -1,0 +1,186 @@
+"""The training state of islands as the client reads it: global parameters, and each island's own for checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from onebox.engine.islands.outer_optimizer import OuterOptimizer
+from onebox.engine.session import TrainingSession
+from onebox.engine.state.checkpoint_files import IslandsEntry
+from onebox.engine.state.pieces import Key, TensorSource
+from onebox.engine.state.remote import RemoteState, StartState
+from onebox.engine.state.transfer import OptimizerContents, StateTransfer
+from onebox.engine.workload.named_state import OptimizerEntries
+from onebox.errors import CheckpointError
+from onebox.pool import Pool
+
+_OUTER = "outer"
+"""Owner of the outer optimizer's entries in a checkpoint; that of an island's is its number."""
+
+
+class IslandsTransfer(StateTransfer):
+    """Reads the state of islands: the global parameters, and the first island's optimizer state and other buffers.
+
+    Args:
+        pool: The pool.
+        sessions: The sessions of the islands.
+        states: State of each island on its workers.
+        start: State in the checkpoint of a run that is resumed.
+        summing: Returns the fragments whose sums have begun and are not applied.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        sessions: Sequence[TrainingSession],
+        states: Sequence[RemoteState],
+        start: IslandsStart | None,
+        summing: Callable[[], Sequence[int]],
+    ) -> None:
+        super().__init__(pool, states[0])
+        self._summing = summing
+        self._start = start
+        self._sessions = sessions
+        self._states = states
+        self.outer: OuterOptimizer | None = None
+        """The outer optimizer, once the first step has begun."""
+
+    def sources(self) -> dict[Key, TensorSource]:
+        """Return the locations of parameters and buffers that workers hold, of the global ones where there are such.
+
+        Raises:
+            OneboxError: The pool is broken or closed.
+        """
+        found = super().sources()
+        return found if self.outer is None else found | self.outer.transfer.sources()
+
+    def whole(self) -> OptimizerContents:
+        """Return the locations of everything that a resumed run needs beside global parameters: each island's optimizer
+        state, parameters and changing buffers, and the outer optimizer's state. Keys end with their owner.
+
+        Raises:
+            OneboxError: A worker failed, or the pool is closed.
+        """
+        parts = [owned(session.transfer.remembered(), str(place)) for place, session in enumerate(self._sessions)]
+        outer = self.outer
+        if outer is not None:
+            parts.append(owned(outer.transfer.remembered(), _OUTER))
+            parts.append(owned(OptimizerContents(tensors=outer.sums(self._summing())), _OUTER))
+            for place, (session, state) in enumerate(zip(self._sessions, self._states, strict=True)):
+                own = {*outer.names, *session.changed_buffers}
+                sources = {key: at for key, at in state.tensor_sources().items() if key[0] in own}
+                parts.append(owned(OptimizerContents(tensors=sources), str(place)))
+        elif self._start is not None:
+            sums = [(name, "", tensor) for name, tensor in self._start.sums.items()]
+            parts.append(owned(_local_contents([*self._start.outer.optimizer, *sums]), _OUTER))
+            for place, tensors in enumerate(self._start.tensors):
+                parts.append(owned(_local_contents([(n, "", tensor) for n, tensor in tensors.items()]), str(place)))
+        return OptimizerContents(
+            tensors={key: source for part in parts for key, source in part.tensors.items()},
+            numbers={key: value for part in parts for key, value in part.numbers.items()},
+            here={key: tensor for part in parts for key, tensor in part.here.items()},
+        )
+
+
+class WholeTransfer(StateTransfer):
+    """Reads the state of islands for a checkpoint.
+
+    Args:
+        pool: The pool.
+        remote: State of the first island.
+        islands: The state of all.
+    """
+
+    def __init__(self, pool: Pool, remote: RemoteState, islands: IslandsTransfer) -> None:
+        super().__init__(pool, remote)
+        self._islands = islands
+
+    def sources(self) -> dict[Key, TensorSource]:
+        """Return the locations of the global parameters and of the first island's other tensors."""
+        return self._islands.sources()
+
+    def remembered(self) -> OptimizerContents:
+        """Return the locations of everything else, with owners in the keys."""
+        return self._islands.whole()
+
+
+def _local_contents(entries: OptimizerEntries) -> OptimizerContents:
+    """Return entries that have not been uploaded to the workers yet."""
+    return OptimizerContents(
+        numbers={(name, key): value for name, key, value in entries if not isinstance(value, Tensor)},
+        here={(name, key): value for name, key, value in entries if isinstance(value, Tensor)},
+    )
+
+
+def owned(contents: OptimizerContents, owner: str) -> OptimizerContents:
+    """Return a state whose keys end with their owner."""
+
+    def key_of(key: Key) -> Key:
+        return key[0], f"{key[1]}@{owner}"
+
+    return OptimizerContents(
+        tensors={
+            key_of(key): replace(source, pieces=tuple(replace(each, key=key_of(key)) for each in source.pieces))
+            for key, source in contents.tensors.items()
+        },
+        numbers={key_of(key): value for key, value in contents.numbers.items()},
+        here={key_of(key): tensor for key, tensor in contents.here.items()},
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class IslandsStart:
+    """State of a checkpoint beside the global parameters.
+
+    Args:
+        entry: The description of the islands.
+        islands: The optimizer's state of each island.
+        tensors: Parameters and buffers of each island.
+        outer: State of the outer optimizer.
+        sums: Sums of outer steps that had begun and were not applied.
+    """
+
+    entry: IslandsEntry
+    islands: tuple[StartState, ...]
+    tensors: tuple[Mapping[str, Tensor], ...]
+    outer: StartState
+    sums: Mapping[str, Tensor]
+
+
+def islands_start(entries: OptimizerEntries, entry: IslandsEntry) -> IslandsStart:
+    """Return the state of islands from the entries of a checkpoint, whose keys end with their owners.
+
+    Args:
+        entries: All entries.
+        entry: The description of the islands in its manifest.
+
+    Raises:
+        CheckpointError: An entry has no such owner.
+    """
+    count = len(entry.devices)
+    islands: list[OptimizerEntries] = [[] for _ in range(count)]
+    tensors: list[dict[str, Tensor]] = [{} for _ in range(count)]
+    outer: OptimizerEntries = []
+    sums: dict[str, Tensor] = {}
+    for name, key, value in entries:
+        own, _, owner = key.rpartition("@")
+        if owner == _OUTER and not own and isinstance(value, Tensor):
+            sums[name] = value
+        elif owner == _OUTER:
+            outer.append((name, own, value))
+        elif not owner.isdecimal() or int(owner) >= count:
+            raise CheckpointError(f"the checkpoint has {key!r} of {name}, which belongs to none of its {count} islands")
+        elif own:
+            islands[int(owner)].append((name, own, value))
+        elif isinstance(value, Tensor):
+            tensors[int(owner)][name] = value
+    return IslandsStart(
+        entry=entry,
+        islands=tuple(StartState(optimizer=own, versions={}) for own in islands),
+        tensors=tuple(tensors),
+        outer=StartState(optimizer=outer, versions={}),
+        sums=sums,
+    )

@@ -1,0 +1,576 @@
+"""Islands: steps by themselves and outer steps between them, compared with a plain loop over copies of the model."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+import onebox
+from onebox.errors import UsageError, WorkerDied
+from onebox.plan import Plan, Stage, apportion
+from tests.covering import covering_array
+from tests.models import CASES, OPTIMIZERS
+from tests.process.shelf import Shelf, untouched
+from tests.process.stages import SEED, segments, staged
+from tests.reference import AGREE, Outcome, assert_same, backward, clipped, drawing, sizes_of, state_of
+
+SIZES = [12, 12, 9, 12, 12, 12, 9, 12, 12, 12, 12, 12]
+MICRO_BATCH = 3
+SMALL = onebox.DataParallel(micro_batch=MICRO_BATCH)
+
+
+def cut(size: int) -> list[int]:
+    whole, rest = divmod(size, MICRO_BATCH)
+    return [MICRO_BATCH] * whole + [rest] * (rest > 0)
+
+
+class Reference:
+    """DiLoCo (arXiv:2311.08105) in one process: a copy of the model and of its optimizer for each island.
+
+    Args:
+        name: The case.
+        optimizer: Name of the inner optimizer.
+        weights: Share of a batch of each island.
+        outer: The outer optimizer.
+        cuts: For each island, from samples to those of its micro-batches.
+        max_norm: For clipping.
+        average: Names of the buffers that are averaged.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        optimizer: str,
+        weights: Sequence[float],
+        outer: onebox.Outer,
+        cuts: Sequence[Callable[[int], Sequence[int]]] = (),
+        max_norm: float | None = None,
+    ) -> None:
+        self.case, self.weights, self.outer, self.max_norm = CASES[name], weights, outer, max_norm
+        self.value = self.case.model()
+        self.models = [self.case.model() for _ in weights]
+        self.optimizers = [OPTIMIZERS[optimizer](model) for model in self.models]
+        self.cuts = cuts or [cut] * len(weights)
+        momentum = outer.momentum
+        self.sgd = torch.optim.SGD(self.value.parameters(), lr=outer.lr, momentum=momentum, nesterov=momentum > 0)
+        modules = list(dict.fromkeys(name.rpartition(".")[0] for name, _ in self._tensors(self.value)))
+        self.fragment = {
+            name: modules.index(name.rpartition(".")[0]) % outer.fragments for name, _ in self._tensors(self.value)
+        }
+        self.samples = [[0] * len(weights) for _ in range(outer.fragments)]
+        self.steps = 0
+        self.due: dict[int, tuple[int, dict[str, Tensor]]] = {}
+
+    @staticmethod
+    def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+        """Return what is synchronised: parameters with gradients, and statistics."""
+        buffers = [(name, each) for name, each in model.named_buffers() if "running" in name or name == "mean"]
+        trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+        return [*((name, each) for name, each in trained if not name.startswith("unused")), *buffers]
+
+    def step(self, batch: Any) -> tuple[float, float]:
+        """Make a step of each island, and the outer steps that are due."""
+        loss = norm = 0.0
+        size, start = sizes_of(batch), 0
+        for island, own in enumerate(apportion(size, list(self.weights))):
+            if not own:
+                continue
+            part = tree_map(lambda t, a=start, b=start + own: t[a:b], batch)
+            model, optimizer = self.models[island], self.optimizers[island]
+            around = drawing(SEED + island) if self.case.draws else None
+            optimizer.zero_grad()
+            found = backward(
+                model,
+                self.case.loss,
+                part,
+                self.cuts[island],
+                lambda index, a=around: a(self.steps, index) if a else None,
+            )
+            loss += found * own / size
+            norm += clipped(model, self.max_norm) * own / size
+            optimizer.step()
+            start += own
+            for samples in self.samples:
+                samples[island] += own
+        self.steps += 1
+        every, overlap = self.outer.every, self.outer.overlap
+        for fragment in [fragment for fragment, (due, _) in self.due.items() if due == self.steps]:
+            self.apply(fragment, self.due.pop(fragment)[1], self.outer.keep)
+        for fragment in range(self.outer.fragments):
+            if (self.steps - fragment * every // self.outer.fragments) % every == 0:
+                if overlap:
+                    self.due[fragment] = self.steps + overlap, self.sums(fragment)
+                else:
+                    self.synchronize(fragment)
+        return loss, norm
+
+    def synchronize(self, fragment: int) -> None:
+        """Make an outer step."""
+        if any(self.samples[fragment]):
+            self.apply(fragment, self.sums(fragment), 0.0)
+
+    @torch.no_grad()
+    def sums(self, fragment: int) -> dict[str, Tensor]:
+        """Return the outer gradients, and the averages of buffers."""
+        samples, total = self.samples[fragment], sum(self.samples[fragment])
+        self.samples[fragment] = [0] * len(samples)
+        own, found = [dict(self._tensors(model)) for model in self.models], {}
+        for name, value in self._tensors(self.value):
+            if self.fragment[name] == fragment:
+                trained = isinstance(value, nn.Parameter)
+                parts = [value - each[name] if trained else each[name] for each in own]
+                found[name] = sum(part * (n / total) for part, n in zip(parts, samples, strict=True))
+        return found
+
+    @torch.no_grad()
+    def apply(self, fragment: int, sums: dict[str, Tensor], keep: float) -> None:
+        """Update the global values, and move those of the islands towards them."""
+        self.sgd.zero_grad()
+        for name, value in self._tensors(self.value):
+            if name in sums and isinstance(value, nn.Parameter):
+                value.grad = sums[name]
+            elif name in sums:
+                value.copy_(sums[name])
+        self.sgd.step()
+        for name, value in self._tensors(self.value):
+            if self.fragment[name] == fragment:
+                for model in self.models:
+                    local = dict(self._tensors(model))[name]
+                    local.copy_(keep * local + (1 - keep) * value)
+
+    def run(self, sizes: Sequence[int]) -> Outcome:
+        """Train."""
+        found = [self.step(batch) for batch in self.case.batches(list(sizes))]
+        tensors = state_of(self.models[0]) | {name: value.detach().clone() for name, value in self._tensors(self.value)}
+        return Outcome(losses=[loss for loss, _ in found], norms=[norm for _, norm in found], tensors=tensors)
+
+
+def islands(
+    pool: onebox.Pool,
+    name: str,
+    groups: Sequence[Sequence[int]],
+    sizes: Sequence[int] = SIZES,
+    *,
+    optimizer: str = "adamw",
+    plan: Any = None,
+    evaluating: Sequence[Any] = (),
+    **options: Any,
+) -> Outcome:
+    """Train a case on islands of a pool, with an evaluation after each step where there is something to evaluate."""
+    case = CASES[name]
+    model = case.model()
+    arguments = {"pool": pool, "seed": SEED, "islands": groups, "plan": plan or SMALL, **options}
+    with onebox.Trainer(model, case.loss, OPTIMIZERS[optimizer](model), **arguments) as trainer:
+        return steps(trainer, case.batches(list(sizes)), evaluating)
+
+
+def steps(trainer: onebox.Trainer, batches: Sequence[Any], evaluating: Sequence[Any] = ()) -> Outcome:
+    losses = []
+    for batch in batches:
+        losses.append(trainer.step(*batch))
+        if evaluating:
+            trainer.evaluate(evaluating)
+    norms = [loss.gradient_norm or 0.0 for loss in losses]
+    tensors = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
+    return Outcome(losses=[float(loss) for loss in losses], norms=norms, tensors=tensors)
+
+
+# ---- numerics
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+def test_islands_of_one_device(optimizer: str, momentum: float, pools: Shelf) -> None:
+    outer = onebox.Outer(every=3, lr=0.6, momentum=momentum)
+    found = islands(pools(2), "mlp", [[0], [1]], optimizer=optimizer, outer=outer)
+    assert_same(found, Reference("mlp", optimizer, [1, 1], outer).run(SIZES))
+
+
+CASES_OF_ISLANDS: dict[str, tuple[str, int, list[list[int]], Callable[[], Any], list[float]]] = {
+    "replicas": ("cnn", 4, [[0, 1], [2, 3]], lambda: SMALL, [1, 1]),
+    "uneven": ("cnn", 3, [[0, 1], [2]], lambda: SMALL, [2, 1]),
+    "sharded optimizer": (
+        "mlp",
+        4,
+        [[0, 1], [2, 3]],
+        lambda: onebox.DataParallel(micro_batch=MICRO_BATCH, shard_optimizer=True),
+        [1, 1],
+    ),
+    "pipelines": ("mlp", 4, [[0, 1], [2, 3]], lambda: [staged("mlp", [0, 1]), staged("mlp", [3, 2])], [1, 1]),
+    "mixed": (
+        "cnn",
+        4,
+        [[0, 1, 2], [3]],
+        lambda: [staged("cnn", [[0, 1], 2]), SMALL],
+        [3, 1],
+    ),
+    "tied": ("tied", 3, [[0, 1], [2]], lambda: [staged("tied", [0, 1]), SMALL], [2, 1]),
+    "dropout": ("dropping", 2, [[0], [1]], lambda: SMALL, [1, 1]),
+    "three": ("mlp", 3, [[2], [0], [1]], lambda: SMALL, [1, 2, 1]),
+    "one": ("mlp", 2, [[0, 1]], lambda: SMALL, [1]),
+}
+"""Model, workers, islands, plans and shares."""
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("kind", CASES_OF_ISLANDS)
+def test_islands_of_every_kind(kind: str, pools: Shelf) -> None:
+    name, workers, groups, plan, weights = CASES_OF_ISLANDS[kind]
+    outer = onebox.Outer(every=4, shares=weights)
+    found = islands(pools(workers), name, groups, plan=plan(), outer=outer)
+    assert_same(found, Reference(name, "adamw", weights, outer).run(SIZES))
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("fragments", [2, 3])
+def test_fragments_are_synchronised_in_turn(fragments: int, pools: Shelf) -> None:
+    outer = onebox.Outer(every=4, fragments=fragments, shares=[2, 1])
+    found = islands(pools(3), "cnn", [[0, 1], [2]], optimizer="sgd", outer=outer)
+    assert_same(found, Reference("cnn", "sgd", [2, 1], outer).run(SIZES))
+
+
+@pytest.mark.short
+@pytest.mark.parametrize(("overlap", "fragments", "keep"), [(1, 1, 0.5), (3, 2, 0.5), (2, 1, 0.0)])
+def test_sums_travel_while_islands_go_on(overlap: int, fragments: int, keep: float, pools: Shelf) -> None:
+    outer = onebox.Outer(every=4, fragments=fragments, overlap=overlap, keep=keep, shares=[2, 1])
+    found = islands(pools(3), "cnn", [[0, 1], [2]], outer=outer)
+    assert_same(found, Reference("cnn", "adamw", [2, 1], outer).run(SIZES))
+
+
+def test_each_island_clips_its_own_gradients(pools: Shelf) -> None:
+    outer = onebox.Outer(every=3, shares=[2, 1])
+    found = islands(pools(3), "mlp", [[0, 1], [2]], outer=outer, clip_grad_norm=0.5)
+    expected = Reference("mlp", "adamw", [2, 1], outer, max_norm=0.5).run(SIZES)
+    assert_same(found, expected)
+    assert found.norms == pytest.approx(expected.norms, abs=AGREE)
+
+
+def test_an_island_without_samples_in_a_step_sits_it_out(pools: Shelf) -> None:
+    sizes, outer = [6, 1, 6, 1, 6], onebox.Outer(every=4)
+    found = islands(pools(2), "mlp", [[0], [1]], sizes, outer=outer)
+    assert_same(found, Reference("mlp", "adamw", [1, 1], outer).run(sizes))
+
+
+KINDS = {
+    "model": ["mlp", "cnn", "gpt2", "tied", "dropping", "branches"],
+    "optimizer": ["sgd", "adamw", "adam-in-groups"],
+    "layout": ["devices", "replicas", "pipelines", "mixed"],
+    "shares": ["even", "uneven"],
+    "fragments": ["1", "2", "5"],
+    "clipping": ["off", "on"],
+    "momentum": ["0.9", "0"],
+    "overlap": ["0", "2"],
+}
+"""Settings of which every two meet in some run."""
+
+LAYOUTS: dict[str, tuple[list[list[int]], Callable[[str], Any]]] = {
+    "devices": ([[0], [1]], lambda name: SMALL),
+    "replicas": ([[0, 2], [1, 3]], lambda name: onebox.DataParallel(micro_batch=MICRO_BATCH, shard_optimizer=True)),
+    "pipelines": ([[0, 1], [2, 3]], lambda name: [staged(name, [1, 0]), staged(name, [2, 3])]),
+    "mixed": ([[0, 1, 2], [3]], lambda name: [staged(name, [[0, 1], 2]), SMALL]),
+}
+
+
+@pytest.mark.parametrize("run", covering_array(KINDS, lambda run: False), ids=lambda run: "-".join(run.values()))
+def test_settings_meet_in_pairs(run: dict[str, str], pools: Shelf) -> None:
+    groups, plan = LAYOUTS[run["layout"]]
+    weights = [1, 1] if run["shares"] == "even" else [3, 1]
+    max_norm = 0.5 if run["clipping"] == "on" else None
+    outer = onebox.Outer(
+        every=5,
+        lr=0.8,
+        momentum=float(run["momentum"]),
+        fragments=int(run["fragments"]),
+        overlap=int(run["overlap"]),
+        shares=weights,
+    )
+    arguments: dict[str, Any] = {"plan": plan(run["model"]), "outer": outer, "clip_grad_norm": max_norm}
+    workers = sum(map(len, groups))
+    found = islands(pools(workers), run["model"], groups, optimizer=run["optimizer"], **arguments)
+    assert_same(found, Reference(run["model"], run["optimizer"], weights, outer, max_norm=max_norm).run(SIZES))
+
+
+def test_parts_weigh_as_their_losses_do(pools: Shelf) -> None:
+    """With targets that are ignored, an island's weight is the number of those that are not."""
+    loss = nn.CrossEntropyLoss(ignore_index=0)
+    reduction = onebox.Weighted(lambda targets: (targets != 0).sum())
+    case, outer = CASES["mlp"], onebox.Outer(every=2)
+    models = [case.model() for _ in range(3)]
+    optimizers = [OPTIMIZERS["sgd"](model) for model in models]
+    sgd = torch.optim.SGD(models[2].parameters(), lr=outer.lr, momentum=outer.momentum, nesterov=True)
+    model, losses, expected, weights = case.model(), [], [], [0.0, 0.0]
+    arguments: dict[str, Any] = {"pool": pools(2), "islands": [[0], [1]], "outer": outer, "loss_reduction": reduction}
+    with onebox.Trainer(model, loss, OPTIMIZERS["sgd"](model), **arguments) as trainer:
+        for step, (x_BD, y_B) in enumerate(case.batches([12] * 4)):
+            losses.append(trainer.step(x_BD, y_B))
+            counts = [float((part != 0).sum()) for part in y_B.split(6)]
+            weights = [old + new for old, new in zip(weights, counts, strict=True)]
+            values = []
+            for own, optimizer, x, y in zip(models, optimizers, x_BD.split(6), y_B.split(6), strict=False):
+                optimizer.zero_grad()
+                values.append(loss(own(x), y))
+                values[-1].backward()
+                optimizer.step()
+            expected.append(sum(v.item() * c for v, c in zip(values, counts, strict=True)) / sum(counts))
+            if step % 2:
+                with torch.no_grad():
+                    for value, *parts in zip(*(each.parameters() for each in (models[2], *models[:2])), strict=True):
+                        deltas = [(value - part) * w / sum(weights) for part, w in zip(parts, weights, strict=True)]
+                        value.grad = deltas[0] + deltas[1]
+                    sgd.step()
+                    for value, *parts in zip(*(each.parameters() for each in (models[2], *models[:2])), strict=True):
+                        for part in parts:
+                            part.copy_(value)
+                weights = [0.0, 0.0]
+        found = trainer.tensors()
+    for name, value in models[2].named_parameters():
+        torch.testing.assert_close(found[f"model.{name}"], value.detach(), rtol=0, atol=AGREE)
+    assert [float(each) for each in losses] == pytest.approx(expected, abs=AGREE)
+
+
+# ---- layers split over devices
+
+
+def split_plan(devices: Sequence[int]) -> Plan:
+    """Return a plan whose only stage splits its layers over two devices."""
+    return Plan(
+        stages=(Stage(segments=segments("mlp"), replicas=(tuple(devices),), shares=(1.0,)),), micro_batch=MICRO_BATCH
+    )
+
+
+def test_islands_that_split_layers_alike(pools: Shelf) -> None:
+    outer = onebox.Outer(every=4)
+    found = islands(pools(4), "mlp", [[0, 1], [2, 3]], plan=[split_plan([0, 1]), split_plan([2, 3])], outer=outer)
+    assert_same(found, Reference("mlp", "adamw", [1, 1], outer).run(SIZES))
+
+
+def test_islands_that_split_layers_differently_are_refused(pools: Shelf) -> None:
+    with pytest.raises(UsageError, match="islands whose plans split layers have to split them alike"):
+        islands(pools(3), "mlp", [[0, 1], [2]], plan=[split_plan([0, 1]), SMALL], outer=onebox.Outer(every=4))
+
+
+# ---- reading the state
+
+
+def test_evaluations_use_the_global_parameters_and_leave_each_island_its_own(pools: Shelf) -> None:
+    case, outer = CASES["cnn"], onebox.Outer(every=4, shares=[2, 1])
+    reference, model = Reference("cnn", "adamw", [2, 1], outer), case.model()
+    batches, held_out = case.batches(SIZES), case.batches([10, 7])
+    arguments: dict[str, Any] = {"pool": pools(3), "plan": SMALL, "seed": SEED, "islands": [[0, 1], [2]]}
+    with onebox.Trainer(model, case.loss, OPTIMIZERS["adamw"](model), outer=outer, **arguments) as trainer:
+        assert trainer.evaluate(held_out).loss == pytest.approx(evaluated(reference, held_out), abs=AGREE)
+        for batch in batches:
+            trainer.step(*batch)
+            reference.step(batch)
+            assert trainer.evaluate(held_out).loss == pytest.approx(evaluated(reference, held_out), abs=AGREE)
+        trainer.pull()
+        for name, tensor in state_of(reference.value).items():
+            if "num_batches" not in name:
+                torch.testing.assert_close(state_of(model)[name], tensor, rtol=0, atol=AGREE)
+
+
+def evaluated(reference: Reference, batches: Sequence[Any]) -> float:
+    model = reference.value.eval()
+    with torch.no_grad():
+        found = sum(float(reference.case.loss(model(x), y)) * len(x) for x, y in batches)
+    model.train()
+    return found / sum(len(x) for x, _ in batches)
+
+
+@pytest.mark.parametrize("overlap", [0, 3])
+def test_synchronize_includes_the_steps_since_the_last_outer_step(overlap: int, pools: Shelf) -> None:
+    case, outer = CASES["mlp"], onebox.Outer(every=4, fragments=2, overlap=overlap)
+    reference, model = Reference("mlp", "sgd", [1, 1], outer), case.model()
+    arguments: dict[str, Any] = {"pool": pools(2), "plan": SMALL, "islands": [[0], [1]], "outer": outer}
+    with onebox.Trainer(model, case.loss, OPTIMIZERS["sgd"](model), **arguments) as trainer:
+        for batch in case.batches(SIZES[:7]):
+            trainer.step(*batch)
+            reference.step(batch)
+        trainer.synchronize()
+        trainer.synchronize()  # nothing is left to include
+        for fragment, (_, sums) in sorted(reference.due.items()):
+            reference.apply(fragment, sums, outer.keep)
+        for fragment in range(2):
+            reference.synchronize(fragment)
+        trainer.pull()
+        for name, tensor in state_of(reference.value).items():
+            torch.testing.assert_close(state_of(model)[name], tensor, rtol=0, atol=AGREE)
+
+
+def test_changes_by_hand_reach_every_island(pools: Shelf) -> None:
+    case, outer = CASES["mlp"], onebox.Outer(every=3)
+    reference, model = Reference("mlp", "sgd", [1, 1], outer), case.model()
+    arguments: dict[str, Any] = {"pool": pools(2), "plan": SMALL, "islands": [[0], [1]], "outer": outer}
+    with onebox.Trainer(model, case.loss, OPTIMIZERS["sgd"](model), **arguments) as trainer:
+        for place, batch in enumerate(case.batches(SIZES[:8])):
+            if place == 4:
+                trainer.pull()
+                for each in (model, reference.value, *reference.models):
+                    with torch.no_grad():
+                        next(each.parameters()).mul_(0.5)
+                first = next(reference.value.parameters())
+                for each in reference.models:
+                    next(each.parameters()).data.copy_(first)
+            trainer.step(*batch)
+            reference.step(batch)
+        found = trainer.tensors()
+        for name, tensor in reference.value.named_parameters():
+            torch.testing.assert_close(found[f"model.{name}"], tensor.detach(), rtol=0, atol=AGREE)
+
+
+def test_uploads_ahead_change_nothing(pools: Shelf) -> None:
+    case, outer = CASES["mlp"], onebox.Outer(every=4, shares=[2, 1])
+    model = case.model()
+    arguments: dict[str, Any] = {"pool": pools(3), "plan": SMALL, "islands": [[0, 1], [2]], "outer": outer}
+    with onebox.Trainer(model, case.loss, OPTIMIZERS["adamw"](model), **arguments) as trainer:
+        losses, uploaded = [], []
+        for batch in case.batches(SIZES):
+            uploaded.append(trainer.upload(*batch))
+            if len(uploaded) > 1:
+                losses.append(trainer.step(uploaded.pop(0)))
+        losses.append(trainer.step(uploaded[0]))
+        with pytest.raises(UsageError, match="stepped or closed before"):
+            trainer.step(uploaded[0])
+        assert trainer.upload_counters().ahead > len(SIZES) // 2
+        found = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
+    expected = Reference("mlp", "adamw", [2, 1], outer).run(SIZES)
+    assert_same(Outcome(losses=[float(loss) for loss in losses], norms=[], tensors=found), expected)
+
+
+def test_the_state_of_the_outer_optimizer_counts_in_the_forecast_of_memory(pools: Shelf) -> None:
+    case, model = CASES["mlp"], CASES["mlp"].model()
+    batch, peaks, held = case.batches([12])[0], [], []
+    for momentum in (0.0, 0.9):
+        arguments: dict[str, Any] = {"pool": pools(2), "islands": [[0], [1]]}
+        arguments["outer"] = onebox.Outer(every=2, momentum=momentum)
+        with onebox.Trainer(model, case.loss, OPTIMIZERS["sgd"](model), **arguments) as trainer:
+            peaks.append(trainer.predicted_memory(*batch)[0])
+            for _ in range(4):
+                trainer.step(*batch)
+            trainer.wait()
+            held.append(trainer.memory()[0].used_bytes)
+    assert peaks[1] - peaks[0] == held[1] - held[0] == sum(parameter.nbytes for parameter in model.parameters())
+
+
+# ---- checkpoints
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("half", [4, 6])  # right after an outer step, and between two
+@pytest.mark.parametrize(("fragments", "overlap"), [(1, 0), (2, 0), (2, 3)])
+def test_a_resumed_run_ends_with_the_same_bits(
+    half: int, fragments: int, overlap: int, pools: Shelf, tmp_path: Path
+) -> None:
+    case, outer = CASES["cnn"], onebox.Outer(every=4, fragments=fragments, overlap=overlap, shares=[2, 1])
+    batches, model = case.batches(SIZES), case.model()
+    arguments: dict[str, Any] = {"plan": SMALL, "seed": SEED, "islands": [[0, 1], [2]], "outer": outer}
+    with onebox.Trainer(model, case.loss, OPTIMIZERS["adamw"](model), pool=pools(3), **arguments) as trainer:
+        steps(trainer, batches[:half])
+        trainer.save(tmp_path)
+        straight = steps(trainer, batches[half:])
+    model = case.model()
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.zero_()
+    with onebox.Trainer.resume(tmp_path, model, case.loss, OPTIMIZERS["adamw"](model), pool=pools(3)) as trainer:
+        assert trainer.steps_done == half
+        trainer.save(tmp_path / "again")  # before its first step
+        resumed = steps(trainer, batches[half:])
+    assert_same(resumed, straight, tolerance=0)
+    model = case.model()
+    arguments = {"pool": pools(3), "islands": [[2, 1], [0]]}
+    optimizer = OPTIMIZERS["adamw"](model)
+    with onebox.Trainer.resume(tmp_path / "again", model, case.loss, optimizer, **arguments) as trainer:
+        assert_same(steps(trainer, batches[half:]), straight)
+
+
+def test_a_run_is_resumed_with_as_many_islands(pools: Shelf, tmp_path: Path) -> None:
+    case, model = CASES["mlp"], CASES["mlp"].model()
+    arguments: dict[str, Any] = {"plan": SMALL, "islands": [[0], [1]], "outer": onebox.Outer(every=4, fragments=2)}
+    with onebox.Trainer(model, case.loss, OPTIMIZERS["sgd"](model), pool=pools(2), **arguments) as trainer:
+        trainer.save(tmp_path)
+    for more, message in (
+        ({"islands": [[0, 1]]}, r"the run to be resumed has 2 islands, and each island has a state of its own"),
+        ({"islands": None}, r"islands=None: the run to be resumed has 2 islands"),
+        ({"outer": onebox.Outer(every=4)}, r"has fragments=2, each with outer steps of its own"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            onebox.Trainer.resume(tmp_path, model, case.loss, OPTIMIZERS["sgd"](model), pool=pools(2), **more)
+    with onebox.Trainer(model, case.loss, OPTIMIZERS["sgd"](model), pool=pools(2)) as trainer:
+        trainer.save(tmp_path / "plain")
+    with pytest.raises(UsageError, match="has no islands; leave islands= and outer= out"):
+        onebox.Trainer.resume(
+            tmp_path / "plain", model, case.loss, OPTIMIZERS["sgd"](model), pool=pools(2), islands=[[0], [1]]
+        )
+
+
+# ---- faults
+
+
+def test_a_worker_that_dies_is_one_error() -> None:
+    case, model = CASES["mlp"], CASES["mlp"].model()
+    arguments: dict[str, Any] = {"islands": [[0], [1]], "outer": onebox.Outer(every=3)}
+    with (
+        onebox.open("cpu*2", threads=1) as pool,
+        onebox.Trainer(model, case.loss, OPTIMIZERS["sgd"](model), pool=pool, **arguments) as trainer,
+    ):
+        batch = case.batches([12])[0]
+        trainer.step(*batch).item()
+        os.kill(pool.process_ids[1], signal.SIGKILL)
+        with pytest.raises(WorkerDied):
+            for _ in range(6):
+                trainer.step(*batch)
+            trainer.wait()
+        with pytest.raises(WorkerDied):
+            trainer.step(*batch)
+
+
+def test_nothing_is_left_on_the_workers(pools: Shelf) -> None:
+    islands(pools(3), "cnn", [[0, 1], [2]], outer=onebox.Outer(every=4), evaluating=CASES["cnn"].batches([5]))
+    assert untouched(pools(3))
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"islands": [[0], [0, 1]]}, "device 0 is named twice; each belongs to one island"),
+        ({"islands": [[0], [2]]}, "there is no device 2; the pool has 2, numbered from 0"),
+        ({"islands": [[1]]}, "device 0 is in no island"),
+        ({"islands": "near"}, "islands='near': allowed are 'auto'"),
+        ({"islands": [[0], []]}, "allowed are 'auto'"),
+        ({"islands": None, "outer": onebox.Outer()}, "it is the outer optimizer of islands; give islands= too"),
+        ({"outer": 3}, r"outer=3: allowed are onebox.Outer\(\.\.\.\)"),
+        ({"outer": onebox.Outer(shares=[1, 2, 3])}, "3 weights for 2 islands"),
+        ({"plan": [SMALL] * 3}, "plan= has 3 plans for 2 islands"),
+        ({"islands": None, "plan": [SMALL]}, "which are for islands="),
+        ({"plan": onebox.DataParallel(sync="client")}, "islands and sync='client' do not go together"),
+        ({"plan": onebox.DataParallel(update="host")}, "islands and update='host' do not go together"),
+        ({"plan": [Plan.data_parallel([1], [1]), SMALL]}, r"the plan of island 0 uses device 1"),
+        ({"stale": onebox.StaleGradients()}, "islands and stale="),
+        ({"recovery": onebox.Recovery()}, "islands and recovery="),
+        ({"adaptive": True}, "islands and adaptive=True"),
+        ({"engine": onebox.Engine(overlap=True)}, r"islands and Engine\(overlap=True\)"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(more: dict[str, Any], message: str, pools: Shelf) -> None:
+    model = CASES["mlp"].model()
+    arguments: dict[str, Any] = {"pool": pools(2), "islands": [[0], [1]], **more}
+    with pytest.raises(UsageError, match=message):
+        onebox.Trainer(model, CASES["mlp"].loss, OPTIMIZERS["sgd"](model), **arguments)
+
+
+def test_the_first_batch_has_samples_for_each_island(pools: Shelf) -> None:
+    with pytest.raises(UsageError, match="the first batch has 1 sample"):
+        islands(pools(2), "mlp", [[0], [1]], [1])

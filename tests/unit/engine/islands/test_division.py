@@ -1,0 +1,64 @@
+"""Division of devices into islands, and of a batch among them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onebox.engine.islands.division import divided, given_islands, island_seed, island_sizes, near_islands
+from onebox.engine.workload.batch import as_batch
+from onebox.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("islands", "message"),
+    [
+        ([[0, 1], [1, 2]], "device 1 is named twice"),
+        ([[0, 1]], "device 2 is in no island"),
+        ([[0, 1], [2, 3]], "there is no device 3; the pool has 3"),
+        ([[0, 1], [-1, 2]], "there is no device -1"),
+        ([0, 1, 2], "allowed are 'auto'"),
+        ([], "allowed are 'auto'"),
+        ([[0, 1, 2], []], "allowed are 'auto'"),
+        ("01", "allowed are 'auto'"),
+        (3, "allowed are 'auto'"),
+        ([["a"]], "allowed are 'auto'"),
+    ],
+)
+def test_each_device_is_in_one_island(islands: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        given_islands(islands, 3)
+
+
+def test_islands_keep_the_order_in_which_they_are_given() -> None:
+    assert given_islands([[2, 0], (1,)], 3) == ((2, 0), (1,))
+
+
+def test_islands_are_the_coarsest_groups_of_near_devices() -> None:
+    pairs, hosts = ((0, 1), (2, 3), (4, 5)), ((0, 1, 2, 3), (4, 5))
+    assert near_islands([pairs, hosts]) == hosts
+    assert near_islands([pairs]) == pairs
+    with pytest.raises(UsageError, match="the 3 devices are all near each other"):
+        near_islands([((0, 1, 2),)])
+
+
+@given(size=st.integers(1, 40), weights=st.lists(st.floats(0.1, 10), min_size=1, max_size=5))
+def test_a_batch_is_divided_without_loss(size: int, weights: list[float]) -> None:
+    batch = as_batch(torch.arange(size * 2).view(size, 2), torch.arange(size), torch.arange(size))
+    parts = divided(batch, weights)
+    assert [part.size if part else 0 for part in parts] == list(island_sizes(size, weights))
+    found = [part for part in parts if part is not None]
+    for leaf, whole in enumerate(batch.leaves):
+        assert torch.equal(torch.cat([part.leaves[leaf] for part in found]), whole)
+    assert torch.equal(torch.cat([part.samples for part in found if part.samples is not None]), torch.arange(size))
+
+
+@given(seed=st.integers(-(1 << 63), (1 << 63) - 1), island=st.integers(0, 1000))
+def test_seeds_of_islands_differ_and_have_64_bits(seed: int, island: int) -> None:
+    found = island_seed(seed, island)
+    assert -(1 << 63) <= found < 1 << 63
+    assert (found == seed) == (island == 0)
