@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 
 class ScheduleTraits(NamedTuple):
@@ -61,3 +61,15 @@ Sync = Literal["workers", "client"]
 
 UpdateAt = Literal["device", "host"]
 """Place of the optimizer's state and step."""
+
+GradientCodec = Literal["none", "bf16", "int8", "powersgd"]
+"""Lossy codec of the gradients that replicas exchange; ``none`` for exact sums."""
+
+ActivationCodec = Literal["none", "bf16", "int8"]
+"""Lossy codec of the values that a stage sends to other stages; ``none`` to send them as they are."""
+
+LossyPart = Literal["gradients", "activations"]
+"""Part of the traffic that a run may allow to be compressed with a loss."""
+
+LOSSY_PARTS: tuple[LossyPart, ...] = get_args(LossyPart)
+"""All of these parts."""

@@ -6,12 +6,12 @@ Nothing here imports PyTorch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from onebox.errors import UsageError
-from onebox.plan_names import Sync, UpdateAt
+from onebox.plan_names import LOSSY_PARTS, LossyPart, Sync, UpdateAt
 from onebox.sizes import parse_size
 
 Correction = Literal["auto", "none", "predict", "extrapolate", "lookahead", "both", "feedback"]
@@ -299,6 +299,18 @@ class Engine:
         for name in ("overlap", "fuse", "trace"):
             _require_bool(name, getattr(self, name))
         check_costs(self.costs or {})
+
+
+def checked_lossy(lossy: Collection[str]) -> tuple[LossyPart, ...]:
+    """Return the parts of a run's traffic that may be compressed with a loss, each once.
+
+    Raises:
+        UsageError: There is no such part.
+    """
+    if isinstance(lossy, str) or not all(part in LOSSY_PARTS for part in lossy):
+        parts = ", ".join(map(repr, LOSSY_PARTS))
+        raise UsageError(f"lossy={lossy!r}: allowed are {parts}, in a tuple, and () for none")
+    return tuple(part for part in LOSSY_PARTS if part in lossy)
 
 
 def check_costs(costs: SegmentCosts) -> None:

@@ -54,10 +54,20 @@ POLICY = "policy"
 """The key of a stage's activation policy in a plan file."""
 
 
+LATER = {"gradients": "none", "activations": "none"}
+"""Fields of a stage that plans of the recording lack, with their defaults."""
+
+
 def canonical(plan: onebox.Plan) -> str:
-    """Return the hash of a plan, which does not depend on the names of fields: ``policy`` is hashed as ``fate``."""
+    """Return the hash of a plan, which does not depend on the names of fields: ``policy`` is hashed as ``fate``.
+
+    Fields that came later are left out where they have their defaults.
+    """
     data = json.loads(plan.to_json())
-    data["stages"] = [{"fate" if key == POLICY else key: value for key, value in one.items()} for one in data["stages"]]
+    data["stages"] = [
+        {"fate" if key == POLICY else key: value for key, value in one.items() if LATER.get(key, ...) != value}
+        for one in data["stages"]
+    ]
     return hash_of(data)
 
 

@@ -86,6 +86,7 @@ def make_memory_report(config: JobConfig, found: PlanForecast, data: Data, pool:
             plan=found.plan,
             precision=config.precision,
             loss_reduction="mean" if config.loss is None else None,
+            lossy=tuple(found.plan.lossy),
             recovery=None,
         ) as trainer:
             for _ in range(_STEPS - 1):

@@ -14,7 +14,7 @@ from onebox.cli.options.run_config import read_config
 from onebox.cli.output_files import write_output
 from onebox.cli.run_setup import make_loss, make_model, make_optimizer
 from onebox.engine.memory.forecast import TrainingJob
-from onebox.engine.planning.make_plan import make_plan, pool_links
+from onebox.engine.planning.make_plan import make_plan, pool_links, with_coding_speeds
 from onebox.engine.planning.profile import profile_model
 from onebox.engine.problem.memory_search import with_peaks
 from onebox.engine.problem.planner_problem import make_problem
@@ -131,6 +131,7 @@ def search_plan(
         budget_s=budget_s,
         fresh=fresh,
         stale=config.stale,
+        lossy=config.lossy_parts,
     )
     _, simulation = predict(planned.problem, planned.plan, overlap=overlap)  # with details, which a search leaves out
     return PlanForecast(
@@ -185,6 +186,8 @@ def predict_plan(
         staleness=int(plan.late),
         versions=2 + extra_copies(late),
     )
+    if plan.lossy:
+        problem = with_coding_speeds(problem, pool, fresh=fresh)
     if plan.schedule == "table":
         edges = [(edge.source, edge.target) for edge in stage_work(problem, plan).edges]
         validate(Schedule.parse(plan.table), plan.routes(problem.batch), edges)

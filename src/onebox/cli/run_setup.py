@@ -121,6 +121,7 @@ def start_run(config: TrainConfig, folder: RunFolder, data: Data, pool: Pool, pl
         adaptive=config.adaptive,
         loss_reduction="mean" if config.loss is None else None,  # None: checked before the first step
         stale=config.stale,
+        lossy=config.lossy_parts,
         recovery=config.recovery,
         engine=config.engine,
         islands=config.island_devices,

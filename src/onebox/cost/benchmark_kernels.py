@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from onebox.cost.lifetimes import footprint
+from onebox.graph import encode_bucket, extract
+from onebox.plan_names import GradientCodec
 from onebox.wire import DType, Many, Operator, OwnDevice, Program, SlotArgument, TensorSpec, Value, with_deaths
 
 SMALL_OPERATORS = 64
@@ -65,6 +67,7 @@ def kernels(kind: str, room_bytes: int, *, bf16: bool) -> tuple[BenchmarkKernel,
         _fitting(_convolution, 256 if large else 8, room_bytes),
         _fitting(_pointwise, 1 << (26 if large else 22), room_bytes),
         _fitting(_norm, 1024 if large else 64, room_bytes),
+        *(_fitting(partial(_coding, codec), 1 << (23 if large else 18), room_bytes) for codec in ("bf16", "int8")),
         _fitting(_host_copy, 1 << (26 if large else 24), room_bytes),  # a CPU's caches are a part of it at most
     )
 
@@ -146,6 +149,13 @@ def _pointwise(elements: int) -> BenchmarkKernel:
 def _host_copy(elements: int) -> BenchmarkKernel:
     flat = TensorSpec("float32", (elements,))
     return BenchmarkKernel(name="host_copy_bps", program=first_element(flat), work=2.0 * flat.size_bytes, away=True)
+
+
+def _coding(codec: GradientCodec, elements: int) -> BenchmarkKernel:
+    """Return the encoding of a bucket with its residual, of about the size that training has."""
+    whole = encode_bucket(codec, (TensorSpec("float32", (elements,)),), 1)
+    work = float(whole.inputs[0].size_bytes)
+    return BenchmarkKernel(name=f"{codec}_coding_bps", program=extract(whole, whole.outputs[-1:]), work=work)
 
 
 def _norm(batch: int) -> BenchmarkKernel:

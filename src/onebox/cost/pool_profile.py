@@ -6,7 +6,7 @@ import math
 
 from msgspec import Struct
 
-FORMAT = 6
+FORMAT = 7
 """Version of the measurements; profiles of another version are measured anew."""
 
 ACCELERATOR_BPS = 12e9
@@ -34,6 +34,8 @@ class Speeds(_Part, frozen=True):
         host_copy_bps: Bytes per second of a copy of 64 MiB between the device and the host's memory, either way.
         bf16_flops: As ``matmul_flops``, of bf16 matrices; ``None`` where the device computes with them one by one, as a
             CPU without such instructions does, a thousand times slower.
+        bf16_coding_bps: Bytes per second of float32 gradients that are encoded as bf16, with the new residual.
+        int8_coding_bps: The same as int8.
     """
 
     call_s: float
@@ -44,6 +46,8 @@ class Speeds(_Part, frozen=True):
     norm_bps: float | None = None
     host_copy_bps: float | None = None
     bf16_flops: float | None = None
+    bf16_coding_bps: float | None = None
+    int8_coding_bps: float | None = None
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -60,8 +60,9 @@ from onebox.graph.capture.on_device_transform import OnDevice
 from onebox.padding import Buckets, require_buckets
 from onebox.plan import Plan
 from onebox.plan.model.problem import Problem
+from onebox.plan_names import LossyPart
 from onebox.pool import Pool
-from onebox.trainer_options import DataParallel, Engine, Outer, Recovery, Staging, StaleGradients
+from onebox.trainer_options import DataParallel, Engine, Outer, Recovery, Staging, StaleGradients, checked_lossy
 from onebox.wire.protocol.responses import WorkerMemory
 
 PlanArgument = Plan | str | Path | DataParallel | Literal["auto"]
@@ -113,6 +114,10 @@ class Trainer:
         pad: Pads the batches of steps, uploads and evaluations to a few sizes, each of which is captured once, before
             any other processing; see docs/capture.md.
         stale: Stale gradients; ``None`` for exact steps.
+        lossy: Parts of the traffic that may be compressed with a loss, which changes the result; see
+            docs/compression.md. A plan may name codecs for ``gradients``, which replicas exchange, and for
+            ``activations``, with their gradients, between stages; ``auto`` takes one where it is predicted to save at
+            least a tenth of the step.
         recovery: Recovery from the loss of workers; ``None`` for none, and ``auto`` for recovery if agents or a Ray
             cluster run some of the workers, and none if all are processes of this machine.
         staging: Memory of each device for batches sent ahead and for cached samples.
@@ -154,6 +159,7 @@ class Trainer:
         loss_reduction: LossReduction = None,
         pad: Buckets | None = None,
         stale: StaleGradients | None = None,
+        lossy: Collection[LossyPart] = (),
         recovery: Recovery | Literal["auto"] | None = "auto",
         staging: Staging = Staging(),
         engine: Engine = Engine(),
@@ -176,6 +182,7 @@ class Trainer:
         self.clip_grad_norm, self.seed = clip_grad_norm, seed
         self.loss_reduction: LossReduction = loss_reduction
         self.pad, self.recovery, self.staging = pad, recovery, staging
+        self.lossy = checked_lossy(lossy)
         self.engine = replace(engine, numerics=numerics)
         self.extra: dict[str, Any] = _start.extra if _start else {}
         self._metrics = dict(metrics or {})
@@ -185,6 +192,7 @@ class Trainer:
         request = PlanRequest(
             plan=given[0],
             stale=stale,
+            lossy=self.lossy,
             overlap=engine.overlap,
             micro_batch=_start.plan.micro_batch if _start and _start.plan else None,
             by_default=by_default,
@@ -608,6 +616,7 @@ class Trainer:
             "clip_grad_norm": self.clip_grad_norm,
             "loss_reduction": reduction_name(self.loss_reduction),
             "stale": self.stale,
+            "lossy": self.lossy,
             "recovery": self.recovery,
             "staging": self.staging,
             "engine": self.engine,
@@ -646,6 +655,7 @@ class Trainer:
         loss_reduction: LossReduction | Stored = "stored",
         pad: Buckets | None = None,
         stale: StaleGradients | Stored | None = "stored",
+        lossy: Collection[LossyPart] | Stored = "stored",
         recovery: Recovery | Literal["auto", "stored"] | None = "stored",
         staging: Staging | Stored = "stored",
         engine: Engine | Stored = "stored",
@@ -702,6 +712,7 @@ class Trainer:
             loss_reduction=reduction,
             pad=pad,
             stale=stored.stale if stale == "stored" else stale,
+            lossy=stored.lossy if lossy == "stored" else lossy,
             recovery=stored.recovery if recovery == "stored" else recovery,
             staging=stored.staging if staging == "stored" else staging,
             engine=stored.engine if engine == "stored" else engine,

@@ -2,6 +2,15 @@
 
 from onebox.graph.capture.export import Captured, Loss, Metrics, Mode, Precision, capture
 from onebox.graph.capture.joint import Port
+from onebox.graph.lower.codec_programs import (
+    decode_bucket,
+    encode_bucket,
+    encode_values,
+    factor,
+    project,
+    recode_sum,
+    restore,
+)
 from onebox.graph.lower.phases import Phase, PhaseKind
 from onebox.graph.lower.small_programs import add_all, combine_all, extract, round_all, scale_all, square_norm, zeros
 from onebox.graph.lower.split import Piece, split
@@ -26,8 +35,15 @@ __all__ = [
     "add_all",
     "capture",
     "combine_all",
+    "decode_bucket",
+    "encode_bucket",
+    "encode_values",
     "extract",
+    "factor",
     "model_programs",
+    "project",
+    "recode_sum",
+    "restore",
     "round_all",
     "scale_all",
     "split",

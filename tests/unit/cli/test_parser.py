@@ -201,6 +201,8 @@ def test_all_flags_of_memory() -> None:
         ("plan --schedules 1f2b", ["--schedules 1f2b: allowed are gpipe, 1f1b"]),
         ("plan --budget 0", ["--budget 0.0: allowed are numbers above 0"]),
         ("plan --schedules async-1f1b", ["allowed are gpipe, 1f1b", "async-1f1b needs --staleness 1"]),
+        ("plan --lossy weights", ["--lossy weights: allowed are gradients, activations"]),
+        ("train --lossy gradients,int8", ["--lossy gradients,int8: allowed are gradients, activations"]),
         ("plan --staleness 2", ["--staleness 2: allowed are 0, for exact steps, and 1"]),
         ("train --correction predict", ["--correction predict is for late gradients; it needs --staleness 1"]),
         ("train --correction some", ["'some'", "lookahead"]),

@@ -403,7 +403,7 @@ def test_steps_are_under_way_while_those_before_travel(open_pool: OpenPool) -> N
         ({"clip_grad_norm": 0.0}, "positive"),
         ({"clip_grad_norm": float("nan")}, "positive"),
         ({"seed": 2**70}, "seed"),
-        ({"plan": None}, "'auto', and onebox.DataParallel"),
+        ({"plan": 5}, "'auto', and onebox.DataParallel"),
         ({"plan": Plan.data_parallel([1], [1.0])}, "uses device 1, but the pool has 1"),
         ({"stale": True}, r"StaleGradients\(\.\.\.\), and None"),
         ({"recovery": True}, r"onebox.Recovery\(\.\.\.\)"),

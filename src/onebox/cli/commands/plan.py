@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from onebox.cli.commands.devices import print_devices
@@ -147,15 +147,19 @@ def as_json(found: PlanForecast, pool: Pool, seen: MemoryReport | None = None) -
     }
 
 
-def command_line(config: JobConfig, more: Mapping[str, object], *, late: bool = False) -> str:
+def command_line(
+    config: JobConfig, more: Mapping[str, object], *, late: bool = False, lossy: Collection[str] = ()
+) -> str:
     """Return the command that trains with a plan: the options that are not defaults, and additional flags.
 
     Args:
         config: The options.
         more: Additional options, by their flags.
         late: Whether gradients are a step late.
+        lossy: Parts of the traffic that are compressed with a loss.
     """
     words = ["onebox", "train", *(["--staleness", "1"] if late else [])]
+    words += ["--lossy", ",".join(lossy)] if lossy else []
     if late and isinstance(config, StalenessConfig) and config.correction != "auto":
         words += ["--correction", config.correction]
     pool = {field.name for field in dataclasses.fields(PoolOptions)}
@@ -193,9 +197,9 @@ def _write_files(
     file, late = config.out or config.check, found.plan.late
     if config.out is not None:
         write_plan(config.out, found.plan)
+    lossy = dict.fromkeys((*config.lossy_parts, *found.plan.lossy))
+    command = command_line(config, {"--plan": file or "auto"}, late=late, lossy=lossy)
     if file is None:
-        console.write_line(
-            f"keep it with --out plan.json, or run it at once: {command_line(config, {'--plan': 'auto'}, late=late)}",
-        )
+        console.write_line(f"keep it with --out plan.json, or run it at once: {command}")
     elif not found.shortfall:
-        console.write_line(f"plan {file}; run it with: {command_line(config, {'--plan': file}, late=late)}")
+        console.write_line(f"plan {file}; run it with: {command}")

@@ -33,8 +33,25 @@ from onebox.cli.options.common import (
     read_sizes,
 )
 from onebox.errors import UsageError
-from onebox.plan_names import ACTIVATION_POLICIES, ASYNC, ChainPolicy, Sync, UpdateAt, searchable_schedules
-from onebox.trainer_options import Correction, DataParallel, Engine, Outer, Recovery, StaleGradients
+from onebox.plan_names import (
+    ACTIVATION_POLICIES,
+    ASYNC,
+    LOSSY_PARTS,
+    ChainPolicy,
+    LossyPart,
+    Sync,
+    UpdateAt,
+    searchable_schedules,
+)
+from onebox.trainer_options import (
+    Correction,
+    DataParallel,
+    Engine,
+    Outer,
+    Recovery,
+    StaleGradients,
+    checked_lossy,
+)
 
 OptimizerName = Literal["adamw", "adam", "sgd", "muon"]
 
@@ -124,6 +141,9 @@ class StalenessConfig(JobConfig):
     Args:
         staleness: 0 for exact steps; with 1 the gradients of a step are applied one step late, so that the next step
             begins while they are being exchanged, and a pipeline is never empty.
+        lossy: Parts of the traffic that may be compressed with a loss, which changes the result: gradients,
+            activations, or both, for a plan that names a codec for them, or for --plan auto and onebox plan to choose
+            one where it pays.
 
     Raises:
         UsageError: A value is out of range, or two contradict each other.
@@ -132,6 +152,7 @@ class StalenessConfig(JobConfig):
     GROUPS: ClassVar[tuple[type, ...]] = (StaleGradients,)
 
     staleness: int = 0
+    lossy: Names = None
     correction: Correction = StaleGradients.correction
 
     def __post_init__(self) -> None:
@@ -140,7 +161,15 @@ class StalenessConfig(JobConfig):
             raise UsageError(f"--staleness {self.staleness}: allowed are 0, for exact steps, and 1")
         if self.correction != StaleGradients.correction and not self.staleness:
             raise UsageError(f"--correction {self.correction} is for late gradients; it needs --staleness 1")
-        _ = self.stale
+        _ = self.stale, self.lossy_parts
+
+    @property
+    def lossy_parts(self) -> tuple[LossyPart, ...]:
+        """The trainer's option ``lossy``."""
+        names = self.lossy.split(",") if self.lossy is not None else []
+        if not set(names) <= set(LOSSY_PARTS):
+            raise UsageError(f"--lossy {self.lossy}: allowed are {', '.join(LOSSY_PARTS)}")
+        return checked_lossy(names)
 
     @property
     def stale(self) -> StaleGradients | None:

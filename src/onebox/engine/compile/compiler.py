@@ -14,6 +14,7 @@ from onebox.engine.compile.order_check import OrderFault, TransferRules, step_fa
 from onebox.engine.compile.routine import InstructionLabel, StepRoutine
 from onebox.engine.compile.update.async_window import Window, WorkerWindows
 from onebox.engine.partition.elementwise import check_elements
+from onebox.engine.partition.gradient_buckets import CodecState
 from onebox.engine.partition.hierarchical_reduction import find_reductions, known_links
 from onebox.engine.partition.phase_programs import PhasePrograms
 from onebox.engine.partition.schedules import forward_only, make_schedule, make_window, plain_schedule
@@ -318,6 +319,10 @@ class Compiler:
     def gradients(self) -> dict[int, str]:
         """Parameter of each gradient buffer."""
         return self._lowering.gradients
+
+    def residuals(self, worker: int) -> dict[int, CodecState]:
+        """Return the buffers that a worker's lossy codecs keep from step to step."""
+        return self._lowering.residuals(worker)
 
     def _key(self, batch: Batch, plan: Plan, *, train: bool, windows: bool) -> Hashable:
         return (batch.signature(batch.size), train, plan.micro_batch, windows)

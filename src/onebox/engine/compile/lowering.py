@@ -19,7 +19,8 @@ from onebox.engine.compile.update.collectives import ReductionQueue, RoutineScop
 from onebox.engine.compile.update.gradients import Gradients, WorkerGradients
 from onebox.engine.compile.update.optimizer_update import WorkerUpdate
 from onebox.engine.compile.value_numbers import ValueNumbers
-from onebox.engine.compile.worker_program import WorkerProgramBuilder
+from onebox.engine.compile.worker_program import CodedValues, WorkerProgramBuilder
+from onebox.engine.partition.gradient_buckets import CodecState
 from onebox.engine.partition.phase_programs import PhaseProgram
 from onebox.engine.partition.sharding_spec import Members, ShardingSpec
 from onebox.engine.workload.emulated_costs import EmulatedCosts
@@ -66,6 +67,7 @@ class Lowering:
         self._numbers = numbers
         self._untagged = untagged
         self._gradients = Gradients(holdings, numbers, trained=trained, model=model, max_norm=max_norm, gpus=gpus)
+        self._coded = CodedValues([stage.activations for stage in plan.stages])
         self._moved: dict[str, int] = {}
         BatchNormStatistics(holdings, numbers, model, self._moved)  # refuses buffers that replicas cannot share
 
@@ -87,6 +89,10 @@ class Lowering:
         fresh = {number: f"{name}, of one micro-batch" for name, number in shared.fresh.items()}
         late = {number: f"{name}, of the step before" for name, number in shared.late.items()}
         return fresh | late | {number: name for name, number in shared.sums.items()}
+
+    def residuals(self, worker: int) -> dict[int, CodecState]:
+        """Return the buffers that a worker's lossy codecs keep from step to step."""
+        return self._gradients.residuals(worker)
 
     def train(self, job: BatchJob) -> dict[int, StepRoutine]:
         """Return the routine of each worker for a training step."""
@@ -214,7 +220,7 @@ class Lowering:
         values = ValueNumbers(job, self._numbers.new, self._holdings.ranks)
         found = {}
         for worker in self._plan.devices:
-            row = self._row(worker, job, values, job.schedule.rows.get(worker, ()))
+            row = self._row(worker, job, values, job.schedule.rows.get(worker, ()), exact=True)
             rounding = row.round()
             row.run()
             rounding.finish()
@@ -230,7 +236,7 @@ class Lowering:
         values, found = ValueNumbers(job, self._numbers.new, self._holdings.ranks), {}
         for worker in self._plan.devices:
             actions = job.schedule.rows.get(worker, ())
-            row = self._row(worker, job, values, actions, RoutineBuilder(self._numbers.new))
+            row = self._row(worker, job, values, actions, RoutineBuilder(self._numbers.new), exact=True)
             gradients = WorkerGradients(self._gradients, self._scope(row, worker, job), half="early")
             rounding = row.round()
             row.run(lambda action, own=gradients: own)  # type: ignore[misc]
@@ -247,6 +253,8 @@ class Lowering:
         values: ValueNumbers,
         actions: Sequence[Action],
         builder: RoutineBuilder | None = None,
+        *,
+        exact: bool = False,
     ) -> WorkerProgramBuilder:
         return WorkerProgramBuilder(
             worker,
@@ -258,6 +266,7 @@ class Lowering:
             ranks=self._holdings.ranks,
             builder=builder or RoutineBuilder(self._numbers.new, self._numbers.program),
             actions=actions,
+            coded=None if exact else self._coded,
         )
 
 

@@ -53,9 +53,13 @@ class ValueNumbers:
 
     def maker(self, port: Port, micro_batch: int, reader: int) -> int:
         """Return the worker that computes a value, or its shard, for a reader."""
-        stage = self._makers[self._job.micro_batches[micro_batch].size][port]
+        stage = self.stage_of(port, micro_batch)
         replica = self._job.routes[stage][micro_batch]
         return reader if reader in replica else replica[self._ranks.get(reader, 0) % len(replica)]
+
+    def stage_of(self, port: Port, micro_batch: int) -> int:
+        """Return the stage that computes a value."""
+        return self._makers[self._job.micro_batches[micro_batch].size][port]
 
     def readers(self, port: Port, micro_batch: int) -> set[int]:
         """Return the workers that read a value."""

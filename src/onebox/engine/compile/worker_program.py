@@ -8,6 +8,7 @@ of a step that the next window reads are kept under those numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from math import prod
 from typing import Protocol
 
 from onebox.engine.compile.batch_job import BatchJob, BufferNumbers
@@ -20,8 +21,11 @@ from onebox.engine.compile.value_numbers import ValueNumbers
 from onebox.engine.partition.phase_programs import PhaseProgram
 from onebox.engine.partition.sharding_spec import all_workers_group
 from onebox.engine.workload.emulated_costs import EmulatedCosts
-from onebox.graph import Port
+from onebox.graph import Port, decode_bucket, encode_values
 from onebox.plan import Action, Plan
+from onebox.plan_names import ActivationCodec
+from onebox.wire import Program, TensorSpec
+from onebox.wire.gradient_codecs import encoded_spec, is_coded, padded_elements
 from onebox.wire.protocol.instructions import Ask, Free, Receive, Rename, Send
 
 
@@ -33,6 +37,37 @@ class ActionHook(Protocol):
 
     def after(self, action: Action) -> None:
         """Add the instructions after an action."""
+
+
+class CodedValues:
+    """The values between stages that travel in a lossy codec, and their programs, which all workers share.
+
+    Args:
+        codecs: Codec of what each stage sends.
+    """
+
+    def __init__(self, codecs: Sequence[ActivationCodec]) -> None:
+        self._codecs = codecs
+        self._programs: dict[tuple[bool, ActivationCodec, TensorSpec], Program] = {}
+
+    def spec(self, stage: int, spec: TensorSpec) -> TensorSpec | None:
+        """Return the encoded form of a value of a stage; ``None`` if it is sent as it is."""
+        codec = self._codecs[stage]
+        return encoded_spec(codec, padded_elements(prod(spec.shape), 1)) if is_coded(codec, spec) else None
+
+    def encode(self, stage: int, spec: TensorSpec) -> Program:
+        """Return the program that encodes a value of a stage."""
+        key = True, self._codecs[stage], spec
+        if key not in self._programs:
+            self._programs[key] = encode_values(self._codecs[stage], spec)
+        return self._programs[key]
+
+    def decode(self, stage: int, spec: TensorSpec) -> Program:
+        """Return the program that decodes a value of a stage."""
+        key = False, self._codecs[stage], spec
+        if key not in self._programs:
+            self._programs[key] = decode_bucket(self._codecs[stage], (spec,), 1)
+        return self._programs[key]
 
 
 class WorkerProgramBuilder:
@@ -48,6 +83,7 @@ class WorkerProgramBuilder:
         ranks: For each worker, its rank in its replica.
         builder: The routine.
         actions: The worker's row, or the part of a window in the routine.
+        coded: The values that travel in a lossy codec; ``None`` to send all as they are.
     """
 
     def __init__(
@@ -62,6 +98,7 @@ class WorkerProgramBuilder:
         ranks: Mapping[int, int],
         builder: RoutineBuilder,
         actions: Sequence[Action],
+        coded: CodedValues | None = None,
     ) -> None:
         self.builder = builder
         self.actions = actions
@@ -84,6 +121,8 @@ class WorkerProgramBuilder:
         self._handed = self._handed_on()
         self._asked = {(port, micro_batch - self._count) for port, micro_batch in self._handed}
         self._last = self._last_reads()
+        self._coded = coded
+        self._arriving: dict[tuple[Port, int], tuple[int, TensorSpec]] = {}  # encoded values that are being received
 
     def _handed_on(self) -> tuple[tuple[Port, int], ...]:
         """Return the values and leaves of a step that exist at the end of its window and are read in the next one."""
@@ -209,6 +248,7 @@ class WorkerProgramBuilder:
     def _execute(self, position: int, action: Action, gradients: Callable[[Action], WorkerGradients] | None) -> None:
         part = self._part(action)
         stage, micro_batch = action.stage, action.micro_batch
+        self._decode(part, micro_batch)
         replica = self._job.routes[stage][micro_batch]
         call = PhaseCall(
             part=part,
@@ -312,9 +352,26 @@ class WorkerProgramBuilder:
             channel = self._values.channel(port, action.micro_batch, self._worker)
             number = self._values.number(port, action.micro_batch)
             rows = self._job.rows(port, action.micro_batch)
-            receive = Receive(number, spec, self._everybody, self._members.index(source), channel, rows)
+            encoded: TensorSpec | None = None
+            if self._coded is not None and not rows:
+                encoded = self._coded.spec(self._values.stage_of(port, action.micro_batch), spec)
+                if encoded is not None:
+                    number = self.builder.new()
+                    self._arriving[key] = number, spec
+            receive = Receive(number, encoded or spec, self._everybody, self._members.index(source), channel, rows)
             name = f"receive for {action} from device {source}"
             self.builder.add(receive, InstructionLabel(name, "transfer"))
+
+    def _decode(self, part: PhaseProgram, micro_batch: int) -> None:
+        """Decode the inputs of a part that have been received in a lossy codec."""
+        for port in part.inputs:
+            found = self._arriving.pop((port, micro_batch), None)
+            if found is not None:
+                assert self._coded is not None
+                number, spec = found
+                program = self._coded.decode(self._values.stage_of(port, micro_batch), spec)
+                made = [self._values.number(port, micro_batch)]
+                self.builder.call(program, [number], made, InstructionLabel("decode"), takes=(0,))
 
     def _targets(self, port: Port, micro_batch: int) -> list[int]:
         """Return the other workers that receive a value from this one."""
@@ -323,19 +380,28 @@ class WorkerProgramBuilder:
 
     def _send(self, ports: Sequence[Port], part: PhaseProgram, stage: int, micro_batch: int) -> None:
         """Send values that other workers need, or chunks of them."""
-        size_bytes = {port: spec.size_bytes for port, spec in zip(part.outputs, part.made, strict=True)}
+        specs = dict(zip(part.outputs, part.made, strict=True))
         for port in ports:
             if port.kind not in ("value", "chunk") or port in part.in_chunks:
                 continue
             number, chunk = self._values.number(port, micro_batch), part.chunks.get(port)
             value = port if chunk is None else chunk.port
             more = () if chunk is None else (chunk.whole, chunk.first)
-            for target in self._targets(value, micro_batch):
+            targets, size_bytes = self._targets(value, micro_batch), specs[port].size_bytes
+            encoded = self._coded.spec(stage, specs[port]) if self._coded and chunk is None and targets else None
+            if encoded is not None:
+                assert self._coded is not None
+                exact, number, size_bytes = number, self.builder.new(), encoded.size_bytes
+                program = self._coded.encode(stage, specs[port])
+                self.builder.call(program, [exact], [number], InstructionLabel("encode"))
+            for target in targets:
                 channel = self._values.channel(value, micro_batch, target)
                 send = Send(number, self._everybody, self._members.index(target), channel, *more)
                 name = f"send of stage {stage} to device {target}"
-                label = InstructionLabel(name, "transfer", target=target, size_bytes=size_bytes[port])
+                label = InstructionLabel(name, "transfer", target=target, size_bytes=size_bytes)
                 self.builder.add(send, label)
+            if encoded is not None:
+                self.builder.add(Free((number,)), InstructionLabel("free"))
 
     def _free(self, part: PhaseProgram, micro_batch: int) -> None:
         """Free the values of an action that this worker does not need."""

@@ -110,6 +110,7 @@ class InstalledPlan:
             before._programs if before else ProgramCache(pool, DefinitionNumbers(remote.new_number))
         )
         self._there: set[CompiledStep] = set()
+        self._with_residuals = False
         self._stored: dict[int, dict[int, int]] = {}
         self._unformed: list[Members] = []
         self._tagged = False
@@ -260,10 +261,18 @@ class InstalledPlan:
             self._there.add(compiled)
             for graph, tensors in self.compiler.constants_of(batch, compiled, train=train).items():
                 self._programs.constants.upload(graph, tensors, self.plan.devices)
+            if train:
+                self._make_residuals()
             for worker in compiled.routines:
                 for routine in compiled.all_of(worker):
                     self._stored.setdefault(worker, {}).update(self._programs.store(worker, routine))
         return compiled
+
+    def _make_residuals(self) -> None:
+        """Make the residuals of lossy codecs before the first step of the plan."""
+        if not self._with_residuals:
+            self._with_residuals = True
+            self._remote.define_residuals({worker: self.compiler.residuals(worker) for worker in self.plan.devices})
 
     @property
     def _definitions(self) -> dict[int, set[int]]:

@@ -149,4 +149,8 @@ def _held(compiler: Compiler, worker: int, constants: Mapping[int, int], *, late
             for name in holdings.held_by(worker, compiler.trained)
             for number, called in compiler.versions.of(name).items()
         }
+    held |= {
+        number: PersistentBuffer("residual", "state of a lossy codec", state.spec.size_bytes)
+        for number, state in compiler.residuals(worker).items()
+    }
     return held | {number: PersistentBuffer("constant", "", size_bytes) for number, size_bytes in constants.items()}

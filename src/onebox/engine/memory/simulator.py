@@ -35,12 +35,13 @@ class PersistentBuffer:
     """A permanent buffer.
 
     Args:
-        what: ``parameter`` or ``buffer``, of the model or the loss; or ``constant``, of the graph.
+        what: ``parameter`` or ``buffer``, of the model or the loss; ``constant``, of the graph; or ``residual``, of a
+            lossy codec.
         name: Its name, if it has one.
         size_bytes: Its bytes.
     """
 
-    what: Literal["parameter", "buffer", "constant"]
+    what: Literal["parameter", "buffer", "constant", "residual"]
     name: str
     size_bytes: int
 

@@ -211,6 +211,7 @@ class _Inventory:
                 "parameter": "parameters",
                 "buffer": "buffers",
                 "constant": "constants",
+                "residual": "gradients",
             }
             return sorts[held.what], held.name or "a constant of the graph"
         if number in contents.gradients:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from onebox.wire import TensorSpec
 
@@ -11,6 +12,18 @@ BUCKET_BYTES = 1 << 20
 
 GPU_BUCKET_BYTES = 25 << 20
 """That among GPUs, where each exchange has kernels of its own: the size of ``DistributedDataParallel``'s buckets."""
+
+
+class CodecState(NamedTuple):
+    """A buffer that a lossy codec keeps on a worker from step to step.
+
+    Args:
+        spec: Its spec.
+        seed: Seed of its first elements, which are normally distributed; ``None`` for zeros.
+    """
+
+    spec: TensorSpec
+    seed: int | None = None
 
 
 def fill_buckets(

@@ -9,10 +9,13 @@ whole, so that optimizers that are not elementwise, such as Muon, work unchanged
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from onebox.engine.partition.gradient_buckets import BUCKET_BYTES, fill_buckets
+from onebox.plan_names import GradientCodec
 from onebox.wire import TensorSpec
+from onebox.wire.gradient_codecs import CODED_TYPES
 
 Members = tuple[int, ...]
 
@@ -23,10 +26,12 @@ class GradientBucket(NamedTuple):
     Args:
         names: Their parameters.
         owner: The only worker that receives the sums; ``None`` for all.
+        codec: Lossy codec with which they travel.
     """
 
     names: tuple[str, ...]
     owner: int | None = None
+    codec: GradientCodec = "none"
 
 
 def assign_owners(
@@ -69,21 +74,24 @@ def buckets_by_owner(
     specs: Mapping[str, TensorSpec],
     owner_of: Callable[[str], int | None],
     size_bytes: int = BUCKET_BYTES,
+    codecs: Mapping[str, GradientCodec] = MappingProxyType({}),
 ) -> list[GradientBucket]:
-    """Group gradients into buckets with one owner each, in the order in which they are complete.
+    """Group gradients into buckets with one owner and one codec each, in the order in which they are complete.
 
     Args:
         names: Parameters, in the order in which their gradients are computed.
         specs: Spec of each gradient.
         owner_of: Returns the only worker that receives a sum; ``None`` for all.
         size_bytes: Approximate size of a bucket.
+        codecs: Lossy codecs of gradients that are not exchanged as they are.
     """
-    groups: dict[int | None, list[str]] = {}
+    groups: dict[tuple[int | None, GradientCodec], list[str]] = {}
     for name in names:
-        groups.setdefault(owner_of(name), []).append(name)
+        codec = codecs.get(name, "none") if specs[name].dtype in CODED_TYPES else "none"
+        groups.setdefault((owner_of(name), codec), []).append(name)
     found = [
-        GradientBucket(tuple(part), owner)
-        for owner, own in groups.items()
+        GradientBucket(tuple(part), owner, codec)
+        for (owner, codec), own in groups.items()
         for part in fill_buckets(own, specs, size_bytes)
     ]
     place = {name: number for number, name in enumerate(names)}

@@ -17,6 +17,7 @@ from onebox.engine.partition.optimizer_sharding import assign_owners
 from onebox.engine.partition.phase_programs import PhasePrograms
 from onebox.graph.shard.placements import REPLICATE, Placement, Shard, local_spec
 from onebox.plan import Plan
+from onebox.plan_names import GradientCodec
 from onebox.wire import TensorSpec
 
 Members = tuple[int, ...]
@@ -39,6 +40,7 @@ class ShardingSpec:
         owners: For each parameter that one member of each replica group updates alone, that member, in the order of the
             groups; other parameters are updated by all holders.
         ways: Reduction algorithms of the groups that may use others than a flat ring.
+        codecs: Lossy codecs of the gradients that are not exchanged as they are.
     """
 
     devices: Members
@@ -50,6 +52,7 @@ class ShardingSpec:
     silent: Mapping[str, frozenset[int]] = field(default_factory=dict)
     owners: Mapping[str, Members] = field(default_factory=dict)
     ways: Mapping[Members, tuple[AllReduceAlgorithm, ...]] = field(default_factory=dict)
+    codecs: Mapping[str, GradientCodec] = field(default_factory=dict)
 
     def held_by(self, worker: int, names: Iterable[str]) -> tuple[str, ...]:
         """Return the names, of those given, that a worker holds, in order."""
@@ -171,10 +174,13 @@ def find_sharding_spec(plan: Plan, parts: PhasePrograms) -> ShardingSpec:
     holders: dict[str, Members] = {}
     replica_groups: dict[str, tuple[Members, ...]] = {}
     silent: dict[str, frozenset[int]] = {}
+    codecs: dict[str, GradientCodec] = {}
     for name, found in needed.items():
         members = {device for stage in found for replica in stages[stage] for device in replica}
         holders[name] = tuple(device for device in plan.devices if device in members)
         replica_groups[name] = (holders[name],)
+        if len(chosen := {plan.stages[stage].gradients for stage in found}) == 1:
+            codecs[name] = chosen.pop()
         if len(found) == 1:
             (stage,) = found
             same = zip(*stages[stage], strict=True)  # equal sets are one group: their members have one order
@@ -190,6 +196,7 @@ def find_sharding_spec(plan: Plan, parts: PhasePrograms) -> ShardingSpec:
         placements=parts.placements,
         ranks=ranks,
         silent=silent,
+        codecs={name: codec for name, codec in codecs.items() if codec != "none"},
     )
     if plan.optimizer == "replicated":
         return found_all

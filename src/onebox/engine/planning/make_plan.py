@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 from onebox.cost.model_profile import ModelProfile
 from onebox.engine.memory.forecast import MemoryForecast, TrainingJob
 from onebox.engine.planning.profile import profile_model
-from onebox.engine.problem.memory_search import search_sharing, search_within, short_of_memory
+from onebox.engine.problem.memory_search import search_sharing, search_within, short_of_memory, with_peaks
 from onebox.engine.problem.planner_problem import allowed_sizes, make_problem, measured_sizes
 from onebox.engine.problem.stage_formats import with_formats
 from onebox.engine.workload.batch import as_batch
@@ -20,13 +20,14 @@ from onebox.engine.workload.delay_compensation import delays_of, extra_copies
 from onebox.engine.workload.parameter_groups import Optimizers
 from onebox.errors import UsageError
 from onebox.graph import Loss, Precision
-from onebox.plan import Links, Plan, UpdateAt
-from onebox.plan.model.problem import Problem
-from onebox.plan.search.result import SearchResult
-from onebox.plan_names import ACTIVATION_POLICIES, ChainPolicy, searchable_schedules
+from onebox.plan import Links, Plan, UpdateAt, predict
+from onebox.plan.evaluate.lossy import best_of
+from onebox.plan.model.problem import DeviceSpec, Problem
+from onebox.plan.search.result import PlanCandidate, SearchResult
+from onebox.plan_names import ACTIVATION_POLICIES, ChainPolicy, GradientCodec, LossyPart, searchable_schedules
 from onebox.pool import DeviceInfo, Pool
 from onebox.sizes import Memory, parse_budgets
-from onebox.trainer_options import Numerics, StaleGradients
+from onebox.trainer_options import Numerics, StaleGradients, checked_lossy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +69,7 @@ def make_plan(
     stale: StaleGradients | None = None,
     shard_optimizer: bool = True,
     among: Sequence[int] | None = None,
+    lossy: Collection[LossyPart] = (),
 ) -> PlanningResult:
     """Find the best plan for a model, a batch and a pool.
 
@@ -100,6 +102,8 @@ def make_plan(
         shard_optimizer: Whether replicas may shard the optimizer's state, considered where a device lacks the memory
             for the whole model.
         among: The devices that the plan may use; all of the pool without it.
+        lossy: As for :class:`Trainer`: stages whose gradients, or activations, take much of a step get a lossy codec if
+            the step is predicted to gain a tenth by it.
 
     Raises:
         UsageError: The batch cannot be divided as asked, the optimizer does not support the correction, or the budgets
@@ -117,7 +121,7 @@ def make_plan(
         ...     with onebox.Trainer(model, loss, optimizer, pool=pool, plan=planned.plan) as trainer:
         ...         assert trainer.step(x, y).item() >= 0
     """
-    batch = as_batch(inputs, targets)
+    lossy, batch = checked_lossy(lossy), as_batch(inputs, targets)
     chosen = tuple(range(len(pool)) if among is None else among)
     allowed = allowed_sizes(batch.size, micro_batches)
     budgets = parse_budgets("memory", memory).of(len(pool))
@@ -163,6 +167,9 @@ def make_plan(
         result, plan, problem = search_sharing(problem, exact, budget_s)
     else:
         result, plan = search_within(problem, exact, budget_s)
+    if lossy and len(pool) > 1:
+        problem = with_coding_speeds(problem, pool, fresh=fresh)
+        result, plan = _with_codecs(problem, plan, result, exact, lossy)
     plan = _limited(formatted(plan, profile, pool.devices), budgets)
     return PlanningResult(plan=plan, result=result, problem=problem, profile=profile)
 
@@ -205,6 +212,48 @@ def with_host_speeds(problem: Problem, pool: Pool, *, fresh: bool = False) -> Pr
         replace(device, host_bps=found) if (found := known.get(device.number)) else device for device in problem.devices
     )
     return replace(problem, devices=tuple(devices))
+
+
+def with_coding_speeds(problem: Problem, pool: Pool, *, fresh: bool = False) -> Problem:
+    """Return a problem with the measured speeds of encoding gradients on each device."""
+    known = {device.number: device.speeds for device in pool.profile(fresh=fresh).devices}
+
+    def coding(device: DeviceSpec) -> DeviceSpec:
+        speeds = known[device.number]
+        named: dict[GradientCodec, float | None] = {"bf16": speeds.bf16_coding_bps, "int8": speeds.int8_coding_bps}
+        return replace(device, coding_bps={codec: bps for codec, bps in named.items() if bps is not None})
+
+    return replace(problem, devices=tuple(map(coding, problem.devices)))
+
+
+def _with_codecs(
+    problem: Problem,
+    plan: Plan,
+    result: SearchResult,
+    exact: Callable[[Plan], MemoryForecast],
+    lossy: Sequence[LossyPart],
+) -> tuple[SearchResult, Plan]:
+    """Return a plan, or one that it was compared with, with lossy codecs if that is clearly faster and fits.
+
+    Args:
+        problem: The problem, with the devices' speeds of encoding.
+        plan: The best exact plan, with its exact memory.
+        result: The search result.
+        exact: Returns the exact memory of a plan.
+        lossy: Parts of the traffic that may be compressed.
+    """
+    others = [one.plan for one in result.candidates if not one.refused and not one.shortfalls]
+    found = best_of(problem, (plan, *others), lossy)
+    if found is plan:
+        return result, plan
+    peaks, lack = exact(found)
+    room = problem.capacity_bytes
+    if lack or any(peak > room[device] for device, peak in peaks.items() if device in room):
+        return result, plan
+    found = with_peaks(found, peaks)
+    candidates = (PlanCandidate(label="with lossy messages", plan=found), *result.candidates)
+    _, simulation = predict(problem, found)
+    return replace(result, plan=found, simulation=simulation, candidates=candidates), found
 
 
 def pool_links(pool: Pool, among: Sequence[int] | None = None, *, fresh: bool = False) -> Links:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from onebox.graph.capture.on_device_transform import OnDeviceTransform
 from onebox.plan import ASYNC, Plan
 from onebox.plan.model.stage import OFFLOADING_POLICIES
 from onebox.plan.search.baselines import DATA_PARALLEL
-from onebox.plan_names import ACTIVATION_POLICIES
+from onebox.plan_names import ACTIVATION_POLICIES, LossyPart
 from onebox.pool import DeviceInfo, Pool
 from onebox.pool.devices import distinct_hosts
 from onebox.sizes import bit_rate_text
@@ -44,6 +44,7 @@ class PlanRequest:
     Args:
         plan: A plan; data parallel training over all devices; or ``auto`` for the planner's best plan.
         stale: Stale gradients of the run, if any.
+        lossy: Parts of the traffic that may be compressed with a loss.
         overlap: Whether exact steps overlap.
         micro_batch: For ``auto``, the samples of a micro-batch; without it the planner's default sizes.
         by_default: Whether ``auto`` was chosen for want of a request: the choice is then logged with its reason, and
@@ -52,6 +53,7 @@ class PlanRequest:
 
     plan: Plan | DataParallel | Literal["auto"]
     stale: StaleGradients | None = None
+    lossy: Collection[LossyPart] = ()
     overlap: bool = False
     micro_batch: int | None = None
     by_default: bool = False
@@ -66,6 +68,12 @@ class PlanRequest:
             missing = [device for device in self.plan.devices if device >= len(pool)]
             if missing:
                 raise UsageError(f"the plan uses device {missing[0]}, but the pool has {len(pool)}, numbered from 0")
+            for part, codecs in self.plan.lossy.items():
+                if part not in self.lossy:
+                    raise UsageError(
+                        f"the plan sends {part} as {codecs[0]}, which changes the result: allow it with "
+                        f"lossy=({part!r},), or --lossy {part}, or take {part}='none' in the plan's stages"
+                    )
         elif not isinstance(self.plan, DataParallel) and self.plan != "auto":
             raise UsageError(f"plan={self.plan!r}: {ALLOWED_PLANS}")
 
@@ -146,6 +154,7 @@ class PlanRequest:
             stale=self.stale,
             budget_s=_DEFAULT_BUDGET_S if self.by_default else _BUDGET_S,
             among=among,
+            lossy=self.lossy,
         )
         if self.by_default:
             _LOG.warning("%s", explain_choice(found, pool.devices))

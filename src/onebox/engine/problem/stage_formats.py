@@ -111,7 +111,7 @@ def with_formats(plan: Plan, profile: ModelProfile, devices: Sequence[DeviceInfo
 
 
 def with_precisions_of(plan: Plan, other: Plan, segments: Sequence[str]) -> Plan:
-    """Return a plan with bf16 in each stage whose segments all use bf16 in another plan.
+    """Return a plan with the bf16 and the lossy codecs that all segments of a stage have in another plan.
 
     Args:
         plan: A plan for the same model.
@@ -119,11 +119,22 @@ def with_precisions_of(plan: Plan, other: Plan, segments: Sequence[str]) -> Plan
         segments: All segments of the model.
     """
     narrow = {name for stage in other.narrow for name in other.stages[stage].segments or segments}
-    stages = (
-        replace(stage, precision="bf16" if stage.ranks == 1 and narrow.issuperset(stage.segments or segments) else None)
-        for stage in plan.stages
-    )
-    return replace(plan, stages=tuple(stages)) if narrow else plan
+    codecs = {
+        name: (stage.gradients, stage.activations) for stage in other.stages for name in stage.segments or segments
+    }
+
+    def like_other(stage: Stage) -> Stage:
+        own = stage.segments or segments
+        chosen = {codecs[name] for name in own if name in codecs}
+        gradients, activations = chosen.pop() if len(chosen) == 1 else ("none", "none")
+        return replace(
+            stage,
+            precision="bf16" if stage.ranks == 1 and narrow.issuperset(own) else None,
+            gradients=gradients,
+            activations=activations,
+        )
+
+    return replace(plan, stages=tuple(map(like_other, plan.stages))) if narrow or other.lossy else plan
 
 
 def _with_format(stage: Stage, micro_batch: int | None, profile: ModelProfile, devices: Sequence[DeviceInfo]) -> Stage:

@@ -36,6 +36,7 @@ from onebox.errors import CheckpointError, UsageError
 from onebox.files import make_folder, sync
 from onebox.graph import Precision
 from onebox.plan import Plan
+from onebox.plan_names import LossyPart
 from onebox.trainer_options import Engine, Outer, Recovery, Staging, StaleGradients
 from onebox.wire import DTYPES, TensorSpec, spec_of, to_frame
 from onebox.wire.protocol.instructions import Options
@@ -123,6 +124,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         clip_grad_norm: Gradient clipping norm.
         loss_reduction: ``mean``, ``sum``, ``weighted`` (the function itself is not stored), or none.
         stale: Stale gradients, with the number of exact steps.
+        lossy: Parts of the traffic that may be compressed with a loss.
         recovery: Recovery from losses.
         staging: Memory for batches beside a step's.
         engine: Execution of steps.
@@ -163,6 +165,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     files: tuple[FileEntry, ...] = ()
     complex: dict[str, list[str]] = {}
     islands: IslandsEntry | None = None
+    lossy: tuple[LossyPart, ...] = ()
 
 
 class _FormatVersion(Struct):

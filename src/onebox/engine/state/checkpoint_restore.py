@@ -24,7 +24,7 @@ from onebox.engine.state.checkpoint_files import (
     NumberEntry,
 )
 from onebox.engine.state.pieces import Key
-from onebox.engine.state.remote import RemoteState, StartState
+from onebox.engine.state.remote import RESIDUAL, RemoteState, StartState
 from onebox.engine.state.transfer import StateTransfer
 from onebox.engine.workload.loss_reduction import LossReduction, ReductionName
 from onebox.engine.workload.named_state import NamedState, named_state
@@ -59,7 +59,8 @@ def contents(remote: RemoteState, transfer: StateTransfer, **settings: Any) -> C
     remembered = transfer.remembered()
     sources |= remembered.tensors
     here |= remembered.here
-    sources |= transfer.versions()
+    sources |= transfer.versions() | transfer.residuals()
+    here |= {(name, RESIDUAL): tensor for name, tensor in remote.first_residuals.items()}
     manifest = Manifest(
         format="onebox-checkpoint",
         version=VERSION,
@@ -110,7 +111,7 @@ def resumed_plan(
         return None
     if not stored.whole or (spread and not same and max(stored.devices) < devices):
         return stored if max(stored.devices) < devices else DataParallel(micro_batch=stored.micro_batch)
-    if same and stored.stages[0].formats:
+    if same and (stored.stages[0].formats or stored.codecs):
         return stored
     return DataParallel(
         micro_batch=stored.micro_batch,
@@ -195,17 +196,22 @@ def resume_point(checkpoint: Checkpoint, path: Path) -> ResumePoint:
     """
     manifest = checkpoint.manifest
     remembered = [
-        *((name, key, tensor) for (name, key), tensor in checkpoint.optimizer.items() if key not in KEYS),
+        *(
+            (name, key, tensor)
+            for (name, key), tensor in checkpoint.optimizer.items()
+            if key not in KEYS and key != RESIDUAL
+        ),
         *((entry.parameter, entry.key, entry.value) for entry in manifest.numbers),
     ]
     versions = {(name, key): tensor for (name, key), tensor in checkpoint.optimizer.items() if key in KEYS}
+    residuals = {name: tensor for (name, key), tensor in checkpoint.optimizer.items() if key == RESIDUAL}
     return ResumePoint(
         step=manifest.step,
         path=path,
         identity=manifest.identity,
         plan=manifest.plan,
         extra=manifest.extra,
-        state=StartState(optimizer=remembered, versions=versions),
+        state=StartState(optimizer=remembered, versions=versions, residuals=residuals),
         islands=manifest.islands,
     )
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from onebox.engine.partition.gradient_buckets import CodecState
 from onebox.engine.partition.sharding_spec import Members, ShardingSpec
 from onebox.engine.partition.weight_versions import KEYS, WeightVersions, version_broadcasts
 from onebox.engine.state.move_executor import WantedPart, restore_parts, upload, wanted_spec
@@ -24,13 +27,16 @@ from onebox.engine.workload.named_state import (
     trained_names,
 )
 from onebox.engine.workload.parameter_groups import Optimizers, optimizers_in, options_of, training_of
+from onebox.graph import zeros
 from onebox.graph.shard.placements import shard_of
 from onebox.pool import Pool, WorkerReply, raise_first
-from onebox.wire import TensorSpec, to_frame
-from onebox.wire.protocol.instructions import Ask, Free, Get, Options
-from onebox.wire.protocol.requests import Define, Instruction
+from onebox.wire import DTYPES, TensorSpec, spec_of, to_frame
+from onebox.wire.protocol.instructions import Ask, Call, Free, Get, Options
+from onebox.wire.protocol.requests import Define, Instruction, Put, StoredProgram
 from onebox.wire.protocol.responses import WorkerMemory
 from onebox.wire.protocol.snapshots import Fill, Lay, Number, Recall, Remembered, StateEntry
+
+_LOG = logging.getLogger("onebox")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +46,16 @@ class StartState:
     Args:
         optimizer: State of the optimizer.
         versions: Versions of parameters, by parameter and kind.
+        residuals: Residuals of lossy codecs, by name.
     """
 
     optimizer: OptimizerEntries
     versions: Mapping[tuple[str, str], Tensor]
+    residuals: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+RESIDUAL = "residual"
+"""Key of the residuals of lossy codecs in a checkpoint."""
 
 
 class RemoteState:
@@ -81,6 +93,9 @@ class RemoteState:
         """True if parameters have versions on the workers."""
         self.first_versions: Mapping[tuple[str, str], Tensor] = start.versions if start else {}
         """Initial versions, by parameter and kind."""
+        self.first_residuals: Mapping[str, Tensor] = start.residuals if start else {}
+        """Initial residuals of lossy codecs, by name."""
+        self._residuals: dict[str, tuple[int, int, TensorSpec]] = {}  # worker, number and spec, by name
         self.named = named_state(model, loss, self.new_number)
         self.wanted = trained_names(self.named, optimizer)
         self.training = training_of(optimizer)
@@ -276,6 +291,48 @@ class RemoteState:
         self._owned = {worker: holdings.owned_by(worker, trained) for worker in self._trained}
         self._sent_options = ()  # a new definition may have the options of an earlier step
 
+    def define_residuals(self, wanted: Mapping[int, Mapping[int, CodecState]]) -> None:
+        """Make the state of lossy codecs: as before a first step, or that of a checkpoint if it is for the same plan.
+
+        Args:
+            wanted: For each worker the state of its codecs, by number of the buffer.
+
+        Raises:
+            OneboxError: The pool is broken or closed.
+        """
+        named = {
+            f"{worker}.{place}": (worker, number, state.spec)
+            for worker, own in wanted.items()
+            for place, (number, state) in enumerate(own.items())
+        }
+        first, self.first_residuals, self._residuals = self.first_residuals, {}, named
+        stored = {name: spec_of(tensor) for name, tensor in first.items()}
+        alike = stored == {name: spec for name, (_, _, spec) in named.items()}
+        if first and not alike:
+            _LOG.warning("the state of lossy gradients in the checkpoint is for another plan: it begins anew")
+        for worker, own in wanted.items():
+            tensors = {
+                number: first[f"{worker}.{place}"] if alike else _drawn(state)
+                for place, (number, state) in enumerate(own.items())
+                if alike or state.seed is not None
+            }
+            for number, tensor in tensors.items():
+                self._pool.post(worker, [Put((number,), (spec_of(tensor),))], [to_frame(tensor)])
+            if empty := {number: state.spec for number, state in own.items() if number not in tensors}:
+                program = self._pool.new_number()
+                define = Define(program, StoredProgram(zeros(tuple(empty.values()))))
+                self._pool.post(worker, [define, Call(program, (), tuple(empty)), Free((), (program,))])
+
+    def residual_sources(self) -> dict[Key, TensorSource]:
+        """Return the locations of the residuals of lossy codecs."""
+        found = {StateItem(name, RESIDUAL, 0): own for name, own in self._residuals.items()}
+        parts: dict[int, list[StateItem]] = {}
+        for item, (worker, _, _) in found.items():
+            parts.setdefault(worker, []).append(item)
+        specs = {item: spec for item, (_, _, spec) in found.items()}
+        layout = StateLayout(parts=parts)
+        return find_tensor_sources(layout, specs, lambda item, first, rows: Get((found[item][1],), first, rows))
+
     def retire(self, numbers: Sequence[int]) -> None:
         """Free objects that are no longer needed, by numbers from :meth:`new_number`.
 
@@ -283,6 +340,7 @@ class RemoteState:
             OneboxError: The pool is broken or closed.
         """
         gone = set(numbers)
+        self._residuals = {name: own for name, own in self._residuals.items() if own[1] not in gone}
         self._ledger = [number for number in self._ledger if number not in gone]
         for worker in self._pool.present:
             self._pool.post(worker, [Free(tuple(numbers), tuple(numbers))])
@@ -411,6 +469,7 @@ class RemoteState:
         self._trained, self._owned, self._holdings = {}, {}, None
         self._sent_options, self._optimizer_number = (), 0
         self._copies = copies
+        self.first_residuals, self._residuals = {}, {}
         self.branched = False
         if copies is not None:
             self.forget_first()
@@ -455,6 +514,13 @@ def worker_parts(
         )
         for worker in holdings.devices
     }
+
+
+def _drawn(state: CodecState) -> Tensor:
+    """Return the first elements of a codec's state, the same wherever it is drawn."""
+    assert state.seed is not None
+    generator = torch.Generator().manual_seed(state.seed)
+    return torch.randn(state.spec.shape, generator=generator, dtype=DTYPES[state.spec.dtype])
 
 
 _NOWHERE = StateLayout(parts={})

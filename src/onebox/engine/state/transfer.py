@@ -142,6 +142,10 @@ class StateTransfer:
         keys = self._remote.versions.keys if self._remote.branched else ()
         return {at: source for key in keys for at, source in self._remote.tensor_sources(key).items()}
 
+    def residuals(self) -> dict[Key, TensorSource]:
+        """Return the locations of the residuals of lossy codecs, if there are any."""
+        return self._remote.residual_sources()
+
     def elements(self, sources: Mapping[Key, TensorSource]) -> Iterator[Tensor]:
         """Yield the elements of tensors in order, one tensor after the other, in chunks as they arrive.
 

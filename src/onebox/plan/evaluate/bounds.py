@@ -44,7 +44,7 @@ def least_period(work: PlanWork, routes: Routes, sizes: Sequence[float]) -> floa
             own = (stage.forward_s[d] + stage.input_s[d] + stage.weight_s[d]) * size + 2 * work.call_s * turns
             spent[d] = spent.get(d, 0.0) + own + stage.update_s[d]
         if len(loads) > 1:
-            ring_s = work.links.ring_seconds([(d,) for d in loads], stage.gradient_bytes)
+            ring_s = work.links.sum_seconds([(d,) for d in loads], stage)
             summed.update((d, summed.get(d, 0.0) + ring_s) for d in loads)
     bps = work.links.bandwidth_bps
     for edge in work.edges:
@@ -159,7 +159,7 @@ class _Bound:
                 (cost.forward_s[d] + cost.input_s[d] + cost.weight_s[d]) * size + 2 * self.work.call_s * turns
                 for d, (turns, size) in self.loads[stage].items()
             )
-            ring = self.work.links.ring_seconds([(d,) for d in devices], cost.gradient_bytes)
+            ring = self.work.links.sum_seconds([(d,) for d in devices], cost)
             update = max(cost.update_s[d] for d in devices)
             most = max(most, self.head[stage] + max(spent) + ring + update)
         return most

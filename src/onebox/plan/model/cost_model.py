@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +14,8 @@ from onebox.plan.model.problem import Problem, SegmentValue
 from onebox.plan.model.shares import apportion
 from onebox.plan.model.stage import ActivationPolicy
 from onebox.plan.model.work import Edge, OffloadedBytes, PlanWork, StageWork
+from onebox.plan_names import GradientCodec
+from onebox.wire.gradient_codecs import encoded_bytes
 
 
 class SegmentSeconds(NamedTuple):
@@ -58,6 +61,10 @@ class CrossingBytes(NamedTuple):
     received: int
     given: int
     lent: tuple[OffloadedBytes, ...]
+
+
+_CODING_BPS = 1e9
+"""Assumed bytes per second of encoding gradients, without a measurement: about that of a core."""
 
 
 class CostModel:
@@ -181,6 +188,35 @@ class CostModel:
         read = (tuple(OffloadedBytes(*pair) for pair in sorted(sizes.items())) for sizes in lent)
         return tuple(edges), [CrossingBytes(*sizes) for sizes in zip(kept, received, given, read, strict=True)]
 
+    def _coded_edges(
+        self, parts: Sequence[LayoutStage], edges: tuple[Edge, ...]
+    ) -> tuple[tuple[Edge, ...], dict[int, tuple[float, float]]]:
+        """Return edges with the bytes that travel in the codecs of their senders, and the seconds of coding.
+
+        For each stage these are seconds of forward and of backward on its slowest device. To encode includes to decode,
+        as for gradients, so that a decoding counts as half of one.
+        """
+        if all(part.sends == "none" for part in parts):
+            return edges, {}
+        found, seconds = list[Edge](), {stage: [0.0, 0.0] for stage in range(len(parts))}
+        for edge in edges:
+            source, target = parts[edge.source], parts[edge.target]
+            sizes = [edge.forward_bytes, edge.backward_bytes]
+            if not set(target.devices) <= set(source.devices):
+                ends = ((edge.source, edge.target, source), (edge.target, edge.source, target))
+                for way, (sender, receiver, part) in enumerate(ends):
+                    if part.sends == "none":
+                        continue
+                    seconds[sender][way] += sizes[way] / self._slowest_bps(part, part.sends)
+                    seconds[receiver][way] += sizes[way] / self._slowest_bps(parts[receiver], part.sends) / 2
+                    sizes[way] = min(sizes[way], encoded_bytes(part.sends, sizes[way]))
+            found.append(replace(edge, forward_bytes=sizes[0], backward_bytes=sizes[1]))
+        return tuple(found), {stage: (forward, backward) for stage, (forward, backward) in seconds.items()}
+
+    def _slowest_bps(self, part: LayoutStage, codec: GradientCodec) -> float:
+        """Return the bytes per second that the slowest device of a stage encodes."""
+        return min(self.problem.device[number].coding_bps.get(codec, _CODING_BPS) for number in part.devices)
+
     def _crossing(self, where: Sequence[int]) -> list[SegmentValue]:
         """Return the values that cross between stages, usually few."""
         stage = np.array(where, np.int64)
@@ -195,10 +231,12 @@ class CostModel:
             parts: The micro-batches.
         """
         largest = layout.micro_batch or max(part.size for part in parts)
-        edges, crossing = self.edges(layout.parts, largest)
+        exact, crossing = self.edges(layout.parts, largest)
+        edges, coding = self._coded_edges(layout.parts, exact)
         crowded = self.crowding({device for part in layout.parts for device in part.devices})
         stages = tuple(
-            self._stage(layout, stage, largest, parts, crossing[stage], crowded) for stage in range(len(layout.parts))
+            self._stage(layout, stage, largest, parts, crossing[stage], crowded, coding.get(stage, (0.0, 0.0)))
+            for stage in range(len(layout.parts))
         )
         problem = self.problem
         work = PlanWork(
@@ -219,14 +257,18 @@ class CostModel:
         micro_batches: Sequence[MicroBatch],
         crossing: CrossingBytes,
         crowded: Mapping[str, float],
+        coding_s: tuple[float, float],
     ) -> StageWork:
-        """Return the costs of a stage, once: neighbouring layouts have most stages in common."""
+        """Return the costs of a stage, once: neighbouring layouts have most stages in common.
+
+        ``coding_s`` is what its lossy messages take of its devices' time, forward and backward.
+        """
         part, on_host = layout.parts[stage], (layout.update or self.problem.updates[0]) == "host"
         tied, again = self._tied_s(layout, stage), self._again(layout, stage)
         one_each = None if layout.micro_batch is not None else tuple(part.size for part in micro_batches)
         key = (
             *(stage, part, layout.micro_batch, layout.update),
-            *(largest, one_each, crossing, tuple(crowded.items()), tied, again),
+            *(largest, one_each, crossing, tuple(crowded.items()), tied, again, coding_s),
         )
         if key in self._stages:
             return self._stages[key]
@@ -242,7 +284,7 @@ class CostModel:
             # A replica with one micro-batch of its own size: its fixed costs must not shrink with its size.
             own = largest if layout.micro_batch is not None else _own(part.shares, turn, micro_batches)
             for place, (fixed, each) in enumerate(found[:3]):
-                times[place][number] = (fixed + each * own) * (largest / own) / speed
+                times[place][number] = (fixed + each * own) * (largest / own) / speed + (*coding_s, 0.0)[place]
             times[3][number] = found.update_s / speed / sharing + tied
             if on_host:  # gradients go to the host, parameters come back
                 times[3][number] = tied + sizes.parameter * (device.host_update_s + 2 / device.host_bps) / sharing
@@ -259,11 +301,43 @@ class CostModel:
             input_s=times[1],
             weight_s=times[2],
             update_s=times[3],
-            state_bytes=sizes.state - (sizes.optimizer if on_host else elsewhere) - streamed,
+            state_bytes=sizes.state
+            - (sizes.optimizer if on_host else elsewhere)
+            - streamed
+            + self._residual_bytes(part),
             gradient_bytes=sizes.parameter,
+            travelling_bytes=self._travelling_bytes(part),
+            coding_s=self._coding_s(part),
             **held,
         )
         return self._stages[key]
+
+    def _travelling_bytes(self, part: LayoutStage) -> int | None:
+        """Return the bytes of a stage's gradients in its codec, of which a ring takes as long; ``None`` without one.
+
+        A member that owns a part of the optimizer's state sends updated parameters, half of the traffic, exactly.
+        """
+        if part.codec == "none":
+            return None
+        exact = self.sizes(part.segments).parameter
+        encoded = encoded_bytes(part.codec, exact)
+        return (exact + encoded) // 2 if self.problem.sharded else encoded
+
+    def _coding_s(self, part: LayoutStage) -> float:
+        """Return the seconds in which the slowest device of a stage encodes and decodes its gradients.
+
+        It encodes all, decodes its slices of all devices, encodes their sum, and decodes all sums. To encode includes
+        to decode, for the residual, so that a decoding counts as half of one.
+        """
+        if part.codec == "none":
+            return 0.0
+        size_bytes, count = self.sizes(part.segments).parameter, len(part.devices)
+        return (2 + 1 / count) * size_bytes / self._slowest_bps(part, part.codec)
+
+    def _residual_bytes(self, part: LayoutStage) -> int:
+        """Return the bytes that a stage's codec keeps on each device: of all gradients, and of the sums of a slice."""
+        exact = self.sizes(part.segments).parameter
+        return 0 if part.codec == "none" else exact + -(-exact // len(part.devices))
 
     def streamed_bytes(self, part: LayoutStage, *, on_host: bool) -> int:
         """Return the bytes of a stage's gradients that the host's optimizer holds, instead of the device."""

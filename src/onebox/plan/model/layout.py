@@ -10,7 +10,7 @@ from onebox.errors import UsageError
 from onebox.plan.model.plan import Plan
 from onebox.plan.model.problem import Problem
 from onebox.plan.model.stage import ActivationPolicy, Stage
-from onebox.plan_names import SCHEDULE_TRAITS, UpdateAt
+from onebox.plan_names import SCHEDULE_TRAITS, ActivationCodec, GradientCodec, UpdateAt
 
 
 class LayoutStage(NamedTuple):
@@ -21,12 +21,16 @@ class LayoutStage(NamedTuple):
         devices: Numbers of its devices, one a replica.
         shares: Each replica's share of the batch.
         policy: Its activation policy.
+        codec: Lossy codec of its gradients.
+        sends: Lossy codec of the values that it sends to other stages.
     """
 
     segments: tuple[int, ...]
     devices: tuple[int, ...]
     shares: tuple[float, ...]
     policy: ActivationPolicy = "keep"
+    codec: GradientCodec = "none"
+    sends: ActivationCodec = "none"
 
 
 class StageLayout(NamedTuple):
@@ -97,6 +101,8 @@ def plan_of(problem: Problem, layout: StageLayout) -> Plan:
             shares=part.shares,
             segments=() if whole else tuple(problem.segments[index].name for index in sorted(part.segments)),
             policy=part.policy,
+            gradients=part.codec,
+            activations=part.sends,
         )
         for part in layout.parts
     )
@@ -140,6 +146,8 @@ def layout_of(problem: Problem, plan: Plan) -> StageLayout:
             tuple(replica[0] for replica in stage.replicas),
             stage.shares,
             stage.policy,
+            stage.gradients,
+            stage.activations,
         )
         for stage in plan.stages
     )

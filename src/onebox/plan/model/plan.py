@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -15,7 +15,7 @@ from onebox.errors import UsageError
 from onebox.plan.model.schedule import Routes
 from onebox.plan.model.shares import apportion, deal
 from onebox.plan.model.stage import POLICY_WORDS, OptimizerStateLayout, PlanPart, Stage, quoted
-from onebox.plan_names import ASYNC, SCHEDULE_TRAITS, Sync, UpdateAt, searchable_schedules
+from onebox.plan_names import ASYNC, SCHEDULE_TRAITS, GradientCodec, LossyPart, Sync, UpdateAt, searchable_schedules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +111,7 @@ class Plan(PlanPart, frozen=True):
             raise UsageError(
                 f"memory_bytes={self.memory_bytes} of devices {self.devices}: one for each is needed, 0 for no limit"
             )
+        self._check_lossy()
         if len(self.stages) == 1 and self.stages[0].policy != "keep":
             raise UsageError(
                 f"policy={self.stages[0].policy!r} in a plan of one stage, which goes back right after forward "
@@ -127,6 +128,23 @@ class Plan(PlanPart, frozen=True):
             raise UsageError("optimizer='sharded' needs sync='workers': the client sums for all replicas or for none")
         if self.update not in get_args(UpdateAt):
             raise UsageError(f"update={self.update!r}: allowed are {quoted(UpdateAt)}")
+
+    def _check_lossy(self) -> None:
+        for stage in self.stages:
+            if stage.gradients != "none" and (self.sync == "client" or self.late):
+                where = "sync='client'" if self.sync == "client" else f"schedule {self.schedule!r}"
+                raise UsageError(
+                    f"gradients={stage.gradients!r} of a stage with {where}: lossy gradients are for exact steps whose "
+                    "gradients are averaged among workers; take gradients='none'"
+                )
+
+        if any(stage.activations != "none" for stage in self.stages) and (
+            self.late or any(stage.policy in ("offload", "swap") for stage in self.stages)
+        ):
+            raise UsageError(
+                "activations of a stage with a lossy codec: they are for exact schedules, and not for plans that "
+                "offload or swap activations; take activations='none'"
+            )
 
     def _check_stages(self) -> None:
         if self.micro_batch is None:
@@ -202,6 +220,18 @@ class Plan(PlanPart, frozen=True):
         """The stages whose matrix products and convolutions are in bfloat16."""
         return frozenset(stage for stage, found in enumerate(self.stages) if found.precision == "bf16")
 
+    @property
+    def lossy(self) -> Mapping[LossyPart, tuple[str, ...]]:
+        """For each part of the traffic that is compressed with a loss, its codecs, each once."""
+        sent = tuple(dict.fromkeys(stage.activations for stage in self.stages if stage.activations != "none"))
+        found: dict[LossyPart, tuple[str, ...]] = {"gradients": self.codecs, "activations": sent}
+        return {part: codecs for part, codecs in found.items() if codecs}
+
+    @property
+    def codecs(self) -> tuple[GradientCodec, ...]:
+        """The lossy codecs of its gradients, each once."""
+        return tuple(dict.fromkeys(stage.gradients for stage in self.stages if stage.gradients != "none"))
+
     def micro_batches(self, batch: int) -> tuple[MicroBatch, ...]:
         """Cut a batch into micro-batches.
 
@@ -238,7 +268,8 @@ class Plan(PlanPart, frozen=True):
         """Return a one-line description."""
         cut = "one micro-batch each" if self.micro_batch is None else f"micro-batches of {self.micro_batch}"
         narrow = [f"{len(self.narrow)} of bf16"] if self.narrow else []
-        return ", ".join((self._where(cut), *self._memory(), *narrow))
+        lossy = [f"{part} as {' and '.join(codecs)}" for part, codecs in self.lossy.items()]
+        return ", ".join((self._where(cut), *self._memory(), *narrow, *lossy))
 
     def _memory(self) -> list[str]:
         """Describe activation policies and the optimizer's place, where they are not the defaults."""

@@ -9,7 +9,15 @@ from itertools import permutations
 
 from onebox.errors import UsageError
 from onebox.plan.model.work import Links
-from onebox.plan_names import ACTIVATION_POLICIES, ASYNC, SCHEDULES, ChainPolicy, UpdateAt, searchable_schedules
+from onebox.plan_names import (
+    ACTIVATION_POLICIES,
+    ASYNC,
+    SCHEDULES,
+    ChainPolicy,
+    GradientCodec,
+    UpdateAt,
+    searchable_schedules,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +161,8 @@ class DeviceSpec:
         processor: Whether it is a share of its host's own processor, which may compute a part of the stage of another
             device of that host.
         threads: Cores of its host that its worker keeps busy while it computes.
+        coding_bps: Bytes per second of gradients that it encodes with each lossy codec, with the new residual; a codec
+            that has not been measured is never chosen.
     """
 
     number: int
@@ -164,6 +174,7 @@ class DeviceSpec:
     host_update_s: float = HOST_UPDATE_S
     processor: bool = False
     threads: float = 0.0
+    coding_bps: Mapping[GradientCodec, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from onebox.errors import UsageError
 from onebox.plan.model.shares import apportion
-from onebox.plan_names import ChainPolicy
+from onebox.plan_names import ActivationCodec, ChainPolicy, GradientCodec
 
 ActivationPolicy = Literal["keep", "recompute", "offload", "swap"]
 """Activation policy of a stage: activations stay on the device until its backward; they are dropped, and recomputed
@@ -47,6 +47,11 @@ class Stage(PlanPart, frozen=True):
             usually faster on CPUs.
         precision: ``bf16`` for matrix products and convolutions in bfloat16, forward and backward, and everything else
             in float32; ``None`` for the precision of the run.
+        gradients: Lossy codec of the gradients that its replicas exchange, with error feedback; a trainer takes one
+            other than ``none`` only if its user allows it, because it changes the result. A parameter that several
+            stages share is exchanged with the codec of all of them, or exactly where they differ.
+        activations: Lossy codec of the values that it sends to stages on other devices in training: its activations
+            forward, and the gradients of its inputs backward; likewise only if allowed.
     """
 
     replicas: tuple[tuple[int, ...], ...]
@@ -55,6 +60,8 @@ class Stage(PlanPart, frozen=True):
     policy: ActivationPolicy = "keep"
     channels_last: bool = False
     precision: StagePrecision | None = None
+    gradients: GradientCodec = "none"
+    activations: ActivationCodec = "none"
 
     def __post_init__(self) -> None:
         if self.policy not in get_args(ActivationPolicy):
@@ -68,6 +75,10 @@ class Stage(PlanPart, frozen=True):
             raise UsageError(f"replicas {self.replicas}: all replicas of a stage are split over as many devices")
         if self.precision not in (None, *get_args(StagePrecision)):
             raise UsageError(f"precision={self.precision!r} of a stage: allowed are {quoted(StagePrecision)}")
+        if self.gradients not in get_args(GradientCodec):
+            raise UsageError(f"gradients={self.gradients!r} of a stage: allowed are {quoted(GradientCodec)}")
+        if self.activations not in get_args(ActivationCodec):
+            raise UsageError(f"activations={self.activations!r} of a stage: allowed are {quoted(ActivationCodec)}")
         if self.ranks > 1 and (self.channels_last or self.precision == "bf16"):
             what = "channels_last" if self.channels_last else "precision='bf16'"
             raise UsageError(f"{what} of a stage whose layers are split: leave it out, or give it one device each")

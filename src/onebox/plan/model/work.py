@@ -37,6 +37,8 @@ class StageWork:
         update_s: Seconds of its optimizer step, once a step.
         state_bytes: Parameters, buffers, optimizer state and gradients, held always.
         gradient_bytes: Gradients that its replicas sum, once a step.
+        travelling_bytes: Bytes that travel in place of these in a lossy codec; ``None`` without one.
+        coding_s: Seconds in which its slowest replica encodes and decodes them.
         saved_bytes: Held from the start of forward to the end of the input gradient (or of the whole backward).
         offloaded: Held likewise, but in the host's memory in between.
         late_bytes: Held from the start of the input gradient to the end of the weight gradient.
@@ -50,6 +52,8 @@ class StageWork:
     update_s: Mapping[int, float]
     state_bytes: int = 0
     gradient_bytes: int = 0
+    travelling_bytes: int | None = None
+    coding_s: float = 0.0
     saved_bytes: int = 0
     offloaded: tuple[OffloadedBytes, ...] = ()
     late_bytes: int = 0
@@ -111,6 +115,25 @@ class Links:
         if key not in self._ways:
             self._ways[key] = all_reduce_algorithms(self.latency_s, self.bandwidth_bps, key)
         return choose_all_reduce(self._ways[key], size_bytes)
+
+    def sum_seconds(self, replicas: Sequence[Sequence[int]], stage: StageWork) -> float:
+        """Return the seconds in which replicas of a stage sum their gradients, in a lossy codec if it has one.
+
+        Where hosts sum first, gradients are encoded between hosts only.
+
+        Args:
+            replicas: The devices of each replica.
+            stage: The stage.
+        """
+        exact_s = self.ring_seconds(replicas, stage.gradient_bytes)
+        if stage.travelling_bytes is None or len(replicas) < 2:
+            return exact_s
+        across = replicas
+        if all(len(replica) == 1 for replica in replicas):
+            parts = self.all_reduce_algorithm([device for (device,) in replicas], stage.gradient_bytes).parts
+            across = [(part[0],) for part in parts] if len(parts) > 1 else replicas
+        within_s = exact_s - self.ring_seconds(across, stage.gradient_bytes) if across is not replicas else 0.0
+        return max(within_s, 0.0) + stage.coding_s + self.ring_seconds(across, stage.travelling_bytes)
 
     def ring_seconds(self, replicas: Sequence[Sequence[int]], size_bytes: int) -> float:
         """Return the seconds in which replicas sum their gradients: in one ring, or in each host first.

@@ -276,7 +276,7 @@ class GradientSums:
             replicas[slot.stage].append(tuple(instance.devices[member] for member in slot.members))
         for stage, work in enumerate(instance.work.stages):
             several = len(replicas[stage]) > 1
-            ring_s = instance.work.links.ring_seconds(replicas[stage], work.gradient_bytes) if several else 0.0
+            ring_s = instance.work.links.sum_seconds(replicas[stage], work) if several else 0.0
             self._ring_s.append(ring_s)
         self.replicated = [len(each) > 1 for each in replicas]
         self.update_s = [

@@ -210,8 +210,8 @@ def finish(instance: SchedulingInstance, played: ExecutedRows) -> tuple[list[Upd
         members = [member for replica in replicas for member in replica]
         if len(replicas) > 1:
             start = max([when, *(reduced[member] for member in members)])
-            end = start + instance.work.links.ring_seconds(
-                [[devices[member] for member in replica] for replica in replicas], stages[stage].gradient_bytes
+            end = start + instance.work.links.sum_seconds(
+                [[devices[member] for member in replica] for replica in replicas], stages[stage]
             )
             for member in members:
                 reduced[member] = end

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace as struct_replace
 
 from onebox.engine.compile.order_check import (
     OrderFault,
@@ -22,6 +23,7 @@ from onebox.engine.compile.order_check import (
 )
 from onebox.engine.compile.routine import StepRoutine
 from onebox.plan import Plan
+from onebox.plan_names import GradientCodec
 from onebox.wire import TensorSpec
 from onebox.wire.protocol.instructions import (
     Ask,
@@ -308,6 +310,19 @@ def places(steps: Sequence[Step], kind: type[Step], **more: int) -> list[int]:
 @pytest.mark.parametrize("overlap", ["", "exact", "stale"])
 def test_routines_in_order_have_no_faults(name: str, overlap: Overlap) -> None:
     assert not check(lower(PLANS[name], 12, overlap=overlap, untagged=True))
+
+
+@pytest.mark.parametrize("name", [name for name in PLANS if name != "spans"])  # which offloads
+@pytest.mark.parametrize("codec", ["int8", "powersgd"])
+@pytest.mark.parametrize("overlap", ["", "exact"])
+def test_lossy_messages_are_in_order(name: str, codec: GradientCodec, overlap: Overlap) -> None:
+    """Slices of gradients go between the members of a group while sums and values of stages do."""
+    given = PLANS[name]
+    stages = tuple(struct_replace(each, gradients=codec, activations="int8") for each in given.stages)
+    lowered = lower(struct_replace(given, stages=stages), 12, overlap=overlap, untagged=True)
+    assert not check(lowered)
+    coded = any(isinstance(step, Gather) for routine in lowered.routines.values() for step in routine.steps)
+    assert coded or codec != "int8" or all(len(each.replicas) == 1 for each in given.stages)
 
 
 def test_the_first_step_of_a_pipeline_would_hang_under_the_rules_of_the_library() -> None:

@@ -8,7 +8,8 @@ within each part of the group to the part's first member; one over these leaders
 leader waits for its part's reduction before it begins the second collective. If workers exchange nothing but
 reductions, that happens when the next exchange begins, so that most second collectives overlap with the computation of
 gradients. Otherwise another worker may depend on the one that waits: there the second and third collectives follow
-after all actions.
+after all actions. A sum in a lossy codec (:mod:`onebox.engine.compile.update.coded_buckets`) has phases, too; in a
+hierarchical reduction it takes the place of the second collective.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from onebox.cost import DeviceGroups
 from onebox.engine.compile.batch_job import BatchJob
 from onebox.engine.compile.routine import InstructionLabel, RoutineBuilder
+from onebox.engine.compile.update.coded_buckets import CodedBucket, Phase
 from onebox.engine.partition.hierarchical_reduction import group_leaders
 from onebox.engine.partition.sharding_spec import Members
 from onebox.plan import Action
@@ -39,6 +41,7 @@ class GroupReduction:
         root: Rank of the only member that receives the sum; -1 for all.
         parts: Parts of a hierarchical reduction, which has one message and is for all members; empty for a flat one.
         specs: Specs of the buffers.
+        coded: The sum in a lossy codec, of the members or of the leaders of the parts; ``None`` for an exact one.
     """
 
     members: Members
@@ -47,6 +50,7 @@ class GroupReduction:
     root: int = -1
     parts: DeviceGroups = ()
     specs: Sequence[TensorSpec] = ()
+    coded: CodedBucket | None = None
 
 
 class ReductionQueue:
@@ -78,8 +82,7 @@ class ReductionQueue:
         self._early = early
         self._before = before
         self._queues: dict[Members, deque[GroupReduction]] = {}
-        self._second: deque[tuple[GroupReduction, tuple[int, ...]]] = deque()
-        self._third: deque[tuple[GroupReduction, tuple[int, ...]]] = deque()
+        self._waiting: list[deque[Phase]] = []  # the phases to come of exchanges that have begun, oldest first
 
     def expect(
         self,
@@ -89,6 +92,7 @@ class ReductionQueue:
         *,
         parts: DeviceGroups = (),
         specs: Sequence[TensorSpec] = (),
+        coded: CodedBucket | None = None,
     ) -> GroupReduction:
         """Append an exchange to its group's queue.
 
@@ -98,10 +102,12 @@ class ReductionQueue:
             owner: The only member that receives the sum; ``None`` for all.
             parts: See :class:`GroupReduction`.
             specs: See :class:`GroupReduction`.
+            coded: See :class:`GroupReduction`.
         """
         root = -1 if owner is None else members.index(owner)
-        exchange = GroupReduction(members, prepare, root=root, parts=parts if len(parts) > 1 else (), specs=specs)
-        queue = () if exchange.parts or members in self._shared else members
+        parts = parts if len(parts) > 1 else ()
+        exchange = GroupReduction(members, prepare, root=root, parts=parts, specs=specs, coded=coded)
+        queue = () if parts or coded or members in self._shared else members
         self._queues.setdefault(queue, deque()).append(exchange)
         return exchange
 
@@ -112,7 +118,7 @@ class ReductionQueue:
                 exchange = queue.popleft()
                 self._before()
                 for buffers in exchange.prepare():
-                    if exchange.parts:
+                    if exchange.parts or exchange.coded:
                         self._begin(exchange, buffers)
                     else:
                         self._reduce(buffers, exchange.members, exchange.root)
@@ -123,40 +129,52 @@ class ReductionQueue:
             for exchange in queue:
                 exchange.ready = True
         self.flush()
-        while self._second:
-            self._over_parts()
-        while self._third:
-            self._hand_on()
+        while self._waiting:
+            left = max(map(len, self._waiting))
+            for phases in self._waiting:
+                if len(phases) == left:
+                    phases.popleft()()
+            self._drop_complete()
 
     def _begin(self, exchange: GroupReduction, buffers: tuple[int, ...]) -> None:
-        """Begin the first collective of a hierarchical reduction, and those of earlier exchanges that are due after
+        """Begin the first collective of an exchange of several, and those of earlier exchanges that are due after
         it.
         """
-        own = self._part(exchange)
-        if len(own) > 1:
-            self._reduce(buffers, own, 0)
+        phases = deque(self._phases(exchange, buffers))
+        phases.popleft()()
         if self._early:
-            due = len(self._third)
-            if self._second:
-                self._over_parts()
-            for _ in range(due):
-                self._hand_on()
-        self._second.append((exchange, buffers))
+            for earlier in reversed(self._waiting):
+                earlier.popleft()()
+            self._drop_complete()
+        self._waiting.append(phases)
 
-    def _over_parts(self) -> None:
-        """Begin the second collective of the exchange that has waited longest."""
-        exchange, buffers = self._second.popleft()
-        if self._part(exchange)[0] == self._worker:
-            self._reduce(buffers, group_leaders(exchange.parts), -1)
-        self._third.append((exchange, buffers))
+    def _drop_complete(self) -> None:
+        self._waiting = [phases for phases in self._waiting if phases]
 
-    def _hand_on(self) -> None:
-        """Begin the third collective of the exchange that has waited longest."""
-        exchange, buffers = self._third.popleft()
-        own = self._part(exchange)
-        if len(own) > 1:
-            broadcast = Broadcast(buffers, self._groups[own], 0, tuple(exchange.specs))
-            self._builder.add(broadcast, InstructionLabel("broadcast", "transfer"))
+    def _phases(self, exchange: GroupReduction, buffers: tuple[int, ...]) -> list[Phase]:
+        """Return the phases of an exchange of several collectives, as many on each member."""
+        coded = exchange.coded
+        if not exchange.parts:
+            assert coded is not None
+            return coded.phases(self._builder, self._worker, self._groups[exchange.members], buffers)
+        own, leaders = self._part(exchange), group_leaders(exchange.parts)
+
+        def within_part() -> None:
+            if len(own) > 1:
+                self._reduce(buffers, own, 0)
+
+        def hand_on() -> None:
+            if len(own) > 1:
+                broadcast = Broadcast(buffers, self._groups[own], 0, tuple(exchange.specs))
+                self._builder.add(broadcast, InstructionLabel("broadcast", "transfer"))
+
+        leading = own[0] == self._worker
+        if coded is None:
+            return [within_part, lambda: self._reduce(buffers, leaders, -1) if leading else None, hand_on]
+        over_parts: list[Phase] = [lambda: None] * 3
+        if leading:
+            over_parts = coded.phases(self._builder, self._worker, self._groups[leaders], buffers)
+        return [within_part, *over_parts, hand_on]
 
     def _part(self, exchange: GroupReduction) -> Members:
         return next(part for part in exchange.parts if self._worker in part)

@@ -10,11 +10,14 @@ import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal
 
+from onebox.cost import DeviceGroups
 from onebox.engine.compile.batch_job import BatchJob, BufferNumbers
 from onebox.engine.compile.phase_emission import PhaseCall, emit
 from onebox.engine.compile.routine import InstructionLabel
+from onebox.engine.compile.update.coded_buckets import CodedBucket, LowRankBucket, QuantizedBucket
 from onebox.engine.compile.update.collectives import GroupReduction, RoutineScope
-from onebox.engine.partition.gradient_buckets import BUCKET_BYTES, GPU_BUCKET_BYTES
+from onebox.engine.partition.gradient_buckets import BUCKET_BYTES, GPU_BUCKET_BYTES, CodecState
+from onebox.engine.partition.hierarchical_reduction import group_leaders
 from onebox.engine.partition.optimizer_sharding import GradientBucket, buckets_by_owner
 from onebox.engine.partition.phase_programs import PhaseProgram
 from onebox.engine.partition.sharding_spec import Members, ShardingSpec, all_workers_group
@@ -80,11 +83,44 @@ class Gradients:
                 self.specs,
                 functools.partial(holdings.owner, members),
                 GPU_BUCKET_BYTES if all(worker in gpus for worker in members) else BUCKET_BYTES,
+                holdings.codecs,
             )
             for members, names in shared.items()
         }
+        self.coded = {
+            (members, bucket): self._coded(members, bucket)
+            for members, own in self.buckets.items()
+            for bucket in own
+            if bucket.codec != "none"
+        }
         self._additions: dict[tuple[TensorSpec, ...], Program] = {}
         self._pieces: dict[tuple[int, tuple[int, ...]], tuple[Program, list[Piece]]] = {}
+
+    def parts(self, members: Members, bucket: GradientBucket) -> DeviceGroups:
+        """Return the parts of a group that sum a bucket first; one part for a flat reduction."""
+        if bucket.owner is not None:
+            return (members,)
+        return self.holdings.parts(members, sum(self._spec(members, name).size_bytes for name in bucket.names))
+
+    def _spec(self, members: Members, name: str) -> TensorSpec:
+        """Return the spec of a gradient on the members of a replica group."""
+        return self.holdings.spec(members[0], name, self.specs[name])
+
+    def _coded(self, members: Members, bucket: GradientBucket) -> CodedBucket:
+        parts, specs = self.parts(members, bucket), [self._spec(members, name) for name in bucket.names]
+        exchanging = group_leaders(parts) if len(parts) > 1 else members
+        if bucket.codec == "powersgd":
+            return LowRankBucket(
+                dict(zip(bucket.names, specs, strict=True)), exchanging, bucket.owner, self.numbers.new
+            )
+        return QuantizedBucket(bucket.codec, specs, exchanging, bucket.owner, self.numbers.new)
+
+    def residuals(self, worker: int) -> dict[int, CodecState]:
+        """Return the buffers of a worker that lossy codecs keep from step to step."""
+        found: dict[int, CodecState] = {}
+        for coded in self.coded.values():
+            found |= coded.state(worker)
+        return found
 
     def pieces(self, program: Program, ends: Sequence[int]) -> list[Piece]:
         """Return a backward program split into pieces, the same for all micro-batches."""
@@ -167,12 +203,9 @@ class WorkerGradients:
         missing = {name for name in bucket.names if name in self._last}
         self._bucket_of |= dict.fromkeys(missing, len(self._missing))
         specs = [self._specs[name] for name in bucket.names]
-        parts = self._shared.holdings.parts(members, sum(spec.size_bytes for spec in specs))
+        parts, coded = self._shared.parts(members, bucket), self._shared.coded.get((members, bucket))
         prepare = functools.partial(self._bucket, bucket.names)
-        if bucket.owner is not None:
-            exchange = self._exchanges.expect(members, prepare, bucket.owner)
-        else:
-            exchange = self._exchanges.expect(members, prepare, parts=parts, specs=specs)
+        exchange = self._exchanges.expect(members, prepare, bucket.owner, parts=parts, specs=specs, coded=coded)
         exchange.ready = not missing
         self._missing.append((missing, exchange))
 

@@ -1,0 +1,294 @@
+"""Programs of lossy gradient codecs: encode a bucket, sum encoded slices, decode; all with error feedback.
+
+The forms of encoded values are those of :mod:`onebox.wire.gradient_codecs`. Arithmetic is that of the gradients' type,
+float32 or float64, in a fixed order, so that the same input gives the same bits on every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from onebox.graph.lower.small_programs import extract
+from onebox.plan_names import ActivationCodec, GradientCodec
+from onebox.wire import DType, Many, MemoryFormat, Operator, Program, SlotArgument, TensorSpec, Value, with_deaths
+from onebox.wire.gradient_codecs import BLOCK, RANK, SCALE_BYTES, encoded_spec, matrix_of, padded_elements
+
+_LEAST = 2.0**-126
+"""Smallest scale, the smallest normal float32: a block of zeros is not divided by zero."""
+
+
+_TINY = 1e-8
+"""Added to the norm of a column: one of zeros stays zero."""
+
+
+def encode_bucket(codec: GradientCodec, specs: Sequence[TensorSpec], slices: int) -> Program:
+    """Return a program that adds the residual to gradients and encodes them in slices.
+
+    It maps inputs ``g0 … gn, residual`` to ``slice0 … slicek, residual``: the gradients are padded with zeros to whole
+    blocks in each slice, and the new residual is what encoding has lost of the sum.
+
+    Args:
+        codec: ``bf16`` or ``int8``.
+        specs: Specs of the gradients, of one element type.
+        slices: Number of slices.
+    """
+    dtype, elements = specs[0].dtype, sum(prod(spec.shape) for spec in specs)
+    padded = padded_elements(elements, slices)
+    blocks = TensorSpec(dtype, (padded // BLOCK, BLOCK))
+    tape = _Tape((*specs, blocks))
+    flat = tape.concatenated([tape.viewed(place, (prod(spec.shape),)) for place, spec in enumerate(specs)])
+    if padded > elements:
+        padding = Many((0, padded - elements))
+        flat = tape.add("constant_pad_nd.default", [flat, padding, 0.0], TensorSpec(dtype, (padded,)))
+    values = tape.add("add.Tensor", [tape.viewed(flat, blocks.shape), len(specs)], blocks)
+    encoded, residual = _encoded(tape, codec, values)
+    rows = blocks.shape[0] // slices
+    parts = [tape.rows(encoded, rows * index, rows * (index + 1)) for index in range(slices)]
+    return tape.program([*parts, residual])
+
+
+def encode_values(codec: ActivationCodec, spec: TensorSpec) -> Program:
+    """Return a program that encodes a tensor, padded with zeros to whole blocks.
+
+    Args:
+        codec: ``bf16`` or ``int8``.
+        spec: Spec of the tensor, of float32 or float64.
+    """
+    elements = prod(spec.shape)
+    padded = padded_elements(elements, 1)
+    tape = _Tape((spec,))
+    flat = tape.viewed(0, (elements,))
+    if padded > elements:
+        padding = Many((0, padded - elements))
+        flat = tape.add("constant_pad_nd.default", [flat, padding, 0.0], TensorSpec(spec.dtype, (padded,)))
+    encoded, _ = _encoded(tape, codec, tape.viewed(flat, (padded // BLOCK, BLOCK)))
+    return extract(tape.program([encoded]), [encoded])
+
+
+def recode_sum(codec: GradientCodec, dtype: str, elements: int, count: int) -> Program:
+    """Return a program that sums encoded slices, adds the residual and encodes the sum again.
+
+    It maps inputs ``slice0 … slicen, residual`` to ``encoded, residual``; slices are added in their order.
+
+    Args:
+        codec: ``bf16`` or ``int8``.
+        dtype: Element type of the gradients.
+        elements: Values of a slice, a multiple of the block.
+        count: Number of slices.
+    """
+    blocks = TensorSpec(dtype, (elements // BLOCK, BLOCK))
+    tape = _Tape((*[encoded_spec(codec, elements)] * count, blocks))
+    total = tape.add("add.Tensor", [_sum(tape, codec, dtype, count), count], blocks)
+    return tape.program(_encoded(tape, codec, total))
+
+
+def decode_bucket(codec: GradientCodec, specs: Sequence[TensorSpec], slices: int, count: int = 1) -> Program:
+    """Return a program that decodes encoded buckets and sums them in their order.
+
+    It maps inputs ``encoded0 … encodedn`` to ``g0 … gm``.
+
+    Args:
+        codec: ``bf16`` or ``int8``.
+        specs: Specs of the gradients, of one element type.
+        slices: Number of slices that the buckets are padded for.
+        count: Number of encoded buckets.
+    """
+    dtype, sizes = specs[0].dtype, [prod(spec.shape) for spec in specs]
+    padded = padded_elements(sum(sizes), slices)
+    tape = _Tape([encoded_spec(codec, padded)] * count)
+    flat = tape.viewed(_sum(tape, codec, dtype, count), (padded,))
+    ends = [sum(sizes[: place + 1]) for place in range(len(sizes))]
+    parts = [tape.rows(flat, end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    return tape.program([tape.viewed(part, spec.shape) for part, spec in zip(parts, specs, strict=True)])
+
+
+def project(specs: Sequence[TensorSpec]) -> Program:
+    """Return a program that projects matrices onto thin ones, the first half of a PowerSGD step.
+
+    It maps inputs ``g0 … gn, e0 … en, q0 … qn`` to ``m0 … mn, p0 … pn``: each gradient as a matrix plus its residual,
+    and its product with ``q``.
+
+    Args:
+        specs: Specs of the gradients, of shapes that are compressed.
+    """
+    matrices, count = _matrices(specs), len(specs)
+    tape = _Tape((*specs, *matrices, *(_thin(spec, 1) for spec in matrices)))
+    made = [
+        tape.add("add.Tensor", [tape.viewed(place, spec.shape), count + place], spec)
+        for place, spec in enumerate(matrices)
+    ]
+    thin = [
+        tape.add("mm.default", [made[place], 2 * count + place], _thin(spec, 0)) for place, spec in enumerate(matrices)
+    ]
+    return tape.program([*made, *thin])
+
+
+def factor(specs: Sequence[TensorSpec]) -> Program:
+    """Return a program with the second half of a PowerSGD step.
+
+    It maps inputs ``m0 … mn, p0 … pn`` to ``p0 … pn, q0 … qn, e0 … en``: the sums ``p`` with orthonormal columns, the
+    products of matrices with these, and what is lost of each matrix.
+
+    Args:
+        specs: Specs of the gradients.
+    """
+    matrices, count = _matrices(specs), len(specs)
+    tape = _Tape((*matrices, *(_thin(spec, 0) for spec in matrices)))
+    bases = [_orthonormal(tape, count + place) for place in range(count)]
+    thin, lost = [], []
+    for place, (spec, basis) in enumerate(zip(matrices, bases, strict=True)):
+        thin.append(tape.add("mm.default", [tape.transposed(place), basis], _thin(spec, 1)))
+        kept = tape.add("mm.default", [basis, tape.transposed(thin[-1])], spec)
+        lost.append(tape.add("sub.Tensor", [place, kept], spec))
+    return tape.program([*bases, *thin, *lost])
+
+
+def restore(specs: Sequence[TensorSpec]) -> Program:
+    """Return a program that maps inputs ``p0 … pn, q0 … qn`` to the gradients ``p q'``.
+
+    Args:
+        specs: Specs of the gradients.
+    """
+    matrices, count = _matrices(specs), len(specs)
+    tape = _Tape((*(_thin(spec, 0) for spec in matrices), *(_thin(spec, 1) for spec in matrices)))
+    products = [
+        tape.add("mm.default", [place, tape.transposed(count + place)], spec) for place, spec in enumerate(matrices)
+    ]
+    return tape.program([tape.viewed(slot, spec.shape) for slot, spec in zip(products, specs, strict=True)])
+
+
+def _matrices(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
+    found = []
+    for spec in specs:
+        shape = matrix_of(spec.shape)
+        assert shape is not None, "it is summed exactly"
+        found.append(TensorSpec(spec.dtype, shape))
+    return found
+
+
+def _thin(matrix: TensorSpec, dim: int) -> TensorSpec:
+    """Return the spec of the thin matrix with as many rows as a dimension of a matrix has."""
+    return TensorSpec(matrix.dtype, (matrix.shape[dim], RANK))
+
+
+def _orthonormal(tape: _Tape, slot: int) -> int:
+    """Make the columns of a matrix orthonormal by the modified Gram-Schmidt process, as PowerSGD's authors do."""
+    columns: list[int] = []
+    rest = slot
+    while True:
+        spec = tape.specs[rest]
+        rows, left = spec.shape
+        column, one = TensorSpec(spec.dtype, (rows, 1)), TensorSpec(spec.dtype, (1, 1))
+        first = tape.columns(rest, 0, 1)
+        square = tape.add("mul.Tensor", [first, first], column)
+        norm = tape.add("sqrt.default", [tape.add("sum.dim_IntList", [square, Many((0,)), True], one)], one)
+        columns.append(tape.add("div.Tensor", [first, tape.add("add.Scalar", [norm, _TINY], one)], column))
+        if left == 1:
+            return tape.concatenated(columns, dim=1)
+        others = tape.columns(rest, 1, left)
+        spec = tape.specs[others]
+        products = tape.add("mul.Tensor", [columns[-1], others], spec)
+        along = tape.add("sum.dim_IntList", [products, Many((0,)), True], TensorSpec(spec.dtype, (1, left - 1)))
+        rest = tape.add("sub.Tensor", [others, tape.add("mul.Tensor", [along, columns[-1]], spec)], spec)
+
+
+def _sum(tape: _Tape, codec: GradientCodec, dtype: str, count: int) -> int:
+    """Decode the first inputs of a tape and sum them in their order."""
+    total = _decoded(tape, codec, dtype, 0)
+    for place in range(1, count):
+        total = tape.add("add.Tensor", [total, _decoded(tape, codec, dtype, place)], tape.specs[total])
+    return total
+
+
+def _encoded(tape: _Tape, codec: GradientCodec, values: int) -> tuple[int, int]:
+    """Encode blocks of values; return the slots of the encoded values and of what encoding has lost."""
+    spec = tape.specs[values]
+    if codec == "bf16":
+        encoded = tape.converted(tape.converted(values, "float32"), "bfloat16")
+    else:
+        column = TensorSpec(spec.dtype, (spec.shape[0], 1))
+        largest = tape.add("amax.default", [tape.add("abs.default", [values], spec), Many((1,)), True], column)
+        scale = tape.add("mul.Scalar", [largest, 1 / 127], column)
+        scale = tape.converted(tape.add("clamp.default", [scale, _LEAST], column), "float32")
+        steps = tape.add("div.Tensor", [values, tape.converted(scale, spec.dtype)], spec)
+        steps = tape.converted(tape.add("round.default", [steps], spec), "int8")
+        scale_bytes = TensorSpec("int8", (spec.shape[0], SCALE_BYTES))
+        prefix = tape.add("view.dtype", [scale, DType("int8")], scale_bytes)
+        encoded = tape.concatenated([prefix, steps], dim=1)
+    return encoded, tape.add("sub.Tensor", [values, _decoded(tape, codec, spec.dtype, encoded)], spec)
+
+
+def _decoded(tape: _Tape, codec: GradientCodec, dtype: str, encoded: int) -> int:
+    """Decode blocks of values."""
+    rows, width = tape.specs[encoded].shape
+    if codec == "bf16":
+        return tape.converted(tape.converted(encoded, "float32"), dtype)
+    prefix = tape.columns(encoded, 0, SCALE_BYTES)
+    dense: dict[str, Value] = {"memory_format": MemoryFormat("contiguous_format")}
+    prefix = tape.add("clone.default", [prefix], tape.specs[prefix], dense)
+    scale = tape.add("view.dtype", [prefix, DType("float32")], TensorSpec("float32", (rows, 1)))
+    steps = tape.converted(tape.columns(encoded, SCALE_BYTES, width), dtype)
+    return tape.add("mul.Tensor", [steps, tape.converted(scale, dtype)], tape.specs[steps])
+
+
+class _Tape:
+    """A program under construction.
+
+    Args:
+        inputs: Specs of its inputs, which take the first slots.
+    """
+
+    def __init__(self, inputs: Sequence[TensorSpec]) -> None:
+        self.specs = list(inputs)
+        self._inputs = tuple(inputs)
+        self._operators: list[Operator] = []
+
+    def add(self, name: str, args: Sequence[Value], spec: TensorSpec, kwargs: dict[str, Value] | None = None) -> int:
+        """Add an operator with one output and return its slot; a Python integer in ``args`` is a slot."""
+        given = tuple(SlotArgument(value) if type(value) is int else value for value in args)
+        return self._operator(name, given, spec, kwargs)
+
+    def _operator(self, name: str, args: tuple[Value, ...], spec: TensorSpec, kwargs: dict[str, Value] | None) -> int:
+        self.specs.append(spec)
+        self._operators.append(Operator(f"aten.{name}", args, kwargs or {}, (len(self.specs) - 1,), (spec,)))
+        return len(self.specs) - 1
+
+    def viewed(self, slot: int, shape: tuple[int, ...]) -> int:
+        """Return the slot of a tensor in another shape."""
+        return self.add("reshape.default", [slot, Many(shape)], TensorSpec(self.specs[slot].dtype, shape))
+
+    def converted(self, slot: int, dtype: str) -> int:
+        """Return the slot of a tensor in another element type; the same where it has that type."""
+        spec = self.specs[slot]
+        if spec.dtype == dtype:
+            return slot
+        return self.add("_to_copy.default", [slot], TensorSpec(dtype, spec.shape), {"dtype": DType(dtype)})
+
+    def concatenated(self, slots: Sequence[int], dim: int = 0) -> int:
+        """Return the slot of tensors joined along a dimension."""
+        first = self.specs[slots[0]]
+        joined = sum(self.specs[slot].shape[dim] for slot in slots)
+        spec = TensorSpec(first.dtype, (*first.shape[:dim], joined, *first.shape[dim + 1 :]))
+        return self._operator("cat.default", (Many(tuple(map(SlotArgument, slots))), dim), spec, None)
+
+    def transposed(self, slot: int) -> int:
+        """Return the slot of a transposed matrix."""
+        spec = self.specs[slot]
+        return self.add("t.default", [slot], TensorSpec(spec.dtype, (spec.shape[1], spec.shape[0])))
+
+    def rows(self, slot: int, start: int, end: int) -> int:
+        """Return the slot of some rows of a tensor."""
+        spec = self.specs[slot]
+        made = TensorSpec(spec.dtype, (end - start, *spec.shape[1:]))
+        return self._operator("slice.Tensor", (SlotArgument(slot), 0, start, end), made, None)
+
+    def columns(self, slot: int, start: int, end: int) -> int:
+        """Return the slot of some columns of a matrix."""
+        spec = self.specs[slot]
+        made = TensorSpec(spec.dtype, (spec.shape[0], end - start))
+        return self._operator("slice.Tensor", (SlotArgument(slot), 1, start, end), made, None)
+
+    def program(self, outputs: Sequence[int]) -> Program:
+        """Return the program with some slots as its outputs."""
+        return with_deaths(Program(self._inputs, tuple(self._operators), tuple(outputs), len(self.specs)))
