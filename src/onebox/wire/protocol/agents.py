@@ -283,7 +283,7 @@ class Refused(AgentMessage, frozen=True, tag="refused"):
     """A request was refused; the reason states the request, the allowed values, and a remedy.
 
     Args:
-        number: Number of the request.
+        number: Number of the request; 0 if the agent could not read it.
         kind: ``versions``, ``usage`` (not offered, or over this client's limits), ``busy`` (and waiting was not
             requested), ``failed`` (a worker did not start), ``ended`` (the lease does not exist, or has ended),
             ``removed`` (the agent no longer accepts this client, whatever the request).

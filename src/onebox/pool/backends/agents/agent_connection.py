@@ -376,6 +376,10 @@ class AgentConnection:
                     self._held.worker_ended(message.lease, message.worker, message.exit_status, message.last_words)
                 case LeaseEnded():
                     self._held.end(message.lease, message.why)
+                case Refused(number=0):  # of a message that the agent could not read: any of those without a reply
+                    for each in self._asked.values():
+                        each.answers.put(message)
+                    self._asked.clear()
                 case _ if (asked := self._asked.get(message.number)) is not None:
                     if isinstance(message, Leased) and isinstance(asked.request, Lease):
                         self._lease(asked, asked.request, message)

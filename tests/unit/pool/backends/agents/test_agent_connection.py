@@ -327,6 +327,13 @@ def test_refusals(agent: ScriptedAgent, line: AgentConnection, kind: str, error:
     assert "Release" not in agent.kinds()
 
 
+def test_a_message_that_the_agent_cannot_read(agent: ScriptedAgent, line: AgentConnection) -> None:
+    agent.answer = lambda request: [Refused(0, "usage", "unreadable")] if isinstance(request, Lease) else None
+    with pytest.raises(UsageError, match="refuses: unreadable"):
+        line.lease([CPU], CLIENT)
+    assert line.inspect().offers == OFFERS, "the line is whole"
+
+
 def test_an_answer_to_another_question(agent: ScriptedAgent, line: AgentConnection) -> None:
     agent.answer = lambda request: [Leased(request.number, 1, ())] if isinstance(request, Inspect) else None
     with pytest.raises(PoolError, match="said Leased, not Stock"):
