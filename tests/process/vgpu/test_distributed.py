@@ -6,6 +6,8 @@ import gc
 import os
 import signal
 import threading
+import time
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -229,10 +231,15 @@ def test_a_collective_whose_work_is_collected_is_written_before_the_next_use() -
             dropped: list[Any] = [dist.all_reduce(tensor, async_op=True)]
             if tensor is x:
                 dropped.append(dropped)  # found by the garbage collector alone
-            records = queue.records
+            records, work = queue.records, weakref.ref(dropped[0])
             with queue.lock:
                 del dropped
-                gc.collect()
+                for _ in range(1000):  # a collection does nothing while another thread's goes on
+                    gc.collect()
+                    if work() is None:
+                        break
+                    time.sleep(0.01)
+            assert work() is None
             assert queue.records == records, "a finalizer has issued an operator"
         gathered = torch.stack([x, y])[0].tolist()
         x.zero_()
@@ -244,6 +251,20 @@ def test_a_collective_whose_work_is_collected_is_written_before_the_next_use() -
     total = sum(ALL).clone()
     expected = [(3 * total).tolist(), (0 * total).tolist(), total.tolist(), total.tolist()]
     assert together(run) == [expected] * RANKS
+
+
+def test_collectives_of_a_tensor_are_in_order_without_waits() -> None:
+    def run(rank: int) -> list[Any]:
+        x, host = of_rank(rank), of_rank(rank, "cpu")
+        last = [dist.all_reduce(tensor[:], async_op=True) for tensor in (x, host, x, host)][2:]
+        parts = [torch.empty_like(x) for _ in range(RANKS)]
+        dist.all_gather(parts, x)
+        for work in last:
+            work.wait()
+        return [x.tolist(), host.tolist(), parts[rank].tolist()]
+
+    total = (RANKS * sum(ALL)).tolist()
+    assert together(run) == [[total, total, total]] * RANKS
 
 
 def test_a_barrier_waits_for_all() -> None:

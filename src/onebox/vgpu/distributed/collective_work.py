@@ -44,6 +44,11 @@ class _Write:
         self._unwaited = unwaited
         _issued.add(self)
 
+    @property
+    def tensor(self) -> Tensor:
+        """The tensor."""
+        return self._pair[0]
+
     def __call__(self) -> None:
         """Write it."""
         _issued.discard(self)
@@ -88,6 +93,11 @@ class CollectiveWork(_Work):
         self._future: Future | None = None
         if _in_node():
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+
+    @property
+    def storages(self) -> frozenset[int]:
+        """The storages of the tensors whose results are not in them yet."""
+        return storages_of([write.tensor for write in self._writes])
 
     def finish(self) -> None:
         """Write the results to their tensors, and complete the future. Idempotent."""
@@ -135,6 +145,15 @@ class CollectiveWork(_Work):
                 write.defer()
             else:
                 write.drop()
+
+
+def storages_of(value: Any) -> frozenset[int]:
+    """Return the addresses of the storages of a tensor, or of those in nested lists and tuples, without empty ones."""
+    if isinstance(value, Tensor):
+        return frozenset({value.untyped_storage().data_ptr()} - {0})
+    if isinstance(value, list | tuple):
+        return frozenset().union(*map(storages_of, value))
+    return frozenset()
 
 
 def _in_node() -> bool:
@@ -186,4 +205,4 @@ class Future(_Future):
         super().add_done_callback(callback)
 
 
-__all__ = ["CollectiveWork", "PendingWrite"]
+__all__ = ["CollectiveWork", "PendingWrite", "storages_of"]
