@@ -23,7 +23,7 @@ The figures:
 - ``gate_regret``: the gated side over the best fixed choice in each cell, less one; the worst cell.
 - ``bytes_saved``: the part of the synchronous side's bytes that is not sent; the least number of islands' saving.
 
-A side that the installed onebox does not have is ``not available``. Each cell goes into the file of ``--keep`` as it is
+Each cell goes into the file of ``--keep`` as it is
 measured, and is not measured again: parts can be run one at a time. A full run takes some 40 minutes on two cores. It
 takes root, ``ip``, ``tc`` and the kernel's TAP driver.
 """
@@ -100,12 +100,11 @@ def main() -> None:
     options.rates = sorted(set(options.rates), reverse=True)
     settings = settings_of(options)
     cells = Cells(read([*options.merge, *([options.keep] if options.keep else [])]), settings)
-    lacking: dict[str, str] = {}
     if not options.only_read:
         if why := unavailable():
             raise SystemExit(why)
-        lacking = Benchmark(options, settings, cells).run()
-    report(cells, lacking, options)
+        Benchmark(options, settings, cells).run()
+    report(cells, options)
 
 
 def invalid(options: argparse.Namespace) -> str:
@@ -210,10 +209,9 @@ class Group:
         return self._crews[SIDES[side].by]
 
     def make(self, side: str, *, seed: int = 0, steps: int = 0, warm: int = 0) -> dict[str, Any]:
-        """Make a side anew; return what its first process says, which is ``missing`` if onebox does not have it."""
+        """Make a side anew; return what its first process says."""
         answer = self.crew(side).ask("make", side=side, seed=seed, steps=steps, warm=warm)[0]
-        if "missing" not in answer:
-            self.made.add(side)
+        self.made.add(side)
         return answer
 
     def drop(self, side: str) -> dict[str, Any]:
@@ -251,11 +249,10 @@ class Benchmark:
 
     def __init__(self, options: argparse.Namespace, settings: Mapping[Part, Mapping[str, Any]], cells: Cells) -> None:
         self._options, self._settings, self._cells = options, settings, cells
-        self._lacking: dict[str, str] = {}
         self._begin_s = time.monotonic()
 
-    def run(self) -> dict[str, str]:
-        """Measure what is missing; return the sides that onebox does not have, and what they would take."""
+    def run(self) -> None:
+        """Measure the cells that are missing."""
         options = self._options
         names = ("size", "batch", "every", "outer_rate", "outer_momentum", "fragments")
         setting = {name: getattr(options, name) for name in names}
@@ -274,7 +271,6 @@ class Benchmark:
                         self._speed(group, rate, speeds[rate])
                     if drops:
                         self._drop(group)
-        return self._lacking
 
     def _missing_speeds(self, count: int, rate: int) -> list[str]:
         if "speed" not in self._options.parts:
@@ -306,17 +302,6 @@ class Benchmark:
     def _drop_sides() -> list[str]:
         return ["adaptive", *(name for name, side in SIDES.items() if side.static)]
 
-    def _make(self, group: Group, side: str, **fields: int) -> dict[str, Any] | None:
-        """Make a side; return nothing where onebox does not have it."""
-        if side in self._lacking:
-            return None
-        made = group.make(side, **fields)
-        if "missing" in made:
-            self._lacking[side] = made["missing"]
-            print(f"{side}: not available, for want of {made['missing']}", file=sys.stderr, flush=True)
-            return None
-        return made
-
     def _speed(self, group: Group, rate: int, sides: Sequence[str]) -> None:
         """Measure the speed of sides on links of a rate."""
         if not sides:
@@ -324,21 +309,19 @@ class Benchmark:
         notes: dict[str, str] = {}
         for side in sides:
             if not SIDES[side].measures and side not in group.made:
-                self._make(group, side, warm=WARM)
+                group.make(side, warm=WARM)
         if rate:
             group.limit(rate)
         measuring = [side for side in sides if SIDES[side].measures]
         if measuring:
             print(f"links as measured, Mbit/s: {group.measure()}", file=sys.stderr, flush=True)
         for side in measuring:
-            made = self._make(group, side, warm=1)
-            notes[side] = made["plan"] if made else ""
-        self._turns(group, "speed", rate, [side for side in sides if side in group.made], notes)
+            notes[side] = group.make(side, warm=1)["plan"]
+        self._turns(group, "speed", rate, sides, notes)
         if rate:
             group.limit(INFINITE)
         for side in measuring:
-            if side in group.made:
-                group.drop(side)
+            group.drop(side)
 
     def _turns(self, group: Group, part: Part, rate: int, sides: Sequence[str], notes: Mapping[str, str]) -> None:
         """Let sides take turns, and keep their cells."""
@@ -385,8 +368,7 @@ class Benchmark:
     def _loss(self, group: Group, side: str, seed: int) -> None:
         """Measure the loss of a side after all tokens."""
         steps = self._options.tokens // size_of(self._options.size, self._options.batch).tokens
-        if self._make(group, side, seed=seed, steps=steps) is None:
-            return
+        group.make(side, seed=seed, steps=steps)
         seconds = group.crew(side).steps(side, steps)
         loss = group.crew(side).loss(side)
         group.drop(side)
@@ -403,19 +385,18 @@ class Benchmark:
         fixed = [side for side in self._drop_sides() if not SIDES[side].measures and side in options.sides]
         for side in fixed:
             if side not in group.made:
-                self._make(group, side, warm=WARM)
+                group.make(side, warm=WARM)
         group.limit(options.rates[0])
         group.measure()
-        begun = self._make(group, "adaptive", warm=1) or {}
+        begun = group.make("adaptive", warm=1)["plan"]
         group.crew("adaptive").steps("adaptive", options.settled)
         for rate in options.rates[1:]:
             group.limit(rate)
             group.crew("adaptive").steps("adaptive", options.settled)
-            notes, sides = {"adaptive": f"began as {begun.get('plan', '')}"}, ["adaptive", *fixed]
+            notes, sides = {"adaptive": f"began as {begun}"}, ["adaptive", *fixed]
             if "default" in options.sides:
                 group.measure()
-                made = self._make(group, "default", warm=1)
-                notes["default"] = made["plan"] if made else ""
+                notes["default"] = group.make("default", warm=1)["plan"]
                 sides.append("default")
             self._turns(group, "drop", rate, sides, notes)
         group.limit(INFINITE)
@@ -433,7 +414,7 @@ class Benchmark:
         print(f"{minutes:5.1f} min: {where}: {values} {cell.note}", file=sys.stderr, flush=True)
 
 
-def report(cells: Cells, lacking: Mapping[str, str], options: argparse.Namespace) -> None:
+def report(cells: Cells, options: argparse.Namespace) -> None:
     """Print the tables and the figures."""
     size, rates = size_of(options.size, options.batch), (INFINITE, *options.rates)
     names = ["infinite", *(f"{rate} Mbit/s" for rate in options.rates)]
@@ -445,8 +426,6 @@ def report(cells: Cells, lacking: Mapping[str, str], options: argparse.Namespace
             sent = [f"{cell.bytes_per_token:,.0f}" if cell else "" for cell in found[-1:]]
             if any(texts):
                 speeds.append([str(count), side, *texts, *sent])
-            elif side in lacking:
-                speeds.append([str(count), side, "not available", *[""] * len(rates)])
             after = [cells.get("drop", count, rate, side) for rate in options.rates[1:]]
             if any(after):
                 texts = [spread([1e6 * value for value in cell.values], 0) if cell else "" for cell in after]
@@ -456,8 +435,6 @@ def report(cells: Cells, lacking: Mapping[str, str], options: argparse.Namespace
             each = [run.value for run in runs if run]
             if each:
                 losses.append([str(count), side, str(len(each)), spread(each, 4)])
-            elif side in lacking:
-                losses.append([str(count), side, "not available", ""])
     title = (
         f"{size.tokens} tokens a step, {options.delay_ms:g} ms from host to host: us per token, median (least to most)"
     )
@@ -473,7 +450,7 @@ def report(cells: Cells, lacking: Mapping[str, str], options: argparse.Namespace
     named = {f"{cell.part} {cell.islands} {cell.rate or 'infinite'} {cell.side} {cell.seed}": cell for cell in cells}
     medians = {name: cell.value for name, cell in named.items()}
     result["plans"] = {name: cell.note for name, cell in named.items() if cell.note}
-    result |= {"not_available": dict(lacking), "settings": settings, "machine": machine(), "commit": commit()}
+    result |= {"settings": settings, "machine": machine(), "commit": commit()}
     finish(result | {"cells": medians}, as_json=options.json)
 
 

@@ -6,7 +6,6 @@ Usage: python slow_links_onebox.py SETTING SPEC
 from __future__ import annotations
 
 import contextlib
-import inspect
 import sys
 import time
 import warnings
@@ -24,19 +23,6 @@ from slow_links_sides import SIDES, Setting, serve
 import onebox
 from onebox.graph import TracedModel, capture
 from onebox.plan import Plan, Stage
-
-
-def missing(side: str) -> str:
-    """Return what the installed onebox lacks for a side; empty where it lacks nothing."""
-    arguments = inspect.signature(onebox.Trainer).parameters
-    needs = {
-        "islands": ("islands" in arguments and hasattr(onebox, "Outer"), "Trainer(islands=..., outer=...)"),
-        "gated": ("lossy" in arguments, "Trainer(lossy=...)"),
-    }
-    if SIDES[side].codec:
-        needs[side] = ("gradients" in Stage.__struct_fields__, "Stage(gradients=...)")
-    there, what = needs.get(side, (True, ""))
-    return "" if there else what
 
 
 class Client:
@@ -106,9 +92,7 @@ class Client:
         return Plan(stages=stages, micro_batch=micro_batch, schedule="1f1b")
 
     def make(self, side: str, seed: int, steps: int, warm: int) -> dict[str, Any]:
-        """Make a side anew, and run some steps of it; or say what is missing."""
-        if lack := missing(side):
-            return {"missing": lack}
+        """Make a side anew, and run some steps of it."""
         if side in self._runs:
             self._runs.pop(side).close()
         self._runs[side] = run = Run(self._setting, self._pool, seed, steps, self.options(side))
