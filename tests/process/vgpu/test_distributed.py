@@ -231,15 +231,15 @@ def test_a_collective_whose_work_is_collected_is_written_before_the_next_use() -
             dropped: list[Any] = [dist.all_reduce(tensor, async_op=True)]
             if tensor is x:
                 dropped.append(dropped)  # found by the garbage collector alone
-            records, work = queue.records, weakref.ref(dropped[0])
+            records = queue.records
             with queue.lock:
                 del dropped
                 for _ in range(1000):  # a collection does nothing while another thread's goes on
                     gc.collect()
-                    if work() is None:
+                    if queue.unwaited:
                         break
                     time.sleep(0.01)
-            assert work() is None
+            assert queue.unwaited
             assert queue.records == records, "a finalizer has issued an operator"
         gathered = torch.stack([x, y])[0].tolist()
         x.zero_()
@@ -265,6 +265,41 @@ def test_collectives_of_a_tensor_are_in_order_without_waits() -> None:
 
     total = (RANKS * sum(ALL)).tolist()
     assert together(run) == [[total, total, total]] * RANKS
+
+
+def test_collectives_of_a_tensor_are_in_order_while_a_work_is_being_collected() -> None:
+    """The garbage collector clears weak references to a work first, and finalizes it later, in another thread."""
+    ready = threading.Barrier(RANKS + 1, timeout=60)
+    cleared, done = ([threading.Event() for _ in range(RANKS)] for _ in range(2))
+    callbacks: list[Any] = []
+
+    def run(rank: int) -> list[Any]:
+        x = of_rank(rank)
+
+        def between(_: Any) -> None:
+            cleared[rank].set()
+            done[rank].wait(60)
+
+        garbage: list[Any] = [dist.all_reduce(x, async_op=True)]
+        garbage.append(garbage)
+        callbacks.append(weakref.ref(garbage[0], between))
+        del garbage
+        ready.wait()
+        assert cleared[rank].wait(60)
+        dist.all_reduce(x)
+        done[rank].set()
+        return x.tolist()
+
+    collector = threading.Thread(target=lambda: (ready.wait(), gc.collect()))
+    collector.start()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        assert together(run) == [(RANKS * sum(ALL)).tolist()] * RANKS
+    finally:
+        collector.join(200)
+        if enabled:
+            gc.enable()
 
 
 def test_a_barrier_waits_for_all() -> None:

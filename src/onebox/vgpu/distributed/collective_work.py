@@ -8,7 +8,7 @@ operators.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from datetime import timedelta
 from typing import Any
 
@@ -26,33 +26,34 @@ _FOREVER = timedelta(milliseconds=-1)
 
 PendingWrite = tuple[Tensor, Callable[[], Tensor]]
 
-_issued: set[_Write] = set()
-"""The writes of all works. What only a collected work refers to is finalized with it, so that it could not be handed
-on: the worker would free the result before it is written."""
+_issued: dict[_Write, None] = {}
+"""The writes of all works, in order. What only a collected work refers to is finalized with it, so that it could not be
+handed on: the worker would free the result before it is written."""
 
 
 class _Write:
     """The write of a result to its tensor.
 
     Args:
+        group: The group of the collective.
         pair: The tensor, and a function that returns the result.
         unwaited: The writes of its device that nobody waits for.
     """
 
-    def __init__(self, pair: PendingWrite, unwaited: deque[Callable[[], None]]) -> None:
-        self._pair = pair
+    def __init__(self, group: object, pair: PendingWrite, unwaited: deque[Callable[[], None]]) -> None:
+        self.group = group
+        self.storages = storages_of(pair[0])
+        self._pair: PendingWrite | None = pair
         self._unwaited = unwaited
-        _issued.add(self)
-
-    @property
-    def tensor(self) -> Tensor:
-        """The tensor."""
-        return self._pair[0]
+        _issued[self] = None
 
     def __call__(self) -> None:
-        """Write it."""
-        _issued.discard(self)
-        tensor, result = self._pair
+        """Write it. Idempotent."""
+        _issued.pop(self, None)
+        pair, self._pair = self._pair, None
+        if pair is None:
+            return
+        tensor, result = pair
         with torch.no_grad():
             made = result()
             if made is not tensor:
@@ -61,11 +62,22 @@ class _Write:
     def defer(self) -> None:
         """Let the next use of the device write it."""
         self._unwaited.append(self)
-        _issued.discard(self)
+        _issued.pop(self, None)  # last, so that :func:`write_in_order` misses none
 
     def drop(self) -> None:
         """Leave it out."""
-        _issued.discard(self)
+        _issued.pop(self, None)
+
+
+def write_in_order(group: object, storages: Set[int]) -> None:
+    """Write the results of a group's earlier collectives to the tensors with some storages.
+
+    It finds the results of works that another thread's garbage collection is about to finalize, too: those have no weak
+    references any more, and have not been deferred yet.
+    """
+    for write in list(_issued):
+        if write.group is group and not write.storages.isdisjoint(storages):
+            write()
 
 
 class CollectiveWork(_Work):
@@ -75,29 +87,25 @@ class CollectiveWork(_Work):
     future, without calling this object.
 
     Args:
-        pairs: Returns pairs of tensor and result; called late, because a device waits at the first operator on a
-            result.
+        group: The group that has issued it.
+        pairs: Pairs of tensor and result; results are called late, because a device waits at the first operator on one.
         tensors: Value of the future.
         unwaited: For each pair, the queue of writes of its device, which takes it over when this object is collected.
     """
 
     def __init__(
         self,
+        group: object,
         pairs: Sequence[PendingWrite],
         tensors: list[Tensor],
         unwaited: Sequence[deque[Callable[[], None]]],
     ) -> None:
         super().__init__()
-        self._writes = list(map(_Write, pairs, unwaited))
+        self._writes = [_Write(group, pair, queue) for pair, queue in zip(pairs, unwaited, strict=True)]
         self._tensors = tensors
         self._future: Future | None = None
         if _in_node():
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
-
-    @property
-    def storages(self) -> frozenset[int]:
-        """The storages of the tensors whose results are not in them yet."""
-        return storages_of([write.tensor for write in self._writes])
 
     def finish(self) -> None:
         """Write the results to their tensors, and complete the future. Idempotent."""
@@ -205,4 +213,4 @@ class Future(_Future):
         super().add_done_callback(callback)
 
 
-__all__ = ["CollectiveWork", "PendingWrite", "storages_of"]
+__all__ = ["CollectiveWork", "PendingWrite", "storages_of", "write_in_order"]

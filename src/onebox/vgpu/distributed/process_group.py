@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import weakref
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from onebox.errors import UsageError
 from onebox.vgpu.core.tensor import VirtualTensor
 from onebox.vgpu.dispatch.copies import upload
-from onebox.vgpu.distributed.collective_work import CollectiveWork, PendingWrite, storages_of
+from onebox.vgpu.distributed.collective_work import CollectiveWork, PendingWrite, storages_of, write_in_order
 from onebox.vgpu.distributed.communicator import Communicator, form
 from onebox.vgpu.runtime import context
 from onebox.vgpu.runtime.command_queue import CommandQueue
@@ -77,13 +76,11 @@ def _issuing(call: Callable[..., list[PendingWrite]]) -> Callable[..., Collectiv
     @functools.wraps(call)
     def issue(self: VirtualProcessGroup, *args: Any, **kwargs: Any) -> CollectiveWork:
         with torch.no_grad():
+            write_in_order(self, storages_of((args, *kwargs.values())))  # as NCCL's, collectives of a group are in order
             self.write_unwaited()
-            self._finish_of(storages_of((args, *kwargs.values())))
             pairs = call(self, *args, **kwargs)
         targets = [target for target, _ in pairs]
-        work = CollectiveWork(pairs, targets, [_queue(target).unwaited for target in targets])
-        self._works.add(work)
-        return work
+        return CollectiveWork(self, pairs, targets, [_queue(target).unwaited for target in targets])
 
     return issue
 
@@ -118,7 +115,6 @@ class VirtualProcessGroup(_Base):
         self._size = size
         self._formed = 0
         self._communicators: dict[CommandQueue, Communicator] = {}
-        self._works: weakref.WeakSet[CollectiveWork] = weakref.WeakSet()
 
     def getBackendName(self) -> str:
         """Return the name of the backend; called by PyTorch's C++ code."""
@@ -142,11 +138,6 @@ class VirtualProcessGroup(_Base):
         """Write the results that nobody has waited for; see :meth:`CommandQueue.write_unwaited`."""
         for queue in self._communicators:
             queue.write_unwaited()
-
-    def _finish_of(self, storages: Set[int]) -> None:
-        """Finish the works whose results belong in some storages: a group's collectives are in order, as NCCL's are."""
-        for work in [work for work in self._works if not work.storages.isdisjoint(storages)]:
-            work.finish()
 
     # ---- tensors
 
