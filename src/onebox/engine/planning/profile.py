@@ -1,8 +1,8 @@
 """Profiling: timing of a model's segments on the devices of a pool, by training with each segment as a stage.
 
 Profiling runs the model like training does: its plan has one stage for each segment, all on one device, and a table
-that runs them in sequence. All devices of a pool train at once, so that cores, caches and memory are shared as in real
-training.
+that runs them in sequence. All devices of a host train at once, so that cores, caches and memory are shared as in real
+training; of hosts that are alike, one does.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from onebox.engine.workload.parameter_groups import Optimizers
 from onebox.errors import DeviceMemoryError, UsageError
 from onebox.graph import Loss, ModelPrograms, Precision
 from onebox.plan import Action, Plan, Schedule, Stage
-from onebox.pool import Pool, open_pool
+from onebox.pool import DeviceInfo, Pool, open_pool
+from onebox.pool.backends.local import LOCAL_HOST
 from onebox.trainer_options import Numerics, Staging
 
 _WARM = 2
@@ -77,7 +78,8 @@ def profile_model(
         optimizer: Its optimizer; its state is not changed.
         inputs: A batch, from which micro-batches are cut.
         targets: Targets of the batch.
-        pool: The pool; each device is measured. A ``sim`` device is treated as a core of this machine.
+        pool: The pool; devices that are alike are measured on one of their hosts. A ``sim`` device is treated as a core
+            of this machine.
         sizes: Micro-batch sizes in samples, one or more.
         precision: As for :class:`~onebox.engine.Trainer`.
         fuse: Likewise.
@@ -126,7 +128,7 @@ class _Place:
     def __init__(self, pool: Pool, stack: contextlib.ExitStack) -> None:
         self._pool = pool
         self._stack = stack
-        self._devices = [device.number for device in pool.devices if device.kind != "sim"]
+        self._devices = measured_devices(pool.devices)
 
     def measure(self, runs: _Runs) -> dict[str, SegmentTimes]:
         """Return the times of each type of device."""
@@ -138,6 +140,22 @@ class _Place:
             self._pool = self._stack.enter_context(_roomier(self._pool, self._devices))
             self._devices = list(range(len(self._pool)))
             return runs.measure(self._pool, self._devices)
+
+
+def measured_devices(devices: Sequence[DeviceInfo]) -> list[int]:
+    """Return the devices to measure: of those that are alike, all of one host, this one if it has some.
+
+    Other hosts would take the same time, and each device gets the whole model several times.
+    """
+    real = [device for device in devices if device.kind != "sim"]
+    hosts: dict[tuple[Any, ...], str] = {}
+    for device in sorted(real, key=lambda device: device.host != LOCAL_HOST):
+        hosts.setdefault(_alike(device), device.host)
+    return [device.number for device in real if hosts[_alike(device)] == device.host]
+
+
+def _alike(device: DeviceInfo) -> tuple[Any, ...]:
+    return device.kind, device.name, device.threads, device.speed, device.instructions
 
 
 def _roomier(pool: Pool, devices: Sequence[int]) -> Pool:
