@@ -76,7 +76,7 @@ def _issuing(call: Callable[..., list[PendingWrite]]) -> Callable[..., Collectiv
     @functools.wraps(call)
     def issue(self: VirtualProcessGroup, *args: Any, **kwargs: Any) -> CollectiveWork:
         with torch.no_grad():
-            write_in_order(self, storages_of((args, *kwargs.values())))  # as NCCL's, collectives of a group are in order
+            write_in_order(self, storages_of((args, *kwargs.values())))  # a group is in order, as with NCCL
             self.write_unwaited()
             pairs = call(self, *args, **kwargs)
         targets = [target for target, _ in pairs]
