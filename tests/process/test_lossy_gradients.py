@@ -42,6 +42,13 @@ def coded(values: Tensor, codec: GradientCodec) -> Tensor:
     if codec == "bf16":
         return values.float().bfloat16().to(values.dtype)
     blocks = values.view(-1, BLOCK)
+    if codec == "e3m0":
+        scale = blocks.abs().amax(dim=1, keepdim=True).clamp_min(2.0**-126).float().to(values.dtype)
+        parts = (blocks / scale).float().double()
+        allowed = torch.tensor([0.0, *(2.0**power for power in range(-6, 1))], dtype=torch.float64)
+        bounds = (allowed[1:] + allowed[:-1]) / 2
+        powers = allowed[torch.bucketize(parts.abs(), bounds, right=True)]
+        return ((powers * parts.sign()).to(values.dtype) * scale).view(-1)
     largest = blocks.abs().max(dim=1, keepdim=True).values * (1 / 127)
     scale = largest.clamp_min(2.0**-126).float().to(values.dtype)
     steps = torch.round(blocks / scale)
@@ -221,7 +228,7 @@ def in_order(name: str) -> list[str]:
 MLP = in_order("mlp")
 
 
-@pytest.mark.parametrize("codec", ["bf16", "int8"])
+@pytest.mark.parametrize("codec", ["bf16", "int8", "e3m0"])
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_replicas_train_as_the_plain_implementation_does(pools: Shelf, count: int, codec: GradientCodec) -> None:
     plan = lossy(replicas(count), codec)
@@ -472,7 +479,7 @@ def test_a_plan_with_a_codec_needs_leave(pools: Shelf) -> None:
 
 
 def test_unknown_codecs_and_odd_places_are_refused() -> None:
-    with pytest.raises(UsageError, match="gradients='int9' of a stage: allowed are 'none', 'bf16', 'int8', 'powersgd'"):
+    with pytest.raises(UsageError, match="gradients='int9' of a stage: allowed are 'none', 'bf16', 'int8', 'e3m0', 'pow"):
         lossy(replicas(2), "int9")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="gradients='int8' of a stage with sync='client'"):
         lossy(replace(replicas(2), sync="client"), "int8")

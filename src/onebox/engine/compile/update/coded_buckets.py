@@ -1,6 +1,6 @@
 """Coded buckets: the sum of gradients over a group in a lossy codec with error feedback. Pure.
 
-With ``bf16`` and ``int8`` each member adds what its codec lost in earlier steps to its gradients, encodes the sum, and
+With ``bf16``, ``int8`` and ``e3m0`` each member adds what its codec lost in earlier steps to its gradients, encodes the sum, and
 keeps what is lost now (Seide, Fu, Droppo, Li and Yu, 1-bit stochastic gradient descent, 2014; Karimireddy, Rebjock,
 Stich and Jaggi, Error feedback fixes SignSGD, 2019, arXiv:1901.09847). The encoded values are divided into one slice
 for each member, which receives that slice of all members, sums them in the order of the ranks, and encodes the sum
@@ -69,10 +69,10 @@ class CodedBucket(ABC):
 
 
 class QuantizedBucket(CodedBucket):
-    """A bucket that is summed as bf16 or int8.
+    """A bucket that is summed as bf16, int8 or e3m0.
 
     Args:
-        codec: ``bf16`` or ``int8``.
+        codec: ``bf16``, ``int8`` or ``e3m0``.
         specs: Specs of the gradients.
         members: The group.
         owner: The only member that receives the sum; ``None`` for all.
