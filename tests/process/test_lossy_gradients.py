@@ -479,7 +479,9 @@ def test_a_plan_with_a_codec_needs_leave(pools: Shelf) -> None:
 
 
 def test_unknown_codecs_and_odd_places_are_refused() -> None:
-    with pytest.raises(UsageError, match="gradients='int9' of a stage: allowed are 'none', 'bf16', 'int8', 'e3m0', 'pow"):
+    with pytest.raises(
+        UsageError, match="gradients='int9' of a stage: allowed are 'none', 'bf16', 'int8', 'e3m0', 'pow"
+    ):
         lossy(replicas(2), "int9")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="gradients='int8' of a stage with sync='client'"):
         lossy(replace(replicas(2), sync="client"), "int8")
