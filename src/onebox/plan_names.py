@@ -68,6 +68,9 @@ GradientCodec = Literal["none", "bf16", "int8", "e3m0", "powersgd"]
 ActivationCodec = Literal["none", "bf16", "int8"]
 """Lossy codec of the values that a stage sends to other stages; ``none`` to send them as they are."""
 
+StateAt = Literal["device", "host"]
+"""Place of state between the steps that use it."""
+
 OuterCodec = Literal["none", "bf16", "int8", "e3m0"]
 """Lossy codec of the outer gradients that islands exchange; ``none`` for exact sums."""
 

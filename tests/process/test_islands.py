@@ -16,11 +16,23 @@ from torch.utils._pytree import tree_map
 import onebox
 from onebox.errors import UsageError, WorkerDied
 from onebox.plan import Plan, Stage, apportion
+from onebox.plan_names import OuterCodec
 from tests.covering import covering_array
 from tests.models import CASES, OPTIMIZERS
 from tests.process.shelf import Shelf, untouched
 from tests.process.stages import SEED, segments, staged
-from tests.reference import AGREE, Outcome, assert_same, backward, clipped, drawing, sizes_of, state_of
+from tests.reference import (
+    AGREE,
+    CODE_BLOCK,
+    Outcome,
+    assert_same,
+    backward,
+    clipped,
+    coded,
+    drawing,
+    sizes_of,
+    state_of,
+)
 
 SIZES = [12, 12, 9, 12, 12, 12, 9, 12, 12, 12, 12, 12]
 MICRO_BATCH = 3
@@ -42,7 +54,7 @@ class Reference:
         outer: The outer optimizer.
         cuts: For each island, from samples to those of its micro-batches.
         max_norm: For clipping.
-        average: Names of the buffers that are averaged.
+        buckets: Divides the parameters of a fragment into those that travel together.
     """
 
     def __init__(
@@ -53,7 +65,10 @@ class Reference:
         outer: onebox.Outer,
         cuts: Sequence[Callable[[int], Sequence[int]]] = (),
         max_norm: float | None = None,
+        buckets: Callable[[Sequence[str]], Sequence[Sequence[str]]] = lambda names: [names],
     ) -> None:
+        self.buckets = buckets
+        self.lost: dict[str, list[Tensor | float]] = {}  # by the first parameter of the bucket
         self.case, self.weights, self.outer, self.max_norm = CASES[name], weights, outer, max_norm
         self.value = self.case.model()
         self.models = [self.case.model() for _ in weights]
@@ -122,13 +137,34 @@ class Reference:
         """Return the outer gradients, and the averages of buffers."""
         samples, total = self.samples[fragment], sum(self.samples[fragment])
         self.samples[fragment] = [0] * len(samples)
-        own, found = [dict(self._tensors(model)) for model in self.models], {}
-        for name, value in self._tensors(self.value):
+        own, values = [dict(self._tensors(model)) for model in self.models], dict(self._tensors(self.value))
+        weighted: dict[str, list[Tensor]] = {}
+        found: dict[str, Tensor] = {}
+        for name, value in values.items():
             if self.fragment[name] == fragment:
                 trained = isinstance(value, nn.Parameter)
                 parts = [value - each[name] if trained else each[name] for each in own]
-                found[name] = sum(part * (n / total) for part, n in zip(parts, samples, strict=True))
+                weighted[name] = [part * (n / total) for part, n in zip(parts, samples, strict=True)]
+                found[name] = sum(weighted[name][1:], weighted[name][0])
+        if self.outer.compression != "none" and len(own) > 1:
+            for names in self.buckets([name for name in found if isinstance(values[name], nn.Parameter)]):
+                found |= self.decoded({name: weighted[name] for name in names}) if names else {}
         return found
+
+    def decoded(self, weighted: dict[str, list[Tensor]]) -> dict[str, Tensor]:
+        """Return the sums of a bucket whose parts travel in a codec; what is lost is added to the next parts."""
+        first, *_ = weighted
+        lost = self.lost.setdefault(first, [0.0] * len(self.models))
+        total: Tensor | None = None
+        for island in range(len(self.models)):
+            flat = torch.cat([parts[island].reshape(-1) for parts in weighted.values()])
+            wanted = nn.functional.pad(flat, (0, -len(flat) % CODE_BLOCK)) + lost[island]
+            arrived = coded(wanted, self.outer.compression)
+            lost[island] = wanted - arrived
+            total = arrived if total is None else total + arrived
+        assert total is not None
+        ends = total[: len(flat)].split([parts[0].numel() for parts in weighted.values()])
+        return {name: end.view_as(parts[0]) for (name, parts), end in zip(weighted.items(), ends, strict=True)}
 
     @torch.no_grad()
     def apply(self, fragment: int, sums: dict[str, Tensor], keep: float) -> None:
@@ -260,6 +296,55 @@ def test_an_island_without_samples_in_a_step_sits_it_out(pools: Shelf) -> None:
     assert_same(found, Reference("mlp", "adamw", [1, 1], outer).run(sizes))
 
 
+# ---- compression
+
+
+def stages_of(plan: Plan) -> Callable[[Sequence[str]], Sequence[Sequence[str]]]:
+    """Return the division of the parameters of numbered layers into those of each stage, which begins with a layer."""
+    starts = [int(stage.segments[0].split(".")[-1]) for stage in plan.stages]
+
+    def divided(names: Sequence[str]) -> list[list[str]]:
+        stages = [sum(start <= int(name.split(".")[0]) for start in starts) for name in names]
+        return [[n for n, own in zip(names, stages, strict=True) if own == stage + 1] for stage in range(len(starts))]
+
+    return divided
+
+
+CODED: dict[str, tuple[str, int, list[list[int]], Callable[[], Any], list[float]]] = {
+    kind: CASES_OF_ISLANDS[kind] for kind in ("uneven", "pipelines", "three", "sharded optimizer", "one")
+}
+
+
+@pytest.mark.parametrize("kind", CODED)
+@pytest.mark.parametrize("codec", ["e3m0", "int8", "bf16"])
+def test_outer_gradients_in_a_codec_are_those_of_the_plain_implementation(
+    kind: str, codec: OuterCodec, pools: Shelf
+) -> None:
+    """Plain steps of SGD have the same bits wherever they are computed, and so have codes: equal results but for the
+    order in which replicas sum gradients."""
+    name, workers, groups, plan, weights = CODED[kind]
+    outer = onebox.Outer(every=2, shares=weights, compression=codec)
+    found = islands(
+        pools(workers), name, groups, optimizer="sgd", plan=plan(), outer=outer, engine=onebox.Engine(check_every=1)
+    )
+    buckets = stages_of(plan()[0]) if kind == "pipelines" else lambda names: [names]
+    expected = Reference(name, "sgd", weights, outer, buckets=buckets).run(SIZES)
+    assert_same(found, expected, tolerance=1e-14)
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("codec", ["e3m0"])
+@pytest.mark.parametrize(("overlap", "fragments"), [(0, 1), (3, 2)])
+def test_islands_that_exchange_codes_have_the_bits_of_the_plain_implementation(
+    codec: OuterCodec, overlap: int, fragments: int, pools: Shelf
+) -> None:
+    outer = onebox.Outer(every=4, fragments=fragments, overlap=overlap, compression=codec, shares=[2, 1])
+    found = islands(pools(2), "mlp", [[0], [1]], optimizer="sgd", outer=outer, engine=onebox.Engine(check_every=1))
+    expected = Reference("mlp", "sgd", [2, 1], outer).run(SIZES)
+    for tensor, other in zip(found.tensors.values(), expected.tensors.values(), strict=True):
+        assert torch.equal(tensor, other)
+
+
 KINDS = {
     "model": ["mlp", "cnn", "gpt2", "tied", "dropping", "branches"],
     "optimizer": ["sgd", "adamw", "adam-in-groups"],
@@ -269,6 +354,7 @@ KINDS = {
     "clipping": ["off", "on"],
     "momentum": ["0.9", "0"],
     "overlap": ["0", "2"],
+    "state": ["device", "host"],
 }
 """Settings of which every two meet in some run."""
 
@@ -291,6 +377,7 @@ def test_settings_meet_in_pairs(run: dict[str, str], pools: Shelf) -> None:
         momentum=float(run["momentum"]),
         fragments=int(run["fragments"]),
         overlap=int(run["overlap"]),
+        state=run["state"],  # type: ignore[arg-type]
         shares=weights,
     )
     arguments: dict[str, Any] = {"plan": plan(run["model"]), "outer": outer, "clip_grad_norm": max_norm}

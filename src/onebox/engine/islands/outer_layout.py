@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from onebox.engine.install.installed_plan import StateBytes
 from onebox.engine.partition.gradient_buckets import fill_buckets
 from onebox.engine.partition.sharding_spec import Members, ShardingSpec
 from onebox.errors import UsageError
+from onebox.trainer_options import Outer
 from onebox.wire import TensorSpec
+from onebox.wire.gradient_codecs import CODED_TYPES, encoded_bytes, padded_elements
+from onebox.wire.program import ITEM_BYTES
 
 OUTER_BUCKET_BYTES = 8 << 20
 """Approximate bytes of a bucket: a tenth of a second of 600 Mbit/s, so that round trips matter little."""
@@ -148,13 +152,14 @@ def global_sharding(parts: Sequence[OuterPart], holdings: Sequence[ShardingSpec]
     )
 
 
-def global_bytes(
+def outer_bytes(
     holdings: ShardingSpec,
     trained: Sequence[str],
     averaged: Sequence[str],
     specs: Mapping[str, TensorSpec],
-    copies: int,
-) -> dict[int, int]:
+    options: Outer,
+    islands: int,
+) -> dict[int, StateBytes]:
     """Return the bytes of global values and of the outer optimizer's state on the workers of an island.
 
     Args:
@@ -162,11 +167,31 @@ def global_bytes(
         trained: Parameters that the outer optimizer updates.
         averaged: Buffers that are averaged.
         specs: The spec of each of them.
-        copies: Tensors that are kept for each parameter: its global value, and its momentum, if there is one.
+        options: Options of the outer optimizer.
+        islands: Number of islands.
     """
-    found: dict[int, int] = {}
+    sizes: dict[int, dict[str, int]] = {}  # by leader and type, of what is trained
+    kept: dict[int, int] = {}
     for name in (*trained, *averaged):
         for members in holdings.replica_groups.get(name, ()):
-            leader, kept = members[0], copies if name in trained else 1
-            found[leader] = found.get(leader, 0) + kept * holdings.spec(leader, name, specs[name]).size_bytes
+            leader, spec = members[0], holdings.spec(members[0], name, specs[name])
+            if name in trained:
+                own = sizes.setdefault(leader, {})
+                own[spec.dtype] = own.get(spec.dtype, 0) + spec.size_bytes
+            else:
+                kept[leader] = kept.get(leader, 0) + spec.size_bytes * (1 + bool(options.overlap))
+    found = {}
+    for leader in dict.fromkeys((*sizes, *kept)):
+        state, travelling = 0, kept.get(leader, 0)
+        for dtype, size_bytes in sizes.get(leader, {}).items():
+            state += size_bytes * (1 + bool(options.momentum))
+            sums_bytes = size_bytes
+            if options.compression != "none" and islands > 1 and dtype in CODED_TYPES:
+                elements = size_bytes // ITEM_BYTES[dtype]
+                state += padded_elements(elements, 1) * ITEM_BYTES[dtype]
+                encoded = encoded_bytes(options.compression, size_bytes, ITEM_BYTES[dtype])
+                sums_bytes = max(size_bytes, (islands + 1) * encoded)
+            travelling += sums_bytes * bool(options.overlap)
+        on_host = state if options.state == "host" else 0
+        found[leader] = StateBytes(on_device=state - on_host + travelling, on_host=on_host)
     return found
