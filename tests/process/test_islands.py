@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.utils._pytree import tree_map
 import onebox
 from onebox.errors import UsageError, WorkerDied
 from onebox.plan import Plan, Stage, apportion
-from onebox.plan_names import OuterCodec
+from onebox.plan_names import OuterCodec, StateAt
 from tests.covering import covering_array
 from tests.models import CASES, OPTIMIZERS
 from tests.process.shelf import Shelf, untouched
@@ -548,6 +549,44 @@ def test_the_state_of_the_outer_optimizer_counts_in_the_forecast_of_memory(pools
     assert peaks[1] - peaks[0] == held[1] - held[0] == sum(parameter.nbytes for parameter in model.parameters())
 
 
+@pytest.mark.short
+@pytest.mark.parametrize(("overlap", "codec"), [(2, "e3m0"), (0, "int8"), (0, "none")])
+def test_outer_state_on_the_host_has_the_same_bits_and_leaves_the_device(
+    overlap: int, codec: OuterCodec, pools: Shelf
+) -> None:
+    """Also where it is read, evaluated and changed by hand between outer steps; forecasts count it in its place."""
+    case = CASES["cnn"]
+    batches, held_out = case.batches(SIZES), case.batches([5])
+    found, synchronised, memory, forecasts, on_host = {}, {}, {}, {}, {}
+    for state in ("device", "host"):
+        model, fragments = case.model(), 1 + (overlap > 0)
+        outer = onebox.Outer(
+            every=3, fragments=fragments, overlap=overlap, compression=codec, state=state, shares=[2, 1]
+        )
+        arguments: dict[str, Any] = {"plan": SMALL, "islands": [[0, 1], [2]], "outer": outer}
+        engine = onebox.Engine(check_every=1)
+        optimizer = OPTIMIZERS["adamw"](model)
+        with onebox.Trainer(model, case.loss, optimizer, pool=pools(3), engine=engine, **arguments) as trainer:
+            forecasts[state] = trainer.predicted_memory(*batches[0])[0]
+            steps(trainer, batches[:7], held_out)
+            trainer.pull()
+            with torch.no_grad():
+                next(model.parameters()).mul_(0.5)
+            found[state] = steps(trainer, batches[7:])
+            trainer.synchronize()
+            memory[state] = trainer.memory()[0]
+            on_host[state] = trainer._run.contents(trainer._batch(*batches[0]))[0].host_bytes
+            synchronised[state] = trainer.tensors()
+    assert_same(found["host"], found["device"], tolerance=0)
+    for name, tensor in synchronised["device"].items():
+        assert torch.equal(synchronised["host"][name], tensor)
+    moved = memory["host"].host_bytes
+    assert on_host == {"device": 0, "host": moved} and memory["device"].host_bytes == 0
+    assert forecasts["device"] - forecasts["host"] == memory["device"].used_bytes - memory["host"].used_bytes == moved
+    parameters = sum(p.nbytes for name, p in case.model().named_parameters() if not name.startswith("unused"))
+    assert 2 * parameters <= moved <= 3 * parameters + 2 * fragments * CODE_BLOCK * 8
+
+
 # ---- checkpoints
 
 
@@ -557,7 +596,21 @@ def test_the_state_of_the_outer_optimizer_counts_in_the_forecast_of_memory(pools
 def test_a_resumed_run_ends_with_the_same_bits(
     half: int, fragments: int, overlap: int, pools: Shelf, tmp_path: Path
 ) -> None:
-    case, outer = CASES["cnn"], onebox.Outer(every=4, fragments=fragments, overlap=overlap, shares=[2, 1])
+    resumed_with_the_same_bits(onebox.Outer(every=4, fragments=fragments, overlap=overlap), half, pools, tmp_path)
+
+
+@pytest.mark.parametrize("half", [4, 6])
+@pytest.mark.parametrize(("overlap", "codec", "state"), [(3, "e3m0", "host"), (0, "int8", "device")])
+def test_a_resumed_run_goes_on_with_what_codes_have_lost(
+    half: int, overlap: int, codec: OuterCodec, state: StateAt, pools: Shelf, tmp_path: Path
+) -> None:
+    outer = onebox.Outer(every=4, fragments=2, overlap=overlap, compression=codec, state=state)
+    resumed_with_the_same_bits(outer, half, pools, tmp_path)
+
+
+def resumed_with_the_same_bits(outer: onebox.Outer, half: int, pools: Shelf, tmp_path: Path) -> None:
+    """Save a run and resume it: on the same devices with the same bits, on others with the same result."""
+    case, outer = CASES["cnn"], replace(outer, shares=[2, 1])
     batches, model = case.batches(SIZES), case.model()
     arguments: dict[str, Any] = {"plan": SMALL, "seed": SEED, "islands": [[0, 1], [2]], "outer": outer}
     with onebox.Trainer(model, case.loss, OPTIMIZERS["adamw"](model), pool=pools(3), **arguments) as trainer:
@@ -578,6 +631,26 @@ def test_a_resumed_run_ends_with_the_same_bits(
     optimizer = OPTIMIZERS["adamw"](model)
     with onebox.Trainer.resume(tmp_path / "again", model, case.loss, optimizer, **arguments) as trainer:
         assert_same(steps(trainer, batches[half:]), straight)
+
+
+def test_lossy_gradients_inside_islands_are_resumed_with_the_same_bits(pools: Shelf, tmp_path: Path) -> None:
+    case, model = CASES["mlp"], CASES["mlp"].model()
+    stages = [Stage(replicas=((a,), (a + 1,)), shares=(1.0, 1.0), gradients="int8") for a in (0, 2)]
+    plans = [Plan(stages=(stage,), micro_batch=MICRO_BATCH) for stage in stages]
+    arguments: dict[str, Any] = {"plan": plans, "islands": [[0, 1], [2, 3]], "lossy": ("gradients",)}
+    arguments["outer"] = onebox.Outer(every=3)
+    batches = case.batches(SIZES[:8])
+    with onebox.Trainer(model, case.loss, OPTIMIZERS["sgd"](model), pool=pools(4), **arguments) as trainer:
+        steps(trainer, batches[:4])
+        trainer.save(tmp_path)
+        straight = steps(trainer, batches[4:])
+    model = case.model()
+    with onebox.Trainer.resume(tmp_path, model, case.loss, OPTIMIZERS["sgd"](model), pool=pools(4)) as trainer:
+        trainer.save(tmp_path / "again")
+    with onebox.Trainer.resume(
+        tmp_path / "again", model, case.loss, OPTIMIZERS["sgd"](model), pool=pools(4)
+    ) as trainer:
+        assert_same(steps(trainer, batches[4:]), straight, tolerance=0)
 
 
 def test_a_run_is_resumed_with_as_many_islands(pools: Shelf, tmp_path: Path) -> None:
@@ -622,8 +695,9 @@ def test_a_worker_that_dies_is_one_error() -> None:
 
 
 def test_nothing_is_left_on_the_workers(pools: Shelf) -> None:
-    islands(pools(3), "cnn", [[0, 1], [2]], outer=onebox.Outer(every=4), evaluating=CASES["cnn"].batches([5]))
-    assert untouched(pools(3))
+    for outer in (onebox.Outer(every=4), onebox.Outer(every=4, overlap=1, compression="int8", state="host")):
+        islands(pools(3), "cnn", [[0, 1], [2]], outer=outer, evaluating=CASES["cnn"].batches([5]))
+        assert untouched(pools(3))
 
 
 # ---- what is refused

@@ -154,44 +154,38 @@ def global_sharding(parts: Sequence[OuterPart], holdings: Sequence[ShardingSpec]
 
 def outer_bytes(
     holdings: ShardingSpec,
-    trained: Sequence[str],
-    averaged: Sequence[str],
+    names: Sequence[str],
+    trained: Collection[str],
     specs: Mapping[str, TensorSpec],
     options: Outer,
     islands: int,
 ) -> dict[int, StateBytes]:
     """Return the bytes of global values and of the outer optimizer's state on the workers of an island.
 
+    Where islands are cut differently, residuals may take some blocks more.
+
     Args:
         holdings: Sharding of the state in the island.
-        trained: Parameters that the outer optimizer updates.
-        averaged: Buffers that are averaged.
+        names: What islands average, in the order of the model.
+        trained: Parameters among it, which the outer optimizer updates.
         specs: The spec of each of them.
         options: Options of the outer optimizer.
         islands: Number of islands.
     """
-    sizes: dict[int, dict[str, int]] = {}  # by leader and type, of what is trained
-    kept: dict[int, int] = {}
-    for name in (*trained, *averaged):
-        for members in holdings.replica_groups.get(name, ()):
-            leader, spec = members[0], holdings.spec(members[0], name, specs[name])
-            if name in trained:
-                own = sizes.setdefault(leader, {})
-                own[spec.dtype] = own.get(spec.dtype, 0) + spec.size_bytes
-            else:
-                kept[leader] = kept.get(leader, 0) + spec.size_bytes * (1 + bool(options.overlap))
-    found = {}
-    for leader in dict.fromkeys((*sizes, *kept)):
-        state, travelling = 0, kept.get(leader, 0)
-        for dtype, size_bytes in sizes.get(leader, {}).items():
-            state += size_bytes * (1 + bool(options.momentum))
-            sums_bytes = size_bytes
-            if options.compression != "none" and islands > 1 and dtype in CODED_TYPES:
-                elements = size_bytes // ITEM_BYTES[dtype]
-                state += padded_elements(elements, 1) * ITEM_BYTES[dtype]
-                encoded = encoded_bytes(options.compression, size_bytes, ITEM_BYTES[dtype])
-                sums_bytes = max(size_bytes, (islands + 1) * encoded)
-            travelling += sums_bytes * bool(options.overlap)
-        on_host = state if options.state == "host" else 0
-        found[leader] = StateBytes(on_device=state - on_host + travelling, on_host=on_host)
+    found: dict[int, StateBytes] = {}
+    for own in map(set, fragments_of(names, options.fragments)):
+        for bucket in outer_buckets(outer_parts([holdings], [n for n in names if n in own]), specs, trained):
+            (leader,), dtype = bucket.leaders, specs[bucket.names[0]].dtype
+            size_bytes = sum(holdings.spec(leader, name, specs[name]).size_bytes for name in bucket.names)
+            state_bytes = sums_bytes = size_bytes
+            if bucket.trained:
+                state_bytes += size_bytes * bool(options.momentum)
+                if options.compression != "none" and islands > 1 and dtype in CODED_TYPES:
+                    encoded = encoded_bytes(options.compression, size_bytes, ITEM_BYTES[dtype])
+                    state_bytes += padded_elements(size_bytes // ITEM_BYTES[dtype], 1) * ITEM_BYTES[dtype]
+                    sums_bytes = max(size_bytes, (islands + 1) * encoded)
+            before = found.get(leader, StateBytes())
+            on_host = state_bytes if options.state == "host" and bucket.trained else 0
+            on_device = state_bytes - on_host + sums_bytes * bool(options.overlap)
+            found[leader] = StateBytes(before.on_device + on_device, before.on_host + on_host)
     return found

@@ -141,9 +141,10 @@ class IslandsSession:
 
     def _outer_bytes(self, compiler: Compiler) -> Mapping[int, StateBytes]:
         """Return the bytes of global values and of the outer optimizer's state on an island's workers."""
-        averaged = averaged_buffers(compiler)
-        specs = {name: compiler.state.spec(name) for name in (*compiler.trained, *averaged)}
-        return outer_bytes(compiler.holdings, compiler.trained, averaged, specs, self.outer, len(self.islands))
+        own, trained = {*compiler.trained, *averaged_buffers(compiler)}, set(compiler.trained)
+        names = [name for name in compiler.state.tensors if name in own]
+        specs = {name: compiler.state.spec(name) for name in names}
+        return outer_bytes(compiler.holdings, names, trained, specs, self.outer, len(self.islands))
 
     @property
     def recovery(self) -> RecoveryManager:
