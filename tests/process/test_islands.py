@@ -45,6 +45,14 @@ def cut(size: int) -> list[int]:
     return [MICRO_BATCH] * whole + [rest] * (rest > 0)
 
 
+def optimizers_of(name: str, model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of a model: those of :data:`OPTIMIZERS`, or Muon for matrices and AdamW for the rest."""
+    if name != "muon":
+        return [OPTIMIZERS[name](model)]
+    matrices, rest = ([p for p in model.parameters() if (p.dim() == 2) == kind] for kind in (True, False))
+    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01, weight_decay=0.0)]
+
+
 class Reference:
     """DiLoCo (arXiv:2311.08105) in one process: a copy of the model and of its optimizer for each island.
 
@@ -73,7 +81,7 @@ class Reference:
         self.case, self.weights, self.outer, self.max_norm = CASES[name], weights, outer, max_norm
         self.value = self.case.model()
         self.models = [self.case.model() for _ in weights]
-        self.optimizers = [OPTIMIZERS[optimizer](model) for model in self.models]
+        self.optimizers = [optimizers_of(optimizer, model) for model in self.models]
         self.cuts = cuts or [cut] * len(weights)
         momentum = outer.momentum
         self.sgd = torch.optim.SGD(self.value.parameters(), lr=outer.lr, momentum=momentum, nesterov=momentum > 0)
@@ -100,9 +108,9 @@ class Reference:
             if not own:
                 continue
             part = tree_map(lambda t, a=start, b=start + own: t[a:b], batch)
-            model, optimizer = self.models[island], self.optimizers[island]
+            model, optimizers = self.models[island], self.optimizers[island]
             around = drawing(SEED + island) if self.case.draws else None
-            optimizer.zero_grad()
+            model.zero_grad()
             found = backward(
                 model,
                 self.case.loss,
@@ -112,7 +120,8 @@ class Reference:
             )
             loss += found * own / size
             norm += clipped(model, self.max_norm) * own / size
-            optimizer.step()
+            for optimizer in optimizers:
+                optimizer.step()
             start += own
             for samples in self.samples:
                 samples[island] += own
@@ -205,7 +214,7 @@ def islands(
     case = CASES[name]
     model = case.model()
     arguments = {"pool": pool, "seed": SEED, "islands": groups, "plan": plan or SMALL, **options}
-    with onebox.Trainer(model, case.loss, OPTIMIZERS[optimizer](model), **arguments) as trainer:
+    with onebox.Trainer(model, case.loss, optimizers_of(optimizer, model), **arguments) as trainer:
         return steps(trainer, case.batches(list(sizes)), evaluating)
 
 
@@ -295,6 +304,19 @@ def test_an_island_without_samples_in_a_step_sits_it_out(pools: Shelf) -> None:
     sizes, outer = [6, 1, 6, 1, 6], onebox.Outer(every=4)
     found = islands(pools(2), "mlp", [[0], [1]], sizes, outer=outer)
     assert_same(found, Reference("mlp", "adamw", [1, 1], outer).run(sizes))
+
+
+@pytest.mark.parametrize(
+    ("groups", "outer"),
+    [
+        ([[0], [1]], onebox.Outer(every=3)),
+        ([[0, 1], [2, 3]], onebox.Outer(every=3, momentum=0.6, fragments=2, overlap=1)),
+    ],
+)
+def test_muon_inside_islands(groups: list[list[int]], outer: onebox.Outer, pools: Shelf) -> None:
+    """MuLoCo (arXiv:2505.23725): each island steps with Muon, and the outer optimizer stays the same."""
+    found = islands(pools(sum(map(len, groups))), "mlp", groups, optimizer="muon", outer=outer)
+    assert_same(found, Reference("mlp", "muon", [1, 1], outer).run(SIZES))
 
 
 # ---- compression
