@@ -13,8 +13,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from onebox.plan_names import GradientCodec
+
 AGREE = 1e-10
 """The most by which float64 results may differ after 20 steps."""
+
+
+CODE_BLOCK = 256
+"""Values that a lossy codec encodes together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +123,27 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     """Return copies of parameters and buffers, those included that a state dict leaves out."""
     named = [*model.named_parameters(), *model.named_buffers()]
     return {name: tensor.detach().clone() for name, tensor in named}
+
+
+def coded(values: Tensor, codec: GradientCodec) -> Tensor:
+    """Return values as they are after encoding and decoding, in blocks of 256 from the first on."""
+    if codec == "none":
+        return values
+    if codec == "bf16":
+        return values.float().bfloat16().to(values.dtype)
+    blocks = values.view(-1, CODE_BLOCK)
+    if codec == "e3m0":
+        scale = blocks.abs().amax(dim=1, keepdim=True).clamp_min(2.0**-126).float().to(values.dtype)
+        parts = (blocks / scale).float().double()
+        allowed = torch.tensor([0.0, *(2.0**power for power in range(-6, 1))], dtype=torch.float64)
+        bounds = (allowed[1:] + allowed[:-1]) / 2
+        powers = allowed[torch.bucketize(parts.abs(), bounds, right=True)]
+        return ((powers * parts.sign()).to(values.dtype) * scale).view(-1)
+    largest = blocks.abs().max(dim=1, keepdim=True).values * (1 / 127)
+    scale = largest.clamp_min(2.0**-126).float().to(values.dtype)
+    steps = torch.round(blocks / scale)
+    assert steps.abs().max() <= 127
+    return (steps * scale).view(-1)
 
 
 class Drawing(TorchDispatchMode):

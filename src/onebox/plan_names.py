@@ -62,11 +62,17 @@ Sync = Literal["workers", "client"]
 UpdateAt = Literal["device", "host"]
 """Place of the optimizer's state and step."""
 
-GradientCodec = Literal["none", "bf16", "int8", "powersgd"]
+GradientCodec = Literal["none", "bf16", "int8", "e3m0", "powersgd"]
 """Lossy codec of the gradients that replicas exchange; ``none`` for exact sums."""
 
 ActivationCodec = Literal["none", "bf16", "int8"]
 """Lossy codec of the values that a stage sends to other stages; ``none`` to send them as they are."""
+
+StateAt = Literal["device", "host"]
+"""Place of state between the steps that use it."""
+
+OuterCodec = Literal["none", "bf16", "int8", "e3m0"]
+"""Lossy codec of the outer gradients that islands exchange; ``none`` for exact sums."""
 
 LossyPart = Literal["gradients", "activations"]
 """Part of the traffic that a run may allow to be compressed with a loss."""

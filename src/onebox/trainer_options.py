@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from onebox.errors import UsageError
-from onebox.plan_names import LOSSY_PARTS, LossyPart, Sync, UpdateAt
+from onebox.plan_names import LOSSY_PARTS, LossyPart, OuterCodec, StateAt, Sync, UpdateAt
 from onebox.sizes import parse_size
 
 Correction = Literal["auto", "none", "predict", "extrapolate", "lookahead", "both", "feedback"]
@@ -111,6 +111,11 @@ class Outer:
             steps later, fewer than ``every`` (Streaming DiLoCo).
         keep: With ``overlap``, the fraction of an island's own parameters in those with which it goes on after an outer
             step; the rest are the global ones.
+        compression: Codec of the outer gradients that islands send each other: ``none``, ``bf16``, ``int8``, or
+            ``e3m0`` with four bits a value (Streaming DiLoCo). They are decoded and summed in the parameters' type, and
+            what is lost is added to the next ones (error feedback, arXiv:2508.15706). See docs/compression.md.
+        state: Place of the global parameters, the momentum, and what the codec has lost, between two outer steps: the
+            ``device`` or the ``host`` of each worker that exchanges outer gradients. The result is the same.
         shares: Each island's share of the batch: ``auto`` (equal for islands of alike devices, else measured),
             ``equal``, ``measured``, or one weight for each island.
 
@@ -128,6 +133,8 @@ class Outer:
     fragments: int = 1
     overlap: int = 0
     keep: float = 0.5
+    compression: OuterCodec = "none"
+    state: StateAt = "device"
     shares: Shares = "auto"
 
     def __post_init__(self) -> None:
@@ -150,6 +157,8 @@ class Outer:
                 f"overlap={self.overlap} and every={self.every}: an outer step is applied before the next one begins; "
                 f"allowed are up to {self.every - 1} steps of overlap"
             )
+        _require_one("compression", self.compression, get_args(OuterCodec))
+        _require_one("state", self.state, get_args(StateAt))
         object.__setattr__(self, "shares", _checked_shares(self.shares, "island"))
 
 

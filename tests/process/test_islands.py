@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,23 @@ from torch.utils._pytree import tree_map
 import onebox
 from onebox.errors import UsageError, WorkerDied
 from onebox.plan import Plan, Stage, apportion
+from onebox.plan_names import OuterCodec, StateAt
 from tests.covering import covering_array
 from tests.models import CASES, OPTIMIZERS
 from tests.process.shelf import Shelf, untouched
 from tests.process.stages import SEED, segments, staged
-from tests.reference import AGREE, Outcome, assert_same, backward, clipped, drawing, sizes_of, state_of
+from tests.reference import (
+    AGREE,
+    CODE_BLOCK,
+    Outcome,
+    assert_same,
+    backward,
+    clipped,
+    coded,
+    drawing,
+    sizes_of,
+    state_of,
+)
 
 SIZES = [12, 12, 9, 12, 12, 12, 9, 12, 12, 12, 12, 12]
 MICRO_BATCH = 3
@@ -30,6 +43,14 @@ SMALL = onebox.DataParallel(micro_batch=MICRO_BATCH)
 def cut(size: int) -> list[int]:
     whole, rest = divmod(size, MICRO_BATCH)
     return [MICRO_BATCH] * whole + [rest] * (rest > 0)
+
+
+def optimizers_of(name: str, model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of a model: those of :data:`OPTIMIZERS`, or Muon for matrices and AdamW for the rest."""
+    if name != "muon":
+        return [OPTIMIZERS[name](model)]
+    matrices, rest = ([p for p in model.parameters() if (p.dim() == 2) == kind] for kind in (True, False))
+    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01, weight_decay=0.0)]
 
 
 class Reference:
@@ -42,7 +63,7 @@ class Reference:
         outer: The outer optimizer.
         cuts: For each island, from samples to those of its micro-batches.
         max_norm: For clipping.
-        average: Names of the buffers that are averaged.
+        buckets: Divides the parameters of a fragment into those that travel together.
     """
 
     def __init__(
@@ -53,11 +74,14 @@ class Reference:
         outer: onebox.Outer,
         cuts: Sequence[Callable[[int], Sequence[int]]] = (),
         max_norm: float | None = None,
+        buckets: Callable[[Sequence[str]], Sequence[Sequence[str]]] = lambda names: [names],
     ) -> None:
+        self.buckets = buckets
+        self.lost: dict[str, list[Tensor | float]] = {}  # by the first parameter of the bucket
         self.case, self.weights, self.outer, self.max_norm = CASES[name], weights, outer, max_norm
         self.value = self.case.model()
         self.models = [self.case.model() for _ in weights]
-        self.optimizers = [OPTIMIZERS[optimizer](model) for model in self.models]
+        self.optimizers = [optimizers_of(optimizer, model) for model in self.models]
         self.cuts = cuts or [cut] * len(weights)
         momentum = outer.momentum
         self.sgd = torch.optim.SGD(self.value.parameters(), lr=outer.lr, momentum=momentum, nesterov=momentum > 0)
@@ -84,9 +108,9 @@ class Reference:
             if not own:
                 continue
             part = tree_map(lambda t, a=start, b=start + own: t[a:b], batch)
-            model, optimizer = self.models[island], self.optimizers[island]
+            model, optimizers = self.models[island], self.optimizers[island]
             around = drawing(SEED + island) if self.case.draws else None
-            optimizer.zero_grad()
+            model.zero_grad()
             found = backward(
                 model,
                 self.case.loss,
@@ -96,7 +120,8 @@ class Reference:
             )
             loss += found * own / size
             norm += clipped(model, self.max_norm) * own / size
-            optimizer.step()
+            for optimizer in optimizers:
+                optimizer.step()
             start += own
             for samples in self.samples:
                 samples[island] += own
@@ -122,13 +147,34 @@ class Reference:
         """Return the outer gradients, and the averages of buffers."""
         samples, total = self.samples[fragment], sum(self.samples[fragment])
         self.samples[fragment] = [0] * len(samples)
-        own, found = [dict(self._tensors(model)) for model in self.models], {}
-        for name, value in self._tensors(self.value):
+        own, values = [dict(self._tensors(model)) for model in self.models], dict(self._tensors(self.value))
+        weighted: dict[str, list[Tensor]] = {}
+        found: dict[str, Tensor] = {}
+        for name, value in values.items():
             if self.fragment[name] == fragment:
                 trained = isinstance(value, nn.Parameter)
                 parts = [value - each[name] if trained else each[name] for each in own]
-                found[name] = sum(part * (n / total) for part, n in zip(parts, samples, strict=True))
+                weighted[name] = [part * (n / total) for part, n in zip(parts, samples, strict=True)]
+                found[name] = sum(weighted[name][1:], weighted[name][0])
+        if self.outer.compression != "none" and len(own) > 1:
+            for names in self.buckets([name for name in found if isinstance(values[name], nn.Parameter)]):
+                found |= self.decoded({name: weighted[name] for name in names}) if names else {}
         return found
+
+    def decoded(self, weighted: dict[str, list[Tensor]]) -> dict[str, Tensor]:
+        """Return the sums of a bucket whose parts travel in a codec; what is lost is added to the next parts."""
+        first, *_ = weighted
+        lost = self.lost.setdefault(first, [0.0] * len(self.models))
+        total: Tensor | None = None
+        for island in range(len(self.models)):
+            flat = torch.cat([parts[island].reshape(-1) for parts in weighted.values()])
+            wanted = nn.functional.pad(flat, (0, -len(flat) % CODE_BLOCK)) + lost[island]
+            arrived = coded(wanted, self.outer.compression)
+            lost[island] = wanted - arrived
+            total = arrived if total is None else total + arrived
+        assert total is not None
+        ends = total[: len(flat)].split([parts[0].numel() for parts in weighted.values()])
+        return {name: end.view_as(parts[0]) for (name, parts), end in zip(weighted.items(), ends, strict=True)}
 
     @torch.no_grad()
     def apply(self, fragment: int, sums: dict[str, Tensor], keep: float) -> None:
@@ -168,7 +214,7 @@ def islands(
     case = CASES[name]
     model = case.model()
     arguments = {"pool": pool, "seed": SEED, "islands": groups, "plan": plan or SMALL, **options}
-    with onebox.Trainer(model, case.loss, OPTIMIZERS[optimizer](model), **arguments) as trainer:
+    with onebox.Trainer(model, case.loss, optimizers_of(optimizer, model), **arguments) as trainer:
         return steps(trainer, case.batches(list(sizes)), evaluating)
 
 
@@ -260,6 +306,68 @@ def test_an_island_without_samples_in_a_step_sits_it_out(pools: Shelf) -> None:
     assert_same(found, Reference("mlp", "adamw", [1, 1], outer).run(sizes))
 
 
+@pytest.mark.parametrize(
+    ("groups", "outer"),
+    [
+        ([[0], [1]], onebox.Outer(every=3)),
+        ([[0, 1], [2, 3]], onebox.Outer(every=3, momentum=0.6, fragments=2, overlap=1)),
+    ],
+)
+def test_muon_inside_islands(groups: list[list[int]], outer: onebox.Outer, pools: Shelf) -> None:
+    """MuLoCo (arXiv:2505.23725): each island steps with Muon, and the outer optimizer stays the same."""
+    found = islands(pools(sum(map(len, groups))), "mlp", groups, optimizer="muon", outer=outer)
+    assert_same(found, Reference("mlp", "muon", [1, 1], outer).run(SIZES))
+
+
+# ---- compression
+
+
+def stages_of(plan: Plan) -> Callable[[Sequence[str]], Sequence[Sequence[str]]]:
+    """Return the division of the parameters of numbered layers into those of each stage, which begins with a layer."""
+    starts = [int(stage.segments[0].split(".")[-1]) for stage in plan.stages]
+
+    def divided(names: Sequence[str]) -> list[list[str]]:
+        stages = [sum(start <= int(name.split(".")[0]) for start in starts) for name in names]
+        return [[n for n, own in zip(names, stages, strict=True) if own == stage + 1] for stage in range(len(starts))]
+
+    return divided
+
+
+CODED: dict[str, tuple[str, int, list[list[int]], Callable[[], Any], list[float]]] = {
+    kind: CASES_OF_ISLANDS[kind] for kind in ("uneven", "pipelines", "three", "sharded optimizer", "one")
+}
+
+
+@pytest.mark.parametrize("kind", CODED)
+@pytest.mark.parametrize("codec", ["e3m0", "int8", "bf16"])
+def test_outer_gradients_in_a_codec_are_those_of_the_plain_implementation(
+    kind: str, codec: OuterCodec, pools: Shelf
+) -> None:
+    """Plain steps of SGD have the same bits wherever they are computed, and so have codes: equal results but for the
+    order in which replicas sum gradients."""
+    name, workers, groups, plan, weights = CODED[kind]
+    outer = onebox.Outer(every=2, shares=weights, compression=codec)
+    found = islands(
+        pools(workers), name, groups, optimizer="sgd", plan=plan(), outer=outer, engine=onebox.Engine(check_every=1)
+    )
+    buckets = stages_of(plan()[0]) if kind == "pipelines" else lambda names: [names]
+    expected = Reference(name, "sgd", weights, outer, buckets=buckets).run(SIZES)
+    assert_same(found, expected, tolerance=1e-14)
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("codec", ["e3m0"])
+@pytest.mark.parametrize(("overlap", "fragments"), [(0, 1), (3, 2)])
+def test_islands_that_exchange_codes_have_the_bits_of_the_plain_implementation(
+    codec: OuterCodec, overlap: int, fragments: int, pools: Shelf
+) -> None:
+    outer = onebox.Outer(every=4, fragments=fragments, overlap=overlap, compression=codec, shares=[2, 1])
+    found = islands(pools(2), "mlp", [[0], [1]], optimizer="sgd", outer=outer, engine=onebox.Engine(check_every=1))
+    expected = Reference("mlp", "sgd", [2, 1], outer).run(SIZES)
+    for tensor, other in zip(found.tensors.values(), expected.tensors.values(), strict=True):
+        assert torch.equal(tensor, other)
+
+
 KINDS = {
     "model": ["mlp", "cnn", "gpt2", "tied", "dropping", "branches"],
     "optimizer": ["sgd", "adamw", "adam-in-groups"],
@@ -269,6 +377,7 @@ KINDS = {
     "clipping": ["off", "on"],
     "momentum": ["0.9", "0"],
     "overlap": ["0", "2"],
+    "state": ["device", "host"],
 }
 """Settings of which every two meet in some run."""
 
@@ -291,6 +400,7 @@ def test_settings_meet_in_pairs(run: dict[str, str], pools: Shelf) -> None:
         momentum=float(run["momentum"]),
         fragments=int(run["fragments"]),
         overlap=int(run["overlap"]),
+        state=run["state"],  # type: ignore[arg-type]
         shares=weights,
     )
     arguments: dict[str, Any] = {"plan": plan(run["model"]), "outer": outer, "clip_grad_norm": max_norm}
@@ -461,6 +571,44 @@ def test_the_state_of_the_outer_optimizer_counts_in_the_forecast_of_memory(pools
     assert peaks[1] - peaks[0] == held[1] - held[0] == sum(parameter.nbytes for parameter in model.parameters())
 
 
+@pytest.mark.short
+@pytest.mark.parametrize(("overlap", "codec"), [(2, "e3m0"), (0, "int8"), (0, "none")])
+def test_outer_state_on_the_host_has_the_same_bits_and_leaves_the_device(
+    overlap: int, codec: OuterCodec, pools: Shelf
+) -> None:
+    """Also where it is read, evaluated and changed by hand between outer steps; forecasts count it in its place."""
+    case = CASES["cnn"]
+    batches, held_out = case.batches(SIZES), case.batches([5])
+    found, synchronised, memory, forecasts, on_host = {}, {}, {}, {}, {}
+    for state in ("device", "host"):
+        model, fragments = case.model(), 1 + (overlap > 0)
+        outer = onebox.Outer(
+            every=3, fragments=fragments, overlap=overlap, compression=codec, state=state, shares=[2, 1]
+        )
+        arguments: dict[str, Any] = {"plan": SMALL, "islands": [[0, 1], [2]], "outer": outer}
+        engine = onebox.Engine(check_every=1)
+        optimizer = OPTIMIZERS["adamw"](model)
+        with onebox.Trainer(model, case.loss, optimizer, pool=pools(3), engine=engine, **arguments) as trainer:
+            forecasts[state] = trainer.predicted_memory(*batches[0])[0]
+            steps(trainer, batches[:7], held_out)
+            trainer.pull()
+            with torch.no_grad():
+                next(model.parameters()).mul_(0.5)
+            found[state] = steps(trainer, batches[7:])
+            trainer.synchronize()
+            memory[state] = trainer.memory()[0]
+            on_host[state] = trainer._run.contents(trainer._batch(*batches[0]))[0].host_bytes
+            synchronised[state] = trainer.tensors()
+    assert_same(found["host"], found["device"], tolerance=0)
+    for name, tensor in synchronised["device"].items():
+        assert torch.equal(synchronised["host"][name], tensor)
+    moved = memory["host"].host_bytes
+    assert on_host == {"device": 0, "host": moved} and memory["device"].host_bytes == 0
+    assert forecasts["device"] - forecasts["host"] == memory["device"].used_bytes - memory["host"].used_bytes == moved
+    parameters = sum(p.nbytes for name, p in case.model().named_parameters() if not name.startswith("unused"))
+    assert 2 * parameters <= moved <= 3 * parameters + 2 * fragments * CODE_BLOCK * 8
+
+
 # ---- checkpoints
 
 
@@ -470,7 +618,21 @@ def test_the_state_of_the_outer_optimizer_counts_in_the_forecast_of_memory(pools
 def test_a_resumed_run_ends_with_the_same_bits(
     half: int, fragments: int, overlap: int, pools: Shelf, tmp_path: Path
 ) -> None:
-    case, outer = CASES["cnn"], onebox.Outer(every=4, fragments=fragments, overlap=overlap, shares=[2, 1])
+    resumed_with_the_same_bits(onebox.Outer(every=4, fragments=fragments, overlap=overlap), half, pools, tmp_path)
+
+
+@pytest.mark.parametrize("half", [4, 6])
+@pytest.mark.parametrize(("overlap", "codec", "state"), [(3, "e3m0", "host"), (0, "int8", "device")])
+def test_a_resumed_run_goes_on_with_what_codes_have_lost(
+    half: int, overlap: int, codec: OuterCodec, state: StateAt, pools: Shelf, tmp_path: Path
+) -> None:
+    outer = onebox.Outer(every=4, fragments=2, overlap=overlap, compression=codec, state=state)
+    resumed_with_the_same_bits(outer, half, pools, tmp_path)
+
+
+def resumed_with_the_same_bits(outer: onebox.Outer, half: int, pools: Shelf, tmp_path: Path) -> None:
+    """Save a run and resume it: on the same devices with the same bits, on others with the same result."""
+    case, outer = CASES["cnn"], replace(outer, shares=[2, 1])
     batches, model = case.batches(SIZES), case.model()
     arguments: dict[str, Any] = {"plan": SMALL, "seed": SEED, "islands": [[0, 1], [2]], "outer": outer}
     with onebox.Trainer(model, case.loss, OPTIMIZERS["adamw"](model), pool=pools(3), **arguments) as trainer:
@@ -491,6 +653,26 @@ def test_a_resumed_run_ends_with_the_same_bits(
     optimizer = OPTIMIZERS["adamw"](model)
     with onebox.Trainer.resume(tmp_path / "again", model, case.loss, optimizer, **arguments) as trainer:
         assert_same(steps(trainer, batches[half:]), straight)
+
+
+def test_lossy_gradients_inside_islands_are_resumed_with_the_same_bits(pools: Shelf, tmp_path: Path) -> None:
+    case, model = CASES["mlp"], CASES["mlp"].model()
+    stages = [Stage(replicas=((a,), (a + 1,)), shares=(1.0, 1.0), gradients="int8") for a in (0, 2)]
+    plans = [Plan(stages=(stage,), micro_batch=MICRO_BATCH) for stage in stages]
+    arguments: dict[str, Any] = {"plan": plans, "islands": [[0, 1], [2, 3]], "lossy": ("gradients",)}
+    arguments["outer"] = onebox.Outer(every=3)
+    batches = case.batches(SIZES[:8])
+    with onebox.Trainer(model, case.loss, OPTIMIZERS["sgd"](model), pool=pools(4), **arguments) as trainer:
+        steps(trainer, batches[:4])
+        trainer.save(tmp_path)
+        straight = steps(trainer, batches[4:])
+    model = case.model()
+    with onebox.Trainer.resume(tmp_path, model, case.loss, OPTIMIZERS["sgd"](model), pool=pools(4)) as trainer:
+        trainer.save(tmp_path / "again")
+    with onebox.Trainer.resume(
+        tmp_path / "again", model, case.loss, OPTIMIZERS["sgd"](model), pool=pools(4)
+    ) as trainer:
+        assert_same(steps(trainer, batches[4:]), straight, tolerance=0)
 
 
 def test_a_run_is_resumed_with_as_many_islands(pools: Shelf, tmp_path: Path) -> None:
@@ -535,8 +717,9 @@ def test_a_worker_that_dies_is_one_error() -> None:
 
 
 def test_nothing_is_left_on_the_workers(pools: Shelf) -> None:
-    islands(pools(3), "cnn", [[0, 1], [2]], outer=onebox.Outer(every=4), evaluating=CASES["cnn"].batches([5]))
-    assert untouched(pools(3))
+    for outer in (onebox.Outer(every=4), onebox.Outer(every=4, overlap=1, compression="int8", state="host")):
+        islands(pools(3), "cnn", [[0, 1], [2]], outer=outer, evaluating=CASES["cnn"].batches([5]))
+        assert untouched(pools(3))
 
 
 # ---- what is refused

@@ -25,28 +25,13 @@ from onebox.wire.protocol.responses import WorkerMemory
 from tests.models import CASES, OPTIMIZERS
 from tests.process.shelf import Shelf
 from tests.process.stages import SEED, run, staged
-from tests.reference import Outcome, assert_same, call, clipped, sizes_of, state_of, train
+from tests.reference import CODE_BLOCK, Outcome, assert_same, call, clipped, coded, sizes_of, state_of, train
 
 SIZES = (8, 8, 5, 8, 8)
-BLOCK = 256
 LOSSY: dict[str, Any] = {"lossy": ("gradients",), "check_every": 1}
 
 
 # ---- a plain implementation
-
-
-def coded(values: Tensor, codec: GradientCodec) -> Tensor:
-    """Return values as they are after encoding and decoding, in blocks of 256 from the first on."""
-    if codec == "none":
-        return values
-    if codec == "bf16":
-        return values.float().bfloat16().to(values.dtype)
-    blocks = values.view(-1, BLOCK)
-    largest = blocks.abs().max(dim=1, keepdim=True).values * (1 / 127)
-    scale = largest.clamp_min(2.0**-126).float().to(values.dtype)
-    steps = torch.round(blocks / scale)
-    assert steps.abs().max() <= 127
-    return (steps * scale).view(-1)
 
 
 class PlainSum:
@@ -66,7 +51,7 @@ class PlainSum:
 
     def __call__(self, contributions: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         """Return the sums, given the gradients of each holder."""
-        unit = BLOCK * (1 if self.alone else len(contributions))
+        unit = CODE_BLOCK * (1 if self.alone else len(contributions))
         travelled = []
         for place, own in enumerate(contributions):
             flat = torch.cat([gradient.reshape(-1) for gradient in own])
@@ -221,7 +206,7 @@ def in_order(name: str) -> list[str]:
 MLP = in_order("mlp")
 
 
-@pytest.mark.parametrize("codec", ["bf16", "int8"])
+@pytest.mark.parametrize("codec", ["bf16", "int8", "e3m0"])
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_replicas_train_as_the_plain_implementation_does(pools: Shelf, count: int, codec: GradientCodec) -> None:
     plan = lossy(replicas(count), codec)
@@ -359,10 +344,10 @@ class Coded(torch.autograd.Function):
 
 def travelled(value: Tensor, codec: GradientCodec) -> Tensor:
     """Return a value as it arrives: one that becomes no smaller is sent as it is."""
-    blocks = -(-value.numel() // BLOCK)
-    if codec == "none" or blocks * BLOCK * (2 if codec == "bf16" else 1 + 4 / BLOCK) >= value.nbytes:
+    blocks = -(-value.numel() // CODE_BLOCK)
+    if codec == "none" or blocks * CODE_BLOCK * (2 if codec == "bf16" else 1 + 4 / CODE_BLOCK) >= value.nbytes:
         return value
-    flat = nn.functional.pad(value.reshape(-1), (0, blocks * BLOCK - value.numel()))
+    flat = nn.functional.pad(value.reshape(-1), (0, blocks * CODE_BLOCK - value.numel()))
     return coded(flat, codec)[: value.numel()].view_as(value)
 
 
@@ -472,7 +457,9 @@ def test_a_plan_with_a_codec_needs_leave(pools: Shelf) -> None:
 
 
 def test_unknown_codecs_and_odd_places_are_refused() -> None:
-    with pytest.raises(UsageError, match="gradients='int9' of a stage: allowed are 'none', 'bf16', 'int8', 'powersgd'"):
+    with pytest.raises(
+        UsageError, match="gradients='int9' of a stage: allowed are 'none', 'bf16', 'int8', 'e3m0', 'pow"
+    ):
         lossy(replicas(2), "int9")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="gradients='int8' of a stage with sync='client'"):
         lossy(replace(replicas(2), sync="client"), "int8")

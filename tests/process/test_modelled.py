@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -62,9 +63,11 @@ def test_stale_gradients(pool: onebox.Pool) -> None:
     assert delays[1] > 0
 
 
-@pytest.mark.parametrize("overlap", [0, 1])
-def test_islands(pool: onebox.Pool, overlap: int) -> None:
-    outer = onebox.Outer(every=2, fragments=2, overlap=overlap, shares=[2, 1])
+@pytest.mark.parametrize(
+    ("overlap", "more"), [(0, {}), (1, {}), (0, {"state": "host"}), (1, {"compression": "int8", "state": "host"})]
+)
+def test_islands(pool: onebox.Pool, overlap: int, more: dict[str, Any]) -> None:
+    outer = onebox.Outer(every=2, fragments=2, overlap=overlap, shares=[2, 1], **more)
     reference_run = IslandsReference("cnn", "adamw", [2, 1], outer)
     held_out = CASES["cnn"].batches([5])
     found = islands(pool, "cnn", [[0, 1], [2]], ISLAND_SIZES, outer=outer, evaluating=held_out)

@@ -64,7 +64,7 @@ class TrainingSession:
         adaptive: Whether to adapt the plan to devices and links; the problem that the plan was made for, if known.
         step: Number of steps done before, by the run that is resumed.
         saved: Path of its checkpoint.
-        beside: Returns the further bytes of state on each worker.
+        beside: Returns the further state of each worker.
     """
 
     def __init__(

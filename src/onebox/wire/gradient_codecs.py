@@ -4,6 +4,11 @@ A codec encodes blocks of :data:`BLOCK` values, so that encoded values can be di
 rounds each value to the nearest bfloat16, ties to even. ``int8`` stores a block as a float32 scale, its largest
 absolute value divided by 127, and for each value the nearest multiple of the scale, ties to even, as a signed byte.
 
+``e3m0`` has a sign, three bits of exponent and no mantissa, as the outer gradients of Streaming DiLoCo (Douillard et
+al., 2025, arXiv:2501.18512). It stores a block as a float32 scale, its largest absolute value, and for each value the
+nearest of 0 and ±1, ±1/2, ±1/4 … ±1/64 times the scale, ties to the larger. The bits are ``seee``, with ``e`` = 7 for 1
+and ``e`` = 0 for 0; byte ``i`` after the scale has value ``i`` in its lower half and ``i + 128`` in its upper half.
+
 ``powersgd`` replaces the sum of a matrix by a product of two thin ones, whose sums are exact (Vogels, Karimireddy and
 Jaggi, PowerSGD: practical low-rank gradient compression for distributed optimization, 2019, arXiv:1905.13727).
 """
@@ -52,15 +57,17 @@ def encoded_spec(codec: GradientCodec, elements: int) -> TensorSpec:
     """Return the spec of encoded values, one row for each block.
 
     Args:
-        codec: ``bf16`` or ``int8``.
+        codec: ``bf16``, ``int8`` or ``e3m0``.
         elements: The number of values, a multiple of :data:`BLOCK`.
     """
     blocks = elements // BLOCK
-    return (
-        TensorSpec("bfloat16", (blocks, BLOCK))
-        if codec == "bf16"
-        else TensorSpec("int8", (blocks, SCALE_BYTES + BLOCK))
-    )
+    match codec:
+        case "bf16":
+            return TensorSpec("bfloat16", (blocks, BLOCK))
+        case "int8":
+            return TensorSpec("int8", (blocks, SCALE_BYTES + BLOCK))
+        case _:
+            return TensorSpec("uint8", (blocks, SCALE_BYTES + BLOCK // 2))
 
 
 def is_coded(codec: ActivationCodec, spec: TensorSpec) -> bool:

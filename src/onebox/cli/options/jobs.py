@@ -39,6 +39,8 @@ from onebox.plan_names import (
     LOSSY_PARTS,
     ChainPolicy,
     LossyPart,
+    OuterCodec,
+    StateAt,
     Sync,
     UpdateAt,
     searchable_schedules,
@@ -213,6 +215,8 @@ class TrainConfig(StalenessConfig):
         outer_fragments: Parts of the model that are synchronised in turn between two outer steps.
         outer_overlap: Steps during which the sums of an outer step travel while islands go on; applied so much later.
         outer_keep: With --outer-overlap, the fraction of its own parameters that an island keeps in an outer step.
+        outer_compression: Codec of the outer gradients: none, bf16, int8, or e3m0 with four bits a value.
+        outer_state: Place of the global parameters and the outer momentum between two outer steps: device or host.
         outer_shares: Share of the batch of each island: auto, equal, measured, or weights such as 3,1.
         read: Number of batches that are read at once, or auto, within the cores that workers leave free.
         process: Number of batches that are decoded at once; likewise.
@@ -262,6 +266,8 @@ class TrainConfig(StalenessConfig):
     outer_fragments: int = Outer.fragments
     outer_overlap: int = Outer.overlap
     outer_keep: float = Outer.keep
+    outer_compression: OuterCodec = Outer.compression
+    outer_state: StateAt = Outer.state
     outer_shares: str = "auto"
     read: str = "auto"
     process: str = "auto"
@@ -384,6 +390,8 @@ class TrainConfig(StalenessConfig):
                 fragments=self.outer_fragments,
                 overlap=self.outer_overlap,
                 keep=self.outer_keep,
+                compression=self.outer_compression,
+                state=self.outer_state,
                 shares=shares,  # type: ignore[arg-type]
             )
         except UsageError as error:

@@ -6,7 +6,8 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from onebox.engine.compile.compiler import CompiledStep, Compiler, Probe
 from onebox.engine.compile.definition_numbers import DefinitionNumbers
@@ -17,6 +18,7 @@ from onebox.engine.memory.initial_contents import evaluation_contents, probe_con
 from onebox.engine.memory.limits import IN_EVALUATION, host_shortage, out_of_memory_error
 from onebox.engine.memory.simulator import InitialContents, peak_of, peaks_of
 from onebox.engine.memory.timeline import memory_peak
+from onebox.engine.partition.gradient_buckets import PlacedCodecState
 from onebox.engine.partition.sharding_spec import Members
 from onebox.engine.partition.weight_versions import WeightVersions
 from onebox.engine.state.remote import RemoteState
@@ -33,11 +35,23 @@ _BESIDE = 0
 """Number, in forecasts of memory, that stands for state beside a plan's own; no buffer has it."""
 
 
-BytesBeside = Callable[[Compiler], Mapping[int, int]]
-"""Returns the bytes of state on each worker beside that of a plan, given its compiler."""
+class StateBytes(NamedTuple):
+    """Bytes of state of a worker.
+
+    Args:
+        on_device: Those on its device.
+        on_host: Those in its host's memory.
+    """
+
+    on_device: int = 0
+    on_host: int = 0
 
 
-def no_bytes_beside(compiler: Compiler) -> Mapping[int, int]:
+BytesBeside = Callable[[Compiler], Mapping[int, StateBytes]]
+"""Returns the state on each worker beside that of a plan, given its compiler."""
+
+
+def no_bytes_beside(compiler: Compiler) -> Mapping[int, StateBytes]:
     """Return no bytes: the plan's state is all that workers hold."""
     return {}
 
@@ -52,7 +66,7 @@ class InstallInputs:
         remote: The remote state.
         versions: Buffers of versions of parameters, where steps overlap with older weights.
         max_norm: Gradient clipping norm; 0 for none.
-        beside: Returns the further bytes of state on each worker.
+        beside: Returns the further state of each worker.
     """
 
     pool: Pool
@@ -132,7 +146,7 @@ class InstalledPlan:
             group_number=functools.partial(self._group_number, before),
         )
         self.holdings, self.trained = self.compiler.holdings, self.compiler.trained
-        self._beside = {worker: {_BESIDE: own} for worker, own in inputs.beside(self.compiler).items()}
+        self._beside = inputs.beside(self.compiler)
         self._groups = dict(self.compiler.groups)
         if steps:
             self._require_room(batch, windows=windows)
@@ -272,7 +286,12 @@ class InstalledPlan:
         """Make the residuals of lossy codecs before the first step of the plan."""
         if not self._with_residuals:
             self._with_residuals = True
-            self._remote.define_residuals({worker: self.compiler.residuals(worker) for worker in self.plan.devices})
+            wanted = {
+                f"{worker}.{place}": PlacedCodecState(worker, number, state)
+                for worker in self.plan.devices
+                for place, (number, state) in enumerate(self.compiler.residuals(worker).items())
+            }
+            self._remote.define_residuals(wanted)
 
     @property
     def _definitions(self) -> dict[int, set[int]]:
@@ -288,8 +307,15 @@ class InstalledPlan:
     def _resident(self) -> dict[int, dict[int, int]]:
         """The bytes of the constants that each worker has from batches so far, by number of the buffer."""
         uploaded = self._programs.constants.uploaded
-        beside = self._beside
+        beside = {worker: {_BESIDE: own.on_device} for worker, own in self._beside.items()}
         return {w: uploaded | self._stored.get(w, {}) | beside.get(w, {}) for w in self.plan.devices}
+
+    def _with_hosts(self, contents: Mapping[int, InitialContents]) -> dict[int, InitialContents]:
+        """Return contents with the state beside the plan's own in the memory of hosts."""
+        return {
+            worker: replace(own, host_bytes=own.host_bytes + self._beside.get(worker, StateBytes()).on_host)
+            for worker, own in contents.items()
+        }
 
     def evaluation(self, batch: Batch, *, stepped: bool) -> CompiledStep:
         """Return the evaluation routines for a batch, installed on the workers.
@@ -345,7 +371,7 @@ class InstalledPlan:
         if not self._strict or shape in self._fitting:
             return
         on_hosts = {}
-        found = step_contents(self.compiler, batch, self._resident, windows=windows)
+        found = self._with_hosts(step_contents(self.compiler, batch, self._resident, windows=windows))
         for worker, contents in found.items():
             room_bytes = self._room_bytes(worker)
             peak_bytes, waiting_bytes = peaks_of(contents)
@@ -389,7 +415,7 @@ class InstalledPlan:
 
     def contents(self, batch: Batch) -> dict[int, InitialContents]:
         """Return the memory contents of each worker at the beginning of a step with a batch."""
-        return step_contents(self.compiler, batch, self._resident, windows=self._windows)
+        return self._with_hosts(step_contents(self.compiler, batch, self._resident, windows=self._windows))
 
     def evaluation_contents(self, batch: Batch, *, at_once: bool, stepped: bool) -> dict[int, InitialContents]:
         """Return the memory contents of each worker at the beginning of the evaluation of a batch.
@@ -399,7 +425,8 @@ class InstalledPlan:
             at_once: Whether each replica takes its part as one micro-batch.
             stepped: Whether the optimizer's state exists.
         """
-        return evaluation_contents(self.compiler, batch, self._resident, at_once=at_once, stepped=stepped)
+        found = evaluation_contents(self.compiler, batch, self._resident, at_once=at_once, stepped=stepped)
+        return self._with_hosts(found)
 
     def probe(self, batch: Batch, sizes: Sequence[int]) -> Probe | None:
         """Return routines that compute losses and gradients without changing state; ``None`` if memory is insufficient,

@@ -11,7 +11,7 @@ from onebox.engine.islands.outer_optimizer import OuterOptimizer
 from onebox.engine.session import TrainingSession
 from onebox.engine.state.checkpoint_files import IslandsEntry
 from onebox.engine.state.pieces import Key, TensorSource
-from onebox.engine.state.remote import RemoteState, StartState
+from onebox.engine.state.remote import RESIDUAL, RemoteState, StartState
 from onebox.engine.state.transfer import OptimizerContents, StateTransfer
 from onebox.engine.workload.named_state import OptimizerEntries
 from onebox.errors import CheckpointError
@@ -64,18 +64,23 @@ class IslandsTransfer(StateTransfer):
         Raises:
             OneboxError: A worker failed, or the pool is closed.
         """
-        parts = [owned(session.transfer.remembered(), str(place)) for place, session in enumerate(self._sessions)]
+        parts = [
+            owned(each, str(place))
+            for place, session in enumerate(self._sessions)
+            for each in (session.transfer.remembered(), session.transfer.residuals())
+        ]
         outer = self.outer
         if outer is not None:
-            parts.append(owned(outer.transfer.remembered(), _OUTER))
-            parts.append(owned(OptimizerContents(tensors=outer.sums(self._summing())), _OUTER))
+            parts.append(owned(outer.contents(self._summing()), _OUTER))
             for place, (session, state) in enumerate(zip(self._sessions, self._states, strict=True)):
                 own = {*outer.names, *session.changed_buffers}
                 sources = {key: at for key, at in state.tensor_sources().items() if key[0] in own}
                 parts.append(owned(OptimizerContents(tensors=sources), str(place)))
         elif self._start is not None:
+            outer_start = self._start.outer
             sums = [(name, "", tensor) for name, tensor in self._start.sums.items()]
-            parts.append(owned(_local_contents([*self._start.outer.optimizer, *sums]), _OUTER))
+            residuals = [(name, RESIDUAL, tensor) for name, tensor in outer_start.residuals.items()]
+            parts.append(owned(_local_contents([*outer_start.optimizer, *sums, *residuals]), _OUTER))
             for place, tensors in enumerate(self._start.tensors):
                 parts.append(owned(_local_contents([(n, "", tensor) for n, tensor in tensors.items()]), str(place)))
         return OptimizerContents(
@@ -105,6 +110,10 @@ class WholeTransfer(StateTransfer):
     def remembered(self) -> OptimizerContents:
         """Return the locations of everything else, with owners in the keys."""
         return self._islands.whole()
+
+    def residuals(self) -> OptimizerContents:
+        """Return nothing: those of all islands are with everything else."""
+        return OptimizerContents()
 
 
 def _local_contents(entries: OptimizerEntries) -> OptimizerContents:
@@ -165,22 +174,28 @@ def islands_start(entries: OptimizerEntries, entry: IslandsEntry) -> IslandsStar
     tensors: list[dict[str, Tensor]] = [{} for _ in range(count)]
     outer: OptimizerEntries = []
     sums: dict[str, Tensor] = {}
+    residuals: dict[str, dict[str, Tensor]] = {}
     for name, key, value in entries:
         own, _, owner = key.rpartition("@")
-        if owner == _OUTER and not own and isinstance(value, Tensor):
+        if owner != _OUTER and (not owner.isdecimal() or int(owner) >= count):
+            raise CheckpointError(f"the checkpoint has {key!r} of {name}, which belongs to none of its {count} islands")
+        if own == RESIDUAL and isinstance(value, Tensor):
+            residuals.setdefault(owner, {})[name] = value
+        elif owner == _OUTER and not own and isinstance(value, Tensor):
             sums[name] = value
         elif owner == _OUTER:
             outer.append((name, own, value))
-        elif not owner.isdecimal() or int(owner) >= count:
-            raise CheckpointError(f"the checkpoint has {key!r} of {name}, which belongs to none of its {count} islands")
         elif own:
             islands[int(owner)].append((name, own, value))
         elif isinstance(value, Tensor):
             tensors[int(owner)][name] = value
     return IslandsStart(
         entry=entry,
-        islands=tuple(StartState(optimizer=own, versions={}) for own in islands),
+        islands=tuple(
+            StartState(optimizer=own, versions={}, residuals=residuals.get(str(place), {}))
+            for place, own in enumerate(islands)
+        ),
         tensors=tuple(tensors),
-        outer=StartState(optimizer=outer, versions={}),
+        outer=StartState(optimizer=outer, versions={}, residuals=residuals.get(_OUTER, {})),
         sums=sums,
     )

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from onebox.engine.install.installed_plan import StateBytes
 from onebox.engine.partition.gradient_buckets import fill_buckets
 from onebox.engine.partition.sharding_spec import Members, ShardingSpec
 from onebox.errors import UsageError
+from onebox.trainer_options import Outer
 from onebox.wire import TensorSpec
+from onebox.wire.gradient_codecs import CODED_TYPES, encoded_bytes, padded_elements
+from onebox.wire.program import ITEM_BYTES
 
 OUTER_BUCKET_BYTES = 8 << 20
 """Approximate bytes of a bucket: a tenth of a second of 600 Mbit/s, so that round trips matter little."""
@@ -148,25 +152,40 @@ def global_sharding(parts: Sequence[OuterPart], holdings: Sequence[ShardingSpec]
     )
 
 
-def global_bytes(
+def outer_bytes(
     holdings: ShardingSpec,
-    trained: Sequence[str],
-    averaged: Sequence[str],
+    names: Sequence[str],
+    trained: Collection[str],
     specs: Mapping[str, TensorSpec],
-    copies: int,
-) -> dict[int, int]:
+    options: Outer,
+    islands: int,
+) -> dict[int, StateBytes]:
     """Return the bytes of global values and of the outer optimizer's state on the workers of an island.
+
+    Where islands are cut differently, residuals may take some blocks more.
 
     Args:
         holdings: Sharding of the state in the island.
-        trained: Parameters that the outer optimizer updates.
-        averaged: Buffers that are averaged.
+        names: What islands average, in the order of the model.
+        trained: Parameters among it, which the outer optimizer updates.
         specs: The spec of each of them.
-        copies: Tensors that are kept for each parameter: its global value, and its momentum, if there is one.
+        options: Options of the outer optimizer.
+        islands: Number of islands.
     """
-    found: dict[int, int] = {}
-    for name in (*trained, *averaged):
-        for members in holdings.replica_groups.get(name, ()):
-            leader, kept = members[0], copies if name in trained else 1
-            found[leader] = found.get(leader, 0) + kept * holdings.spec(leader, name, specs[name]).size_bytes
+    found: dict[int, StateBytes] = {}
+    for own in map(set, fragments_of(names, options.fragments)):
+        for bucket in outer_buckets(outer_parts([holdings], [n for n in names if n in own]), specs, trained):
+            (leader,), dtype = bucket.leaders, specs[bucket.names[0]].dtype
+            size_bytes = sum(holdings.spec(leader, name, specs[name]).size_bytes for name in bucket.names)
+            state_bytes = sums_bytes = size_bytes
+            if bucket.trained:
+                state_bytes += size_bytes * bool(options.momentum)
+                if options.compression != "none" and islands > 1 and dtype in CODED_TYPES:
+                    encoded = encoded_bytes(options.compression, size_bytes, ITEM_BYTES[dtype])
+                    state_bytes += padded_elements(size_bytes // ITEM_BYTES[dtype], 1) * ITEM_BYTES[dtype]
+                    sums_bytes = max(size_bytes, (islands + 1) * encoded)
+            before = found.get(leader, StateBytes())
+            on_host = state_bytes if options.state == "host" and bucket.trained else 0
+            on_device = state_bytes - on_host + sums_bytes * bool(options.overlap)
+            found[leader] = StateBytes(before.on_device + on_device, before.on_host + on_host)
     return found

@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -17,22 +18,22 @@ from onebox.engine.install.deferred_replies import DeferredReplies, begin_group_
 from onebox.engine.install.installed_plan import InstalledPlan
 from onebox.engine.install.program_cache import ProgramCache
 from onebox.engine.islands.outer_layout import fragments_of, global_sharding, outer_buckets, outer_parts
-from onebox.engine.islands.outer_program import WEIGHT, OuterCompiler, OuterNumbers, WorkerOuterStep
+from onebox.engine.islands.outer_program import WEIGHT, OuterCompiler, OuterNumbers, OuterRoutine, WorkerOuterStep
+from onebox.engine.partition.gradient_buckets import PlacedCodecState
 from onebox.engine.partition.sharding_spec import Members
-from onebox.engine.partition.weight_versions import WeightVersions
 from onebox.engine.state.move_executor import upload
 from onebox.engine.state.moves import CLIENT, StateItem, StateLayout, plan_moves
 from onebox.engine.state.pieces import Key, TensorSource
 from onebox.engine.state.remote import RemoteState, StartState
-from onebox.engine.state.transfer import StateTransfer
-from onebox.engine.workload.parameter_groups import options_of
+from onebox.engine.state.transfer import OptimizerContents, StateTransfer
 from onebox.errors import OneboxError, ReplicasParted
+from onebox.graph import zeros
 from onebox.pool import Pool, WorkerReply
 from onebox.trainer_options import Outer
 from onebox.wire import DTYPES, Hole, KernelSpec, SlotArgument, to_frame
 from onebox.wire.protocol.eager import Operate
-from onebox.wire.protocol.instructions import Free, Get
-from onebox.wire.protocol.requests import Define, Instruction, Put, Run
+from onebox.wire.protocol.instructions import Call, Evict, Free, Get, Offload, Prefetch
+from onebox.wire.protocol.requests import Define, Instruction, Put, Run, StoredProgram
 from onebox.wire.protocol.responses import Digest
 
 _COPY = KernelSpec(
@@ -54,6 +55,9 @@ _BLEND = KernelSpec(
     outs=(None,),
 )
 """Moves its first tensor in place towards the second, by a fraction of the way."""
+
+_MOMENTUM = "momentum_buffer"
+"""Key of the momentum in a checkpoint, as of ``torch.optim.SGD``."""
 
 _WAITING = 8
 """Most outer steps, or halves of them, whose replies are pending: a bound that inner steps in flight keep usually."""
@@ -100,48 +104,40 @@ class OuterOptimizer:
         self.averaged = averaged_buffers(installed[0].compiler)
         names = [name for name in named.tensors if name in {*trained, *self.averaged}]
         parts = outer_parts(holdings, names)
-        sgd = torch.optim.SGD(
-            [named.tensors[name] for name in trained],
-            lr=outer.lr,
-            momentum=outer.momentum,
-            nesterov=outer.momentum > 0,
-        )
-        self.remote = RemoteState(model, loss, sgd, pool, start)
+        self.remote = RemoteState(model, loss, locals_[0].optimizer, pool, start)
         self.transfer = StateTransfer(pool, self.remote)
         specs = {name: named.spec(name) for name in names}
-        buckets = outer_buckets(parts, specs, set(trained))
-        leaders = dict.fromkeys(bucket.leaders for bucket in buckets if len(bucket.leaders) > 1)
+        leaders = dict.fromkeys(part.leaders for part in parts if len(part.leaders) > 1)
         self._groups: dict[Members, int] = {members: pool.new_number() for members in leaders}
-        self._optimizer, self._copy, self._blend = (self.remote.new_number() for _ in range(3))
+        self._copy, self._blend = self.remote.new_number(), self.remote.new_number()
         self._keep = outer.keep
         self._workers = tuple(itertools.chain.from_iterable(own.devices for own in holdings))
         self._holdings = global_sharding(parts, holdings)
+        self._specs = specs
         self._compiler = OuterCompiler(
             holdings=holdings,
-            global_holdings=self._holdings,
-            buckets=buckets,
-            trained=trained,
+            fragments=[
+                outer_buckets([part for part in parts if part.name in own], specs, set(trained))
+                for own in map(set, fragments_of(names, outer.fragments))
+            ],
             specs=specs,
+            options=outer,
             numbers=OuterNumbers(
                 values=self.remote.named.numbers,
                 local=[each.named.numbers for each in locals_],
-                optimizer=self._optimizer,
                 between=self._groups,
                 within=lambda island, members: installed[island].group_of(members),
                 new=self.remote.new_number,
             ),
         )
         self._programs = ProgramCache(pool, DefinitionNumbers(self.remote.new_number))
-        self._fragments = [
-            outer_buckets([part for part in parts if part.name in own], specs, set(trained))
-            for own in map(set, fragments_of(names, outer.fragments))
-        ]
+        self._encoded: set[int] = set()  # fragments with sums that have begun in a lossy codec
         self._steps: dict[tuple[str, int], dict[int, WorkerOuterStep]] = {}
         self._around: tuple[dict[int, WorkerOuterStep], dict[int, WorkerOuterStep]] | None = None
         self._pending: list[DeferredReplies] = []
-        self._bring(trained)
+        self._bring(start)
 
-    def _bring(self, trained: tuple[str, ...]) -> None:
+    def _bring(self, start: StartState | None) -> None:
         try:
             asked = [
                 begin_group_formation(self._pool, members, "workers", number)
@@ -151,13 +147,77 @@ class OuterOptimizer:
                 each.take()
             with self._pool.order:
                 self.remote.upload(self._holdings)
-                self.remote.define_optimizer(self._optimizer, trained, WeightVersions())
+                self._put_away(self.remote.named.numbers)
+                self._bring_momenta(start)
+                self._put_away(self._compiler.momenta)
+                residuals = self._residuals()
+                self.remote.define_residuals(residuals)
+                self._put_away({name: each.number for name, each in residuals.items()})
                 for worker in self._workers:
                     self._pool.post(worker, [Define(self._copy, _COPY), Define(self._blend, _BLEND)])
         except BaseException:
             with contextlib.suppress(OneboxError):
                 self.close()
             raise
+
+    def _bring_momenta(self, start: StartState | None) -> None:
+        """Upload the momenta of a checkpoint, and make those that it lacks."""
+        momenta = self._compiler.momenta
+        entries = start.optimizer if start else ()
+        stored = {
+            n: value for n, key, value in entries if key == _MOMENTUM and n in momenta and isinstance(value, Tensor)
+        }
+        self._upload(stored, momenta)
+        for worker in self._holdings.devices:
+            held = self._holdings.held_by(worker, [name for name in momenta if name not in stored])
+            if held:
+                specs = tuple(self._holdings.spec(worker, name, self._specs[name]) for name in held)
+                program = self._pool.new_number()
+                made = Call(program, (), tuple(momenta[name] for name in held))
+                define = Define(program, StoredProgram(zeros(specs)))
+                self._pool.post(worker, [define, made, Free((), (program,))])
+
+    def _upload(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, int]) -> None:
+        """Upload tensors of a checkpoint to the leaders of the parameters or buffers of these names."""
+        own = self._holdings
+        parts: dict[int, list[StateItem]] = {CLIENT: [StateItem(name, "", 0) for name in tensors]}
+        after = {w: [StateItem(n, "", own.share(w, n)) for n in own.held_by(w, tensors)] for w in own.devices}
+        moves = plan_moves(StateLayout(parts=parts), StateLayout(parts=after, placements=own.placements))
+        upload(self._pool, moves, own.placements, tensors, numbers, copy=True)
+
+    def _residuals(self) -> dict[str, PlacedCodecState]:
+        """Return the state of lossy codecs, named by island, shard and parameters: the same on other devices."""
+        found = {}
+        for bucket, coded in self._compiler.coded.items():
+            names = crc32(" ".join(bucket.names).encode())
+            for island, leader in enumerate(bucket.leaders):
+                shard = self._holdings.share(leader, bucket.names[0])
+                for number, state in coded.state(leader).items():
+                    found[f"{island}.{shard}.{names:08x}"] = PlacedCodecState(leader, number, state)
+        return found
+
+    def _put_away(self, numbers: Mapping[str, int], *, back: bool = False) -> None:
+        """Copy those of some buffers to the host that are to lie there, or back to the device."""
+        for worker in self._holdings.devices:
+            on_host = self._compiler.on_host(worker)
+            own = tuple(number for number in numbers.values() if number in on_host)
+            if own:
+                self._pool.post(worker, [Prefetch(own)] if back else [Offload(own), Evict(own)])
+
+    def write(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace global values.
+
+        Args:
+            tensors: New values by name; those of other parameters and buffers are ignored.
+
+        Raises:
+            OneboxError: The pool is broken or closed.
+        """
+        own = {name: tensor for name, tensor in tensors.items() if name in self.names}
+        numbers = {name: self.remote.named.numbers[name] for name in own}
+        self._put_away(numbers, back=True)
+        self.remote.write(own)
+        self._put_away(numbers)
 
     @property
     def names(self) -> frozenset[str]:
@@ -181,6 +241,8 @@ class OuterOptimizer:
     def begin(self, fragment: int, weights: Sequence[float], workers_of: Sequence[Members], number: int) -> None:
         """Begin the sums of an outer step, which travel while workers go on; see :meth:`step`."""
         self._begin("begin", fragment, weights, workers_of, number)
+        if self._compiler.coded:
+            self._encoded.add(fragment)
 
     def apply(self, fragment: int, number: int) -> None:
         """Apply the sums begun before, once workers have made the steps requested so far.
@@ -193,7 +255,14 @@ class OuterOptimizer:
             OneboxError: An earlier outer step failed, or a worker was lost.
         """
         self._settle()
+        self._decode(fragment, number)
         self._post(self._routines("apply", fragment), {}, number)
+
+    def _decode(self, fragment: int, number: int) -> None:
+        """Make the sums that have begun in a lossy codec, if there are any."""
+        if fragment in self._encoded:
+            self._encoded.remove(fragment)
+            self._post(self._routines("decode", fragment), {}, number)
 
     def _begin(
         self,
@@ -207,31 +276,48 @@ class OuterOptimizer:
         weight_of = {worker: weights[island] for island, own in enumerate(workers_of) for worker in own}
         self._post(self._routines(kind, fragment), weight_of, number)
 
-    def _routines(self, kind: Literal["step", "begin", "apply"], fragment: int) -> dict[int, WorkerOuterStep]:
+    def _routines(self, kind: Literal["step", "begin", "decode", "apply"], fragment: int) -> dict[int, WorkerOuterStep]:
         """Return the parts of an outer step of a fragment, which workers have."""
         if (kind, fragment) not in self._steps:
             compiler = self._compiler
-            make = {"step": compiler.step, "begin": compiler.begin, "apply": compiler.apply}[kind]
-            self._steps[kind, fragment] = self._installed(make(self._fragments[fragment]))
+            make = {"step": compiler.step, "begin": compiler.begin, "decode": compiler.decode, "apply": compiler.apply}
+            self._steps[kind, fragment] = self._installed(make[kind](fragment))
         return self._steps[kind, fragment]
 
-    def sums(self, fragments: Collection[int]) -> dict[Key, TensorSource]:
-        """Return the locations of sums that have begun and are not applied.
+    def contents(self, fragments: Collection[int]) -> OptimizerContents:
+        """Return the locations of the optimizer's state: momenta, residuals of lossy codecs, and sums.
 
         Args:
-            fragments: Parts of the model of which there are such.
+            fragments: Parts of the model of which there are sums that have begun and are not applied.
+
+        Raises:
+            OneboxError: A worker was lost.
         """
-        names = {name for place in fragments for bucket in self._fragments[place] for name in bucket.names}
+        for fragment in fragments:
+            self._decode(fragment, 0)
+        buckets = [bucket for place in fragments for bucket in self._compiler.fragments[place]]
+        sums = {name: self._compiler.sums[name] for bucket in buckets for name in bucket.names}
+        residuals = self.transfer.residuals()
+        found = {**self._sources("", sums), **self._sources(_MOMENTUM, self._compiler.momenta), **residuals.tensors}
+        return OptimizerContents(tensors=found, here=residuals.here)
+
+    def _sources(self, name: str, numbers: Mapping[str, int]) -> dict[Key, TensorSource]:
+        """Return the locations of buffers that lie where the global values of the same parameters do.
+
+        Args:
+            name: Their key.
+            numbers: The buffer of each parameter.
+        """
         found = {}
-        for key, source in self.transfer.sources().items():
-            if key[0] not in names:
+        for (parameter, _), source in self.transfer.sources().items():
+            if parameter not in numbers:
                 continue
-            pieces = []
+            key, pieces = (parameter, name), []
             for piece in source.pieces:
                 asked = piece.instruction
                 assert isinstance(asked, Get)
-                instruction = Get((self._compiler.sums[key[0]],), asked.first, asked.rows)
-                pieces.append(dataclasses.replace(piece, instruction=instruction))
+                instruction = Get((numbers[parameter],), asked.first, asked.rows)
+                pieces.append(dataclasses.replace(piece, key=key, instruction=instruction))
             found[key] = dataclasses.replace(source, pieces=tuple(pieces))
         return found
 
@@ -241,11 +327,7 @@ class OuterOptimizer:
         Raises:
             OneboxError: A worker was lost.
         """
-        own = self._holdings
-        parts: dict[int, list[StateItem]] = {CLIENT: [StateItem(name, "", 0) for name in tensors]}
-        after = {w: [StateItem(n, "", own.share(w, n)) for n in own.held_by(w, tensors)] for w in own.devices}
-        moves = plan_moves(StateLayout(parts=parts), StateLayout(parts=after, placements=own.placements))
-        upload(self._pool, moves, own.placements, tensors, self._compiler.sums, copy=True)
+        self._upload(tensors, self._compiler.sums)
 
     def enter(self) -> None:
         """Put the global values in the place of each island's own, which are kept aside.
@@ -314,10 +396,10 @@ class OuterOptimizer:
 
     def _installed(self, steps: Mapping[int, WorkerOuterStep]) -> dict[int, WorkerOuterStep]:
         """Send workers their routines, and return them."""
-        for worker, each in steps.items():
-            for routine in (each.routine, each.then.routine if each.then else None):
-                if routine is not None:
-                    self._programs.store(worker, routine)
+        for worker, parts in steps.items():
+            for part in parts:
+                if part.routine is not None:
+                    self._programs.store(worker, part.routine)
         return dict(steps)
 
     def _post(
@@ -329,28 +411,28 @@ class OuterOptimizer:
     ) -> None:
         """Send workers their parts: routines with the weights of their islands, and copies."""
         futures = []
-        options = self.remote.changed_options(options_of(self.remote.optimizer)) if weight_of else ()
         with self._pool.order:
-            for worker, each in steps.items():
+            for worker, parts in steps.items():
                 message: list[Instruction] = []
                 frames = []
-                if each.routine is not None and worker in weight_of:
-                    weight = self._pool.new_number()
+                weight = self._pool.new_number()
+                weighted = any(part.routine is not None and part.routine.leaves for part in parts)
+                if weighted:
                     message.append(Put((weight,), (WEIGHT,)))
                     frames.append(to_frame(torch.tensor(weight_of[worker], dtype=torch.float64)))
-                    message.append(Run(each.routine.number, (weight,), number, options=options))
-                elif each.routine is not None:
-                    message.append(Run(each.routine.number, (), number))
-                message += self._in_place(each)
-                if each.then is not None:
-                    message += [Run(each.then.routine.number, (), number)] if each.then.routine else []
-                    message += self._in_place(each.then)
+                for part in parts:
+                    if part.routine is not None:
+                        bindings = (weight,) if part.routine.leaves else ()
+                        message.append(Run(part.routine.number, bindings, number))
+                    message += self._in_place(part)
+                if weighted:
+                    message.append(Free((weight,)))
                 message += after(worker)
                 if message:
                     futures.append(self._pool.post(worker, message, frames, answer=True))
         self._pending.append(DeferredReplies(futures, lambda answers: None))
 
-    def _in_place(self, each: WorkerOuterStep) -> list[Instruction]:
+    def _in_place(self, each: OuterRoutine) -> list[Instruction]:
         """Return the instructions that change local values in place."""
         found: list[Instruction] = []
         if each.copies:

@@ -1,8 +1,9 @@
 """Routines of the outer step, and of what surrounds an evaluation of the global parameters. Pure.
 
-For each bucket its leaders compute ``(global - local) * weight``, sum it over the islands and update the global values
-by the outer optimizer; these become the local ones, and the leaders broadcast them within their islands. The leader's
-own copy is an eager operator after the routine, since the programs of routines never write to their inputs.
+For each bucket its leaders compute ``(global - local) * weight``, sum it over the islands, exactly or in a lossy codec,
+and update the global values by SGD with Nesterov momentum; these become the local ones, and the leaders broadcast them
+within their islands. A change of local values is an eager operator between two routines, since the programs of routines
+never write to their inputs.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from onebox.engine.compile.routine import InstructionLabel, RoutineBuilder, StepRoutine
+from onebox.engine.compile.update.coded_buckets import GatheredBucket
 from onebox.engine.islands.outer_layout import OuterBucket
 from onebox.engine.partition.sharding_spec import Members, ShardingSpec
-from onebox.wire import Operator, Program, SlotArgument, TensorSpec, with_deaths
-from onebox.wire.protocol.instructions import Broadcast, Free, OptimizerStep, Reduce
+from onebox.trainer_options import Outer
+from onebox.wire import Operator, Program, SlotArgument, TensorSpec, Value, with_deaths
+from onebox.wire.gradient_codecs import CODED_TYPES
+from onebox.wire.protocol.instructions import Broadcast, Evict, Free, Offload, Prefetch, Reduce
 
 WEIGHT = TensorSpec("float64", ())
 """Spec of the weight of an island, the binding of the routines of an outer step."""
@@ -34,7 +38,6 @@ class OuterNumbers:
     Args:
         values: Buffer of each global value.
         local: For each island, the buffer of each parameter and buffer.
-        optimizer: The outer optimizer's definition.
         between: Group of leaders, for those of several islands.
         within: Returns the group of some workers of an island, which hold the same.
         new: Returns an unused number.
@@ -42,27 +45,60 @@ class OuterNumbers:
 
     values: Mapping[str, int]
     local: Sequence[Mapping[str, int]]
-    optimizer: int
     between: Mapping[Members, int]
     within: Callable[[int, Members], int]
     new: Callable[[], int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerOuterStep:
-    """A worker's part of an outer step, or of a change of its values.
+class OuterRoutine:
+    """A routine of an outer step, and the changes of local values that follow it.
 
     Args:
-        routine: Its routine; ``None`` if there is nothing to do before the copies.
-        copies: Pairs of buffers, the first of which are overwritten in place by the second, after the routine.
+        routine: The routine; ``None`` for the changes alone. Its binding, if it has one, is the island's weight.
+        copies: Pairs of buffers, the first of which are overwritten in place by the second.
         blends: Pairs of buffers, the first of which are moved towards the second, likewise.
-        then: What follows.
     """
 
     routine: StepRoutine | None
     copies: tuple[tuple[int, int], ...] = ()
     blends: tuple[tuple[int, int], ...] = ()
-    then: WorkerOuterStep | None = None
+
+
+WorkerOuterStep = tuple[OuterRoutine, ...]
+"""A worker's part of an outer step, in order."""
+
+
+class _Steps:
+    """A worker's part of an outer step under construction.
+
+    Args:
+        new: Returns an unused number.
+    """
+
+    def __init__(self, new: Callable[[], int]) -> None:
+        self.builder = RoutineBuilder(new)
+        """The routine under construction."""
+        self._weighted = False
+        self._found: list[OuterRoutine] = []
+
+    def use_weight(self) -> None:
+        """Record that the routine under construction reads the island's weight."""
+        self._weighted = True
+
+    def change(self, *, copies: Sequence[tuple[int, int]] = (), blends: Sequence[tuple[int, int]] = ()) -> None:
+        """Change local values after the routine under construction, and begin the next one."""
+        if not (self.builder.steps or copies or blends):
+            return
+        after = self.builder.another()
+        routine = self.builder.finish([(0, 0)] * self._weighted, []) if self.builder.steps else None
+        self._found.append(OuterRoutine(routine=routine, copies=tuple(copies), blends=tuple(blends)))
+        self.builder, self._weighted = after, False
+
+    def finish(self) -> WorkerOuterStep:
+        """Return all of it."""
+        self.change()
+        return tuple(self._found)
 
 
 @dataclass
@@ -71,112 +107,125 @@ class OuterCompiler:
 
     Args:
         holdings: Sharding of the state in each island.
-        global_holdings: Sharding of the global values.
-        buckets: All buckets.
-        trained: Parameters that the outer optimizer updates, in its order.
+        fragments: The buckets of each fragment.
         specs: Specs of the whole tensors.
+        options: Options of the outer optimizer.
         numbers: The numbers.
     """
 
     holdings: Sequence[ShardingSpec]
-    global_holdings: ShardingSpec
-    buckets: Sequence[OuterBucket]
-    trained: Sequence[str]
+    fragments: Sequence[Sequence[OuterBucket]]
     specs: Mapping[str, TensorSpec]
+    options: Outer
     numbers: OuterNumbers
     sums: dict[str, int] = field(init=False)
     """Buffer of each sum over the islands, between :meth:`begin` and :meth:`apply`."""
+    momenta: dict[str, int] = field(init=False)
+    """Buffer of the momentum of each parameter; none for plain SGD."""
+    coded: dict[OuterBucket, GatheredBucket] = field(init=False)
+    """The sums in a lossy codec."""
     _stashed: list[dict[str, int]] = field(init=False)
 
     def __post_init__(self) -> None:
-        names = dict.fromkeys(name for bucket in self.buckets for name in bucket.names)
+        buckets = [bucket for own in self.fragments for bucket in own]
+        names = dict.fromkeys(name for bucket in buckets for name in bucket.names)
+        trained = dict.fromkeys(name for bucket in buckets if bucket.trained for name in bucket.names)
         self.sums = {name: self.numbers.new() for name in names}
+        self.momenta = {name: self.numbers.new() for name in trained if self.options.momentum}
+        self.coded = {
+            bucket: GatheredBucket(
+                self.options.compression, self._specs(bucket.leaders[0], bucket), bucket.leaders, self.numbers.new
+            )
+            for bucket in buckets
+            if bucket.trained
+            and self.options.compression != "none"
+            and len(bucket.leaders) > 1
+            and self.specs[bucket.names[0]].dtype in CODED_TYPES
+        }
         self._stashed = [{name: self.numbers.new() for name in names} for _ in self.holdings]
 
-    def step(self, buckets: Sequence[OuterBucket]) -> dict[int, WorkerOuterStep]:
-        """Return the outer step of some buckets, for each worker; the binding is the island's weight."""
-        return {
-            worker: self._step(island, worker, buckets)
-            for island, own in enumerate(self.holdings)
-            for worker in own.devices
-        }
+    def step(self, fragment: int) -> dict[int, WorkerOuterStep]:
+        """Return the outer step of a fragment, for each worker."""
+        return self._for_each(lambda island, worker: self._step(island, worker, self.fragments[fragment]))
 
-    def begin(self, buckets: Sequence[OuterBucket]) -> dict[int, WorkerOuterStep]:
+    def begin(self, fragment: int) -> dict[int, WorkerOuterStep]:
         """Return the first half of :meth:`step`, which begins the sums over the islands and waits for nothing."""
-        found = {}
-        for island, own in enumerate(self.holdings):
-            for worker in own.devices:
-                builder = RoutineBuilder(self.numbers.new)
-                for bucket in (bucket for bucket in buckets if worker in bucket.leaders):
-                    self._sum(builder, island, worker, bucket, [self.sums[name] for name in bucket.names])
-                builder.add(Free((_WEIGHT,)), InstructionLabel("free"))
-                found[worker] = WorkerOuterStep(routine=builder.finish([(0, 0)], []))
-        return found
 
-    def apply(self, buckets: Sequence[OuterBucket]) -> dict[int, WorkerOuterStep]:
+        def made(island: int, worker: int) -> WorkerOuterStep:
+            steps = _Steps(self.numbers.new)
+            for bucket in (bucket for bucket in self.fragments[fragment] if worker in bucket.leaders):
+                self._sum(steps, island, worker, bucket, [self.sums[name] for name in bucket.names])
+                if bucket.trained:
+                    self._put_away(steps, [self.numbers.values[name] for name in bucket.names])
+            return steps.finish()
+
+        return self._for_each(made)
+
+    def decode(self, fragment: int) -> dict[int, WorkerOuterStep]:
+        """Return what makes the sums that :meth:`begin` has begun in a lossy codec, as those without are."""
+
+        def made(island: int, worker: int) -> WorkerOuterStep:
+            steps = _Steps(self.numbers.new)
+            for bucket in (bucket for bucket in self.fragments[fragment] if worker in bucket.leaders):
+                self._decode(steps, worker, bucket, [self.sums[name] for name in bucket.names])
+            return steps.finish()
+
+        return self._for_each(made)
+
+    def apply(self, fragment: int) -> dict[int, WorkerOuterStep]:
         """Return the second half of :meth:`step`, after which local values are between their own and the global ones.
 
         The leaders compute these, and hand them to the others in their islands, which have the same.
         """
-        found = {}
-        for island, own in enumerate(self.holdings):
-            for worker in own.devices:
-                builder, after = RoutineBuilder(self.numbers.new), RoutineBuilder(self.numbers.new)
-                blends: list[tuple[int, int]] = []
-                received: list[tuple[int, int]] = []
-                for bucket in (bucket for bucket in buckets if worker in bucket.groups[island]):
-                    local = tuple(self.numbers.local[island][name] for name in bucket.names)
-                    members = bucket.groups[island]
-                    if worker == members[0]:
-                        sums = [self.sums[name] for name in bucket.names]
-                        values = [self.numbers.values[name] for name in bucket.names]
-                        if bucket.trained:
-                            self._update(builder, worker, bucket, sums)
-                        else:
-                            specs = tuple(self._spec(worker, name) for name in bucket.names)
-                            builder.call(_clones(specs), sums, values, InstructionLabel("average", "compute"))
-                            builder.add(Free(tuple(sums)), InstructionLabel("free"))
-                        blends += zip(local, values, strict=True)
+
+        def made(island: int, worker: int) -> WorkerOuterStep:
+            steps = _Steps(self.numbers.new)
+            received: list[tuple[int, int]] = []
+            for bucket in self.fragments[fragment]:
+                if worker == bucket.groups[island][0]:
+                    sums = [self.sums[name] for name in bucket.names]
+                    values = [self.numbers.values[name] for name in bucket.names]
+                    if bucket.trained:
+                        self._bring(steps, values)
+                        self._update(steps, worker, bucket, sums)
                     else:
-                        received += zip(local, local, strict=True)  # waits for it, as in :meth:`step`
-                    if len(members) > 1:
-                        label = InstructionLabel("hand out within the island", "transfer")
-                        after.add(Broadcast(local, self.numbers.within(island, members), 0), label)
-                then = after.finish([], []) if after.steps else None
-                found[worker] = WorkerOuterStep(
-                    routine=builder.finish([], []) if builder.steps else None,
-                    blends=tuple(blends),
-                    then=WorkerOuterStep(routine=then, copies=tuple(received)),
-                )
-        return found
+                        label = InstructionLabel("average", "compute")
+                        steps.builder.call(_clones(self._specs(worker, bucket)), sums, values, label)
+                        steps.builder.add(Free(tuple(sums)), InstructionLabel("free"))
+                received += self._hand_out(steps, island, worker, bucket, blend=True)
+            steps.change(copies=received)
+            return steps.finish()
+
+        return self._for_each(made)
 
     def enter(self) -> dict[int, WorkerOuterStep]:
         """Return what puts the global values in the place of the local ones, which are kept aside."""
-        found = {}
-        for island, own in enumerate(self.holdings):
-            for worker in own.devices:
-                builder = RoutineBuilder(self.numbers.new)
-                held = self._held(worker)
+
+        def made(island: int, worker: int) -> WorkerOuterStep:
+            steps = _Steps(self.numbers.new)
+            received: list[tuple[int, int]] = []
+            if held := self._held(worker):
                 specs = tuple(self._spec(worker, name) for name in held)
-                if held:
-                    local = [self.numbers.local[island][name] for name in held]
-                    aside = [self._stashed[island][name] for name in held]
-                    builder.call(_clones(specs), local, aside, InstructionLabel("keep the island's values"))
-                found[worker] = self._handed_out(island, worker, self.buckets, builder, bindings=0)
-        return found
+                local = [self.numbers.local[island][name] for name in held]
+                aside = [self._stashed[island][name] for name in held]
+                steps.builder.call(_clones(specs), local, aside, InstructionLabel("keep the island's values"))
+            for bucket in self._buckets:
+                if worker == bucket.groups[island][0] and bucket.trained:
+                    self._bring(steps, [self.numbers.values[name] for name in bucket.names])
+                received += self._hand_out(steps, island, worker, bucket)
+            steps.change(copies=received)
+            return steps.finish()
+
+        return self._for_each(made)
 
     def leave(self) -> dict[int, WorkerOuterStep]:
         """Return what undoes :meth:`enter`, but for freeing what :meth:`aside` names."""
-        return {
-            worker: WorkerOuterStep(
-                routine=None,
-                copies=tuple(
-                    (self.numbers.local[island][name], self._stashed[island][name]) for name in self._held(worker)
-                ),
-            )
-            for island, own in enumerate(self.holdings)
-            for worker in own.devices
-        }
+
+        def made(island: int, worker: int) -> WorkerOuterStep:
+            local, aside = self.numbers.local[island], self._stashed[island]
+            return (OuterRoutine(routine=None, copies=tuple((local[n], aside[n]) for n in self._held(worker))),)
+
+        return self._for_each(made)
 
     def aside(self, worker: int) -> tuple[int, ...]:
         """Return the buffers that :meth:`enter` fills."""
@@ -185,74 +234,130 @@ class OuterCompiler:
                 return tuple(self._stashed[island][name] for name in self._held(worker))
         return ()
 
-    def _step(self, island: int, worker: int, buckets: Sequence[OuterBucket]) -> WorkerOuterStep:
-        builder = RoutineBuilder(self.numbers.new)
-        travelling: deque[tuple[OuterBucket, list[int]]] = deque()
-        for bucket in (bucket for bucket in buckets if worker in bucket.leaders):
-            if bucket.trained:
-                results = [self.numbers.new() for _ in bucket.names]
-                travelling.append((bucket, results))
-            else:
-                results = [self.numbers.values[name] for name in bucket.names]
-            self._sum(builder, island, worker, bucket, results)
-            if len(travelling) > _TRAVELLING:  # all come to a bucket after the same ones: none waits in a circle
-                self._update(builder, worker, *travelling.popleft())
-        for each, results in travelling:
-            self._update(builder, worker, each, results)
-        return self._handed_out(island, worker, buckets, builder, bindings=1)
+    def on_host(self, worker: int) -> frozenset[int]:
+        """Return the buffers of a worker that lie in its host's memory between two outer steps."""
+        if self.options.state == "device":
+            return frozenset()
+        led = [bucket for bucket in self._buckets if bucket.trained and worker in bucket.leaders]
+        names = [name for bucket in led for name in bucket.names]
+        residuals = [number for bucket in led if bucket in self.coded for number in self.coded[bucket].state(worker)]
+        values = [self.numbers.values[name] for name in names]
+        return frozenset((*values, *(self.momenta[name] for name in names if self.momenta), *residuals))
 
-    def _sum(
-        self, builder: RoutineBuilder, island: int, worker: int, bucket: OuterBucket, results: Sequence[int]
-    ) -> None:
+    @property
+    def _buckets(self) -> list[OuterBucket]:
+        return [bucket for own in self.fragments for bucket in own]
+
+    def _for_each(self, make: Callable[[int, int], WorkerOuterStep]) -> dict[int, WorkerOuterStep]:
+        """Return the part of each worker, given its island and itself."""
+        return {worker: make(island, worker) for island, own in enumerate(self.holdings) for worker in own.devices}
+
+    def _step(self, island: int, worker: int, buckets: Sequence[OuterBucket]) -> WorkerOuterStep:
+        steps = _Steps(self.numbers.new)
+        travelling: deque[tuple[OuterBucket, list[int]]] = deque()
+        received: list[tuple[int, int]] = []
+
+        def arrive(bucket: OuterBucket, results: list[int]) -> None:
+            if bucket.trained and worker in bucket.leaders:
+                self._decode(steps, worker, bucket, results)
+                self._update(steps, worker, bucket, results)
+            received.extend(self._hand_out(steps, island, worker, bucket))
+
+        for bucket in (bucket for bucket in buckets if worker in bucket.groups[island]):
+            results = [self.numbers.values[name] for name in bucket.names]
+            if worker in bucket.leaders:
+                results = [self.numbers.new() for _ in bucket.names] if bucket.trained else results
+                self._sum(steps, island, worker, bucket, results)
+            travelling.append((bucket, results))
+            if len(travelling) > _TRAVELLING:  # all come to a bucket after the same ones: none waits in a circle
+                arrive(*travelling.popleft())
+        for each in travelling:
+            arrive(*each)
+        steps.change(copies=received)
+        return steps.finish()
+
+    def _sum(self, steps: _Steps, island: int, worker: int, bucket: OuterBucket, results: Sequence[int]) -> None:
         """Begin the sum over the islands of a bucket's outer gradients, or of its buffers."""
-        specs = tuple(self._spec(worker, name) for name in bucket.names)
+        specs, builder = self._specs(worker, bucket), steps.builder
         local = [self.numbers.local[island][name] for name in bucket.names]
+        steps.use_weight()
         if bucket.trained:
             values = [self.numbers.values[name] for name in bucket.names]
+            self._bring(steps, values)
             label = InstructionLabel("outer gradient", "compute")
             builder.call(_differences(specs), [*values, *local, _WEIGHT], results, label)
         else:
             builder.call(_weighted(specs), [*local, _WEIGHT], results, InstructionLabel("average", "compute"))
-        if len(bucket.leaders) > 1:
+        if coded := self.coded.get(bucket):
+            residuals = list(coded.state(worker))
+            self._bring(steps, residuals)
+            coded.phases(builder, worker, self.numbers.between[bucket.leaders], results)[0]()
+            self._put_away(steps, residuals)
+        elif len(bucket.leaders) > 1:
             size_bytes = sum(spec.size_bytes for spec in specs)
             label = InstructionLabel("average between islands", "transfer", size_bytes=size_bytes)
             builder.add(Reduce(tuple(results), self.numbers.between[bucket.leaders]), label)
 
-    def _update(self, builder: RoutineBuilder, worker: int, bucket: OuterBucket, gradients: Sequence[int]) -> None:
-        """Update the global values of a bucket."""
-        stepped = self.global_holdings.stepped_by(worker, self.trained)
-        position = {name: place for place, name in enumerate(stepped)}
-        members = tuple(position[name] for name in bucket.names)
-        step = OptimizerStep(self.numbers.optimizer, tuple(gradients), members=members)
-        builder.add(step, InstructionLabel("outer update", "compute"))
-        builder.add(Free(tuple(gradients)), InstructionLabel("free"))
+    def _decode(self, steps: _Steps, worker: int, bucket: OuterBucket, results: Sequence[int]) -> None:
+        """Make the sums of a bucket, if they travel in a lossy codec."""
+        if coded := self.coded.get(bucket):
+            coded.phases(steps.builder, worker, self.numbers.between[bucket.leaders], results)[1]()
 
-    def _handed_out(
-        self, island: int, worker: int, buckets: Sequence[OuterBucket], builder: RoutineBuilder, *, bindings: int
-    ) -> WorkerOuterStep:
-        """Return a routine that ends with the global values in the place of the local ones."""
-        copies: list[tuple[int, int]] = []
-        for bucket in buckets:
-            members = bucket.groups[island]
-            if worker not in members:
-                continue
-            values = tuple(self.numbers.values[name] for name in bucket.names)
-            local = tuple(self.numbers.local[island][name] for name in bucket.names)
-            leads = worker == members[0]
-            # copying a received buffer to itself waits for it: an optimizer may step before anything else reads it
-            copies += zip(local, values if leads else local, strict=True)
-            if len(members) > 1:
-                label = InstructionLabel("hand out within the island", "transfer")
-                group = self.numbers.within(island, members)
-                builder.add(Broadcast(values if leads else local, group, 0), label)
-        if bindings:
-            builder.add(Free((_WEIGHT,)), InstructionLabel("free"))
-        routine = builder.finish([(0, 0)] * bindings, []) if builder.steps else None
-        return WorkerOuterStep(routine=routine, copies=tuple(copies))
+    def _update(self, steps: _Steps, worker: int, bucket: OuterBucket, gradients: Sequence[int]) -> None:
+        """Update the global values of a bucket, which are on the device."""
+        values = [self.numbers.values[name] for name in bucket.names]
+        momenta = [self.momenta[name] for name in bucket.names if self.momenta]
+        self._bring(steps, momenta)
+        program = _updates(self._specs(worker, bucket), self.options.lr, self.options.momentum)
+        given, label = [*values, *momenta, *gradients], InstructionLabel("outer update", "compute")
+        steps.builder.call(program, given, [*values, *momenta], label, takes=range(len(given)))
+        self._put_away(steps, momenta)
+
+    def _hand_out(
+        self, steps: _Steps, island: int, worker: int, bucket: OuterBucket, *, blend: bool = False
+    ) -> list[tuple[int, int]]:
+        """Give local values those of the leader, which has the global ones on its device; return what remains to copy.
+
+        Args:
+            steps: The worker's part.
+            island: Its island.
+            worker: The worker; nothing is done for one that holds nothing of the bucket.
+            bucket: The bucket.
+            blend: Whether they become a part of the global ones only.
+        """
+        members = bucket.groups[island]
+        if worker not in members:
+            return []
+        local = tuple(self.numbers.local[island][name] for name in bucket.names)
+        if worker == members[0]:
+            values = [self.numbers.values[name] for name in bucket.names]
+            pairs = list(zip(local, values, strict=True))
+            steps.change(blends=pairs) if blend else steps.change(copies=pairs)
+            if bucket.trained:
+                self._put_away(steps, values)
+        if len(members) > 1:
+            label = InstructionLabel("hand out within the island", "transfer")
+            steps.builder.add(Broadcast(local, self.numbers.within(island, members), 0), label)
+        # copying a received buffer to itself waits for it: an optimizer may step before anything else reads it
+        return [] if worker == members[0] else list(zip(local, local, strict=True))
+
+    def _bring(self, steps: _Steps, buffers: Sequence[int]) -> None:
+        """Begin to copy buffers to the device, if they lie on the host."""
+        if self.options.state == "host" and buffers:
+            steps.builder.add(Prefetch(tuple(buffers)), InstructionLabel("bring outer state", "transfer"))
+
+    def _put_away(self, steps: _Steps, buffers: Sequence[int]) -> None:
+        """Copy buffers to the host, if they are to lie there."""
+        if self.options.state == "host" and buffers:
+            steps.builder.add(Offload(tuple(buffers)), InstructionLabel("put outer state away", "transfer"))
+            steps.builder.add(Evict(tuple(buffers)), InstructionLabel("free"))
 
     def _held(self, worker: int) -> list[str]:
         """Return the averaged parameters and buffers that a worker holds."""
-        return [name for bucket in self.buckets for own in bucket.groups if worker in own for name in bucket.names]
+        return [name for bucket in self._buckets for own in bucket.groups if worker in own for name in bucket.names]
+
+    def _specs(self, worker: int, bucket: OuterBucket) -> tuple[TensorSpec, ...]:
+        return tuple(self._spec(worker, name) for name in bucket.names)
 
     def _spec(self, worker: int, name: str) -> TensorSpec:
         own = next(own for own in self.holdings if worker in own.devices)
@@ -272,6 +377,33 @@ def _differences(specs: Sequence[TensorSpec]) -> Program:
         outputs.append(slots + 1)
         slots += 2
     return with_deaths(Program((*specs, *specs, WEIGHT), tuple(operators), tuple(outputs), slots))
+
+
+def _updates(specs: Sequence[TensorSpec], lr: float, momentum: float) -> Program:
+    """Return a program of a step of ``torch.optim.SGD``, with Nesterov momentum unless that is 0.
+
+    It maps inputs ``g0 … gn, m0 … mn, d0 … dn``, of values, momenta and gradients, to new values and momenta; without
+    momentum there are no ``m``.
+    """
+    count, slots = len(specs), (3 if momentum else 2) * len(specs)
+    operators: list[Operator] = []
+    values, momenta = [], []
+
+    def add(name: str, left: int, right: int | float, spec: TensorSpec, alpha: float = 1.0) -> int:
+        second = SlotArgument(right) if isinstance(right, int) else right
+        keywords: dict[str, Value] = {} if alpha == 1.0 else {"alpha": alpha}
+        operators.append(Operator(name, (SlotArgument(left), second), keywords, (slots + len(operators),), (spec,)))
+        return slots + len(operators) - 1
+
+    for index, spec in enumerate(specs):
+        step = slots - count + index
+        if momentum:
+            scaled = add("aten.mul.Scalar", count + index, momentum, spec)
+            momenta.append(add("aten.add.Tensor", scaled, step, spec))
+            step = add("aten.add.Tensor", step, momenta[-1], spec, momentum)
+        values.append(add("aten.add.Tensor", index, step, spec, -lr))
+    inputs = tuple(specs) * (3 if momentum else 2)
+    return with_deaths(Program(inputs, tuple(operators), (*values, *momenta), slots + len(operators)))
 
 
 def _weighted(specs: Sequence[TensorSpec]) -> Program:

@@ -14,10 +14,11 @@ from onebox.cost import DeviceGroups
 from onebox.engine.compile.compiler import CompiledStep, Compiler
 from onebox.engine.data.batch_transfer import WorkerBatch
 from onebox.engine.data.prefetch import BatchPrefetcher, UploadedBatch
+from onebox.engine.install.installed_plan import StateBytes
 from onebox.engine.islands.division import divided, island_seed
 from onebox.engine.islands.island_uploads import IslandUploads
 from onebox.engine.islands.islands_state import IslandsStart, IslandsTransfer, WholeTransfer
-from onebox.engine.islands.outer_layout import due_fragments, global_bytes
+from onebox.engine.islands.outer_layout import due_fragments, outer_bytes
 from onebox.engine.islands.outer_optimizer import OuterOptimizer, averaged_buffers
 from onebox.engine.memory.simulator import InitialContents
 from onebox.engine.recovery.manager import RecoveryManager
@@ -138,12 +139,12 @@ class IslandsSession:
     def _plan_of(self, island: int, captures: Captures, batch: Batch) -> Plan:
         return self.plans[island]
 
-    def _outer_bytes(self, compiler: Compiler) -> Mapping[int, int]:
+    def _outer_bytes(self, compiler: Compiler) -> Mapping[int, StateBytes]:
         """Return the bytes of global values and of the outer optimizer's state on an island's workers."""
-        averaged = averaged_buffers(compiler)
-        specs = {name: compiler.state.spec(name) for name in (*compiler.trained, *averaged)}
-        copies = 1 + bool(self.outer.momentum) + bool(self.outer.overlap)
-        return global_bytes(compiler.holdings, compiler.trained, averaged, specs, copies)
+        own, trained = {*compiler.trained, *averaged_buffers(compiler)}, set(compiler.trained)
+        names = [name for name in compiler.state.tensors if name in own]
+        specs = {name: compiler.state.spec(name) for name in names}
+        return outer_bytes(compiler.holdings, names, trained, specs, self.outer, len(self.islands))
 
     @property
     def recovery(self) -> RecoveryManager:
@@ -387,8 +388,7 @@ class IslandsSession:
             for session in self._sessions:
                 session.change(changes)
             if self._optimizer is not None:
-                own = {n: tensor for n, tensor in changes.tensors.items() if n in self._optimizer.names}
-                self._optimizer.remote.write(own)
+                self._optimizer.write(changes.tensors)
 
     # ---- setting up
 

@@ -74,7 +74,8 @@ class HostShortage:
         """Return the error that refuses a step for it."""
         found = DeviceMemoryError(
             f"{self}; no step was begun\n  offload or swap fewer stages, leave the optimizer on the device "
-            "(update='device'), or give the device a larger budget (memory=), of which its host's share is a multiple",
+            "(update='device', and state='device' of the outer one), or give the device a larger budget (memory=), of "
+            "which its host's share is a multiple",
             worker=self.device.number,
             host=self.device.host,
             device=self.device.device,

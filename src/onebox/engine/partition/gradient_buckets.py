@@ -26,6 +26,20 @@ class CodecState(NamedTuple):
     seed: int | None = None
 
 
+class PlacedCodecState(NamedTuple):
+    """The state of a codec on a worker.
+
+    Args:
+        worker: The worker.
+        number: Number of its buffer.
+        state: The buffer.
+    """
+
+    worker: int
+    number: int
+    state: CodecState
+
+
 def fill_buckets(
     names: Sequence[str], specs: Mapping[str, TensorSpec], size_bytes: int = BUCKET_BYTES
 ) -> list[list[str]]:

@@ -56,11 +56,9 @@ def contents(remote: RemoteState, transfer: StateTransfer, **settings: Any) -> C
         OneboxError: A worker failed, or the pool is closed.
     """
     sources, here = dict(transfer.sources()), transfer.not_held()
-    remembered = transfer.remembered()
-    sources |= remembered.tensors
-    here |= remembered.here
-    sources |= transfer.versions() | transfer.residuals()
-    here |= {(name, RESIDUAL): tensor for name, tensor in remote.first_residuals.items()}
+    remembered, residuals = transfer.remembered(), transfer.residuals()
+    sources |= {**remembered.tensors, **transfer.versions(), **residuals.tensors}
+    here |= {**remembered.here, **residuals.here}
     manifest = Manifest(
         format="onebox-checkpoint",
         version=VERSION,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onebox.engine.partition.gradient_buckets import CodecState
+from onebox.engine.partition.gradient_buckets import CodecState, PlacedCodecState
 from onebox.engine.partition.sharding_spec import Members, ShardingSpec
 from onebox.engine.partition.weight_versions import KEYS, WeightVersions, version_broadcasts
 from onebox.engine.state.move_executor import WantedPart, restore_parts, upload, wanted_spec
@@ -95,7 +95,7 @@ class RemoteState:
         """Initial versions, by parameter and kind."""
         self.first_residuals: Mapping[str, Tensor] = start.residuals if start else {}
         """Initial residuals of lossy codecs, by name."""
-        self._residuals: dict[str, tuple[int, int, TensorSpec]] = {}  # worker, number and spec, by name
+        self._residuals: Mapping[str, PlacedCodecState] = {}
         self.named = named_state(model, loss, self.new_number)
         self.wanted = trained_names(self.named, optimizer)
         self.training = training_of(optimizer)
@@ -291,47 +291,43 @@ class RemoteState:
         self._owned = {worker: holdings.owned_by(worker, trained) for worker in self._trained}
         self._sent_options = ()  # a new definition may have the options of an earlier step
 
-    def define_residuals(self, wanted: Mapping[int, Mapping[int, CodecState]]) -> None:
+    def define_residuals(self, wanted: Mapping[str, PlacedCodecState]) -> None:
         """Make the state of lossy codecs: as before a first step, or that of a checkpoint if it is for the same plan.
 
         Args:
-            wanted: For each worker the state of its codecs, by number of the buffer.
+            wanted: The state of the codecs, by a name that it has in checkpoints.
 
         Raises:
             OneboxError: The pool is broken or closed.
         """
-        named = {
-            f"{worker}.{place}": (worker, number, state.spec)
-            for worker, own in wanted.items()
-            for place, (number, state) in enumerate(own.items())
-        }
-        first, self.first_residuals, self._residuals = self.first_residuals, {}, named
+        first, self.first_residuals, self._residuals = self.first_residuals, {}, wanted
         stored = {name: spec_of(tensor) for name, tensor in first.items()}
-        alike = stored == {name: spec for name, (_, _, spec) in named.items()}
+        alike = stored == {name: each.state.spec for name, each in wanted.items()}
         if first and not alike:
             _LOG.warning("the state of lossy gradients in the checkpoint is for another plan: it begins anew")
-        for worker, own in wanted.items():
+        for worker in dict.fromkeys(each.worker for each in wanted.values()):
+            own = {name: each for name, each in wanted.items() if each.worker == worker}
             tensors = {
-                number: first[f"{worker}.{place}"] if alike else _drawn(state)
-                for place, (number, state) in enumerate(own.items())
-                if alike or state.seed is not None
+                each.number: first[name] if alike else _drawn(each.state)
+                for name, each in own.items()
+                if alike or each.state.seed is not None
             }
             for number, tensor in tensors.items():
                 self._pool.post(worker, [Put((number,), (spec_of(tensor),))], [to_frame(tensor)])
-            if empty := {number: state.spec for number, state in own.items() if number not in tensors}:
+            if empty := {each.number: each.state.spec for each in own.values() if each.number not in tensors}:
                 program = self._pool.new_number()
                 define = Define(program, StoredProgram(zeros(tuple(empty.values()))))
                 self._pool.post(worker, [define, Call(program, (), tuple(empty)), Free((), (program,))])
 
     def residual_sources(self) -> dict[Key, TensorSource]:
         """Return the locations of the residuals of lossy codecs."""
-        found = {StateItem(name, RESIDUAL, 0): own for name, own in self._residuals.items()}
+        found = {StateItem(name, RESIDUAL, 0): each for name, each in self._residuals.items()}
         parts: dict[int, list[StateItem]] = {}
-        for item, (worker, _, _) in found.items():
-            parts.setdefault(worker, []).append(item)
-        specs = {item: spec for item, (_, _, spec) in found.items()}
+        for item, each in found.items():
+            parts.setdefault(each.worker, []).append(item)
+        specs = {item: each.state.spec for item, each in found.items()}
         layout = StateLayout(parts=parts)
-        return find_tensor_sources(layout, specs, lambda item, first, rows: Get((found[item][1],), first, rows))
+        return find_tensor_sources(layout, specs, lambda item, first, rows: Get((found[item].number,), first, rows))
 
     def retire(self, numbers: Sequence[int]) -> None:
         """Free objects that are no longer needed, by numbers from :meth:`new_number`.
@@ -340,7 +336,7 @@ class RemoteState:
             OneboxError: The pool is broken or closed.
         """
         gone = set(numbers)
-        self._residuals = {name: own for name, own in self._residuals.items() if own[1] not in gone}
+        self._residuals = {name: each for name, each in self._residuals.items() if each.number not in gone}
         self._ledger = [number for number in self._ledger if number not in gone]
         for worker in self._pool.present:
             self._pool.post(worker, [Free(tuple(numbers), tuple(numbers))])

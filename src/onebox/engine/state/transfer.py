@@ -9,7 +9,7 @@ from torch import Tensor
 
 from onebox.engine.state.move_executor import download, download_wholes, write_piece
 from onebox.engine.state.pieces import Key, TensorSource
-from onebox.engine.state.remote import RemoteState
+from onebox.engine.state.remote import RESIDUAL, RemoteState
 from onebox.engine.workload.named_state import OptimizerEntries
 from onebox.pool import Pool, raise_first
 from onebox.wire.protocol.responses import SnapshotContents
@@ -142,9 +142,10 @@ class StateTransfer:
         keys = self._remote.versions.keys if self._remote.branched else ()
         return {at: source for key in keys for at, source in self._remote.tensor_sources(key).items()}
 
-    def residuals(self) -> dict[Key, TensorSource]:
+    def residuals(self) -> OptimizerContents:
         """Return the locations of the residuals of lossy codecs, if there are any."""
-        return self._remote.residual_sources()
+        here = {(name, RESIDUAL): tensor for name, tensor in self._remote.first_residuals.items()}
+        return OptimizerContents(tensors=self._remote.residual_sources(), here=here)
 
     def elements(self, sources: Mapping[Key, TensorSource]) -> Iterator[Tensor]:
         """Yield the elements of tensors in order, one tensor after the other, in chunks as they arrive.

@@ -18,6 +18,15 @@ _LEAST = 2.0**-126
 """Smallest scale, the smallest normal float32: a block of zeros is not divided by zero."""
 
 
+_EXPONENTS = 7
+"""Largest exponent code of ``e3m0``, that of 1; 0 stands for 0."""
+
+_FLOAT32_MANTISSA = 23
+"""Bits of a float32 after its exponent."""
+
+_FLOAT32_BIAS = 127
+"""Exponent code of 1 in float32."""
+
 _TINY = 1e-8
 """Added to the norm of a column: one of zeros stays zero."""
 
@@ -29,7 +38,7 @@ def encode_bucket(codec: GradientCodec, specs: Sequence[TensorSpec], slices: int
     blocks in each slice, and the new residual is what encoding has lost of the sum.
 
     Args:
-        codec: ``bf16`` or ``int8``.
+        codec: ``bf16``, ``int8`` or ``e3m0``.
         specs: Specs of the gradients, of one element type.
         slices: Number of slices.
     """
@@ -72,32 +81,41 @@ def recode_sum(codec: GradientCodec, dtype: str, elements: int, count: int) -> P
     It maps inputs ``slice0 … slicen, residual`` to ``encoded, residual``; slices are added in their order.
 
     Args:
-        codec: ``bf16`` or ``int8``.
+        codec: ``bf16``, ``int8`` or ``e3m0``.
         dtype: Element type of the gradients.
         elements: Values of a slice, a multiple of the block.
         count: Number of slices.
     """
     blocks = TensorSpec(dtype, (elements // BLOCK, BLOCK))
     tape = _Tape((*[encoded_spec(codec, elements)] * count, blocks))
-    total = tape.add("add.Tensor", [_sum(tape, codec, dtype, count), count], blocks)
+    total = tape.add("add.Tensor", [_sum(tape, codec, dtype, range(count)), count], blocks)
     return tape.program(_encoded(tape, codec, total))
 
 
-def decode_bucket(codec: GradientCodec, specs: Sequence[TensorSpec], slices: int, count: int = 1) -> Program:
+def decode_bucket(
+    codec: GradientCodec, specs: Sequence[TensorSpec], slices: int, count: int = 1, *, joined: bool = False
+) -> Program:
     """Return a program that decodes encoded buckets and sums them in their order.
 
     It maps inputs ``encoded0 … encodedn`` to ``g0 … gm``.
 
     Args:
-        codec: ``bf16`` or ``int8``.
+        codec: ``bf16``, ``int8`` or ``e3m0``.
         specs: Specs of the gradients, of one element type.
         slices: Number of slices that the buckets are padded for.
         count: Number of encoded buckets.
+        joined: Whether they are one input, one after the other.
     """
     dtype, sizes = specs[0].dtype, [prod(spec.shape) for spec in specs]
     padded = padded_elements(sum(sizes), slices)
-    tape = _Tape([encoded_spec(codec, padded)] * count)
-    flat = tape.viewed(_sum(tape, codec, dtype, count), (padded,))
+    if joined:
+        tape = _Tape([encoded_spec(codec, padded * count)])
+        rows = padded // BLOCK
+        encoded = [tape.rows(0, rows * place, rows * (place + 1)) for place in range(count)]
+    else:
+        tape = _Tape([encoded_spec(codec, padded)] * count)
+        encoded = list(range(count))
+    flat = tape.viewed(_sum(tape, codec, dtype, encoded), (padded,))
     ends = [sum(sizes[: place + 1]) for place in range(len(sizes))]
     parts = [tape.rows(flat, end - size, end) for size, end in zip(sizes, ends, strict=True)]
     return tape.program([tape.viewed(part, spec.shape) for part, spec in zip(parts, specs, strict=True)])
@@ -193,11 +211,11 @@ def _orthonormal(tape: _Tape, slot: int) -> int:
         rest = tape.add("sub.Tensor", [others, tape.add("mul.Tensor", [along, columns[-1]], spec)], spec)
 
 
-def _sum(tape: _Tape, codec: GradientCodec, dtype: str, count: int) -> int:
-    """Decode the first inputs of a tape and sum them in their order."""
-    total = _decoded(tape, codec, dtype, 0)
-    for place in range(1, count):
-        total = tape.add("add.Tensor", [total, _decoded(tape, codec, dtype, place)], tape.specs[total])
+def _sum(tape: _Tape, codec: GradientCodec, dtype: str, encoded: Sequence[int]) -> int:
+    """Decode buckets and sum them in their order."""
+    total = _decoded(tape, codec, dtype, encoded[0])
+    for slot in encoded[1:]:
+        total = tape.add("add.Tensor", [total, _decoded(tape, codec, dtype, slot)], tape.specs[total])
     return total
 
 
@@ -209,14 +227,70 @@ def _encoded(tape: _Tape, codec: GradientCodec, values: int) -> tuple[int, int]:
     else:
         column = TensorSpec(spec.dtype, (spec.shape[0], 1))
         largest = tape.add("amax.default", [tape.add("abs.default", [values], spec), Many((1,)), True], column)
-        scale = tape.add("mul.Scalar", [largest, 1 / 127], column)
-        scale = tape.converted(tape.add("clamp.default", [scale, _LEAST], column), "float32")
+        if codec == "int8":
+            largest = tape.add("mul.Scalar", [largest, 1 / 127], column)
+        scale = tape.converted(tape.add("clamp.default", [largest, _LEAST], column), "float32")
         steps = tape.add("div.Tensor", [values, tape.converted(scale, spec.dtype)], spec)
-        steps = tape.converted(tape.add("round.default", [steps], spec), "int8")
-        scale_bytes = TensorSpec("int8", (spec.shape[0], SCALE_BYTES))
-        prefix = tape.add("view.dtype", [scale, DType("int8")], scale_bytes)
-        encoded = tape.concatenated([prefix, steps], dim=1)
+        if codec == "int8":
+            codes = tape.converted(tape.add("round.default", [steps], spec), "int8")
+        else:
+            codes = _packed(tape, _exponents(tape, steps))
+        kind = tape.specs[codes].dtype
+        prefix = tape.add("view.dtype", [scale, DType(kind)], TensorSpec(kind, (spec.shape[0], SCALE_BYTES)))
+        encoded = tape.concatenated([prefix, codes], dim=1)
     return encoded, tape.add("sub.Tensor", [values, _decoded(tape, codec, spec.dtype, encoded)], spec)
+
+
+def _exponents(tape: _Tape, steps: int) -> int:
+    """Return the slot of the codes of ``e3m0`` of values between -1 and 1.
+
+    Half the distance between two powers of two is the first bit of a mantissa: adding it to the bits of a float32
+    rounds its exponent to the nearest power.
+    """
+    shape = tape.specs[steps].shape
+    truth, whole, byte = (TensorSpec(kind, shape) for kind in ("bool", "int32", "uint8"))
+    magnitude = tape.converted(tape.add("abs.default", [steps], tape.specs[steps]), "float32")
+    bits = tape.add("view.dtype", [magnitude, DType("int32")], whole)
+    bits = tape.operator("add.Scalar", (SlotArgument(bits), 1 << (_FLOAT32_MANTISSA - 1)), whole)
+    exponent = tape.operator("bitwise_right_shift.Tensor_Scalar", (SlotArgument(bits), _FLOAT32_MANTISSA), whole)
+    exponent = tape.operator("sub.Scalar", (SlotArgument(exponent), _FLOAT32_BIAS - _EXPONENTS), whole)
+    exponent = tape.converted(tape.operator("clamp.default", (SlotArgument(exponent), 0, _EXPONENTS), whole), "uint8")
+    # below the smallest power is 0, not half of that power
+    least = tape.add("ge.Scalar", [magnitude, 0.5**_EXPONENTS], truth)
+    exponent = tape.add("maximum.default", [exponent, tape.converted(least, "uint8")], byte)
+    negative = tape.converted(tape.add("lt.Scalar", [steps, 0.0], truth), "uint8")
+    return tape.add(
+        "add.Tensor", [exponent, tape.operator("mul.Scalar", (SlotArgument(negative), _EXPONENTS + 1), byte)], byte
+    )
+
+
+def _packed(tape: _Tape, codes: int) -> int:
+    """Return the slot of codes of four bits, two in a byte: the columns of the first half below those of the second."""
+    width = tape.specs[codes].shape[1] // 2
+    low, high = tape.columns(codes, 0, width), tape.columns(codes, width, 2 * width)
+    high = tape.operator("mul.Scalar", (SlotArgument(high), 16), tape.specs[high])
+    return tape.add("add.Tensor", [low, high], tape.specs[low])
+
+
+def _unpacked(tape: _Tape, packed: int) -> int:
+    """Return the slot of codes of four bits, one in a byte; see :func:`_packed`."""
+    spec = tape.specs[packed]
+    low = tape.operator("bitwise_and.Scalar", (SlotArgument(packed), 15), spec)
+    high = tape.operator("bitwise_right_shift.Tensor_Scalar", (SlotArgument(packed), 4), spec)
+    return tape.concatenated([low, high], dim=1)
+
+
+def _powers(tape: _Tape, codes: int, dtype: str) -> int:
+    """Return the slot of the values between -1 and 1 that codes of ``e3m0`` stand for."""
+    byte = tape.specs[codes]
+    made = TensorSpec(dtype, byte.shape)
+    exponent = tape.operator("bitwise_and.Scalar", (SlotArgument(codes), _EXPONENTS), byte)
+    power = tape.operator("bitwise_left_shift.Scalar_Tensor", (1, SlotArgument(exponent)), byte)
+    power = tape.operator("bitwise_and.Scalar", (SlotArgument(power), 254), byte)  # that of 0 is 0
+    negative = tape.operator("bitwise_right_shift.Tensor_Scalar", (SlotArgument(codes), 3), byte)
+    sign = tape.add("mul.Scalar", [tape.converted(negative, dtype), -(2.0 ** (1 - _EXPONENTS))], made)
+    sign = tape.add("add.Scalar", [sign, 2.0**-_EXPONENTS], made)
+    return tape.add("mul.Tensor", [tape.converted(power, dtype), sign], made)
 
 
 def _decoded(tape: _Tape, codec: GradientCodec, dtype: str, encoded: int) -> int:
@@ -228,7 +302,8 @@ def _decoded(tape: _Tape, codec: GradientCodec, dtype: str, encoded: int) -> int
     dense: dict[str, Value] = {"memory_format": MemoryFormat("contiguous_format")}
     prefix = tape.add("clone.default", [prefix], tape.specs[prefix], dense)
     scale = tape.add("view.dtype", [prefix, DType("float32")], TensorSpec("float32", (rows, 1)))
-    steps = tape.converted(tape.columns(encoded, SCALE_BYTES, width), dtype)
+    codes = tape.columns(encoded, SCALE_BYTES, width)
+    steps = tape.converted(codes, dtype) if codec == "int8" else _powers(tape, _unpacked(tape, codes), dtype)
     return tape.add("mul.Tensor", [steps, tape.converted(scale, dtype)], tape.specs[steps])
 
 
@@ -247,9 +322,12 @@ class _Tape:
     def add(self, name: str, args: Sequence[Value], spec: TensorSpec, kwargs: dict[str, Value] | None = None) -> int:
         """Add an operator with one output and return its slot; a Python integer in ``args`` is a slot."""
         given = tuple(SlotArgument(value) if type(value) is int else value for value in args)
-        return self._operator(name, given, spec, kwargs)
+        return self.operator(name, given, spec, kwargs)
 
-    def _operator(self, name: str, args: tuple[Value, ...], spec: TensorSpec, kwargs: dict[str, Value] | None) -> int:
+    def operator(
+        self, name: str, args: tuple[Value, ...], spec: TensorSpec, kwargs: dict[str, Value] | None = None
+    ) -> int:
+        """Add an operator with one output and return its slot; integers in ``args`` are numbers."""
         self.specs.append(spec)
         self._operators.append(Operator(f"aten.{name}", args, kwargs or {}, (len(self.specs) - 1,), (spec,)))
         return len(self.specs) - 1
@@ -270,7 +348,7 @@ class _Tape:
         first = self.specs[slots[0]]
         joined = sum(self.specs[slot].shape[dim] for slot in slots)
         spec = TensorSpec(first.dtype, (*first.shape[:dim], joined, *first.shape[dim + 1 :]))
-        return self._operator("cat.default", (Many(tuple(map(SlotArgument, slots))), dim), spec, None)
+        return self.operator("cat.default", (Many(tuple(map(SlotArgument, slots))), dim), spec)
 
     def transposed(self, slot: int) -> int:
         """Return the slot of a transposed matrix."""
@@ -281,13 +359,13 @@ class _Tape:
         """Return the slot of some rows of a tensor."""
         spec = self.specs[slot]
         made = TensorSpec(spec.dtype, (end - start, *spec.shape[1:]))
-        return self._operator("slice.Tensor", (SlotArgument(slot), 0, start, end), made, None)
+        return self.operator("slice.Tensor", (SlotArgument(slot), 0, start, end), made)
 
     def columns(self, slot: int, start: int, end: int) -> int:
         """Return the slot of some columns of a matrix."""
         spec = self.specs[slot]
         made = TensorSpec(spec.dtype, (spec.shape[0], end - start))
-        return self._operator("slice.Tensor", (SlotArgument(slot), 1, start, end), made, None)
+        return self.operator("slice.Tensor", (SlotArgument(slot), 1, start, end), made)
 
     def program(self, outputs: Sequence[int]) -> Program:
         """Return the program with some slots as its outputs."""

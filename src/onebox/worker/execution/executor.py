@@ -11,7 +11,7 @@ from typing import Any, TypeVar, get_args
 from torch import Tensor
 
 from onebox.errors import WireError
-from onebox.wire import BlockSpec, GeneratorSpec, KernelSpec, TensorSpec, from_frame, rows_of, spec_of, unpack
+from onebox.wire import BlockSpec, GeneratorSpec, KernelSpec, TensorSpec, from_frame, rows_of, spec_of, to_frame, unpack
 from onebox.wire.protocol.eager import EagerWork, KeepGenerator, Operate, Perform, Replay
 from onebox.wire.protocol.groups import FormGroup, LeaveGroup, Retime
 from onebox.wire.protocol.instructions import (
@@ -448,8 +448,11 @@ class Executor:
         return []
 
     def _get(self, get: Get, frames: Iterator[Any], resolve: Resolve) -> Sequence[Outcome]:
-        tensors = [rows_of(self.store.get(resolve(number)), get.first, get.rows) for number in get.buffers]
-        self.frames_out += [self._device.read(tensor) for tensor in tensors]
+        tensors = []
+        for number in map(resolve, get.buffers):
+            tensors.append(rows_of(self._offloader.readable(number), get.first, get.rows))
+            on_host = not self.store.here(number)  # where its memory may be used anew before the reply is sent
+            self.frames_out.append(to_frame(tensors[-1].clone()) if on_host else self._device.read(tensors[-1]))
         return [Tensors(tuple(spec_of(tensor) for tensor in tensors))]
 
     def _run_on_slots(self, what: SlotInstruction, frames: Iterator[Any], resolve: Resolve) -> Sequence[Outcome]:
@@ -469,10 +472,10 @@ class Executor:
             entries, tensors = self._definition(ask.buffers[0], NativeOptimizer).state()
             self.frames_out += [self._device.read(tensor) for tensor in tensors]
             return [OptimizerState(tuple(entries))]
-        tensors = [self.store.get(resolve(reference)) for reference in ask.buffers]
+        numbers = [resolve(reference) for reference in ask.buffers]
         if ask.about == "digest":
-            return [Digest(self._device.digest(tensors))]
-        return [self._device.scalars(tensors)]
+            return [Digest(self._device.digest([self._offloader.readable(number) for number in numbers]))]
+        return [self._device.scalars([self.store.get(number) for number in numbers])]
 
     def _exchange(self, what: Communication, frames: Iterator[Any], resolve: Resolve) -> Sequence[Outcome]:
         self._collectives.run(what, resolve, self._trace)

@@ -88,7 +88,7 @@ class OptimizerSteps:
         """
         optimizer = self._definition(step.optimizer, NativeOptimizer)
         chosen = optimizer.chosen(step.members)
-        read = self._offloader.gradient if optimizer.on_host else self._store.get
+        read = self._offloader.readable if optimizer.on_host else self._store.get
         gradients = [read(resolve(reference)) for reference in step.gradients]
         numbers = [optimizer.numbers[index] for index in chosen]
         previous = [resolve(reference) for reference in step.previous]

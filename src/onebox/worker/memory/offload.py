@@ -212,8 +212,8 @@ class Offloader:
             case Prefetch():
                 self._prefetch(numbers, trace)
 
-    def gradient(self, number: int) -> Tensor:
-        """Return a buffer for an optimizer on the host, from either memory.
+    def readable(self, number: int) -> Tensor:
+        """Return a buffer for reading, from the host's memory if it is only there.
 
         Raises:
             Poisoned: It is void.

@@ -9,14 +9,15 @@ from hypothesis import strategies as st
 from onebox.engine.islands.outer_layout import (
     due_fragments,
     fragments_of,
-    global_bytes,
     global_sharding,
     outer_buckets,
+    outer_bytes,
     outer_parts,
 )
 from onebox.engine.partition.sharding_spec import Members, ShardingSpec
 from onebox.errors import UsageError
 from onebox.graph.shard.placements import Shard
+from onebox.trainer_options import Outer
 from onebox.wire import TensorSpec
 
 SPECS = {"a": TensorSpec("float32", (4, 2)), "b": TensorSpec("float32", (3,)), "c": TensorSpec("float64", (5,))}
@@ -57,7 +58,26 @@ def test_leaders_hold_the_global_values() -> None:
     assert found.devices == (0, 2, 3)
     assert found.holders == {"a": (0, 2), "b": (0, 3), "c": (0, 2)}
     assert found.stepped_by(3, ["a", "b", "c"]) == ("b",)
-    assert global_bytes(PIPELINE, ["a", "b"], ["c"], SPECS, 2) == {2: 2 * 32 + 40, 3: 2 * 12}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (Outer(momentum=0), {2: (32 + 40, 0), 3: (12, 0)}),
+        (Outer(), {2: (2 * 32 + 40, 0), 3: (2 * 12, 0)}),
+        (Outer(overlap=1), {2: (3 * 32 + 2 * 40, 0), 3: (3 * 12, 0)}),
+        (Outer(compression="e3m0"), {2: (2 * 32 + 1024 + 40, 0), 3: (2 * 12 + 1024, 0)}),
+        (Outer(compression="e3m0", state="host"), {2: (40, 2 * 32 + 1024), 3: (0, 2 * 12 + 1024)}),
+        (
+            Outer(compression="int8", overlap=1, state="host"),
+            {2: (3 * 260 + 2 * 40, 2 * 32 + 1024), 3: (3 * 260, 2 * 12 + 1024)},
+        ),
+    ],
+    ids=str,
+)
+def test_the_state_of_the_outer_optimizer_is_counted(options: Outer, expected: dict[int, tuple[int, int]]) -> None:
+    """A bucket's residual, and what it gathers, are whole blocks of 256 values."""
+    assert outer_bytes(PIPELINE, ["a", "b", "c"], {"a", "b"}, SPECS, options, islands=2) == expected
 
 
 def test_islands_split_a_parameter_alike() -> None:

@@ -6,18 +6,30 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from onebox.graph import decode_bucket, encode_bucket, factor, project, recode_sum, restore
 from onebox.plan_names import GradientCodec
 from onebox.wire import DTYPES, Program, TensorSpec, check, spec_of, specs_by_slot
-from onebox.wire.gradient_codecs import BLOCK, RANK, encoded_bytes, encoded_spec, matrix_of, padded_elements
+from onebox.wire.gradient_codecs import (
+    BLOCK,
+    RANK,
+    SCALE_BYTES,
+    encoded_bytes,
+    encoded_spec,
+    matrix_of,
+    padded_elements,
+)
 from onebox.worker.programs.interpreter import CompiledProgram
 from onebox.worker.progress import WorkerProgress
 from tests.unit.programs import CPU
 
 SHAPES = [(7, 31), (5,), (300,), (1, 2, 3)]
-CODECS: list[GradientCodec] = ["bf16", "int8"]
+CODECS: list[GradientCodec] = ["bf16", "int8", "e3m0"]
+POWERS = torch.tensor([0.0, *(2.0**exponent for exponent in range(-6, 1))], dtype=torch.float64)
+"""Magnitudes of ``e3m0`` in parts of the scale, by exponent code."""
 DTYPE_NAMES = ["float32", "float64"]
 
 
@@ -47,6 +59,15 @@ def plain_encoded(values: Tensor, codec: GradientCodec) -> tuple[Tensor, Tensor]
     if codec == "bf16":
         encoded = blocks.float().bfloat16()
         return encoded, encoded.to(values.dtype).view(-1)
+    if codec == "e3m0":
+        scale = blocks.abs().max(1, keepdim=True).values.clamp_min(2.0**-126).float()
+        parts = (blocks / scale.to(values.dtype)).float().double()
+        distance = (parts.abs().unsqueeze(-1) - POWERS).abs()
+        codes = 7 - distance.flip(-1).argmin(-1)  # of two as near as each other the larger
+        nibbles = (codes + 8 * (parts < 0)).to(torch.uint8)
+        encoded = torch.cat([scale.view(torch.uint8), nibbles[:, :128] | nibbles[:, 128:] << 4], 1)
+        made = POWERS[codes].to(values.dtype) * torch.where(parts < 0, -1.0, 1.0).to(values.dtype)
+        return encoded, (made * scale.to(values.dtype)).view(-1)
     scale = (blocks.abs().max(1, keepdim=True).values * (1 / 127)).clamp_min(2.0**-126).float()
     steps = torch.round(blocks / scale.to(values.dtype))
     encoded = torch.cat([scale.view(torch.int8), steps.to(torch.int8)], 1)
@@ -104,13 +125,47 @@ def test_buckets_are_decoded(codec: GradientCodec, count: int) -> None:
         assert torch.equal(tensor.reshape(-1), part)
 
 
-def test_not_a_number_stays_one() -> None:
+@pytest.mark.parametrize("codec", CODECS)
+def test_gathered_buckets_are_decoded_as_separate_ones(codec: GradientCodec) -> None:
+    given = [gradients("float32", seed) for seed in range(3)]
+    specs = [spec_of(tensor) for tensor in given[0]]
+    encoded = [plain_encoded(flat(each, 1), codec)[0] for each in given]
+    separate = ran(decode_bucket(codec, specs, 1, 3), encoded)
+    for tensor, other in zip(
+        ran(decode_bucket(codec, specs, 1, 3, joined=True), [torch.cat(encoded)]), separate, strict=True
+    ):
+        assert torch.equal(tensor, other)
+
+
+@given(
+    st.lists(st.floats(-1.0, 1.0, width=32), min_size=1, max_size=BLOCK),
+    st.floats(2.0**-60, 2.0**60, width=32),
+    st.sampled_from(DTYPE_NAMES),
+)
+def test_four_bits_are_the_nearest_of_fifteen_values(parts: list[float], size: float, dtype: str) -> None:
+    """And what is lost is what the sum of both says, in halves of the distance to the next value at most."""
+    values = torch.zeros(BLOCK, dtype=DTYPES[dtype])
+    values[: len(parts)] = torch.tensor(parts, dtype=DTYPES[dtype]) * size
+    specs = [spec_of(values)]
+    encoded, lost = ran(encode_bucket("e3m0", specs, 1), [values, torch.zeros(1, BLOCK, dtype=values.dtype)])
+    assert encoded.nbytes == SCALE_BYTES + BLOCK // 2
+    (found,) = ran(decode_bucket("e3m0", specs, 1), [encoded])
+    scale = float(values.abs().max().clamp_min(2.0**-126).float())
+    allowed = torch.cat([POWERS, -POWERS]) * scale
+    nearest = (values.double().unsqueeze(-1) - allowed).abs().min(-1).values
+    assert torch.isin(found.double(), allowed).all()
+    assert ((values.double() - found.double()).abs() <= nearest + 1e-6 * scale).all()
+    assert torch.equal(lost.view(-1), values - found)
+
+
+@pytest.mark.parametrize("codec", ["int8", "e3m0"])
+def test_not_a_number_stays_one(codec: GradientCodec) -> None:
     """In its whole block: a broken gradient must be seen, not rounded away."""
     values = torch.ones(2 * BLOCK)
     values[3] = float("nan")
     specs = [spec_of(values)]
-    encoded, _ = ran(encode_bucket("int8", specs, 1), [values, torch.zeros(2, BLOCK)])
-    (found,) = ran(decode_bucket("int8", specs, 1), [encoded])
+    encoded, _ = ran(encode_bucket(codec, specs, 1), [values, torch.zeros(2, BLOCK)])
+    (found,) = ran(decode_bucket(codec, specs, 1), [encoded])
     assert found[:BLOCK].isnan().all() and torch.equal(found[BLOCK:], torch.ones(BLOCK))
 
 

@@ -11,8 +11,8 @@ import torch
 
 from onebox.cost import ACCELERATOR_BPS
 from onebox.cost.benchmark_kernels import filled
-from onebox.wire import Operator, Program, SlotArgument, TensorSpec, with_deaths
-from onebox.wire.protocol.instructions import Ask, Call, Evict, Free, Offload, OptimizerStep, Prefetch, Step
+from onebox.wire import Operator, Program, SlotArgument, TensorSpec, from_frame, with_deaths
+from onebox.wire.protocol.instructions import Ask, Call, Evict, Free, Get, Offload, OptimizerStep, Prefetch, Step
 from onebox.wire.protocol.requests import Define, OptimizerSpec, Routine, Run
 from onebox.wire.protocol.responses import WorkerMemory
 from onebox.worker.emulated import EmulatedDevice
@@ -115,8 +115,20 @@ def test_bytes_that_another_buffer_holds_stay(rig: Rig) -> None:
 def test_what_is_offloaded_can_be_read_until_it_is_evicted(rig: Rig) -> None:
     rig.do(Offload((2,)), Call(100, (2,), (5,)))
     assert torch.equal(rig.get(5), (-X).relu())
-    rig.do(Evict((2,)))
-    assert "in the host's memory" in failure_of(rig, 2).message
+    rig.do(Evict((2,)), Call(100, (2,), (6,)))
+    assert "in the host's memory" in failure_of(rig, 6).message
+
+
+def test_the_client_reads_what_is_on_the_host_without_bringing_it_back(rig: Rig) -> None:
+    before = rig.do(Ask("digest", (2, 3)))
+    rig.do(Offload((2, 3, 4)), Evict((2, 3, 4)))
+    used, there = rig.used, host_bytes(rig)
+    assert torch.equal(rig.get(2), -X) and torch.equal(rig.get(3), -X.t())
+    assert rig.do(Ask("digest", (2, 3))) == before
+    assert (rig.used, host_bytes(rig)) == (used, there)
+    rig.do(Get((2,)), Prefetch((2, 3, 4)), Call(100, (1,), (5,)), Offload((5,)))  # reuses the memory that was read
+    (frame,) = rig.frames_out
+    assert torch.equal(from_frame(SPEC, bytes(frame)), -X)
 
 
 def test_the_quota_holds_and_eviction_makes_room() -> None:

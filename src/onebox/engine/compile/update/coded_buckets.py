@@ -1,13 +1,16 @@
 """Coded buckets: the sum of gradients over a group in a lossy codec with error feedback. Pure.
 
-With ``bf16`` and ``int8`` each member adds what its codec lost in earlier steps to its gradients, encodes the sum, and
-keeps what is lost now (Seide, Fu, Droppo, Li and Yu, 1-bit stochastic gradient descent, 2014; Karimireddy, Rebjock,
-Stich and Jaggi, Error feedback fixes SignSGD, 2019, arXiv:1901.09847). The encoded values are divided into one slice
-for each member, which receives that slice of all members, sums them in the order of the ranks, and encodes the sum
-likewise, with a residual of its own (Tang, Yu, Lian, Zhang and Liu, DoubleSqueeze, 2019, arXiv:1905.05957). All members
-then gather the encoded sums: they hold the same bits, rounded twice whatever their number, and ``2 (n - 1) / n`` of the
-encoded bytes go over each link, as in a ring. Where one member needs the sum, it receives everything and nothing is
-encoded again.
+With ``bf16``, ``int8`` and ``e3m0`` each member adds what its codec lost in earlier steps to its gradients, encodes the
+sum, and keeps what is lost now (Seide, Fu, Droppo, Li and Yu, 1-bit stochastic gradient descent, 2014; Karimireddy,
+Rebjock, Stich and Jaggi, Error feedback fixes SignSGD, 2019, arXiv:1901.09847). The encoded values are divided into one
+slice for each member, which receives that slice of all members, sums them in the order of the ranks, and encodes the
+sum likewise, with a residual of its own (Tang, Yu, Lian, Zhang and Liu, DoubleSqueeze, 2019, arXiv:1905.05957). All
+members then gather the encoded sums: they hold the same bits, rounded twice whatever their number, and each link
+carries ``2 (n - 1) / n`` of the encoded bytes, as in a ring. Where one member needs the sum, it receives everything and
+nothing is encoded again.
+
+Where a sum has time to travel, all members gather what each has encoded, and sum it themselves: values are rounded once
+and nothing waits for a sum of slices, but ``n - 1`` times the encoded bytes go over each link.
 
 With ``powersgd`` matrices are projected onto thin ones, which are summed exactly, twice in a step; vectors travel with
 the first of these sums (Vogels, Karimireddy and Jaggi, 2019, arXiv:1905.13727, algorithms 1 and 2). A member's residual
@@ -58,7 +61,7 @@ class CodedBucket(ABC):
     def phases(self, builder: RoutineBuilder, worker: int, group: int, buffers: Sequence[int]) -> list[Phase]:
         """Return the phases of the sum on one member, each of which waits for the one before on the other members.
 
-        There are three, unless the bucket has an owner.
+        There are three, or two where sums are not encoded again.
 
         Args:
             builder: The member's routine.
@@ -69,10 +72,10 @@ class CodedBucket(ABC):
 
 
 class QuantizedBucket(CodedBucket):
-    """A bucket that is summed as bf16 or int8.
+    """A bucket that is summed as bf16, int8 or e3m0.
 
     Args:
-        codec: ``bf16`` or ``int8``.
+        codec: ``bf16``, ``int8`` or ``e3m0``.
         specs: Specs of the gradients.
         members: The group.
         owner: The only member that receives the sum; ``None`` for all.
@@ -192,6 +195,57 @@ class QuantizedBucket(CodedBucket):
         if self.members[rank] == self.owner:
             given = [*self._received[:rank], self._slices[0], *self._received[rank + 1 :]]
             builder.call(self._decode, given, buffers, InstructionLabel("decode"), takes=range(len(given)))
+
+
+class GatheredBucket(CodedBucket):
+    """A bucket whose encoded parts all members gather and sum: the first phase waits for nothing.
+
+    Args:
+        codec: ``bf16``, ``int8`` or ``e3m0``.
+        specs: Specs of the gradients.
+        members: The group.
+        new: Returns an unused number.
+    """
+
+    def __init__(
+        self, codec: GradientCodec, specs: Sequence[TensorSpec], members: Members, new: Callable[[], int]
+    ) -> None:
+        super().__init__(members, None)
+        self._codec = codec
+        self._specs = specs
+        self._elements = padded_elements(sum(prod(spec.shape) for spec in specs), 1)
+        self._part = encoded_spec(codec, self._elements)
+        self._residual, self._own, self._gathered = new(), new(), new()
+
+    def state(self, worker: int) -> Mapping[int, CodecState]:
+        if worker not in self.members:
+            return {}
+        return {self._residual: CodecState(TensorSpec(self._specs[0].dtype, (self._elements // BLOCK, BLOCK)))}
+
+    @functools.cached_property
+    def _encode(self) -> Program:
+        return encode_bucket(self._codec, self._specs, 1)
+
+    @functools.cached_property
+    def _decode(self) -> Program:
+        return decode_bucket(self._codec, self._specs, 1, len(self.members), joined=True)
+
+    def phases(self, builder: RoutineBuilder, worker: int, group: int, buffers: Sequence[int]) -> list[Phase]:
+        return [lambda: self._gather(builder, group, buffers), lambda: self._sum(builder, buffers)]
+
+    def _gather(self, builder: RoutineBuilder, group: int, buffers: Sequence[int]) -> None:
+        """Encode, and begin to gather the encoded parts of all members."""
+        given, made = [*buffers, self._residual], [self._own, self._residual]
+        builder.call(self._encode, given, made, InstructionLabel("encode"), takes=range(len(given)))
+        (rows, width), count = self._part.shape, len(self.members)
+        whole = TensorSpec(self._part.dtype, (rows * count, width))
+        label = InstructionLabel("gather coded gradients", "transfer", size_bytes=self._part.size_bytes)
+        builder.add(Gather(self._own, self._gathered, whole, group, (rows,) * count), label)
+
+    def _sum(self, builder: RoutineBuilder, buffers: Sequence[int]) -> None:
+        """Decode and sum the parts, in the order of the members."""
+        builder.call(self._decode, [self._gathered], buffers, InstructionLabel("decode"), takes=(0,))
+        builder.add(Free((self._own,)), InstructionLabel("free"))
 
 
 class LowRankBucket(CodedBucket):
