@@ -394,6 +394,11 @@ class Pool:
             self.post(link[0], [Retime(links=outgoing(self.links, link, 0))])
 
     @property
+    def lost(self) -> frozenset[int]:
+        """The workers that are lost until :meth:`recover_workers`."""
+        return frozenset(self._client_loop.lost.copy())
+
+    @property
     def recoveries(self) -> int:
         """Number of recoveries begun so far."""
         return self._recoveries

@@ -25,13 +25,14 @@ from onebox.engine.state.moves import CLIENT, StateItem, StateLayout, plan_moves
 from onebox.engine.state.pieces import Key, TensorSource
 from onebox.engine.state.remote import RemoteState, StartState
 from onebox.engine.state.transfer import StateTransfer
+from onebox.engine.workload.named_state import OptimizerEntries
 from onebox.engine.workload.parameter_groups import options_of
 from onebox.errors import OneboxError, ReplicasParted
-from onebox.pool import Pool, WorkerReply
+from onebox.pool import Pool, WorkerReply, raise_first
 from onebox.trainer_options import Outer
 from onebox.wire import DTYPES, Hole, KernelSpec, SlotArgument, to_frame
 from onebox.wire.protocol.eager import Operate
-from onebox.wire.protocol.instructions import Free, Get
+from onebox.wire.protocol.instructions import Ask, Free, Get
 from onebox.wire.protocol.requests import Define, Instruction, Put, Run
 from onebox.wire.protocol.responses import Digest
 
@@ -94,12 +95,12 @@ class OuterOptimizer:
         start: StartState | None,
     ) -> None:
         self._pool = pool
-        holdings = [each.holdings for each in installed]
         named, trained = locals_[0].named, installed[0].trained
         self.trained = trained
         self.averaged = averaged_buffers(installed[0].compiler)
-        names = [name for name in named.tensors if name in {*trained, *self.averaged}]
-        parts = outer_parts(holdings, names)
+        self._names = [name for name in named.tensors if name in {*trained, *self.averaged}]
+        self._specs = {name: named.spec(name) for name in self._names}
+        self._fragment_names = fragments_of(self._names, outer.fragments)
         sgd = torch.optim.SGD(
             [named.tensors[name] for name in trained],
             lr=outer.lr,
@@ -108,19 +109,31 @@ class OuterOptimizer:
         )
         self.remote = RemoteState(model, loss, sgd, pool, start)
         self.transfer = StateTransfer(pool, self.remote)
-        specs = {name: named.spec(name) for name in names}
-        buckets = outer_buckets(parts, specs, set(trained))
-        leaders = dict.fromkeys(bucket.leaders for bucket in buckets if len(bucket.leaders) > 1)
-        self._groups: dict[Members, int] = {members: pool.new_number() for members in leaders}
+        self._groups: dict[Members, int] = {}
         self._optimizer, self._copy, self._blend = (self.remote.new_number() for _ in range(3))
-        self._keep = outer.keep
+        self._sums = {name: self.remote.new_number() for name in self._names}
+        self._programs = ProgramCache(pool, DefinitionNumbers(self.remote.new_number))
+        self._pending: list[DeferredReplies] = []
+        self._equipped: set[int] = set()
+        """Workers that have the definitions of what changes values in place."""
+        self._use(installed, locals_)
+        self._bring()
+
+    def _use(self, installed: Sequence[InstalledPlan], locals_: Sequence[RemoteState]) -> None:
+        """Prepare the outer steps of some islands; sends nothing."""
+        holdings = [each.holdings for each in installed]
+        parts, trained, specs = outer_parts(holdings, self._names), set(self.trained), self._specs
+        buckets = outer_buckets(parts, specs, trained)
+        leaders = dict.fromkeys(bucket.leaders for bucket in buckets if len(bucket.leaders) > 1)
+        self._forming = {m: self._pool.new_number() for m in leaders if m not in self._groups}
+        self._groups |= self._forming
         self._workers = tuple(itertools.chain.from_iterable(own.devices for own in holdings))
         self._holdings = global_sharding(parts, holdings)
         self._compiler = OuterCompiler(
             holdings=holdings,
             global_holdings=self._holdings,
             buckets=buckets,
-            trained=trained,
+            trained=self.trained,
             specs=specs,
             numbers=OuterNumbers(
                 values=self.remote.named.numbers,
@@ -129,35 +142,80 @@ class OuterOptimizer:
                 between=self._groups,
                 within=lambda island, members: installed[island].group_of(members),
                 new=self.remote.new_number,
+                sums=self._sums,
             ),
         )
-        self._programs = ProgramCache(pool, DefinitionNumbers(self.remote.new_number))
         self._fragments = [
-            outer_buckets([part for part in parts if part.name in own], specs, set(trained))
-            for own in map(set, fragments_of(names, outer.fragments))
+            outer_buckets([part for part in parts if part.name in own], specs, trained)
+            for own in map(set, self._fragment_names)
         ]
         self._steps: dict[tuple[str, int], dict[int, WorkerOuterStep]] = {}
         self._around: tuple[dict[int, WorkerOuterStep], dict[int, WorkerOuterStep]] | None = None
-        self._pending: list[DeferredReplies] = []
-        self._bring(trained)
 
-    def _bring(self, trained: tuple[str, ...]) -> None:
+    def _bring(self) -> None:
         try:
-            asked = [
-                begin_group_formation(self._pool, members, "workers", number)
-                for members, number in self._groups.items()
-            ]
-            for each in asked:
-                each.take()
+            self._form_groups()
             with self._pool.order:
                 self.remote.upload(self._holdings)
-                self.remote.define_optimizer(self._optimizer, trained, WeightVersions())
-                for worker in self._workers:
-                    self._pool.post(worker, [Define(self._copy, _COPY), Define(self._blend, _BLEND)])
+                self.remote.define_optimizer(self._optimizer, self.trained, WeightVersions())
+                self._equip()
         except BaseException:
             with contextlib.suppress(OneboxError):
                 self.close()
             raise
+
+    def _form_groups(self) -> None:
+        """Form the groups of leaders that are new."""
+        forming, self._forming = self._forming, {}
+        asked = [begin_group_formation(self._pool, members, "workers", n) for members, n in forming.items()]
+        for each in asked:
+            each.take()
+
+    def _equip(self) -> None:
+        """Define the in-place operators on the workers that lack them."""
+        for worker in self._workers:
+            if worker not in self._equipped:
+                self._pool.post(worker, [Define(self._copy, _COPY), Define(self._blend, _BLEND)])
+                self._equipped.add(worker)
+
+    def regroup(
+        self,
+        installed: Sequence[InstalledPlan],
+        locals_: Sequence[RemoteState],
+        values: Mapping[str, Tensor] | None = None,
+        entries: OptimizerEntries | None = None,
+    ) -> None:
+        """Join other islands than before by later outer steps.
+
+        Args:
+            installed: The installed plan of each island.
+            locals_: State of each island.
+            values: The global values, for workers that have none.
+            entries: The outer optimizer's state, likewise.
+
+        Raises:
+            OneboxError: A worker was lost, or refuses something.
+        """
+        self._use(installed, locals_)
+        self._form_groups()
+        with self._pool.order:
+            self.remote.admit(self._holdings, self.trained, values or {}, entries or [])
+            self._equip()
+
+    def forsake(self, workers: Collection[int]) -> None:
+        """Forget the replies that are pending, and the groups of leaders, after a loss.
+
+        Args:
+            workers: The workers whose islands have left: what they had is void.
+        """
+        self._pending.clear()
+        self._equipped.difference_update(workers)
+        for worker in workers:
+            self._programs.forget(worker)
+        groups, self._groups = self._groups, {}
+        for members, group in groups.items():
+            with contextlib.suppress(OneboxError):
+                self._pool.leave_group(group, members)
 
     @property
     def names(self) -> frozenset[str]:
@@ -182,18 +240,47 @@ class OuterOptimizer:
         """Begin the sums of an outer step, which travel while workers go on; see :meth:`step`."""
         self._begin("begin", fragment, weights, workers_of, number)
 
-    def apply(self, fragment: int, number: int) -> None:
+    def confirm(self, fragment: int) -> None:
+        """Wait until the sums begun before have come to all leaders.
+
+        Args:
+            fragment: The part of the model.
+
+        Raises:
+            ReplicasParted: They are not the same everywhere.
+            OneboxError: Some have not come: they are void.
+        """
+        self.take()
+        asked: dict[int, list[tuple[int, Ask]]] = {}
+        for place, bucket in enumerate(self._fragments[fragment]):
+            for leader in bucket.leaders:
+                numbers = tuple(self._sums[name] for name in bucket.names)
+                asked.setdefault(leader, []).append((place, Ask("digest", numbers)))
+        futures = [self._pool.post(w, [ask for _, ask in own], answer=True) for w, own in asked.items()]
+        found: dict[int, set[bytes]] = {}
+        for own, answer in zip(asked.values(), raise_first(futures), strict=True):
+            for (place, _), digest in zip(own, answer.results, strict=True):
+                assert isinstance(digest, Digest)
+                found.setdefault(place, set()).add(digest.value)
+        if any(len(digests) > 1 for digests in found.values()):
+            raise ReplicasParted(
+                "the sums of an outer step are not the same in all islands; resume from the last checkpoint, and look "
+                "for faulty memory or a faulty network"
+            )
+
+    def apply(self, fragment: int, number: int, *, keep: float) -> None:
         """Apply the sums begun before, once workers have made the steps requested so far.
 
         Args:
             fragment: The part of the model.
             number: Number of inner steps so far.
+            keep: Fraction of its own values that an island keeps.
 
         Raises:
             OneboxError: An earlier outer step failed, or a worker was lost.
         """
         self._settle()
-        self._post(self._routines("apply", fragment), {}, number)
+        self._post(self._routines("apply", fragment), {}, number, keep=keep)
 
     def _begin(
         self,
@@ -230,22 +317,27 @@ class OuterOptimizer:
             for piece in source.pieces:
                 asked = piece.instruction
                 assert isinstance(asked, Get)
-                instruction = Get((self._compiler.sums[key[0]],), asked.first, asked.rows)
+                instruction = Get((self._sums[key[0]],), asked.first, asked.rows)
                 pieces.append(dataclasses.replace(piece, instruction=instruction))
             found[key] = dataclasses.replace(source, pieces=tuple(pieces))
         return found
 
-    def bring_sums(self, tensors: Mapping[str, Tensor]) -> None:
-        """Upload sums that a checkpoint holds.
+    def bring_sums(self, tensors: Mapping[str, Tensor], workers: Collection[int] | None = None) -> None:
+        """Upload sums that have been read.
+
+        Args:
+            tensors: The sums.
+            workers: The workers that lack them; ``None`` for all.
 
         Raises:
             OneboxError: A worker was lost.
         """
         own = self._holdings
+        lacking = [worker for worker in own.devices if workers is None or worker in workers]
         parts: dict[int, list[StateItem]] = {CLIENT: [StateItem(name, "", 0) for name in tensors]}
-        after = {w: [StateItem(n, "", own.share(w, n)) for n in own.held_by(w, tensors)] for w in own.devices}
+        after = {w: [StateItem(n, "", own.share(w, n)) for n in own.held_by(w, tensors)] for w in lacking}
         moves = plan_moves(StateLayout(parts=parts), StateLayout(parts=after, placements=own.placements))
-        upload(self._pool, moves, own.placements, tensors, self._compiler.sums, copy=True)
+        upload(self._pool, moves, own.placements, tensors, self._sums, copy=True)
 
     def enter(self) -> None:
         """Put the global values in the place of each island's own, which are kept aside.
@@ -258,14 +350,18 @@ class OuterOptimizer:
         self._post(self._around[0], {}, 0)
         self.take()
 
-    def leave(self) -> None:
+    def leave(self, workers: Collection[int]) -> None:
         """Undo :meth:`enter`.
+
+        Args:
+            workers: The workers that are still there.
 
         Raises:
             OneboxError: A worker failed.
         """
         assert self._around is not None
-        self._post(self._around[1], {}, 0, after=lambda worker: [Free(self._compiler.aside(worker))])
+        steps = {worker: each for worker, each in self._around[1].items() if worker in workers}
+        self._post(steps, {}, 0, after=lambda worker: [Free(self._compiler.aside(worker))])
         self.take()
 
     def _settle(self) -> None:
@@ -326,9 +422,15 @@ class OuterOptimizer:
         weight_of: Mapping[int, float],
         number: int,
         after: Callable[[int], Sequence[Instruction]] = lambda worker: (),
+        *,
+        keep: float = 0.0,
     ) -> None:
-        """Send workers their parts: routines with the weights of their islands, and copies."""
+        """Send workers their parts: routines with the weights of their islands, and copies.
+
+        Where one cannot be reached, the others get theirs nevertheless.
+        """
         futures = []
+        unreachable: OneboxError | None = None
         options = self.remote.changed_options(options_of(self.remote.optimizer)) if weight_of else ()
         with self._pool.order:
             for worker, each in steps.items():
@@ -341,28 +443,31 @@ class OuterOptimizer:
                     message.append(Run(each.routine.number, (weight,), number, options=options))
                 elif each.routine is not None:
                     message.append(Run(each.routine.number, (), number))
-                message += self._in_place(each)
+                message += self._in_place(each, keep)
                 if each.then is not None:
                     message += [Run(each.then.routine.number, (), number)] if each.then.routine else []
-                    message += self._in_place(each.then)
+                    message += self._in_place(each.then, keep)
                 message += after(worker)
-                if message:
-                    futures.append(self._pool.post(worker, message, frames, answer=True))
+                try:
+                    if message:
+                        futures.append(self._pool.post(worker, message, frames, answer=True))
+                except OneboxError as error:
+                    unreachable = unreachable or error
         self._pending.append(DeferredReplies(futures, lambda answers: None))
+        if unreachable is not None:
+            raise unreachable
 
-    def _in_place(self, each: WorkerOuterStep) -> list[Instruction]:
+    def _in_place(self, each: WorkerOuterStep, keep: float) -> list[Instruction]:
         """Return the instructions that change local values in place."""
         found: list[Instruction] = []
         if each.copies:
             found.append(Operate(tuple(n for pair in each.copies for n in (self._copy, *pair))))
         if each.blends:
             calls = tuple(n for pair in each.blends for n in (self._blend, *pair))
-            found.append(Operate(calls, (1.0 - self._keep,) * len(each.blends)))
+            found.append(Operate(calls, (1.0 - keep,) * len(each.blends)))
         return found
 
     def close(self) -> None:
         """Leave the groups and free everything on the workers."""
-        for members, group in self._groups.items():
-            self._pool.leave_group(group, members)
-        self._groups = {}
+        self.forsake(())
         self.remote.free()

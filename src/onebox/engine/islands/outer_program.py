@@ -38,6 +38,7 @@ class OuterNumbers:
         between: Group of leaders, for those of several islands.
         within: Returns the group of some workers of an island, which hold the same.
         new: Returns an unused number.
+        sums: Buffer of each sum over the islands, between :meth:`OuterCompiler.begin` and :meth:`OuterCompiler.apply`.
     """
 
     values: Mapping[str, int]
@@ -46,6 +47,7 @@ class OuterNumbers:
     between: Mapping[Members, int]
     within: Callable[[int, Members], int]
     new: Callable[[], int]
+    sums: Mapping[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,13 +86,10 @@ class OuterCompiler:
     trained: Sequence[str]
     specs: Mapping[str, TensorSpec]
     numbers: OuterNumbers
-    sums: dict[str, int] = field(init=False)
-    """Buffer of each sum over the islands, between :meth:`begin` and :meth:`apply`."""
     _stashed: list[dict[str, int]] = field(init=False)
 
     def __post_init__(self) -> None:
         names = dict.fromkeys(name for bucket in self.buckets for name in bucket.names)
-        self.sums = {name: self.numbers.new() for name in names}
         self._stashed = [{name: self.numbers.new() for name in names} for _ in self.holdings]
 
     def step(self, buckets: Sequence[OuterBucket]) -> dict[int, WorkerOuterStep]:
@@ -108,7 +107,7 @@ class OuterCompiler:
             for worker in own.devices:
                 builder = RoutineBuilder(self.numbers.new)
                 for bucket in (bucket for bucket in buckets if worker in bucket.leaders):
-                    self._sum(builder, island, worker, bucket, [self.sums[name] for name in bucket.names])
+                    self._sum(builder, island, worker, bucket, [self.numbers.sums[name] for name in bucket.names])
                 builder.add(Free((_WEIGHT,)), InstructionLabel("free"))
                 found[worker] = WorkerOuterStep(routine=builder.finish([(0, 0)], []))
         return found
@@ -128,7 +127,7 @@ class OuterCompiler:
                     local = tuple(self.numbers.local[island][name] for name in bucket.names)
                     members = bucket.groups[island]
                     if worker == members[0]:
-                        sums = [self.sums[name] for name in bucket.names]
+                        sums = [self.numbers.sums[name] for name in bucket.names]
                         values = [self.numbers.values[name] for name in bucket.names]
                         if bucket.trained:
                             self._update(builder, worker, bucket, sums)

@@ -86,6 +86,7 @@ class RemoteState:
         self._owned: dict[int, tuple[str, ...]] = {}
         self._holdings: ShardingSpec | None = None
         self._sent_options: tuple[Options, ...] = ()
+        self._first: Mapping[str, Tensor] = {}
         self._copies: SnapshotLayout | None = None
         self.versions = WeightVersions()
         """Buffers of versions of the parameters that have gradients, once the optimizer is defined."""
@@ -125,7 +126,8 @@ class RemoteState:
         if copies is not None:
             for worker in holdings.devices:
                 self._fill(copies, worker, [n for n in holdings.held_by(worker, holdings.holders) if copies.has(n)])
-        own = {n: self.named.tensors[n] for n in holdings.holders if copies is None or not copies.has(n)}
+        tensors = {**self.named.tensors, **self._first}
+        own = {n: tensors[n] for n in holdings.holders if copies is None or not copies.has(n)}
         upload(self._pool, self._moves(own, present), holdings.placements, own, self.named.numbers, copy=True)
 
     def _moves(self, names: Collection[str], present: StateLayout, key: str = "") -> tuple[StateMove, ...]:
@@ -146,6 +148,35 @@ class RemoteState:
         """
         moves = self._moves(changes, _NOWHERE)
         upload(self._pool, moves, self.holdings.placements, changes, self.named.numbers, there=True)
+
+    def admit(
+        self,
+        holdings: ShardingSpec,
+        trained: tuple[str, ...],
+        tensors: Mapping[str, Tensor],
+        entries: OptimizerEntries,
+    ) -> None:
+        """Place the state as a spec requires whose further workers hold copies of what others hold.
+
+        Args:
+            holdings: The new sharding spec; workers that are not in it any more are not served.
+            trained: Parameters that have gradients.
+            tensors: Parameters and buffers for the further workers, which nobody changes.
+            entries: Their optimizer's state.
+
+        Raises:
+            OneboxError: A worker was lost, or refuses the optimizer.
+        """
+        new = set(holdings.devices) - set(self.holdings.devices)
+        self.settle(holdings, trained, self.versions)
+        layout = _layout(holdings, {worker: holdings.held_by(worker, tensors) for worker in new})
+        before = StateLayout(parts={CLIENT: [StateItem(name, "", 0) for name in tensors]})
+        upload(self._pool, plan_moves(before, layout), holdings.placements, tensors, self.named.numbers)
+        futures = []
+        for worker in sorted(new & self._trained.keys()):
+            define, frames = self._definition(worker, self._trained[worker], entries, host=False)
+            futures.append(self._pool.post(worker, [define], [to_frame(tensor) for tensor in frames], answer=True))
+        raise_first(futures)
 
     def write_optimizer(self, entries: OptimizerEntries, *, host: bool) -> None:
         """Replace the whole optimizer state.
@@ -474,13 +505,17 @@ class RemoteState:
         if copies is not None:
             self.forget_first()
 
+    def use_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Set the parameters and buffers for the first upload, instead of the user's."""
+        self._first = tensors
+
     def use_optimizer_state(self, entries: OptimizerEntries) -> None:
         """Set the optimizer state for the first upload."""
         self.remembered = entries
 
     def forget_first(self) -> None:
         """Discard the initial optimizer state and versions, which a snapshot replaces."""
-        self.remembered, self.first_versions = [], {}
+        self.remembered, self.first_versions, self._first = [], {}, {}
 
     def memory(self) -> list[WorkerMemory]:
         """Return the memory of each worker."""

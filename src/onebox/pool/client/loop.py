@@ -202,10 +202,11 @@ class ClientLoop:
         return self._keys.public
 
     def drop(self, worker: int) -> dict[int, tuple[int, ...]]:
-        """Drop a lost worker: close its sockets, and notify all workers that wait in its groups.
+        """Drop a lost worker: close its sockets, and notify all workers that wait in its groups, or in those between
+        its fault domain and others.
 
         Returns:
-            Its groups, with their members.
+            These groups, with their members.
 
         Raises:
             PoolError: The pool is closed.
@@ -374,17 +375,28 @@ class ClientLoop:
         connection = self._connections.pop(worker)
         connection.close(poller)
         self._liveness.forget(worker)
-        members = {group: self._groups.members(group) for group in self._groups.of(worker)}
-        self._dissolve_groups(worker)
+        own, domain = self._groups.of(worker), self._pending.domain
+        for mate in [each for each in self._connections if domain(each) == domain(worker)]:
+            beyond = (
+                group
+                for group in self._groups.of(mate)
+                if any(domain(each) != domain(worker) for each in self._groups.members(group))
+            )
+            own += [group for group in beyond if group not in own]
+        members = {group: self._groups.members(group) for group in own}
+        self._dissolve(own)
         self.lost.pop(worker, None)
         return members
 
     def _dissolve_groups(self, worker: int) -> list[int]:
         groups = self._groups.of(worker)
+        self._dissolve(groups)
+        return groups
+
+    def _dissolve(self, groups: Sequence[int]) -> None:
         for group in groups:
             self._notify(self._groups.dissolve(group))
             self._end_relay(group)
-        return groups
 
     def _add(self, connection: WorkerConnection, poller: zmq.Poller) -> None:
         self._connections[connection.place.worker] = connection
