@@ -33,7 +33,7 @@ class IslandLosses:
         membership: The islands that take part.
         survived: Whether a run goes on without an island that has lost a worker; else the first loss is final.
         vacate: Drops all that an island has on its workers.
-        steps: Returns the number of steps begun.
+        divided: Returns the number of steps whose batches have been divided among the islands.
         saved: Path of the latest checkpoint.
     """
 
@@ -45,7 +45,7 @@ class IslandLosses:
         *,
         survived: bool,
         vacate: Callable[[int, Collection[int]], None],
-        steps: Callable[[], int],
+        divided: Callable[[], int],
         saved: Path | None,
     ) -> None:
         self.survived = survived
@@ -58,7 +58,7 @@ class IslandLosses:
         self._islands = islands
         self._membership = membership
         self._vacate = vacate
-        self._steps = steps
+        self._divided = divided
         self.checkpoint = saved
         """Path of the latest checkpoint."""
         self._seen = pool.recoveries
@@ -164,7 +164,7 @@ class IslandLosses:
         except BaseException:  # such as KeyboardInterrupt
             self.fail(interrupted("a recovery"))
             raise
-        leaving = [each for each in self._membership.present if each == island or each in lost]
+        leaving = sorted({*lost, *([] if island is None else [island])})
         for each in leaving:
             self._new.discard(each)
             cause, workers = lost.get(each, (error, ()))
@@ -174,24 +174,25 @@ class IslandLosses:
                 at_s=at_s,
                 kind="left",
                 island=each,
-                step=self._steps(),
+                step=self._divided(),
                 samples=samples,
-                cause=f"{type(cause).__name__}: {str(cause).splitlines()[0]}",
+                cause=_one_line(cause),
                 lost=workers,
                 seconds=time.monotonic() - start_s,
             )
             self._note(change)
         if not self._membership.present:
             where = f"the last checkpoint, {self.checkpoint}" if self.checkpoint else "a checkpoint, if there is one"
-            final = PoolError(f"no island is left; resume from {where}; the last loss: {error}")
-            self.fail(final)
-            raise final from error
+            last = PoolError(f"no island is left; resume from {where}; the last loss: {error}")
+            self.fail(last)
+            raise last from error
 
     def _recover(self, error: Exception, island: int | None) -> dict[int, tuple[Exception, tuple[int, ...]]]:
         """Recover the pool; return the error and the lost workers of each island that has lost some."""
         pool, membership, losses = self._pool, self._membership, self._pool.losses(self._seen)
-        if island in membership.present and not membership.losing({*losses, *pool.lost}, self._islands):
-            pool.give_up(self._islands[island][0], error)  # type: ignore[arg-type,index]
+        hit = membership.losing({*losses, *pool.lost}, self._islands)
+        if island is not None and island not in hit and isinstance(error, OneboxError):
+            pool.give_up(self._islands[island][0], error)  # what the others have is void
         if not pool.broken and not losses:
             self._tries += 1
             if self._tries > _ATTEMPTS:
@@ -234,7 +235,19 @@ class IslandLosses:
         """Record that an island takes part again."""
         self._membership.join(island)
         self._new.add(island)
-        self._note(IslandChange(at_s=at_s, kind="joined", island=island, step=self._steps(), seconds=seconds))
+        self._note(IslandChange(at_s=at_s, kind="joined", island=island, step=self._divided(), seconds=seconds))
+
+    def redone(self, fragment: int, error: Exception) -> None:
+        """Record that an outer step is void everywhere."""
+        change = IslandChange(
+            at_s=time.time(),
+            kind="redone",
+            island=None,
+            step=self._divided(),
+            fragment=fragment,
+            cause=_one_line(error),
+        )
+        self._note(change)
 
     def _note(self, change: IslandChange) -> None:
         self.changes.append(change)
@@ -249,3 +262,7 @@ class IslandLosses:
 def interrupted(what: str) -> ReplicasParted:
     """Return the error of something that was interrupted when only some workers may have had it."""
     return ReplicasParted(f"{what} was interrupted; make another trainer, or resume from the last checkpoint")
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0]}"

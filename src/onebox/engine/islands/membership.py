@@ -9,23 +9,25 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class IslandChange:
-    """Record of an island that left a run, or joined it again.
+    """Record of an island that left a run or joined it again, or of an outer step that was void and done again.
 
     Args:
         at_s: Time, in seconds since the epoch.
-        kind: ``left`` or ``joined``.
-        island: Number of the island.
-        step: Number of steps before the first that it has no part in, or has one in again.
-        samples: Weight of its samples since its last outer steps that are lost, the largest of any fragment.
+        kind: ``left``, ``joined`` or ``redone``.
+        island: Number of the island; ``None`` for an outer step.
+        step: Number of steps whose batches were divided before.
+        fragment: The part of the model whose outer step was done again; else ``None``.
+        samples: Weight of the samples since the island's last outer steps that are lost, the largest of any fragment.
         cause: One-line description of the loss; empty for an island that joined.
         lost: Numbers of its lost workers in the pool.
         seconds: Time for which the others waited.
     """
 
     at_s: float
-    kind: Literal["left", "joined"]
-    island: int
+    kind: Literal["left", "joined", "redone"]
+    island: int | None
     step: int
+    fragment: int | None = None
     samples: float = 0.0
     cause: str = ""
     lost: tuple[int, ...] = ()
@@ -35,6 +37,8 @@ class IslandChange:
         after = f"after step {self.step}"
         if self.kind == "joined":
             return f"island {self.island} joined {after}, with the global parameters, in {self.seconds:.1f} s"
+        if self.kind == "redone":
+            return f"an outer step of fragment {self.fragment} {after} was void and is done again ({self.cause})"
         return (
             f"island {self.island} left {after}: {self.samples:g} samples since its last outer step are lost, the "
             f"others go on after {self.seconds:.1f} s ({self.cause})"

@@ -114,6 +114,8 @@ class IslandsSession:
         self._staging = staging
         self._start = start
         self._shares: tuple[float, ...] = ()
+        self._divided = step
+        """Number of steps whose batches have been divided."""
         self.membership = Membership(
             len(islands),
             start.entry.samples if start else [[0.0] * len(islands)] * outer.fragments,
@@ -128,7 +130,7 @@ class IslandsSession:
             self.membership,
             survived=recovery is not None,
             vacate=self._vacate,
-            steps=lambda: self.steps_done,
+            divided=lambda: self._divided,
             saved=saved,
         )
         """The supervisor of what the run does on its workers."""
@@ -218,10 +220,11 @@ class IslandsSession:
         uploads = () if uploaded is None else self.uploads.claim(uploaded)
         parts = self._set_up(batch, steps=True)
         if uploads and [each and each.size for each in uploads] != [part and part.size for part in parts]:
-            for each in uploads:  # an island has left or joined since
-                if each is not None:
-                    each.close()
+            for stale in uploads:  # an island has left or joined since
+                if stale is not None:
+                    stale.close()
             uploads = ()
+        self._divided = self.steps_done + 1
         number, begun = self.steps_done, list[_IslandLoss]()
         for place, (session, part) in enumerate(zip(list(self._sessions), parts, strict=True)):
             if part is None or self._sessions[place] is not session:
@@ -329,6 +332,7 @@ class IslandsSession:
             except RECOVERABLE as error:
                 self.membership.void(fragment)
                 self._lose(error)
+                self.recovery.redone(fragment, error)
 
     def _apply(self, fragment: int) -> None:
         """Apply the sums of an outer step that have begun before."""
@@ -361,6 +365,7 @@ class IslandsSession:
             except RECOVERABLE as error:
                 self.membership.void(fragment)
                 self._lose(error)
+                self.recovery.redone(fragment, error)
                 continue
             self._regroup()
             self.membership.applied(fragment)
