@@ -411,9 +411,10 @@ class OuterOptimizer:
     def _installed(self, steps: Mapping[int, WorkerOuterStep]) -> dict[int, WorkerOuterStep]:
         """Send workers their routines, and return them."""
         for worker, each in steps.items():
-            for routine in (each.routine, each.then.routine if each.then else None):
-                if routine is not None:
-                    self._programs.store(worker, routine)
+            with contextlib.suppress(OneboxError):  # which :meth:`_post` raises, once the others have theirs
+                for routine in (each.routine, each.then.routine if each.then else None):
+                    if routine is not None:
+                        self._programs.store(worker, routine)
         return dict(steps)
 
     def _post(
