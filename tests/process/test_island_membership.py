@@ -38,7 +38,7 @@ class Changing(Reference):
         self.sent[fragment] = list(self.samples[fragment])
         return super().sums(fragment)
 
-    def redo(self, fragment: int) -> None:
+    def redo(self, fragment: int | None) -> None:
         """Begin sums that travel anew, as they are void, of the islands that are left."""
         if fragment not in self.due:
             return
@@ -47,13 +47,13 @@ class Changing(Reference):
                 self.samples[fragment][island] += samples
         self.due[fragment] = self.due[fragment][0], self.sums(fragment)
 
-    def leave(self, island: int) -> None:
+    def leave(self, island: int | None) -> None:
         self.weights = [0 if each == island else weight for each, weight in enumerate(self.weights)]
         for samples in self.samples:
             samples[island] = 0
 
     @torch.no_grad()
-    def join(self, island: int, weight: float) -> None:
+    def join(self, island: int | None, weight: float) -> None:
         """Take the global values, and of the first island that is there the optimizer's state and other buffers."""
         first = next(each for each, own in enumerate(self.weights) if own)
         self.weights = [weight if each == island else own for each, own in enumerate(self.weights)]
@@ -63,24 +63,32 @@ class Changing(Reference):
         for name, value in self._tensors(self.value):
             local[name].copy_(value)
 
+    def apply(self, fragment: int, sums: dict[str, Tensor], keep: float) -> None:
+        super().apply(fragment, sums, keep)
+        self.applied += 1
+        self.left()
+
+    def left(self) -> None:
+        """Let islands leave before the next outer step."""
+        for change in self.now:
+            if change.kind == "left" and change.outer_steps == self.applied:
+                self.leave(change.island)
+
     def follow(self, batches: Sequence[Any], changes: Sequence[IslandChange]) -> Outcome:
         """Train with the changes of membership of a run."""
         weights, losses = list(self.weights), []
         self.sent: dict[int, list[float]] = {}
+        self.applied = 0
         for number, batch in enumerate(batches, 1):
             losses.append(self.inner(batch)[0])
-            now = [change for change in changes if change.step == number]
-            for change in now:  # with samples that are lost it left before the outer step, else after its part in it
-                if change.kind == "left" and change.samples:
-                    self.leave(change.island)
-                elif change.kind == "redone":
-                    assert change.fragment is not None
+            self.now = [change for change in changes if change.step == number]
+            self.left()
+            for change in self.now:
+                if change.kind == "redone":
                     self.redo(change.fragment)
             self.outer_steps()
-            for change in now:
-                if change.kind == "left" and not change.samples:
-                    self.leave(change.island)
-                elif change.kind == "joined":
+            for change in self.now:
+                if change.kind == "joined":
                     self.join(change.island, weights[change.island])
         first = next(each for each, own in enumerate(self.weights) if own)
         tensors = state_of(self.models[first]) | {n: value.detach().clone() for n, value in self._tensors(self.value)}

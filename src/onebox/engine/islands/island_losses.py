@@ -175,6 +175,7 @@ class IslandLosses:
                 kind="left",
                 island=each,
                 step=self._divided(),
+                outer_steps=self._membership.outer_steps,
                 samples=samples,
                 cause=_one_line(cause),
                 lost=workers,
@@ -235,7 +236,15 @@ class IslandLosses:
         """Record that an island takes part again."""
         self._membership.join(island)
         self._new.add(island)
-        self._note(IslandChange(at_s=at_s, kind="joined", island=island, step=self._divided(), seconds=seconds))
+        change = IslandChange(
+            at_s=at_s,
+            kind="joined",
+            island=island,
+            step=self._divided(),
+            outer_steps=self._membership.outer_steps,
+            seconds=seconds,
+        )
+        self._note(change)
 
     def redone(self, fragment: int, error: Exception) -> None:
         """Record that an outer step is void everywhere."""
@@ -244,6 +253,7 @@ class IslandLosses:
             kind="redone",
             island=None,
             step=self._divided(),
+            outer_steps=self._membership.outer_steps,
             fragment=fragment,
             cause=_one_line(error),
         )

@@ -16,6 +16,7 @@ class IslandChange:
         kind: ``left``, ``joined`` or ``redone``.
         island: Number of the island; ``None`` for an outer step.
         step: Number of steps whose batches were divided before.
+        outer_steps: Number of outer steps, of any fragment, that were applied before.
         fragment: The part of the model whose outer step was done again; else ``None``.
         samples: Weight of the samples since the island's last outer steps that are lost, the largest of any fragment.
         cause: One-line description of the loss; empty for an island that joined.
@@ -27,6 +28,7 @@ class IslandChange:
     kind: Literal["left", "joined", "redone"]
     island: int | None
     step: int
+    outer_steps: int = 0
     fragment: int | None = None
     samples: float = 0.0
     cause: str = ""
@@ -59,6 +61,8 @@ class Membership:
         self._present = set(range(islands))
         self._samples = [list(own) for own in samples]
         self._due = list(due)
+        self.outer_steps = 0
+        """Number of outer steps, of any fragment, that have been applied."""
         self._travelling: dict[int, list[float]] = {}  # weights in the sums that have begun, by fragment
 
     @property
@@ -130,6 +134,7 @@ class Membership:
 
     def applied(self, fragment: int) -> None:
         """Record that the sums of an outer step have been applied."""
+        self.outer_steps += 1
         self._due[fragment] = 0
         self._travelling.pop(fragment, None)
 
