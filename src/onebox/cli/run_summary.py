@@ -68,7 +68,7 @@ def print_outcome(loop: TrainingLoop, console: OutputConsole, found: PlanCompari
         lines.append("sim devices compute nothing: times and memory are of use; there is no result, no checkpoint")
     elif last is not None and last.test_accuracy is not None:
         lines.append(f"test accuracy {100 * last.test_accuracy:.1f} % after epoch {last.epoch}")
-    lines += _delays(loop) + _recoveries(loop) + _decisions(loop)
+    lines += _delays(loop) + _recoveries(loop) + _island_changes(loop) + _decisions(loop)
     if found is not None and (reason := _no_figures()):
         lines.append(f"no figures: {reason}")
     lines.append(f"run folder {loop.folder.path}")
@@ -105,6 +105,15 @@ def _recoveries(loop: TrainingLoop) -> list[str]:
     gone = sorted(loop.trainer.pool.gone)
     left = f"; without device {', '.join(map(str, gone))} since" if gone else ""
     return [f"recovered {times}: {redone} steps done again, {seconds:.1f} s{left}"]
+
+
+def _island_changes(loop: TrainingLoop) -> list[str]:
+    """Describe the islands that left and joined."""
+    kinds = [change.kind for change in loop.trainer.island_changes]
+    if not kinds:
+        return []
+    left, joined = kinds.count("left"), kinds.count("joined")
+    return [f"islands left {left} time{'s' * (left != 1)} and joined again {joined} time{'s' * (joined != 1)}"]
 
 
 def _decisions(loop: TrainingLoop) -> list[str]:

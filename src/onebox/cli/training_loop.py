@@ -163,6 +163,7 @@ class TrainingLoop:
     _pending: deque[tuple[int, StepLoss, int]] = field(default_factory=deque)
     _loss_sum: float = 0.0
     _stories: int = 0
+    _changes: int = 0
     _made: int = 0
     _silent: bool = False
 
@@ -322,6 +323,9 @@ class TrainingLoop:
         for story in self.trainer.recoveries[self._stories :]:
             self._write({"event": "recovery", **recovery_data(story)})
             self._stories += 1
+        for change in self.trainer.island_changes[self._changes :]:
+            self._write({"event": "island", **dataclasses.asdict(change), "text": str(change)})
+            self._changes += 1
         for made in self.trainer.decisions[self._made :]:
             self._write({"event": "decision", **decision_data(made)})
             self._made += 1

@@ -152,7 +152,7 @@ def check_islands(*, stale: object, recovery: object, adaptive: object, overlap:
 
     Args:
         stale: Stale gradients, or ``None``.
-        recovery: Recovery; ``auto`` stands for none with islands.
+        recovery: Recovery.
         adaptive: Whether plans adapt to devices.
         overlap: Whether exact steps overlap.
 
@@ -161,13 +161,13 @@ def check_islands(*, stale: object, recovery: object, adaptive: object, overlap:
     """
     given = {
         f"stale={stale}": stale is not None,
-        f"recovery={recovery}": recovery not in ("auto", None),
+        f"recovery={recovery}": isinstance(recovery, Recovery) and recovery.snapshot_every is not None,
         f"adaptive={adaptive!r}": adaptive is not False,
         "Engine(overlap=True)": overlap,
     }
     for what, there in given.items():
         if there:
             raise UsageError(
-                f"islands and {what}: these do not go together yet; leave one of them out (after a loss, a run of "
-                "islands is resumed from its last checkpoint)"
+                f"islands and {what}: these do not go together; leave one of them out (each island has the global "
+                "parameters, so that recovery=onebox.Recovery() needs no snapshots)"
             )

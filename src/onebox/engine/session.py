@@ -65,6 +65,7 @@ class TrainingSession:
         step: Number of steps done before, by the run that is resumed.
         saved: Path of its checkpoint.
         beside: Returns the further state of each worker.
+        workers: The workers that it uses; ``None`` for those of the whole pool.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class TrainingSession:
         step: int = 0,
         saved: Path | None = None,
         beside: BytesBeside = no_bytes_beside,
+        workers: Sequence[int] | None = None,
     ) -> None:
         self.steps_done = step
         self.plan: Plan | None = None
@@ -106,6 +108,7 @@ class TrainingSession:
             in_flight=settings.in_flight,
             deterministic=any(each.deterministic == "yes" for each in settings.numerics),
             checkpoint=saved,
+            workers=workers,
         )
         self.adaptive = self._adaptive_controller(adaptive, pool) if adaptive else None
         self._resolve_plan = resolve_plan

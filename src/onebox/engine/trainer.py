@@ -28,6 +28,7 @@ from onebox.engine.config import (
 from onebox.engine.data.prefetch import BatchPrefetcher, UploadCounters, UploadedBatch
 from onebox.engine.islands.division import Islands, given_islands, near_islands
 from onebox.engine.islands.islands_state import islands_start
+from onebox.engine.islands.membership import IslandChange
 from onebox.engine.islands.session import IslandsSession, Session
 from onebox.engine.memory.timeline import MemoryTimeline, memory_timeline
 from onebox.engine.planning.island_plans import IslandsRequest
@@ -304,6 +305,7 @@ class Trainer:
             states,
             settings,
             self.staging,
+            recovery=chosen_recovery(pool, self.recovery),
             step=start.step if start else 0,
             start=parts,
             saved=start.path if start else None,
@@ -465,6 +467,11 @@ class Trainer:
     def recoveries(self) -> tuple[RecoveryRecord, ...]:
         """Recoveries from losses so far."""
         return tuple(self._run.recovery.recoveries)
+
+    @property
+    def island_changes(self) -> tuple[IslandChange, ...]:
+        """Islands that have left and joined so far; empty without islands, or without their recovery."""
+        return tuple(self._run.recovery.changes) if isinstance(self._run, IslandsSession) else ()
 
     @property
     def delays(self) -> Mapping[int, int]:

@@ -150,6 +150,25 @@ class Pool:
         """True when nothing can be posted, until the pool is recovered."""
         return self._client_loop.broken is not None
 
+    def isolate(self, domains: Sequence[Sequence[int]]) -> None:
+        """Divide the devices into fault domains: the loss of a worker concerns only what is posted to those of its own.
+
+        The others finish what they have been given, and are given more; only exchanges with the lost worker fail. The
+        workers of a domain are still lost to all who wait for them, until :meth:`recover_workers`.
+
+        Args:
+            domains: The devices of each domain; those in none form one by themselves.
+        """
+        self._client_loop.domains = {worker: number for number, own in enumerate(domains, 1) for worker in own}
+
+    def give_up(self, worker: int, error: OneboxError) -> None:
+        """Mark a worker as lost, for :meth:`recover_workers` to end it and to start another.
+
+        Raises:
+            OneboxError: The pool is closed.
+        """
+        self._client_loop.give_up(worker, error)
+
     def near(self, worker: int) -> bool:
         """Return whether a worker is a process of this machine with no slower link emulated."""
         return self.devices[worker].host == LOCAL_HOST and self.channel_bandwidth_bps == math.inf
@@ -373,6 +392,11 @@ class Pool:
         for link in ((source, target), (target, source)):
             self.links = changed(self.links, link, bandwidth_bps, latency_s)
             self.post(link[0], [Retime(links=outgoing(self.links, link, 0))])
+
+    @property
+    def lost(self) -> frozenset[int]:
+        """The workers that are lost until :meth:`recover_workers`."""
+        return frozenset(self._client_loop.lost.copy())
 
     @property
     def recoveries(self) -> int:

@@ -89,12 +89,16 @@ class _Recovery:
         self.gone: dict[int, OneboxError] = {}
         self.missing: set[int] = set()
         self.groups: set[int] = set()
+        self.deserted: set[int] = set()
+        """Members of groups that have lost one."""
 
     def drop(self) -> None:
         """Drop all lost workers."""
         for worker, error in list(self._client_loop.lost.items()):
             self._note(worker, self.lost.setdefault(worker, error))
-            self.groups.update(self._client_loop.drop(worker))
+            for group, members in self._client_loop.drop(worker).items():
+                self.groups.add(group)
+                self.deserted.update(members)
             self._handles[worker].close(grace_s=0.0)
             self.devices.pop(worker, None)
             self.missing.add(worker)
@@ -130,21 +134,26 @@ class _Recovery:
     def settle(self, survivors: Sequence[int], patience_s: float) -> None:
         """Let workers leave dissolved groups, and wait until each has finished its earlier work.
 
-        A survivor that makes progress is waited for: a step may be long, and its state may exist nowhere else.
+        A survivor that makes progress is waited for: a step may be long, and its state may exist nowhere else. Of other
+        fault domains only those are waited for, and interrupted in these groups alone, that were in one with a lost
+        worker.
 
         Raises:
             OneboxError: A worker was lost during the wait.
         """
         leave = [LeaveGroup(group) for group in sorted(self.groups)]
         asked: dict[int, Future[WorkerReply]] = {}
+        affected = {worker for worker in survivors if self._client_loop.affected(worker, self.lost)}
         for worker in survivors:
+            if worker not in affected and worker not in self.deserted:
+                continue
             asked[worker] = self._client_loop.post(worker, [*leave, Ask("memory")], answer=True)
         late = wait(asked.values(), timeout=0).not_done
         known: dict[int, int | None] = {}
         since_s: dict[int, float] = {}
         while late:
             now_s = time.monotonic()
-            for worker in survivors:
+            for worker in asked:
                 if worker not in known or known[worker] != self._client_loop.executed.get(worker):
                     known[worker], since_s[worker] = self._client_loop.executed.get(worker), now_s
             waiting = [worker for worker, future in asked.items() if future in late]
@@ -152,7 +161,7 @@ class _Recovery:
             if left_s <= 0:
                 break
             for worker in waiting:  # the peer that it waits for may have missed a message: the loss came in between
-                if now_s - since_s[worker] > _STILL_S:
+                if worker in affected and now_s - since_s[worker] > _STILL_S:
                     self.groups.update(self._client_loop.dissolve_groups(worker))
             for worker in waiting if self.groups else ():
                 self._client_loop.interrupt(worker, sorted(self.groups))

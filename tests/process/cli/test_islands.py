@@ -14,7 +14,7 @@ ISLANDS = ("--pool", "cpu*3", "--threads", "1", "--model", "mlp", "--islands", "
 
 
 def test_a_run_of_islands_learns_and_is_resumed(tmp_path: Path) -> None:
-    done = command(["train", *ISLANDS, "--epochs", "2", "--run", "run"], tmp_path)
+    done = command(["train", *ISLANDS, "--epochs", "2", "--run", "run", "--recover", "on"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert "island 0: 1 stage, 2 replicas (0: 50%, 1: 50%)" in done.stdout
     assert "island 1: 1 stage on device 2" in done.stdout

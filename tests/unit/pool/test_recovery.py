@@ -43,14 +43,20 @@ class FakeBoard:
         self.always_late: set[int] = set()
         self.futures: dict[int, Future[Any]] = {}
         self.executed: dict[int, int] = {}
+        self.domain = [0, 0, 0]
+        self.together: tuple[int, ...] = (0, 1, 2)
+        """Members of each worker's group."""
         self.until: dict[int, int] = {}
         """How often those that are late are told again before they are done, getting on all the time."""
 
-    def drop(self, worker: int) -> list[int]:
+    def affected(self, worker: int, lost: Collection[int]) -> bool:
+        return not lost or self.domain[worker] in {self.domain[each] for each in lost}
+
+    def drop(self, worker: int) -> dict[int, tuple[int, ...]]:
         self.dropped.append(worker)
         self.lost.pop(worker, None)
         self.late = (self.late - {worker}) | self.always_late
-        return [100 + worker]
+        return {100 + worker: self.together}
 
     def replace(self, member: Any, key: str) -> Future[Any]:
         if member.place.worker in self.refuses:
@@ -175,3 +181,12 @@ def test_one_that_is_lost_whenever_it_is_asked_has_gone_after_some_tries() -> No
     found = case.recover_workers()
     assert (tuple(found.devices), found.gone) == ((), (1,))
     assert set(case.board.missed) == {1}
+
+
+def test_other_fault_domains_are_waited_for_only_in_groups_with_the_lost_worker() -> None:
+    case = Case(lost={0}, late={2}, replaceable={0})
+    case.board.domain, case.board.together = [0, 1, 2], (0, 1)
+    found = case.recover_workers()
+    assert set(case.noted) == {0} and tuple(found.devices) == (0,)
+    assert LeaveGroup(100) in case.board.posted[1]
+    assert 2 not in case.board.posted, "it goes on with what it has"

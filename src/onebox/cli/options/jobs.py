@@ -202,7 +202,8 @@ class TrainConfig(StalenessConfig):
         stop_within: Seconds after Ctrl-C, SIGTERM or SIGHUP within which a checkpoint is saved before the run ends; a
             second Ctrl-C ends it at once, and 0 always.
         every: Steps between two lines of progress, where output is not a terminal.
-        recover: Whether to continue when workers are lost: auto (if other machines take part), on or off.
+        recover: Whether to continue when workers are lost: auto (if other machines take part), on or off. With
+            --islands the others go on without an island that has lost one, until it is back.
         adaptive: Adapt the plan to devices and links during the run: when one has clearly become slower or faster,
             layers or shares move between two steps, with the same micro-batches; each time a line reports the change,
             the decision and the gain.
@@ -316,7 +317,6 @@ class TrainConfig(StalenessConfig):
             "--staleness 1": bool(self.staleness),
             "--overlap": self.overlap,
             "--adaptive": self.adaptive,
-            "--recover on": self.recover == "on",
             f"--snapshot-every {self.snapshot_every}": self.snapshot_every is not None,
             f"--sync {self.sync}": self.sync != "workers",
             f"--update {self.update}": self.update != "device",

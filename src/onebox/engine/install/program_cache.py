@@ -73,6 +73,10 @@ class ProgramCache:
         self._pool.post(worker, [put, *new], [bytes(to_frame(tensor)) for tensor in tensors])
         return {number: spec.size_bytes for number, (_, spec) in routine.constants.items()}
 
+    def forget(self, worker: int) -> None:
+        """Record that a worker has been replaced by another one, which has nothing."""
+        self._there.pop(worker, None)
+
     def keep(self, wanted: Mapping[int, Set[int]]) -> None:
         """Drop programs on workers that are no longer needed.
 

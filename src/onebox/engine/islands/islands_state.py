@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from onebox.engine.islands.membership import Membership
 from onebox.engine.islands.outer_optimizer import OuterOptimizer
 from onebox.engine.session import TrainingSession
 from onebox.engine.state.checkpoint_files import IslandsEntry
@@ -22,14 +23,15 @@ _OUTER = "outer"
 
 
 class IslandsTransfer(StateTransfer):
-    """Reads the state of islands: the global parameters, and the first island's optimizer state and other buffers.
+    """Reads the state of islands: the global parameters, and the optimizer state and other buffers of the first island
+    that takes part.
 
     Args:
         pool: The pool.
         sessions: The sessions of the islands.
         states: State of each island on its workers.
         start: State in the checkpoint of a run that is resumed.
-        summing: Returns the fragments whose sums have begun and are not applied.
+        membership: The islands that take part.
     """
 
     def __init__(
@@ -38,10 +40,10 @@ class IslandsTransfer(StateTransfer):
         sessions: Sequence[TrainingSession],
         states: Sequence[RemoteState],
         start: IslandsStart | None,
-        summing: Callable[[], Sequence[int]],
+        membership: Membership,
     ) -> None:
         super().__init__(pool, states[0])
-        self._summing = summing
+        self._membership = membership
         self._start = start
         self._sessions = sessions
         self._states = states
@@ -64,17 +66,18 @@ class IslandsTransfer(StateTransfer):
         Raises:
             OneboxError: A worker failed, or the pool is closed.
         """
+        present = self._membership.present
         parts = [
             owned(each, str(place))
-            for place, session in enumerate(self._sessions)
-            for each in (session.transfer.remembered(), session.transfer.residuals())
+            for place in present
+            for each in (self._sessions[place].transfer.remembered(), self._sessions[place].transfer.residuals())
         ]
         outer = self.outer
         if outer is not None:
-            parts.append(owned(outer.contents(self._summing()), _OUTER))
-            for place, (session, state) in enumerate(zip(self._sessions, self._states, strict=True)):
-                own = {*outer.names, *session.changed_buffers}
-                sources = {key: at for key, at in state.tensor_sources().items() if key[0] in own}
+            parts.append(owned(outer.contents(self._membership.travelling), _OUTER))
+            for place in present:
+                own = {*outer.names, *self._sessions[place].changed_buffers}
+                sources = {key: at for key, at in self._states[place].tensor_sources().items() if key[0] in own}
                 parts.append(owned(OptimizerContents(tensors=sources), str(place)))
         elif self._start is not None:
             outer_start = self._start.outer
@@ -162,6 +165,9 @@ class IslandsStart:
 def islands_start(entries: OptimizerEntries, entry: IslandsEntry) -> IslandsStart:
     """Return the state of islands from the entries of a checkpoint, whose keys end with their owners.
 
+    An island that did not take part then begins with the global parameters and the optimizer state of the first that
+    did.
+
     Args:
         entries: All entries.
         entry: The description of the islands in its manifest.
@@ -189,6 +195,10 @@ def islands_start(entries: OptimizerEntries, entry: IslandsEntry) -> IslandsStar
             islands[int(owner)].append((name, own, value))
         elif isinstance(value, Tensor):
             tensors[int(owner)][name] = value
+    first = next((place for place in range(count) if tensors[place]), 0)
+    islands = (
+        [own if tensors[place] else islands[first] for place, own in enumerate(islands)] if tensors[first] else islands
+    )
     return IslandsStart(
         entry=entry,
         islands=tuple(

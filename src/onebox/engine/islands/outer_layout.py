@@ -159,6 +159,8 @@ def outer_bytes(
     specs: Mapping[str, TensorSpec],
     options: Outer,
     islands: int,
+    *,
+    sums: bool,
 ) -> dict[int, StateBytes]:
     """Return the bytes of global values and of the outer optimizer's state on the workers of an island.
 
@@ -171,6 +173,7 @@ def outer_bytes(
         specs: The spec of each of them.
         options: Options of the outer optimizer.
         islands: Number of islands.
+        sums: Whether sums are kept before they are applied.
     """
     found: dict[int, StateBytes] = {}
     for own in map(set, fragments_of(names, options.fragments)):
@@ -186,6 +189,6 @@ def outer_bytes(
                     sums_bytes = max(size_bytes, (islands + 1) * encoded)
             before = found.get(leader, StateBytes())
             on_host = state_bytes if options.state == "host" and bucket.trained else 0
-            on_device = state_bytes - on_host + sums_bytes * bool(options.overlap)
+            on_device = state_bytes - on_host + sums_bytes * sums
             found[leader] = StateBytes(before.on_device + on_device, before.on_host + on_host)
     return found

@@ -21,18 +21,18 @@ from onebox.engine.islands.outer_layout import fragments_of, global_sharding, ou
 from onebox.engine.islands.outer_program import WEIGHT, OuterCompiler, OuterNumbers, OuterRoutine, WorkerOuterStep
 from onebox.engine.partition.gradient_buckets import PlacedCodecState
 from onebox.engine.partition.sharding_spec import Members
-from onebox.engine.state.move_executor import upload
+from onebox.engine.state.move_executor import download_wholes, upload
 from onebox.engine.state.moves import CLIENT, StateItem, StateLayout, plan_moves
 from onebox.engine.state.pieces import Key, TensorSource
 from onebox.engine.state.remote import RemoteState, StartState
 from onebox.engine.state.transfer import OptimizerContents, StateTransfer
 from onebox.errors import OneboxError, ReplicasParted
 from onebox.graph import zeros
-from onebox.pool import Pool, WorkerReply
+from onebox.pool import Pool, WorkerReply, raise_first
 from onebox.trainer_options import Outer
 from onebox.wire import DTYPES, Hole, KernelSpec, SlotArgument, to_frame
 from onebox.wire.protocol.eager import Operate
-from onebox.wire.protocol.instructions import Call, Evict, Free, Get, Offload, Prefetch
+from onebox.wire.protocol.instructions import Ask, Call, Evict, Free, Get, Offload, Prefetch
 from onebox.wire.protocol.requests import Define, Instruction, Put, Run, StoredProgram
 from onebox.wire.protocol.responses import Digest
 
@@ -58,6 +58,9 @@ _BLEND = KernelSpec(
 
 _MOMENTUM = "momentum_buffer"
 """Key of the momentum in a checkpoint, as of ``torch.optim.SGD``."""
+
+_SUM = ""
+"""Key of a sum that has begun and is not applied, likewise."""
 
 _WAITING = 8
 """Most outer steps, or halves of them, whose replies are pending: a bound that inner steps in flight keep usually."""
@@ -98,92 +101,175 @@ class OuterOptimizer:
         start: StartState | None,
     ) -> None:
         self._pool = pool
-        holdings = [each.holdings for each in installed]
-        named, trained = locals_[0].named, installed[0].trained
-        self.trained = trained
+        self._outer = outer
+        named, self.trained = locals_[0].named, installed[0].trained
         self.averaged = averaged_buffers(installed[0].compiler)
-        names = [name for name in named.tensors if name in {*trained, *self.averaged}]
-        parts = outer_parts(holdings, names)
+        self._names = [name for name in named.tensors if name in self.names]
+        self._specs = {name: named.spec(name) for name in self._names}
         self.remote = RemoteState(model, loss, locals_[0].optimizer, pool, start)
         self.transfer = StateTransfer(pool, self.remote)
-        specs = {name: named.spec(name) for name in names}
-        leaders = dict.fromkeys(part.leaders for part in parts if len(part.leaders) > 1)
-        self._groups: dict[Members, int] = {members: pool.new_number() for members in leaders}
+        self._groups: dict[Members, int] = {}
         self._copy, self._blend = self.remote.new_number(), self.remote.new_number()
-        self._keep = outer.keep
+        self._sums = {name: self.remote.new_number() for name in self._names}
+        self._momenta = {name: self.remote.new_number() for name in self.trained if outer.momentum}
+        self._programs = ProgramCache(pool, DefinitionNumbers(self.remote.new_number))
+        self._encoded: set[int] = set()  # fragments with sums that have begun in a lossy codec
+        self._pending: list[DeferredReplies] = []
+        self._equipped: set[int] = set()
+        """Workers that have the definitions of what changes values in place."""
+        self._use(installed, locals_)
+        self._bring(start)
+
+    def _use(self, installed: Sequence[InstalledPlan], locals_: Sequence[RemoteState]) -> None:
+        """Prepare the outer steps of some islands; sends nothing."""
+        holdings = [each.holdings for each in installed]
+        parts = outer_parts(holdings, self._names)
+        leaders = dict.fromkeys(part.leaders for part in parts if len(part.leaders) > 1)
+        self._forming = {m: self._pool.new_number() for m in leaders if m not in self._groups}
+        self._groups |= self._forming
         self._workers = tuple(itertools.chain.from_iterable(own.devices for own in holdings))
         self._holdings = global_sharding(parts, holdings)
-        self._specs = specs
         self._compiler = OuterCompiler(
             holdings=holdings,
             fragments=[
-                outer_buckets([part for part in parts if part.name in own], specs, set(trained))
-                for own in map(set, fragments_of(names, outer.fragments))
+                outer_buckets([part for part in parts if part.name in own], self._specs, set(self.trained))
+                for own in map(set, fragments_of(self._names, self._outer.fragments))
             ],
-            specs=specs,
-            options=outer,
+            specs=self._specs,
+            options=self._outer,
             numbers=OuterNumbers(
                 values=self.remote.named.numbers,
                 local=[each.named.numbers for each in locals_],
                 between=self._groups,
                 within=lambda island, members: installed[island].group_of(members),
                 new=self.remote.new_number,
+                sums=self._sums,
+                momenta=self._momenta,
             ),
         )
-        self._programs = ProgramCache(pool, DefinitionNumbers(self.remote.new_number))
-        self._encoded: set[int] = set()  # fragments with sums that have begun in a lossy codec
         self._steps: dict[tuple[str, int], dict[int, WorkerOuterStep]] = {}
         self._around: tuple[dict[int, WorkerOuterStep], dict[int, WorkerOuterStep]] | None = None
-        self._pending: list[DeferredReplies] = []
-        self._bring(start)
 
     def _bring(self, start: StartState | None) -> None:
         try:
-            asked = [
-                begin_group_formation(self._pool, members, "workers", number)
-                for members, number in self._groups.items()
-            ]
-            for each in asked:
-                each.take()
+            self._form_groups()
             with self._pool.order:
                 self.remote.upload(self._holdings)
                 self._put_away(self.remote.named.numbers)
                 self._bring_momenta(start)
-                self._put_away(self._compiler.momenta)
-                residuals = self._residuals()
-                self.remote.define_residuals(residuals)
-                self._put_away({name: each.number for name, each in residuals.items()})
-                for worker in self._workers:
-                    self._pool.post(worker, [Define(self._copy, _COPY), Define(self._blend, _BLEND)])
+                self._put_away(self._momenta)
+                self._begin_codecs()
+                self._equip()
         except BaseException:
             with contextlib.suppress(OneboxError):
                 self.close()
             raise
 
+    def _form_groups(self) -> None:
+        """Form the groups of leaders that are new."""
+        forming, self._forming = self._forming, {}
+        asked = [begin_group_formation(self._pool, members, "workers", n) for members, n in forming.items()]
+        for each in asked:
+            each.take()
+
+    def _equip(self) -> None:
+        """Define the in-place operators on the workers that lack them."""
+        for worker in self._workers:
+            if worker not in self._equipped:
+                self._pool.post(worker, [Define(self._copy, _COPY), Define(self._blend, _BLEND)])
+                self._equipped.add(worker)
+
+    def regroup(
+        self,
+        installed: Sequence[InstalledPlan],
+        locals_: Sequence[RemoteState],
+        values: Mapping[str, Tensor] | None = None,
+        beside: Mapping[Key, Tensor] | None = None,
+    ) -> None:
+        """Join other islands than before by later outer steps; what lossy codecs have lost before is dropped.
+
+        Args:
+            installed: The installed plan of each island.
+            locals_: State of each island.
+            values: The global values, for workers that have none.
+            beside: What :meth:`beside` has returned, likewise.
+
+        Raises:
+            OneboxError: A worker was lost, or refuses something.
+        """
+        before, beside = self._holdings.devices, beside or {}
+        there = self._equipped.intersection(worker for own in installed for worker in own.holdings.devices)
+        for fragment in tuple(self._encoded):
+            self._decode(fragment, 0, there)
+        self._use(installed, locals_)
+        self._form_groups()
+        new = [worker for worker in self._holdings.devices if worker not in before]
+        with self._pool.order:
+            self.remote.admit(self._holdings, values or {})
+            for key, numbers in ((_MOMENTUM, self._momenta), (_SUM, self._sums)):
+                self._upload({name: tensor for (name, own), tensor in beside.items() if own == key}, numbers, new)
+            self._put_away(self.remote.named.numbers, new)
+            self._put_away(self._momenta, new)
+            self._begin_codecs()
+            self._equip()
+
+    def beside(self, fragments: Collection[int]) -> dict[Key, Tensor]:
+        """Return what leaders have beside the global values, and is the same on all: momenta, and sums.
+
+        Args:
+            fragments: Parts of the model of which there are sums that have begun and are not applied.
+
+        Raises:
+            OneboxError: A worker was lost.
+        """
+        sources = self.contents(fragments).tensors
+        return dict(download_wholes(self._pool, {k: each for k, each in sources.items() if k[1] in {_MOMENTUM, _SUM}}))
+
+    def forsake(self, workers: Collection[int]) -> None:
+        """Forget the replies that are pending, and the groups of leaders, after a loss.
+
+        Args:
+            workers: The workers whose islands have left: what they had is void.
+        """
+        self._pending.clear()
+        self._equipped.difference_update(workers)
+        for worker in workers:
+            self._programs.forget(worker)
+        groups, self._groups = self._groups, {}
+        for members, group in groups.items():
+            with contextlib.suppress(OneboxError):
+                self._pool.leave_group(group, members)
+
     def _bring_momenta(self, start: StartState | None) -> None:
         """Upload the momenta of a checkpoint, and make those that it lacks."""
-        momenta = self._compiler.momenta
+        momenta, holdings = self._momenta, self._holdings
         entries = start.optimizer if start else ()
         stored = {
             n: value for n, key, value in entries if key == _MOMENTUM and n in momenta and isinstance(value, Tensor)
         }
-        self._upload(stored, momenta)
-        for worker in self._holdings.devices:
-            held = self._holdings.held_by(worker, [name for name in momenta if name not in stored])
+        self._upload(stored, momenta, holdings.devices)
+        for worker in holdings.devices:
+            held = holdings.held_by(worker, [name for name in momenta if name not in stored])
             if held:
-                specs = tuple(self._holdings.spec(worker, name, self._specs[name]) for name in held)
+                specs = tuple(holdings.spec(worker, name, self._specs[name]) for name in held)
                 program = self._pool.new_number()
                 made = Call(program, (), tuple(momenta[name] for name in held))
                 define = Define(program, StoredProgram(zeros(specs)))
                 self._pool.post(worker, [define, made, Free((), (program,))])
 
-    def _upload(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, int]) -> None:
-        """Upload tensors of a checkpoint to the leaders of the parameters or buffers of these names."""
+    def _upload(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, int], workers: Collection[int]) -> None:
+        """Upload tensors to those of some workers that lead the parameters or buffers of these names."""
         own = self._holdings
         parts: dict[int, list[StateItem]] = {CLIENT: [StateItem(name, "", 0) for name in tensors]}
-        after = {w: [StateItem(n, "", own.share(w, n)) for n in own.held_by(w, tensors)] for w in own.devices}
+        after = {w: [StateItem(n, "", own.share(w, n)) for n in own.held_by(w, tensors)] for w in workers}
         moves = plan_moves(StateLayout(parts=parts), StateLayout(parts=after, placements=own.placements))
         upload(self._pool, moves, own.placements, tensors, numbers, copy=True)
+
+    def _begin_codecs(self) -> None:
+        """Give lossy codecs their residuals: none, or before the first step those of a checkpoint."""
+        residuals = self._residuals()
+        self.remote.define_residuals(residuals)
+        self._put_away({name: each.number for name, each in residuals.items()})
 
     def _residuals(self) -> dict[str, PlacedCodecState]:
         """Return the state of lossy codecs, named by island, shard and parameters: the same on other devices."""
@@ -196,9 +282,17 @@ class OuterOptimizer:
                     found[f"{island}.{shard}.{names:08x}"] = PlacedCodecState(leader, number, state)
         return found
 
-    def _put_away(self, numbers: Mapping[str, int], *, back: bool = False) -> None:
-        """Copy those of some buffers to the host that are to lie there, or back to the device."""
-        for worker in self._holdings.devices:
+    def _put_away(
+        self, numbers: Mapping[str, int], workers: Collection[int] | None = None, *, back: bool = False
+    ) -> None:
+        """Copy those of some buffers to the host that are to lie there, or back to the device.
+
+        Args:
+            numbers: The buffers.
+            workers: The workers; ``None`` for all leaders.
+            back: Whether to copy them back.
+        """
+        for worker in self._holdings.devices if workers is None else workers:
             on_host = self._compiler.on_host(worker)
             own = tuple(number for number in numbers.values() if number in on_host)
             if own:
@@ -240,29 +334,66 @@ class OuterOptimizer:
 
     def begin(self, fragment: int, weights: Sequence[float], workers_of: Sequence[Members], number: int) -> None:
         """Begin the sums of an outer step, which travel while workers go on; see :meth:`step`."""
-        self._begin("begin", fragment, weights, workers_of, number)
         if self._compiler.coded:
             self._encoded.add(fragment)
+        self._begin("begin", fragment, weights, workers_of, number)
 
-    def apply(self, fragment: int, number: int) -> None:
+    def confirm(self, fragment: int) -> None:
+        """Wait until the sums begun before have come to all leaders.
+
+        Args:
+            fragment: The part of the model.
+
+        Raises:
+            ReplicasParted: They are not the same everywhere.
+            OneboxError: Some have not come: they are void.
+        """
+        self._decode(fragment, 0)
+        self.take()
+        asked: dict[int, list[tuple[int, Ask]]] = {}
+        for place, bucket in enumerate(self._compiler.fragments[fragment]):
+            for leader in bucket.leaders:
+                numbers = tuple(self._sums[name] for name in bucket.names)
+                asked.setdefault(leader, []).append((place, Ask("digest", numbers)))
+        futures = [self._pool.post(w, [ask for _, ask in own], answer=True) for w, own in asked.items()]
+        found: dict[int, set[bytes]] = {}
+        for own, answer in zip(asked.values(), raise_first(futures), strict=True):
+            for (place, _), digest in zip(own, answer.results, strict=True):
+                assert isinstance(digest, Digest)
+                found.setdefault(place, set()).add(digest.value)
+        if any(len(digests) > 1 for digests in found.values()):
+            raise ReplicasParted(
+                "the sums of an outer step are not the same in all islands; resume from the last checkpoint, and look "
+                "for faulty memory or a faulty network"
+            )
+
+    def apply(self, fragment: int, number: int, *, keep: float) -> None:
         """Apply the sums begun before, once workers have made the steps requested so far.
 
         Args:
             fragment: The part of the model.
             number: Number of inner steps so far.
+            keep: Fraction of its own values that an island keeps.
 
         Raises:
             OneboxError: An earlier outer step failed, or a worker was lost.
         """
         self._settle()
         self._decode(fragment, number)
-        self._post(self._routines("apply", fragment), {}, number)
+        self._post(self._routines("apply", fragment), {}, number, keep=keep)
 
-    def _decode(self, fragment: int, number: int) -> None:
-        """Make the sums that have begun in a lossy codec, if there are any."""
+    def _decode(self, fragment: int, number: int, workers: Collection[int] | None = None) -> None:
+        """Make the sums that have begun in a lossy codec, if there are any.
+
+        Args:
+            fragment: The part of the model.
+            number: Number of inner steps so far.
+            workers: The workers that are still there; ``None`` for all.
+        """
         if fragment in self._encoded:
             self._encoded.remove(fragment)
-            self._post(self._routines("decode", fragment), {}, number)
+            steps = self._routines("decode", fragment)
+            self._post({w: own for w, own in steps.items() if workers is None or w in workers}, {}, number)
 
     def _begin(
         self,
@@ -296,9 +427,9 @@ class OuterOptimizer:
         for fragment in fragments:
             self._decode(fragment, 0)
         buckets = [bucket for place in fragments for bucket in self._compiler.fragments[place]]
-        sums = {name: self._compiler.sums[name] for bucket in buckets for name in bucket.names}
+        sums = {name: self._sums[name] for bucket in buckets for name in bucket.names}
         residuals = self.transfer.residuals()
-        found = {**self._sources("", sums), **self._sources(_MOMENTUM, self._compiler.momenta), **residuals.tensors}
+        found = {**self._sources(_SUM, sums), **self._sources(_MOMENTUM, self._momenta), **residuals.tensors}
         return OptimizerContents(tensors=found, here=residuals.here)
 
     def _sources(self, name: str, numbers: Mapping[str, int]) -> dict[Key, TensorSource]:
@@ -327,7 +458,7 @@ class OuterOptimizer:
         Raises:
             OneboxError: A worker was lost.
         """
-        self._upload(tensors, self._compiler.sums)
+        self._upload(tensors, self._sums, self._holdings.devices)
 
     def enter(self) -> None:
         """Put the global values in the place of each island's own, which are kept aside.
@@ -340,14 +471,18 @@ class OuterOptimizer:
         self._post(self._around[0], {}, 0)
         self.take()
 
-    def leave(self) -> None:
+    def leave(self, workers: Collection[int]) -> None:
         """Undo :meth:`enter`.
+
+        Args:
+            workers: The workers that are still there.
 
         Raises:
             OneboxError: A worker failed.
         """
         assert self._around is not None
-        self._post(self._around[1], {}, 0, after=lambda worker: [Free(self._compiler.aside(worker))])
+        steps = {worker: parts for worker, parts in self._around[1].items() if worker in workers}
+        self._post(steps, {}, 0, after=lambda worker: [Free(self._compiler.aside(worker))])
         self.take()
 
     def _settle(self) -> None:
@@ -397,9 +532,10 @@ class OuterOptimizer:
     def _installed(self, steps: Mapping[int, WorkerOuterStep]) -> dict[int, WorkerOuterStep]:
         """Send workers their routines, and return them."""
         for worker, parts in steps.items():
-            for part in parts:
-                if part.routine is not None:
-                    self._programs.store(worker, part.routine)
+            with contextlib.suppress(OneboxError):  # which :meth:`_post` raises, once the others have theirs
+                for part in parts:
+                    if part.routine is not None:
+                        self._programs.store(worker, part.routine)
         return dict(steps)
 
     def _post(
@@ -408,9 +544,15 @@ class OuterOptimizer:
         weight_of: Mapping[int, float],
         number: int,
         after: Callable[[int], Sequence[Instruction]] = lambda worker: (),
+        *,
+        keep: float = 0.0,
     ) -> None:
-        """Send workers their parts: routines with the weights of their islands, and copies."""
+        """Send workers their parts: routines with the weights of their islands, and copies.
+
+        Where one cannot be reached, the others get theirs nevertheless.
+        """
         futures = []
+        unreachable: OneboxError | None = None
         with self._pool.order:
             for worker, parts in steps.items():
                 message: list[Instruction] = []
@@ -424,27 +566,30 @@ class OuterOptimizer:
                     if part.routine is not None:
                         bindings = (weight,) if part.routine.leaves else ()
                         message.append(Run(part.routine.number, bindings, number))
-                    message += self._in_place(part)
+                    message += self._in_place(part, keep)
                 if weighted:
                     message.append(Free((weight,)))
                 message += after(worker)
-                if message:
-                    futures.append(self._pool.post(worker, message, frames, answer=True))
+                try:
+                    if message:
+                        futures.append(self._pool.post(worker, message, frames, answer=True))
+                except OneboxError as error:
+                    unreachable = unreachable or error
         self._pending.append(DeferredReplies(futures, lambda answers: None))
+        if unreachable is not None:
+            raise unreachable
 
-    def _in_place(self, each: OuterRoutine) -> list[Instruction]:
+    def _in_place(self, each: OuterRoutine, keep: float) -> list[Instruction]:
         """Return the instructions that change local values in place."""
         found: list[Instruction] = []
         if each.copies:
             found.append(Operate(tuple(n for pair in each.copies for n in (self._copy, *pair))))
         if each.blends:
             calls = tuple(n for pair in each.blends for n in (self._blend, *pair))
-            found.append(Operate(calls, (1.0 - self._keep,) * len(each.blends)))
+            found.append(Operate(calls, (1.0 - keep,) * len(each.blends)))
         return found
 
     def close(self) -> None:
         """Leave the groups and free everything on the workers."""
-        for members, group in self._groups.items():
-            self._pool.leave_group(group, members)
-        self._groups = {}
+        self.forsake(())
         self.remote.free()

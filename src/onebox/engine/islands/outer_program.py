@@ -41,6 +41,8 @@ class OuterNumbers:
         between: Group of leaders, for those of several islands.
         within: Returns the group of some workers of an island, which hold the same.
         new: Returns an unused number.
+        sums: Buffer of each sum over the islands, between :meth:`OuterCompiler.begin` and :meth:`OuterCompiler.apply`.
+        momenta: Buffer of the momentum of each parameter; none for plain SGD.
     """
 
     values: Mapping[str, int]
@@ -48,6 +50,8 @@ class OuterNumbers:
     between: Mapping[Members, int]
     within: Callable[[int, Members], int]
     new: Callable[[], int]
+    sums: Mapping[str, int]
+    momenta: Mapping[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,10 +122,6 @@ class OuterCompiler:
     specs: Mapping[str, TensorSpec]
     options: Outer
     numbers: OuterNumbers
-    sums: dict[str, int] = field(init=False)
-    """Buffer of each sum over the islands, between :meth:`begin` and :meth:`apply`."""
-    momenta: dict[str, int] = field(init=False)
-    """Buffer of the momentum of each parameter; none for plain SGD."""
     coded: dict[OuterBucket, GatheredBucket] = field(init=False)
     """The sums in a lossy codec."""
     _stashed: list[dict[str, int]] = field(init=False)
@@ -129,9 +129,6 @@ class OuterCompiler:
     def __post_init__(self) -> None:
         buckets = [bucket for own in self.fragments for bucket in own]
         names = dict.fromkeys(name for bucket in buckets for name in bucket.names)
-        trained = dict.fromkeys(name for bucket in buckets if bucket.trained for name in bucket.names)
-        self.sums = {name: self.numbers.new() for name in names}
-        self.momenta = {name: self.numbers.new() for name in trained if self.options.momentum}
         self.coded = {
             bucket: GatheredBucket(
                 self.options.compression, self._specs(bucket.leaders[0], bucket), bucket.leaders, self.numbers.new
@@ -154,7 +151,7 @@ class OuterCompiler:
         def made(island: int, worker: int) -> WorkerOuterStep:
             steps = _Steps(self.numbers.new)
             for bucket in (bucket for bucket in self.fragments[fragment] if worker in bucket.leaders):
-                self._sum(steps, island, worker, bucket, [self.sums[name] for name in bucket.names])
+                self._sum(steps, island, worker, bucket, [self.numbers.sums[name] for name in bucket.names])
                 if bucket.trained:
                     self._put_away(steps, [self.numbers.values[name] for name in bucket.names])
             return steps.finish()
@@ -167,7 +164,7 @@ class OuterCompiler:
         def made(island: int, worker: int) -> WorkerOuterStep:
             steps = _Steps(self.numbers.new)
             for bucket in (bucket for bucket in self.fragments[fragment] if worker in bucket.leaders):
-                self._decode(steps, worker, bucket, [self.sums[name] for name in bucket.names])
+                self._decode(steps, worker, bucket, [self.numbers.sums[name] for name in bucket.names])
             return steps.finish()
 
         return self._for_each(made)
@@ -183,7 +180,7 @@ class OuterCompiler:
             received: list[tuple[int, int]] = []
             for bucket in self.fragments[fragment]:
                 if worker == bucket.groups[island][0]:
-                    sums = [self.sums[name] for name in bucket.names]
+                    sums = [self.numbers.sums[name] for name in bucket.names]
                     values = [self.numbers.values[name] for name in bucket.names]
                     if bucket.trained:
                         self._bring(steps, values)
@@ -242,7 +239,7 @@ class OuterCompiler:
         names = [name for bucket in led for name in bucket.names]
         residuals = [number for bucket in led if bucket in self.coded for number in self.coded[bucket].state(worker)]
         values = [self.numbers.values[name] for name in names]
-        return frozenset((*values, *(self.momenta[name] for name in names if self.momenta), *residuals))
+        return frozenset((*values, *(self.numbers.momenta[name] for name in names if self.numbers.momenta), *residuals))
 
     @property
     def _buckets(self) -> list[OuterBucket]:
@@ -306,7 +303,7 @@ class OuterCompiler:
     def _update(self, steps: _Steps, worker: int, bucket: OuterBucket, gradients: Sequence[int]) -> None:
         """Update the global values of a bucket, which are on the device."""
         values = [self.numbers.values[name] for name in bucket.names]
-        momenta = [self.momenta[name] for name in bucket.names if self.momenta]
+        momenta = [self.numbers.momenta[name] for name in bucket.names if self.numbers.momenta]
         self._bring(steps, momenta)
         program = _updates(self._specs(worker, bucket), self.options.lr, self.options.momentum)
         given, label = [*values, *momenta, *gradients], InstructionLabel("outer update", "compute")

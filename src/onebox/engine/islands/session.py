@@ -6,7 +6,9 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +18,17 @@ from onebox.engine.data.batch_transfer import WorkerBatch
 from onebox.engine.data.prefetch import BatchPrefetcher, UploadedBatch
 from onebox.engine.install.installed_plan import StateBytes
 from onebox.engine.islands.division import divided, island_seed
+from onebox.engine.islands.island_losses import IslandLosses, interrupted
 from onebox.engine.islands.island_uploads import IslandUploads
 from onebox.engine.islands.islands_state import IslandsStart, IslandsTransfer, WholeTransfer
+from onebox.engine.islands.membership import Membership
 from onebox.engine.islands.outer_layout import due_fragments, outer_bytes
 from onebox.engine.islands.outer_optimizer import OuterOptimizer, averaged_buffers
 from onebox.engine.memory.simulator import InitialContents
-from onebox.engine.recovery.manager import RecoveryManager
+from onebox.engine.recovery.manager import RECOVERABLE
 from onebox.engine.session import TrainingSession
 from onebox.engine.state.checkpoint_files import IslandsEntry
-from onebox.engine.state.remote import RemoteState
+from onebox.engine.state.remote import RemoteState, StartState
 from onebox.engine.state.transfer import StateChanges
 from onebox.engine.steps.evaluation import evaluate
 from onebox.engine.steps.launch import StepSettings
@@ -33,10 +37,10 @@ from onebox.engine.steps.results import Evaluation, StepLoss, StepValues, TraceE
 from onebox.engine.workload.batch import Batch
 from onebox.engine.workload.captures import Captures
 from onebox.engine.workload.loss_reduction import normalisers, shares_of, total_of
-from onebox.errors import OneboxError, ReplicasParted, UsageError
+from onebox.errors import OneboxError, UsageError
 from onebox.plan import MicroBatch, Plan
-from onebox.pool import Pool, WorkerReply
-from onebox.trainer_options import Outer, Staging
+from onebox.pool import Pool
+from onebox.trainer_options import Outer, Recovery, Staging
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,6 +76,7 @@ class IslandsSession:
         states: State of each island on its workers.
         settings: Settings shared by all steps.
         staging: Memory for batches beside a step's.
+        recovery: Whether the run goes on without islands that are lost; ``None`` if the first loss is final.
         step: Number of steps done before, by the run that is resumed.
         start: State of the islands in its checkpoint.
         saved: Path of the checkpoint.
@@ -91,6 +96,7 @@ class IslandsSession:
         settings: StepSettings,
         staging: Staging,
         *,
+        recovery: Recovery | None = None,
         step: int = 0,
         start: IslandsStart | None = None,
         saved: Path | None = None,
@@ -103,38 +109,60 @@ class IslandsSession:
         """The plan of each island, once the first batch is known."""
         self._pool = pool
         self._resolve = resolve
-        self._states = states
+        self._states = list(states)
         self._settings = settings
+        self._staging = staging
         self._start = start
         self._shares: tuple[float, ...] = ()
-        begun = start.entry.samples if start else [[0.0] * len(islands)] * outer.fragments
-        self._samples = [list(own) for own in begun]
-        self._due = list(start.entry.due) if start else [0] * outer.fragments
-        """For each fragment the number of steps after which its sums are applied; 0 if none have begun."""
-        self._optimizer: OuterOptimizer | None = None
-        self._error: Exception | None = None
-        prefetchers = [BatchPrefetcher(pool, staging.ahead_bytes, staging.cache_bytes) for _ in islands]
-        self._sessions = [
-            TrainingSession(
-                pool,
-                functools.partial(self._plan_of, place),
-                captures,
-                state,
-                dataclasses.replace(settings, seed=island_seed(settings.seed, place)),
-                prefetcher,
-                recovery=None,
-                step=step,
-                saved=saved,
-                beside=self._outer_bytes,
-            )
-            for place, (state, prefetcher) in enumerate(zip(states, prefetchers, strict=True))
-        ]
-        self.uploads = IslandUploads(prefetchers, lambda batch: divided(batch, self._shares) if self._shares else None)
-        self.transfer = IslandsTransfer(
-            pool, self._sessions, states, start, lambda: [place for place, due in enumerate(self._due) if due]
+        self._divided = step
+        """Number of steps whose batches have been divided."""
+        self.membership = Membership(
+            len(islands),
+            start.entry.samples if start else [[0.0] * len(islands)] * outer.fragments,
+            start.entry.due if start else [0] * outer.fragments,
         )
+        self._optimizer: OuterOptimizer | None = None
+        self._joint: list[TrainingSession] = []
+        """The sessions that outer steps are prepared for."""
+        self.recovery = IslandLosses(
+            pool,
+            islands,
+            self.membership,
+            survived=recovery is not None,
+            vacate=self._vacate,
+            divided=lambda: self._divided,
+            saved=saved,
+        )
+        """The supervisor of what the run does on its workers."""
+        self._observers: list[StepObserver] = []
+        self._prefetchers = [self._new_prefetcher() for _ in islands]
+        self._sessions = [self._new_session(place) for place in range(len(islands))]
+        self.uploads = IslandUploads(
+            self._prefetchers, lambda batch: divided(batch, self._present_shares) if self._shares else None
+        )
+        self.transfer = IslandsTransfer(pool, self._sessions, self._states, start, self.membership)
         self.whole_transfer = WholeTransfer(pool, states[0], self.transfer)
         """Reads what a checkpoint holds."""
+
+    def _new_prefetcher(self) -> BatchPrefetcher:
+        return BatchPrefetcher(self._pool, self._staging.ahead_bytes, self._staging.cache_bytes)
+
+    def _new_session(self, place: int) -> TrainingSession:
+        """Return a session of an island, which has nothing on its workers."""
+        settings = self._settings
+        return TrainingSession(
+            self._pool,
+            functools.partial(self._plan_of, place),
+            self.captures,
+            self._states[place],
+            dataclasses.replace(settings, seed=island_seed(settings.seed, place)),
+            self._prefetchers[place],
+            recovery=None,
+            step=self.steps_done,
+            saved=self.recovery.checkpoint,
+            beside=self._outer_bytes,
+            workers=self.islands[place],
+        )
 
     def _plan_of(self, island: int, captures: Captures, batch: Batch) -> Plan:
         return self.plans[island]
@@ -144,22 +172,27 @@ class IslandsSession:
         own, trained = {*compiler.trained, *averaged_buffers(compiler)}, set(compiler.trained)
         names = [name for name in compiler.state.tensors if name in own]
         specs = {name: compiler.state.spec(name) for name in names}
-        return outer_bytes(compiler.holdings, names, trained, specs, self.outer, len(self.islands))
-
-    @property
-    def recovery(self) -> RecoveryManager:
-        """The supervisor of what the run does on its workers; it recovers from nothing."""
-        return self._sessions[0].recovery
+        kept = bool(self.outer.overlap) or self.recovery.survived
+        return outer_bytes(compiler.holdings, names, trained, specs, self.outer, len(self.islands), sums=kept)
 
     @property
     def error(self) -> Exception | None:
         """The failure that made the state on the workers void, if there was one."""
-        return next((each for each in (self._error, *(own.error for own in self._sessions)) if each is not None), None)
+        return next((e for e in (self.recovery.error, *(own.error for own in self._there)) if e is not None), None)
 
     @property
     def begun(self) -> bool:
         """True if the state is on the workers rather than in the user's model."""
-        return self._sessions[-1].begun or self.error is not None
+        return self._there[-1].begun or self.error is not None
+
+    @property
+    def _there(self) -> list[TrainingSession]:
+        """The sessions of the islands that take part."""
+        return [self._sessions[place] for place in self.membership.present] or self._sessions
+
+    @property
+    def _present_shares(self) -> tuple[float, ...]:
+        return self.membership.shares(self._shares)
 
     @property
     def plan(self) -> Plan | None:
@@ -168,6 +201,7 @@ class IslandsSession:
 
     def subscribe(self, observer: StepObserver) -> None:
         """Call an observer at the events of the first island's steps."""
+        self._observers.append(observer)
         self._sessions[0].subscribe(observer)
 
     def share_captures(self, captures: Captures) -> None:
@@ -186,26 +220,41 @@ class IslandsSession:
         """Begin a step of every island, and the outer step that follows it, if one is due; see :meth:`Trainer.step`."""
         uploads = () if uploaded is None else self.uploads.claim(uploaded)
         parts = self._set_up(batch, steps=True)
-        number, losses = self.steps_done, list[StepLoss]()
-        weights = [0.0 if part is None else self._weight(part) for part in parts]
-        for place, (session, part) in enumerate(zip(self._sessions, parts, strict=True)):
-            if part is None:
+        if uploads and [each and each.size for each in uploads] != [part and part.size for part in parts]:
+            for stale in uploads:  # an island has left or joined since
+                if stale is not None:
+                    stale.close()
+            uploads = ()
+        self._divided = self.steps_done + 1
+        number, begun = self.steps_done, list[_IslandLoss]()
+        for place, (session, part) in enumerate(zip(list(self._sessions), parts, strict=True)):
+            if part is None or self._sessions[place] is not session:
                 continue
             session.steps_done = number  # it may have had no samples in the step before
             try:
-                losses.append(session.step(part, uploads[place] if uploads else None))
+                loss = session.step(part, uploads[place] if uploads else None)
+            except RECOVERABLE as error:
+                self.recovery.lose(error, place)
+                continue
             except BaseException as error:
-                if losses or session.steps_done != number:  # some islands have the step and others not
-                    self._fail(error if isinstance(error, Exception) else _interrupted(f"step {number}"))
+                if begun or session.steps_done != number:  # some islands have the step and others not
+                    self.recovery.fail(error if isinstance(error, Exception) else interrupted(f"step {number}"))
                 raise
-        for own in self._samples:
-            for place, weight in enumerate(weights):
-                own[place] += weight
+            begun.append(_IslandLoss(place, session, loss, self._weight(part)))
+        weights = [0.0] * len(parts)
+        for each in begun:
+            weights[each.place] = each.weight
+        self.membership.count(weights)
         self.steps_done += 1
-        result = self._combined(number, losses, [weight for part, weight in zip(parts, weights, strict=True) if part])
-        self._apply([place for place, due in enumerate(self._due) if due == self.steps_done])
-        for fragment in due_fragments(self.steps_done, self.outer.every, self.outer.fragments):
+        result = self._combined(number, begun)
+        due = [place for place, due in enumerate(self.membership.due) if due == self.steps_done]
+        for fragment in due:
+            self._apply(fragment)
+        starting = due_fragments(self.steps_done, self.outer.every, self.outer.fragments)
+        for fragment in starting:
             self._outer_step(fragment, overlap=self.outer.overlap)
+        if due or starting:
+            self._admit(batch)
         return result
 
     def _weight(self, part: Batch) -> float:
@@ -215,51 +264,147 @@ class IslandsSession:
         found = float(part.size) if reduction == "sum" else normalisers(reduction, part, whole)[0]
         return found or _NOTHING
 
-    def _combined(self, number: int, losses: Sequence[StepLoss], weights: Sequence[float]) -> StepLoss:
-        """Return the loss of a step from those of its islands."""
-        fractions = shares_of(weights, [1] * len(losses))
-        factors = (1.0,) * len(losses) if self.captures.recipe.reduction == "sum" else fractions
+    def _combined(self, number: int, parts: Sequence[_IslandLoss]) -> StepLoss:
+        """Return the loss of a step from those of its islands; without those that are lost before it is known."""
 
-        def finish(_: list[WorkerReply]) -> StepValues:
-            values = [loss.values() for loss in losses]
-            norms = [each.gradient_norm for each in values]
+        def values() -> StepValues:
+            found = []
+            for part in parts:
+                if not part.loss.ended and self._sessions[part.place] is not part.session:
+                    continue
+                try:
+                    found.append((part.loss.values(), part.weight))
+                except RECOVERABLE as error:
+                    self.recovery.lose(error, part.place)
+            fractions = shares_of([weight for _, weight in found], [1] * len(found)) if found else ()
+            summed = self.captures.recipe.reduction == "sum"
+            norms = [each.gradient_norm for each, _ in found]
             known = [norm for norm in norms if norm is not None]
             return StepValues(
-                loss=total_of([each.loss for each in values], factors),
-                gradient_norm=total_of(known, fractions) if len(known) == len(norms) else None,
+                loss=total_of([each.loss for each, _ in found], (1.0,) * len(found) if summed else fractions)
+                if found
+                else math.nan,
+                gradient_norm=total_of(known, fractions) if known and len(known) == len(norms) else None,
             )
 
-        result = StepLoss(number, lambda action: action(), self.drain)
-        result.expect([future for loss in losses for future in loss.pending], finish)
+        result = StepLoss(number, lambda _: values(), self.drain)
+        result.expect([future for part in parts for future in part.loss.pending], lambda _: values())
         return result
-
-    def _apply(self, fragments: Iterable[int]) -> None:
-        """Apply the sums of outer steps that have begun, if there are any."""
-        for fragment in fragments:
-            assert self._optimizer is not None
-            self._due[fragment] = 0
-            with self._voiding("an outer step"):
-                self._optimizer.apply(fragment, self.steps_done)
 
     def _outer_step(self, fragment: int, *, overlap: int = 0) -> None:
         """Begin an outer step of a part of the model, which is applied so many steps later."""
-        samples = self._samples[fragment]
-        if self._optimizer is None or not any(samples):
+        if self._optimizer is None:
             return
-        weights = [own / sum(samples) for own in samples]
-        self._samples[fragment] = [0.0] * len(samples)
-        with self._voiding("an outer step"):
-            begin = self._optimizer.begin if overlap else self._optimizer.step
-            begin(fragment, weights, [plan.devices for plan in self.plans], self.steps_done)
-            self._due[fragment] = self.steps_done + overlap if overlap else 0
-            every = self._settings.check_every
-            if every and self.steps_done // every != (self.steps_done - self.outer.every) // every:
+        if overlap:
+            self._begin(fragment, self.steps_done + overlap)
+        elif self.recovery.survived:
+            self._make(fragment, keep=0.0)
+        elif (weights := self.membership.begin(fragment)) is not None:
+            with self.recovery.voiding("an outer step"):
+                self._optimizer.step(fragment, weights, self._workers_of, self.steps_done)
+                self.membership.applied(fragment)
+        self._check()
+
+    def _check(self) -> None:
+        """Compare the global values of islands, when it is time to."""
+        every = self._settings.check_every
+        if every and self.steps_done // every != (self.steps_done - self.outer.every) // every:
+            assert self._optimizer is not None
+            with self.recovery.voiding("an outer step"):
                 self._optimizer.check()
+
+    @property
+    def _workers_of(self) -> list[tuple[int, ...]]:
+        """The workers of the islands that take part."""
+        return [self.plans[place].devices for place in self.membership.present]
+
+    def _begin(self, fragment: int, due: int = 0) -> bool:
+        """Begin the sums of an outer step, of the islands that are there; return whether there are any."""
+        assert self._optimizer is not None
+        while True:
+            self._regroup()
+            weights = self.membership.begin(fragment, due)
+            if weights is None:
+                return False
+            try:
+                with self.recovery.voiding("an outer step"):
+                    self._optimizer.begin(fragment, weights, self._workers_of, self.steps_done)
+                return True
+            except RECOVERABLE as error:
+                self.membership.void(fragment)
+                self._lose(error)
+                self.recovery.redone(fragment, error)
+
+    def _apply(self, fragment: int) -> None:
+        """Apply the sums of an outer step that have begun before."""
+        if self.recovery.survived:
+            self._make(fragment, keep=self.outer.keep, begun=True)
+            return
+        assert self._optimizer is not None
+        self.membership.applied(fragment)
+        with self.recovery.voiding("an outer step"):
+            self._optimizer.apply(fragment, self.steps_done, keep=self.outer.keep)
+
+    def _make(self, fragment: int, *, keep: float, begun: bool = False) -> None:
+        """Make an outer step that is void everywhere if it fails half-way, and done again by the islands that are left.
+
+        The sums change nothing; they are applied once all leaders have them.
+
+        Args:
+            fragment: The part of the model.
+            keep: Fraction of its own values that an island keeps.
+            begun: Whether the sums have begun.
+        """
+        optimizer = self._optimizer
+        assert optimizer is not None
+        while begun or self._begin(fragment):
+            begun = False
+            self._regroup()
+            try:
+                with self.recovery.voiding("an outer step"):
+                    optimizer.confirm(fragment)
+            except RECOVERABLE as error:
+                self.membership.void(fragment)
+                self._lose(error)
+                self.recovery.redone(fragment, error)
+                continue
+            self._regroup()
+            self.membership.applied(fragment)
+            self.recovery.exchanged()
+            with self._surviving(), self.recovery.voiding("an outer step"):
+                optimizer.apply(fragment, self.steps_done, keep=keep)
+            return
+
+    def _regroup(self) -> None:
+        """Prepare outer steps of the islands that are there, if they are others than before."""
+        assert self._optimizer is not None
+        while self._joint != self._there:
+            there = self._there
+            with self._surviving(), self.recovery.voiding("the preparation of an outer step"):
+                installed = [session.installed for session in there]
+                self._optimizer.regroup(installed, [self._states[place] for place in self.membership.present])
+                self._joint = there
+
+    @contextlib.contextmanager
+    def _surviving(self) -> Iterator[None]:
+        """End the context at a loss, after which the run goes on without the islands that are lost."""
+        try:
+            yield
+        except RECOVERABLE as error:
+            self._lose(error)
+
+    def _lose(self, error: Exception) -> None:
+        """Go on after a loss in an exchange of islands."""
+        self.recovery.lose(error)
+        if self._optimizer is not None:
+            self._optimizer.forsake(())
+            self._joint = []
 
     def synchronize(self) -> None:
         """Make outer steps now, with the inner steps since the last ones; see :meth:`Trainer.synchronize`."""
         self.drain()
-        self._apply([place for place, due in enumerate(self._due) if due])
+        for fragment in self.membership.travelling:
+            self._apply(fragment)
         for fragment in range(self.outer.fragments):
             self._outer_step(fragment)
         self.wait(0)
@@ -267,7 +412,7 @@ class IslandsSession:
     @property
     def in_step(self) -> bool:
         """True if there was no inner step since the last outer steps, so that all islands have the global values."""
-        return not self.outer.overlap and not any(any(own) for own in self._samples)
+        return not self.outer.overlap and not any(any(own) for own in self.membership.samples)
 
     def drain(self) -> None:
         """Finish the newest step and wait for it.
@@ -276,8 +421,11 @@ class IslandsSession:
             OneboxError: It failed.
         """
         self._require()
-        for session in self._sessions:
-            session.drain()
+        for place in self.membership.present:
+            try:
+                self._sessions[place].drain()
+            except RECOVERABLE as error:
+                self.recovery.lose(error, place)
 
     def wait(self, most: int) -> None:
         """Wait until at most a given number of steps are in flight, and for the outer steps so far if it is 0.
@@ -286,26 +434,30 @@ class IslandsSession:
             OneboxError: One of them failed.
         """
         self._require()
-        for session in self._sessions:
-            session.wait(most)
+        for place in self.membership.present:
+            try:
+                self._sessions[place].wait(most)
+            except RECOVERABLE as error:
+                self.recovery.lose(error, place)
         if not most and self._optimizer is not None:
-            with self._voiding("an outer step"):
+            with self._surviving(), self.recovery.voiding("an outer step"):
                 self._optimizer.take()
 
     def evaluate(self, batches: Iterable[Batch], metrics: Sequence[str]) -> Evaluation:
         """Return the loss and metrics of the global parameters over batches, which islands take in turn; see
         :meth:`Trainer.evaluate`."""
-        turns = itertools.cycle(self._sessions)
-        owners: dict[CompiledStep, int] = {}
+        turns = itertools.count()
+        owners: dict[CompiledStep, TrainingSession] = {}
 
         def prepare(batch: Batch) -> CompiledStep:
-            session = next(turns)
+            there = self._there
+            session = there[next(turns) % len(there)]
             compiled = session.evaluation(batch)
-            owners[compiled] = self._sessions.index(session)
+            owners[compiled] = session
             return compiled
 
         def parts(batch: Batch, compiled: CompiledStep) -> Mapping[int, WorkerBatch]:
-            return self._sessions[owners[compiled]].uploads.parts_beside(batch, compiled)
+            return owners[compiled].uploads.parts_beside(batch, compiled)
 
         left = iter(batches)
         first = next(left, None)
@@ -331,24 +483,26 @@ class IslandsSession:
         if self._optimizer is None or self.in_step:
             yield
             return
-        with self._voiding("an evaluation"):
+        self._regroup()
+        with self._surviving(), self.recovery.voiding("an evaluation"):
             self._optimizer.enter()
         try:
             yield
         finally:
-            with self._voiding("the end of an evaluation"):
-                self._optimizer.leave()
+            workers = {worker for own in self._workers_of for worker in own}
+            with self._surviving(), self.recovery.voiding("the end of an evaluation"):
+                self._optimizer.leave(workers)
 
     # ---- observation
 
     def events(self) -> list[TraceEvent]:
         """Return the workers' activity in the last steps; see :meth:`Trainer.events`."""
-        return [event for session in self._sessions for event in session.events()]
+        return [event for session in self._there for event in session.events()]
 
     @property
     def overlap(self) -> Any:
         """Overlapping remains of the first island's steps."""
-        return self._sessions[0].overlap
+        return self._there[0].overlap
 
     def peaks(self, batch: Batch, *, ahead: int = 0) -> dict[int, int]:
         """Return the peak bytes of each worker in a step with a batch."""
@@ -369,8 +523,8 @@ class IslandsSession:
             outer=self.outer,
             shares=self._shares,
             plans=self.plans,
-            samples=tuple(tuple(own) for own in self._samples),
-            due=tuple(self._due),
+            samples=self.membership.samples,
+            due=self.membership.due,
         )
 
     # ---- user changes
@@ -384,10 +538,15 @@ class IslandsSession:
         Raises:
             OneboxError: A worker was lost.
         """
-        with self._voiding("a change by hand"):
-            for session in self._sessions:
-                session.change(changes)
-            if self._optimizer is not None:
+        for place in self.membership.present:
+            try:
+                with self.recovery.voiding("a change by hand"):
+                    self._sessions[place].change(changes)
+            except RECOVERABLE as error:
+                self.recovery.lose(error, place)
+        if self._optimizer is not None:
+            self._regroup()
+            with self._surviving(), self.recovery.voiding("a change by hand"):
                 self._optimizer.write(changes.tensors)
 
     # ---- setting up
@@ -404,7 +563,7 @@ class IslandsSession:
             self._pool.follow_default_type()
             found = self._resolve(self.captures, self.captures.stamped(batch), self._states[0])
             self.plans, self._shares = found.plans, found.shares
-        parts = divided(batch, self._shares)
+        parts = divided(batch, self._present_shares)
         if not self.begun:
             for state in self._states[1:]:
                 if self._start is None:
@@ -428,14 +587,14 @@ class IslandsSession:
         if self._optimizer is not None:
             return
         recipe, start = self.captures.recipe, self._start.outer if self._start else None
-        installed = [session.installed for session in self._sessions]
-        with self._voiding("the installation of the outer optimizer"):
+        self._joint = self._there
+        with self.recovery.voiding("the installation of the outer optimizer"):
             self._optimizer = OuterOptimizer(
                 self._pool,
                 recipe.model,
                 recipe.loss,
-                installed,
-                self._states,
+                [session.installed for session in self._joint],
+                [self._states[place] for place in self.membership.present],
                 self.outer,
                 start,
             )
@@ -443,20 +602,70 @@ class IslandsSession:
                 self._optimizer.bring_sums(self._start.sums)
         self.transfer.outer = self._optimizer
 
-    @contextlib.contextmanager
-    def _voiding(self, what: str) -> Iterator[None]:
-        """Make the state void if a part of the context fails, or is interrupted."""
-        try:
-            yield
-        except Exception as error:
-            self._fail(error)
-            raise
-        except BaseException:  # such as KeyboardInterrupt
-            self._fail(_interrupted(what))
-            raise
+    # ---- islands that leave and join
 
-    def _fail(self, error: Exception) -> None:
-        self._error = self._error or error
+    def _vacate(self, place: int, lost: Collection[int]) -> None:
+        """Drop all that an island has on its workers."""
+        self._prefetchers[place] = self._new_prefetcher()
+        with contextlib.suppress(OneboxError):
+            self._sessions[place].close()
+        recipe = self.captures.recipe
+        nothing = StartState(optimizer=[], versions={})
+        self._states[place] = RemoteState(recipe.model, recipe.loss, self._states[place].optimizer, self._pool, nothing)
+        self._sessions[place] = self._new_session(place)
+        if place == 0:
+            for observer in self._observers:
+                self._sessions[0].subscribe(observer)
+        if self._optimizer is not None:
+            self._optimizer.forsake(lost)
+            self._joint = []
+        if self.membership.present:
+            self.transfer.read_from(self._states[self.membership.present[0]])
+            self.whole_transfer.read_from(self._states[self.membership.present[0]])
+
+    def _admit(self, batch: Batch) -> None:
+        """Let islands join whose workers are back, at an outer step.
+
+        Args:
+            batch: A batch, of which such an island gets its part in the next step.
+        """
+        for place in self.recovery.run(self.recovery.returning):
+            there = {*self.membership.present, place}
+            shares = [share if each in there else 0.0 for each, share in enumerate(self._shares)]
+            part = divided(batch, shares)[place]
+            if part is None:
+                continue
+            start_s, at_s = time.monotonic(), time.time()
+            try:
+                with self.recovery.voiding("the joining of an island"):
+                    self._join(place, part)
+            except RECOVERABLE as error:
+                self.recovery.lose(error, place)
+                continue
+            self.recovery.joined(place, at_s, time.monotonic() - start_s)
+
+    def _join(self, place: int, part: Batch) -> None:
+        """Give an island the global parameters, and of the first island that is there the state of the user's
+        optimizer, and other buffers."""
+        optimizer, first = self._optimizer, self.membership.present[0]
+        assert optimizer is not None
+        self._regroup()
+        session, state = self._sessions[place], self._states[place]
+        values = self.transfer.tensors()
+        state.use_tensors(values)
+        state.use_optimizer_state(self._sessions[first].transfer.optimizer_state())
+        beside = optimizer.beside(self.membership.travelling)
+        session.steps_done = self.steps_done
+        session.set_up(self.captures.stamped(part))
+        order = sorted({*self.membership.present, place})
+        joint = [self._sessions[each] for each in order]
+        optimizer.regroup(
+            [each.installed for each in joint],
+            [self._states[each] for each in order],
+            {name: values[name] for name in optimizer.names},
+            beside,
+        )
+        self._joint = joint
 
     def _require(self) -> None:
         if self.error is not None:
@@ -468,11 +677,26 @@ class IslandsSession:
             with contextlib.suppress(OneboxError):
                 self._optimizer.close()
         for session in self._sessions:
-            session.close()
+            with contextlib.suppress(OneboxError):
+                session.close()
+        self.recovery.close()
 
 
-def _interrupted(what: str) -> ReplicasParted:
-    return ReplicasParted(f"{what} was interrupted; make another trainer, or resume from the last checkpoint")
+@dataclasses.dataclass(frozen=True)
+class _IslandLoss:
+    """Loss of an island's part of a step.
+
+    Args:
+        place: The island.
+        session: Its session.
+        loss: The loss.
+        weight: Weight of the part in averages.
+    """
+
+    place: int
+    session: TrainingSession
+    loss: StepLoss
+    weight: float
 
 
 Session = TrainingSession | IslandsSession

@@ -22,7 +22,7 @@ from onebox.engine.steps.overlap_scheduler import OverlapScheduler
 from onebox.errors import OneboxError, PeerLost, PoolError, ReplicasParted, WorkerDied, WorkerHung
 from onebox.pool import Pool, WorkerReply, raise_first
 
-_RECOVERABLE = (WorkerDied, WorkerHung, PeerLost)
+RECOVERABLE = (WorkerDied, WorkerHung, PeerLost)
 """Errors from which a run can recover."""
 
 _ATTEMPTS = 5
@@ -66,6 +66,7 @@ class RecoveryManager(StepObserver):
         in_flight: Most steps in flight.
         deterministic: Whether all operators are deterministic on GPUs, too.
         checkpoint: Path of the latest checkpoint.
+        workers: The workers that the run uses; ``None`` for those of the whole pool.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class RecoveryManager(StepObserver):
         in_flight: int,
         deterministic: bool,
         checkpoint: Path | None,
+        workers: Collection[int] | None = None,
     ) -> None:
         self.error: Exception | None = None
         """The first failure for good: the state on the workers is void."""
@@ -94,6 +96,7 @@ class RecoveryManager(StepObserver):
         self._tries = 0
         self._furthest = -1
         self._seen = pool.recoveries
+        self._workers = workers
         self._returned: frozenset[int] = frozenset()
         """Devices that were taken back, until a step has ended."""
 
@@ -194,16 +197,21 @@ class RecoveryManager(StepObserver):
             OneboxError: A worker was lost.
         """
         if self._pool.recoveries != self._seen and self.error is None:
-            lost = self._pool.losses(self._seen)
+            lost = self._losses()
             if lost:
                 raise lost[min(lost)].with_traceback(None)
 
+    def _losses(self) -> dict[int, OneboxError]:
+        """Return the errors of the run's workers that were lost in recoveries which it has not seen."""
+        found = self._pool.losses(self._seen)
+        return {worker: error for worker, error in found.items() if self._workers is None or worker in self._workers}
+
     def _recover_from(self, error: Exception, *, void: bool) -> None:
         """Recover from a loss, or raise the error; store it if the state is void."""
-        if isinstance(error, OneboxError) and not isinstance(error, _RECOVERABLE):
-            lost = self._pool.losses(self._seen)  # of workers that others have replaced, which know nothing of this run
+        if isinstance(error, OneboxError) and not isinstance(error, RECOVERABLE):
+            lost = self._losses()  # of workers that others have replaced, which know nothing of this run
             error = lost[min(lost)].with_traceback(None) if lost else error
-        if self._snapshots is None or not isinstance(error, _RECOVERABLE):
+        if self._snapshots is None or not isinstance(error, RECOVERABLE):
             if void:
                 self.fail(error)
             else:
@@ -255,7 +263,7 @@ class RecoveryManager(StepObserver):
                 self._replay(restart)
                 self._run.write_changes()
                 break
-            except _RECOVERABLE as again:
+            except RECOVERABLE as again:
                 error = again
         snapshots.recovered()
         story = RecoveryRecord(

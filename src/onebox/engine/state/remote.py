@@ -86,6 +86,7 @@ class RemoteState:
         self._owned: dict[int, tuple[str, ...]] = {}
         self._holdings: ShardingSpec | None = None
         self._sent_options: tuple[Options, ...] = ()
+        self._first: Mapping[str, Tensor] = {}
         self._copies: SnapshotLayout | None = None
         self.versions = WeightVersions()
         """Buffers of versions of the parameters that have gradients, once the optimizer is defined."""
@@ -125,7 +126,8 @@ class RemoteState:
         if copies is not None:
             for worker in holdings.devices:
                 self._fill(copies, worker, [n for n in holdings.held_by(worker, holdings.holders) if copies.has(n)])
-        own = {n: self.named.tensors[n] for n in holdings.holders if copies is None or not copies.has(n)}
+        tensors = {**self.named.tensors, **self._first}
+        own = {n: tensors[n] for n in holdings.holders if copies is None or not copies.has(n)}
         upload(self._pool, self._moves(own, present), holdings.placements, own, self.named.numbers, copy=True)
 
     def _moves(self, names: Collection[str], present: StateLayout, key: str = "") -> tuple[StateMove, ...]:
@@ -146,6 +148,22 @@ class RemoteState:
         """
         moves = self._moves(changes, _NOWHERE)
         upload(self._pool, moves, self.holdings.placements, changes, self.named.numbers, there=True)
+
+    def admit(self, holdings: ShardingSpec, tensors: Mapping[str, Tensor]) -> None:
+        """Place parameters and buffers as a spec requires whose further workers hold copies of what others hold.
+
+        Args:
+            holdings: The new sharding spec; workers that are not in it any more are not served.
+            tensors: Parameters and buffers for the further workers, which nobody changes.
+
+        Raises:
+            OneboxError: The pool is broken or closed, or a worker was lost.
+        """
+        new = [worker for worker in holdings.devices if worker not in self.holdings.devices]
+        self._holdings = holdings
+        layout = _layout(holdings, {worker: holdings.held_by(worker, tensors) for worker in new})
+        before = StateLayout(parts={CLIENT: [StateItem(name, "", 0) for name in tensors]})
+        upload(self._pool, plan_moves(before, layout), holdings.placements, tensors, self.named.numbers)
 
     def write_optimizer(self, entries: OptimizerEntries, *, host: bool) -> None:
         """Replace the whole optimizer state.
@@ -294,12 +312,16 @@ class RemoteState:
     def define_residuals(self, wanted: Mapping[str, PlacedCodecState]) -> None:
         """Make the state of lossy codecs: as before a first step, or that of a checkpoint if it is for the same plan.
 
+        What they had before ends.
+
         Args:
             wanted: The state of the codecs, by a name that it has in checkpoints.
 
         Raises:
             OneboxError: The pool is broken or closed.
         """
+        if self._residuals:
+            self.retire([each.number for each in self._residuals.values()])
         first, self.first_residuals, self._residuals = self.first_residuals, {}, wanted
         stored = {name: spec_of(tensor) for name, tensor in first.items()}
         alike = stored == {name: each.state.spec for name, each in wanted.items()}
@@ -470,13 +492,17 @@ class RemoteState:
         if copies is not None:
             self.forget_first()
 
+    def use_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Set the parameters and buffers for the first upload, instead of the user's."""
+        self._first = tensors
+
     def use_optimizer_state(self, entries: OptimizerEntries) -> None:
         """Set the optimizer state for the first upload."""
         self.remembered = entries
 
     def forget_first(self) -> None:
         """Discard the initial optimizer state and versions, which a snapshot replaces."""
-        self.remembered, self.first_versions = [], {}
+        self.remembered, self.first_versions, self._first = [], {}, {}
 
     def memory(self) -> list[WorkerMemory]:
         """Return the memory of each worker."""

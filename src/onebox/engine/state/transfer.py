@@ -67,6 +67,10 @@ class StateTransfer:
         self._pool = pool
         self._remote = remote
 
+    def read_from(self, remote: RemoteState) -> None:
+        """Read another state from now on."""
+        self._remote = remote
+
     def into(self, tensors: Mapping[str, Tensor]) -> None:
         """Write parameters and buffers, read from their first holders, into tensors of the same kind.
 

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Generic, TypeVar
@@ -176,8 +176,23 @@ class ClientLoop:
 
     @property
     def broken(self) -> OneboxError | None:
-        """The error for which nothing can be posted, until it is mended."""
+        """The error for which nothing can be posted, to all workers or to those of a fault domain, until it is
+        mended."""
         return self._pending.broken
+
+    @property
+    def domains(self) -> Mapping[int, int]:
+        """Fault domain of each worker that is not in the common one; see :meth:`Pool.isolate`."""
+        return self._pending.domains
+
+    @domains.setter
+    def domains(self, domains: Mapping[int, int]) -> None:
+        self._pending.domains = domains
+
+    def affected(self, worker: int, lost: Collection[int]) -> bool:
+        """Return whether a worker is in the fault domain of a lost one; any is, if none was lost."""
+        domain = self._pending.domain
+        return not lost or domain(worker) in {domain(each) for each in lost}
 
     # ---- called during recovery
 
@@ -186,11 +201,12 @@ class ClientLoop:
         """The public key of this client, which its workers accept."""
         return self._keys.public
 
-    def drop(self, worker: int) -> list[int]:
-        """Drop a lost worker: close its sockets, and notify all workers that wait in its groups.
+    def drop(self, worker: int) -> dict[int, tuple[int, ...]]:
+        """Drop a lost worker: close its sockets, and notify all workers that wait in its groups, or in those between
+        its fault domain and others.
 
         Returns:
-            Its groups.
+            These groups, with their members.
 
         Raises:
             PoolError: The pool is closed.
@@ -355,20 +371,32 @@ class ClientLoop:
                 why = f"sent {overrun.size_bytes} bytes without completing a message; it is given up"
                 self._lost(connection, WorkerDied(f"{place} {why}\n  {AFTERWARDS}", **vars(place)))
 
-    def _drop(self, worker: int, poller: zmq.Poller) -> list[int]:
+    def _drop(self, worker: int, poller: zmq.Poller) -> dict[int, tuple[int, ...]]:
         connection = self._connections.pop(worker)
         connection.close(poller)
         self._liveness.forget(worker)
-        groups = self._dissolve_groups(worker)
+        own, domain = self._groups.of(worker), self._pending.domain
+        for mate in [each for each in self._connections if domain(each) == domain(worker)]:
+            beyond = (
+                group
+                for group in self._groups.of(mate)
+                if any(domain(each) != domain(worker) for each in self._groups.members(group))
+            )
+            own += [group for group in beyond if group not in own]
+        members = {group: self._groups.members(group) for group in own}
+        self._dissolve(own)
         self.lost.pop(worker, None)
-        return groups
+        return members
 
     def _dissolve_groups(self, worker: int) -> list[int]:
         groups = self._groups.of(worker)
+        self._dissolve(groups)
+        return groups
+
+    def _dissolve(self, groups: Sequence[int]) -> None:
         for group in groups:
             self._notify(self._groups.dissolve(group))
             self._end_relay(group)
-        return groups
 
     def _add(self, connection: WorkerConnection, poller: zmq.Poller) -> None:
         self._connections[connection.place.worker] = connection

@@ -1,9 +1,9 @@
-"""Replies that are waited for, and the errors of a pool."""
+"""Replies that are waited for, and the errors of a pool and of its fault domains."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -14,9 +14,10 @@ from onebox.wire.protocol.responses import Reply
 
 
 class PendingReplies:
-    """Futures of the replies to posted messages; all of them fail with the pool.
+    """Futures of the replies to posted messages.
 
-    Any thread may promise and read the errors; one thread records replies.
+    With the loss of a worker those of its fault domain fail, by default of all workers. With any other error of the
+    pool all of them fail. Any thread may promise and read the errors; one thread records replies.
     """
 
     def __init__(self) -> None:
@@ -24,10 +25,21 @@ class PendingReplies:
         """Futures by worker and message number."""
         self.lost: dict[int, OneboxError] = {}
         """Errors of the workers that are lost and have not been dropped."""
-        self.broken: OneboxError | None = None
-        """The error for which nothing can be posted, until it is mended."""
+        self.domains: Mapping[int, int] = {}
+        """Fault domain of each worker that is not in the common one, 0."""
+        self._errors: dict[int | None, OneboxError] = {}  # by fault domain; of ``None`` for all
         self._lock = threading.Lock()
         self._complaints = DelayedPeerErrors()
+
+    @property
+    def broken(self) -> OneboxError | None:
+        """The error for which nothing can be posted, to all workers or to those of a fault domain, until it is
+        mended."""
+        return next(iter(self._errors.copy().values()), None)
+
+    def domain(self, worker: int) -> int:
+        """Return the fault domain of a worker."""
+        return self.domains.get(worker, 0)
 
     def promise(self, worker: int, number: int, *, answer: bool) -> Future[WorkerReply]:
         """Return the future of a message that is about to be sent.
@@ -38,14 +50,15 @@ class PendingReplies:
             answer: Whether a reply will come; otherwise the future is done.
 
         Raises:
-            OneboxError: The pool is broken.
+            OneboxError: The pool is broken, or the worker's fault domain.
         """
         future: Future[WorkerReply] = Future()
         if not answer:
             future.set_result(WorkerReply((), (), ()))
         with self._lock:
-            if self.broken is not None:
-                raise self.broken.with_traceback(None)  # one error for all calls, without accumulating their tracebacks
+            broken = self._errors.get(None) or self._errors.get(self.domain(worker))
+            if broken is not None:
+                raise broken.with_traceback(None)  # one error for all calls, without accumulating their tracebacks
             if answer:
                 self.futures[worker, number] = future
         return future
@@ -53,7 +66,7 @@ class PendingReplies:
     def close(self, error: OneboxError) -> None:
         """Refuse new promises; earlier ones may still be fulfilled."""
         with self._lock:
-            self.broken = self.broken or error
+            self._errors.setdefault(None, error)
 
     def mend(self) -> bool:
         """Accept promises again if every lost worker has been dropped; return whether that is so.
@@ -62,10 +75,10 @@ class PendingReplies:
             OneboxError: The pool has another error than lost workers.
         """
         with self._lock:
-            if self.broken is not None and not isinstance(self.broken, WorkerError):
-                raise self.broken.with_traceback(None)
+            if (broken := self._errors.get(None)) is not None and not isinstance(broken, WorkerError):
+                raise broken.with_traceback(None)
             if not self.lost:
-                self.broken = None
+                self._errors.clear()
             return not self.lost
 
     # ---- called by the thread that receives replies
@@ -89,16 +102,21 @@ class PendingReplies:
             self._complaints.complain(future, error, now_s)
 
     def lose(self, worker: int, error: OneboxError) -> None:
-        """Mark a worker as lost."""
+        """Mark a worker as lost: fail the pending replies of its fault domain, and refuse new promises there."""
         self.lost.setdefault(worker, error)
         self._complaints.ended(error)
-        self.give_up(error)
+        self._fail(error, self.domain(worker))
 
     def give_up(self, error: OneboxError) -> None:
         """Fail all pending replies, and refuse new promises."""
+        self._fail(error, None)
+
+    def _fail(self, error: OneboxError, domain: int | None) -> None:
+        """Fail the pending replies of a fault domain, or of all workers."""
         with self._lock:
-            self.broken = self.broken or error
-            futures, self.futures = list(self.futures.values()), {}
+            self._errors.setdefault(domain, error)
+            keys = [key for key in self.futures if domain is None or self.domain(key[0]) == domain]
+            futures = [self.futures.pop(key) for key in keys]
         for future in futures:
             fail(future, error)
 

@@ -34,7 +34,7 @@ def test_the_models_on_the_command_line_are_those_that_exist() -> None:
         ({"islands": "0/1", "outer_shares": "a,b"}, "--outer-shares"),
         ({"islands": "0/1", "staleness": 1}, "--islands and --staleness 1: these do not go together"),
         ({"islands": "0/1", "overlap": True}, "--islands and --overlap: these do not go together"),
-        ({"islands": "0/1", "recover": "on"}, "--islands and --recover on: these do not go together"),
+        ({"islands": "0/1", "snapshot_every": 2}, "--islands and --snapshot-every 2: these do not go together"),
         ({"islands": "0/1", "update": "host"}, "--islands and --update host: these do not go together"),
         ({"islands": "0/1", "plan": "plan.json"}, "--islands and --plan plan.json: these do not go together"),
         ({"micro_batch": -1}, "--micro-batch -1"),

@@ -77,7 +77,7 @@ def test_leaders_hold_the_global_values() -> None:
 )
 def test_the_state_of_the_outer_optimizer_is_counted(options: Outer, expected: dict[int, tuple[int, int]]) -> None:
     """A bucket's residual, and what it gathers, are whole blocks of 256 values."""
-    assert outer_bytes(PIPELINE, ["a", "b", "c"], {"a", "b"}, SPECS, options, islands=2) == expected
+    assert outer_bytes(PIPELINE, ["a", "b", "c"], {"a", "b"}, SPECS, options, 2, sums=bool(options.overlap)) == expected
 
 
 def test_islands_split_a_parameter_alike() -> None:

@@ -78,3 +78,20 @@ def test_after_the_end_nothing_is_promised_and_what_was_may_still_come() -> None
         pending.promise(0, 2, answer=False)
     pending.reply(PLACE, Reply(1), (), 0.0)
     assert asked.result(0).results == ()
+
+
+def test_a_loss_fails_what_its_fault_domain_waits_for_and_other_errors_fail_all() -> None:
+    pending = PendingReplies()
+    pending.domains = {1: 1, 2: 2}
+    asked = {worker: pending.promise(worker, 1, answer=True) for worker in (0, 1, 2)}
+    pending.lose(1, DIED)
+    assert isinstance(asked[1].exception(0), WorkerDied)
+    assert not asked[0].done() and not asked[2].done()
+    with pytest.raises(WorkerDied):
+        pending.promise(1, 2, answer=False)
+    assert pending.promise(2, 2, answer=False).done()
+    assert pending.broken is DIED and not pending.mend()
+    pending.lost.clear()
+    assert pending.mend() and pending.promise(1, 3, answer=False).done()
+    pending.give_up(PoolError("the thread failed"))
+    assert isinstance(asked[0].exception(0), PoolError) and isinstance(asked[2].exception(0), PoolError)

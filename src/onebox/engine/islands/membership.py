@@ -1,0 +1,160 @@
+"""Membership of a run of islands: which take part, and the samples that each has made since its outer steps. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class IslandChange:
+    """Record of an island that left a run or joined it again, or of an outer step that was void and done again.
+
+    Args:
+        at_s: Time, in seconds since the epoch.
+        kind: ``left``, ``joined`` or ``redone``.
+        island: Number of the island; ``None`` for an outer step.
+        step: Number of steps whose batches were divided before.
+        outer_steps: Number of outer steps, of any fragment, that were applied before.
+        fragment: The part of the model whose outer step was done again; else ``None``.
+        samples: Weight of the samples since the island's last outer steps that are lost, the largest of any fragment.
+        cause: One-line description of the loss; empty for an island that joined.
+        lost: Numbers of its lost workers in the pool.
+        seconds: Time for which the others waited.
+    """
+
+    at_s: float
+    kind: Literal["left", "joined", "redone"]
+    island: int | None
+    step: int
+    outer_steps: int = 0
+    fragment: int | None = None
+    samples: float = 0.0
+    cause: str = ""
+    lost: tuple[int, ...] = ()
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        after = f"after step {self.step}"
+        if self.kind == "joined":
+            return f"island {self.island} joined {after}, with the global parameters, in {self.seconds:.1f} s"
+        if self.kind == "redone":
+            return f"an outer step of fragment {self.fragment} {after} was void and is done again ({self.cause})"
+        return (
+            f"island {self.island} left {after}: {self.samples:g} samples since its last outer step are lost, the "
+            f"others go on after {self.seconds:.1f} s ({self.cause})"
+        )
+
+
+class Membership:
+    """The islands that take part in a run, and what each adds to the next outer steps.
+
+    Args:
+        islands: Number of islands.
+        samples: For each fragment, the weight of each island's samples since the last outer step.
+        due: For each fragment, the step after which sums that have begun are applied; 0 for none.
+    """
+
+    def __init__(self, islands: int, samples: Sequence[Sequence[float]], due: Sequence[int]) -> None:
+        self._islands = islands
+        self._present = set(range(islands))
+        self._samples = [list(own) for own in samples]
+        self._due = list(due)
+        self.outer_steps = 0
+        """Number of outer steps, of any fragment, that have been applied."""
+        self._travelling: dict[int, list[float]] = {}  # weights in the sums that have begun, by fragment
+
+    @property
+    def present(self) -> tuple[int, ...]:
+        """The islands that take part."""
+        return tuple(sorted(self._present))
+
+    @property
+    def absent(self) -> tuple[int, ...]:
+        """The others."""
+        return tuple(island for island in range(self._islands) if island not in self._present)
+
+    @property
+    def samples(self) -> tuple[tuple[float, ...], ...]:
+        """For each fragment, the weight of each island's samples since the last outer step."""
+        return tuple(map(tuple, self._samples))
+
+    @property
+    def due(self) -> tuple[int, ...]:
+        """For each fragment, the step after which sums that have begun are applied; 0 for none."""
+        return tuple(self._due)
+
+    @property
+    def travelling(self) -> tuple[int, ...]:
+        """The fragments whose sums have begun and are not applied."""
+        return tuple(fragment for fragment, due in enumerate(self._due) if due)
+
+    def shares(self, shares: Sequence[float]) -> tuple[float, ...]:
+        """Return the islands' shares of a batch, which those that take part have alone.
+
+        Example:
+            >>> membership = Membership(2, [[0.0, 0.0]], [0])
+            >>> membership.leave(1)
+            0.0
+            >>> membership.shares([3, 1])
+            (3, 0.0)
+        """
+        return tuple(share if island in self._present else 0.0 for island, share in enumerate(shares))
+
+    def count(self, weights: Sequence[float]) -> None:
+        """Add the weights of the samples of a step."""
+        for own in self._samples:
+            for island in self._present:
+                own[island] += weights[island]
+
+    def begin(self, fragment: int, due: int = 0) -> tuple[float, ...] | None:
+        """Begin an outer step.
+
+        Args:
+            fragment: The part of the model.
+            due: The step after which it is applied; 0 for at once.
+
+        Returns:
+            The weight of each island that takes part, which add up to 1; ``None`` if there were no samples.
+        """
+        own = self._samples[fragment]
+        if not any(own):
+            return None
+        self._travelling[fragment], self._samples[fragment] = own, [0.0] * self._islands
+        self._due[fragment] = due
+        return tuple(own[island] / sum(own) for island in self.present)
+
+    def void(self, fragment: int) -> None:
+        """Undo the beginning of an outer step whose sums are void: the samples of those that are left count again."""
+        self._due[fragment] = 0
+        for island, weight in enumerate(self._travelling.pop(fragment, ())):
+            if island in self._present:
+                self._samples[fragment][island] += weight
+
+    def applied(self, fragment: int) -> None:
+        """Record that the sums of an outer step have been applied."""
+        self.outer_steps += 1
+        self._due[fragment] = 0
+        self._travelling.pop(fragment, None)
+
+    def leave(self, island: int) -> float:
+        """Record that an island has been lost with its samples; return their weight, the largest of any fragment."""
+        self._present.discard(island)
+        lost = max(own[island] for own in self._samples)
+        for own in self._samples:
+            own[island] = 0.0
+        return lost
+
+    def join(self, island: int) -> None:
+        """Record that an island takes part again."""
+        self._present.add(island)
+
+    def losing(self, lost: Collection[int], devices: Sequence[Sequence[int]]) -> tuple[int, ...]:
+        """Return the islands that take part and have lost workers.
+
+        Args:
+            lost: The lost workers.
+            devices: The workers of each island.
+        """
+        return tuple(island for island in self.present if not set(devices[island]).isdisjoint(lost))

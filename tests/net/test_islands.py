@@ -1,0 +1,61 @@
+"""Islands on hosts of a network: one that is cut off leaves, and joins again when it is back."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+import onebox
+from tests.models import CASES
+from tests.net.fleet import MACHINES, Fleet
+from tests.net.hosts import Network
+from tests.process.test_island_membership import Changing, compare, training
+
+MOST = 3000
+"""Steps of a run."""
+
+BOUND_S = 5.0
+"""Within this time the others are to go on."""
+
+BACK_S = 60.0
+PAUSE_S = 0.1
+
+
+@pytest.mark.long
+def test_an_island_that_is_cut_off_leaves_within_seconds_and_joins_when_its_host_is_back(
+    fleet: Fleet, network: Network
+) -> None:
+    outer = onebox.Outer(every=4)
+    batches, losses = CASES["mlp"].batches([12] * MOST), list[Any]()
+
+    def step_until(kind: str, times: int, within_s: float) -> float:
+        began_s = time.monotonic()
+        while [change.kind for change in trainer.island_changes].count(kind) < times:  # type: ignore[arg-type]
+            losses.append(trainer.step(*batches[len(losses)]))
+            trainer.wait()
+            assert time.monotonic() - began_s < within_s
+            time.sleep(PAUSE_S)
+        return time.monotonic() - began_s
+
+    with (
+        fleet.client(),
+        onebox.open(fleet.spec(), threads=1) as pool,
+        training(pool, "devices", outer) as trainer,
+    ):
+        losses.append(trainer.step(*batches[0]))
+        for number in (1, 2):
+            network[MACHINES[-1]].plug(False)
+            try:
+                assert step_until("left", number, BACK_S) < BOUND_S + PAUSE_S
+                for _ in range(6):  # an outer step at least without it
+                    losses.append(trainer.step(*batches[len(losses)]))
+                    trainer.wait()
+            finally:
+                network[MACHINES[-1]].plug(True)
+            step_until("joined", number, BACK_S)
+        for _ in range(6):
+            losses.append(trainer.step(*batches[len(losses)]))
+        assert {change.island for change in trainer.island_changes} <= {2, None}
+        compare(trainer, losses, Changing("mlp", "adamw", [1, 1, 1], outer), batches[: len(losses)])

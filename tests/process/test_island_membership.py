@@ -1,0 +1,344 @@
+"""Islands that are lost and join again, compared with a plain loop that sees the same membership."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import onebox
+from onebox.engine.islands.membership import IslandChange
+from onebox.errors import PoolError
+from onebox.pool import Fault, Pool, open_pool
+from onebox.pool.backends.local import LocalSource
+from tests.covering import covering_array
+from tests.models import CASES, OPTIMIZERS
+from tests.process.shelf import Shelf, untouched
+from tests.process.stages import SEED, staged
+from tests.process.test_islands import SIZES, SMALL, Reference, islands, stages_of
+from tests.reference import AGREE, Outcome, assert_same, state_of
+
+NOTICED_S = 30.0
+"""For the end of a worker to be noticed."""
+
+
+class Changing(Reference):
+    """The reference, whose islands leave and join."""
+
+    def sums(self, fragment: int) -> dict[str, Tensor]:
+        self.sent[fragment] = list(self.samples[fragment])
+        return super().sums(fragment)
+
+    def redo(self, fragment: int | None) -> None:
+        """Begin void sums that travel anew, of the islands that are left, without what codecs have lost."""
+        self.lost.clear()
+        if fragment not in self.due:
+            return
+        for island, samples in enumerate(self.sent[fragment]):
+            if self.weights[island]:
+                self.samples[fragment][island] += samples
+        self.due[fragment] = self.due[fragment][0], self.sums(fragment)
+
+    def leave(self, island: int | None) -> None:
+        self.weights = [0 if each == island else weight for each, weight in enumerate(self.weights)]
+        for samples in self.samples:
+            samples[island] = 0
+        self.lost.clear()
+
+    @torch.no_grad()
+    def join(self, island: int | None, weight: float) -> None:
+        """Take the global values, and of the first island that is there the optimizer's state and other buffers."""
+        first = next(each for each, own in enumerate(self.weights) if own)
+        self.weights = [weight if each == island else own for each, own in enumerate(self.weights)]
+        self.models[island].load_state_dict(self.models[first].state_dict())
+        for optimizer, other in zip(self.optimizers[island], self.optimizers[first], strict=True):
+            optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
+        self.lost.clear()
+        local = dict(self._tensors(self.models[island]))
+        for name, value in self._tensors(self.value):
+            local[name].copy_(value)
+
+    def apply(self, fragment: int, sums: dict[str, Tensor], keep: float) -> None:
+        super().apply(fragment, sums, keep)
+        self.applied += 1
+        self.left()
+
+    def left(self) -> None:
+        """Let islands leave before the next outer step."""
+        for change in self.now:
+            if change.kind == "left" and change.outer_steps == self.applied:
+                self.leave(change.island)
+
+    def follow(self, batches: Sequence[Any], changes: Sequence[IslandChange]) -> Outcome:
+        """Train with the changes of membership of a run."""
+        weights, losses = list(self.weights), []
+        self.sent: dict[int, list[float]] = {}
+        self.applied = 0
+        for number, batch in enumerate(batches, 1):
+            losses.append(self.inner(batch)[0])
+            self.now = [change for change in changes if change.step == number]
+            self.left()
+            for change in self.now:
+                if change.kind == "redone":
+                    self.redo(change.fragment)
+            self.outer_steps()
+            for change in self.now:
+                if change.kind == "joined":
+                    self.join(change.island, weights[change.island])
+        first = next(each for each, own in enumerate(self.weights) if own)
+        tensors = state_of(self.models[first]) | {n: value.detach().clone() for n, value in self._tensors(self.value)}
+        return Outcome(losses=losses, norms=[], tensors=tensors)
+
+
+LAYOUTS: dict[str, tuple[str, int, list[list[int]], Callable[[], Any], list[float]]] = {
+    "devices": ("mlp", 3, [[0], [1], [2]], lambda: SMALL, [1, 1, 1]),
+    "replicas": ("cnn", 4, [[0, 1], [2, 3]], lambda: SMALL, [1, 1]),
+    "pipelines": ("mlp", 4, [[0, 1], [2, 3]], lambda: [staged("mlp", [0, 1]), staged("mlp", [3, 2])], [1, 1]),
+    "cut": ("mlp", 4, [[0, 1], [2], [3]], lambda: [staged("mlp", [0, 1]), SMALL, SMALL], [1, 1, 1]),
+    "mixed": ("cnn", 4, [[3], [0, 1, 2]], lambda: [SMALL, staged("cnn", [[0, 1], 2])], [1, 3]),
+}
+
+
+def training(pool: Pool, layout: str, outer: onebox.Outer, optimizer: str = "adamw") -> onebox.Trainer:
+    """Return a trainer that goes on without islands that are lost."""
+    name, _, groups, plan, _ = LAYOUTS[layout]
+    case, model = CASES[name], CASES[name].model()
+    arguments: dict[str, Any] = {"pool": pool, "seed": SEED, "islands": groups, "plan": plan(), "outer": outer}
+    return onebox.Trainer(model, case.loss, OPTIMIZERS[optimizer](model), recovery=onebox.Recovery(), **arguments)
+
+
+def kill(pool: Pool, worker: int) -> None:
+    """End a worker, and wait until that is known."""
+    os.kill(pool.process_ids[worker], signal.SIGKILL)
+    end_s = time.monotonic() + NOTICED_S
+    while not pool.lost:
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def checked(
+    trainer: onebox.Trainer,
+    layout: str,
+    outer: onebox.Outer,
+    kills: Mapping[int, int] = {},
+    torn: int = 1,
+    **settings: Any,
+) -> None:
+    """Train, killing workers before steps, and compare with the reference, which may have settings."""
+    name, _, _, _, weights = LAYOUTS[layout]
+    batches, losses = CASES[name].batches(SIZES), []
+    for number, batch in enumerate(batches):
+        if number in kills:
+            trainer.wait()
+            kill(trainer.pool, kills[number])
+        losses.append(trainer.step(*batch))
+    settings = {"optimizer": "adamw", **settings}
+    compare(trainer, losses, Changing(name, weights=weights, outer=outer, **settings), batches, torn)
+
+
+def compare(
+    trainer: onebox.Trainer,
+    losses: Sequence[onebox.StepLoss],
+    reference: Changing,
+    batches: Sequence[Any],
+    torn: int = 1,
+) -> None:
+    """Compare with the reference all tensors, and the losses but for some steps before an island left, which may lack
+    its part."""
+    tensors = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
+    values = [float(loss) for loss in losses]
+    expected = reference.follow(batches, trainer.island_changes)
+    left = [change.step for change in trainer.island_changes if change.kind == "left"]
+    assert all(math.isfinite(value) for value in values)
+    whole = [number for number in range(len(values)) if not any(step - torn <= number < step for step in left)]
+    found = Outcome(losses=[values[number] for number in whole], norms=[], tensors=tensors)
+    assert_same(found, Outcome(losses=[expected.losses[n] for n in whole], norms=[], tensors=expected.tensors))
+
+
+# ---- without a loss
+
+
+@pytest.mark.parametrize(("fragments", "overlap"), [(1, 0), (2, 0), (2, 3)])
+def test_recovery_changes_no_bit_of_a_run_without_losses(fragments: int, overlap: int, pools: Shelf) -> None:
+    outer = onebox.Outer(every=4, fragments=fragments, overlap=overlap, shares=[2, 1])
+    plain = islands(pools(3), "cnn", [[0, 1], [2]], outer=outer)
+    found = islands(pools(3), "cnn", [[0, 1], [2]], outer=outer, recovery=onebox.Recovery())
+    assert_same(found, plain, tolerance=0)
+    assert untouched(pools(3))
+
+
+# ---- an island leaves, and joins again
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("victim", [0, 2])
+def test_an_island_that_loses_a_worker_joins_again_at_the_next_outer_step(layout: str, victim: int) -> None:
+    outer = onebox.Outer(every=4, shares=LAYOUTS[layout][-1])
+    with onebox.open(f"cpu*{LAYOUTS[layout][1]}", threads=1) as pool:
+        with training(pool, layout, outer) as trainer:
+            checked(trainer, layout, outer, {5: victim})
+            assert [(change.kind, change.step) for change in trainer.island_changes] == [("left", 6), ("joined", 8)]
+        assert untouched(pool)
+
+
+@pytest.mark.parametrize("instruction", ["reduce", "optimizerstep", "operate", "ask", "call"])
+@pytest.mark.parametrize("count", [2, 5])
+def test_an_outer_step_that_fails_half_way_is_void_everywhere_and_done_again(instruction: str, count: int) -> None:
+    """A worker dies in the middle of something, of an outer step among others."""
+    outer = onebox.Outer(every=2, fragments=2)
+    faults = {1: [Fault("kill", instruction, count)]}
+    with open_pool("cpu*3", threads=1, faults=faults) as pool, training(pool, "devices", outer) as trainer:
+        checked(trainer, "devices", outer, torn=2)
+        assert {change.kind for change in trainer.island_changes} >= {"left", "joined"}
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize("step", [4, 5, 6, 7])
+def test_sums_that_travel_while_an_island_is_lost(step: int, fragments: int) -> None:
+    outer = onebox.Outer(every=4, overlap=2, fragments=fragments, shares=[1, 1, 1])
+    with onebox.open("cpu*3", threads=1) as pool, training(pool, "devices", outer) as trainer:
+        checked(trainer, "devices", outer, {step: 1})
+        assert [change.kind for change in trainer.island_changes if change.kind != "redone"] == ["left", "joined"]
+
+
+def test_sums_of_which_some_never_come_are_begun_again() -> None:
+    outer = onebox.Outer(every=4, overlap=2, shares=[1, 1, 1])
+    faults = {2: [Fault("kill", "reduce", 1)]}
+    with open_pool("cpu*3", threads=1, faults=faults) as pool, training(pool, "devices", outer) as trainer:
+        checked(trainer, "devices", outer, torn=6)
+        assert [change.kind for change in trainer.island_changes][:2] == ["left", "redone"]
+
+
+def test_two_islands_are_lost_one_after_the_other() -> None:
+    outer = onebox.Outer(every=3)
+    with onebox.open("cpu*3", threads=1) as pool, training(pool, "devices", outer) as trainer:
+        checked(trainer, "devices", outer, {4: 0, 5: 1, 8: 0})
+        assert [change.kind for change in trainer.island_changes].count("left") == 3
+
+
+SETTINGS = {
+    "codec": ["none", "bf16", "int8", "e3m0"],
+    "state": ["device", "host"],
+    "overlap": ["0", "2"],
+    "fragments": ["1", "2"],
+    "layout": ["devices", "replicas", "cut"],
+    "victim": ["0", "2"],
+    "step": ["5", "7"],
+}
+"""Settings of which every two meet in some run."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("run", covering_array(SETTINGS, lambda run: False), ids=lambda run: "-".join(run.values()))
+def test_codecs_overlap_and_state_on_the_host_with_islands_that_leave_and_join(run: dict[str, str]) -> None:
+    """What codecs have lost is dropped with each change of the islands; steps of SGD have the same bits everywhere, so
+    that codes are equal."""
+    layout = run["layout"]
+    outer = onebox.Outer(
+        every=4,
+        overlap=int(run["overlap"]),
+        fragments=int(run["fragments"]),
+        compression=run["codec"],  # type: ignore[arg-type]
+        state=run["state"],  # type: ignore[arg-type]
+        shares=LAYOUTS[layout][-1],
+    )
+    settings = {"buckets": stages_of(LAYOUTS[layout][3]()[0])} if layout == "cut" else {}
+    with onebox.open(f"cpu*{LAYOUTS[layout][1]}", threads=1) as pool:
+        with training(pool, layout, outer, "sgd") as trainer:
+            checked(trainer, layout, outer, {int(run["step"]): int(run["victim"])}, optimizer="sgd", **settings)
+            assert [each.kind for each in trainer.island_changes if each.kind != "redone"] == ["left", "joined"]
+        assert untouched(pool)
+
+
+@pytest.fixture
+def unreplaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalSource, "replace", lambda self, worker, client_key: None)
+
+
+@pytest.mark.usefixtures("unreplaced")
+def test_a_run_goes_on_without_an_island_that_is_gone(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, pools: Shelf
+) -> None:
+    """Its state is read, evaluated, saved and resumed without that island, which begins with the global parameters."""
+    outer = onebox.Outer(every=4, shares=[1, 2])
+    batches, held_out = CASES["cnn"].batches(SIZES), CASES["cnn"].batches([10, 7])
+    reference = Changing("cnn", "adamw", [1, 2], outer)
+    with onebox.open("cpu*3", threads=1) as pool:
+        case, model = CASES["cnn"], CASES["cnn"].model()
+        arguments: dict[str, Any] = {"pool": pool, "seed": SEED, "islands": [[0], [1, 2]], "plan": SMALL}
+        optimizer = OPTIMIZERS["adamw"](model)
+        recovery = onebox.Recovery()
+        with (
+            caplog.at_level(logging.WARNING, "onebox"),
+            onebox.Trainer(model, case.loss, optimizer, outer=outer, recovery=recovery, **arguments) as trainer,
+        ):
+            losses = [trainer.step(*batch) for batch in batches[:6]]
+            trainer.wait()
+            kill(pool, 0)
+            assert trainer.evaluate(held_out).samples == 17
+            losses += [trainer.step(*batch) for batch in batches[6:]]
+            compare(trainer, losses, reference, batches)
+            evaluation = trainer.evaluate(held_out).loss
+            trainer.save(tmp_path)
+            assert [(change.kind, change.step) for change in trainer.island_changes] == [("left", 6)]
+            lines = [each.getMessage() for each in caplog.records if each.module == "island_losses"]
+            assert [str(change) for change in trainer.island_changes] == lines
+            assert "island 0 left after step 6" in lines[0] and "WorkerDied" in lines[0]
+    model = case.model()
+    with onebox.Trainer.resume(tmp_path, model, case.loss, OPTIMIZERS["adamw"](model), pool=pools(3)) as trainer:
+        assert trainer.evaluate(held_out).loss == pytest.approx(evaluation, abs=AGREE)
+        trainer.step(*batches[0])
+        trainer.synchronize()
+
+
+@pytest.mark.usefixtures("unreplaced")
+def test_the_loss_of_the_last_island_is_one_error() -> None:
+    with onebox.open("cpu*3", threads=1) as pool, training(pool, "devices", onebox.Outer(every=4)) as trainer:
+        batch = CASES["mlp"].batches([12])[0]
+        for worker in range(3):
+            trainer.step(*batch).item()
+            kill(pool, worker)
+            if worker < 2:
+                trainer.step(*batch)
+        with pytest.raises(PoolError, match="no island is left; resume from a checkpoint, if there is one"):
+            trainer.step(*batch)
+        with pytest.raises(PoolError, match="no island is left"):
+            trainer.wait()
+
+
+def test_uploads_ahead_and_losses_that_are_read_late() -> None:
+    outer = onebox.Outer(every=4)
+    batches, losses, uploaded = CASES["mlp"].batches(SIZES), [], []
+    with onebox.open("cpu*3", threads=1) as pool, training(pool, "devices", outer) as trainer:
+        for number, batch in enumerate(batches):
+            if number == 6:
+                kill(pool, 2)
+            uploaded.append(trainer.upload(*batch))
+            if len(uploaded) > 2:
+                losses.append(trainer.step(uploaded.pop(0)))
+        losses += [trainer.step(each) for each in uploaded]
+        assert all(math.isfinite(float(loss)) for loss in losses)
+        assert [change.kind for change in trainer.island_changes] == ["left", "joined"]
+
+
+@pytest.mark.long
+def test_a_worker_that_hangs_is_an_island_that_leaves() -> None:
+    outer = onebox.Outer(every=4)
+    with onebox.open("cpu*3", threads=1) as pool, training(pool, "devices", outer) as trainer:
+        batches = CASES["mlp"].batches(SIZES)
+        losses = [trainer.step(*batch) for batch in batches[:5]]
+        trainer.wait()
+        os.kill(pool.process_ids[1], signal.SIGSTOP)
+        losses += [trainer.step(*batch) for batch in batches[5:]]
+        compare(trainer, losses, Changing("mlp", "adamw", [1, 1, 1], outer), batches, torn=4)
+        assert "WorkerHung" in trainer.island_changes[0].cause
