@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -89,11 +89,15 @@ class Links:
 
     Args:
         latency_s: ``latency_s[source][target]``, seconds of an empty message.
-        bandwidth_bps: ``bandwidth_bps[source][target]``, bytes per second.
+        bandwidth_bps: ``bandwidth_bps[source][target]``, bytes per second of a message that has the link to itself.
+        uplinks: By device, the uplink that it shares with other devices, such as that of its host. A message between
+            two uplinks occupies the one's way out and the other's way in, which carry one message at a time: several
+            flows share them. A pair of devices, one of which has no uplink here, has a link of its own.
     """
 
     latency_s: Mapping[int, Mapping[int, float]]
     bandwidth_bps: Mapping[int, Mapping[int, float]]
+    uplinks: Mapping[int, str] = field(default_factory=dict)
     _ways: dict[tuple[int, ...], tuple[AllReduceAlgorithm, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -103,6 +107,16 @@ class Links:
         if source == target:
             return 0.0
         return self.latency_s[source][target] + size_bytes / self.bandwidth_bps[source][target]
+
+    def crossed(self, source: int, target: int) -> tuple[str, str] | None:
+        """Return the uplinks that a message leaves and enters; ``None`` if it shares its link with no other pair."""
+        leaves, enters = self.uplinks.get(source), self.uplinks.get(target)
+        return None if leaves is None or enters is None or leaves == enters else (leaves, enters)
+
+    def shared_by(self, devices: Collection[int]) -> frozenset[str]:
+        """Return the uplinks that an exchange among some devices occupies."""
+        found = {self.uplinks[device] for device in devices if device in self.uplinks}
+        return frozenset(found) if len(found) > 1 else frozenset()
 
     def all_reduce_algorithm(self, devices: Sequence[int], size_bytes: int) -> AllReduceAlgorithm:
         """Return the best way for some devices to sum their values: in one ring, or in each host first.
