@@ -16,7 +16,7 @@ from onebox.engine.compile.definition_numbers import DefinitionNumbers
 from onebox.engine.install.deferred_replies import DeferredReplies, begin_group_formation
 from onebox.engine.install.installed_plan import InstalledPlan
 from onebox.engine.install.program_cache import ProgramCache
-from onebox.engine.islands.outer_layout import fragments_of, global_sharding, outer_buckets, outer_parts
+from onebox.engine.islands.outer_layout import fragments_of, global_bytes, global_sharding, outer_buckets, outer_parts
 from onebox.engine.islands.outer_program import WEIGHT, OuterCompiler, OuterNumbers, WorkerOuterStep
 from onebox.engine.partition.sharding_spec import Members
 from onebox.engine.partition.weight_versions import WeightVersions
@@ -62,6 +62,19 @@ _WAITING = 8
 def averaged_buffers(compiler: Compiler) -> tuple[str, ...]:
     """Return the buffers that islands average: floating-point ones that change with the data, as of batch norm."""
     return tuple(name for name in compiler.affine if DTYPES[compiler.state.spec(name).dtype].is_floating_point)
+
+
+def outer_state_bytes(compiler: Compiler, outer: Outer) -> Mapping[int, int]:
+    """Return the bytes of global values and of the outer optimizer's state on the workers of an island.
+
+    Args:
+        compiler: The compiler of the island's plan.
+        outer: The outer optimizer.
+    """
+    averaged = averaged_buffers(compiler)
+    specs = {name: compiler.state.spec(name) for name in (*compiler.trained, *averaged)}
+    copies = 1 + bool(outer.momentum) + bool(outer.overlap)
+    return global_bytes(compiler.holdings, compiler.trained, averaged, specs, copies)
 
 
 class OuterOptimizer:

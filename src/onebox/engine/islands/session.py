@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from onebox.cost import DeviceGroups
-from onebox.engine.compile.compiler import CompiledStep, Compiler
+from onebox.engine.compile.compiler import CompiledStep
 from onebox.engine.data.batch_transfer import WorkerBatch
 from onebox.engine.data.prefetch import BatchPrefetcher, UploadedBatch
 from onebox.engine.islands.division import divided, island_seed
 from onebox.engine.islands.island_uploads import IslandUploads
 from onebox.engine.islands.islands_state import IslandsStart, IslandsTransfer, WholeTransfer
-from onebox.engine.islands.outer_layout import due_fragments, global_bytes
-from onebox.engine.islands.outer_optimizer import OuterOptimizer, averaged_buffers
+from onebox.engine.islands.outer_layout import due_fragments
+from onebox.engine.islands.outer_optimizer import OuterOptimizer, outer_state_bytes
 from onebox.engine.memory.simulator import InitialContents
 from onebox.engine.recovery.manager import RecoveryManager
 from onebox.engine.session import TrainingSession
@@ -124,7 +124,7 @@ class IslandsSession:
                 recovery=None,
                 step=step,
                 saved=saved,
-                beside=self._outer_bytes,
+                beside=functools.partial(outer_state_bytes, outer=outer),
             )
             for place, (state, prefetcher) in enumerate(zip(states, prefetchers, strict=True))
         ]
@@ -137,13 +137,6 @@ class IslandsSession:
 
     def _plan_of(self, island: int, captures: Captures, batch: Batch) -> Plan:
         return self.plans[island]
-
-    def _outer_bytes(self, compiler: Compiler) -> Mapping[int, int]:
-        """Return the bytes of global values and of the outer optimizer's state on an island's workers."""
-        averaged = averaged_buffers(compiler)
-        specs = {name: compiler.state.spec(name) for name in (*compiler.trained, *averaged)}
-        copies = 1 + bool(self.outer.momentum) + bool(self.outer.overlap)
-        return global_bytes(compiler.holdings, compiler.trained, averaged, specs, copies)
 
     @property
     def recovery(self) -> RecoveryManager:

@@ -101,12 +101,21 @@ class TrainingJob:
             UsageError: The plan is for another model.
             CaptureError: The model cannot be divided among replicas.
         """
+        return step_contents(self.compiler(plan), self.batch, windows=self.staleness > 0 or plan.late or self.overlap)
+
+    def compiler(self, plan: Plan) -> Compiler:
+        """Return the compiler of a plan, whose numbers stand for no worker's.
+
+        Raises:
+            UsageError: The plan is for another model.
+            CaptureError: The model cannot be divided among replicas.
+        """
         new = functools.partial(next, itertools.count(1))
         optimizers = optimizers_in(self.optimizer)
         state = named_state(self.captures.recipe.model, self.captures.recipe.loss, new)
         wanted = trained_names(state, optimizers)
         late = self.staleness > 0 or plan.late
-        compiler = Compiler(
+        return Compiler(
             plan,
             self.captures,
             self.batch,
@@ -122,4 +131,3 @@ class TrainingJob:
             numbers=DefinitionNumbers(new),
             group_number=lambda members: new(),
         )
-        return step_contents(compiler, self.batch, windows=late or self.overlap)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -148,6 +149,29 @@ class Links:
             across = [(part[0],) for part in parts] if len(parts) > 1 else replicas
         within_s = exact_s - self.ring_seconds(across, stage.gradient_bytes) if across is not replicas else 0.0
         return max(within_s, 0.0) + stage.coding_s + self.ring_seconds(across, stage.travelling_bytes)
+
+    def sum_traffic(
+        self, devices: Sequence[int], size_bytes: int, travelling_bytes: int | None = None
+    ) -> dict[tuple[int, int], float]:
+        """Return the bytes from device to device in which some devices sum their values.
+
+        Args:
+            devices: The devices.
+            size_bytes: Bytes that each holds.
+            travelling_bytes: Bytes that travel in place of these in a lossy codec; where hosts sum first, only between
+                hosts.
+        """
+        if len(devices) < 2:
+            return {}
+        parts = self.all_reduce_algorithm(devices, size_bytes).parts
+        ring = [part[0] for part in parts] if len(parts) > 1 else list(parts[0])
+        size = size_bytes if travelling_bytes is None else travelling_bytes
+        each = 2 * (len(ring) - 1) / len(ring) * size
+        found = dict.fromkeys(zip(ring, [*ring[1:], ring[0]], strict=True), each)
+        for part in parts if len(parts) > 1 else ():
+            for a, b in itertools.pairwise(part):
+                found |= {(a, b): float(size_bytes), (b, a): float(size_bytes)}
+        return found
 
     def ring_seconds(self, replicas: Sequence[Sequence[int]], size_bytes: int) -> float:
         """Return the seconds in which replicas sum their gradients: in one ring, or in each host first.

@@ -142,7 +142,11 @@ def test_messages_and_sums_of_several_devices_take_turns_on_the_uplink_that_they
 
     crossing = replace(links, uplinks={0: "a", 2: "a", 1: "b", 3: "b"})  # each stage has a replica on either side
     times = [
-        {(made.stage, made.start_s, made.end_s) for made in simulate(rows, routes, work).updates if made.stage is not None}
+        {
+            (made.stage, made.start_s, made.end_s)
+            for made in simulate(rows, routes, work).updates
+            if made.stage is not None
+        }
         for work in (work_for(routes, links=way, gradient_bytes=40) for way in (links, crossing))
     ]
     assert times == [{(1, 4, 8), (0, 6, 10)}, {(1, 4, 8), (0, 8, 12)}]
