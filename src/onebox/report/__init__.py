@@ -19,7 +19,14 @@ from onebox.report.tables.comparison import (
 )
 from onebox.report.tables.memory import MemoryComparison, compare_memory
 from onebox.report.tables.model_profile import segment_tables
-from onebox.report.tables.plan import candidate_table, comparison_tables, plan_device_table, stage_table, summary_line
+from onebox.report.tables.plan import (
+    candidate_table,
+    comparison_tables,
+    mode_table,
+    plan_device_table,
+    stage_table,
+    summary_line,
+)
 from onebox.report.tables.pool_profile import profile_tables
 from onebox.report.tables.text import DeviceRow, device_table, epoch_line
 
@@ -43,6 +50,7 @@ __all__ = [
     "comparison_tables",
     "device_table",
     "epoch_line",
+    "mode_table",
     "offer_table",
     "plan_device_table",
     "printable",

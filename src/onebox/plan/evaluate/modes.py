@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from onebox.cost import DeviceGroups
 from onebox.plan.evaluate.traffic import Traffic
 from onebox.plan_names import LossyPart
 
@@ -30,7 +31,8 @@ class TrainingMode:
         text: Description of its plan, or of its plans.
         batch: Samples of a step; 0 if there is no such plan, for the reason in ``text``.
         step_s: Seconds of a step.
-        traffic: Bytes of a step from group to group of near devices, or from island to island, by their places.
+        groups: Groups of near devices, or islands.
+        traffic: Bytes of a step from group to group, by their places.
         peak_bytes: Memory of each device, by its number.
         accuracy: Published price in accuracy; empty for exact steps.
     """
@@ -39,6 +41,7 @@ class TrainingMode:
     text: str
     batch: int = 0
     step_s: float = 0.0
+    groups: DeviceGroups
     traffic: Traffic
     peak_bytes: Mapping[int, int]
     accuracy: str = ""

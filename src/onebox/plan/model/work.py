@@ -109,6 +109,14 @@ class Links:
             return 0.0
         return self.latency_s[source][target] + size_bytes / self.bandwidth_bps[source][target]
 
+    def among(self, devices: Collection[int]) -> Links:
+        """Return the links between some of the devices."""
+
+        def entries(table: Mapping[int, Mapping[int, float]]) -> dict[int, dict[int, float]]:
+            return {a: {b: value for b, value in table[a].items() if b in devices} for a in devices}
+
+        return Links(latency_s=entries(self.latency_s), bandwidth_bps=entries(self.bandwidth_bps), uplinks=self.uplinks)
+
     def crossed(self, source: int, target: int) -> tuple[str, str] | None:
         """Return the uplinks that a message leaves and enters; ``None`` if it shares its link with no other pair."""
         leaves, enters = self.uplinks.get(source), self.uplinks.get(target)

@@ -8,7 +8,9 @@ from itertools import groupby
 from rich.table import Table
 from rich.text import Text
 
+from onebox.cost import DeviceGroups
 from onebox.plan import Kind, Plan, PlanCandidate, Simulation, Stage
+from onebox.plan.evaluate.modes import TrainingMode
 from onebox.plan.model.stage import POLICY_WORDS
 from onebox.report.tables.comparison import PlanComparison, PredictedMeasured
 from onebox.report.tables.text import emulated_caption, marked, rate_text, share_text, time_text
@@ -113,6 +115,38 @@ def candidate_table(candidates: Sequence[PlanCandidate]) -> Table:
         cells = (label, _where(one.plan), size, schedule, time_text(one.step_s), ratio, reason)
         table.add_row(*(Text(cell) for cell in cells))
     return table
+
+
+def mode_table(modes: Sequence[TrainingMode]) -> Table:
+    """Return the table of exact, compressed and island training: times, bytes of a step on each link, memory, accuracy.
+
+    A link between two groups of devices is named by these; its bytes are those of both directions.
+
+    Args:
+        modes: The ways to train.
+    """
+    pairs = sorted({(min(way), max(way)) for mode in modes for way in mode.traffic})
+    table = Table("training", "plan")
+    for heading in ("step", "sample", "", *(_link_text(modes[0].groups, pair) for pair in pairs), "memory"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("published price in accuracy", max_width=40)
+    best_s = min(mode.step_s for mode in modes if mode.batch)
+    for mode in modes:
+        cells = [mode.name, mode.text]
+        if mode.sample_s is None:
+            table.add_row(*map(Text, cells))
+            continue
+        both = [mode.traffic.get(pair, 0.0) + mode.traffic.get(pair[::-1], 0.0) for pair in pairs]
+        ratio = f"× {mode.step_s / best_s:.2f}" if mode.step_s > best_s else ""
+        cells += [time_text(mode.step_s), time_text(mode.sample_s), ratio, *map(_bytes, both)]
+        cells += [_bytes(max(mode.peak_bytes.values())), mode.accuracy]
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def _link_text(groups: DeviceGroups, pair: tuple[int, int]) -> str:
+    one, other = (",".join(map(str, groups[place])) for place in pair)
+    return f"bytes\n{one} – {other}"
 
 
 def rejection_reason(candidate: PlanCandidate) -> str:
