@@ -31,6 +31,7 @@ from onebox.engine.islands.islands_state import islands_start
 from onebox.engine.islands.session import IslandsSession, Session
 from onebox.engine.memory.timeline import MemoryTimeline, memory_timeline
 from onebox.engine.planning.island_plans import IslandsRequest
+from onebox.engine.planning.make_plan import known_pool_links
 from onebox.engine.planning.resolve_plan import ALLOWED_PLANS, PlanRequest, default_plan
 from onebox.engine.recovery.policy import RecoveryRecord
 from onebox.engine.session import TrainingSession
@@ -59,6 +60,7 @@ from onebox.graph import Loss, Metrics, Precision
 from onebox.graph.capture.on_device_transform import OnDevice
 from onebox.padding import Buckets, require_buckets
 from onebox.plan import Plan
+from onebox.plan.evaluate.islands import IslandsPrediction
 from onebox.plan.model.problem import Problem
 from onebox.plan_names import LossyPart
 from onebox.pool import Pool
@@ -447,6 +449,20 @@ class Trainer:
     def island_plans(self) -> tuple[Plan, ...]:
         """The plan of each island; empty before the first step, and without islands."""
         return self._run.plans if isinstance(self._run, IslandsSession) else ()
+
+    @property
+    def island_prediction(self) -> IslandsPrediction | None:
+        """The prediction of a run of islands; ``None`` before the first step, or if plans or links have not been
+        measured."""
+        if not isinstance(self._run, IslandsSession) or self.pool.profiled is None:
+            return None
+        return self._run.prediction(known_pool_links(self.pool.profiled, self.pool.devices))
+
+    @property
+    def island_sums_s(self) -> float | None:
+        """Measured seconds of a step's part of the sums between islands; ``None`` where they are not known, as of sums
+        that travel while islands go on."""
+        return self._run.sums_s if isinstance(self._run, IslandsSession) else None
 
     @property
     def captures(self) -> Captures:

@@ -11,10 +11,12 @@ from onebox.report.run.progress import Progress
 from onebox.report.tables.agents import HostState, OfferRow, offer_table, printable, status_lines, status_table
 from onebox.report.tables.comparison import (
     DeviceComparison,
+    IslandsComparison,
     PlanComparison,
     PredictedMeasured,
     StageComparison,
     compare,
+    compare_islands,
     typical_step,
 )
 from onebox.report.tables.memory import MemoryComparison, compare_memory
@@ -22,6 +24,7 @@ from onebox.report.tables.model_profile import segment_tables
 from onebox.report.tables.plan import (
     candidate_table,
     comparison_tables,
+    islands_table,
     mode_table,
     plan_device_table,
     stage_table,
@@ -34,6 +37,7 @@ __all__ = [
     "DeviceComparison",
     "DeviceRow",
     "HostState",
+    "IslandsComparison",
     "MemoryComparison",
     "MetricsLog",
     "OfferRow",
@@ -46,10 +50,12 @@ __all__ = [
     "Timeline",
     "candidate_table",
     "compare",
+    "compare_islands",
     "compare_memory",
     "comparison_tables",
     "device_table",
     "epoch_line",
+    "islands_table",
     "mode_table",
     "offer_table",
     "plan_device_table",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
@@ -13,11 +14,12 @@ from torch import Tensor, nn
 
 from onebox.engine.compile.compiler import Compiler
 from onebox.engine.compile.definition_numbers import DefinitionNumbers
+from onebox.engine.compile.routine import StepRoutine
 from onebox.engine.install.deferred_replies import DeferredReplies, begin_group_formation
 from onebox.engine.install.installed_plan import InstalledPlan
 from onebox.engine.install.program_cache import ProgramCache
 from onebox.engine.islands.outer_layout import fragments_of, global_bytes, global_sharding, outer_buckets, outer_parts
-from onebox.engine.islands.outer_program import WEIGHT, OuterCompiler, OuterNumbers, WorkerOuterStep
+from onebox.engine.islands.outer_program import BETWEEN_ISLANDS, WEIGHT, OuterCompiler, OuterNumbers, WorkerOuterStep
 from onebox.engine.partition.sharding_spec import Members
 from onebox.engine.partition.weight_versions import WeightVersions
 from onebox.engine.state.move_executor import upload
@@ -59,6 +61,19 @@ _WAITING = 8
 """Most outer steps, or halves of them, whose replies are pending: a bound that inner steps in flight keep usually."""
 
 
+_TIMED = 100
+"""Sums of each fragment whose times are kept."""
+
+
+def _sums_ns(routine: StepRoutine | None, answer: WorkerReply) -> int | None:
+    """Return the nanoseconds from the first sum between islands that a worker began to the end of its last one."""
+    if routine is None or not answer.times_ns:
+        return None
+    places = [place for place, label in enumerate(routine.labels) if label.name == BETWEEN_ISLANDS]
+    times = [answer.times_ns[2 * place : 2 * place + 2] for place in places]
+    return max(end for _, end in times) - min(start for start, _ in times) if times else None
+
+
 def averaged_buffers(compiler: Compiler) -> tuple[str, ...]:
     """Return the buffers that islands average: floating-point ones that change with the data, as of batch norm."""
     return tuple(name for name in compiler.affine if DTYPES[compiler.state.spec(name).dtype].is_floating_point)
@@ -90,6 +105,7 @@ class OuterOptimizer:
         locals_: State of each island.
         outer: The options.
         start: State of the outer optimizer in a checkpoint; ``None`` for a new one.
+        trace: Whether workers report the times of sums.
 
     Raises:
         UsageError: Islands split a parameter differently.
@@ -105,8 +121,13 @@ class OuterOptimizer:
         locals_: Sequence[RemoteState],
         outer: Outer,
         start: StartState | None,
+        *,
+        trace: bool = False,
     ) -> None:
-        self._pool = pool
+        self._pool, self._trace = pool, trace
+        self.sum_times_s: dict[int, deque[float]] = {}
+        """For each fragment, seconds of its last sums, from when all islands had come until these had ended; none for
+        sums that travel while islands go on, whose ends workers do not report."""
         holdings = [each.holdings for each in installed]
         named, trained = locals_[0].named, installed[0].trained
         self.trained = trained
@@ -218,7 +239,8 @@ class OuterOptimizer:
     ) -> None:
         self._settle()
         weight_of = {worker: weights[island] for island, own in enumerate(workers_of) for worker in own}
-        self._post(self._routines(kind, fragment), weight_of, number)
+        timed = self.sum_times_s.setdefault(fragment, deque(maxlen=_TIMED)) if kind == "step" and self._trace else None
+        self._post(self._routines(kind, fragment), weight_of, number, timed=timed)
 
     def _routines(self, kind: Literal["step", "begin", "apply"], fragment: int) -> dict[int, WorkerOuterStep]:
         """Return the parts of an outer step of a fragment, which workers have."""
@@ -339,9 +361,10 @@ class OuterOptimizer:
         weight_of: Mapping[int, float],
         number: int,
         after: Callable[[int], Sequence[Instruction]] = lambda worker: (),
+        timed: deque[float] | None = None,
     ) -> None:
         """Send workers their parts: routines with the weights of their islands, and copies."""
-        futures = []
+        futures, routines = [], list[StepRoutine | None]()
         options = self.remote.changed_options(options_of(self.remote.optimizer)) if weight_of else ()
         with self._pool.order:
             for worker, each in steps.items():
@@ -351,7 +374,8 @@ class OuterOptimizer:
                     weight = self._pool.new_number()
                     message.append(Put((weight,), (WEIGHT,)))
                     frames.append(to_frame(torch.tensor(weight_of[worker], dtype=torch.float64)))
-                    message.append(Run(each.routine.number, (weight,), number, options=options))
+                    trace = timed is not None
+                    message.append(Run(each.routine.number, (weight,), number, options=options, trace=trace))
                 elif each.routine is not None:
                     message.append(Run(each.routine.number, (), number))
                 message += self._in_place(each)
@@ -361,7 +385,15 @@ class OuterOptimizer:
                 message += after(worker)
                 if message:
                     futures.append(self._pool.post(worker, message, frames, answer=True))
-        self._pending.append(DeferredReplies(futures, lambda answers: None))
+                    routines.append(each.routine)
+
+        def take(answers: list[WorkerReply]) -> None:
+            pairs = zip(routines, answers, strict=True)
+            spans = [span for routine, answer in pairs if (span := _sums_ns(routine, answer)) is not None]
+            if timed is not None and spans:
+                timed.append(min(spans) * 1e-9)  # of the island that came last and waited for none
+
+        self._pending.append(DeferredReplies(futures, take))
 
     def _in_place(self, each: WorkerOuterStep) -> list[Instruction]:
         """Return the instructions that change local values in place."""

@@ -23,6 +23,9 @@ WEIGHT = TensorSpec("float64", ())
 _WEIGHT = -1
 """Reference to that binding."""
 
+BETWEEN_ISLANDS = "average between islands"
+"""Label of the sums that travel between islands."""
+
 _TRAVELLING = 4
 """Buckets of outer gradients that are being summed while the next one is computed; it bounds their memory."""
 
@@ -215,7 +218,7 @@ class OuterCompiler:
             builder.call(_weighted(specs), [*local, _WEIGHT], results, InstructionLabel("average", "compute"))
         if len(bucket.leaders) > 1:
             size_bytes = sum(spec.size_bytes for spec in specs)
-            label = InstructionLabel("average between islands", "transfer", size_bytes=size_bytes)
+            label = InstructionLabel(BETWEEN_ISLANDS, "transfer", size_bytes=size_bytes)
             builder.add(Reduce(tuple(results), self.numbers.between[bucket.leaders]), label)
 
     def _update(self, builder: RoutineBuilder, worker: int, bucket: OuterBucket, gradients: Sequence[int]) -> None:

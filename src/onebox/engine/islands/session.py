@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from onebox.engine.islands.island_uploads import IslandUploads
 from onebox.engine.islands.islands_state import IslandsStart, IslandsTransfer, WholeTransfer
 from onebox.engine.islands.outer_layout import due_fragments
 from onebox.engine.islands.outer_optimizer import OuterOptimizer, outer_state_bytes
+from onebox.engine.islands.prediction import outer_schedule, predict_islands
 from onebox.engine.memory.simulator import InitialContents
 from onebox.engine.recovery.manager import RecoveryManager
 from onebox.engine.session import TrainingSession
@@ -33,7 +35,8 @@ from onebox.engine.workload.batch import Batch
 from onebox.engine.workload.captures import Captures
 from onebox.engine.workload.loss_reduction import normalisers, shares_of, total_of
 from onebox.errors import OneboxError, ReplicasParted, UsageError
-from onebox.plan import MicroBatch, Plan
+from onebox.plan import Links, MicroBatch, Plan
+from onebox.plan.evaluate.islands import IslandsPrediction
 from onebox.pool import Pool, WorkerReply
 from onebox.trainer_options import Outer, Staging
 
@@ -333,6 +336,24 @@ class IslandsSession:
 
     # ---- observation
 
+    def prediction(self, links: Links) -> IslandsPrediction | None:
+        """Return the prediction of the run; ``None`` before the first step, or if a plan has none.
+
+        Args:
+            links: Links between the devices.
+        """
+        if self._optimizer is None or not all(plan.predicted for plan in self.plans):
+            return None
+        compilers = [session.installed.compiler for session in self._sessions]
+        return predict_islands(self.plans, outer_schedule(compilers, self.outer), links)
+
+    @property
+    def sums_s(self) -> float | None:
+        """Measured seconds of a step's part of the sums of outer steps; ``None`` if some are not known."""
+        times = self._optimizer.sum_times_s if self._optimizer is not None else {}
+        known = [statistics.median(own) for own in times.values() if own]
+        return sum(known) / self.outer.every if len(known) == self.outer.fragments else None
+
     def events(self) -> list[TraceEvent]:
         """Return the workers' activity in the last steps; see :meth:`Trainer.events`."""
         return [event for session in self._sessions for event in session.events()]
@@ -431,6 +452,7 @@ class IslandsSession:
                 self._states,
                 self.outer,
                 start,
+                trace=self._settings.trace,
             )
             if self._start is not None and self._start.sums:
                 self._optimizer.bring_sums(self._start.sums)

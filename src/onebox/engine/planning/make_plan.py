@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 from torch import nn
 
-from onebox.cost import DeviceGroups
+from onebox.cost import DeviceGroups, PoolProfile
 from onebox.cost.model_profile import ModelProfile
-from onebox.engine.islands.division import Islands, given_islands, near_islands
+from onebox.engine.islands.division import Islands, check_shares, given_islands, near_islands
 from onebox.engine.memory.forecast import MemoryForecast, TrainingJob
 from onebox.engine.planning.profile import profile_model
 from onebox.engine.planning.training_modes import IslandsPlanning, plan_islands, training_modes
@@ -213,7 +213,9 @@ def _checked_islands(islands: Islands | None, outer: Outer | None, pool: Pool, *
         return None
     if not alone:
         raise UsageError("islands= do not go together with stale= or among=; leave one of them out")
-    return near_islands(pool.profile().groups) if islands == "auto" else given_islands(islands, len(pool))
+    found = near_islands(pool.profile().groups) if islands == "auto" else given_islands(islands, len(pool))
+    check_shares((outer or Outer()).shares, found)
+    return found
 
 
 def _within(devices: Sequence[DeviceInfo], budgets: Sequence[int]) -> list[DeviceInfo]:
@@ -304,14 +306,15 @@ def pool_links(pool: Pool, among: Sequence[int] | None = None, *, fresh: bool = 
     if len(among) == 1:
         (only,) = among
         return Links(latency_s={only: {only: 0.0}}, bandwidth_bps={only: {only: float("inf")}})
-    measured = pool.profile(fresh=fresh, probe=True)
-    found = Links(
-        latency_s=measured.latency_s, bandwidth_bps=measured.bandwidth_bps, uplinks=host_uplinks(pool.devices)
-    )
-    return found.among(among)
+    return known_pool_links(pool.profile(fresh=fresh, probe=True), pool.devices).among(among)
 
 
-def host_uplinks(devices: Sequence[DeviceInfo]) -> dict[int, str]:
+def known_pool_links(measured: PoolProfile, devices: Sequence[DeviceInfo]) -> Links:
+    """Return the links between all devices of a pool as they are in its profile."""
+    return Links(latency_s=measured.latency_s, bandwidth_bps=measured.bandwidth_bps, uplinks=_host_uplinks(devices))
+
+
+def _host_uplinks(devices: Sequence[DeviceInfo]) -> dict[int, str]:
     """Return the uplink of each device, that of its host; none on a single host, within which links are emulated."""
     hosts = distinct_hosts(devices)
     return {device: host for host, own in hosts.items() for device in own} if len(hosts) > 1 else {}

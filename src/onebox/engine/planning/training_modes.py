@@ -65,14 +65,10 @@ def plan_islands(
         budget_s: Time limit of all searches in seconds.
 
     Raises:
-        UsageError: An island gets no sample, or there is no share for some island.
+        UsageError: An island gets no sample.
         PlanError: Nothing fits some island.
     """
     shares, measured = outer.shares, isinstance(outer.shares, str) and outer.shares != "equal"
-    if not isinstance(shares, str) and len(shares) != len(islands):
-        raise UsageError(
-            f"Outer(shares={list(shares)}): {len(shares)} weights for {len(islands)} islands; one for each is needed"
-        )
     if isinstance(shares, str):
         model, largest = CostModel(problem), max(problem.micro_batches)
         speeds = [sum(model.power(device, largest) for device in devices) for devices in islands]
@@ -159,7 +155,7 @@ def training_modes(
     """
     if not lossy and islands is None:
         return ()
-    groups = near(problem)[0] if islands is None else islands.islands
+    groups = _distant_groups(problem) if islands is None else islands.islands
     fitting = (one.plan for one in result.candidates if not one.refused and not one.shortfalls)
     exact = plan if not plan.lossy else next(found for found in fitting if not found.lossy)
     modes = [_mode("synchronous", problem, exact, groups)]
@@ -182,6 +178,17 @@ def training_modes(
             )
         )
     return tuple(modes)
+
+
+def _distant_groups(problem: Problem) -> DeviceGroups:
+    """Return the groups of devices whose traffic with each other matters: by host, or as far as links show them."""
+    hosts: dict[str, tuple[int, ...]] = {}
+    for device in (device.number for device in problem.devices if device.number in problem.links.uplinks):
+        uplink = problem.links.uplinks[device]
+        hosts[uplink] = (*hosts.get(uplink, ()), device)
+    if len(hosts) > 1:
+        return tuple(hosts.values())
+    return tuple((device.number,) for device in problem.devices) if len(problem.devices) == 2 else near(problem)[0]
 
 
 def _mode(name: str, problem: Problem, plan: Plan, groups: DeviceGroups) -> TrainingMode:

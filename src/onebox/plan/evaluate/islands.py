@@ -65,8 +65,8 @@ class IslandsPrediction:
         batch: Samples of a step, of all islands together.
         step_s: Seconds of a step, its part of the outer steps included.
         islands_s: Seconds of a step of each island by itself.
-        sums_s: Seconds for which the sums of a step's part of the outer steps occupy the links between islands, whether
-            islands wait for them or not.
+        sums_s: Seconds of a step's part of the sums of outer steps, each from when all islands have come to it until it
+            has ended, whether they wait for it or not.
         traffic: Bytes of a step from device to device between islands; an outer step's are spread over the steps
             between two.
         peak_bytes: Memory of each device, by its number.
@@ -83,7 +83,7 @@ class IslandsPrediction:
 def outer_step_s(
     islands_s: Sequence[float], outer: OuterSchedule, links: Links, update_s: Sequence[float]
 ) -> tuple[float, float]:
-    """Return the seconds of a step of islands with its part of the outer steps, and of the sums of that part.
+    """Return the seconds of a step of islands with its part of the outer steps, and of the sums in that part.
 
     Args:
         islands_s: Seconds of a step of each island by itself.
@@ -117,7 +117,7 @@ def outer_step_s(
                 end = max([ready, *(free.get(one, 0.0) for one in shared)]) + seconds
                 free |= dict.fromkeys(shared, end)
                 ends[fragment] = max(ends[fragment], end)
-                spent_s += seconds
+            spent_s += ends[fragment] - ready
             if outer.overlap:
                 due[fragment] = step + outer.overlap
             else:

@@ -12,9 +12,9 @@ from onebox.cost import DeviceGroups
 from onebox.plan import Kind, Plan, PlanCandidate, Simulation, Stage
 from onebox.plan.evaluate.modes import TrainingMode
 from onebox.plan.model.stage import POLICY_WORDS
-from onebox.report.tables.comparison import PlanComparison, PredictedMeasured
+from onebox.report.tables.comparison import IslandsComparison, PlanComparison, PredictedMeasured
 from onebox.report.tables.text import emulated_caption, marked, rate_text, share_text, time_text
-from onebox.sizes import size_text
+from onebox.sizes import bit_rate_text, size_text
 
 _LONG_RUN = 4
 """So many consecutive stages on the same devices are shown as one."""
@@ -127,7 +127,13 @@ def mode_table(modes: Sequence[TrainingMode]) -> Table:
     """
     pairs = sorted({(min(way), max(way)) for mode in modes for way in mode.traffic})
     table = Table("training", "plan")
-    for heading in ("step", "sample", "", *(_link_text(modes[0].groups, pair) for pair in pairs), "memory"):
+    for heading in (
+        "step",
+        "sample",
+        "",
+        *(_link_text(modes[0].groups, pair) for pair in pairs),
+        "memory of\na device",
+    ):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("published price in accuracy", max_width=40)
     best_s = min(mode.step_s for mode in modes if mode.batch)
@@ -181,6 +187,21 @@ def comparison_tables(found: PlanComparison) -> list[Table]:
             exact = PredictedMeasured(predicted=device.exact_bytes, measured=device.peak_bytes.measured)
             memory.add_row("", "peak, by buffer lifetimes", *_cells(exact, _bytes))
     return [times, whole, memory]
+
+
+def islands_table(found: IslandsComparison) -> Table:
+    """Return the table of the predictions and measurements of a run of islands as a whole.
+
+    Args:
+        found: The comparison.
+    """
+    table = Table("islands")
+    for heading in ("predicted", "measured", "error"):
+        table.add_column(heading, justify="right")
+    table.add_row(f"time for {found.batch} samples, outer steps included", *_cells(found.step_s, time_text))
+    table.add_row("of it sums between islands, hidden ones included", *_cells(found.sums_s, time_text))
+    table.add_row("rate of a link during these", *_cells(found.link_bps, bit_rate_text))
+    return table
 
 
 def segments_text(stage: Stage, names: Sequence[str]) -> str:
