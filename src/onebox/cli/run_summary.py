@@ -143,7 +143,7 @@ def _compare(loop: TrainingLoop) -> PlanComparison | IslandsComparison | None:
     exact, events = trainer.predicted_memory(*loop.data.example(size)), trainer.events()
     if not trainer.island_plans:
         return compare(trainer.plan, events, loop.peak_bytes, batch=size, steps=steps, exact=exact)
-    prediction, outer = trainer.island_prediction, loop.config.outer
+    prediction, outer = trainer.predicted_islands(), loop.config.outer
     if prediction is None or outer is None:
         return None
     islands = []
@@ -204,12 +204,17 @@ def _print_comparison(found: PlanComparison | IslandsComparison, loop: TrainingL
     emulated = any(device.emulated for device in loop.trainer.pool.devices)
     note = ", on emulated devices" if emulated else ""
     console.print(f"predicted and measured, medians of {found.steps} steps{note}", highlight=False)
-    parts = found.islands if isinstance(found, IslandsComparison) else (found,)
-    tables = [table for part in parts for table in comparison_tables(part)]
-    tables += [islands_table(found)] if isinstance(found, IslandsComparison) else []
-    console.widen(tables)
-    for table in tables:
-        console.print(table)
+    if isinstance(found, IslandsComparison):
+        parts = {f"island {number}": comparison_tables(own) for number, own in enumerate(found.islands)}
+        parts["all islands"] = [islands_table(found)]
+    else:
+        parts = {"": comparison_tables(found)}
+    console.widen([table for tables in parts.values() for table in tables])
+    for title, tables in parts.items():
+        if title:
+            console.write_line(title)
+        for table in tables:
+            console.print(table)
     if found.step_s.predicted is None:
         text = f"the plan predicts nothing for batches of {found.batch}; onebox plan --check {loop.folder.plan} does"
         console.write_line(text)

@@ -59,7 +59,7 @@ from onebox.errors import UsageError
 from onebox.graph import Loss, Metrics, Precision
 from onebox.graph.capture.on_device_transform import OnDevice
 from onebox.padding import Buckets, require_buckets
-from onebox.plan import Plan
+from onebox.plan import Links, Plan
 from onebox.plan.evaluate.islands import IslandsPrediction
 from onebox.plan.model.problem import Problem
 from onebox.plan_names import LossyPart
@@ -450,13 +450,15 @@ class Trainer:
         """The plan of each island; empty before the first step, and without islands."""
         return self._run.plans if isinstance(self._run, IslandsSession) else ()
 
-    @property
-    def island_prediction(self) -> IslandsPrediction | None:
-        """The prediction of a run of islands; ``None`` before the first step, or if plans or links have not been
-        measured."""
-        if not isinstance(self._run, IslandsSession) or self.pool.profiled is None:
-            return None
-        return self._run.prediction(known_pool_links(self.pool.profiled, self.pool.devices))
+    def predicted_islands(self, links: Links | None = None) -> IslandsPrediction | None:
+        """Return the prediction of a run of islands; ``None`` before the first step, or if a plan has none.
+
+        Args:
+            links: Links between the devices; without it those in the profile of the pool, if it has one.
+        """
+        if links is None and self.pool.profiled is not None:
+            links = known_pool_links(self.pool.profiled, self.pool.devices)
+        return None if links is None or not isinstance(self._run, IslandsSession) else self._run.prediction(links)
 
     @property
     def island_sums_s(self) -> float | None:

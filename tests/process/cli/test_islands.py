@@ -29,6 +29,22 @@ def test_a_run_of_islands_learns_and_is_resumed(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_predicted_and_measured_stand_beside_each_other(tmp_path: Path) -> None:
+    options = ("--plan", "auto", "--epochs", "2", "--run", "run")
+    done = command(["train", *ISLANDS, *options], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "outer steps included" in done.stdout and "rate of a link during these" in done.stdout
+    found = json.loads((tmp_path / "run" / "summary.json").read_text())["comparison"]
+    assert found["batch"] == 64 and len(found["islands"]) == 2
+    for name in ("step_s", "sums_s", "link_bps"):
+        assert found[name]["predicted"] > 0 and found[name]["measured"] > 0, name
+    assert found["step_s"]["measured"] > found["sums_s"]["measured"]
+    for island in found["islands"]:
+        for device in island["devices"]:
+            assert device["peak_bytes"]["measured"] >= device["exact_bytes"] > 0
+
+
+@pytest.mark.long
 def test_a_plan_shows_exact_compressed_and_island_training(tmp_path: Path) -> None:
     options = ("--micro-batches", "32", "--schedules", "1f1b", "--budget", "1", "--lossy", "gradients,activations")
     done = command(["plan", *ISLANDS, *options, "--report", "report.json"], tmp_path)

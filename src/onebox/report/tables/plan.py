@@ -195,7 +195,7 @@ def islands_table(found: IslandsComparison) -> Table:
     Args:
         found: The comparison.
     """
-    table = Table("islands")
+    table = Table("steps of all islands")
     for heading in ("predicted", "measured", "error"):
         table.add_column(heading, justify="right")
     table.add_row(f"time for {found.batch} samples, outer steps included", *_cells(found.step_s, time_text))
