@@ -35,7 +35,7 @@ STEPS = 8
 ROUNDS = 3
 SIM_SPEEDS = (1.0, 1.0, 0.5, 0.25)
 LINK = Link(latency_s=0.001, bandwidth_bps=200e6)
-SLOW = Link(latency_s=0.005, bandwidth_bps=1e6)
+SLOW = Link(latency_s=0.005, bandwidth_bps=7e5)
 PAIRS = ((0, 1), (2, 3))
 PERIODS = 3
 

@@ -30,7 +30,7 @@ from onebox.plan.model.problem import DeviceSpec, Problem
 from onebox.plan.search.result import PlanCandidate, SearchResult
 from onebox.plan_names import ACTIVATION_POLICIES, ChainPolicy, GradientCodec, LossyPart, searchable_schedules
 from onebox.pool import DeviceInfo, Pool
-from onebox.pool.devices import distinct_hosts
+from onebox.pool.devices import host_uplinks
 from onebox.sizes import Memory, parse_budgets
 from onebox.trainer_options import Numerics, Outer, StaleGradients, checked_lossy
 
@@ -311,10 +311,4 @@ def pool_links(pool: Pool, among: Sequence[int] | None = None, *, fresh: bool = 
 
 def known_pool_links(measured: PoolProfile, devices: Sequence[DeviceInfo]) -> Links:
     """Return the links between all devices of a pool as they are in its profile."""
-    return Links(latency_s=measured.latency_s, bandwidth_bps=measured.bandwidth_bps, uplinks=_host_uplinks(devices))
-
-
-def _host_uplinks(devices: Sequence[DeviceInfo]) -> dict[int, str]:
-    """Return the uplink of each device, that of its host; none on a single host, within which links are emulated."""
-    hosts = distinct_hosts(devices)
-    return {device: host for host, own in hosts.items() for device in own} if len(hosts) > 1 else {}
+    return Links(latency_s=measured.latency_s, bandwidth_bps=measured.bandwidth_bps, uplinks=host_uplinks(devices))
