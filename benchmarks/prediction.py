@@ -3,8 +3,9 @@
 On CPU workers: a convolutional net is profiled, a plan is timed by the simulator from that profile, and then runs;
 profile and run in turn for each plan, for the machine's speed wanders. On emulated devices of several speeds with
 emulated links: the stages' times are given, and what is measured is whether the runtime takes as long as the simulator
-says. Memory is predicted from buffer lifetimes alone, and compared with the workers' own accounting (on CPU workers; a
-worker's peak is that of one plan in a pool of its own).
+says. Two pairs of these are joined by slow links, over which they train in exact steps, with lossy messages, and as
+islands. Memory is predicted from buffer lifetimes alone, and compared with the workers' own accounting (on CPU
+workers; a worker's peak is that of one plan in a pool of its own).
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 import torch
@@ -33,6 +35,9 @@ STEPS = 8
 ROUNDS = 3
 SIM_SPEEDS = (1.0, 1.0, 0.5, 0.25)
 LINK = Link(latency_s=0.001, bandwidth_bps=200e6)
+SLOW = Link(latency_s=0.005, bandwidth_bps=7e5)
+PAIRS = ((0, 1), (2, 3))
+PERIODS = 3
 
 
 @dataclass
@@ -65,7 +70,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     options = parser.parse_args()
-    real, emulated = on_cpus(options.rounds), on_sims(options.rounds)
+    real, emulated = on_cpus(options.rounds), on_sims(options.rounds) + over_slow_links(options.rounds)
     rows = real + emulated
     memory = [abs(expected / found - 1) for row in real for expected, found in row.memory]
     orders = [rank_correlation(group) for group in (real, emulated)]
@@ -196,18 +201,20 @@ def run_on_cpus(plan: Plan, rounds: int) -> tuple[list[float], list[tuple[int, i
         return seconds, [(expected[device], used[device].peak_bytes) for device in plan.devices]
 
 
-def timed(trainer: onebox.Trainer, batch: tuple[Tensor, Tensor], rounds: int) -> list[float]:
-    """Return the median seconds of a step in each round, steps following each other."""
-    for _ in range(3):
+def timed(
+    trainer: onebox.Trainer, batch: tuple[Tensor, Tensor], rounds: int, *, steps: int = STEPS, warm: int = 3
+) -> list[float]:
+    """Return the mean seconds of a step in each round, steps following each other."""
+    for _ in range(warm):
         trainer.step(*batch)
     trainer.wait()
     found = []
     for _ in range(rounds):
         start = time.perf_counter()
-        for _ in range(STEPS):
+        for _ in range(steps):
             trainer.step(*batch)
         trainer.wait()
-        found.append((time.perf_counter() - start) / STEPS)
+        found.append((time.perf_counter() - start) / steps)
     return found
 
 
@@ -260,8 +267,74 @@ def on_sims(rounds: int) -> list[Row]:
     return rows
 
 
-def sim_problem(blocks: nn.Sequential) -> Problem:
+def over_slow_links(rounds: int) -> list[Row]:
+    """Predict and run exact and lossy plans, and islands, on two pairs of emulated devices with slow links between."""
+    blocks = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
+    links = {(a, b): LINK if any({a, b} == {*pair} for pair in PAIRS) else SLOW for a in range(4) for b in range(a)}
+    problem = sim_problem(blocks, links)
+    names = [segment.name for segment in problem.segments]
+    batch = (torch.zeros(BATCH, 64), torch.zeros(BATCH, 64))
+    spec = ",".join("sim" if speed == 1 else f"sim@{speed}" for speed in SIM_SPEEDS)
+    replicas = Plan.data_parallel(range(4), SIM_SPEEDS, micro_batch=4)
+    stages = staged([names[i : i + 2] for i in range(0, 8, 2)], (0, 1, 2, 3), "1f1b", 8)
+    rows = []
+    with onebox.open(spec, links=links) as pool:
+        for name, plan in (("replicas", replicas), ("4 stages", stages)):
+            for part, codec in (("gradients", "none"), ("gradients", "int8"), ("activations", "int8")):
+                if part != ("gradients" if plan is replicas else "activations") and codec != "none":
+                    continue
+                coded = [msgspec.structs.replace(stage, **{part: codec}) for stage in plan.stages]
+                own = msgspec.structs.replace(plan, stages=tuple(coded))
+                prediction, _ = predict(problem, own)
+                own = msgspec.structs.replace(own, predicted=prediction)
+                with slow_trainer(blocks, pool, plan=own) as trainer:
+                    label = f"{name}, slow links" + ("" if codec == "none" else f", {part} {codec}")
+                    rows.append(Row("emulated", label, prediction.step_s, timed(trainer, batch, rounds), []))
+        for name, outer in (
+            ("every 4", onebox.Outer(every=4)),
+            ("every 4, 2 fragments", onebox.Outer(every=4, fragments=2)),
+            ("every 4, overlap 1", onebox.Outer(every=4, overlap=1)),
+        ):
+            for inside in ("replicas", "stages"):
+                plans = [island_plan(problem, names, inside, island) for island in range(2)]
+                shares = [plan.predicted.batch for plan in plans if plan.predicted is not None]
+                outer = replace(outer, shares=shares)  # noqa: PLW2901
+                with slow_trainer(blocks, pool, plan=plans, islands=PAIRS, outer=outer) as trainer:
+                    trainer.step(*batch)
+                    predicted = trainer.predicted_islands(problem.links)
+                    assert predicted is not None
+                    measured = timed(trainer, batch, rounds, steps=PERIODS * outer.every, warm=2 * outer.every - 1)
+                    rows.append(Row("emulated", f"islands of {inside}, {name}", predicted.step_s, measured, []))
+    return rows
+
+
+def slow_trainer(blocks: nn.Module, pool: onebox.Pool, **options: Any) -> onebox.Trainer:
+    """Return a trainer of the blocks."""
+    optimizer, engine = torch.optim.SGD(blocks.parameters(), lr=0.01), onebox.Engine(check_every=0)
+    lossy = () if "islands" in options else ("gradients", "activations")
+    return onebox.Trainer(blocks, nn.functional.mse_loss, optimizer, pool=pool, engine=engine, lossy=lossy, **options)
+
+
+def island_plan(problem: Problem, names: Sequence[str], inside: str, island: int) -> Plan:
+    """Return the plan of a pair of devices, with its prediction for its share of the batch."""
+    devices = PAIRS[island]
+    size = (48, 16)[island]
+    own = replace(
+        problem,
+        devices=tuple(problem.device[device] for device in devices),
+        links=problem.links.among(devices),
+        batch=size,
+    )
+    plan = Plan.data_parallel(devices, [SIM_SPEEDS[device] for device in devices], micro_batch=4)
+    if inside == "stages":
+        plan = staged((names[:4], names[4:]), devices, "1f1b", 4)
+    return msgspec.structs.replace(plan, predicted=predict(own, plan)[0])
+
+
+def sim_problem(blocks: nn.Sequential, links: Mapping[tuple[int, int], Link] | None = None) -> Problem:
     """Return eight equal segments of 2 ms, 2 ms and 2 ms for eight samples, on devices of four speeds.
+
+    Links that are not given are alike.
 
     The first has no gradient of its input, as nothing needs that.
     """
@@ -283,13 +356,14 @@ def sim_problem(blocks: nn.Sequential) -> Problem:
         SegmentValue(source=i, consumers=(i + 1,), forward_bytes=256, backward_bytes=256) for i in range(len(names) - 1)
     )
     devices = tuple(DeviceSpec(number=i, type="cpu", speed=speed) for i, speed in enumerate(SIM_SPEEDS))
-    pairs = {a: {b: LINK for b in range(4) if b != a} for a in range(4)}
-    links = Links(
+    given = links or {}
+    pairs = {a: {b: given.get((max(a, b), min(a, b)), LINK) for b in range(4) if b != a} for a in range(4)}
+    known = Links(
         latency_s={a: {b: link.latency_s for b, link in found.items()} for a, found in pairs.items()},
         bandwidth_bps={a: {b: link.bandwidth_bps for b, link in found.items()} for a, found in pairs.items()},
     )
     return Problem(
-        segments=segments, devices=devices, links=links, batch=BATCH, micro_batches=(4, 8, 16), values=values
+        segments=segments, devices=devices, links=known, batch=BATCH, micro_batches=(4, 8, 16), values=values
     )
 
 

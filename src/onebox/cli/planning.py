@@ -13,9 +13,11 @@ from onebox.cli.options.jobs import DATA_PARALLEL, JobConfig, StalenessConfig, T
 from onebox.cli.options.run_config import read_config
 from onebox.cli.output_files import write_output
 from onebox.cli.run_setup import make_loss, make_model, make_optimizer
+from onebox.engine.islands.division import Islands
 from onebox.engine.memory.forecast import TrainingJob
 from onebox.engine.planning.make_plan import make_plan, pool_links, with_coding_speeds
 from onebox.engine.planning.profile import profile_model
+from onebox.engine.planning.training_modes import IslandsPlanning
 from onebox.engine.problem.memory_search import with_peaks
 from onebox.engine.problem.planner_problem import make_problem
 from onebox.engine.workload.batch import as_batch
@@ -38,10 +40,12 @@ from onebox.plan import (
     stage_work,
     validate,
 )
+from onebox.plan.evaluate.modes import TrainingMode
 from onebox.plan.model.stage import OFFLOADING_POLICIES
 from onebox.pool import Pool, open_pool
 from onebox.report import RunFolder
 from onebox.sizes import enough_text
+from onebox.trainer_options import Outer
 from onebox.wire.protocol.instructions import GroupDelays
 
 
@@ -55,6 +59,8 @@ class PlanForecast:
         problem: The problem that it was made or predicted for.
         candidates: The plans that the search compared, itself first; empty without a search.
         delays: Compensation of late gradients, if any.
+        islands: The plans of islands, if they were asked for.
+        modes: Exact, compressed and island training, as far as they were asked for.
     """
 
     plan: Plan
@@ -62,6 +68,8 @@ class PlanForecast:
     problem: Problem
     candidates: tuple[PlanCandidate, ...] = ()
     delays: GroupDelays = "none"
+    islands: IslandsPlanning | None = None
+    modes: tuple[TrainingMode, ...] = ()
 
     @property
     def shortfall(self) -> str:
@@ -97,6 +105,8 @@ def search_plan(
     budget_s: float = 5.0,
     fresh: bool = False,
     overlap: bool = False,
+    islands: Islands | None = None,
+    outer: Outer | None = None,
 ) -> PlanForecast:
     """Measure, and search for the best plan.
 
@@ -112,9 +122,11 @@ def search_plan(
         budget_s: Approximate time limit of the search in seconds.
         fresh: Whether to measure again what is cached.
         overlap: Whether exact steps overlap, for the simulation.
+        islands: Devices of each island, or ``auto``, for plans of islands.
+        outer: The outer optimizer of islands.
 
     Raises:
-        UsageError: The batch cannot be divided as requested.
+        UsageError: The batch cannot be divided as requested, or islands are not possible.
         PlanError: Nothing fits.
     """
     job = job_of(config, data)
@@ -132,6 +144,8 @@ def search_plan(
         fresh=fresh,
         stale=config.stale,
         lossy=config.lossy_parts,
+        islands=islands,
+        outer=outer,
     )
     _, simulation = predict(planned.problem, planned.plan, overlap=overlap)  # with details, which a search leaves out
     return PlanForecast(
@@ -140,6 +154,8 @@ def search_plan(
         problem=planned.problem,
         candidates=planned.result.candidates,
         delays=delays_of(job[2], config.correction),
+        islands=planned.islands,
+        modes=planned.modes,
     )
 
 

@@ -12,7 +12,16 @@ from onebox.errors import MissingExtra
 from onebox.extras import import_extra
 from onebox.plan import Simulation, as_data
 from onebox.pool import DeviceInfo, Pool
-from onebox.report import PlanComparison, compare, comparison_tables, timeline_of, typical_step
+from onebox.report import (
+    IslandsComparison,
+    PlanComparison,
+    compare,
+    compare_islands,
+    comparison_tables,
+    islands_table,
+    timeline_of,
+    typical_step,
+)
 from onebox.report.figures.memory_figure import draw_memory, measured_rows
 from onebox.report.figures.step_figure import draw_measured
 from onebox.report.tables.memory import compare_memory
@@ -31,7 +40,7 @@ _CONTENTS = {
 
 def write_outcome(
     loop: TrainingLoop, pool: Pool, *, seconds: float, expected: Simulation | None = None
-) -> PlanComparison | None:
+) -> PlanComparison | IslandsComparison | None:
     """Write the timeline and the summary of a run and, if it has a plan, the figure of a step.
 
     Args:
@@ -41,7 +50,8 @@ def write_outcome(
         expected: The simulated step of its plan, if any.
 
     Returns:
-        The comparison of the plan with measurements; ``None`` without a plan, or without a whole step.
+        The comparison of the plan, or of the islands, with measurements; ``None`` without a plan, or without a whole
+            step.
 
     Raises:
         OneboxError: A worker failed.
@@ -53,12 +63,14 @@ def write_outcome(
     timeline_of(loop.trainer.events(), names).write(loop.folder.timeline)
     found = _compare(loop)
     loop.folder.write_summary(_summary(loop, pool, seconds, found))
-    if found is not None and _no_figures() is None:
+    if isinstance(found, PlanComparison) and _no_figures() is None:
         _draw(loop, pool, expected)
     return found
 
 
-def print_outcome(loop: TrainingLoop, console: OutputConsole, found: PlanComparison | None = None) -> None:
+def print_outcome(
+    loop: TrainingLoop, console: OutputConsole, found: PlanComparison | IslandsComparison | None = None
+) -> None:
     """Print the accuracy of the plan, the quality of the model, and the paths of the files."""
     if found is not None:
         _print_comparison(found, loop, console)
@@ -69,7 +81,7 @@ def print_outcome(loop: TrainingLoop, console: OutputConsole, found: PlanCompari
     elif last is not None and last.test_accuracy is not None:
         lines.append(f"test accuracy {100 * last.test_accuracy:.1f} % after epoch {last.epoch}")
     lines += _delays(loop) + _recoveries(loop) + _island_changes(loop) + _decisions(loop)
-    if found is not None and (reason := _no_figures()):
+    if isinstance(found, PlanComparison) and (reason := _no_figures()):
         lines.append(f"no figures: {reason}")
     lines.append(f"run folder {loop.folder.path}")
     width = max(map(len, _CONTENTS))
@@ -132,20 +144,24 @@ def _kind(device: DeviceInfo) -> str:
     return f"{device.device}, emulated" if device.emulated else device.device
 
 
-def _compare(loop: TrainingLoop) -> PlanComparison | None:
-    """Compare a run with its plan, by its whole steps."""
-    plan, trainer = loop.trainer.plan, loop.trainer
-    if not loop.planned or loop.trainer.island_plans or plan is None or not loop.full_steps:
+def _compare(loop: TrainingLoop) -> PlanComparison | IslandsComparison | None:
+    """Compare a run with its plan, or with those of its islands, by its whole steps."""
+    trainer, size, steps = loop.trainer, loop.full_batch, set(loop.full_steps)
+    if not loop.planned or trainer.plan is None or not steps:
         return None
-    size = loop.full_batch
-    return compare(
-        plan,
-        trainer.events(),
-        loop.peak_bytes,
-        batch=size,
-        steps=set(loop.full_steps),
-        exact=trainer.predicted_memory(*loop.data.example(size)),
-    )
+    exact, events = trainer.predicted_memory(*loop.data.example(size)), trainer.events()
+    if not trainer.island_plans:
+        return compare(trainer.plan, events, loop.peak_bytes, batch=size, steps=steps, exact=exact)
+    prediction, outer = trainer.predicted_islands(), loop.config.outer
+    if prediction is None or outer is None:
+        return None
+    islands = []
+    for plan in trainer.island_plans:
+        own = [event for event in events if event.worker in plan.devices]
+        batch = plan.predicted.batch if plan.predicted is not None else size
+        islands.append(compare(plan, own, loop.peak_bytes, batch=batch, steps=steps, exact=exact))
+    sums_s = trainer.island_sums_s
+    return compare_islands(prediction, islands, events, sums_s, every=outer.every, steps=steps)
 
 
 def _no_figures() -> str | None:
@@ -193,20 +209,29 @@ def _memory(loop: TrainingLoop) -> list[dict[str, Any]]:
     return [one.to_data() for one in compare_memory(_curves(loop), loop.trainer.events(), step)]
 
 
-def _print_comparison(found: PlanComparison, loop: TrainingLoop, console: OutputConsole) -> None:
+def _print_comparison(found: PlanComparison | IslandsComparison, loop: TrainingLoop, console: OutputConsole) -> None:
     emulated = any(device.emulated for device in loop.trainer.pool.devices)
     note = ", on emulated devices" if emulated else ""
     console.print(f"predicted and measured, medians of {found.steps} steps{note}", highlight=False)
-    tables = comparison_tables(found)
-    console.widen(tables)
-    for table in tables:
-        console.print(table)
+    if isinstance(found, IslandsComparison):
+        parts = {f"island {number}": comparison_tables(own) for number, own in enumerate(found.islands)}
+        parts["all islands"] = [islands_table(found)]
+    else:
+        parts = {"": comparison_tables(found)}
+    console.widen([table for tables in parts.values() for table in tables])
+    for title, tables in parts.items():
+        if title:
+            console.write_line(title)
+        for table in tables:
+            console.print(table)
     if found.step_s.predicted is None:
         text = f"the plan predicts nothing for batches of {found.batch}; onebox plan --check {loop.folder.plan} does"
         console.write_line(text)
 
 
-def _summary(loop: TrainingLoop, pool: Pool, seconds: float, found: PlanComparison | None) -> dict[str, object]:
+def _summary(
+    loop: TrainingLoop, pool: Pool, seconds: float, found: PlanComparison | IslandsComparison | None
+) -> dict[str, object]:
     last, meter, plan = loop.standing.last, loop.meter, loop.trainer.plan
     memory = dict(zip(pool.present, loop.trainer.memory(), strict=True))
     return {

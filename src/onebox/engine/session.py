@@ -18,7 +18,8 @@ from onebox.engine.compile.compiler import CompiledStep
 from onebox.engine.data.prefetch import BatchPrefetcher, UploadedBatch
 from onebox.engine.data.representative_batches import RepresentativeBatches
 from onebox.engine.install.deferred_replies import DeferredReplies
-from onebox.engine.install.installed_plan import BytesBeside, InstalledPlan, InstallInputs, no_bytes_beside
+from onebox.engine.install.installed_plan import InstalledPlan, InstallInputs
+from onebox.engine.memory.initial_contents import BytesBeside, no_bytes_beside
 from onebox.engine.memory.simulator import InitialContents
 from onebox.engine.recovery.manager import RecoveryManager
 from onebox.engine.recovery.replan import ReplanWorkload, enlarged_plan, out_of_devices, replan_devices

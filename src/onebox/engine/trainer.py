@@ -32,6 +32,7 @@ from onebox.engine.islands.membership import IslandChange
 from onebox.engine.islands.session import IslandsSession, Session
 from onebox.engine.memory.timeline import MemoryTimeline, memory_timeline
 from onebox.engine.planning.island_plans import IslandsRequest
+from onebox.engine.planning.make_plan import known_pool_links
 from onebox.engine.planning.resolve_plan import ALLOWED_PLANS, PlanRequest, default_plan
 from onebox.engine.recovery.policy import RecoveryRecord
 from onebox.engine.session import TrainingSession
@@ -59,7 +60,8 @@ from onebox.errors import UsageError
 from onebox.graph import Loss, Metrics, Precision
 from onebox.graph.capture.on_device_transform import OnDevice
 from onebox.padding import Buckets, require_buckets
-from onebox.plan import Plan
+from onebox.plan import Links, Plan
+from onebox.plan.evaluate.islands import IslandsPrediction
 from onebox.plan.model.problem import Problem
 from onebox.plan_names import LossyPart
 from onebox.pool import Pool
@@ -449,6 +451,22 @@ class Trainer:
     def island_plans(self) -> tuple[Plan, ...]:
         """The plan of each island; empty before the first step, and without islands."""
         return self._run.plans if isinstance(self._run, IslandsSession) else ()
+
+    def predicted_islands(self, links: Links | None = None) -> IslandsPrediction | None:
+        """Return the prediction of a run of islands; ``None`` before the first step, or if a plan has none.
+
+        Args:
+            links: Links between the devices; without it those in the profile of the pool, if it has one.
+        """
+        if links is None and self.pool.profiled is not None:
+            links = known_pool_links(self.pool.profiled, self.pool.devices)
+        return None if links is None or not isinstance(self._run, IslandsSession) else self._run.prediction(links)
+
+    @property
+    def island_sums_s(self) -> float | None:
+        """Measured seconds of a step's part of the sums between islands; ``None`` where they are not known, as of sums
+        that travel while islands go on."""
+        return self._run.sums_s if isinstance(self._run, IslandsSession) else None
 
     @property
     def captures(self) -> Captures:

@@ -94,6 +94,12 @@ def distinct_hosts(devices: Sequence[DeviceInfo]) -> dict[str, tuple[int, ...]]:
     return found
 
 
+def host_uplinks(devices: Sequence[DeviceInfo]) -> dict[int, str]:
+    """Return the uplink of each device, that of its host; none on a single host, within which links are emulated."""
+    hosts = distinct_hosts(devices)
+    return {device: host for host, own in hosts.items() for device in own} if len(hosts) > 1 else {}
+
+
 def _is_loopback(address: str) -> bool:
     try:
         return ip_address(address.partition("%")[0]).is_loopback

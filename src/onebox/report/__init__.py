@@ -11,15 +11,25 @@ from onebox.report.run.progress import Progress
 from onebox.report.tables.agents import HostState, OfferRow, offer_table, printable, status_lines, status_table
 from onebox.report.tables.comparison import (
     DeviceComparison,
+    IslandsComparison,
     PlanComparison,
     PredictedMeasured,
     StageComparison,
     compare,
+    compare_islands,
     typical_step,
 )
 from onebox.report.tables.memory import MemoryComparison, compare_memory
 from onebox.report.tables.model_profile import segment_tables
-from onebox.report.tables.plan import candidate_table, comparison_tables, plan_device_table, stage_table, summary_line
+from onebox.report.tables.plan import (
+    candidate_table,
+    comparison_tables,
+    islands_table,
+    mode_table,
+    plan_device_table,
+    stage_table,
+    summary_line,
+)
 from onebox.report.tables.pool_profile import profile_tables
 from onebox.report.tables.text import DeviceRow, device_table, epoch_line
 
@@ -27,6 +37,7 @@ __all__ = [
     "DeviceComparison",
     "DeviceRow",
     "HostState",
+    "IslandsComparison",
     "MemoryComparison",
     "MetricsLog",
     "OfferRow",
@@ -39,10 +50,13 @@ __all__ = [
     "Timeline",
     "candidate_table",
     "compare",
+    "compare_islands",
     "compare_memory",
     "comparison_tables",
     "device_table",
     "epoch_line",
+    "islands_table",
+    "mode_table",
     "offer_table",
     "plan_device_table",
     "printable",

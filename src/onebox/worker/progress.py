@@ -60,8 +60,8 @@ Moment = int | Event
 
 
 class Trace:
-    """Start, end and memory of each instruction of a run; see :class:`onebox.wire.protocol.requests.Run` for their
-    definitions.
+    """Start, end and memory of each instruction of a run, or of several; see
+    :class:`onebox.wire.protocol.requests.Run` for their definitions.
 
     On an asynchronous device, whose host runs ahead of it, the times are those of events in the device's work.
 
@@ -80,9 +80,15 @@ class Trace:
         self._peak_before = 0
         self._closed = False
 
+    @property
+    def enabled(self) -> bool:
+        """True if it records something."""
+        return self._meter is not None
+
     def begin(self) -> None:
         """Record the start of an instruction."""
         meter = self._meter
+        self._closed = False
         if meter is not None:
             self._times.append(self._now())
             self._until_ns = 0
@@ -124,7 +130,7 @@ class Trace:
         return done
 
     def close(self) -> None:
-        """End the run: what completes from here on is not recorded."""
+        """End the run: what completes before a further one begins is not recorded."""
         self._closed = True
 
     def times_ns(self) -> tuple[int, ...]:

@@ -28,6 +28,49 @@ def test_a_run_of_islands_learns_and_is_resumed(tmp_path: Path) -> None:
     assert [each["step"] for each in metrics(tmp_path / "run") if each["event"] == "epoch"] == [23, 46, 69]
 
 
+@pytest.mark.long
+def test_predicted_and_measured_stand_beside_each_other(tmp_path: Path) -> None:
+    options = ("--plan", "auto", "--epochs", "2", "--run", "run")
+    done = command(["train", *ISLANDS, *options], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "outer steps included" in done.stdout and "rate of a link during these" in done.stdout
+    found = json.loads((tmp_path / "run" / "summary.json").read_text())["comparison"]
+    assert found["batch"] == 64 and len(found["islands"]) == 2
+    for name in ("step_s", "sums_s", "link_bps"):
+        assert found[name]["predicted"] > 0 and found[name]["measured"] > 0, name
+    assert found["step_s"]["measured"] > found["sums_s"]["measured"]
+    for island in found["islands"]:
+        for device in island["devices"]:
+            assert device["peak_bytes"]["measured"] >= device["exact_bytes"] > 0
+
+
+@pytest.mark.long
+def test_a_plan_shows_exact_compressed_and_island_training(tmp_path: Path) -> None:
+    options = ("--micro-batches", "32", "--schedules", "1f1b", "--budget", "1", "--lossy", "gradients,activations")
+    done = command(["plan", *ISLANDS, *options, "--report", "report.json"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "exact, compressed and island training, all predicted" in done.stdout
+    assert "the islands: onebox train --islands 0,1/2 --outer-every 7 --model mlp --pool" in done.stdout
+    report = json.loads((tmp_path / "report.json").read_text())
+    exact, compressed, islands = report["modes"]
+    assert [each["name"] for each in report["modes"]] == ["synchronous", "compressed", "islands"]
+    assert compressed["text"] == "no codec shortens a step by a tenth", "within a host nothing is worth it"
+    assert exact["step_s"] > 0 and islands["sample_s"] == islands["step_s"] / 64
+    (there, back) = islands["traffic"]
+    assert (there["from"], there["to"], back["from"], back["to"]) == ([0, 1], [2], [2], [0, 1])
+    assert there["bytes"] == back["bytes"] > 0
+    assert islands["accuracy"].startswith("loss +0.7 % (2 islands")
+    assert report["islands"]["devices"] == [[0, 1], [2]] and len(report["islands"]["plans"]) == 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("islands", "message"), [("0,1/1", "device 1 is named twice"), ("0", "device 1 is in no")])
+def test_a_plan_refuses_what_training_refuses(islands: str, message: str, tmp_path: Path) -> None:
+    done = command(["plan", "--pool", "cpu*2", "--threads", "1", "--model", "mlp", "--islands", islands], tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr and "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

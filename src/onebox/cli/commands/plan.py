@@ -12,23 +12,26 @@ from onebox.cli.commands.devices import print_devices
 from onebox.cli.console import OutputConsole
 from onebox.cli.memory_report import MemoryReport, make_memory_report, memory_data, print_memory
 from onebox.cli.options.common import PoolOptions
-from onebox.cli.options.jobs import JobConfig, PlanConfig, StalenessConfig
+from onebox.cli.options.jobs import IslandsConfig, JobConfig, PlanConfig, StalenessConfig
 from onebox.cli.output_files import check_target, give_json
 from onebox.cli.planning import PlanForecast, predict_plan, search_plan, write_plan
 from onebox.cli.run_setup import load_data
 from onebox.cli.user_code import import_functions
 from onebox.cost import link_age_line
+from onebox.engine.planning.training_modes import IslandsPlanning
 from onebox.engine.workload.delay_compensation import extra_copies, predicts
 from onebox.errors import UsageError
 from onebox.extras import import_extra
 from onebox.plan import Plan, as_data, draw_timeline, in_flight_of, stage_work, steady_window
+from onebox.plan.evaluate.modes import TrainingMode
 from onebox.pool import Pool, open_pool
-from onebox.report import candidate_table, plan_device_table, stage_table, summary_line
+from onebox.report import candidate_table, mode_table, plan_device_table, stage_table, summary_line
 from onebox.report.figures.canvas import check_suffix
 from onebox.report.figures.memory_figure import draw_memory
 from onebox.report.figures.step_figure import draw_simulation
 from onebox.report.tables.plan import rejection_reason
 from onebox.report.tables.topology import topology_line
+from onebox.trainer_options import Outer
 
 _PICTURE_WIDTH = 100
 
@@ -62,6 +65,8 @@ def show_plan(config: PlanConfig) -> None:
                 preparing=config.preparing,
                 budget_s=config.budget,
                 fresh=config.fresh,
+                islands=config.island_devices,
+                outer=config.outer,
             )
         print_plan(found, pool, console)
         seen = make_memory_report(config.resolved(), found, data, pool) if config.show_memory else None
@@ -84,6 +89,7 @@ def print_plan(found: PlanForecast, pool: Pool, console: OutputConsole) -> None:
         stage_table(found.plan, names, emulated),
         plan_device_table(found.plan, found.simulation, room, emulated),
         *([candidate_table(found.candidates)] if found.candidates else []),
+        *([mode_table(found.modes)] if found.modes else []),
     ]
     console.widen(tables)
     console.write_line(f"\n{found.plan.describe()}")
@@ -103,6 +109,9 @@ def print_plan(found: PlanForecast, pool: Pool, console: OutputConsole) -> None:
     if found.candidates:
         console.write_line("\nwhat it was compared with, all predicted")
         console.print(tables[2])
+    if found.modes:
+        console.write_line("\nexact, compressed and island training, all predicted; bytes of a step, both ways")
+        console.print(tables[-1])
 
 
 def staleness_line(found: PlanForecast) -> str:
@@ -144,11 +153,45 @@ def as_json(found: PlanForecast, pool: Pool, seen: MemoryReport | None = None) -
             }
             for one in found.candidates
         ],
+        **({"modes": list(map(mode_data, found.modes))} if found.modes else {}),
+        **({"islands": islands_data(found.islands)} if found.islands is not None else {}),
+    }
+
+
+def mode_data(mode: TrainingMode) -> dict[str, Any]:
+    """Return a way to train as JSON values."""
+    return {
+        "name": mode.name,
+        "text": mode.text,
+        "step_s": mode.step_s if mode.batch else None,
+        "sample_s": mode.sample_s,
+        "traffic": [
+            {"from": mode.groups[source], "to": mode.groups[target], "bytes": round(size_bytes)}
+            for (source, target), size_bytes in sorted(mode.traffic.items())
+        ],
+        "peak_bytes": {str(device): peak for device, peak in sorted(mode.peak_bytes.items())},
+        "accuracy": mode.accuracy,
+    }
+
+
+def islands_data(found: IslandsPlanning) -> dict[str, Any]:
+    """Return the plans of islands as JSON values."""
+    return {
+        "devices": found.islands,
+        "shares": found.outer.shares,
+        "plans": [as_data(plan) for plan in found.plans],
+        "islands_s": found.predicted.islands_s,
+        "sums_s": found.predicted.sums_s,
     }
 
 
 def command_line(
-    config: JobConfig, more: Mapping[str, object], *, late: bool = False, lossy: Collection[str] = ()
+    config: JobConfig,
+    more: Mapping[str, object],
+    *,
+    late: bool = False,
+    lossy: Collection[str] = (),
+    islands: IslandsConfig | None = None,
 ) -> str:
     """Return the command that trains with a plan: the options that are not defaults, and additional flags.
 
@@ -157,9 +200,16 @@ def command_line(
         more: Additional options, by their flags.
         late: Whether gradients are a step late.
         lossy: Parts of the traffic that are compressed with a loss.
+        islands: Options of islands, if they train.
     """
     words = ["onebox", "train", *(["--staleness", "1"] if late else [])]
     words += ["--lossy", ",".join(lossy)] if lossy else []
+    if islands is not None:
+        words += ["--islands", islands.islands or ""]
+        for field in dataclasses.fields(Outer):
+            value = getattr(islands, f"outer_{field.name}")
+            if value != field.default:
+                words += [f"--outer-{field.name}", str(value)]
     if late and isinstance(config, StalenessConfig) and config.correction != "auto":
         words += ["--correction", config.correction]
     pool = {field.name for field in dataclasses.fields(PoolOptions)}
@@ -203,3 +253,5 @@ def _write_files(
         console.write_line(f"keep it with --out plan.json, or run it at once: {command}")
     elif not found.shortfall:
         console.write_line(f"plan {file}; run it with: {command}")
+    if found.islands is not None:
+        console.write_line(f"the islands: {command_line(config, {'--plan': 'auto'}, islands=config)}")

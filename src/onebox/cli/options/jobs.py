@@ -180,12 +180,95 @@ class StalenessConfig(JobConfig):
         return found if self.staleness else None
 
 
+@dataclass(frozen=True, kw_only=True)
+class IslandsConfig(StalenessConfig):
+    """A job that islands may train.
+
+    Args:
+        islands: Devices of each island, such as 0,1/2,3, or auto for the groups of near devices that measured links
+            show. Islands train by themselves, each by --plan auto or data parallel over its devices, and are joined by
+            outer steps over the slow links between them (DiLoCo), which changes results. Without it steps are exact.
+        outer_every: With --islands, steps between two outer steps.
+        outer_lr: Learning rate of the outer optimizer, SGD with Nesterov momentum.
+        outer_momentum: Its momentum.
+        outer_fragments: Parts of the model that are synchronised in turn between two outer steps.
+        outer_overlap: Steps during which the sums of an outer step travel while islands go on; applied so much later.
+        outer_keep: With --outer-overlap, the fraction of its own parameters that an island keeps in an outer step.
+        outer_compression: Codec of the outer gradients: none, bf16, int8, or e3m0 with four bits a value.
+        outer_state: Place of the global parameters and the outer momentum between two outer steps: device or host.
+        outer_shares: Share of the batch of each island: auto, equal, measured, or weights such as 3,1.
+
+    Raises:
+        UsageError: A value is out of range, or two contradict each other.
+    """
+
+    islands: IslandList = None
+    outer_every: int = Outer.every
+    outer_lr: float = Outer.lr
+    outer_momentum: float = Outer.momentum
+    outer_fragments: int = Outer.fragments
+    outer_overlap: int = Outer.overlap
+    outer_keep: float = Outer.keep
+    outer_compression: OuterCodec = Outer.compression
+    outer_state: StateAt = Outer.state
+    outer_shares: str = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.islands is None:
+            names = [field.name for field in dataclasses.fields(Outer)]
+            given = [name for name in names if getattr(self, f"outer_{name}") != getattr(Outer, name)]
+            if given:
+                raise UsageError(
+                    f"--outer-{given[0]} {getattr(self, f'outer_{given[0]}')} is for islands; it needs --islands"
+                )
+        elif self.staleness:
+            raise UsageError("--islands and --staleness 1: these do not go together; leave one of them out")
+        _ = self.outer, self.island_devices
+
+    @property
+    def island_devices(self) -> tuple[tuple[int, ...], ...] | Literal["auto"] | None:
+        """The trainer's option ``islands``."""
+        if self.islands is None or self.islands == "auto":
+            return None if self.islands is None else "auto"
+        parts = [part.split(",") for part in self.islands.split("/")]
+        if not all(number.strip().isdecimal() for part in parts for number in part):
+            raise UsageError(
+                f"--islands {self.islands}: allowed are auto, and the devices of each island, such as 0,1/2,3"
+            )
+        return tuple(tuple(int(number) for number in part) for part in parts)
+
+    @property
+    def outer(self) -> Outer | None:
+        """The trainer's option ``outer``."""
+        if self.islands is None:
+            return None
+        shares: str | list[str] = self.outer_shares
+        if self.outer_shares not in ("auto", "equal", "measured"):
+            shares = self.outer_shares.split(",")
+        try:
+            return Outer(
+                every=self.outer_every,
+                lr=self.outer_lr,
+                momentum=self.outer_momentum,
+                fragments=self.outer_fragments,
+                overlap=self.outer_overlap,
+                keep=self.outer_keep,
+                compression=self.outer_compression,
+                state=self.outer_state,
+                shares=shares,  # type: ignore[arg-type]
+            )
+        except UsageError as error:
+            names = "|".join(field.name for field in dataclasses.fields(Outer))
+            raise UsageError(re.sub(rf"\b({names})=", r"--outer-\1 ", str(error))) from None
+
+
 DATA_PARALLEL = "data-parallel"
 """Value of ``--plan`` for data parallel training over all devices."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(StalenessConfig):
+class TrainConfig(IslandsConfig):
     """Train a model on a pool of devices, of this machine or of others.
 
     Args:
@@ -207,18 +290,6 @@ class TrainConfig(StalenessConfig):
         adaptive: Adapt the plan to devices and links during the run: when one has clearly become slower or faster,
             layers or shares move between two steps, with the same micro-batches; each time a line reports the change,
             the decision and the gain.
-        islands: Devices of each island, such as 0,1/2,3, or auto for the groups of near devices that measured links
-            show. Islands train by themselves, each by --plan auto or data parallel over its devices, and are joined by
-            outer steps over the slow links between them (DiLoCo), which changes results. Without it steps are exact.
-        outer_every: With --islands, steps between two outer steps.
-        outer_lr: Learning rate of the outer optimizer, SGD with Nesterov momentum.
-        outer_momentum: Its momentum.
-        outer_fragments: Parts of the model that are synchronised in turn between two outer steps.
-        outer_overlap: Steps during which the sums of an outer step travel while islands go on; applied so much later.
-        outer_keep: With --outer-overlap, the fraction of its own parameters that an island keeps in an outer step.
-        outer_compression: Codec of the outer gradients: none, bf16, int8, or e3m0 with four bits a value.
-        outer_state: Place of the global parameters and the outer momentum between two outer steps: device or host.
-        outer_shares: Share of the batch of each island: auto, equal, measured, or weights such as 3,1.
         read: Number of batches that are read at once, or auto, within the cores that workers leave free.
         process: Number of batches that are decoded at once; likewise.
         on_error: Handling of a broken sample: stop, or skip it.
@@ -260,16 +331,6 @@ class TrainConfig(StalenessConfig):
     recover: Literal["auto", "on", "off"] = "auto"
     snapshot_every: Int = Recovery.snapshot_every
     adaptive: Flag = False
-    islands: IslandList = None
-    outer_every: int = Outer.every
-    outer_lr: float = Outer.lr
-    outer_momentum: float = Outer.momentum
-    outer_fragments: int = Outer.fragments
-    outer_overlap: int = Outer.overlap
-    outer_keep: float = Outer.keep
-    outer_compression: OuterCodec = Outer.compression
-    outer_state: StateAt = Outer.state
-    outer_shares: str = "auto"
     read: str = "auto"
     process: str = "auto"
     on_error: Literal["stop", "skip"] = "stop"
@@ -303,18 +364,10 @@ class TrainConfig(StalenessConfig):
             raise UsageError(f"{asked} and {odd[0]}: these do not go together; leave one of them out")
 
     def _check_islands(self) -> None:
-        """Refuse options of islands without islands, and those that do not go together with them."""
+        """Refuse options that do not go together with islands."""
         if self.islands is None:
-            names = [field.name for field in dataclasses.fields(Outer)]
-            given = [name for name in names if getattr(self, f"outer_{name}") != getattr(Outer, name)]
-            if given:
-                raise UsageError(
-                    f"--outer-{given[0]} {getattr(self, f'outer_{given[0]}')} is for islands; it needs --islands"
-                )
             return
-        _ = self.outer, self.island_devices
         odd = {
-            "--staleness 1": bool(self.staleness),
             "--overlap": self.overlap,
             "--adaptive": self.adaptive,
             f"--snapshot-every {self.snapshot_every}": self.snapshot_every is not None,
@@ -363,42 +416,6 @@ class TrainConfig(StalenessConfig):
         return "auto" if self.recover == "auto" and self.snapshot_every is None else found
 
     @property
-    def island_devices(self) -> tuple[tuple[int, ...], ...] | Literal["auto"] | None:
-        """The trainer's option ``islands``."""
-        if self.islands is None or self.islands == "auto":
-            return None if self.islands is None else "auto"
-        parts = [part.split(",") for part in self.islands.split("/")]
-        if not all(number.strip().isdecimal() for part in parts for number in part):
-            raise UsageError(
-                f"--islands {self.islands}: allowed are auto, and the devices of each island, such as 0,1/2,3"
-            )
-        return tuple(tuple(int(number) for number in part) for part in parts)
-
-    @property
-    def outer(self) -> Outer | None:
-        """The trainer's option ``outer``."""
-        if self.islands is None:
-            return None
-        shares: str | list[str] = self.outer_shares
-        if self.outer_shares not in ("auto", "equal", "measured"):
-            shares = self.outer_shares.split(",")
-        try:
-            return Outer(
-                every=self.outer_every,
-                lr=self.outer_lr,
-                momentum=self.outer_momentum,
-                fragments=self.outer_fragments,
-                overlap=self.outer_overlap,
-                keep=self.outer_keep,
-                compression=self.outer_compression,
-                state=self.outer_state,
-                shares=shares,  # type: ignore[arg-type]
-            )
-        except UsageError as error:
-            names = "|".join(field.name for field in dataclasses.fields(Outer))
-            raise UsageError(re.sub(rf"\b({names})=", r"--outer-\1 ", str(error))) from None
-
-    @property
     def engine(self) -> Engine:
         """The trainer's option ``engine``."""
         return group_of(Engine, self)
@@ -417,7 +434,7 @@ class TrainConfig(StalenessConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanConfig(StalenessConfig):
+class PlanConfig(IslandsConfig):
     """Find the best plan for a model and a pool, and predict its cost.
 
     The model, the devices and the links are measured, which takes some seconds; nothing else should run meanwhile.
@@ -483,6 +500,7 @@ class PlanConfig(StalenessConfig):
         if not 0 <= self.preparing < math.inf:
             raise UsageError(f"--preparing {self.preparing}: allowed are cores, 0 or more")
         given = {
+            f"--islands {self.islands}": self.islands is not None,
             f"--micro-batches {self.micro_batches}": self.micro_batch_sizes is not None,
             f"--schedules {self.schedules}": self.schedule_names is not None,
             f"--policies {self.policies}": self.policy_names != ACTIVATION_POLICIES,
@@ -490,7 +508,7 @@ class PlanConfig(StalenessConfig):
         }
         odd = [flag for flag, there in given.items() if there]
         if self.check is not None and odd:
-            raise UsageError(f"--check {self.check} and {odd[0]}: the plan says that itself; give one of them")
+            raise UsageError(f"--check {self.check} and {odd[0]}: a plan is checked as it is; give one of them")
 
     @property
     def policy_names(self) -> tuple[ChainPolicy, ...]:

@@ -76,7 +76,7 @@ def _links(pool: Pool) -> tuple[Links, frozenset[tuple[int, int]]]:
         if link.bandwidth_bps < math.inf:
             bandwidth_bps[a][b] = link.bandwidth_bps
             sure.add((a, b))
-    return Links(latency_s=latency_s, bandwidth_bps=bandwidth_bps), frozenset(sure)
+    return replace(known, latency_s=latency_s, bandwidth_bps=bandwidth_bps), frozenset(sure)
 
 
 def check_adaptive(adaptive: bool | Problem, plan: Plan | None, pool: Pool, *, trace: bool) -> None:

@@ -5,16 +5,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from onebox.engine.compile.compiler import CompiledStep, Compiler, Probe
 from onebox.engine.compile.definition_numbers import DefinitionNumbers
 from onebox.engine.compile.order_check import fault_text
 from onebox.engine.install.deferred_replies import DeferredReplies, begin_group_formation
 from onebox.engine.install.program_cache import ProgramCache
-from onebox.engine.memory.initial_contents import evaluation_contents, probe_contents, step_contents, step_peaks
+from onebox.engine.memory.initial_contents import (
+    BytesBeside,
+    StateBytes,
+    evaluation_contents,
+    no_bytes_beside,
+    probe_contents,
+    step_contents,
+    step_peaks,
+)
 from onebox.engine.memory.limits import IN_EVALUATION, host_shortage, out_of_memory_error
 from onebox.engine.memory.simulator import InitialContents, peak_of, peaks_of
 from onebox.engine.memory.timeline import memory_peak
@@ -33,27 +40,6 @@ _LOG = logging.getLogger("onebox")
 
 _BESIDE = 0
 """Number, in forecasts of memory, that stands for state beside a plan's own; no buffer has it."""
-
-
-class StateBytes(NamedTuple):
-    """Bytes of state of a worker.
-
-    Args:
-        on_device: Those on its device.
-        on_host: Those in its host's memory.
-    """
-
-    on_device: int = 0
-    on_host: int = 0
-
-
-BytesBeside = Callable[[Compiler], Mapping[int, StateBytes]]
-"""Returns the state on each worker beside that of a plan, given its compiler."""
-
-
-def no_bytes_beside(compiler: Compiler) -> Mapping[int, StateBytes]:
-    """Return no bytes: the plan's state is all that workers hold."""
-    return {}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -74,6 +74,22 @@ def near_islands(levels: Sequence[DeviceGroups]) -> DeviceGroups:
     return groups
 
 
+def check_shares(shares: str | Sequence[float], islands: DeviceGroups) -> None:
+    """Require one weight for each island, if weights are given.
+
+    Args:
+        shares: The islands' shares of a batch, as in :class:`~onebox.Outer`.
+        islands: Devices of each island.
+
+    Raises:
+        UsageError: There are more or fewer.
+    """
+    if not isinstance(shares, str) and len(shares) != len(islands):
+        raise UsageError(
+            f"Outer(shares={list(shares)}): {len(shares)} weights for {len(islands)} islands; one for each is needed"
+        )
+
+
 def island_sizes(samples: int, weights: Sequence[float]) -> tuple[int, ...]:
     """Return the samples of a batch that each island computes.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from onebox.engine.install.installed_plan import StateBytes
+from onebox.engine.memory.initial_contents import StateBytes
 from onebox.engine.partition.gradient_buckets import fill_buckets
 from onebox.engine.partition.sharding_spec import Members, ShardingSpec
 from onebox.errors import UsageError
@@ -152,6 +152,19 @@ def global_sharding(parts: Sequence[OuterPart], holdings: Sequence[ShardingSpec]
     )
 
 
+def travels_coded(bucket: OuterBucket, specs: Mapping[str, TensorSpec], options: Outer, islands: int) -> bool:
+    """Return True if a bucket travels in a lossy codec.
+
+    Args:
+        bucket: The bucket.
+        specs: The spec of each name.
+        options: Options of the outer optimizer.
+        islands: Number of islands that exchange it.
+    """
+    coded = bucket.trained and specs[bucket.names[0]].dtype in CODED_TYPES
+    return coded and options.compression != "none" and islands > 1
+
+
 def outer_bytes(
     holdings: ShardingSpec,
     names: Sequence[str],
@@ -183,7 +196,7 @@ def outer_bytes(
             state_bytes = sums_bytes = size_bytes
             if bucket.trained:
                 state_bytes += size_bytes * bool(options.momentum)
-                if options.compression != "none" and islands > 1 and dtype in CODED_TYPES:
+                if travels_coded(bucket, specs, options, islands):
                     encoded = encoded_bytes(options.compression, size_bytes, ITEM_BYTES[dtype])
                     state_bytes += padded_elements(size_bytes // ITEM_BYTES[dtype], 1) * ITEM_BYTES[dtype]
                     sums_bytes = max(size_bytes, (islands + 1) * encoded)

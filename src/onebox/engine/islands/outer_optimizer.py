@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 from zlib import crc32
@@ -14,11 +15,27 @@ from torch import Tensor, nn
 
 from onebox.engine.compile.compiler import Compiler
 from onebox.engine.compile.definition_numbers import DefinitionNumbers
+from onebox.engine.compile.routine import InstructionLabel
+from onebox.engine.compile.update.coded_buckets import GATHER_LABEL
 from onebox.engine.install.deferred_replies import DeferredReplies, begin_group_formation
 from onebox.engine.install.installed_plan import InstalledPlan
 from onebox.engine.install.program_cache import ProgramCache
-from onebox.engine.islands.outer_layout import fragments_of, global_sharding, outer_buckets, outer_parts
-from onebox.engine.islands.outer_program import WEIGHT, OuterCompiler, OuterNumbers, OuterRoutine, WorkerOuterStep
+from onebox.engine.islands.outer_layout import (
+    fragments_of,
+    global_sharding,
+    outer_buckets,
+    outer_bytes,
+    outer_parts,
+)
+from onebox.engine.islands.outer_program import (
+    BETWEEN_ISLANDS,
+    WEIGHT,
+    OuterCompiler,
+    OuterNumbers,
+    OuterRoutine,
+    WorkerOuterStep,
+)
+from onebox.engine.memory.initial_contents import StateBytes
 from onebox.engine.partition.gradient_buckets import PlacedCodecState
 from onebox.engine.partition.sharding_spec import Members
 from onebox.engine.state.move_executor import download_wholes, upload
@@ -66,9 +83,39 @@ _WAITING = 8
 """Most outer steps, or halves of them, whose replies are pending: a bound that inner steps in flight keep usually."""
 
 
+_TIMED = 100
+"""Sums of each fragment whose times are kept."""
+
+
+def _sums_ns(labels: Sequence[InstructionLabel], answer: WorkerReply) -> int:
+    """Return the nanoseconds from the first sum between islands that a worker began to the end of its last one; 0 if
+    there was none."""
+    if not answer.times_ns:
+        return 0
+    places = [place for place, label in enumerate(labels) if label.name in (BETWEEN_ISLANDS, GATHER_LABEL)]
+    times = [answer.times_ns[2 * place : 2 * place + 2] for place in places]
+    return max(end for _, end in times) - min(start for start, _ in times) if times else 0
+
+
 def averaged_buffers(compiler: Compiler) -> tuple[str, ...]:
     """Return the buffers that islands average: floating-point ones that change with the data, as of batch norm."""
     return tuple(name for name in compiler.affine if DTYPES[compiler.state.spec(name).dtype].is_floating_point)
+
+
+def outer_state_bytes(compiler: Compiler, outer: Outer, islands: int, *, confirmed: bool) -> Mapping[int, StateBytes]:
+    """Return the bytes of global values and of the outer optimizer's state on the workers of an island.
+
+    Args:
+        compiler: The compiler of the island's plan.
+        outer: The outer optimizer.
+        islands: Number of islands.
+        confirmed: Whether sums are applied only once all islands have them.
+    """
+    own = {*compiler.trained, *averaged_buffers(compiler)}
+    names = [name for name in compiler.state.tensors if name in own]
+    specs = {name: compiler.state.spec(name) for name in names}
+    kept = confirmed or bool(outer.overlap)
+    return outer_bytes(compiler.holdings, names, set(compiler.trained), specs, outer, islands, sums=kept)
 
 
 class OuterOptimizer:
@@ -84,6 +131,7 @@ class OuterOptimizer:
         locals_: State of each island.
         outer: The options.
         start: State of the outer optimizer in a checkpoint; ``None`` for a new one.
+        trace: Whether workers report the times of sums.
 
     Raises:
         UsageError: Islands split a parameter differently.
@@ -99,8 +147,13 @@ class OuterOptimizer:
         locals_: Sequence[RemoteState],
         outer: Outer,
         start: StartState | None,
+        *,
+        trace: bool = False,
     ) -> None:
-        self._pool = pool
+        self._pool, self._trace = pool, trace
+        self.sum_times_s: dict[int, deque[float]] = {}
+        """For each fragment, seconds of its last sums, from when all islands had come until these had ended; none for
+        sums that travel while islands go on or wait to be confirmed, whose ends workers do not report."""
         self._outer = outer
         named, self.trained = locals_[0].named, installed[0].trained
         self.averaged = averaged_buffers(installed[0].compiler)
@@ -405,7 +458,8 @@ class OuterOptimizer:
     ) -> None:
         self._settle()
         weight_of = {worker: weights[island] for island, own in enumerate(workers_of) for worker in own}
-        self._post(self._routines(kind, fragment), weight_of, number)
+        timed = self.sum_times_s.setdefault(fragment, deque(maxlen=_TIMED)) if kind == "step" and self._trace else None
+        self._post(self._routines(kind, fragment), weight_of, number, timed=timed)
 
     def _routines(self, kind: Literal["step", "begin", "decode", "apply"], fragment: int) -> dict[int, WorkerOuterStep]:
         """Return the parts of an outer step of a fragment, which workers have."""
@@ -544,6 +598,7 @@ class OuterOptimizer:
         weight_of: Mapping[int, float],
         number: int,
         after: Callable[[int], Sequence[Instruction]] = lambda worker: (),
+        timed: deque[float] | None = None,
         *,
         keep: float = 0.0,
     ) -> None:
@@ -551,7 +606,7 @@ class OuterOptimizer:
 
         Where one cannot be reached, the others get theirs nevertheless.
         """
-        futures = []
+        futures, labels = [], list[list[InstructionLabel]]()
         unreachable: OneboxError | None = None
         with self._pool.order:
             for worker, parts in steps.items():
@@ -562,10 +617,12 @@ class OuterOptimizer:
                 if weighted:
                     message.append(Put((weight,), (WEIGHT,)))
                     frames.append(to_frame(torch.tensor(weight_of[worker], dtype=torch.float64)))
+                told: list[InstructionLabel] = []
                 for part in parts:
                     if part.routine is not None:
                         bindings = (weight,) if part.routine.leaves else ()
-                        message.append(Run(part.routine.number, bindings, number))
+                        message.append(Run(part.routine.number, bindings, number, trace=timed is not None))
+                        told += part.routine.labels
                     message += self._in_place(part, keep)
                 if weighted:
                     message.append(Free((weight,)))
@@ -573,9 +630,16 @@ class OuterOptimizer:
                 try:
                     if message:
                         futures.append(self._pool.post(worker, message, frames, answer=True))
+                        labels.append(told)
                 except OneboxError as error:
                     unreachable = unreachable or error
-        self._pending.append(DeferredReplies(futures, lambda answers: None))
+
+        def take(answers: list[WorkerReply]) -> None:
+            spans = [span for own, answer in zip(labels, answers, strict=True) if (span := _sums_ns(own, answer))]
+            if timed is not None and spans:
+                timed.append(min(spans) * 1e-9)  # of the island that came last and waited for none
+
+        self._pending.append(DeferredReplies(futures, take))
         if unreachable is not None:
             raise unreachable
 

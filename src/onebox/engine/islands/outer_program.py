@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 
 from onebox.engine.compile.routine import InstructionLabel, RoutineBuilder, StepRoutine
 from onebox.engine.compile.update.coded_buckets import GatheredBucket
-from onebox.engine.islands.outer_layout import OuterBucket
+from onebox.engine.islands.outer_layout import OuterBucket, travels_coded
 from onebox.engine.partition.sharding_spec import Members, ShardingSpec
 from onebox.trainer_options import Outer
 from onebox.wire import Operator, Program, SlotArgument, TensorSpec, Value, with_deaths
-from onebox.wire.gradient_codecs import CODED_TYPES
 from onebox.wire.protocol.instructions import Broadcast, Evict, Free, Offload, Prefetch, Reduce
 
 WEIGHT = TensorSpec("float64", ())
@@ -26,6 +25,9 @@ WEIGHT = TensorSpec("float64", ())
 
 _WEIGHT = -1
 """Reference to that binding."""
+
+BETWEEN_ISLANDS = "average between islands"
+"""Label of the sums that travel between islands."""
 
 _TRAVELLING = 4
 """Buckets of outer gradients that are being summed while the next one is computed; it bounds their memory."""
@@ -134,10 +136,7 @@ class OuterCompiler:
                 self.options.compression, self._specs(bucket.leaders[0], bucket), bucket.leaders, self.numbers.new
             )
             for bucket in buckets
-            if bucket.trained
-            and self.options.compression != "none"
-            and len(bucket.leaders) > 1
-            and self.specs[bucket.names[0]].dtype in CODED_TYPES
+            if travels_coded(bucket, self.specs, self.options, len(bucket.leaders))
         }
         self._stashed = [{name: self.numbers.new() for name in names} for _ in self.holdings]
 
@@ -292,7 +291,7 @@ class OuterCompiler:
             self._put_away(steps, residuals)
         elif len(bucket.leaders) > 1:
             size_bytes = sum(spec.size_bytes for spec in specs)
-            label = InstructionLabel("average between islands", "transfer", size_bytes=size_bytes)
+            label = InstructionLabel(BETWEEN_ISLANDS, "transfer", size_bytes=size_bytes)
             builder.add(Reduce(tuple(results), self.numbers.between[bucket.leaders]), label)
 
     def _decode(self, steps: _Steps, worker: int, bucket: OuterBucket, results: Sequence[int]) -> None:

@@ -7,23 +7,24 @@ import dataclasses
 import functools
 import itertools
 import math
+import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from onebox.cost import DeviceGroups
-from onebox.engine.compile.compiler import CompiledStep, Compiler
+from onebox.engine.compile.compiler import CompiledStep
 from onebox.engine.data.batch_transfer import WorkerBatch
 from onebox.engine.data.prefetch import BatchPrefetcher, UploadedBatch
-from onebox.engine.install.installed_plan import StateBytes
 from onebox.engine.islands.division import divided, island_seed
 from onebox.engine.islands.island_losses import IslandLosses, interrupted
 from onebox.engine.islands.island_uploads import IslandUploads
 from onebox.engine.islands.islands_state import IslandsStart, IslandsTransfer, WholeTransfer
 from onebox.engine.islands.membership import Membership
-from onebox.engine.islands.outer_layout import due_fragments, outer_bytes
-from onebox.engine.islands.outer_optimizer import OuterOptimizer, averaged_buffers
+from onebox.engine.islands.outer_layout import due_fragments
+from onebox.engine.islands.outer_optimizer import OuterOptimizer, outer_state_bytes
+from onebox.engine.islands.prediction import outer_schedule, predict_islands
 from onebox.engine.memory.simulator import InitialContents
 from onebox.engine.recovery.manager import RECOVERABLE
 from onebox.engine.session import TrainingSession
@@ -38,7 +39,8 @@ from onebox.engine.workload.batch import Batch
 from onebox.engine.workload.captures import Captures
 from onebox.engine.workload.loss_reduction import normalisers, shares_of, total_of
 from onebox.errors import OneboxError, UsageError
-from onebox.plan import MicroBatch, Plan
+from onebox.plan import Links, MicroBatch, Plan
+from onebox.plan.evaluate.islands import IslandsPrediction
 from onebox.pool import Pool
 from onebox.trainer_options import Outer, Recovery, Staging
 
@@ -160,20 +162,14 @@ class IslandsSession:
             recovery=None,
             step=self.steps_done,
             saved=self.recovery.checkpoint,
-            beside=self._outer_bytes,
+            beside=functools.partial(
+                outer_state_bytes, outer=self.outer, islands=len(self.islands), confirmed=self.recovery.survived
+            ),
             workers=self.islands[place],
         )
 
     def _plan_of(self, island: int, captures: Captures, batch: Batch) -> Plan:
         return self.plans[island]
-
-    def _outer_bytes(self, compiler: Compiler) -> Mapping[int, StateBytes]:
-        """Return the bytes of global values and of the outer optimizer's state on an island's workers."""
-        own, trained = {*compiler.trained, *averaged_buffers(compiler)}, set(compiler.trained)
-        names = [name for name in compiler.state.tensors if name in own]
-        specs = {name: compiler.state.spec(name) for name in names}
-        kept = bool(self.outer.overlap) or self.recovery.survived
-        return outer_bytes(compiler.holdings, names, trained, specs, self.outer, len(self.islands), sums=kept)
 
     @property
     def error(self) -> Exception | None:
@@ -495,6 +491,24 @@ class IslandsSession:
 
     # ---- observation
 
+    def prediction(self, links: Links) -> IslandsPrediction | None:
+        """Return the prediction of the run; ``None`` before the first step, or if a plan has none.
+
+        Args:
+            links: Links between the devices.
+        """
+        if self._optimizer is None or not all(plan.predicted for plan in self.plans):
+            return None
+        compilers = [session.installed.compiler for session in self._sessions]
+        return predict_islands(self.plans, outer_schedule(compilers, self.outer), links)
+
+    @property
+    def sums_s(self) -> float | None:
+        """Measured seconds of a step's part of the sums of outer steps; ``None`` if some are not known."""
+        times = self._optimizer.sum_times_s if self._optimizer is not None else {}
+        known = [statistics.median(own) for own in times.values() if own]
+        return sum(known) / self.outer.every if len(known) == self.outer.fragments else None
+
     def events(self) -> list[TraceEvent]:
         """Return the workers' activity in the last steps; see :meth:`Trainer.events`."""
         return [event for session in self._there for event in session.events()]
@@ -597,6 +611,7 @@ class IslandsSession:
                 [self._states[place] for place in self.membership.present],
                 self.outer,
                 start,
+                trace=self._settings.trace,
             )
             if self._start is not None and self._start.sums:
                 self._optimizer.bring_sums(self._start.sums)

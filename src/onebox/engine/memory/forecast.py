@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from onebox.engine.compile.compiler import Compiler
 from onebox.engine.compile.definition_numbers import DefinitionNumbers
-from onebox.engine.memory.initial_contents import step_contents
+from onebox.engine.memory.initial_contents import BytesBeside, StateBytes, no_bytes_beside, step_contents
 from onebox.engine.memory.limits import host_shortage
 from onebox.engine.memory.simulator import InitialContents, peaks_of
 from onebox.engine.partition.weight_versions import WeightVersions, weight_versions
@@ -53,6 +53,7 @@ class TrainingJob:
         delay: Treatment of late gradients, if any.
         staleness: 1 if steps use older weights under plans of one stage, too; asynchronous plans always do.
         overlap: Whether exact steps overlap.
+        beside: Returns the further state of each device.
     """
 
     captures: Captures
@@ -65,6 +66,7 @@ class TrainingJob:
     delay: GroupDelays = "none"
     staleness: int = 0
     overlap: bool = False
+    beside: BytesBeside = no_bytes_beside
     _counted: dict[Plan, MemoryForecast] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def count(self, plan: Plan) -> MemoryForecast:
@@ -79,13 +81,15 @@ class TrainingJob:
         told = plan.predicted
         key = plan if told is None else replace(plan, predicted=replace(told, peak_bytes=(0,) * len(told.peak_bytes)))
         if key not in self._counted:
-            contents = self.contents(plan)
+            compiler = self.compiler(plan)
+            contents, beside = self._contents(compiler), self.beside(compiler)
             peaks = {device: peaks_of(own) for device, own in contents.items()}
-            needs = {device: peaks[device][1] + own.host_bytes for device, own in contents.items()}
+            further = {device: beside.get(device, StateBytes()) for device in contents}
+            needs = {d: peaks[d][1] + own.host_bytes + further[d].on_host for d, own in contents.items()}
             waiting = {device: sum(own.leaves[leaf] for leaf in own.routine.leaves) for device, own in contents.items()}
             lack = host_shortage(needs, self.devices)
             self._counted[key] = MemoryForecast(
-                {device: peak + self.ahead * waiting[device] for device, (peak, _) in peaks.items()},
+                {d: peak + self.ahead * waiting[d] + further[d].on_device for d, (peak, _) in peaks.items()},
                 "" if lack is None else str(lack),
             )
         return self._counted[key]
@@ -101,12 +105,25 @@ class TrainingJob:
             UsageError: The plan is for another model.
             CaptureError: The model cannot be divided among replicas.
         """
+        return self._contents(self.compiler(plan))
+
+    def _contents(self, compiler: Compiler) -> dict[int, InitialContents]:
+        late = self.staleness > 0 or compiler.plan.late
+        return step_contents(compiler, self.batch, windows=late or self.overlap)
+
+    def compiler(self, plan: Plan) -> Compiler:
+        """Return the compiler of a plan, whose numbers stand for no worker's.
+
+        Raises:
+            UsageError: The plan is for another model.
+            CaptureError: The model cannot be divided among replicas.
+        """
         new = functools.partial(next, itertools.count(1))
         optimizers = optimizers_in(self.optimizer)
         state = named_state(self.captures.recipe.model, self.captures.recipe.loss, new)
         wanted = trained_names(state, optimizers)
         late = self.staleness > 0 or plan.late
-        compiler = Compiler(
+        return Compiler(
             plan,
             self.captures,
             self.batch,
@@ -122,4 +139,3 @@ class TrainingJob:
             numbers=DefinitionNumbers(new),
             group_number=lambda members: new(),
         )
-        return step_contents(compiler, self.batch, windows=late or self.overlap)

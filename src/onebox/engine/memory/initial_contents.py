@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from onebox.cost import host_copy_bytes
 from onebox.engine.compile.compiler import CompiledStep, Compiler, Probe
@@ -11,6 +12,27 @@ from onebox.engine.workload.batch import Batch
 
 ConstantBytes = Mapping[int, Mapping[int, int]]
 """For each worker the bytes of constants that earlier batches have brought there, by number of the buffer."""
+
+
+class StateBytes(NamedTuple):
+    """Bytes of state of a worker.
+
+    Args:
+        on_device: Those on its device.
+        on_host: Those in its host's memory.
+    """
+
+    on_device: int = 0
+    on_host: int = 0
+
+
+BytesBeside = Callable[[Compiler], Mapping[int, StateBytes]]
+"""Returns the state on each worker beside that of a plan, given its compiler."""
+
+
+def no_bytes_beside(compiler: Compiler) -> Mapping[int, StateBytes]:
+    """Return no bytes: the plan's state is all that workers hold."""
+    return {}
 
 
 def step_contents(

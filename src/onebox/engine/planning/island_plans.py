@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from onebox.cost import DeviceGroups
-from onebox.engine.islands.division import divided
+from onebox.engine.islands.division import check_shares, divided
 from onebox.engine.islands.session import IslandPlans
 from onebox.engine.planning.device_shares import resolve_device_shares
 from onebox.engine.planning.resolve_plan import PlanRequest
@@ -40,12 +40,7 @@ class IslandsRequest:
         Raises:
             UsageError: The reason.
         """
-        shares = self.outer.shares
-        if not isinstance(shares, str) and len(shares) != len(self.islands):
-            raise UsageError(
-                f"Outer(shares={list(shares)}): {len(shares)} weights for {len(self.islands)} islands; one for each is "
-                "needed"
-            )
+        check_shares(self.outer.shares, self.islands)
         for place, (devices, request) in enumerate(zip(self.islands, self.requests, strict=True)):
             request.check(pool)
             plan = request.plan
@@ -99,6 +94,8 @@ class IslandsRequest:
         )
         if isinstance(asked, str) and asked != "equal":
             shares = _predicted_shares(plans) or shares
+        if any(request.plan == "auto" for request in requests):
+            pool.profile(probe=True)  # the links between islands, for the prediction of the run
         return IslandPlans(plans=plans, shares=tuple(shares))
 
 

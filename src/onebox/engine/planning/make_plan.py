@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 from torch import nn
 
+from onebox.cost import DeviceGroups, PoolProfile
 from onebox.cost.model_profile import ModelProfile
+from onebox.engine.config import chosen_recovery
+from onebox.engine.islands.division import Islands, check_shares, given_islands, near_islands
 from onebox.engine.memory.forecast import MemoryForecast, TrainingJob
 from onebox.engine.planning.profile import profile_model
+from onebox.engine.planning.training_modes import IslandsPlanning, plan_islands, training_modes
 from onebox.engine.problem.memory_search import search_sharing, search_within, short_of_memory, with_peaks
 from onebox.engine.problem.planner_problem import allowed_sizes, make_problem, measured_sizes
 from onebox.engine.problem.stage_formats import with_formats
@@ -22,12 +26,14 @@ from onebox.errors import UsageError
 from onebox.graph import Loss, Precision
 from onebox.plan import Links, Plan, UpdateAt, predict
 from onebox.plan.evaluate.lossy import best_of
+from onebox.plan.evaluate.modes import TrainingMode
 from onebox.plan.model.problem import DeviceSpec, Problem
 from onebox.plan.search.result import PlanCandidate, SearchResult
 from onebox.plan_names import ACTIVATION_POLICIES, ChainPolicy, GradientCodec, LossyPart, searchable_schedules
 from onebox.pool import DeviceInfo, Pool
+from onebox.pool.devices import host_uplinks
 from onebox.sizes import Memory, parse_budgets
-from onebox.trainer_options import Numerics, StaleGradients, checked_lossy
+from onebox.trainer_options import Numerics, Outer, StaleGradients, checked_lossy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +45,16 @@ class PlanningResult:
         result: The search result.
         problem: The planner's problem.
         profile: The model's profile.
+        islands: The plans of islands, if they were asked for.
+        modes: Exact, compressed and island training beside each other, as far as they were asked for.
     """
 
     plan: Plan
     result: SearchResult
     problem: Problem
     profile: ModelProfile
+    islands: IslandsPlanning | None = None
+    modes: tuple[TrainingMode, ...] = ()
 
 
 def make_plan(
@@ -70,6 +80,8 @@ def make_plan(
     shard_optimizer: bool = True,
     among: Sequence[int] | None = None,
     lossy: Collection[LossyPart] = (),
+    islands: Islands | None = None,
+    outer: Outer | None = None,
 ) -> PlanningResult:
     """Find the best plan for a model, a batch and a pool.
 
@@ -104,10 +116,12 @@ def make_plan(
         among: The devices that the plan may use; all of the pool without it.
         lossy: As for :class:`Trainer`: stages whose gradients, or activations, take much of a step get a lossy codec if
             the step is predicted to gain a tenth by it.
+        islands: As for :class:`Trainer`: plans for islands are searched for, too, each of which fits its devices.
+        outer: As for :class:`Trainer`.
 
     Raises:
-        UsageError: The batch cannot be divided as asked, the optimizer does not support the correction, or the budgets
-            do not match the devices.
+        UsageError: The batch cannot be divided as asked, the optimizer does not support the correction, the budgets
+            do not match the devices, or islands overlap, leave a device out, or do not go with another argument.
         PlanError: Nothing fits.
         CaptureError: The model cannot be captured.
 
@@ -122,6 +136,7 @@ def make_plan(
         ...         assert trainer.step(x, y).item() >= 0
     """
     lossy, batch = checked_lossy(lossy), as_batch(inputs, targets)
+    groups = _checked_islands(islands, outer, pool, alone=among is None and stale is None)
     chosen = tuple(range(len(pool)) if among is None else among)
     allowed = allowed_sizes(batch.size, micro_batches)
     budgets = parse_budgets("memory", memory).of(len(pool))
@@ -170,8 +185,39 @@ def make_plan(
     if lossy and len(pool) > 1:
         problem = with_coding_speeds(problem, pool, fresh=fresh)
         result, plan = _with_codecs(problem, plan, result, exact, lossy)
+    joined = None
+    if groups is not None:
+        joined = plan_islands(
+            problem,
+            job,
+            groups,
+            outer or Outer(),
+            micro_batches=micro_batches,
+            finish=lambda found: _limited(formatted(found, profile, pool.devices), budgets),
+            budget_s=budget_s,
+            confirmed=chosen_recovery(pool, "auto") is not None,
+        )
     plan = _limited(formatted(plan, profile, pool.devices), budgets)
-    return PlanningResult(plan=plan, result=result, problem=problem, profile=profile)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    modes = training_modes(problem, plan, result, lossy=lossy, islands=joined, parameters=parameters)
+    return PlanningResult(plan=plan, result=result, problem=problem, profile=profile, islands=joined, modes=modes)
+
+
+def _checked_islands(islands: Islands | None, outer: Outer | None, pool: Pool, *, alone: bool) -> DeviceGroups | None:
+    """Return the devices of each island; ``None`` without islands.
+
+    Raises:
+        UsageError: They overlap, leave a device out, or do not go with the other arguments.
+    """
+    if islands is None:
+        if outer is not None:
+            raise UsageError(f"outer={outer}: it is the outer optimizer of islands; give islands= too, or leave it out")
+        return None
+    if not alone:
+        raise UsageError("islands= do not go together with stale= or among=; leave one of them out")
+    found = near_islands(pool.profile().groups) if islands == "auto" else given_islands(islands, len(pool))
+    check_shares((outer or Outer()).shares, found)
+    return found
 
 
 def _within(devices: Sequence[DeviceInfo], budgets: Sequence[int]) -> list[DeviceInfo]:
@@ -262,12 +308,9 @@ def pool_links(pool: Pool, among: Sequence[int] | None = None, *, fresh: bool = 
     if len(among) == 1:
         (only,) = among
         return Links(latency_s={only: {only: 0.0}}, bandwidth_bps={only: {only: float("inf")}})
-    measured = pool.profile(fresh=fresh, probe=True)
-    return Links(
-        latency_s=_table_among(measured.latency_s, among), bandwidth_bps=_table_among(measured.bandwidth_bps, among)
-    )
+    return known_pool_links(pool.profile(fresh=fresh, probe=True), pool.devices).among(among)
 
 
-def _table_among(table: Mapping[int, Mapping[int, float]], among: Sequence[int]) -> dict[int, dict[int, float]]:
-    """Return the entries of a table of links for some devices."""
-    return {a: {b: value for b, value in table[a].items() if b in among} for a in among}
+def known_pool_links(measured: PoolProfile, devices: Sequence[DeviceInfo]) -> Links:
+    """Return the links between all devices of a pool as they are in its profile."""
+    return Links(latency_s=measured.latency_s, bandwidth_bps=measured.bandwidth_bps, uplinks=host_uplinks(devices))

@@ -17,6 +17,7 @@ from onebox.engine.workload.parameter_groups import Optimizers
 from onebox.graph import ModelPrograms, PhaseKind
 from onebox.plan import Links
 from onebox.pool import DeviceInfo
+from onebox.pool.devices import host_uplinks
 from onebox.pool.network.profile import profile_key
 
 _ACCELERATOR = DeviceRates(flops=2e13, bandwidth_bps=5e11, operator_s=1e-5)
@@ -78,7 +79,7 @@ def estimate_links(devices: Sequence[DeviceInfo]) -> Links:
     numbers = [device.number for device in devices]
     measured = _measured(devices)
     if measured is not None and all(set(row) >= set(numbers) - {a} for a, row in measured.bandwidth_bps.items()):
-        return Links(latency_s=measured.latency_s, bandwidth_bps=measured.bandwidth_bps)
+        return Links(latency_s=measured.latency_s, bandwidth_bps=measured.bandwidth_bps, uplinks=host_uplinks(devices))
     return Links(
         latency_s={a: dict.fromkeys(numbers, _LATENCY_S) for a in numbers},
         bandwidth_bps={a: dict.fromkeys(numbers, _BANDWIDTH_BPS) for a in numbers},

@@ -41,6 +41,7 @@ from onebox.graph.shard.spmd import product_flops
 from onebox.plan import ACTIVATION_POLICIES, ASYNC, NAMED, SCHEDULES, Links, Plan
 from onebox.plan.model.stage import OFFLOADING_POLICIES
 from onebox.pool import Pool
+from onebox.pool.devices import host_uplinks
 from onebox.pool.network.profile import profile_key
 from onebox.wire import Program, reads, specs_by_slot
 from onebox.wire.protocol.instructions import GroupDelays
@@ -228,7 +229,7 @@ def _known_links(pool: Pool) -> Links:
     """Return the links as measured earlier; without measurements, all are assumed to be equal."""
     known = load(profile_key(pool.devices, pool.links, plain_links=pool.plain_links), PoolProfile)
     if known is not None:
-        return Links(latency_s=known.latency_s, bandwidth_bps=known.bandwidth_bps)
+        return Links(latency_s=known.latency_s, bandwidth_bps=known.bandwidth_bps, uplinks=host_uplinks(pool.devices))
     every = range(len(pool))
     return Links(
         latency_s={a: {b: 0.0 if a == b else _LATENCY_S for b in every} for a in every},

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -89,11 +90,15 @@ class Links:
 
     Args:
         latency_s: ``latency_s[source][target]``, seconds of an empty message.
-        bandwidth_bps: ``bandwidth_bps[source][target]``, bytes per second.
+        bandwidth_bps: ``bandwidth_bps[source][target]``, bytes per second of a message that has the link to itself.
+        uplinks: By device, the uplink that it shares with other devices, such as that of its host. A message between
+            two uplinks occupies the one's way out and the other's way in, which carry one message at a time: several
+            flows share them. A pair of devices, one of which has no uplink here, has a link of its own.
     """
 
     latency_s: Mapping[int, Mapping[int, float]]
     bandwidth_bps: Mapping[int, Mapping[int, float]]
+    uplinks: Mapping[int, str] = field(default_factory=dict)
     _ways: dict[tuple[int, ...], tuple[AllReduceAlgorithm, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -103,6 +108,24 @@ class Links:
         if source == target:
             return 0.0
         return self.latency_s[source][target] + size_bytes / self.bandwidth_bps[source][target]
+
+    def among(self, devices: Collection[int]) -> Links:
+        """Return the links between some of the devices."""
+
+        def entries(table: Mapping[int, Mapping[int, float]]) -> dict[int, dict[int, float]]:
+            return {a: {b: value for b, value in table[a].items() if b in devices} for a in devices}
+
+        return Links(latency_s=entries(self.latency_s), bandwidth_bps=entries(self.bandwidth_bps), uplinks=self.uplinks)
+
+    def crossed(self, source: int, target: int) -> tuple[str, str] | None:
+        """Return the uplinks that a message leaves and enters; ``None`` if it shares its link with no other pair."""
+        leaves, enters = self.uplinks.get(source), self.uplinks.get(target)
+        return None if leaves is None or enters is None or leaves == enters else (leaves, enters)
+
+    def shared_by(self, devices: Collection[int]) -> frozenset[str]:
+        """Return the uplinks that an exchange among some devices occupies."""
+        found = {self.uplinks[device] for device in devices if device in self.uplinks}
+        return frozenset(found) if len(found) > 1 else frozenset()
 
     def all_reduce_algorithm(self, devices: Sequence[int], size_bytes: int) -> AllReduceAlgorithm:
         """Return the best way for some devices to sum their values: in one ring, or in each host first.
@@ -134,6 +157,29 @@ class Links:
             across = [(part[0],) for part in parts] if len(parts) > 1 else replicas
         within_s = exact_s - self.ring_seconds(across, stage.gradient_bytes) if across is not replicas else 0.0
         return max(within_s, 0.0) + stage.coding_s + self.ring_seconds(across, stage.travelling_bytes)
+
+    def sum_traffic(
+        self, devices: Sequence[int], size_bytes: int, travelling_bytes: int | None = None
+    ) -> dict[tuple[int, int], float]:
+        """Return the bytes from device to device in which some devices sum their values.
+
+        Args:
+            devices: The devices.
+            size_bytes: Bytes that each holds.
+            travelling_bytes: Bytes that travel in place of these in a lossy codec; where hosts sum first, only between
+                hosts.
+        """
+        if len(devices) < 2:
+            return {}
+        parts = self.all_reduce_algorithm(devices, size_bytes).parts
+        ring = [part[0] for part in parts] if len(parts) > 1 else list(parts[0])
+        size = size_bytes if travelling_bytes is None else travelling_bytes
+        each = 2 * (len(ring) - 1) / len(ring) * size
+        found = dict.fromkeys(zip(ring, [*ring[1:], ring[0]], strict=True), each)
+        for part in parts if len(parts) > 1 else ():
+            for a, b in itertools.pairwise(part):
+                found |= {(a, b): float(size_bytes), (b, a): float(size_bytes)}
+        return found
 
     def ring_seconds(self, replicas: Sequence[Sequence[int]], size_bytes: int) -> float:
         """Return the seconds in which replicas sum their gradients: in one ring, or in each host first.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 from onebox.plan.simulate.instance import UPDATE, GradientSums, SchedulingInstance, Turn
 from onebox.plan.simulate.offload_schedule import channels
@@ -20,6 +22,8 @@ class ExecutedRows:
         last: The time of the last gradient of each slot.
         start: The start of each node, by :meth:`SchedulingInstance.node`.
         end: Its end.
+        queued: The start of each message that shares an uplink, by the node of its action, and by its edge as in
+            :attr:`SchedulingInstance.out` and :attr:`SchedulingInstance.into`.
     """
 
     done: list[int]
@@ -28,6 +32,46 @@ class ExecutedRows:
     last: list[float]
     start: list[float]
     end: list[float]
+    queued: dict[tuple[int, int], float]
+
+
+class UplinkQueue:
+    """Messages on uplinks that several links share.
+
+    Devices are simulated one after the other, not in the order of time: so a message takes the first gap between the
+    others' that is long enough, instead of a place behind them all.
+    """
+
+    def __init__(self) -> None:
+        self._taken: dict[tuple[str, bool], list[tuple[float, float]]] = {}
+
+    def add(self, crossed: tuple[str, str], ready_s: float, seconds: float) -> float:
+        """Return the start of a message.
+
+        Args:
+            crossed: The uplinks that it leaves and enters.
+            ready_s: The time from which it can start.
+            seconds: The time for which it occupies both.
+        """
+        leaves, enters = crossed
+        ways = [self._taken.setdefault((leaves, True), []), self._taken.setdefault((enters, False), [])]
+        start = ready_s
+        while (later := max(_gap(taken, start, seconds) for taken in ways)) > start:
+            start = later
+        if seconds > 0:
+            for taken in ways:
+                insort(taken, (start, start + seconds))
+        return start
+
+
+def _gap(taken: Sequence[tuple[float, float]], ready_s: float, seconds: float) -> float:
+    """Return the start of the first gap of some seconds between ordered intervals that do not overlap."""
+    start = ready_s
+    for begin, end in taken[max(0, bisect_right(taken, (ready_s, inf)) - 1) :]:
+        if begin >= start + seconds:
+            break
+        start = max(start, end)
+    return start
 
 
 def execute_rows(  # noqa: PLR0912, PLR0915 (see below)
@@ -36,8 +80,9 @@ def execute_rows(  # noqa: PLR0912, PLR0915 (see below)
     """Execute rows until all are done or none can go on.
 
     A device is simulated along its row until an input is missing, and continued when that has arrived. No event queue
-    is needed, since a link's messages all come from one device, in the order of its row. This is one long function, on
-    plain lists, because planning simulates thousands of schedules: about 1 µs an action.
+    is needed, since a link's messages all come from one device, in the order of its row; those of shared uplinks are in
+    an :class:`UplinkQueue`. This is one long function, on plain lists, because planning simulates thousands of
+    schedules: about 1 µs an action.
 
     Args:
         instance: The scheduling problem.
@@ -56,6 +101,7 @@ def execute_rows(  # noqa: PLR0912, PLR0915 (see below)
     last = [0.0] * len(slots)
     done, free, busy, waits, announced = [0] * size, [0.0] * size, [0.0] * size, [-1] * size, [-1] * size
     stack = list(range(size - 1, -1, -1))
+    crossed, uplinks, queued = instance.crossed, UplinkQueue(), dict[tuple[int, int], float]()
     host, moved = channels(instance, rows), [-1] * size
     while stack:
         device = stack.pop()
@@ -119,7 +165,11 @@ def execute_rows(  # noqa: PLR0912, PLR0915 (see below)
                 else:
                     link = device * size + target
                     sent = link_free[link]
-                    sent = (sent if sent > now else now) + size_bytes * sized * per_byte_s[link]
+                    sent = sent if sent > now else now
+                    if link in crossed:
+                        sent = uplinks.add(crossed[link], sent, size_bytes * sized * per_byte_s[link])
+                        queued[base[kind] + key, end] = sent
+                    sent += size_bytes * sized * per_byte_s[link]
                     link_free[link] = sent
                     arrival = sent + latency_s[link]
                 members = slots[slot_of[node]].members if grouped else ()
@@ -133,7 +183,7 @@ def execute_rows(  # noqa: PLR0912, PLR0915 (see below)
                         waits[target] = -1
                         stack.append(target)
         done[device], free[device], busy[device] = place, now, spent
-    return ExecutedRows(done, free, busy, last, ready, ended)
+    return ExecutedRows(done, free, busy, last, ready, ended, queued)
 
 
 def inputs_needed(instance: SchedulingInstance) -> list[int]:

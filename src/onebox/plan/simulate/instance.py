@@ -47,6 +47,7 @@ class SchedulingInstance:
         into: For each stage, the edges that reach it: the first key of the source, bytes of a gradient.
         latency_s: Of each used link, by ``source * len(devices) + target``.
         per_byte_s: Seconds per byte on each of those links.
+        crossed: Of those that share uplinks with others, the uplinks that a message leaves and enters.
     """
 
     routes: Routes
@@ -63,6 +64,7 @@ class SchedulingInstance:
     into: list[tuple[tuple[int, int], ...]]
     latency_s: list[float]
     per_byte_s: list[float]
+    crossed: dict[int, tuple[str, str]]
 
     @property
     def stages(self) -> int:
@@ -107,7 +109,7 @@ def instance_of(routes: Routes, work: PlanWork, sizes: Sequence[float] | None = 
     heads = [slot.members[0] for slot in slots]
     first = [heads[slot] for slot in slot_of]
     seconds = _seconds(work, devices, slots)
-    latency_s, per_byte_s = _links(work, devices, first, count)
+    latency_s, per_byte_s, crossed = _links(work, devices, first, count)
     return SchedulingInstance(
         routes=routes,
         work=work,
@@ -123,6 +125,7 @@ def instance_of(routes: Routes, work: PlanWork, sizes: Sequence[float] | None = 
         into=_ends(work.edges, len(routes), count, outward=False),
         latency_s=latency_s,
         per_byte_s=per_byte_s,
+        crossed=crossed,
     )
 
 
@@ -204,9 +207,12 @@ def _ends(edges: tuple[Edge, ...], stages: int, count: int, *, outward: bool) ->
     return [tuple(ends) for ends in found]
 
 
-def _links(work: PlanWork, devices: tuple[int, ...], first: list[int], count: int) -> tuple[list[float], list[float]]:
+def _links(
+    work: PlanWork, devices: tuple[int, ...], first: list[int], count: int
+) -> tuple[list[float], list[float], dict[int, tuple[str, str]]]:
     size = len(devices)
     latency, per_byte = [0.0] * (size * size), [0.0] * (size * size)
+    crossed: dict[int, tuple[str, str]] = {}
     used: set[tuple[int, int]] = set()
     for edge in work.edges:
         source, target = edge.source * count, edge.target * count
@@ -223,7 +229,9 @@ def _links(work: PlanWork, devices: tuple[int, ...], first: list[int], count: in
             if not bandwidth_bps > 0:
                 raise UsageError(f"{bandwidth_bps} bytes/s from device {devices[a]} to {devices[b]}: it is above 0")
             per_byte[a * size + b] = 1.0 / bandwidth_bps
-    return latency, per_byte
+            if (shared := work.links.crossed(devices[a], devices[b])) is not None:
+                crossed[a * size + b] = shared
+    return latency, per_byte, crossed
 
 
 UPDATE = "U"
@@ -231,6 +239,38 @@ UPDATE = "U"
 
 Turn = tuple[str, int, int]
 """An entry of a device's row: an action, or an update of a stage."""
+
+
+class SumQueue:
+    """Sums over replicas, of which each device and each uplink carries one at a time.
+
+    Args:
+        instance: The scheduling problem.
+
+    Attributes:
+        free: The time at which each device's last sum ends.
+    """
+
+    def __init__(self, instance: SchedulingInstance) -> None:
+        self._instance = instance
+        self.free = [0.0] * len(instance.devices)
+        self._uplink_free: dict[str, float] = {}
+
+    def add(self, members: Sequence[int], ready_s: float, seconds: float) -> float:
+        """Return the start of a sum.
+
+        Args:
+            members: The devices of all replicas, renumbered.
+            ready_s: The time from which it can start.
+            seconds: Its duration.
+        """
+        uplinks = self._instance.work.links.shared_by([self._instance.devices[member] for member in members])
+        before = [self._uplink_free.get(uplink, 0.0) for uplink in uplinks]
+        start = max([ready_s, *(self.free[member] for member in members), *before])
+        for member in members:
+            self.free[member] = start + seconds
+        self._uplink_free |= dict.fromkeys(uplinks, start + seconds)
+        return start
 
 
 class GradientSum(NamedTuple):
@@ -252,7 +292,7 @@ class GradientSum(NamedTuple):
 class GradientSums:
     """Gradients of steps whose micro-batches are numbered consecutively: when all of a stage's are there, and summed.
 
-    Replicas sum their gradients in rings beside other actions, one stage at a time on each device.
+    Replicas sum their gradients in rings beside other actions, one stage at a time on each device and each uplink.
 
     Args:
         instance: The scheduling problem of all steps.
@@ -287,7 +327,7 @@ class GradientSums:
         for key, slot_number in enumerate(instance.slot_of):
             stage, micro_batch = divmod(key, instance.count)
             self.missing[self.index(stage, micro_batch)] += len(instance.slots[slot_number].members)
-        self._free = [0.0] * len(instance.devices)
+        self._queue = SumQueue(instance)
         self.made: list[GradientSum] = []
         self.updates: list[tuple[int, int, int, float, float]] = []
 
@@ -304,9 +344,7 @@ class GradientSums:
             return None
         members = self._members[stage]
         if self.replicated[stage]:
-            start = max([self.ready[index], *(self._free[member] for member in members)])
+            start = self._queue.add(members, self.ready[index], self._ring_s[stage])
             self.ready[index] = end = start + self._ring_s[stage]
-            for member in members:
-                self._free[member] = end
             self.made.append(GradientSum(stage, micro_batch - micro_batch % self._count, start, end))
         return index, members

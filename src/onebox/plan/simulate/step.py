@@ -2,7 +2,7 @@
 
 It models the engine. Each device executes its row strictly in order; an action starts when the device is free and its
 inputs are there, and sends its outputs when it ends. A link carries one message
-at a time, in the order in which its source sends, while computing goes on.
+at a time, in the order in which its source sends, while computing goes on; so does an uplink that several links share.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from onebox.errors import UsageError
 from onebox.plan.model.schedule import Action, Routes, Schedule
 from onebox.plan.model.work import PlanWork
 from onebox.plan.simulate.event_loop import ExecutedRows, execute_rows
-from onebox.plan.simulate.instance import SchedulingInstance, instance_of
+from onebox.plan.simulate.instance import SchedulingInstance, SumQueue, instance_of
 from onebox.plan.simulate.memory import peak, state_bytes
 
 
@@ -108,7 +108,8 @@ def simulate(
 
     A value goes along each edge from the device that computes a micro-batch in one stage to the device that computes it
     in the other; a gradient goes back after ``I`` or ``B``. A message occupies its directed link for bytes / bandwidth
-    and arrives the link's latency later; within a device it takes no time. A stage without outgoing edges begins its
+    and arrives the link's latency later; within a device it takes no time. Messages of several devices that share an
+    uplink take turns on it. A stage without outgoing edges begins its
     backward with its own loss. A replica of several devices starts an action when all of them are free, and sends and
     receives through the first one.
 
@@ -204,23 +205,20 @@ def finish(instance: SchedulingInstance, played: ExecutedRows) -> tuple[list[Upd
     ready = sorted((max(played.last[slot] for slot in held[stage]), stage) for stage in range(len(stages)))
     updates: list[UpdateSpan] = []
     through = list(played.free)
-    reduced = [0.0] * len(devices)
+    queue = SumQueue(instance)
     for when, stage in ready:
         replicas = [instance.slots[slot].members for slot in held[stage]]
         members = [member for replica in replicas for member in replica]
         if len(replicas) > 1:
-            start = max([when, *(reduced[member] for member in members)])
-            end = start + instance.work.links.sum_seconds(
-                [[devices[member] for member in replica] for replica in replicas], stages[stage]
-            )
-            for member in members:
-                reduced[member] = end
-                updates.append(UpdateSpan(devices[member], stage, start, end))
+            named = [[devices[member] for member in replica] for replica in replicas]
+            seconds = instance.work.links.sum_seconds(named, stages[stage])
+            start = queue.add(members, when, seconds)
+            updates += [UpdateSpan(devices[member], stage, start, start + seconds) for member in members]
     busy = list(played.busy)
     for number, device in enumerate(devices):
         mine = [slot.stage for slot in instance.slots if number in slot.members]
         spent = math.fsum(stages[stage].update_s.get(device, 0.0) for stage in mine)
-        through[number] = max(through[number], reduced[number])
+        through[number] = max(through[number], queue.free[number])
         busy[number] += spent
         updates.append(UpdateSpan(device, None, through[number], through[number] + spent))
     return updates, busy
@@ -248,7 +246,7 @@ def transfers_of(
     instance: SchedulingInstance, rows: Sequence[Sequence[Action]], played: ExecutedRows
 ) -> Iterator[tuple[Action, Transfer]]:
     """Queue every device's messages on its links once more, as :func:`~onebox.plan.simulate.event_loop.execute_rows`
-    did.
+    did; those on shared uplinks have been.
 
     Yields:
         Each message, and the action that it comes from.
@@ -269,7 +267,7 @@ def transfers_of(
                 link = device * size + target
                 node = instance.node(action)
                 transfer_s = size_bytes * instance.scale[micro_batch] * instance.per_byte_s[link]
-                start = max(free[link], played.end[node])
+                start = played.queued.get((node, end), max(free[link], played.end[node]))
                 free[link] = start + transfer_s
                 places = (devices[device], devices[target], stage, end // count, micro_batch, forward)
                 yield action, Transfer(*places, start, free[link] + instance.latency_s[link])

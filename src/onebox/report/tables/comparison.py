@@ -1,4 +1,4 @@
-"""Comparison of a plan's predictions with measurements, in time and memory. Pure."""
+"""Comparison of predictions of plans and islands with measurements, in time and memory. Pure."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from onebox.plan import Action, Kind, MicroBatch, Plan
+from onebox.plan.evaluate.islands import IslandsPrediction
 
 if TYPE_CHECKING:  # importing the engine takes a second, and tables do not need it
     from onebox.engine import TraceEvent
@@ -114,6 +115,99 @@ class PlanComparison:
                 for row in self.devices
             ],
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class IslandsComparison:
+    """Comparison of a run of islands with its prediction.
+
+    Args:
+        batch: Samples of the compared steps, of all islands.
+        steps: Number of measured steps.
+        step_s: Seconds from the end of a step to that of the next, with its part of the outer steps.
+        sums_s: Seconds of a step's part of the sums between islands.
+        link_bps: Bytes per second of the busiest link between islands during these.
+        islands: The comparison of each island's steps with its plan.
+    """
+
+    batch: int
+    steps: int
+    step_s: PredictedMeasured
+    sums_s: PredictedMeasured
+    link_bps: PredictedMeasured
+    islands: tuple[PlanComparison, ...]
+
+    def to_data(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return {
+            "batch": self.batch,
+            "steps": self.steps,
+            "step_s": self.step_s.to_data(),
+            "sums_s": self.sums_s.to_data(),
+            "link_bps": self.link_bps.to_data(),
+            "islands": [each.to_data() for each in self.islands],
+        }
+
+
+def compare_islands(
+    prediction: IslandsPrediction,
+    islands: Sequence[PlanComparison],
+    events: Iterable[TraceEvent],
+    sums_s: float | None,
+    *,
+    every: int,
+    steps: Collection[int],
+) -> IslandsComparison:
+    """Compare a run of islands with its prediction.
+
+    Args:
+        prediction: The prediction.
+        islands: The comparison of each island with its plan.
+        events: The workers' events.
+        sums_s: Measured seconds of a step's part of the sums between islands, if known.
+        every: Steps between two outer steps.
+        steps: The steps with a whole batch.
+    """
+    busiest = max(prediction.traffic.values(), default=0.0)
+
+    def rate(seconds: float | None) -> float | None:
+        return busiest / seconds if seconds and busiest else None
+
+    return IslandsComparison(
+        batch=prediction.batch,
+        steps=max(each.steps for each in islands),
+        step_s=PredictedMeasured(predicted=prediction.step_s, measured=step_interval_s(events, every, steps)),
+        sums_s=PredictedMeasured(predicted=prediction.sums_s, measured=sums_s),
+        link_bps=PredictedMeasured(predicted=rate(prediction.sums_s), measured=rate(sums_s)),
+        islands=tuple(islands),
+    )
+
+
+def step_interval_s(events: Iterable[TraceEvent], every: int, steps: Collection[int]) -> float | None:
+    """Return the mean seconds between the ends of consecutive steps, of which every so many are alike.
+
+    For each place in a period it is the median: so an evaluation between two steps does not count. It is that of the
+    worker with the longest steps, for workers of different hosts have different clocks.
+
+    Args:
+        events: The workers' events.
+        every: Steps of a period.
+        steps: The steps to consider.
+    """
+    ends: dict[int, dict[int, int]] = {}
+    for event in events:
+        if event.track == "compute" and event.step in steps:
+            own = ends.setdefault(event.worker, {})
+            own[event.step] = max(own.get(event.step, 0), event.end_ns)
+    means = []
+    for own in ends.values():
+        alike: dict[int, list[float]] = {}
+        for step, end_ns in own.items():
+            if step - 1 in own:
+                alike.setdefault(step % every, []).append((end_ns - own[step - 1]) * 1e-9)
+        if len(alike) == every:
+            means.append(sum(map(median, alike.values())) / every)
+    return max(means, default=None)
 
 
 def compare(

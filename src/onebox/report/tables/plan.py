@@ -8,11 +8,13 @@ from itertools import groupby
 from rich.table import Table
 from rich.text import Text
 
+from onebox.cost import DeviceGroups
 from onebox.plan import Kind, Plan, PlanCandidate, Simulation, Stage
+from onebox.plan.evaluate.modes import TrainingMode
 from onebox.plan.model.stage import POLICY_WORDS
-from onebox.report.tables.comparison import PlanComparison, PredictedMeasured
+from onebox.report.tables.comparison import IslandsComparison, PlanComparison, PredictedMeasured
 from onebox.report.tables.text import emulated_caption, marked, rate_text, share_text, time_text
-from onebox.sizes import size_text
+from onebox.sizes import bit_rate_text, size_text
 
 _LONG_RUN = 4
 """So many consecutive stages on the same devices are shown as one."""
@@ -115,6 +117,44 @@ def candidate_table(candidates: Sequence[PlanCandidate]) -> Table:
     return table
 
 
+def mode_table(modes: Sequence[TrainingMode]) -> Table:
+    """Return the table of exact, compressed and island training: times, bytes of a step on each link, memory, accuracy.
+
+    A link between two groups of devices is named by these; its bytes are those of both directions.
+
+    Args:
+        modes: The ways to train.
+    """
+    pairs = sorted({(min(way), max(way)) for mode in modes for way in mode.traffic})
+    table = Table("training", "plan")
+    for heading in (
+        "step",
+        "sample",
+        "",
+        *(_link_text(modes[0].groups, pair) for pair in pairs),
+        "memory of\na device",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("published price in accuracy", max_width=40)
+    best_s = min(mode.step_s for mode in modes if mode.batch)
+    for mode in modes:
+        cells = [mode.name, mode.text]
+        if mode.sample_s is None:
+            table.add_row(*map(Text, cells))
+            continue
+        both = [mode.traffic.get(pair, 0.0) + mode.traffic.get(pair[::-1], 0.0) for pair in pairs]
+        ratio = f"× {mode.step_s / best_s:.2f}" if mode.step_s > best_s else ""
+        cells += [time_text(mode.step_s), time_text(mode.sample_s), ratio, *map(_bytes, both)]
+        cells += [_bytes(max(mode.peak_bytes.values())), mode.accuracy]
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def _link_text(groups: DeviceGroups, pair: tuple[int, int]) -> str:
+    one, other = (",".join(map(str, groups[place])) for place in pair)
+    return f"bytes\n{one} – {other}"
+
+
 def rejection_reason(candidate: PlanCandidate) -> str:
     """Return the reason for which a candidate may not be chosen; empty if it may."""
     return "; ".join(part for part in (candidate.refused, *map(str, candidate.shortfalls)) if part)
@@ -147,6 +187,21 @@ def comparison_tables(found: PlanComparison) -> list[Table]:
             exact = PredictedMeasured(predicted=device.exact_bytes, measured=device.peak_bytes.measured)
             memory.add_row("", "peak, by buffer lifetimes", *_cells(exact, _bytes))
     return [times, whole, memory]
+
+
+def islands_table(found: IslandsComparison) -> Table:
+    """Return the table of the predictions and measurements of a run of islands as a whole.
+
+    Args:
+        found: The comparison.
+    """
+    table = Table("steps of all islands")
+    for heading in ("predicted", "measured", "error"):
+        table.add_column(heading, justify="right")
+    table.add_row(f"time for {found.batch} samples, outer steps included", *_cells(found.step_s, time_text))
+    table.add_row("of it sums between islands, hidden ones included", *_cells(found.sums_s, time_text))
+    table.add_row("rate of a link during these", *_cells(found.link_bps, bit_rate_text))
+    return table
 
 
 def segments_text(stage: Stage, names: Sequence[str]) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from onebox.plan import Plan, Problem, stage_work
+from onebox.plan import Plan, Problem
+from onebox.plan.evaluate.traffic import between_groups, value_traffic
 from onebox.plan.model.device_groups import near
 from onebox.sizes import size_text
 
@@ -31,12 +32,4 @@ def cross_group_bytes(problem: Problem, plan: Plan) -> int:
         problem: The plan's problem.
         plan: The plan.
     """
-    home = {device: turn for turn, group in enumerate(near(problem)[0]) for device in group}
-    routes, parts = plan.routes(problem.batch), plan.micro_batches(problem.batch)
-    largest = plan.micro_batch or max(part.size for part in parts)
-    total = 0.0
-    for edge in stage_work(problem, plan).edges:
-        for part, source, target in zip(parts, routes[edge.source], routes[edge.target], strict=True):
-            if home[source[0]] != home[target[0]]:
-                total += (edge.forward_bytes + edge.backward_bytes) * part.size / largest
-    return round(total)
+    return round(sum(between_groups(value_traffic(problem, plan), near(problem)[0]).values()))

@@ -228,7 +228,7 @@ class Reply(Message, frozen=True, tag="reply"):
         number: The envelope's.
         results: One for each instruction with a reply, in order.
         failure: The failure, if any; then there are no results.
-        times_ns: With ``Run.trace``: for each instruction of the routine, its start and end on the monotonic clock.
+        times_ns: With ``Run.trace``: for each instruction of such routines, its start and end on the monotonic clock.
         used_bytes: Likewise: peak bytes in use during it, and bytes in use after it.
     """
 

@@ -206,7 +206,9 @@ class Executor:
 
         self._run = run
         self._updates.begin(run, routine.steps, self._definitions)
-        self._trace = trace = Trace(self.store if run.trace else None, self._device.accelerator)
+        if not (run.trace and self._trace.enabled):
+            self._trace = Trace(self.store if run.trace else None, self._device.accelerator)
+        trace = self._trace
         results: list[Outcome] = []
         nothing: Iterator[Any] = iter(())
         poisoned: Poisoned | None = None

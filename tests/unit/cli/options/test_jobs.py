@@ -145,6 +145,23 @@ def test_options_are_frozen() -> None:
         TrainConfig().epochs = 3  # type: ignore[misc]
 
 
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [
+        ({"islands": "0,1/x"}, "--islands 0,1/x: allowed are auto, and the devices of each island"),
+        ({"outer_every": 10}, "--outer-every 10 is for islands; it needs --islands"),
+        ({"islands": "0/1", "outer_every": 2, "outer_overlap": 2}, "--outer-overlap 2 and --outer-every 2"),
+        ({"islands": "0/1", "staleness": 1}, "--islands and --staleness 1: these do not go together"),
+        ({"islands": "0/1", "check": Path("plan.json")}, "--check plan.json and --islands 0/1"),
+        ({"lossy": "gradient"}, "--lossy gradient: allowed are gradients, activations"),
+    ],
+)
+def test_plans_of_islands_refuse_what_training_refuses(options: dict[str, Any], flag: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        PlanConfig(**options)
+    assert flag in str(caught.value)
+
+
 def test_islands_as_the_trainer_takes_them() -> None:
     assert TrainConfig(islands="0,1/2").island_devices == ((0, 1), (2,))
     assert TrainConfig(islands="auto", plan="auto").island_devices == "auto"

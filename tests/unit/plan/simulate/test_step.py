@@ -122,6 +122,46 @@ def test_a_device_sums_the_gradients_of_one_stage_at_a_time() -> None:
     assert found.step_s == 20
 
 
+def test_messages_and_sums_of_several_devices_take_turns_on_the_uplink_that_they_share() -> None:
+    routes: Routes = (((0,), (1,)), ((2,), (3,)))
+    rows = table("0: 0F0 0B0\n1: 0F1 0B1\n2: 1F0 1B0\n3: 1F1 1B1")
+    links = equal_links({0, 1, 2, 3}, bandwidth_bps=10.0)
+    apart = simulate(rows, routes, work_for(routes, links=links, size_bytes=20))
+    shared = replace(links, uplinks={0: "a", 1: "a", 2: "b", 3: "b"})
+    found = simulate(rows, routes, work_for(routes, links=shared, size_bytes=20))
+
+    def sent(each: Simulation) -> dict[tuple[int, int], tuple[float, float]]:
+        return {(move.source, move.target): (move.start_s, move.end_s) for move in each.transfers}
+
+    assert sent(apart) == {(0, 2): (1, 3), (1, 3): (1, 3), (2, 0): (6, 8), (3, 1): (6, 8)}
+    # the values arrive at 3 and 5, so that the gradients leave at 6 and 8: these do not wait
+    assert sent(found) == {(0, 2): (1, 3), (1, 3): (3, 5), (2, 0): (6, 8), (3, 1): (8, 10)}
+    assert (apart.step_s, found.step_s) == (10, 12)
+    halves = replace(links, uplinks={0: "a", 1: "b", 2: "c", 3: "d"})
+    assert sent(simulate(rows, routes, work_for(routes, links=halves, size_bytes=20))) == sent(apart)
+
+    crossing = replace(links, uplinks={0: "a", 2: "a", 1: "b", 3: "b"})  # each stage has a replica on either side
+    times = [
+        {
+            (made.stage, made.start_s, made.end_s)
+            for made in simulate(rows, routes, work).updates
+            if made.stage is not None
+        }
+        for work in (work_for(routes, links=way, gradient_bytes=40) for way in (links, crossing))
+    ]
+    assert times == [{(1, 4, 8), (0, 6, 10)}, {(1, 4, 8), (0, 8, 12)}]
+
+
+def test_a_message_takes_a_gap_between_those_of_devices_that_were_simulated_before() -> None:
+    # device 0 sends at 1 and 2, and device 1, whose row comes after that, between these
+    routes: Routes = (((0,), (0,), (1,)), ((2,), (2,), (3,)))
+    rows = table("0: 0F0 0F1 0B0 0B1\n1: 0F2 0B2\n2: 1F0 1B0 1F1 1B1\n3: 1F2 1B2")
+    links = replace(equal_links({0, 1, 2, 3}, bandwidth_bps=50.0), uplinks={0: "a", 1: "a", 2: "b", 3: "b"})
+    found = simulate(rows, routes, work_for(routes, links=links, size_bytes=20))
+    sent = {move.micro_batch: move.start_s for move in found.transfers if move.forward}
+    assert sent == {0: 1, 1: 2, 2: 1.4}
+
+
 def test_a_replica_of_two_devices_acts_at_once() -> None:
     routes: Routes = (((0,),), ((0, 1),))
     rows = table("0: 0F0 1F0 1B0 0B0\n1: 1F0 1B0")

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from onebox.engine import TraceEvent
 from onebox.plan import Action, Plan, Stage
-from onebox.report import PredictedMeasured, compare, typical_step
+from onebox.plan.evaluate.islands import IslandsPrediction
+from onebox.report import PredictedMeasured, compare, compare_islands, typical_step
 from onebox.report.run.json_files import to_json
+from onebox.report.tables.comparison import step_interval_s
 from tests.unit.report.steps import as_measured, foreseen, plan
 
 
@@ -165,3 +167,47 @@ def test_the_typical_step_has_the_median_time(lengths: list[int]) -> None:
     assert step is not None
     assert lengths[step] == sorted(lengths)[(len(lengths) - 1) // 2]
     assert typical_step(events, {0}) == 0
+
+
+def steps_of(worker: int, ends_ms: list[int], *, first: int = 0) -> list[TraceEvent]:
+    """Return a computation of a millisecond at the end of each step."""
+    return [
+        TraceEvent(
+            worker=worker,
+            track="compute",
+            name="forward",
+            step=step,
+            start_ns=(end - 1) * 10**6,
+            end_ns=end * 10**6,
+        )
+        for step, end in enumerate(ends_ms, start=first)
+    ]
+
+
+def test_steps_of_islands_are_those_of_a_period_without_what_comes_between_epochs() -> None:
+    # 10 ms a step, 30 ms every third one, which is after an outer step; once half a second passes between two steps
+    ends = [10, 20, 50, 60, 70, 100, 110, 620, 650, 660, 670, 700]
+    assert step_interval_s(steps_of(0, ends), 3, range(12)) == pytest.approx(50e-3 / 3)
+    slower = steps_of(1, [2 * end + 10**6 for end in ends])  # of a host with another clock
+    assert step_interval_s([*steps_of(0, ends), *slower], 3, range(12)) == pytest.approx(100e-3 / 3)
+    assert step_interval_s(steps_of(0, ends), 3, {0, 1, 4, 5}) is None, "of one place in a period there is no interval"
+    assert step_interval_s([], 3, range(12)) is None
+
+
+def test_islands_beside_their_prediction() -> None:
+    traffic = {(0, 1): 1000.0, (1, 0): 500.0}
+    prediction = IslandsPrediction(
+        batch=8, step_s=0.02, islands_s=(0.01, 0.01), sums_s=0.01, traffic=traffic, peak_bytes={}
+    )
+    expected, simulation = foreseen(plan("gpipe"))
+    own = compare(expected, as_measured(simulation, 0), {}, batch=8)
+    events = steps_of(0, [10, 20, 50, 60, 70, 100])
+    found = compare_islands(prediction, [own, own], events, 0.02, every=3, steps=range(6))
+    assert (found.batch, found.steps) == (8, 1)
+    assert found.step_s.measured == pytest.approx(50e-3 / 3)
+    assert (found.link_bps.predicted, found.link_bps.measured) == (1000 / 0.01, 1000 / 0.02)
+    data = json.loads(to_json(found.to_data()))
+    assert data["sums_s"] == {"predicted": 0.01, "measured": 0.02, "error": -0.5}
+    assert [each["batch"] for each in data["islands"]] == [8, 8]
+    unknown = compare_islands(prediction, [own, own], events, None, every=3, steps=range(6))
+    assert (unknown.sums_s.measured, unknown.link_bps.measured) == (None, None)

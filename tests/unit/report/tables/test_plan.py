@@ -11,10 +11,12 @@ from msgspec.structs import replace
 from rich.console import Console, RenderableType
 
 from onebox.plan import ActivationPolicy, Plan, PlanCandidate, Shortfall, Stage, search
+from onebox.plan.evaluate.modes import TrainingMode
 from onebox.report import (
     candidate_table,
     compare,
     comparison_tables,
+    mode_table,
     plan_device_table,
     stage_table,
     summary_line,
@@ -111,6 +113,41 @@ def test_the_candidates_say_how_much_slower_and_why_not() -> None:
     assert rows[1][5].startswith("× ") and rows[1][6] in ("slower", "as quick")
     assert rows[2][6] == "stage 1 misses device 2 by 1234 bytes"
     assert rows[3][6] == "schedule gpipe is not allowed"
+
+
+def test_ways_to_train_stand_beside_each_other() -> None:
+    groups = ((0, 1), (2,))
+    rows = shown(
+        mode_table(
+            [
+                TrainingMode(
+                    name="synchronous",
+                    text="2 replicas",
+                    batch=64,
+                    step_s=0.5,
+                    groups=groups,
+                    traffic={(0, 1): 3 * 2**20, (1, 0): 2**20},
+                    peak_bytes={0: 2**20, 2: 3 * 2**20},
+                ),
+                TrainingMode(name="compressed", text="no codec", groups=groups, traffic={}, peak_bytes={}),
+                TrainingMode(
+                    name="islands",
+                    text="one each",
+                    batch=64,
+                    step_s=0.2,
+                    groups=groups,
+                    traffic={(0, 1): 2**18, (1, 0): 2**18},
+                    peak_bytes={0: 2**20},
+                    accuracy="loss +0.7 %",
+                ),
+            ]
+        )
+    )
+    assert rows == [
+        ["synchronous", "2 replicas", "500 ms", "7.81 ms", "× 2.50", "4 MiB", "3 MiB", ""],
+        ["compressed", "no codec", "", "", "", "", "", ""],
+        ["islands", "one each", "200 ms", "3.12 ms", "", "0.5 MiB", "1 MiB", "loss +0.7 %"],
+    ]
 
 
 def test_a_search_shows_the_trivial_plans() -> None:

@@ -38,6 +38,9 @@ from onebox.wire.protocol.instructions import Free, Gather, Receive, Reduce, Sen
 _CHANNEL = 1 << 20
 """Channel of encoded slices; channels of values between stages count from 0."""
 
+GATHER_LABEL = "gather coded gradients"
+"""Label of encoded values that all members gather."""
+
 Phase = Callable[[], None]
 
 
@@ -170,7 +173,7 @@ class QuantizedBucket(CodedBucket):
         rows, width = self._slice.shape
         whole = TensorSpec(self._slice.dtype, (rows * self._count, width))
         gather = Gather(self._summed, self._gathered, whole, group, (rows,) * self._count)
-        builder.add(gather, InstructionLabel("gather coded gradients", "transfer"))
+        builder.add(gather, InstructionLabel(GATHER_LABEL, "transfer"))
 
     def _finish(self, builder: RoutineBuilder, buffers: Sequence[int]) -> None:
         """Decode the sums."""
@@ -239,7 +242,7 @@ class GatheredBucket(CodedBucket):
         builder.call(self._encode, given, made, InstructionLabel("encode"), takes=range(len(given)))
         (rows, width), count = self._part.shape, len(self.members)
         whole = TensorSpec(self._part.dtype, (rows * count, width))
-        label = InstructionLabel("gather coded gradients", "transfer", size_bytes=self._part.size_bytes)
+        label = InstructionLabel(GATHER_LABEL, "transfer", size_bytes=self._part.size_bytes)
         builder.add(Gather(self._own, self._gathered, whole, group, (rows,) * count), label)
 
     def _sum(self, builder: RoutineBuilder, buffers: Sequence[int]) -> None:
