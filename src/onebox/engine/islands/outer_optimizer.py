@@ -59,8 +59,9 @@ _BLEND = KernelSpec(
 _MOMENTUM = "momentum_buffer"
 """Key of the momentum in a checkpoint, as of ``torch.optim.SGD``."""
 
-_WAITING = 8
-"""Most outer steps, or halves of them, whose replies are pending: a bound that inner steps in flight keep usually."""
+_PENDING = 3
+"""Most pending replies for each inner step in flight, with which the client never waits for them: after a step one
+fragment begins, another one is applied, and global values are compared."""
 
 
 def averaged_buffers(compiler: Compiler) -> tuple[str, ...]:
@@ -81,6 +82,7 @@ class OuterOptimizer:
         locals_: State of each island.
         outer: The options.
         start: State of the outer optimizer in a checkpoint; ``None`` for a new one.
+        in_flight: Most inner steps in flight.
 
     Raises:
         UsageError: Islands split a parameter differently.
@@ -96,8 +98,10 @@ class OuterOptimizer:
         locals_: Sequence[RemoteState],
         outer: Outer,
         start: StartState | None,
+        in_flight: int,
     ) -> None:
         self._pool = pool
+        self._most_pending = _PENDING * in_flight
         holdings = [each.holdings for each in installed]
         named, trained = locals_[0].named, installed[0].trained
         self.trained = trained
@@ -255,14 +259,15 @@ class OuterOptimizer:
             OneboxError: An earlier outer step failed, or a worker was lost.
         """
         self._settle()
-        self._decode(fragment, number)
-        self._post(self._routines("apply", fragment), {}, number)
+        first, then = self._decoded(fragment), self._routines("apply", fragment)
+        self._post({worker: (*first.get(worker, ()), *own) for worker, own in then.items()}, {}, number)
 
-    def _decode(self, fragment: int, number: int) -> None:
-        """Make the sums that have begun in a lossy codec, if there are any."""
-        if fragment in self._encoded:
-            self._encoded.remove(fragment)
-            self._post(self._routines("decode", fragment), {}, number)
+    def _decoded(self, fragment: int) -> Mapping[int, WorkerOuterStep]:
+        """Return what makes the sums that have begun in a lossy codec, if there are any; they count as made."""
+        if fragment not in self._encoded:
+            return {}
+        self._encoded.remove(fragment)
+        return self._routines("decode", fragment)
 
     def _begin(
         self,
@@ -294,7 +299,8 @@ class OuterOptimizer:
             OneboxError: A worker was lost.
         """
         for fragment in fragments:
-            self._decode(fragment, 0)
+            if steps := self._decoded(fragment):
+                self._post(steps, {}, 0)
         buckets = [bucket for place in fragments for bucket in self._compiler.fragments[place]]
         sums = {name: self._compiler.sums[name] for bucket in buckets for name in bucket.names}
         residuals = self.transfer.residuals()
@@ -354,7 +360,7 @@ class OuterOptimizer:
         """Take the replies that have come, without waiting for the others unless they are many."""
         while self._pending:
             first = self._pending[0]
-            if len(self._pending) <= _WAITING and not all(future.done() for future in first.futures):
+            if len(self._pending) <= self._most_pending and not all(future.done() for future in first.futures):
                 return
             first.take()
             self._pending.pop(0)

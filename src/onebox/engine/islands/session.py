@@ -438,6 +438,7 @@ class IslandsSession:
                 self._states,
                 self.outer,
                 start,
+                self._settings.in_flight,
             )
             if self._start is not None and self._start.sums:
                 self._optimizer.bring_sums(self._start.sums)
