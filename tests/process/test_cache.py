@@ -92,6 +92,19 @@ def test_the_bits_are_the_same_and_only_places_travel(name: str, ahead: bool, po
         assert sent[1:] == [plain[1] - (A_ROW - PLACE) * SAMPLES] * (EPOCHS - 1)
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_sample_goes_once_to_each_island(ahead: bool, pools: Shelf) -> None:
+    """Whatever the order of an epoch: an island keeps what it has seen."""
+    islands: dict[str, Any] = {"islands": [[0], [1]], "outer": onebox.Outer(every=3, shares=[2, 1])}
+    losses, tensors, plain, _ = run(pools(2), **islands)
+    found, cached, sent, counters = run(pools(2), cache=1 << 20, ahead=ahead, **islands)
+    assert found == losses
+    assert same_bits(cached, tensors)
+    assert counters.hits + counters.misses == SAMPLES * EPOCHS
+    assert counters.misses <= 2 * SAMPLES
+    assert sent[-1] < sent[0] and sum(sent[1:]) < sum(plain[1:])
+
+
 @pytest.mark.parametrize("rows", [5, 17])
 def test_what_finds_no_room_travels_as_before(rows: int, pools: Shelf) -> None:
     losses, tensors, _, _ = run(pools(2))

@@ -739,6 +739,32 @@ def test_nothing_is_left_on_the_workers(pools: Shelf) -> None:
         assert untouched(pools(3))
 
 
+def test_steps_and_outer_steps_are_requested_before_earlier_ones_are_answered() -> None:
+    """A stopped worker answers nothing: no round trip lies on a step's way."""
+    case, model = CASES["mlp"], CASES["mlp"].model()
+    outer = onebox.Outer(every=2, overlap=1, compression="e3m0")
+    arguments: dict[str, Any] = {"islands": [[0], [1]], "plan": SMALL, "outer": outer}
+    batches = case.batches(SIZES)
+    with (
+        onebox.open("cpu*2", threads=1) as pool,
+        onebox.Trainer(
+            model, case.loss, OPTIMIZERS["sgd"](model), pool=pool, engine=onebox.Engine(in_flight=8), **arguments
+        ) as trainer,
+    ):
+        losses = [trainer.step(*batch) for batch in batches[:5]]  # the routines of all shapes and steps are there
+        trainer.wait()
+        os.kill(pool.process_ids[1], signal.SIGSTOP)
+        try:
+            losses += [trainer.step(*batch) for batch in batches[5:]]
+        finally:
+            os.kill(pool.process_ids[1], signal.SIGCONT)
+        found = Outcome(losses=[float(each) for each in losses], norms=[], tensors=trainer.tensors())
+    expected = Reference("mlp", "sgd", [1, 1], outer).run(SIZES)
+    assert found.losses == pytest.approx(expected.losses, abs=AGREE)
+    for name, tensor in expected.tensors.items():
+        torch.testing.assert_close(found.tensors[f"model.{name}"], tensor, rtol=0, atol=AGREE)
+
+
 # ---- what is refused
 
 

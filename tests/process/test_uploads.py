@@ -200,7 +200,8 @@ def test_after_a_loss_the_copy_of_the_client_serves() -> None:
 
 
 @pytest.mark.long
-def test_slow_links_get_fewer_bytes_and_the_result_is_the_same() -> None:
+@pytest.mark.parametrize("islands", [None, [[0], [1]]])
+def test_slow_links_get_fewer_bytes_and_the_result_is_the_same(islands: list[list[int]] | None) -> None:
     generator = torch.Generator().manual_seed(2)
     dark = torch.rand(64, 3072, generator=generator) < 0.8
     images = torch.randint(256, (64, 3072), dtype=torch.uint8, generator=generator).masked_fill(dark, 0)
@@ -212,7 +213,12 @@ def test_slow_links_get_fewer_bytes_and_the_result_is_the_same() -> None:
         with (
             onebox.open("cpu*2", threads=1, channel_bandwidth_bps=bandwidth_bps) as pool,
             onebox.Trainer(
-                model, nn.functional.cross_entropy, sgd(model), pool=pool, on_device=lambda x: x.float() / 255
+                model,
+                nn.functional.cross_entropy,
+                sgd(model),
+                pool=pool,
+                on_device=lambda x: x.float() / 255,
+                islands=islands,
             ) as trainer,
         ):
             trainer.step(images, classes).item()

@@ -45,6 +45,13 @@ from onebox.wire.protocol.requests import SetNumerics
         (Outer, {"every": 2, "fragments": 3}, "fragments=3 and every=2: each fragment is synchronised once"),
         (Outer, {"overlap": -1}, "overlap=-1: allowed are 0 and more"),
         (Outer, {"every": 4, "overlap": 4}, "overlap=4 and every=4: an outer step is applied before the next one"),
+        (
+            Outer,
+            {"compression": "int4"},
+            "compression='int4': allowed are 'none', 'bf16', 'int8', 'e3m0'",
+        ),
+        (Outer, {"compression": "powersgd"}, "compression='powersgd': allowed are"),
+        (Outer, {"state": "disk"}, "state='disk': allowed are 'device', 'host'"),
         (Outer, {"keep": 1.0}, r"keep=1\.0: allowed are 0 up to, but not, 1"),
         (Outer, {"shares": (0.0, 0.0)}, "one weight for each island"),
         (Engine, {"in_flight": 0}, "in_flight=0: allowed are 1 and more"),

@@ -14,7 +14,8 @@ ISLANDS = ("--pool", "cpu*3", "--threads", "1", "--model", "mlp", "--islands", "
 
 
 def test_a_run_of_islands_learns_and_is_resumed(tmp_path: Path) -> None:
-    done = command(["train", *ISLANDS, "--epochs", "2", "--run", "run", "--recover", "on"], tmp_path)
+    options = ("--outer-compression", "e3m0", "--outer-state", "host", "--recover", "on")
+    done = command(["train", *ISLANDS, *options, "--epochs", "2", "--run", "run"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert "island 0: 1 stage, 2 replicas (0: 50%, 1: 50%)" in done.stdout
     assert "island 1: 1 stage on device 2" in done.stdout
@@ -22,6 +23,7 @@ def test_a_run_of_islands_learns_and_is_resumed(tmp_path: Path) -> None:
     stored = read(tmp_path / "run" / "checkpoint").manifest.islands
     assert stored is not None
     assert stored.devices == ((0, 1), (2,))
+    assert (stored.outer.compression, stored.outer.state) == ("e3m0", "host")
     assert stored.samples == ((0.0, 0.0),), "the end of a run includes all steps"
     done = command(["train", "--resume", "run", "--epochs", "3"], tmp_path)
     assert done.returncode == 0, done.stderr
@@ -81,6 +83,8 @@ def test_a_plan_refuses_what_training_refuses(islands: str, message: str, tmp_pa
             "--outer-fragments 3 and --outer-every 2",
         ),
         (["--outer-every", "2"], "--outer-every 2 is for islands; it needs --islands"),
+        (["--islands", "0/1", "--outer-compression", "int4"], "int4"),
+        (["--islands", "0/1", "--outer-every", "3", "--outer-overlap", "3"], "--outer-overlap 3 and --outer-every 3"),
     ],
 )
 def test_what_makes_no_sense_is_one_error(arguments: list[str], message: str, tmp_path: Path) -> None:

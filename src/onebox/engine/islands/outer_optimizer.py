@@ -79,9 +79,9 @@ _MOMENTUM = "momentum_buffer"
 _SUM = ""
 """Key of a sum that has begun and is not applied, likewise."""
 
-_WAITING = 8
-"""Most outer steps, or halves of them, whose replies are pending: a bound that inner steps in flight keep usually."""
-
+_PENDING = 3
+"""Most pending replies for each inner step in flight, with which the client never waits for them: after a step one
+fragment begins, another one is applied, and global values are compared."""
 
 _TIMED = 100
 """Sums of each fragment whose times are kept."""
@@ -131,6 +131,7 @@ class OuterOptimizer:
         locals_: State of each island.
         outer: The options.
         start: State of the outer optimizer in a checkpoint; ``None`` for a new one.
+        in_flight: Most inner steps in flight.
         trace: Whether workers report the times of sums.
 
     Raises:
@@ -147,10 +148,12 @@ class OuterOptimizer:
         locals_: Sequence[RemoteState],
         outer: Outer,
         start: StartState | None,
+        in_flight: int,
         *,
         trace: bool = False,
     ) -> None:
         self._pool, self._trace = pool, trace
+        self._most_pending = _PENDING * in_flight
         self.sum_times_s: dict[int, deque[float]] = {}
         """For each fragment, seconds of its last sums, from when all islands had come until these had ended; none for
         sums that travel while islands go on or wait to be confirmed, whose ends workers do not report."""
@@ -252,8 +255,7 @@ class OuterOptimizer:
         """
         before, beside = self._holdings.devices, beside or {}
         there = self._equipped.intersection(worker for own in installed for worker in own.holdings.devices)
-        for fragment in tuple(self._encoded):
-            self._decode(fragment, 0, there)
+        self._decode(sorted(self._encoded), there)
         self._use(installed, locals_)
         self._form_groups()
         new = [worker for worker in self._holdings.devices if worker not in before]
@@ -401,7 +403,7 @@ class OuterOptimizer:
             ReplicasParted: They are not the same everywhere.
             OneboxError: Some have not come: they are void.
         """
-        self._decode(fragment, 0)
+        self._decode([fragment])
         self.take()
         asked: dict[int, list[tuple[int, Ask]]] = {}
         for place, bucket in enumerate(self._compiler.fragments[fragment]):
@@ -432,21 +434,28 @@ class OuterOptimizer:
             OneboxError: An earlier outer step failed, or a worker was lost.
         """
         self._settle()
-        self._decode(fragment, number)
-        self._post(self._routines("apply", fragment), {}, number, keep=keep)
+        first, then = self._decoded(fragment), self._routines("apply", fragment)
+        steps = {worker: (*first.get(worker, ()), *own) for worker, own in then.items()}
+        self._post(steps, {}, number, keep=keep)
 
-    def _decode(self, fragment: int, number: int, workers: Collection[int] | None = None) -> None:
-        """Make the sums that have begun in a lossy codec, if there are any.
+    def _decoded(self, fragment: int) -> Mapping[int, WorkerOuterStep]:
+        """Return what makes the sums that have begun in a lossy codec, if there are any; they count as made."""
+        if fragment not in self._encoded:
+            return {}
+        self._encoded.remove(fragment)
+        return self._routines("decode", fragment)
+
+    def _decode(self, fragments: Collection[int], workers: Collection[int] | None = None) -> None:
+        """Make the sums of fragments that have begun in a lossy codec, if there are any.
 
         Args:
-            fragment: The part of the model.
-            number: Number of inner steps so far.
+            fragments: Parts of the model.
             workers: The workers that are still there; ``None`` for all.
         """
-        if fragment in self._encoded:
-            self._encoded.remove(fragment)
-            steps = self._routines("decode", fragment)
-            self._post({w: own for w, own in steps.items() if workers is None or w in workers}, {}, number)
+        for fragment in fragments:
+            steps = self._decoded(fragment)
+            if own := {worker: each for worker, each in steps.items() if workers is None or worker in workers}:
+                self._post(own, {}, 0)
 
     def _begin(
         self,
@@ -478,8 +487,7 @@ class OuterOptimizer:
         Raises:
             OneboxError: A worker was lost.
         """
-        for fragment in fragments:
-            self._decode(fragment, 0)
+        self._decode(fragments)
         buckets = [bucket for place in fragments for bucket in self._compiler.fragments[place]]
         sums = {name: self._sums[name] for bucket in buckets for name in bucket.names}
         residuals = self.transfer.residuals()
@@ -543,7 +551,7 @@ class OuterOptimizer:
         """Take the replies that have come, without waiting for the others unless they are many."""
         while self._pending:
             first = self._pending[0]
-            if len(self._pending) <= _WAITING and not all(future.done() for future in first.futures):
+            if len(self._pending) <= self._most_pending and not all(future.done() for future in first.futures):
                 return
             first.take()
             self._pending.pop(0)

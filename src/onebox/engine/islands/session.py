@@ -611,6 +611,7 @@ class IslandsSession:
                 [self._states[place] for place in self.membership.present],
                 self.outer,
                 start,
+                self._settings.in_flight,
                 trace=self._settings.trace,
             )
             if self._start is not None and self._start.sums:
