@@ -86,7 +86,7 @@ class PlainSum:
 
 
 class PlainPowerSGD:
-    """PowerSGD as its paper has it (algorithms 1 and 2), for sums in place of means.
+    """PowerSGD as its paper has it (algorithms 1 and 2), for sums in place of means, with bases of full rank.
 
     Args:
         names: The parameters of the bucket, which determine the first matrices.
@@ -123,9 +123,12 @@ class PlainPowerSGD:
         ]
         p = sum((matrix @ self.second[name] for matrix in matrices), torch.zeros(rows, self.RANK, dtype=first.dtype))
         for column in range(self.RANK):
-            own = p[:, column] / (p[:, column].norm() + 1e-8)
-            p[:, column] = own
-            p[:, column + 1 :] -= torch.outer(own, own @ p[:, column + 1 :])
+            own, before = p[:, column], p[:, :column]
+            left = own - before @ (before.t() @ own)
+            if left.norm() <= 1e-13 * own.norm():
+                left = torch.cos((column + 1.0) * torch.arange(rows, dtype=first.dtype))
+            left = left - before @ (before.t() @ left)
+            p[:, column] = left / left.norm()
         locals_ = [matrix.t() @ p for matrix in matrices]
         for matrix, q, lost in zip(matrices, locals_, self.lost, strict=True):
             lost[name] = matrix - p @ q.t()
