@@ -381,8 +381,10 @@ class Trainer:
         else:
             batch, uploaded = self._batch(inputs, targets, samples), None
         if self._provisional is not None:
-            run, self._provisional, stamped = self._provisional, None, self.captures.stamped(batch)
-            run.begin_with(self._request.resolve(self.pool, self._remote, self.captures, stamped), stamped)
+            run, stamped = self._provisional, self.captures.stamped(batch)
+            plan = run.recovery.run(lambda: self._request.resolve(self.pool, self._remote, self.captures, stamped))
+            run.begin_with(plan, stamped)
+            self._provisional = None
         self._client.bring()
         result = self._run.step(batch, uploaded)
         self._client.stepped()
