@@ -403,7 +403,10 @@ class Trainer:
         self._require_open()
         self._client.bring()
         if isinstance(self._run, IslandsSession):
+            before = self._run.entry()
             self._run.synchronize()
+            if any(before.due) or any(map(any, before.samples)):
+                self._client.synchronized()
         else:
             self.wait()
 
