@@ -262,7 +262,7 @@ def pool_links(pool: Pool, among: Sequence[int] | None = None, *, fresh: bool = 
     if len(among) == 1:
         (only,) = among
         return Links(latency_s={only: {only: 0.0}}, bandwidth_bps={only: {only: float("inf")}})
-    measured = pool.profile(fresh=fresh, probe=True)
+    measured = pool.profile(fresh=fresh, probe=among)
     return Links(
         latency_s=_table_among(measured.latency_s, among), bandwidth_bps=_table_among(measured.bandwidth_bps, among)
     )
