@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -127,6 +129,36 @@ def test_by_default_it_plans_over_several_hosts_also_after_an_evaluation(
         trainer.step(*case.batches([8])[0]).item()
         assert trainer.plan is not None
         assert trainer.plan.devices == plan.devices, "the stored plan, though it may leave devices idle"
+
+
+@pytest.mark.long
+def test_a_plan_that_failed_after_an_evaluation_is_made_by_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that dies while it measures is replaced and measured again; an interrupted search is begun anew."""
+    monkeypatch.setattr(trainer_module, "default_plan", lambda pool: "auto")
+    case = CASES["mlp"]
+    model, made = case.model(), resolve_plan.make_plan
+    calls: list[int] = []
+
+    def disturbed(*args: Any, pool: onebox.Pool, **options: Any) -> Any:
+        calls.append(len(calls))
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        if len(calls) == 2:
+            os.kill(pool.process_ids[1], signal.SIGKILL)
+        return made(*args, pool=pool, **options)
+
+    monkeypatch.setattr(resolve_plan, "make_plan", disturbed)
+    (batch,) = case.batches([8])
+    with (
+        onebox.open("cpu*2", threads=1) as pool,
+        onebox.Trainer(model, case.loss, sgd(model), pool=pool, recovery=onebox.Recovery(snapshot_every=2)) as trainer,
+    ):
+        trainer.evaluate([batch])
+        with pytest.raises(KeyboardInterrupt):
+            trainer.step(*batch)
+        trainer.step(*batch).item()
+        assert trainer.plan is not None and trainer.plan.predicted is not None
+    assert len(calls) == 3
 
 
 def test_what_cannot_be_planned_is_data_parallel_by_default(

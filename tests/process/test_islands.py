@@ -554,6 +554,48 @@ def test_changes_by_hand_reach_every_island(pools: Shelf) -> None:
             torch.testing.assert_close(found[f"model.{name}"], tensor.detach(), rtol=0, atol=AGREE)
 
 
+def test_after_synchronize_a_change_of_the_model_before_it_is_refused(pools: Shelf) -> None:
+    """The outer steps have other values than pull() brought; a second synchronize() makes none."""
+    case, model = CASES["mlp"], CASES["mlp"].model()
+    arguments: dict[str, Any] = {"pool": pools(2), "plan": SMALL, "islands": [[0], [1]], "outer": onebox.Outer(every=5)}
+    with onebox.Trainer(model, case.loss, OPTIMIZERS["sgd"](model), **arguments) as trainer:
+        first = next(model.parameters())
+        batches = case.batches(SIZES[:3])
+        for batch in batches:
+            trainer.step(*batch)
+        trainer.pull()
+        trainer.synchronize()
+        with torch.no_grad():
+            first.mul_(0.5)
+        with pytest.raises(UsageError, match=r"an outer step behind the workers'.*trainer\.pull\(\) before a change"):
+            trainer.step(*batches[0])
+        trainer.pull()
+        trainer.synchronize()
+        with torch.no_grad():
+            first.mul_(0.5)
+        found = trainer.tensors()
+        assert any(torch.equal(tensor, first) for tensor in found.values()), "the model was that of the workers"
+
+
+@pytest.mark.long
+def test_trainers_of_the_same_tensors_see_what_synchronize_made(pools: Shelf) -> None:
+    case, model = CASES["mlp"], CASES["mlp"].model()
+    arguments: dict[str, Any] = {"pool": pools(2), "plan": SMALL, "islands": [[0], [1]], "outer": onebox.Outer(every=5)}
+    batches = case.batches(SIZES[:3])
+    with (
+        onebox.Trainer(model, case.loss, OPTIMIZERS["sgd"](model), **arguments) as trainer,
+        onebox.Trainer(model, case.loss, OPTIMIZERS["sgd"](model), pool=pools(2)) as other,
+    ):
+        other.evaluate([batches[0]])
+        for batch in batches:
+            trainer.step(*batch)
+        other.tensors()  # takes over what the last outer step made
+        trainer.synchronize()
+        wanted = trainer.tensors()
+        found = other.tensors()
+        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
 def test_uploads_ahead_change_nothing(pools: Shelf) -> None:
     case, outer = CASES["mlp"], onebox.Outer(every=4, shares=[2, 1])
     model = case.model()
@@ -700,6 +742,8 @@ def test_a_run_is_resumed_with_as_many_islands(pools: Shelf, tmp_path: Path) -> 
     for more, message in (
         ({"islands": [[0, 1]]}, r"the run to be resumed has 2 islands, and each island has a state of its own"),
         ({"islands": None}, r"islands=None: the run to be resumed has 2 islands"),
+        ({"islands": 2}, r"islands=2: allowed are 'auto', and the devices of each island"),
+        ({"islands": [0, 1]}, r"islands=\[0, 1\]: allowed are 'auto', and the devices of each island"),
         ({"outer": onebox.Outer(every=4)}, r"has fragments=2, each with outer steps of its own"),
     ):
         with pytest.raises(UsageError, match=message):
@@ -710,6 +754,10 @@ def test_a_run_is_resumed_with_as_many_islands(pools: Shelf, tmp_path: Path) -> 
         onebox.Trainer.resume(
             tmp_path / "plain", model, case.loss, OPTIMIZERS["sgd"](model), pool=pools(2), islands=[[0], [1]]
         )
+    with onebox.Trainer.resume(
+        tmp_path / "plain", model, case.loss, OPTIMIZERS["sgd"](model), pool=pools(2), islands=None
+    ) as resumed:
+        assert resumed.steps_done == 0
 
 
 # ---- faults

@@ -26,6 +26,7 @@ from tests.models import CASES, OPTIMIZERS
 from tests.process.shelf import Shelf
 from tests.process.stages import SEED, run, staged
 from tests.reference import CODE_BLOCK, Outcome, assert_same, call, clipped, coded, sizes_of, state_of, train
+from tests.trainer_arguments import grouped
 
 SIZES = (8, 8, 5, 8, 8)
 LOSSY: dict[str, Any] = {"lossy": ("gradients",), "check_every": 1}
@@ -70,7 +71,7 @@ class PlainSum:
 
 
 class PlainPowerSGD:
-    """PowerSGD as its paper has it (algorithms 1 and 2), for sums in place of means.
+    """PowerSGD as its paper has it (algorithms 1 and 2), for sums in place of means, with bases of full rank.
 
     Args:
         names: The parameters of the bucket, which determine the first matrices.
@@ -107,9 +108,12 @@ class PlainPowerSGD:
         ]
         p = sum((matrix @ self.second[name] for matrix in matrices), torch.zeros(rows, self.RANK, dtype=first.dtype))
         for column in range(self.RANK):
-            own = p[:, column] / (p[:, column].norm() + 1e-8)
-            p[:, column] = own
-            p[:, column + 1 :] -= torch.outer(own, own @ p[:, column + 1 :])
+            own, before = p[:, column], p[:, :column]
+            left = own - before @ (before.t() @ own)
+            if left.norm() <= 1e-13 * own.norm():
+                left = torch.cos((column + 1.0) * torch.arange(rows, dtype=first.dtype))
+            left = left - before @ (before.t() @ left)
+            p[:, column] = left / left.norm()
         locals_ = [matrix.t() @ p for matrix in matrices]
         for matrix, q, lost in zip(matrices, locals_, self.lost, strict=True):
             lost[name] = matrix - p @ q.t()
@@ -222,6 +226,38 @@ def test_each_bucket_keeps_what_it_lost(pools: Shelf, monkeypatch: pytest.Monkey
     found = run(pools(3), "mlp", plan, SIZES, optimizer="adamw", **options, **LOSSY)
     buckets = [(0, [name], PlainSum("int8", 3)) for name in MLP]
     assert_alike(found, plain("mlp", plan, buckets, optimizer="adamw"))
+
+
+class Mixed(nn.Module):
+    """Float32 layers with one of bfloat16 between them, whose gradients are exchanged as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 1)
+        self.middle = nn.Linear(16, 16, dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return values [B, 1]."""
+        return self.last(self.middle(self.first(x).tanh().bfloat16()).tanh().float())
+
+
+@pytest.mark.long
+def test_exact_buckets_between_coded_ones_keep_the_order(pools: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica without a micro-batch has all buckets ready at once, the other one after the other."""
+    monkeypatch.setattr(gradients, "BUCKET_BYTES", 1)
+
+    def losses(codec: GradientCodec) -> list[float]:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(3)
+            model = Mixed()
+            batches = [(torch.randn(size, 16), torch.randn(size, 1)) for size in (6, 3, 6)]
+        arguments = grouped(pool=pools(2), plan=lossy(replicas(2), codec), loss_reduction="mean", **LOSSY)
+        with onebox.Trainer(
+            model, nn.functional.mse_loss, torch.optim.SGD(model.parameters(), 0.1), **arguments
+        ) as trainer:
+            return [trainer.step(*batch).item() for batch in batches]
+
+    assert losses("int8") == pytest.approx(losses("none"), rel=0.05)
 
 
 def test_owners_of_the_optimizers_state_sum_once(pools: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:

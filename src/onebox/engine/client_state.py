@@ -48,7 +48,7 @@ class ClientState(StepObserver):
         self._remote = remote
         self._detector = ChangeDetector(model, loss, remote.named)
         self._at = -1
-        """Step count at which the local model equals the workers' state."""
+        """Step count at which the local model equals the workers' state; -1 if it equals none of them."""
         self._news: dict[str, int] = {}
         """Time at which shared tensors were last trained or changed here, on a clock that all trainers share."""
         self._seen: weakref.WeakKeyDictionary[ClientState, int] = weakref.WeakKeyDictionary()
@@ -80,6 +80,11 @@ class ClientState(StepObserver):
         if self._partners():
             trained, named = set(self._remote.wanted), self._remote.named
             self._have_news(name for name in named.tensors if name in trained or name not in named.parameters)
+
+    def synchronized(self) -> None:
+        """Record that outer steps without a step have changed the workers' state."""
+        self._at = -1
+        self.stepped()
 
     def pull(self) -> None:
         """Copy parameters and buffers from the workers into the model.
@@ -159,7 +164,7 @@ class ClientState(StepObserver):
                 partner._change([n for n, t in partner._remote.named.tensors.items() if id(t) in wanted], None)
                 return []
         which, steps = _listed(changed), self._run.steps_done - self._at
-        behind = f"{steps} step{'s' if steps > 1 else ''}"
+        behind = "an outer step" if self._at < 0 else f"{steps} step{'s' if steps > 1 else ''}"
         if not overwrite:
             raise UsageError(
                 f"{which} changed by hand, but the model in this process is {behind} behind the workers' "

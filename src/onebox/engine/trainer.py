@@ -385,8 +385,10 @@ class Trainer:
         else:
             batch, uploaded = self._batch(inputs, targets, samples), None
         if self._provisional is not None:
-            run, self._provisional, stamped = self._provisional, None, self.captures.stamped(batch)
-            run.begin_with(self._request.resolve(self.pool, self._remote, self.captures, stamped), stamped)
+            run, stamped = self._provisional, self.captures.stamped(batch)
+            plan = run.recovery.run(lambda: self._request.resolve(self.pool, self._remote, self.captures, stamped))
+            run.begin_with(plan, stamped)
+            self._provisional = None
         self._client.bring()
         result = self._run.step(batch, uploaded)
         self._client.stepped()
@@ -405,7 +407,10 @@ class Trainer:
         self._require_open()
         self._client.bring()
         if isinstance(self._run, IslandsSession):
+            before = self._run.entry()
             self._run.synchronize()
+            if any(before.due) or any(map(any, before.samples)):
+                self._client.synchronized()
         else:
             self.wait()
 
@@ -716,7 +721,7 @@ class Trainer:
         checkpoint = read(place)
         stored = checkpoint.manifest
         reduction = resumed_reduction(stored.loss_reduction, loss_reduction)
-        chosen = _resumed_islands(stored.islands, plan, islands, outer)
+        chosen = _resumed_islands(stored.islands, plan, islands, outer, len(pool))
         if chosen is None:
             given = "stored" if plan == "stored" else _plans_for(plan, None)[0]
             spread = default_plan(pool) == "auto"
@@ -804,10 +809,11 @@ def _resumed_islands(
     plan: PlanArgument | Sequence[PlanArgument] | Stored,
     islands: Islands | Stored | None,
     outer: Outer | Stored,
+    devices: int,
 ) -> dict[str, Any] | None:
-    """Return the arguments of a trainer that resumes islands; ``None`` for a run without."""
+    """Return the arguments of a trainer that resumes islands on so many devices; ``None`` for a run without."""
     if stored is None:
-        if islands != "stored" or outer != "stored":
+        if islands not in ("stored", None) or outer != "stored":
             raise UsageError("the run to be resumed has no islands; leave islands= and outer= out")
         return None
     if islands is None:
@@ -821,26 +827,23 @@ def _resumed_islands(
             f"outer={options}: the run to be resumed has fragments={stored.outer.fragments}, each with outer steps of "
             "its own; give the same"
         )
-    same = islands in ("stored", stored.devices)
-    found: dict[str, Any] = {"islands": stored.devices if same else islands, "outer": options}
+    groups: Islands = stored.devices
+    if islands != "stored":
+        groups = "auto" if islands == "auto" else given_islands(islands, devices)
+    found: dict[str, Any] = {"islands": groups, "outer": options}
     if plan != "stored":
         found["plan"] = plan
     elif stored.plans:
+        places: Sequence[Sequence[int]] = [()] * len(stored.devices)
+        if not isinstance(groups, str) and len(groups) == len(stored.devices):
+            places = groups
         found["plan"] = [
             plan_elsewhere(each, before, now)
-            for each, before, now in zip(
-                stored.plans, stored.devices, stored.devices if same else _as_groups(islands, stored), strict=True
-            )
+            for each, before, now in zip(stored.plans, stored.devices, places, strict=True)
         ]
     if stored.shares and outer == "stored":  # the same bits need the same parts of each batch
         found["outer"] = replace(options, shares=stored.shares)
     return found
-
-
-def _as_groups(islands: Islands | Stored, stored: IslandsEntry) -> Sequence[Sequence[int]]:
-    """Return the devices of each island of a resumed run as far as they are known; empty ones for others."""
-    known = not isinstance(islands, str) and len(islands) == len(stored.devices)
-    return islands if known else [()] * len(stored.devices)  # type: ignore[return-value]
 
 
 def _require_group(name: str, value: object, kind: Any, allowed: str) -> None:

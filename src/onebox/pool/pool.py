@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from types import TracebackType
@@ -46,6 +47,9 @@ HELLO_S = 5.0
 GROUP_S = 1800.0
 """Bound of every wait inside a group of workers: a slow peer may take long; a dead or hung one is detected
 elsewhere."""
+
+_LINKS_S = 300.0
+"""How long a measurement of the links between hosts is recent: plans of several islands or trainers share it."""
 
 
 class Pool:
@@ -98,6 +102,7 @@ class Pool:
         self._excluded: set[int] = set()
         self.closing: list[Callable[[], object]] = []
         """Callbacks for the closing of the pool, before its workers end."""
+        self._opened_s = time.time()
         self.profiled: PoolProfile | None = None
         """The result of the latest call of :meth:`profile`."""
         atexit.register(self.close)
@@ -311,7 +316,7 @@ class Pool:
         for line in explain_unshared([self.devices[worker] for worker in workers], answers):
             _LOG.warning("%s", line)
 
-    def profile(self, *, fresh: bool = False, cache: bool = True, probe: bool = False) -> PoolProfile:
+    def profile(self, *, fresh: bool = False, cache: bool = True, probe: Collection[int] = ()) -> PoolProfile:
         """Return the speeds of the devices and of the links between them, and the groups of near devices.
 
         Measured once: the profile of such a pool is kept on disk, in the user's cache folder. Measuring takes a second
@@ -320,8 +325,8 @@ class Pool:
         Args:
             fresh: Whether to measure again a known pool.
             cache: Whether to read and write the cache.
-            probe: Whether to time the links between hosts again in a known pool, less than a second for two hosts. A
-                link that has changed is logged.
+            probe: In a known pool, devices whose links between hosts are timed again, unless this pool did so in the
+                last five minutes: less than a second for two hosts. A link that has changed is logged.
 
         Raises:
             UsageError: A device has not enough memory left to be measured.
@@ -336,13 +341,14 @@ class Pool:
         """
         key = profile_key(self.devices, self.links, plain_links=self.plain_links)
         known = load(key, PoolProfile) if cache and not fresh else None
-        if known is not None and not probe:
-            self.profiled = known
+        if known is None:
+            found = measure_pool(self)
         else:
-            self.profiled = measure_pool(self) if known is None else renew_links(self, known)
-            if cache:
-                store(key, self.profiled)
-        return self.profiled
+            found = renew_links(self, known, probe, max(self._opened_s, time.time() - _LINKS_S))
+        if cache and found is not known:
+            store(key, found)
+        self.profiled = found
+        return found
 
     def is_whole(self, group: int) -> bool:
         """Return whether a group is formed and, as far as is known, no member has left it."""

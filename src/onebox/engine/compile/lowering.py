@@ -211,7 +211,8 @@ class Lowering:
         self, row: WorkerProgramBuilder, worker: int, job: BatchJob, before: Callable[[], None] = lambda: None
     ) -> RoutineScope:
         """Return a worker's part of a step; ``before`` adds the instructions that precede its reductions."""
-        shared, alone = self._holdings.shared_groups, len(self._plan.stages) == 1 and not self._plan.split
+        coding = [members for members, _ in self._gradients.coded]
+        shared, alone = [*self._holdings.shared_groups, *coding], len(self._plan.stages) == 1 and not self._plan.split
         queue = ReductionQueue(row.builder, worker, self._numbers.groups, shared=shared, early=alone, before=before)
         return RoutineScope(builder=row.builder, worker=worker, actions=row.actions, job=job, exchanges=queue)
 

@@ -95,7 +95,7 @@ class IslandsRequest:
         if isinstance(asked, str) and asked != "equal":
             shares = _predicted_shares(plans) or shares
         if any(request.plan == "auto" for request in requests):
-            pool.profile(probe=True)  # the links between islands, for the prediction of the run
+            pool.profile(probe=range(len(pool)))  # the links between islands, for the prediction of the run
         return IslandPlans(plans=plans, shares=tuple(shares))
 
 

@@ -308,7 +308,7 @@ def pool_links(pool: Pool, among: Sequence[int] | None = None, *, fresh: bool = 
     if len(among) == 1:
         (only,) = among
         return Links(latency_s={only: {only: 0.0}}, bandwidth_bps={only: {only: float("inf")}})
-    return known_pool_links(pool.profile(fresh=fresh, probe=True), pool.devices).among(among)
+    return known_pool_links(pool.profile(fresh=fresh, probe=among), pool.devices).among(among)
 
 
 def known_pool_links(measured: PoolProfile, devices: Sequence[DeviceInfo]) -> Links:

@@ -11,6 +11,7 @@ from onebox.cost.model_profile import AS_CAPTURED, ModelProfile, SegmentTimes, S
 from onebox.engine.problem.planner_problem import device_type
 from onebox.graph import ModelPrograms, Precision
 from onebox.plan import Plan, Stage
+from onebox.plan.model.stage import OFFLOADING_POLICIES
 from onebox.pool import DeviceInfo
 from onebox.wire import Program, SlotArgument, specs_by_slot
 
@@ -113,6 +114,8 @@ def with_formats(plan: Plan, profile: ModelProfile, devices: Sequence[DeviceInfo
 def with_precisions_of(plan: Plan, other: Plan, segments: Sequence[str]) -> Plan:
     """Return a plan with the bf16 and the lossy codecs that all segments of a stage have in another plan.
 
+    Activations have no codec where the plan offloads or swaps those of any stage.
+
     Args:
         plan: A plan for the same model.
         other: The other plan.
@@ -123,6 +126,8 @@ def with_precisions_of(plan: Plan, other: Plan, segments: Sequence[str]) -> Plan
         name: (stage.gradients, stage.activations) for stage in other.stages for name in stage.segments or segments
     }
 
+    offloads = any(stage.policy in OFFLOADING_POLICIES for stage in plan.stages)
+
     def like_other(stage: Stage) -> Stage:
         own = stage.segments or segments
         chosen = {codecs[name] for name in own if name in codecs}
@@ -131,7 +136,7 @@ def with_precisions_of(plan: Plan, other: Plan, segments: Sequence[str]) -> Plan
             stage,
             precision="bf16" if stage.ranks == 1 and narrow.issuperset(own) else None,
             gradients=gradients,
-            activations=activations,
+            activations="none" if offloads else activations,
         )
 
     return replace(plan, stages=tuple(map(like_other, plan.stages))) if narrow or other.lossy else plan

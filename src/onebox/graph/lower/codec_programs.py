@@ -11,7 +11,18 @@ from math import prod
 
 from onebox.graph.lower.small_programs import extract
 from onebox.plan_names import ActivationCodec, GradientCodec
-from onebox.wire import DType, Many, MemoryFormat, Operator, Program, SlotArgument, TensorSpec, Value, with_deaths
+from onebox.wire import (
+    DType,
+    Many,
+    MemoryFormat,
+    Operator,
+    OwnDevice,
+    Program,
+    SlotArgument,
+    TensorSpec,
+    Value,
+    with_deaths,
+)
 from onebox.wire.gradient_codecs import BLOCK, RANK, SCALE_BYTES, encoded_spec, matrix_of, padded_elements
 
 _LEAST = 2.0**-126
@@ -27,8 +38,8 @@ _FLOAT32_MANTISSA = 23
 _FLOAT32_BIAS = 127
 """Exponent code of 1 in float32."""
 
-_TINY = 1e-8
-"""Added to the norm of a column: one of zeros stays zero."""
+_DEPENDENT = {"float32": 1e-5, "float64": 1e-13}
+"""Norm, relative to that before, below which what projection leaves of a column is rounding noise."""
 
 
 def encode_bucket(codec: GradientCodec, specs: Sequence[TensorSpec], slices: int) -> Program:
@@ -191,24 +202,53 @@ def _thin(matrix: TensorSpec, dim: int) -> TensorSpec:
 
 
 def _orthonormal(tape: _Tape, slot: int) -> int:
-    """Make the columns of a matrix orthonormal by the modified Gram-Schmidt process, as PowerSGD's authors do."""
+    """Make the columns of a matrix orthonormal by the classical Gram-Schmidt process, with two projections a column.
+
+    Two are enough for columns that are orthogonal to the last bits (Giraud, Langou, Rozložník and van den Eshof,
+    Rounding error analysis of the classical Gram-Schmidt orthogonalization process, 2005). Where the first one leaves
+    only rounding noise, as with a matrix of less rank, the column ``cos((k + 1) i)`` over rows ``i`` takes its place: a
+    column of zeros would make one of the second thin matrix, and so stay for all later steps.
+    """
+    spec = tape.specs[slot]
+    column, (rows, count) = TensorSpec(spec.dtype, (spec.shape[0], 1)), spec.shape
+    here: dict[str, Value] = {"dtype": DType(spec.dtype), "device": OwnDevice()}
+    places = tape.operator("arange.default", (rows,), TensorSpec(spec.dtype, (rows,)), here)
+    places = tape.viewed(places, (rows, 1))
     columns: list[int] = []
-    rest = slot
-    while True:
-        spec = tape.specs[rest]
-        rows, left = spec.shape
-        column, one = TensorSpec(spec.dtype, (rows, 1)), TensorSpec(spec.dtype, (1, 1))
-        first = tape.columns(rest, 0, 1)
-        square = tape.add("mul.Tensor", [first, first], column)
-        norm = tape.add("sqrt.default", [tape.add("sum.dim_IntList", [square, Many((0,)), True], one)], one)
-        columns.append(tape.add("div.Tensor", [first, tape.add("add.Scalar", [norm, _TINY], one)], column))
-        if left == 1:
-            return tape.concatenated(columns, dim=1)
-        others = tape.columns(rest, 1, left)
-        spec = tape.specs[others]
-        products = tape.add("mul.Tensor", [columns[-1], others], spec)
-        along = tape.add("sum.dim_IntList", [products, Many((0,)), True], TensorSpec(spec.dtype, (1, left - 1)))
-        rest = tape.add("sub.Tensor", [others, tape.add("mul.Tensor", [along, columns[-1]], spec)], spec)
+    for place in range(count):
+        given = tape.columns(slot, place, place + 1)
+        left = _projected(tape, columns, given)
+        spare = tape.add("cos.default", [tape.add("mul.Scalar", [places, place + 1.0], column)], column)
+        chosen = tape.add("where.self", [_vanished(tape, given, left), spare, left], column)
+        left = _projected(tape, columns, chosen)
+        unit = tape.add("div.Tensor", [left, _norm(tape, left)], column)
+        columns.append(tape.add("masked_fill.Scalar", [unit, _vanished(tape, chosen, left), 0.0], column))
+    return tape.concatenated(columns, dim=1)
+
+
+def _projected(tape: _Tape, columns: Sequence[int], slot: int) -> int:
+    """Subtract from a column its projections onto orthonormal ones."""
+    if not columns:
+        return slot
+    spec = tape.specs[slot]
+    basis = tape.concatenated(columns, dim=1)
+    along = tape.add("mm.default", [tape.transposed(basis), slot], TensorSpec(spec.dtype, (len(columns), 1)))
+    return tape.add("sub.Tensor", [slot, tape.add("mm.default", [basis, along], spec)], spec)
+
+
+def _vanished(tape: _Tape, before: int, after: int) -> int:
+    """Return the slot of the answer whether projection has left nothing of a column but rounding noise."""
+    dtype = tape.specs[before].dtype
+    least = tape.add("mul.Scalar", [_norm(tape, before), _DEPENDENT[dtype]], TensorSpec(dtype, (1, 1)))
+    return tape.add("le.Tensor", [_norm(tape, after), least], TensorSpec("bool", (1, 1)))
+
+
+def _norm(tape: _Tape, column: int) -> int:
+    """Return the slot of a column's 2-norm [1, 1]."""
+    spec = tape.specs[column]
+    one = TensorSpec(spec.dtype, (1, 1))
+    square = tape.add("mul.Tensor", [column, column], spec)
+    return tape.add("sqrt.default", [tape.add("sum.dim_IntList", [square, Many((0,)), True], one)], one)
 
 
 def _sum(tape: _Tape, codec: GradientCodec, dtype: str, encoded: Sequence[int]) -> int:

@@ -63,7 +63,7 @@ def measure_links(pool: MeasuredPool, members: Sequence[int], rooms: Sequence[in
 
 
 def probe_links(
-    pool: MeasuredPool, pairs: Iterable[tuple[int, int]], known: LinkSpeeds, rooms: Sequence[int]
+    pool: MeasuredPool, pairs: Iterable[tuple[int, int]], known: LinkSpeeds, rooms: Mapping[int, int]
 ) -> LinkSpeeds:
     """Measure some links quickly, in both directions: a second a pair at most, from 1 Mbit/s up.
 
@@ -73,7 +73,7 @@ def probe_links(
         pool: The pool.
         pairs: The links, in one direction each.
         known: Their earlier measurements, in both directions.
-        rooms: Bytes that may be used on each device of the pool.
+        rooms: Bytes that may be used on each of their devices.
 
     Raises:
         OneboxError: A worker failed or ended, or the group cannot be formed.

@@ -10,7 +10,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -67,7 +67,7 @@ def measure_pool(pool: MeasuredPool) -> PoolProfile:
         UsageError: A device has not enough memory left.
         OneboxError: A worker failed or ended.
     """
-    rooms = _rooms(pool)
+    rooms = _rooms(pool, range(len(pool)))
     speeds = measure_devices(pool, rooms)
     links = _all_links(pool, rooms)
     devices = tuple(
@@ -98,15 +98,18 @@ def measure_pool(pool: MeasuredPool) -> PoolProfile:
     )
 
 
-def renew_links(pool: MeasuredPool, known: PoolProfile) -> PoolProfile:
+def renew_links(pool: MeasuredPool, known: PoolProfile, among: Collection[int], since_s: float) -> PoolProfile:
     """Return a profile with the links between hosts probed anew: one pair of devices for each two hosts.
 
     Links of one host keep their speeds, and so do those between two hosts whose probe agrees with the earlier
-    measurement. Otherwise all links between the two hosts take the speed of the probe, which is logged.
+    measurement. Otherwise all links between the two hosts take the speed of the probe, which is logged. Devices that
+    have no memory for a probe keep the earlier measurement, which is logged, too.
 
     Args:
         pool: The pool.
         known: Its earlier profile.
+        among: The devices whose links matter: other hosts are left alone.
+        since_s: Time from which on a measurement is recent enough, in seconds since 1970.
 
     Raises:
         OneboxError: A worker failed or ended.
@@ -116,13 +119,19 @@ def renew_links(pool: MeasuredPool, known: PoolProfile) -> PoolProfile:
     hosts = [device.host for device in known.devices]
     pairs: dict[tuple[str, str], tuple[int, int]] = {}
     for source, target in across:
-        if source < target:
+        if source < target and {source, target} <= {*among} and known.links_at_s[source][target] < since_s:
             pairs.setdefault((hosts[source], hosts[target]), (source, target))
     distinct = {frozenset(names): pair for names, pair in reversed(pairs.items())}
     if not distinct:
         return known
     earlier = {(a, b): known.link(a, b) for a, b in across}
-    probed = probe_links(pool, distinct.values(), earlier, _rooms(pool))
+    ends = sorted({device for pair in distinct.values() for device in pair})
+    try:
+        rooms = dict(zip(ends, _rooms(pool, ends), strict=True))
+    except UsageError as error:
+        _LOG.warning("the links between hosts count as they were measured before: %s", error)
+        return known
+    probed = probe_links(pool, distinct.values(), earlier, rooms)
     now_s = time.time()
     fresh: dict[tuple[str, str], tuple[float, float]] = {}
     for a, b in distinct.values():
@@ -133,8 +142,9 @@ def renew_links(pool: MeasuredPool, known: PoolProfile) -> PoolProfile:
     bandwidth_bps = {source: dict(row) for source, row in known.bandwidth_bps.items()}
     at_s = {source: dict(row) for source, row in known.links_at_s.items()}
     for a, b in across:
-        latency_s[a][b], bandwidth_bps[a][b] = fresh.get((hosts[a], hosts[b]), earlier[a, b])
-        at_s[a][b] = now_s
+        if frozenset((hosts[a], hosts[b])) in distinct:
+            latency_s[a][b], bandwidth_bps[a][b] = fresh.get((hosts[a], hosts[b]), earlier[a, b])
+            at_s[a][b] = now_s
     groups = near_groups(latency_s, bandwidth_bps) if fresh else known.groups
     return msgspec.structs.replace(
         known, latency_s=latency_s, bandwidth_bps=bandwidth_bps, links_at_s=at_s, groups=groups
@@ -152,16 +162,17 @@ def _log_change(known: PoolProfile, pair: tuple[int, int], before: LinkSpeeds, n
     )
 
 
-def _rooms(pool: MeasuredPool) -> list[int]:
-    """Return how many bytes may be used on each device.
+def _rooms(pool: MeasuredPool, numbers: Sequence[int]) -> list[int]:
+    """Return how many bytes may be used on each of some devices.
 
     Raises:
         UsageError: A device has hardly any memory left.
     """
-    answers = raise_first([pool.post(worker, [Ask("memory")], answer=True) for worker in range(len(pool))])
+    answers = raise_first([pool.post(worker, [Ask("memory")], answer=True) for worker in numbers])
     hosts = [device.host for device in pool.devices]
     rooms = []
-    for device, answer in zip(pool.devices, answers, strict=True):
+    for number, answer in zip(numbers, answers, strict=True):
+        device = pool.devices[number]
         (memory,) = answer.results
         assert isinstance(memory, WorkerMemory)
         limited = memory.quota_bytes - memory.used_bytes

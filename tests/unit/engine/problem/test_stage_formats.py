@@ -21,7 +21,7 @@ from onebox.engine.problem.stage_formats import (
     with_precisions_of,
 )
 from onebox.graph import ModelPrograms, Precision, TracedModel, capture
-from onebox.plan import Plan, Stage
+from onebox.plan import ActivationPolicy, Plan, Stage
 from onebox.pool import DeviceInfo
 from onebox.wire.protocol.responses import InstructionSets
 
@@ -148,6 +148,20 @@ def test_plans_for_what_is_left_have_the_precisions_of_those_before() -> None:
     assert with_precisions_of(whole, before, NAMES) == whole
     narrow = replace(whole, stages=(replace(whole.stages[0], precision="bf16"),))
     assert precisions(with_precisions_of(plan(NAMES[:1], NAMES[1:]), narrow, NAMES)) == [(False, "bf16")] * 2
+
+
+@pytest.mark.parametrize("policy", ["offload", "swap"])
+def test_a_plan_that_offloads_takes_over_codecs_of_gradients_alone(policy: ActivationPolicy) -> None:
+    """No plan has coded activations and offloads others; one that recomputes has both."""
+    before = plan(NAMES[:2], NAMES[2:])
+    before = replace(before, stages=tuple(replace(s, gradients="int8", activations="bf16") for s in before.stages))
+    after = plan(NAMES[:1], NAMES[1:])
+    for chosen, expected in ((policy, "none"), ("recompute", "bf16")):
+        less = replace(after, stages=(replace(after.stages[0], policy=chosen), after.stages[1]))
+        found = with_precisions_of(less, before, NAMES).stages
+        assert found[0].activations == expected
+        assert found[0].gradients == "int8"
+        assert [stage.policy for stage in found] == [stage.policy for stage in less.stages]
 
 
 def test_times_are_those_of_the_fastest_way() -> None:

@@ -226,3 +226,50 @@ def test_a_matrix_of_zeros_stays_one() -> None:
     basis, again, lost = ran(factor(specs), [matrix, first])
     (made,) = ran(restore(specs), [basis, again])
     assert not made.any() and not lost.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPE_NAMES)
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+def test_a_matrix_of_less_rank_is_not_amplified(rank: int, dtype: str) -> None:
+    """Where few rows are not zero, the basis is orthonormal and the sum the whole gradient, whatever rounding left."""
+    generator = torch.Generator().manual_seed(rank)
+    specs = [TensorSpec(dtype, (64, 48))]
+    lost, second = (
+        torch.zeros(64, 48, dtype=DTYPES[dtype]),
+        torch.randn(48, RANK, generator=generator).to(DTYPES[dtype]),
+    )
+    row = torch.randn(3, 48, generator=generator)
+    for _ in range(30):
+        gradient = torch.zeros(64, 48, dtype=DTYPES[dtype])
+        for place in range(rank):
+            gradient[7 * place + 3] = row[place] * torch.randn(1, generator=generator)
+        matrix, first = ran(project(specs), [gradient, lost, second])
+        basis, second, lost = ran(factor(specs), [matrix, first])
+        (made,) = ran(restore(specs), [basis, second])
+        exact = torch.finfo(DTYPES[dtype]).eps * 100
+        torch.testing.assert_close(basis.t() @ basis, torch.eye(RANK, dtype=DTYPES[dtype]), rtol=0, atol=exact)
+        assert made.norm() <= matrix.norm() * (1 + exact)
+        torch.testing.assert_close(made, gradient, rtol=0, atol=exact * float(gradient.norm() + 1e-30))
+
+
+def test_a_sum_of_zeros_is_followed_by_others() -> None:
+    """As of a layer behind one that begins with zeros, whose gradients are zeros in the first step."""
+    generator = torch.Generator().manual_seed(1)
+    specs, second = [TensorSpec("float64", (64, 48))], torch.randn(48, RANK, generator=generator).double()
+    wanted = torch.randn(64, RANK, generator=generator).double() @ torch.randn(RANK, 48, generator=generator).double()
+    lost, sums = torch.zeros(64, 48, dtype=torch.float64), torch.zeros(64, 48, dtype=torch.float64)
+    for step in range(4):
+        gradient = wanted if step else torch.zeros_like(wanted)
+        matrix, first = ran(project(specs), [gradient, lost, second])
+        basis, second, lost = ran(factor(specs), [matrix, first])
+        sums += ran(restore(specs), [basis, second])[0]
+    torch.testing.assert_close(sums, 3 * wanted, rtol=0, atol=1e-10)
+
+
+def test_a_broken_gradient_breaks_the_sum() -> None:
+    specs = [TensorSpec("float32", (64, 48))]
+    gradient = torch.ones(64, 48)
+    gradient[2, 5] = float("nan")
+    matrix, first = ran(project(specs), [gradient, torch.zeros(64, 48), torch.ones(48, RANK)])
+    basis, second, _ = ran(factor(specs), [matrix, first])
+    assert ran(restore(specs), [basis, second])[0].isnan().any()

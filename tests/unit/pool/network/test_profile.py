@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from itertools import permutations
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onebox.cost import DeviceProfile, PoolProfile, Speeds, cache, near_groups
+from onebox.cost import DeviceProfile, PoolProfile, Speeds, cache, near_groups, store
 from onebox.errors import OneboxError, UsageError
 from onebox.pool import DeviceInfo, Fault, Link, Pool
 from onebox.pool import pool as pool_module
@@ -301,10 +302,10 @@ def test_links_between_hosts_are_probed_anew(
         return {way: (1e-4, now_bps) for a, b in asked[-1] for way in ((a, b), (b, a))}
 
     monkeypatch.setattr(profile, "probe_links", probed)
-    monkeypatch.setattr(profile, "_rooms", lambda pool: [1 << 30] * 3)
+    monkeypatch.setattr(profile, "_rooms", lambda pool, numbers: [1 << 30] * len(numbers))
     monkeypatch.setattr(profile.time, "time", lambda: 1200.0)
     known = between(1.0e8)
-    found = renew_links(cast(Pool, None), known)
+    found = renew_links(cast(Pool, None), known, range(3), 1100.0)
     assert asked == [[(0, 2)]], "one pair for two hosts"
     assert found.links_at_s == {0: {1: 1000.0, 2: 1200.0}, 1: {0: 1000.0, 2: 1200.0}, 2: {0: 1200.0, 1: 1200.0}}
     if now_bps > 1e8:
@@ -314,13 +315,52 @@ def test_links_between_hosts_are_probed_anew(
         assert found.bandwidth_bps == between(now_bps).bandwidth_bps
         assert "the link between a and b has changed: 9.6 Mbit/s" in caplog.text
         assert "800 Mbit/s and 0.1 ms when it was measured 3 min ago" in caplog.text
-    assert renew_links(cast(Pool, None), between(1.0, "aaa")) == between(1.0, "aaa"), "no probe on one host"
+    assert renew_links(cast(Pool, None), between(1.0, "aaa"), range(3), 1100.0) == between(1.0, "aaa"), "one host"
+    assert renew_links(cast(Pool, None), found, range(3), 1100.0) is found, "recent ones"
+
+
+def test_only_links_among_the_devices_that_are_planned_for_are_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[tuple[int, int]]] = []
+
+    def probed(pool: Any, pairs: Any, known: Any, rooms: Any) -> dict[tuple[int, int], tuple[float, float]]:
+        asked.append(list(pairs))
+        return {way: (1e-4, 1e6) for a, b in asked[-1] for way in ((a, b), (b, a))}
+
+    monkeypatch.setattr(profile, "probe_links", probed)
+    monkeypatch.setattr(profile, "_rooms", lambda pool, numbers: [1 << 30] * len(numbers))
+    known = between(1.0e8, "aabbc")
+    found = renew_links(cast(Pool, None), known, (1, 3, 2), math.inf)
+    assert asked == [[(1, 2)]]
+    assert found.bandwidth_bps[0][3] == 1e6, "both hosts' other devices"
+    assert found.bandwidth_bps[0][4] == known.bandwidth_bps[0][4]
+    assert found.links_at_s[0][4] == 1000.0 < found.links_at_s[0][3]
+    assert renew_links(cast(Pool, None), known, (0, 1), math.inf) is known
+
+
+def test_without_memory_for_a_probe_the_earlier_measurement_counts(
+    open_pool: OpenPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    known = between(1.0e8, "ab")
+    assert renew_links(open_pool(2, memory=512 << 10), known, (0, 1), math.inf) is known
+    assert "as they were measured before: device 0 (cpu on localhost) has 524288 bytes of memory left" in caplog.text
+
+
+def test_a_pool_probes_its_links_once_within_minutes(open_pool: OpenPool) -> None:
+    """As of two hosts, by what is stored about such a pool."""
+    pool = open_pool(2)
+    store(profile_key(pool.devices, pool.links), between(1.0e8, "ab"))
+    assert pool.profile().links_at_s[0][1] == 1000.0
+    assert pool.profile(probe=(0,)).links_at_s[0][1] == 1000.0
+    first = pool.profile(probe=(0, 1)).links_at_s[0][1]
+    assert first > 1000.0
+    assert pool.profile(probe=(0, 1)).links_at_s[0][1] == first
+    assert used_bytes(pool) == [0, 0]
 
 
 def test_a_probe_times_a_link(open_pool: OpenPool) -> None:
     pool = open_pool(2, links={(0, 1): SLOW})
     known = dict.fromkeys(((0, 1), (1, 0)), (SLOW.latency_s, SLOW.bandwidth_bps))
-    found = link_benchmark.probe_links(pool, [(0, 1)], known, [1 << 30] * 2)
+    found = link_benchmark.probe_links(pool, [(0, 1)], known, dict.fromkeys((0, 1), 1 << 30))
     assert 0.8 * SLOW.latency_s < found[0, 1][0] < 5 * SLOW.latency_s
     assert SLOW.bandwidth_bps / 5 < found[0, 1][1] < 1.5 * SLOW.bandwidth_bps
     assert used_bytes(pool) == [0, 0]

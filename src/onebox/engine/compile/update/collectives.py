@@ -60,7 +60,8 @@ class ReductionQueue:
         builder: The routine.
         worker: The worker.
         groups: Number of each group.
-        shared: Groups that take part in exchanges of other groups: their exchanges share one order.
+        shared: Groups that take part in exchanges of other groups, or sum something in a codec: all their exchanges
+            share one order.
         early: Whether workers exchange nothing but reductions.
         before: Adds the instructions that precede any exchange.
     """

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from msgspec import structs
 
 from onebox.engine.compile.routine import RoutineBuilder
 from onebox.engine.compile.update.collectives import ReductionQueue, RoutineScope
@@ -16,8 +17,9 @@ from onebox.engine.compile.update.optimizer_update import WorkerUpdate
 from onebox.engine.partition.sharding_spec import ShardingSpec
 from onebox.errors import CaptureError
 from onebox.plan import Action, Plan
+from onebox.plan_names import GradientCodec
 from onebox.wire import Program
-from onebox.wire.protocol.instructions import Call, Free, OptimizerStep, Reduce, Step
+from onebox.wire.protocol.instructions import Call, Free, Gather, OptimizerStep, Reduce, Step
 from tests.unit.engine.nets import PLANS, Lowered, batch, lower, plan, stage
 from tests.unit.engine.player import play, programs_of, steps_of
 
@@ -94,6 +96,22 @@ def test_all_members_sum_the_same_in_the_same_order(name: str, size: int, max_no
         assert all(order == orders[0] for order in orders)
         strangers = set(lowered.plan.devices) - set(members)
         assert not any(number == group for worker in strangers for number, _ in reduced(lowered, worker))
+
+
+@pytest.mark.parametrize("codec", ["int8", "powersgd"])
+def test_coded_and_exact_sums_of_one_group_have_one_order(codec: GradientCodec) -> None:
+    """Each worker has the gradients of another stage ready first."""
+    across = plan(structs.replace(stage("ab", 0, 1), gradients=codec), stage("cd", 1, 0, shares=(1.0, 3.0)))
+    lowered = lower(across, 12)
+    orders = [
+        [
+            step.buffers if isinstance(step, Reduce) else (step.buffer,)
+            for step in steps_of(lowered, worker)
+            if isinstance(step, Reduce | Gather)
+        ]
+        for worker in (0, 1)
+    ]
+    assert len(orders[0]) > 2 and orders[0] == orders[1]
 
 
 @pytest.mark.parametrize("name", PLANS)
