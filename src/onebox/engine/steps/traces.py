@@ -35,7 +35,12 @@ def step_trace(
         worker: (routine.labels, answer.times_ns, tuple(used - beside[worker] for used in answer.used_bytes))
         for (worker, routine), answer in zip(compiled.of(window).items(), answers, strict=True)
     }
-    return StepTrace(step=number, workers=traced, micro_batches=len(compiled.micro_batches))
+    traffic = {
+        (worker, carried.worker): carried
+        for worker, answer in zip(traced, answers, strict=True)
+        for carried in answer.traffic
+    }
+    return StepTrace(step=number, workers=traced, micro_batches=len(compiled.micro_batches), traffic=traffic)
 
 
 class StepTraces(StepObserver):
