@@ -33,7 +33,7 @@ from onebox.worker.comm.agreement import (
 )
 from onebox.worker.comm.api import Begun, Finish, RankLost, ReceivedTensor, RowRange, check_rows, parts_of
 from onebox.worker.comm.gloo_forwarder import GlooForwarder
-from onebox.worker.comm.link_meter import LinkMeters
+from onebox.worker.comm.link_meter import LinkMeter, LinkMeters
 from onebox.worker.comm.tls_mesh import DuplexLink
 from onebox.worker.progress import WorkerProgress
 from onebox.worker.system.tcp_connections import epoll_sets, listeners
@@ -272,8 +272,9 @@ class GlooGroup(TorchDistGroup):
         try:
             self._forwarder = None
             if links is not None:
-                known = links if meters is not None and form.workers else {}
-                own = {peer: meters.add(link.outgoing, form.workers[peer]) for peer, link in known.items()}
+                own: dict[int, LinkMeter] = {}
+                if meters is not None and form.workers:
+                    own = {peer: meters.add(link.outgoing, form.workers[peer]) for peer, link in links.items()}
                 self._forwarder = GlooForwarder(form.rank, links, store, own)
         except BaseException:
             self._outgoing.drain(CLOSE_S)
