@@ -18,7 +18,7 @@ from onebox.pool.backends.agents.agent_connection import AgentConnection
 from tests import reference
 from tests.net.fleet import GRACE_S, Fleet
 from tests.net.hosts import Network
-from tests.net.training import outcome, parts, plans
+from tests.net.training import WIDTH, outcome, parts, plans
 from tests.reference import assert_same
 
 SIZE, MICRO_BATCH = 96, 32
@@ -119,12 +119,12 @@ def test_a_device_behind_a_link_that_drops_is_left_out_and_taken_back(
             run.until(lambda: not run.uses(2))
         finally:
             blue.unlimit()
-        left = trainer.decisions[-1].decision
         run.until(lambda: run.uses(2))
         found = outcome(trainer, run.losses)
         lines = [each.line for each in trainer.decisions[made:]]
-    assert re.search(rf"link 10\.77\.0\.\d–{re.escape(blue.address)} carries [\d.]+ Mbit/s since step", left.line), (
-        lines
-    )
-    assert left.step < USUAL + SETTLED, lines
+        blue_bytes = sum(each.size_bytes for each in trainer.links if blue.address in (each.source, each.target))
+    named = rf"link 10\.77\.0\.\d–{re.escape(blue.address)} carries [\d.]+ Mbit/s since step"
+    assert re.search(named, lines[0]), lines
+    assert trainer.decisions[made].decision.step < USUAL + SETTLED, lines
+    assert blue_bytes > USUAL * MICRO_BATCH * WIDTH * 8, "gradients, or the values of a micro-batch at least"
     assert_same(found, expected(plan, len(run.losses)))

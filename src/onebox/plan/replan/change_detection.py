@@ -174,7 +174,7 @@ class RateChange(NamedTuple):
         since: The step since which it holds.
         by: The ratio to the previous estimate.
         hoped: Whether it is assumed without a measurement.
-        rate: Readable rate of a link between hosts; empty for others.
+        rate: Readable rate of a link between hosts, which no plan changes; empty for others.
     """
 
     what: str

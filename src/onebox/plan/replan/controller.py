@@ -275,7 +275,7 @@ class ReplanController:
     def _evaluate_trial(self, trial: _Trial, step_s: float, changes: list[RateChange]) -> ReplanDecision | None:
         """Evaluate a decision once enough steps were measured: keep or undo it."""
         trial.steps_s.append(step_s)
-        if any(change.plain and not change.touches(trial.devices) for change in changes):
+        if any(change.plain and (change.rate or not change.touches(trial.devices)) for change in changes):
             self._close(trial, kept=None)
             return None
         if len(trial.steps_s) < self._options.trial:

@@ -123,8 +123,9 @@ class RateEstimator:
 
     @property
     def alarmed(self) -> bool:
-        """Return whether an estimate may be about to change."""
-        return any(drift.alarmed for drift in self._drifts)
+        """Return whether an estimate may be about to change: of a link between hosts after one sample, as all links of
+        a host become slow together."""
+        return any(drift.alarmed for drift in self._drifts) or any(drift.doubted for drift in self._networks.drifts)
 
     @property
     def doubted(self) -> bool:

@@ -102,6 +102,29 @@ def test_both_devices_of_a_host_are_left_out_where_its_link_drops() -> None:
     assert [sorted(after.devices) for _, _, after in made] in ([[0, 1]], [[2, 3]])
 
 
+def test_the_device_all_of_whose_links_drop_is_left_out_and_no_other_is_tried_first() -> None:
+    plan = Plan.data_parallel([0, 1, 2], [1.0] * 3, micro_batch=MICRO_BATCH)
+    first, both = State(links={(0, 2): SLOW}), State(links={(0, 2): SLOW, (1, 2): SLOW})
+
+    def state(step: int) -> State:  # a link that becomes slow in the midst of a step is found a step later
+        return both if step >= 21 else first if step >= 20 else State()
+
+    _, made = followed(lab("abc"), plan, 40, state)
+    assert [after.devices for _, _, after in made] == [(0, 1)]
+    assert made[0][0] <= 24
+
+
+def test_another_link_that_drops_while_a_decision_is_evaluated_is_not_left_for_later() -> None:
+    plan = Plan.data_parallel([0, 1, 2], [1.0] * 3, micro_batch=MICRO_BATCH)
+
+    def state(step: int) -> State:
+        return State(links={pair: SLOW for pair, begin in (((0, 2), 20), ((1, 2), 20), ((0, 1), 26)) if step >= begin})
+
+    _, made = followed(lab("abc"), plan, 40, state)
+    assert [len(after.devices) for _, _, after in made] == [2, 1]
+    assert made[1][0] <= 29
+
+
 def test_a_pipeline_over_a_link_that_drops_goes_on_without_it_and_comes_back() -> None:
     problem = lab("ab")
     problem = replace(
