@@ -19,6 +19,7 @@ from onebox.engine import StepLoss, Trainer
 from onebox.engine.adaptive.controller import AppliedDecision
 from onebox.engine.data.prefetch import UploadedBatch
 from onebox.engine.recovery.policy import RecoveryRecord
+from onebox.engine.steps.link_use import LinkUse, bounding_link, use_since
 from onebox.errors import CheckpointError, OneboxError
 from onebox.feed import Data, Feed, Position
 from onebox.plan import Plan
@@ -115,8 +116,12 @@ class ThroughputMeter:
     @property
     def epoch_samples_per_s(self) -> float | None:
         """Rate of the epoch so far."""
-        seconds = self.seconds - self._begun[2]
-        return (self.samples - self._begun[1]) / seconds if seconds else None
+        return (self.samples - self._begun[1]) / self.epoch_s if self.epoch_s else None
+
+    @property
+    def epoch_s(self) -> float:
+        """Seconds of the epoch so far."""
+        return self.seconds - self._begun[2]
 
 
 @dataclass(kw_only=True)
@@ -166,6 +171,7 @@ class TrainingLoop:
     _changes: int = 0
     _made: int = 0
     _silent: bool = False
+    _links: tuple[LinkUse, ...] = ()
 
     @property
     def full_batch(self) -> int:
@@ -269,9 +275,12 @@ class TrainingLoop:
         """Report the bottleneck stage of the epoch."""
         stages = {each.name: msgspec.to_builtins(each) for each in self.train.counters}
         skipped = [msgspec.to_builtins(one) for one in self.train.skipped.first]
-        about = {"stages": stages, "skipped": self.train.skipped.count, "first_skipped": skipped}
+        used, self._links = use_since(self._links, self.trainer.links), self.trainer.links
+        links = [msgspec.to_builtins(each) for each in used]
+        about = {"stages": stages, "skipped": self.train.skipped.count, "first_skipped": skipped, "links": links}
         self._write({"event": "feed", "step": self.trainer.steps_done, "epoch": epoch, **about})
-        self.progress.note(self.train.report())
+        bound = bounding_link(used, self.meter.epoch_s)
+        self.progress.note(self.train.report(bound.text if bound is not None else ""))
 
     def _test(self, epoch: int, skipped: int) -> EpochResult | None:
         """Return and record the results of an epoch; ``None`` after a signal."""

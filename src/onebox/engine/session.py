@@ -29,6 +29,7 @@ from onebox.engine.state.snapshot_layout import SnapshotLayout
 from onebox.engine.state.transfer import StateChanges, StateTransfer
 from onebox.engine.steps.evaluation import evaluate
 from onebox.engine.steps.launch import LaunchedStep, PreparedStep, StepRequest, StepSettings
+from onebox.engine.steps.link_use import LinkUse, used_links
 from onebox.engine.steps.loss_check import MeanLossCheck
 from onebox.engine.steps.observer import EndedStep, StepObserver
 from onebox.engine.steps.overlap_scheduler import OverlapScheduler
@@ -40,11 +41,16 @@ from onebox.engine.workload.parameter_groups import options_of, require_training
 from onebox.errors import CaptureError, OneboxError, OperatorError, PlanError, UsageError
 from onebox.plan import Plan
 from onebox.plan.model.problem import Problem
+from onebox.plan.replan.network_rates import LinkProbe, ProbeResult
 from onebox.pool import Pool, WorkerReply
+from onebox.pool.network.link_benchmark import send_metered
 from onebox.trainer_options import Recovery
 from onebox.wire.protocol.requests import Run
 
 _LOG = logging.getLogger("onebox")
+
+_PROBE_BYTES = 16 << 20
+"""Most memory of a worker that a probe of a link takes."""
 
 
 class TrainingSession:
@@ -351,6 +357,11 @@ class TrainingSession:
         """Return the workers' activity in the last steps; see :meth:`Trainer.events`."""
         return self.traces.events()
 
+    @property
+    def links(self) -> tuple[LinkUse, ...]:
+        """The use of links between hosts so far; see :attr:`Trainer.links`."""
+        return used_links(self.traces.traffic, [device.host for device in self._pool.devices])
+
     def peaks(self, batch: Batch, *, ahead: int = 0) -> dict[int, int]:
         """Return the peak bytes of each worker in a step with a batch; see :meth:`InstalledPlan.peaks`."""
         return self.set_up(batch).peaks(batch, ahead=ahead)
@@ -455,6 +466,20 @@ class TrainingSession:
         migration = prepared or self.recovery.once(lambda: self.prepare(plan), void=False)
         moved = None if migration is None else self.recovery.once(lambda: self._switch(migration))
         return moved or MigrationReport()
+
+    def probe(self, probe: LinkProbe) -> ProbeResult:
+        """Measure a link between two hosts while steps go on; callable from any thread.
+
+        Returns:
+            What its message took; nothing where there is no memory for one, or a worker was lost, which steps report.
+        """
+        spare = self._ready.spare_bytes if self._ready is not None else {}
+        room_bytes = min([_PROBE_BYTES, *(spare.get(end, _PROBE_BYTES) for end in (probe.source, probe.target))])
+        try:
+            sent = send_metered(self._pool, probe.source, probe.target, probe.rate_bps, room_bytes)
+        except OneboxError:
+            return ProbeResult(probe, 0, 0.0)
+        return ProbeResult(probe, sent.size_bytes, sent.busy_ns / 1e9)
 
     def begin_with(self, plan: Plan, batch: Batch) -> None:
         """Replace the plan of evaluations before the first step; it may have other micro-batches.

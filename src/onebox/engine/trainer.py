@@ -49,6 +49,7 @@ from onebox.engine.state.checkpoint_restore import (
 )
 from onebox.engine.state.remote import RemoteState
 from onebox.engine.steps.launch import StepSettings
+from onebox.engine.steps.link_use import LinkUse
 from onebox.engine.steps.overlap_scheduler import with_staleness
 from onebox.engine.steps.results import Evaluation, StepLoss, TraceEvent
 from onebox.engine.workload.batch import Batch, as_batch, as_pair
@@ -548,6 +549,14 @@ class Trainer:
     def events(self) -> list[TraceEvent]:
         """Return the workers' activity in the last steps, for a timeline; empty without ``trace``."""
         return self._run.events()
+
+    @property
+    def links(self) -> tuple[LinkUse, ...]:
+        """What the links between hosts have carried so far, and how long they were busy; empty without ``trace``.
+
+        It is measured of encrypted connections, by the kernel of the host that sends.
+        """
+        return self._run.links
 
     def upload_counters(self) -> UploadCounters:
         """Return the cost of uploading batches so far, in callers' time and in bytes."""

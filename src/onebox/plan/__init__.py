@@ -13,7 +13,7 @@ from onebox.plan.model.work import Edge, Links, PlanWork, StageWork
 from onebox.plan.policies.explain import PolicyReason, explain_policies
 from onebox.plan.replan.controller import ReplanController
 from onebox.plan.replan.decisions import ReplanDecision, ReplanOptions, ReplanOutcome
-from onebox.plan.replan.measurements import LinkTime, StepMeasurement, TaskTime, TimedTask
+from onebox.plan.replan.measurements import CarriedBytes, LinkTime, StepMeasurement, TaskTime, TimedTask
 from onebox.plan.schedules.async_window import steady_window
 from onebox.plan.schedules.blocks import block_numbers, block_schedule
 from onebox.plan.schedules.named import ideal_step_time, named_schedule
@@ -35,6 +35,7 @@ __all__ = [
     "Action",
     "ActionSpan",
     "ActivationPolicy",
+    "CarriedBytes",
     "ChainPolicy",
     "ComputeTime",
     "DeviceSpec",

@@ -284,7 +284,17 @@ class Pool:
                     worker,
                     [
                         FormGroup(
-                            group, rank, len(workers), backend, address, GROUP_S, shared, links[rank], aside, among
+                            group,
+                            rank,
+                            len(workers),
+                            backend,
+                            address,
+                            GROUP_S,
+                            shared,
+                            links[rank],
+                            aside,
+                            among,
+                            tuple(workers),
                         )
                     ],
                     answer=True,

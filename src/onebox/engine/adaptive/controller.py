@@ -25,6 +25,7 @@ from onebox.plan.model.problem import Problem
 from onebox.plan.replan.controller import ReplanController
 from onebox.plan.replan.decisions import ReplanDecision, ReplanOutcome
 from onebox.plan.replan.measurements import StepMeasurement
+from onebox.plan.replan.network_rates import LinkProbe, ProbeResult
 
 _FIRST = 3
 """Initial steps to ignore, while workers are still slow."""
@@ -91,6 +92,9 @@ class AdaptableRun(Protocol):
 
     def adopt(self, plan: Plan, prepared: Migration | None = None) -> MigrationReport:
         """Switch to another plan."""
+
+    def probe(self, probe: LinkProbe) -> ProbeResult:
+        """Measure a link while steps go on; callable from any thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,6 +264,14 @@ class AdaptiveController(StepObserver):
                 self._changed.notify_all()
         return ""
 
+    def probe(self, probe: LinkProbe) -> ProbeResult:
+        """Measure a link that no step uses."""
+        return self._run.probe(probe)
+
+    def remark(self, line: str) -> None:
+        """Report what is not followed by a decision."""
+        _LOG.warning("adaptive: %s", line)
+
     def note(self, made: AppliedDecision) -> None:
         """Record a decision."""
         with self._changed:
@@ -303,7 +315,7 @@ class _Work:
         self._made: _Done | None = None
         self._passed = self._samples = 0
         self._first: deque[StepMeasurement] = deque(maxlen=_MEASURED)
-        self._judged = 0
+        self._judged = self._remarked = 0
         self._doubt_s = 0.0  # how long a step may wait for the decision about the next one
 
     def run(self) -> None:
@@ -351,8 +363,13 @@ class _Work:
         for outcome in self._follower.outcomes[self._judged :]:
             self._owner.judged(outcome)
         self._judged = len(self._follower.outcomes)
+        for line in self._follower.unmended[self._remarked :]:
+            self._owner.remark(line)
+        self._remarked = len(self._follower.unmended)
         if decision is not None and self._owner.offer(decision, self._stopped):
             self._follower.refused(decision)
+        if (probe := self._follower.probe) is not None:
+            self._follower.probed(self._owner.probe(probe))
         if self._follower.doubts:
             self._doubt_s = seen.step_s
 

@@ -1,9 +1,9 @@
 """Conversion of workers' instruction times to the measurements for replanning. Pure.
 
 The time of an action is that of its programs, without waiting: an instruction begins when its inputs are present. The
-time of a link is known to the sender if both workers are on one host and share memory, also across an emulated link; a
-send through a socket ends for the worker when the data is handed over, so such links are not measured. Clocks of
-different hosts are not compared.
+time of a link is known to the sender if both workers are on one host and share memory, also across an emulated link. A
+send through a socket ends for the worker when the data is handed over; what such connections carried, and how long that
+took, is told by the workers' meters. Clocks of different hosts are not compared.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from onebox.engine.compile.routine import InstructionLabel
 from onebox.engine.steps.observer import EndedStep
 from onebox.engine.steps.results import StepTrace
 from onebox.plan import Action, Links, MicroBatch
-from onebox.plan.replan.measurements import LinkTime, StepMeasurement, TaskTime, TimedTask
+from onebox.plan.replan.measurements import CarriedBytes, LinkTime, StepMeasurement, TaskTime, TimedTask
 from onebox.pool import Pool
 
 JITTER_S = 1e-3
@@ -100,6 +100,11 @@ def measure_step(step: StepContext, before: StepTrace | None = None) -> StepMeas
         },
         links={pair: _carried(sends) for pair, sends in links.items()},
         update_s={worker: seconds for worker, seconds in updates.items() if seconds >= LEAST * step_s},
+        carried={
+            pair: CarriedBytes(found.size_bytes, found.busy_ns / 1e9)
+            for pair, found in step.trace.traffic.items()
+            if found.size_bytes > 0
+        },
     )
 
 

@@ -33,6 +33,7 @@ from onebox.engine.state.remote import RemoteState, StartState
 from onebox.engine.state.transfer import StateChanges
 from onebox.engine.steps.evaluation import evaluate
 from onebox.engine.steps.launch import StepSettings
+from onebox.engine.steps.link_use import LinkUse
 from onebox.engine.steps.observer import StepObserver
 from onebox.engine.steps.results import Evaluation, StepLoss, StepValues, TraceEvent
 from onebox.engine.workload.batch import Batch
@@ -512,6 +513,11 @@ class IslandsSession:
     def events(self) -> list[TraceEvent]:
         """Return the workers' activity in the last steps; see :meth:`Trainer.events`."""
         return [event for session in self._there for event in session.events()]
+
+    @property
+    def links(self) -> tuple[LinkUse, ...]:
+        """The use of links between hosts so far, of each island; see :attr:`Trainer.links`."""
+        return tuple(used for session in self._sessions for used in session.links)
 
     @property
     def overlap(self) -> Any:

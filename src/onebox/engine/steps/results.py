@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from onebox.engine.compile.routine import InstructionLabel, StepRoutine
 from onebox.engine.partition.sharding_spec import Members
@@ -14,7 +14,7 @@ from onebox.errors import OperatorError, ReplicasParted, UsageError
 from onebox.plan import Action
 from onebox.pool import WorkerReply, raise_first
 from onebox.wire.protocol.instructions import Ask
-from onebox.wire.protocol.responses import Digest, Scalars
+from onebox.wire.protocol.responses import Digest, LinkTraffic, Scalars
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,11 +240,13 @@ class StepTrace:
         workers: For each worker, the label, start, end, and memory peak and use of each instruction.
         micro_batches: Number of micro-batches per step; those of the previous step have negative numbers, -1 is its
             last one.
+        traffic: What connections between hosts carried meanwhile, by their source and target.
     """
 
     step: int
     workers: Mapping[int, tuple[Sequence[InstructionLabel], tuple[int, ...], tuple[int, ...]]]
     micro_batches: int = 0
+    traffic: Mapping[tuple[int, int], LinkTraffic] = field(default_factory=dict)
 
     def events(self) -> list[TraceEvent]:
         """Return the events."""

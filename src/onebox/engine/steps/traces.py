@@ -15,6 +15,7 @@ from onebox.engine.steps.overlap_scheduler import Traced
 from onebox.engine.steps.results import StepTrace, TraceEvent, locate
 from onebox.errors import OperatorError
 from onebox.pool import WorkerReply
+from onebox.wire.protocol.responses import LinkTraffic
 
 _STEPS = 200
 
@@ -35,7 +36,12 @@ def step_trace(
         worker: (routine.labels, answer.times_ns, tuple(used - beside[worker] for used in answer.used_bytes))
         for (worker, routine), answer in zip(compiled.of(window).items(), answers, strict=True)
     }
-    return StepTrace(step=number, workers=traced, micro_batches=len(compiled.micro_batches))
+    traffic = {
+        (worker, carried.worker): carried
+        for worker, answer in zip(traced, answers, strict=True)
+        for carried in answer.traffic
+    }
+    return StepTrace(step=number, workers=traced, micro_batches=len(compiled.micro_batches), traffic=traffic)
 
 
 class StepTraces(StepObserver):
@@ -50,6 +56,8 @@ class StepTraces(StepObserver):
         self._wanted = wanted
         self._beside = beside
         self._steps: deque[StepTrace] = deque(maxlen=_STEPS)
+        self.traffic: dict[tuple[int, int], LinkTraffic] = {}
+        """What connections between hosts have carried so far, by source and target."""
         self._compilers: list[Compiler] = []
         """Those of the plan in use, which is the last, and of earlier plans with steps in flight."""
 
@@ -67,7 +75,7 @@ class StepTraces(StepObserver):
 
         def take(answers: Sequence[WorkerReply]) -> None:
             if self._wanted:
-                self._steps.append(step_trace(step + 1, compiled, "drain", answers, beside))
+                self._keep(step_trace(step + 1, compiled, "drain", answers, beside))
 
         return take
 
@@ -75,6 +83,13 @@ class StepTraces(StepObserver):
         """Add the location in the step to an operator's error, also if it was requested before the plan changed."""
         if isinstance(error, OperatorError):
             locate(error, self._labels)
+
+    def _keep(self, trace: StepTrace) -> None:
+        self._steps.append(trace)
+        for way, carried in trace.traffic.items():
+            before = self.traffic.get(way, LinkTraffic(way[1], 0, 0))
+            sums = before.size_bytes + carried.size_bytes, before.busy_ns + carried.busy_ns
+            self.traffic[way] = LinkTraffic(way[1], *sums)
 
     def _labels(self, worker: int, routine: int) -> Sequence[InstructionLabel]:
         for compiler in reversed(self._compilers):
@@ -97,7 +112,7 @@ class StepTraces(StepObserver):
         if step.current:
             del self._compilers[:-1]
         if step.trace is not None:
-            self._steps.append(step.trace)
+            self._keep(step.trace)
 
     def reset(self) -> None:
         """Discard the labels: no step is in flight."""

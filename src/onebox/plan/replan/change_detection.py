@@ -1,4 +1,4 @@
-"""One running estimate: the factor by which a time exceeds the plan, with detection of changes. Pure.
+"""One running estimate: the factor by which a time exceeds the plan, with detection of its changes. Pure.
 
 A cumulative sum of the samples' deviations from the estimate tells a change from noise (Page 1954,
 doi:10.1093/biomet/41.1-2.100); each sample is clipped to a few standard deviations, so that a single outlier is no
@@ -11,6 +11,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from statistics import median
+from typing import NamedTuple
+
+AGAIN = 1.12
+"""Factor within which an estimate is reported as planned."""
 
 NOISE = 0.2
 """Initial standard deviation, of logarithms: 20 % of a time."""
@@ -158,3 +162,53 @@ class DriftDetector:
             self._steps.popleft()
         self._sums, self._runs, self._clear = [0.0, 0.0], [0, 0], [_VAGUE, _VAGUE]
         self.since = self._steps[0]
+
+
+class RateChange(NamedTuple):
+    """A change of an estimate.
+
+    Args:
+        what: A readable name of its object.
+        devices: The devices concerned.
+        factor: The ratio to the planned time.
+        since: The step since which it holds.
+        by: The ratio to the previous estimate.
+        hoped: Whether it is assumed without a measurement.
+        rate: Readable rate of a link between hosts, which no plan changes; empty for others.
+    """
+
+    what: str
+    devices: tuple[int, ...]
+    factor: float
+    since: int
+    by: float
+    hoped: bool = False
+    rate: str = ""
+
+    @property
+    def text(self) -> str:
+        """A readable description."""
+        if self.hoped:
+            return f"{self.what}, which was slow, has not been used for long and is tried again"
+        if self.rate:
+            factor = self.factor if self.factor >= 1 else 1 / self.factor
+            compared = f"{factor:.1f} × {'less' if self.factor >= 1 else 'more'} than" if self.differs else "as"
+            return f"{self.what} carries {self.rate} since step {self.since}, {compared} planned"
+        if not self.differs:
+            return f"{self.what} takes as long as planned since step {self.since}"
+        times = f"{self.factor:.1f} × as long" if self.factor >= 1 else f"{1 / self.factor:.1f} × less time"
+        return f"{self.what} takes {times} {'as' if self.factor >= 1 else 'than'} planned since step {self.since}"
+
+    @property
+    def differs(self) -> bool:
+        """Return whether the estimate differs from the plan."""
+        return not 1 / AGAIN < self.factor < AGAIN
+
+    @property
+    def plain(self) -> bool:
+        """Return whether it is more than a refinement of an earlier change."""
+        return not 1 / AGAIN < self.by < AGAIN
+
+    def touches(self, devices: frozenset[int]) -> bool:
+        """Return whether it concerns any of some devices, or a link of one."""
+        return not devices.isdisjoint(self.devices)

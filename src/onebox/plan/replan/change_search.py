@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise, permutations, product
 
@@ -133,6 +133,7 @@ class ChangeSearch:
         else:
             yield from self._placed()
         yield from self._shared(now)
+        yield from self._staffed()
 
     def _resized(self) -> Iterator[StageLayout]:
         """Yield layouts with a stage less, which leaves its devices idle, or one more, on an idle device."""
@@ -151,6 +152,46 @@ class ChangeSearch:
                     yield self._now.with_parts(index, *more, until=index + 1)
                     less = single(part.segments[:1], device), part._replace(segments=part.segments[1:])
                     yield self._now.with_parts(index, *less, until=index + 1)
+
+    def _staffed(self) -> Iterator[StageLayout]:
+        """Yield layouts with a replica less or more, and layouts on one host: with the same stages where the host has
+        replicas of each, and with one stage. Micro-batches stay."""
+        now = self._counted()
+        if now is None or now.late or self._plan.optimizer == "sharded":
+            return
+        count = len(self._evaluator.case(now).micro_batches)
+        used = {device for part in now.parts for device in part.devices}
+        idle = [device for device in self._every if device not in used and self._problem.replicable]
+        for index, part in enumerate(now.parts):
+            for device in part.devices if len(part.devices) > 1 else ():
+                yield now.with_parts(index, _on([other for other in part.devices if other != device], part))
+            for device in idle if len(part.devices) < count else ():
+                yield now.with_parts(index, _on([*part.devices, device], part))
+        hosts: dict[str, list[int]] = {}
+        for spec in self._problem.devices:
+            hosts.setdefault(spec.host, []).append(spec.number)
+        for own in hosts.values() if len(hosts) > 1 else ():
+            there = [[device for device in part.devices if device in own] for part in now.parts]
+            if all(there):
+                yield now._replace(parts=tuple(map(_on, there, now.parts)))
+            if not self._fixed and all(part.policy == "keep" for part in now.parts):
+                whole = now.parts[0]._replace(segments=tuple(range(len(self._problem.segments))), sends="none")
+                schedule = "1f1b" if now.schedule == "auto" else now.schedule
+                several = [own[:count]] if self._problem.replicable else []
+                for devices in (*([device] for device in own), *several):
+                    yield now._replace(parts=(_on(devices, whole),), schedule=schedule)
+
+    def _counted(self) -> StageLayout | None:
+        """Return the present layout with a size of its micro-batches, so that other devices may compute the same ones;
+        ``None`` where that is impossible."""
+        now = self._now
+        if now.micro_batch is not None:
+            return now
+        sizes = [part.size for part in self._evaluator.case(now).micro_batches]
+        (part,) = now.parts
+        equal = part._replace(shares=(1 / len(part.devices),) * len(part.devices))
+        found = now._replace(micro_batch=max(sizes), parts=(equal,))
+        return found if [part.size for part in self._evaluator.case(found).micro_batches] == sizes else None
 
     def _placed(self) -> list[StageLayout]:
         """Return the layouts with two devices exchanged, and cuts adapted, that have the best bounds."""
@@ -268,3 +309,13 @@ class ChangeSearch:
             return {}, 0.0
         moved = self._moved.links(layout)
         return moved, self._moved.longest_s(moved) + self._terms.pause_s
+
+
+def _on(devices: Sequence[int], part: LayoutStage) -> LayoutStage:
+    """Return a stage on some devices: in proportion to their present shares where all have one, else in equal ones."""
+    known = dict(zip(part.devices, part.shares, strict=True))
+    shares = [known.get(device, 0.0) for device in devices]
+    if not all(shares):
+        shares = [1.0] * len(devices)
+    total = math.fsum(shares)
+    return part._replace(devices=tuple(devices), shares=tuple(share / total for share in shares))

@@ -52,11 +52,14 @@ def replan_kind_of(before: StageLayout, after: StageLayout) -> ReplanKind:
 
 
 def edits_of(before: StageLayout, after: StageLayout) -> frozenset[PlanEdit]:
-    """Return the single changes of a decision: segments on devices, shares of stages, the order of actions."""
+    """Return the single changes of a decision: segments on devices or, where none joins one, segments that leave
+    devices; shares of stages, the order of actions."""
     kind = replan_kind_of(before, after)
     if kind == "recut":
         had, has = holders(before), holders(after)
-        return frozenset(("segment", i, device) for i in range(len(has)) for device in has[i] if device not in had[i])
+        every = range(len(has))
+        joins = frozenset(("segment", i, device) for i in every for device in has[i] if device not in had[i])
+        return joins or frozenset(("leave", i, device) for i in every for device in had[i] if device not in has[i])
     if kind == "reshare":
         pairs = enumerate(zip(before.parts, after.parts, strict=True))
         return frozenset(("shares", number, 0) for number, (one, other) in pairs if one.shares != other.shares)
@@ -90,6 +93,7 @@ def changed_plan(plan: Plan, problem: Problem, proposal: ProposedChange) -> Plan
     bare = msgspec.structs.replace(
         plan,
         stages=stages,
+        micro_batch=layout.micro_batch,
         schedule=schedule,
         table=table,
         in_flight=proposal.in_flight,

@@ -18,11 +18,20 @@ from typing import Any
 from onebox.plan.model.layout import layout_of
 from onebox.plan.model.plan import Plan
 from onebox.plan.model.problem import Problem
+from onebox.plan.replan.change_detection import RateChange
 from onebox.plan.replan.change_search import ChangeSearch, ChangeTerms
 from onebox.plan.replan.changes import PlanEdit, ProposedChange, changed_plan, edits_of, replan_kind_of
-from onebox.plan.replan.decisions import ReplanDecision, ReplanOptions, ReplanOutcome, describe_change, describe_cost
-from onebox.plan.replan.estimates import RateChange, RateEstimator
+from onebox.plan.replan.decisions import (
+    ReplanDecision,
+    ReplanOptions,
+    ReplanOutcome,
+    describe_change,
+    describe_cost,
+    milliseconds,
+)
+from onebox.plan.replan.estimates import RateEstimator
 from onebox.plan.replan.measurements import StepMeasurement, together
+from onebox.plan.replan.network_rates import LinkProbe, ProbeResult
 
 _PROBE = 200
 """Initial number of unused steps after which a slow device or link is estimated to be as planned again."""
@@ -32,6 +41,9 @@ _PATIENCE = 3
 
 _HOME = 0.5
 """Part of the required gain that suffices for going back to the first plan, which took a longer search."""
+
+_SLOWER = 1.5
+"""Factor by which an estimate has become worse if that is reported also where nothing can be done."""
 
 _PACES = 32
 """Number of steps whose seconds are kept."""
@@ -93,6 +105,7 @@ class ReplanController:
         self._open: _Trial | None = None
         self._trial: _Trial | None = None
         self._outcomes: list[ReplanOutcome] = []
+        self._unmended: list[str] = []
         self._look: list[StepMeasurement] = []
         self._looks = self._step = 0
         self._last_s = 0.0
@@ -107,6 +120,22 @@ class ReplanController:
     def outcomes(self) -> tuple[ReplanOutcome, ...]:
         """Outcomes of the decisions that have been evaluated."""
         return tuple(self._outcomes)
+
+    @property
+    def unmended(self) -> tuple[str, ...]:
+        """Descriptions of the slowdowns for which no change of plan was found."""
+        return tuple(self._unmended)
+
+    @property
+    def probe(self) -> LinkProbe | None:
+        """The measurement of an unused slow link that is due, for :meth:`probed`; ``None`` for none."""
+        return None if self._open is not None or self._trial is not None else self._rates.probe()
+
+    def probed(self, result: ProbeResult) -> None:
+        """Process the result of :attr:`probe`; a change is decided on after the next step."""
+        for change in self._rates.probed(result, self._step):
+            self._changes[change.what] = change
+            self._next, self._due = self._looks, True
 
     @property
     def doubts(self) -> bool:
@@ -203,6 +232,10 @@ class ReplanController:
         home = found.layout.parts == first != now  # another order of the first plan's stages does not go back
         wanted = options.gain * (_HOME if home else 1.0)
         if not before_s or saved_s < wanted * before_s or saved_s * options.horizon <= found.cost_s:
+            slower = [change.text for change in self._changes.values() if change.by > _SLOWER]
+            if slower:
+                stays = f"no other plan is quicker: {milliseconds(self._pace_s())} a step"
+                self._unmended.append(f"step {self._step}: {', '.join(slower)}; {stays}")
             self._changes.clear()
             return None
         plan = changed_plan(self._plan, self._problem, found)
@@ -242,7 +275,7 @@ class ReplanController:
     def _evaluate_trial(self, trial: _Trial, step_s: float, changes: list[RateChange]) -> ReplanDecision | None:
         """Evaluate a decision once enough steps were measured: keep or undo it."""
         trial.steps_s.append(step_s)
-        if any(change.plain and not change.touches(trial.devices) for change in changes):
+        if any(change.plain and (change.rate or not change.touches(trial.devices)) for change in changes):
             self._close(trial, kept=None)
             return None
         if len(trial.steps_s) < self._options.trial:

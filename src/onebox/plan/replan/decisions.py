@@ -182,9 +182,13 @@ def _segments_text(before: dict[str, tuple[int, ...]], after: dict[str, tuple[in
 
 def _move_text(names: Sequence[str], left: Sequence[int], come: Sequence[int]) -> str:
     what = ", ".join(names) if len(names) <= _FEW_NAMES else f"{names[0]} … {names[-1]} ({len(names)})"
-    verb = ("segment {} moves" if len(names) == 1 else "segments {} move").format(what)
-    ends = [f"{word} {_devices(devices)}" for word, devices in (("from", left), ("to", come)) if devices]
-    return " ".join((verb, *ends))
+    one = len(names) == 1
+    subject = f"{'segment' if one else 'segments'} {what}"
+    if not come:
+        return f"{subject} {'leaves' if one else 'leave'} {_devices(left)}"
+    if not left:
+        return f"{subject} {'comes' if one else 'come'} to {_devices(come)}, too"
+    return f"{subject} {'moves' if one else 'move'} from {_devices(left)} to {_devices(come)}"
 
 
 def _shares_text(number: int, stage: Stage, plan: Plan, batch: int) -> str:

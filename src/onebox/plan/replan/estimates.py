@@ -6,15 +6,16 @@ import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from onebox.plan.model.cost_model import CostModel
 from onebox.plan.model.layout import layout_of
 from onebox.plan.model.plan import Plan
 from onebox.plan.model.problem import ComputeTime, DeviceSpec, Problem, Segment
 from onebox.plan.model.work import Links
-from onebox.plan.replan.change_detection import DriftDetector
+from onebox.plan.replan.change_detection import AGAIN, DriftDetector, RateChange
 from onebox.plan.replan.measurements import StepMeasurement, TimedTask
+from onebox.plan.replan.network_rates import LinkProbe, NetworkRates, ProbeResult
 
 _PLAIN = 1.5
 """Factor above which a change is attributed to the device. A smaller one is attributed to the segments that it
@@ -28,50 +29,8 @@ _TELLING = 0.3
 """Ratio of a message's time for bytes to its latency above which a slow link counts as one of less bandwidth; below it
 the cause is unknown, and both count as worse."""
 
-_AGAIN = 1.12
-"""Factor within which an estimate is reported as planned."""
-
 DevicePair = tuple[int, int]
 _Key = TypeVar("_Key")
-
-
-class RateChange(NamedTuple):
-    """A change of an estimate.
-
-    Args:
-        what: A readable name of its object.
-        devices: The devices concerned.
-        factor: The ratio to the planned time.
-        since: The step since which it holds.
-        by: The ratio to the previous estimate.
-        hoped: Whether it is assumed without a measurement.
-    """
-
-    what: str
-    devices: tuple[int, ...]
-    factor: float
-    since: int
-    by: float
-    hoped: bool = False
-
-    @property
-    def text(self) -> str:
-        """A readable description."""
-        if self.hoped:
-            return f"{self.what}, which was slow, has not been used for long and is tried again"
-        if 1 / _AGAIN < self.factor < _AGAIN:
-            return f"{self.what} takes as long as planned since step {self.since}"
-        times = f"{self.factor:.1f} × as long" if self.factor >= 1 else f"{1 / self.factor:.1f} × less time"
-        return f"{self.what} takes {times} {'as' if self.factor >= 1 else 'than'} planned since step {self.since}"
-
-    @property
-    def plain(self) -> bool:
-        """Return whether it is more than a refinement of an earlier change."""
-        return not 1 / _AGAIN < self.by < _AGAIN
-
-    def touches(self, devices: frozenset[int]) -> bool:
-        """Return whether it concerns any of some devices, or a link of one."""
-        return not devices.isdisjoint(self.devices)
 
 
 @dataclass
@@ -106,6 +65,7 @@ class RateEstimator:
     def __init__(self, problem: Problem, plan: Plan, probe: int) -> None:
         self._problem, self._probe = problem, probe
         self._found = _Estimates({}, {}, {}, {}, {})
+        self._networks = NetworkRates(problem)
         self._silent: dict[int | DevicePair, int] = {}
         self._patience: dict[int | DevicePair, int] = {}
         self._message_bytes: dict[DevicePair, float] = {}
@@ -151,12 +111,21 @@ class RateEstimator:
             parts = (carried.least_s / each_s, carried.most_s / each_s) if planned else (0.0, math.inf)
             if planned and carried.seconds and drift.see(_bounded(carried.seconds / planned), seen.step, parts):
                 changes.append(RateChange(_link(link), link, drift.factor, _since(drift), drift.factor / before))
-        return changes + self._hope(seen)
+        return changes + self._networks.see(seen.carried, seen.step, seen.step_s) + self._hope(seen)
+
+    def probe(self) -> LinkProbe | None:
+        """Return the probe of a slow link between hosts that is due; ``None`` for none."""
+        return self._networks.probe(self._plan.devices)
+
+    def probed(self, result: ProbeResult, step: int) -> list[RateChange]:
+        """Process the result of a probe after a step; return the changes."""
+        return self._networks.probed(result, step)
 
     @property
     def alarmed(self) -> bool:
-        """Return whether an estimate may be about to change."""
-        return any(drift.alarmed for drift in self._drifts)
+        """Return whether an estimate may be about to change: of a link between hosts after one sample, as all links of
+        a host become slow together."""
+        return any(drift.alarmed for drift in self._drifts) or any(drift.doubted for drift in self._networks.drifts)
 
     @property
     def doubted(self) -> bool:
@@ -166,14 +135,14 @@ class RateEstimator:
     @property
     def _drifts(self) -> tuple[DriftDetector, ...]:
         """The estimates of devices and of links."""
-        return (*self._found.devices.values(), *self._found.links.values())
+        return (*self._found.devices.values(), *self._found.links.values(), *self._networks.drifts)
 
     def differing(self) -> list[RateChange]:
         """Return the estimates that differ from the plan."""
         devices = ((f"device {number}", (number,), drift) for number, drift in self._found.devices.items())
         links = ((_link(link), link, drift) for link, drift in self._found.links.items())
         found = (RateChange(what, of, one.factor, _since(one), one.factor) for what, of, one in (*devices, *links))
-        return [change for change in found if change.plain]
+        return [change for change in found if change.plain] + self._networks.differing()
 
     def problem(self) -> Problem:
         """Return the problem with the present estimates."""
@@ -250,7 +219,7 @@ class RateEstimator:
         for what, drift in known:
             used = what in working or what in seen.links
             silent = self._silent[what] = 0 if used else self._silent.get(what, 0) + 1
-            if drift.factor > _AGAIN and silent >= self._patience.get(what, self._probe):
+            if drift.factor > AGAIN and silent >= self._patience.get(what, self._probe):
                 self._patience[what] = 2 * self._patience.get(what, self._probe)
                 self._silent[what] = 0
                 by = 1.0 / drift.factor
@@ -294,6 +263,9 @@ class RateEstimator:
             else:
                 latency_s[a][b] *= drift.factor
                 bandwidth_bps[a][b] /= drift.factor
+        for a, row in bandwidth_bps.items():
+            for b in row:
+                row[b] /= self._networks.factor(a, b)
         return replace(self._problem.links, latency_s=latency_s, bandwidth_bps=bandwidth_bps)
 
     def _update_s(self, number: int) -> float:

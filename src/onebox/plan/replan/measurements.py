@@ -65,6 +65,18 @@ class LinkTime(NamedTuple):
     most_s: float = math.inf
 
 
+class CarriedBytes(NamedTuple):
+    """Measured traffic of the connections between two devices of different hosts, in one direction.
+
+    Args:
+        size_bytes: Bytes that arrived, of all kinds of messages.
+        seconds: Seconds in which bytes were on the way or queued, without round trips.
+    """
+
+    size_bytes: int
+    seconds: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepMeasurement:
     """Measurements of one step, or of several (:func:`together`).
@@ -75,6 +87,7 @@ class StepMeasurement:
         actions: Times of actions; those without measurements are missing.
         links: Traffic by numbers of source and target device; links without traffic are missing.
         update_s: Seconds of the optimizer's step on each device that timed it.
+        carried: Traffic of connections between hosts, by numbers of source and target device.
     """
 
     step: int
@@ -82,6 +95,7 @@ class StepMeasurement:
     actions: Mapping[TimedTask, TaskTime]
     links: Mapping[tuple[int, int], LinkTime] = field(default_factory=dict)
     update_s: Mapping[int, float] = field(default_factory=dict)
+    carried: Mapping[tuple[int, int], CarriedBytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for what, seconds in self._seconds():
@@ -93,13 +107,16 @@ class StepMeasurement:
             raise UsageError(f"step {self.step} was measured with a mean of no actions: leave those out")
         if any(carried.messages < 1 or carried.size_bytes < 0 for carried in self.links.values()):
             raise UsageError(f"step {self.step} was measured with links without messages: leave those out")
+        if any(carried.size_bytes < 1 for carried in self.carried.values()):
+            raise UsageError(f"step {self.step} was measured with connections that carried nothing: leave those out")
 
     def _seconds(self) -> Iterator[tuple[str, float]]:
         yield "the step", self.step_s
         yield from (
             (f"{task.stage}{task.kind} on device {task.device}", took.mean_s) for task, took in self.actions.items()
         )
-        yield from ((f"link {pair[0]} to {pair[1]}", carried.seconds) for pair, carried in self.links.items())
+        for links in (self.links, self.carried):
+            yield from ((f"link {pair[0]} to {pair[1]}", carried.seconds) for pair, carried in links.items())
         yield from ((f"the update on device {device}", seconds) for device, seconds in self.update_s.items())
 
 
@@ -119,6 +136,10 @@ def together(steps: Sequence[StepMeasurement]) -> StepMeasurement:
         links={link: _carried(every) for link, every in _each(seen.links for seen in steps).items()},
         update_s={
             device: fmean(seen.update_s[device] for seen in steps if device in seen.update_s) for device in updates
+        },
+        carried={
+            link: CarriedBytes(sum(one.size_bytes for one in every), math.fsum(one.seconds for one in every))
+            for link, every in _each(seen.carried for seen in steps).items()
         },
     )
 

@@ -30,7 +30,7 @@ from onebox.wire import (
 )
 from onebox.wire.protocol.groups import LeaveGroup
 from onebox.wire.protocol.requests import Envelope
-from onebox.wire.protocol.responses import Hello, Result
+from onebox.wire.protocol.responses import Hello, LinkTraffic, Result
 
 HEARTBEATS = 16
 """Most heartbeats of a worker that are processed in one turn of the client's loop."""
@@ -45,12 +45,14 @@ class WorkerReply:
         frames: Raw elements of the tensors among them.
         times_ns: Start and end of each instruction of a traced routine, in nanoseconds.
         used_bytes: For each of them, the peak of bytes in use while it ran, and the bytes in use after it.
+        traffic: With them, what the worker has carried to workers of other hosts.
     """
 
     results: tuple[Result, ...]
     frames: Sequence[Any]
     times_ns: tuple[int, ...]
     used_bytes: tuple[int, ...] = ()
+    traffic: tuple[LinkTraffic, ...] = ()
 
 
 class WorkerConnection:

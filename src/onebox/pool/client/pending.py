@@ -89,7 +89,7 @@ class PendingReplies:
             future = self.futures.pop((place.worker, reply.number), None)
         if reply.failure is None:
             if future is not None and not future.done():
-                future.set_result(WorkerReply(reply.results, frames, reply.times_ns, reply.used_bytes))
+                future.set_result(WorkerReply(reply.results, frames, reply.times_ns, reply.used_bytes, reply.traffic))
             return
         error = to_error(reply.failure, place)
         if reply.number == 0:  # about a message that the worker could not read: which reply is missing is unknown

@@ -21,12 +21,14 @@ from onebox.cost.links import (
     repeats,
 )
 from onebox.errors import OneboxError
+from onebox.pool.client.connection import WorkerReply
 from onebox.pool.devices import DeviceInfo
 from onebox.pool.errors import raise_first
 from onebox.pool.network.measured_pool import MeasuredPool
 from onebox.wire import TensorSpec
 from onebox.wire.protocol.instructions import Ask, Call, Free, Receive, Send, Step
 from onebox.wire.protocol.requests import Define, Instruction, Routine, Run, StoredProgram
+from onebox.wire.protocol.responses import LinkTraffic
 
 LinkSpeeds = Mapping[tuple[int, int], tuple[float, float]]
 """Latency in seconds and bandwidth in bytes per second, by source and target."""
@@ -36,6 +38,12 @@ _STEPS = 4
 
 _MORE_ROUNDS = 3
 """The most repetitions of a link's measurement, for each of the two reasons."""
+
+_METERED_S = 0.2
+"""Seconds of a metered message on a link of the expected rate; a quarter is enough."""
+
+_METERED_BYTES = 64 << 10
+"""Fewest bytes of one."""
 
 _TINY = TensorSpec("float32", (1,))
 
@@ -92,6 +100,31 @@ def probe_links(
     finally:
         pool.leave_group(group, members)
     return found
+
+
+def send_metered(pool: MeasuredPool, source: int, target: int, rate_bps: float, room_bytes: int) -> LinkTraffic:
+    """Send messages from one worker to one of another host, which may be at work, until one takes long enough.
+
+    The sender's meter counts the time in which a message is on the way, whenever the receiver takes it.
+
+    Args:
+        pool: The pool.
+        source: The sender.
+        target: The receiver.
+        rate_bps: Expected bytes per second; the first message is short if that is right.
+        room_bytes: Bytes that may be used on each of the two.
+
+    Returns:
+        What was carried of the last message; nothing if there is no meter.
+
+    Raises:
+        OneboxError: A worker failed or ended, or the group cannot be formed.
+    """
+    group = pool.form_group((source, target), "workers")
+    try:
+        return _Way(pool, group, (0, source), (1, target), room_bytes).metered(rate_bps)
+    finally:
+        pool.leave_group(group, (source, target))
 
 
 def settled(measures: Mapping[tuple[int, int], Callable[[], tuple[float, float]]]) -> LinkSpeeds:
@@ -198,22 +231,37 @@ class _Way:
         self._fastest_s |= {size: min(taken, self._fastest_s.get(size, taken)) for size, taken in seconds.items()}
         return fit_link(self._fastest_s)
 
+    def metered(self, rate_bps: float) -> LinkTraffic:
+        """Return what was carried of the last of some messages; see :func:`send_metered`."""
+        size = int(min(max(_METERED_S * rate_bps, _METERED_BYTES), self._most_bytes))
+        while True:
+            _, sent = self._exchange(size // SMALLEST_BYTES * SMALLEST_BYTES, 1)
+            carried = [each for each in sent.traffic if each.worker == self._target]
+            found = carried[0] if carried else LinkTraffic(self._target, 0, 0)
+            if not carried or found.busy_ns >= 1e9 * _METERED_S / 4 or size >= self._most_bytes:
+                return found
+            size = min(4 * size, self._most_bytes)
+
     def _trips(self, size: int, count: int, back_s: float | None) -> list[float]:
         """Send ``count`` messages of a size; return the seconds of each."""
+        answered, sent = self._exchange(size, count)
+        return one_way_s(sent.times_ns, answered.times_ns, clock=self._clock, back_s=back_s)
+
+    def _exchange(self, size: int, count: int) -> Sequence[WorkerReply]:
+        """Send ``count`` messages of a size and as many small ones back; return the replies of receiver and sender."""
         spec = TensorSpec("float32", (size // SMALLEST_BYTES,))
         numbers = [self._pool.new_number() for _ in range(4)]
         try:
-            traces = raise_first(
-                [
+            with self._pool.order:  # steps that go on meanwhile come before both or after both
+                asked = [
                     self._pool.post(self._target, self._answering(spec, count, numbers), answer=True),
                     self._pool.post(self._source, self._sending(spec, count, numbers), answer=True),
                 ]
-            )
+            return raise_first(asked)
         finally:
             with contextlib.suppress(OneboxError):  # the pool may be broken
                 for worker in (self._source, self._target):
                     self._pool.post(worker, [Free(tuple(numbers[:2]), tuple(numbers[2:]))])
-        return one_way_s(traces[1].times_ns, traces[0].times_ns, clock=self._clock, back_s=back_s)
 
     def _sending(self, spec: TensorSpec, count: int, numbers: Sequence[int]) -> list[Instruction]:
         message, back, program, routine = numbers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
 from onebox.pool.client.connection import WorkerReply
@@ -19,6 +20,10 @@ class MeasuredPool(Protocol):
     links: LinkMap
 
     def __len__(self) -> int: ...
+
+    @property
+    def order(self) -> AbstractContextManager[Any]:
+        """Held while messages to several workers are posted that all must get in the same order."""
 
     @property
     def broken(self) -> bool:

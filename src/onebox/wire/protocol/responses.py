@@ -221,6 +221,20 @@ Result = (
 )
 
 
+class LinkTraffic(Message, frozen=True):
+    """What a worker's connections carried to a worker of another host.
+
+    Args:
+        worker: Number of the other worker in the pool.
+        size_bytes: Bytes that have arrived.
+        busy_ns: Time in which bytes were on the way or queued, without the round trips of the last ones.
+    """
+
+    worker: int
+    size_bytes: int
+    busy_ns: int
+
+
 class Reply(Message, frozen=True, tag="reply"):
     """Reply to an envelope.
 
@@ -230,6 +244,7 @@ class Reply(Message, frozen=True, tag="reply"):
         failure: The failure, if any; then there are no results.
         times_ns: With ``Run.trace``: for each instruction of such routines, its start and end on the monotonic clock.
         used_bytes: Likewise: peak bytes in use during it, and bytes in use after it.
+        traffic: Likewise: what was carried to workers of other hosts since the reply before that told it.
     """
 
     number: int
@@ -237,6 +252,7 @@ class Reply(Message, frozen=True, tag="reply"):
     failure: WorkerFailure | None = None
     times_ns: tuple[int, ...] = ()
     used_bytes: tuple[int, ...] = ()
+    traffic: tuple[LinkTraffic, ...] = ()
 
 
 class Heartbeat(Message, frozen=True, tag="beat"):

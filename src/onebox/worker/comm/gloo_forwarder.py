@@ -26,6 +26,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from onebox.worker.comm.link_meter import LinkMeter
 from onebox.worker.comm.tls_mesh import DuplexLink
 from onebox.worker.system.tcp_connections import own_connections, shut_down
 
@@ -60,9 +61,16 @@ class GlooForwarder:
         rank: This worker's rank.
         links: Encrypted connections with each other rank; closed with this forwarder.
         store: The group's key-value store.
+        meters: The meters of what is sent to some of the ranks.
     """
 
-    def __init__(self, rank: int, links: Mapping[int, DuplexLink], store: dist.Store) -> None:
+    def __init__(
+        self,
+        rank: int,
+        links: Mapping[int, DuplexLink],
+        store: dist.Store,
+        meters: Mapping[int, LinkMeter] | None = None,
+    ) -> None:
         self.address = loopback_address(rank)
         """The address at which Gloo has to listen."""
         self.store = _ForwardingStore(store, self)
@@ -75,7 +83,8 @@ class GlooForwarder:
                 listener = socket.create_server((loopback_address(peer), 0)) if peer < rank else None
                 if listener is not None:
                     self._ports[peer] = listener.getsockname()[1]
-                self._channels.append(_Channel(peer, link, listener, lambda: (self.address, self._gloo_port)))
+                meter = (meters or {}).get(peer)
+                self._channels.append(_Channel(peer, link, meter, listener, lambda: (self.address, self._gloo_port)))
             for channel in self._channels:
                 channel.start()
         except BaseException:
@@ -163,14 +172,21 @@ class _Channel:
     Args:
         peer: Its rank.
         link: The encrypted connections.
+        meter: Measures what is sent to the peer; ``None`` to do without.
         listener: Where this worker's Gloo connects to; else this channel connects to it.
         gloo: Returns where this worker's Gloo listens.
     """
 
     def __init__(
-        self, peer: int, link: DuplexLink, listener: socket.socket | None, gloo: Callable[[], tuple[str, int]]
+        self,
+        peer: int,
+        link: DuplexLink,
+        meter: LinkMeter | None,
+        listener: socket.socket | None,
+        gloo: Callable[[], tuple[str, int]],
     ) -> None:
         self._link = link
+        self._send = link.outgoing.sendall if meter is None else meter.send
         self._listener = listener
         self._gloo = gloo
         self._local: socket.socket | None = None
@@ -208,9 +224,8 @@ class _Channel:
             _start(decrypting)
             self._decrypting = decrypting
             buffer = memoryview(bytearray(_CHUNK))
-            outgoing = self._link.outgoing
             while count := local.recv_into(buffer):
-                outgoing.sendall(buffer[:count])
+                self._send(buffer[:count])
         except (OSError, RuntimeError):  # of a connection that has ended, or was shut down; no further thread
             pass
         finally:

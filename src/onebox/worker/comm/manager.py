@@ -13,7 +13,7 @@ from onebox.errors import WireError
 from onebox.wire.protocol.groups import EmulatedLink, FormGroup
 from onebox.wire.protocol.instructions import Broadcast, Gather, Receive, Reduce, Send
 from onebox.wire.protocol.requests import Routine
-from onebox.wire.protocol.responses import Joined, Left, WorkerFailure
+from onebox.wire.protocol.responses import Joined, Left, LinkTraffic, WorkerFailure
 from onebox.worker.accelerator import Accelerator, accelerator_for
 from onebox.worker.comm import nccl
 from onebox.worker.comm.api import ClientChannel, RankLost, WorkerGroup
@@ -89,8 +89,10 @@ class GroupManager:
 
         Raises:
             RankLost: The others did not join in time.
-            WireError: This worker is in too many groups.
+            WireError: This worker is in too many groups, or the message is wrong.
         """
+        if len(form.workers) not in (0, form.size):
+            raise WireError(f"{len(form.workers)} workers of a group of {form.size}")
         if len(self._groups) >= MOST_GROUPS:
             raise WireError(f"this worker is in {len(self._groups)} groups; no more are allowed")
         accelerator, progress = (_HOST, WorkerProgress()) if form.aside else (self._accelerator, self._progress)
@@ -136,6 +138,10 @@ class GroupManager:
             self._note(number, group)
         self._failed.discard(number)
         self._sockets.forget(number)
+
+    def traffic(self) -> tuple[LinkTraffic, ...]:
+        """Return what was carried to workers of other hosts since the last call."""
+        return self._network.meters.take()
 
     def settle(self) -> bool:
         """Free memory that was shared in groups that this worker has left; return whether none of it is left."""
@@ -346,14 +352,14 @@ def _by_sockets(
         raise WireError("links can be emulated in groups of one Linux host with x86-64 only")
     if accelerator.device.type == "meta":
         raise RankLost("a worker that does not compute can only be in a group of one host's CPU and sim devices")
-    links = None
+    links, network = None, network or GroupNetwork()
     if form.backend == "gloo-tls":
-        address, advertised = forwarded_address(form.address, network.bound if network else "")
+        address, advertised = forwarded_address(form.address, network.bound)
         links = connect_mesh(form.rank, form.size, address, store, advertised=advertised, network=network, relay=relay)
     else:
         address = listening_address(form.address)
         require_reachable(form.rank, range(form.size), address, store, "gloo-reach")
     try:
-        return GlooGroup(form, store, accelerator, progress, address, links)
+        return GlooGroup(form, store, accelerator, progress, address, links, network.meters)
     except RuntimeError as error:
         raise RankLost(f"the group could not be formed: {str(error).splitlines()[0]}") from error

@@ -29,6 +29,7 @@ from onebox.errors import WireError
 from onebox.wire.relay_greeting import FIRST_BYTE, GREETING_BYTES, TOKEN_BYTES, decode_greeting, greeting_reply
 from onebox.worker.comm.api import KeyValueStore, RankLost
 from onebox.worker.comm.certificate import Certificate, new_certificate
+from onebox.worker.comm.link_meter import LinkMeters
 
 HANDSHAKE_S = 3.0
 """Time limit of a handshake, and of one attempt to connect."""
@@ -87,11 +88,13 @@ class GroupNetwork:
             as behind a NAT; empty if there is none.
         ports: Ports to listen at, of which the first free one is used; if there is none, any.
         unreachable: Hosts that could not be connected to.
+        meters: The meters of its connections.
     """
 
     bound: str = ""
     ports: Sequence[int] = ()
     unreachable: set[str] = field(default_factory=set)
+    meters: LinkMeters = field(default_factory=LinkMeters)
 
 
 class DuplexLink(NamedTuple):

@@ -33,6 +33,7 @@ from onebox.worker.comm.agreement import (
 )
 from onebox.worker.comm.api import Begun, Finish, RankLost, ReceivedTensor, RowRange, check_rows, parts_of
 from onebox.worker.comm.gloo_forwarder import GlooForwarder
+from onebox.worker.comm.link_meter import LinkMeter, LinkMeters
 from onebox.worker.comm.tls_mesh import DuplexLink
 from onebox.worker.progress import WorkerProgress
 from onebox.worker.system.tcp_connections import epoll_sets, listeners
@@ -253,6 +254,7 @@ class GlooGroup(TorchDistGroup):
         address: IP address of this host to listen at while the group forms.
         links: Encrypted connections with the other ranks, closed with this group; ``None`` to connect without
             encryption.
+        meters: The meters of this worker's connections, of which those get one whose workers are known.
     """
 
     def __init__(
@@ -263,11 +265,17 @@ class GlooGroup(TorchDistGroup):
         progress: WorkerProgress,
         address: str,
         links: Mapping[int, DuplexLink] | None = None,
+        meters: LinkMeters | None = None,
     ) -> None:
         self._store = store
         self._outgoing = _Outgoing()
         try:
-            self._forwarder = None if links is None else GlooForwarder(form.rank, links, store)
+            self._forwarder = None
+            if links is not None:
+                own: dict[int, LinkMeter] = {}
+                if meters is not None and form.workers:
+                    own = {peer: meters.add(link.outgoing, form.workers[peer]) for peer, link in links.items()}
+                self._forwarder = GlooForwarder(form.rank, links, store, own)
         except BaseException:
             self._outgoing.drain(CLOSE_S)
             raise

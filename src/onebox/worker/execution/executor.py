@@ -153,7 +153,7 @@ class Executor:
         if accelerator.asynchronous and (trace.used_bytes or any(map(callable, (*results, *frames)))):
             after = accelerator.current().record(yields=True)
         check = functools.partial(self._groups.check_since, self._group_failures)
-        return PendingReply(number, results, frames, trace, after, check)
+        return PendingReply(number, results, frames, trace, after, check, self._groups.traffic)
 
     def execute(self, instruction: Instruction, frames: Iterator[Any]) -> Sequence[Outcome]:
         """Execute one instruction; a failure voids the buffers that it would have written and is reported.

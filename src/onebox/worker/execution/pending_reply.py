@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from onebox.wire.protocol.responses import Reply, Result
+from onebox.wire.protocol.responses import LinkTraffic, Reply, Result
 from onebox.worker.accelerator import DeviceFailed, Event
 from onebox.worker.comm.api import RankLost
 from onebox.worker.progress import Trace
@@ -33,6 +33,7 @@ class PendingReply:
         trace: Times and memory of the instructions.
         after: Mark in the device's work with which everything is complete; ``None`` if it is.
         check: Requires that no group has failed since the message began.
+        traffic: Returns what was carried to workers of other hosts.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class PendingReply:
         trace: Trace,
         after: Event | None,
         check: Callable[[], None],
+        traffic: Callable[[], tuple[LinkTraffic, ...]],
     ) -> None:
         self.number = number
         self._results = results
@@ -50,6 +52,7 @@ class PendingReply:
         self._trace = trace
         self.after = after
         self._check = check
+        self._traffic = traffic
         self._look_s = 0.0
         self._lost_s = 0.0
 
@@ -84,4 +87,5 @@ class PendingReply:
         """Return the message with its frames."""
         results = tuple(each() if callable(each) else each for each in self._results)
         frames = [each() if callable(each) else each for each in self._frames]
-        return Reply(self.number, results, None, self._trace.times_ns(), tuple(self._trace.used_bytes)), frames
+        times_ns, used_bytes = self._trace.times_ns(), tuple(self._trace.used_bytes)
+        return Reply(self.number, results, None, times_ns, used_bytes, self._traffic() if times_ns else ()), frames

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,8 @@ from onebox.engine.compile.routine import InstructionLabel
 from onebox.engine.steps.results import StepTrace
 from onebox.plan import Action, Links, MicroBatch
 from onebox.plan.model.schedule import Kind
-from onebox.plan.replan.measurements import LinkTime, StepMeasurement, TaskTime, TimedTask
+from onebox.plan.replan.measurements import CarriedBytes, LinkTime, StepMeasurement, TaskTime, TimedTask
+from onebox.wire.protocol.responses import LinkTraffic
 
 PARTS = (MicroBatch(index=0, start=0, size=4), MicroBatch(index=1, start=4, size=2))
 SECOND = 1_000_000_000
@@ -94,6 +96,12 @@ def test_nothing_is_said_of_links_whose_times_are_not_known_and_clocks_of_hosts_
     seen = measure_step(whole(STEP, timed=False, hosts=("here", "there")))
     assert seen.links == {}
     assert seen.step_s == 22.0
+
+
+def test_what_connections_between_hosts_carried_is_told_by_their_meters() -> None:
+    traffic = {(0, 1): LinkTraffic(1, 1500, 3 * SECOND), (1, 0): LinkTraffic(0, 0, SECOND)}
+    seen = measure_step(whole(replace(STEP, traffic=traffic), timed=False, hosts=("here", "there")))
+    assert seen.carried == {(0, 1): CarriedBytes(1500, 3.0)}
 
 
 def test_workers_that_were_not_asked_for_times_are_left_out() -> None:

@@ -150,6 +150,15 @@ def test_the_line_says_what_bounds_and_what_would_help(item_s, concurrency, wall
     )
 
 
+def test_where_something_else_limits_the_consumer_the_line_says_that():
+    limit = "link lab1–lab2: 9.6 Mbit/s"
+    computing = [stage("process", 0.5), stage("compute", 1.0)]
+    assert bottleneck_line(computing, 60.0, limit=limit) == f"bound by {limit}: batches are there in time"
+    assert bottleneck_line([stage("process", 9.0), stage("compute", 1.0)], 540.0, limit=limit).startswith(
+        "bound by process (100 % busy)"
+    )
+
+
 def test_threads_that_take_turns_are_told_to_be_processes():
     counters = [stage("process", 9.0, 3, cpu=1.0 / 3), stage("compute", 1.0)]
     assert bottleneck_line(counters, 180.0) == (

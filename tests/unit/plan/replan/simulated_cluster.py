@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from onebox.plan import (
+    CarriedBytes,
     Links,
     LinkTime,
     Plan,
@@ -74,9 +75,28 @@ def measured(problem: Problem, state: State, plan: Plan) -> StepMeasurement:
                     before = links.get((source, target), LinkTime(0, 0.0, 0))
                     took = true.links.seconds(source, target, size)
                     links[source, target] = LinkTime(before[0] + size, before[1] + took, before[2] + 1)
+    sent = set(links)
+    for stage, row in zip(work.stages, routes, strict=True):  # gradients are summed in a ring of the replicas
+        ring = sorted({replica[0] for replica in row})
+        for a, b in zip(ring, ring[1:] + ring[:1], strict=True) if len(ring) > 1 else ():
+            before = links.get((a, b), LinkTime(0, 0.0, 0))
+            size = 2 * stage.gradient_bytes * (len(ring) - 1) // len(ring)
+            links[a, b] = LinkTime(before[0] + size, before[1] + true.links.seconds(a, b, size), before[2] + 1)
+    hosts = {device.number: device.host for device in problem.devices}
+    apart = {pair for pair in links if hosts[pair[0]] != hosts[pair[1]]}
+    carried = {
+        (a, b): CarriedBytes(links[a, b].size_bytes, links[a, b].size_bytes / true.links.bandwidth_bps[a][b])
+        for a, b in apart
+        if links[a, b].size_bytes
+    }
     updates = {device: sum(s.update_s.get(device, 0.0) for s in work.stages) for device in plan.devices}
     return StepMeasurement(
-        step=0, step_s=step_s(true, plan) + state.hidden(plan), actions=actions, links=links, update_s=updates
+        step=0,
+        step_s=step_s(true, plan) + state.hidden(plan),
+        actions=actions,
+        links={pair: found for pair, found in links.items() if pair not in apart and pair in sent},
+        update_s=updates,
+        carried=carried,
     )
 
 

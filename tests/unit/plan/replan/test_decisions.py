@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from onebox.errors import UsageError
 from onebox.plan import (
     ASYNC,
+    CarriedBytes,
     ComputeTime,
     LinkTime,
     Plan,
@@ -242,7 +243,11 @@ def test_replicas_get_other_shares(micro_batch: int | None) -> None:
     assert "the devices compute other shares of" in run.decisions[0].line
     if micro_batch is None:
         fixed = replace(problem, free_shares=False)  # then the sizes of micro-batches are not to change
-        assert not follow(fixed, plan, 70, changing(State(), (50, State(slow={2: 3.0})))).decisions
+        kept = follow(fixed, plan, 70, changing(State(), (50, State(slow={2: 3.0}))))
+        (decision,) = kept.decisions
+        assert decision.plan.devices == (0, 1, 3)
+        assert decision.plan.micro_batches(problem.batch) == plan.micro_batches(problem.batch)
+        assert "leave device 2" in decision.line
 
 
 def test_a_segment_stays_with_the_format_that_it_is_computed_in() -> None:
@@ -346,6 +351,8 @@ def test_plans_of_which_no_times_are_known_are_refused() -> None:
         {"links": {(0, 1): LinkTime(1, float("inf"), 1)}},
         {"links": {(0, 1): LinkTime(1, 1.0, 0)}},
         {"update_s": {0: -1.0}},
+        {"carried": {(0, 1): CarriedBytes(1, -1.0)}},
+        {"carried": {(0, 1): CarriedBytes(0, 1.0)}},
     ],
 )
 def test_measurements_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
@@ -404,6 +411,8 @@ def moved(owners: Sequence[int], *devices: tuple[int, ...], schedule: str = "1f1
             moved([0, 0, 1], (0, 1), (2,)),
             "segment b moves from device 2 to devices 0, 1",
         ),
+        (moved([0, 0], (0, 2)), moved([0, 0], (0,)), "segments a, b leave device 2"),
+        (moved([0, 1], (0,), (1,)), moved([0, 1], (0,), (1, 2)), "segment b comes to device 2, too"),
     ],
 )
 def test_what_is_done_is_said_in_words(before: Plan, after: Plan, told: str) -> None:

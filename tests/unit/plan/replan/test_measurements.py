@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onebox.plan.replan.measurements import LinkTime, StepMeasurement, TaskTime, TimedTask, together
+from onebox.plan.replan.measurements import CarriedBytes, LinkTime, StepMeasurement, TaskTime, TimedTask, together
 
 FIRST, SECOND = TimedTask(0, 0, "F"), TimedTask(1, 1, "B")
 SECONDS = st.floats(0.0, 10.0)
@@ -26,6 +26,7 @@ def test_means_are_those_of_all_actions_and_messages_and_extremes_those_of_any()
         actions={FIRST: TaskTime(0.1, 3, 0.05, 0.2), SECOND: TaskTime(0.3, 1, 0.3, 0.3)},
         links={(0, 1): LinkTime(100, 0.2, 2, 0.05, 0.15)},
         update_s={0: 0.1},
+        carried={(0, 1): CarriedBytes(100, 0.5)},
     )
     other = StepMeasurement(
         step=8,
@@ -33,6 +34,7 @@ def test_means_are_those_of_all_actions_and_messages_and_extremes_those_of_any()
         actions={FIRST: TaskTime(0.5, 1, 0.5, 0.5)},
         links={(0, 1): LinkTime(50, 0.4, 1, 0.4, 0.4), (1, 0): LinkTime(8, 0.1, 1)},
         update_s={0: 0.3, 1: 0.7},
+        carried={(0, 1): CarriedBytes(50, 0.25), (1, 0): CarriedBytes(1, 0.0)},
     )
     found = together([one, other])
     assert (found.step, found.step_s) == (7, 2.0)
@@ -42,6 +44,7 @@ def test_means_are_those_of_all_actions_and_messages_and_extremes_those_of_any()
         (1, 0): LinkTime(8, 0.1, 1, 0.0, math.inf),
     }
     assert found.update_s == {0: pytest.approx(0.2), 1: 0.7}
+    assert found.carried == {(0, 1): CarriedBytes(150, 0.75), (1, 0): CarriedBytes(1, 0.0)}
 
 
 @given(st.lists(st.tuples(SECONDS, st.integers(1, 9)), min_size=2, max_size=9))

@@ -1,0 +1,87 @@
+"""Use of the links between hosts by the steps of a run, and the link that bounds them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from onebox.sizes import bit_rate_text
+from onebox.wire.protocol.responses import LinkTraffic
+
+_BOUND = 0.5
+"""Part of the time from which a link that is busy for so long bounds the steps: what is computed meanwhile fits in."""
+
+_BULK = 0.1
+"""Part of the bytes of the link that carries most from which the busy time of another one counts: a few bytes only wait
+behind many."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkUse:
+    """Use of the link from one host to another.
+
+    Args:
+        source: The host that sends.
+        target: The host that receives.
+        size_bytes: Bytes that have arrived.
+        busy_s: Seconds in which bytes were on the way or queued, summed over connections.
+    """
+
+    source: str
+    target: str
+    size_bytes: int
+    busy_s: float
+
+    @property
+    def text(self) -> str:
+        """The link with its rate while it was busy, such as ``link lab1–lab2: 9.6 Mbit/s``."""
+        rate = bit_rate_text(self.size_bytes / self.busy_s) if self.busy_s > 0 else "idle"
+        return f"link {'–'.join(sorted((self.source, self.target)))}: {rate}"
+
+
+def used_links(traffic: Mapping[tuple[int, int], LinkTraffic], hosts: Sequence[str]) -> tuple[LinkUse, ...]:
+    """Return the use of links between hosts.
+
+    Args:
+        traffic: What was carried, by source and target device.
+        hosts: The host of each device.
+    """
+    sums: dict[tuple[str, str], tuple[int, int]] = {}
+    for (source, target), found in traffic.items():
+        size_bytes, busy_ns = sums.get(ends := (hosts[source], hosts[target]), (0, 0))
+        sums[ends] = size_bytes + found.size_bytes, busy_ns + found.busy_ns
+    return tuple(
+        LinkUse(source=source, target=target, size_bytes=size_bytes, busy_s=busy_ns / 1e9)
+        for (source, target), (size_bytes, busy_ns) in sums.items()
+    )
+
+
+def use_since(before: Iterable[LinkUse], now: Iterable[LinkUse]) -> tuple[LinkUse, ...]:
+    """Return the use of links between two moments, given that up to each of them."""
+    known = {(each.source, each.target): each for each in before}
+    found = []
+    for each in now:
+        old = known.get((each.source, each.target))
+        size_bytes, busy_s = (0, 0.0) if old is None else (old.size_bytes, old.busy_s)
+        found.append(
+            LinkUse(
+                source=each.source,
+                target=each.target,
+                size_bytes=each.size_bytes - size_bytes,
+                busy_s=each.busy_s - busy_s,
+            )
+        )
+    return tuple(found)
+
+
+def bounding_link(used: Sequence[LinkUse], wall_s: float) -> LinkUse | None:
+    """Return the link that bounds the steps of an interval, or ``None`` if none does.
+
+    Args:
+        used: The use of links in it.
+        wall_s: Its seconds.
+    """
+    most_bytes = max((each.size_bytes for each in used), default=0)
+    bulk = [each for each in used if each.size_bytes and each.size_bytes >= _BULK * most_bytes]
+    busiest = max(bulk, key=lambda each: each.busy_s, default=None)
+    return busiest if busiest is not None and busiest.busy_s > _BOUND * wall_s else None
