@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import onebox
-from tests.models import CASES
+from tests.models import CASES, OPTIMIZERS
 from tests.net.fleet import MACHINES, Fleet
 from tests.net.hosts import Network
 from tests.process.test_island_membership import Changing, compare, training
@@ -59,3 +59,21 @@ def test_an_island_that_is_cut_off_leaves_within_seconds_and_joins_when_its_host
             losses.append(trainer.step(*batches[len(losses)]))
         assert {change.island for change in trainer.island_changes} <= {2, None}
         compare(trainer, losses, Changing("mlp", "adamw", [1, 1, 1], outer), batches[: len(losses)])
+
+
+@pytest.mark.long
+def test_links_between_islands_carry_their_outer_steps(fleet: Fleet) -> None:
+    case, model, outer = CASES["mlp"], CASES["mlp"].model(), onebox.Outer(every=4)
+    arguments: dict[str, Any] = {"islands": [[0], [1], [2]], "outer": outer, "recovery": None}
+    with (
+        fleet.client(),
+        onebox.open(fleet.spec(), threads=1) as pool,
+        onebox.Trainer(model, case.loss, OPTIMIZERS["sgd"](model), pool=pool, **arguments) as trainer,
+    ):
+        for batch in case.batches([12] * 8):
+            trainer.step(*batch)
+        trainer.wait()
+        carried = {(each.source, each.target): each.size_bytes for each in trainer.links}
+    size_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    assert sum(carried.values()) >= 2 * 4 * size_bytes, "two rings of three islands"
+    assert all(source != target for source, target in carried)

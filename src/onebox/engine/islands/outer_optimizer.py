@@ -43,6 +43,7 @@ from onebox.engine.state.moves import CLIENT, StateItem, StateLayout, plan_moves
 from onebox.engine.state.pieces import Key, TensorSource
 from onebox.engine.state.remote import RemoteState, StartState
 from onebox.engine.state.transfer import OptimizerContents, StateTransfer
+from onebox.engine.steps.link_use import add_traffic
 from onebox.errors import OneboxError, ReplicasParted
 from onebox.graph import zeros
 from onebox.pool import Pool, WorkerReply, raise_first
@@ -51,7 +52,7 @@ from onebox.wire import DTYPES, Hole, KernelSpec, SlotArgument, to_frame
 from onebox.wire.protocol.eager import Operate
 from onebox.wire.protocol.instructions import Ask, Call, Evict, Free, Get, Offload, Prefetch
 from onebox.wire.protocol.requests import Define, Instruction, Put, Run, StoredProgram
-from onebox.wire.protocol.responses import Digest
+from onebox.wire.protocol.responses import Digest, LinkTraffic
 
 _COPY = KernelSpec(
     name="aten.copy_.default",
@@ -157,6 +158,8 @@ class OuterOptimizer:
         self.sum_times_s: dict[int, deque[float]] = {}
         """For each fragment, seconds of its last sums, from when all islands had come until these had ended; none for
         sums that travel while islands go on or wait to be confirmed, whose ends workers do not report."""
+        self.traffic: dict[tuple[int, int], LinkTraffic] = {}
+        """What connections between hosts carried, as far as workers reported it with outer steps."""
         self._outer = outer
         named, self.trained = locals_[0].named, installed[0].trained
         self.averaged = averaged_buffers(installed[0].compiler)
@@ -614,7 +617,7 @@ class OuterOptimizer:
 
         Where one cannot be reached, the others get theirs nevertheless.
         """
-        futures, labels = [], list[list[InstructionLabel]]()
+        futures, workers, labels = [], list[int](), list[list[InstructionLabel]]()
         unreachable: OneboxError | None = None
         with self._pool.order:
             for worker, parts in steps.items():
@@ -639,11 +642,14 @@ class OuterOptimizer:
                     if message:
                         futures.append(self._pool.post(worker, message, frames, answer=True))
                         labels.append(told)
+                        workers.append(worker)
                 except OneboxError as error:
                     unreachable = unreachable or error
 
         def take(answers: list[WorkerReply]) -> None:
             spans = [span for own, answer in zip(labels, answers, strict=True) if (span := _sums_ns(own, answer))]
+            for worker, answer in zip(workers, answers, strict=True):
+                add_traffic(self.traffic, {(worker, carried.worker): carried for carried in answer.traffic})
             if timed is not None and spans:
                 timed.append(min(spans) * 1e-9)  # of the island that came last and waited for none
 

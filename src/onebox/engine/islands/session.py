@@ -33,7 +33,7 @@ from onebox.engine.state.remote import RemoteState, StartState
 from onebox.engine.state.transfer import StateChanges
 from onebox.engine.steps.evaluation import evaluate
 from onebox.engine.steps.launch import StepSettings
-from onebox.engine.steps.link_use import LinkUse
+from onebox.engine.steps.link_use import LinkUse, add_traffic, used_links
 from onebox.engine.steps.observer import StepObserver
 from onebox.engine.steps.results import Evaluation, StepLoss, StepValues, TraceEvent
 from onebox.engine.workload.batch import Batch
@@ -44,6 +44,7 @@ from onebox.plan import Links, MicroBatch, Plan
 from onebox.plan.evaluate.islands import IslandsPrediction
 from onebox.pool import Pool
 from onebox.trainer_options import Outer, Recovery, Staging
+from onebox.wire.protocol.responses import LinkTraffic
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,6 +139,8 @@ class IslandsSession:
         )
         """The supervisor of what the run does on its workers."""
         self._observers: list[StepObserver] = []
+        self._past_traffic: dict[tuple[int, int], LinkTraffic] = {}
+        """What connections between hosts carried for sessions of islands that have left."""
         self._prefetchers = [self._new_prefetcher() for _ in islands]
         self._sessions = [self._new_session(place) for place in range(len(islands))]
         self.uploads = IslandUploads(
@@ -516,8 +519,13 @@ class IslandsSession:
 
     @property
     def links(self) -> tuple[LinkUse, ...]:
-        """The use of links between hosts so far, of each island; see :attr:`Trainer.links`."""
-        return tuple(used for session in self._sessions for used in session.links)
+        """The use of links between hosts so far, of all islands together; see :attr:`Trainer.links`."""
+        traffic = dict(self._past_traffic)
+        for session in self._sessions:
+            add_traffic(traffic, session.traces.traffic)
+        if self._optimizer is not None:
+            add_traffic(traffic, self._optimizer.traffic)
+        return used_links(traffic, [device.host for device in self._pool.devices])
 
     @property
     def overlap(self) -> Any:
@@ -629,6 +637,7 @@ class IslandsSession:
     def _vacate(self, place: int, lost: Collection[int]) -> None:
         """Drop all that an island has on its workers."""
         self._prefetchers[place] = self._new_prefetcher()
+        add_traffic(self._past_traffic, self._sessions[place].traces.traffic)
         with contextlib.suppress(OneboxError):
             self._sessions[place].close()
         recipe = self.captures.recipe

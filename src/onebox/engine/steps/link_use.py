@@ -39,7 +39,19 @@ class LinkUse:
         return f"link {'–'.join(sorted((self.source, self.target)))}: {rate}"
 
 
-def used_links(traffic: Mapping[tuple[int, int], LinkTraffic], hosts: Sequence[str]) -> tuple[LinkUse, ...]:
+Traffic = Mapping[tuple[int, int], LinkTraffic]
+"""What connections between hosts carried, by source and target device."""
+
+
+def add_traffic(sums: dict[tuple[int, int], LinkTraffic], further: Traffic) -> None:
+    """Add what connections carried to what they did before."""
+    for way, carried in further.items():
+        before = sums.get(way, LinkTraffic(way[1], 0, 0))
+        size_bytes, busy_ns = before.size_bytes + carried.size_bytes, before.busy_ns + carried.busy_ns
+        sums[way] = LinkTraffic(way[1], size_bytes, busy_ns)
+
+
+def used_links(traffic: Traffic, hosts: Sequence[str]) -> tuple[LinkUse, ...]:
     """Return the use of links between hosts.
 
     Args:

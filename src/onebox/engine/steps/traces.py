@@ -10,6 +10,7 @@ from onebox.engine.compile.routine import InstructionLabel
 from onebox.engine.compile.update.async_window import Window
 from onebox.engine.install.installed_plan import InstalledPlan
 from onebox.engine.steps.launch import LaunchedStep
+from onebox.engine.steps.link_use import add_traffic
 from onebox.engine.steps.observer import EndedStep, StepObserver
 from onebox.engine.steps.overlap_scheduler import Traced
 from onebox.engine.steps.results import StepTrace, TraceEvent, locate
@@ -86,10 +87,7 @@ class StepTraces(StepObserver):
 
     def _keep(self, trace: StepTrace) -> None:
         self._steps.append(trace)
-        for way, carried in trace.traffic.items():
-            before = self.traffic.get(way, LinkTraffic(way[1], 0, 0))
-            sums = before.size_bytes + carried.size_bytes, before.busy_ns + carried.busy_ns
-            self.traffic[way] = LinkTraffic(way[1], *sums)
+        add_traffic(self.traffic, trace.traffic)
 
     def _labels(self, worker: int, routine: int) -> Sequence[InstructionLabel]:
         for compiler in reversed(self._compilers):
