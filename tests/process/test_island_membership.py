@@ -26,7 +26,7 @@ from tests.models import CASES, OPTIMIZERS
 from tests.process.shelf import Shelf, untouched
 from tests.process.stages import SEED, staged
 from tests.process.test_islands import SIZES, SMALL, Reference, islands, stages_of
-from tests.reference import AGREE, Outcome, assert_same, state_of
+from tests.reference import AGREE, Outcome, assert_same
 
 NOTICED_S = 30.0
 """For the end of a worker to be noticed."""
@@ -96,8 +96,7 @@ class Changing(Reference):
                 if change.kind == "joined":
                     self.join(change.island, weights[change.island])
         first = next(each for each, own in enumerate(self.weights) if own)
-        tensors = state_of(self.models[first]) | {n: value.detach().clone() for n, value in self._tensors(self.value)}
-        return Outcome(losses=losses, norms=[], tensors=tensors)
+        return Outcome(losses=losses, norms=[], tensors=self.tensors(first))
 
 
 LAYOUTS: dict[str, tuple[str, int, list[list[int]], Callable[[], Any], list[float]]] = {

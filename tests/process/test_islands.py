@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 import onebox
+from onebox.engine.state.remote import RemoteState
 from onebox.errors import UsageError, WorkerDied
 from onebox.plan import Plan, Stage, apportion
 from onebox.plan_names import OuterCodec, StateAt
@@ -205,8 +207,12 @@ class Reference:
     def run(self, sizes: Sequence[int]) -> Outcome:
         """Train."""
         found = [self.step(batch) for batch in self.case.batches(list(sizes))]
-        tensors = state_of(self.models[0]) | {name: value.detach().clone() for name, value in self._tensors(self.value)}
-        return Outcome(losses=[loss for loss, _ in found], norms=[norm for _, norm in found], tensors=tensors)
+        return Outcome(losses=[loss for loss, _ in found], norms=[norm for _, norm in found], tensors=self.tensors())
+
+    def tensors(self, island: int = 0) -> dict[str, Tensor]:
+        """Return the global values, and what else an island has."""
+        values = {name: value.detach().clone() for name, value in self._tensors(self.value)}
+        return state_of(self.models[island]) | values
 
 
 def islands(
@@ -308,6 +314,30 @@ def test_each_island_clips_its_own_gradients(pools: Shelf) -> None:
     expected = Reference("mlp", "adamw", [2, 1], outer, max_norm=0.5).run(SIZES)
     assert_same(found, expected)
     assert found.norms == pytest.approx(expected.norms, abs=AGREE)
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_a_change_by_hand_while_sums_travel_comes_after_them(fragments: int, pools: Shelf) -> None:
+    case, model, batches = CASES["mlp"], CASES["mlp"].model(), CASES["mlp"].batches(SIZES)
+    outer = onebox.Outer(every=4, overlap=2, fragments=fragments)
+    reference = Reference("mlp", "sgd", [1, 1], outer)
+    arguments: dict[str, Any] = {"pool": pools(2), "seed": SEED, "islands": [[0], [1]], "plan": SMALL, "outer": outer}
+    with onebox.Trainer(model, case.loss, OPTIMIZERS["sgd"](model), **arguments) as trainer:
+        steps(trainer, batches[:5])
+        trainer.pull()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+        by_hand = copy.deepcopy(model.state_dict())
+        found = steps(trainer, batches[5:])
+    for batch in batches[:5]:
+        reference.step(batch)
+    for fragment in list(reference.due):
+        reference.apply(fragment, reference.due.pop(fragment)[1], outer.keep)
+    for changed in (reference.value, *reference.models):
+        changed.load_state_dict(by_hand)
+    losses = [reference.step(batch)[0] for batch in batches[5:]]
+    assert_same(found, Outcome(losses=losses, norms=[], tensors=reference.tensors()))
 
 
 def test_an_island_without_samples_in_a_step_sits_it_out(pools: Shelf) -> None:
@@ -462,6 +492,20 @@ def test_parts_weigh_as_their_losses_do(pools: Shelf) -> None:
     for name, value in models[2].named_parameters():
         torch.testing.assert_close(found[f"model.{name}"], value.detach(), rtol=0, atol=AGREE)
     assert [float(each) for each in losses] == pytest.approx(expected, abs=AGREE)
+
+
+def test_an_island_whose_targets_weigh_nothing_adds_nothing_to_the_loss(pools: Shelf) -> None:
+    loss = nn.CrossEntropyLoss(ignore_index=0)
+    reduction = onebox.Weighted(lambda targets: (targets != 0).sum())
+    case, model = CASES["mlp"], CASES["mlp"].model()
+    (x_BD, y_B), *_ = case.batches([12])
+    y_B = torch.cat([y_B[:6].clamp_min(1), torch.zeros_like(y_B[6:])])
+    expected = loss(model(x_BD), y_B).item()
+    arguments: dict[str, Any] = {"pool": pools(2), "islands": [[0], [1]], "loss_reduction": reduction}
+    with onebox.Trainer(model, loss, OPTIMIZERS["sgd"](model), **arguments) as trainer:
+        assert trainer.step(x_BD, y_B).item() == pytest.approx(expected, abs=AGREE)
+        trainer.synchronize()
+        assert all(tensor.isfinite().all() for tensor in trainer.tensors().values())
 
 
 # ---- layers split over devices
@@ -712,6 +756,28 @@ def resumed_with_the_same_bits(outer: onebox.Outer, half: int, pools: Shelf, tmp
     optimizer = OPTIMIZERS["adamw"](model)
     with onebox.Trainer.resume(tmp_path / "again", model, case.loss, optimizer, **arguments) as trainer:
         assert_same(steps(trainer, batches[half:]), straight)
+
+
+def test_an_interrupt_while_a_run_is_resumed_changes_nothing(
+    pools: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, outer = CASES["mlp"], onebox.Outer(every=4)
+    batches, model = case.batches(SIZES), case.model()
+    arguments: dict[str, Any] = {"pool": pools(2), "seed": SEED, "islands": [[0], [1]], "plan": SMALL, "outer": outer}
+    with onebox.Trainer(model, case.loss, OPTIMIZERS["sgd"](model), **arguments) as trainer:
+        steps(trainer, batches[:6])
+        trainer.save(tmp_path)
+        straight = steps(trainer, batches[6:])
+    model = case.model()
+    with onebox.Trainer.resume(tmp_path, model, case.loss, OPTIMIZERS["sgd"](model), pool=pools(2)) as trainer:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(RemoteState, "write", interrupted)
+            trainer.step(*batches[6])
+        assert_same(steps(trainer, batches[6:]), straight, tolerance=0)
+
+
+def interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def test_lossy_gradients_inside_islands_are_resumed_with_the_same_bits(pools: Shelf, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from onebox.engine.config import (
     steps_in_flight,
 )
 from onebox.engine.data.prefetch import BatchPrefetcher, UploadCounters, UploadedBatch
-from onebox.engine.islands.division import Islands, given_islands, near_islands
+from onebox.engine.islands.division import Islands, chosen_islands, given_islands
 from onebox.engine.islands.islands_state import islands_start
 from onebox.engine.islands.membership import IslandChange
 from onebox.engine.islands.session import IslandsSession, Session
@@ -277,7 +277,7 @@ class Trainer:
     ) -> IslandsSession:
         """Return the session of islands, new or from a checkpoint."""
         pool, stored = self.pool, start.islands if start else None
-        found = near_islands(pool.profile().groups) if islands == "auto" else given_islands(islands, len(pool))
+        found = chosen_islands(pool, islands)
         if len(requests) not in (1, len(found)):
             raise UsageError(f"plan= has {len(requests)} plans for {len(found)} islands; give one for all, or one each")
         if start is not None and (stored is None or len(stored.devices) != len(found)):

@@ -1,7 +1,8 @@
-"""Division of devices into islands, and of a batch among them. Pure."""
+"""Division of devices into islands, and of a batch among them."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -10,11 +11,27 @@ from onebox.cost import DeviceGroups
 from onebox.engine.workload.batch import Batch
 from onebox.errors import UsageError
 from onebox.plan import apportion
+from onebox.pool import DeviceInfo, Pool
 
 Islands = Sequence[Sequence[int]] | Literal["auto"]
 """Devices of each island, or ``auto`` for the groups of near devices that the links show."""
 
 _ALLOWED = "allowed are 'auto', and the devices of each island, such as [[0, 1], [2, 3]]"
+
+
+def chosen_islands(pool: Pool, islands: Islands) -> DeviceGroups:
+    """Return the devices of each island.
+
+    Args:
+        pool: The pool.
+        islands: The user's choice; ``auto`` for the groups of near devices by links that are probed now.
+
+    Raises:
+        UsageError: A device is in no island or in two, or all are near each other.
+    """
+    if islands == "auto":
+        return near_islands(pool.profile(probe=range(len(pool))).groups)
+    return given_islands(islands, len(pool))
 
 
 def given_islands(islands: Any, count: int) -> DeviceGroups:
@@ -88,6 +105,20 @@ def check_shares(shares: str | Sequence[float], islands: DeviceGroups) -> None:
         raise UsageError(
             f"Outer(shares={list(shares)}): {len(shares)} weights for {len(islands)} islands; one for each is needed"
         )
+
+
+def are_alike(islands: DeviceGroups, devices: Sequence[DeviceInfo]) -> bool:
+    """Return True if islands have as many devices of each kind.
+
+    Args:
+        islands: Devices of each island.
+        devices: All devices of the pool.
+    """
+    kinds = [
+        Counter((each.name, each.kind, each.threads, each.speed) for each in map(devices.__getitem__, own))
+        for own in islands
+    ]
+    return all(own == kinds[0] for own in kinds)
 
 
 def island_sizes(samples: int, weights: Sequence[float]) -> tuple[int, ...]:

@@ -50,6 +50,10 @@ class IslandsTransfer(StateTransfer):
         self.outer: OuterOptimizer | None = None
         """The outer optimizer, once the first step has begun."""
 
+    def outer_began(self, outer: OuterOptimizer) -> None:
+        """Read the outer optimizer's state from workers, instead of that in the checkpoint."""
+        self.outer, self._start = outer, None
+
     def sources(self) -> dict[Key, TensorSource]:
         """Return the locations of parameters and buffers that workers hold, of the global ones where there are such.
 

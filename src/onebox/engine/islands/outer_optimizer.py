@@ -219,6 +219,7 @@ class OuterOptimizer:
                 self._put_away(self._momenta)
                 self._begin_codecs()
                 self._equip()
+            self.remote.forget_first()
         except BaseException:
             with contextlib.suppress(OneboxError):
                 self.close()

@@ -243,7 +243,7 @@ class IslandsSession:
             begun.append(_IslandLoss(place, session, loss, self._weight(part)))
         weights = [0.0] * len(parts)
         for each in begun:
-            weights[each.place] = each.weight
+            weights[each.place] = each.weight or _NOTHING
         self.membership.count(weights)
         self.steps_done += 1
         result = self._combined(number, begun)
@@ -261,8 +261,7 @@ class IslandsSession:
         """Return the weight of a part of a batch in averages: its samples, or the user's weight of it."""
         reduction = self.captures.recipe.reduction
         whole = [MicroBatch(index=0, start=0, size=part.size)]
-        found = float(part.size) if reduction == "sum" else normalisers(reduction, part, whole)[0]
-        return found or _NOTHING
+        return float(part.size) if reduction == "sum" else normalisers(reduction, part, whole)[0]
 
     def _combined(self, number: int, parts: Sequence[_IslandLoss]) -> StepLoss:
         """Return the loss of a step from those of its islands; without those that are lost before it is known."""
@@ -566,6 +565,8 @@ class IslandsSession:
         Raises:
             OneboxError: A worker was lost.
         """
+        for fragment in self.membership.travelling:  # else these sums would change what is written now
+            self._apply(fragment)
         for place in self.membership.present:
             try:
                 with self.recovery.voiding("a change by hand"):
@@ -603,9 +604,9 @@ class IslandsSession:
                         f"{min(self._shares):.0%} gets none; begin with a larger one, or give Outer(shares=...)"
                     )
                 session.set_up(self.captures.stamped(part), steps=steps)
-            if self._start is not None:
-                for state, tensors in zip(self._states, self._start.tensors, strict=True):
-                    state.write({name: tensor for name, tensor in tensors.items() if name in state.held})
+        if self._start is not None:  # also once more if that was interrupted
+            for state, tensors in zip(self._states, self._start.tensors, strict=True):
+                state.write({name: tensor for name, tensor in tensors.items() if name in state.held})
         if steps or self._start is not None:
             self._begin_outer()
         return parts
@@ -630,7 +631,8 @@ class IslandsSession:
             )
             if self._start is not None and self._start.sums:
                 self._optimizer.bring_sums(self._start.sums)
-        self.transfer.outer = self._optimizer
+        self.transfer.outer_began(self._optimizer)
+        self._start = None
 
     # ---- islands that leave and join
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from onebox.cost import DeviceGroups
-from onebox.engine.islands.division import check_shares, divided
+from onebox.engine.islands.division import are_alike, check_shares, divided
 from onebox.engine.islands.session import IslandPlans
 from onebox.engine.planning.device_shares import resolve_device_shares
 from onebox.engine.planning.resolve_plan import PlanRequest
@@ -78,6 +78,8 @@ class IslandsRequest:
             OneboxError: The model cannot be captured, does not fit, or a worker failed.
         """
         asked, requests = self.outer.shares, self.requests
+        if asked == "auto" and are_alike(self.islands, pool.devices):
+            asked = "equal"
         if isinstance(asked, str) and asked != "equal":
             every = [device for devices in self.islands for device in devices]
             found = resolve_device_shares(asked, pool, captures, batch, state, every)
@@ -92,7 +94,7 @@ class IslandsRequest:
             request.resolve(pool, state, captures, part or batch, devices)
             for request, part, devices in zip(requests, parts, self.islands, strict=True)
         )
-        if isinstance(asked, str) and asked != "equal":
+        if asked == "auto":
             shares = _predicted_shares(plans) or shares
         if any(request.plan == "auto" for request in requests):
             pool.profile(probe=range(len(pool)))  # the links between islands, for the prediction of the run

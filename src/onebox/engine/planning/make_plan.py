@@ -12,7 +12,7 @@ from torch import nn
 from onebox.cost import DeviceGroups, PoolProfile
 from onebox.cost.model_profile import ModelProfile
 from onebox.engine.config import chosen_recovery
-from onebox.engine.islands.division import Islands, check_shares, given_islands, near_islands
+from onebox.engine.islands.division import Islands, check_shares, chosen_islands
 from onebox.engine.memory.forecast import MemoryForecast, TrainingJob
 from onebox.engine.planning.profile import profile_model
 from onebox.engine.planning.training_modes import IslandsPlanning, plan_islands, training_modes
@@ -215,7 +215,7 @@ def _checked_islands(islands: Islands | None, outer: Outer | None, pool: Pool, *
         return None
     if not alone:
         raise UsageError("islands= do not go together with stale= or among=; leave one of them out")
-    found = near_islands(pool.profile().groups) if islands == "auto" else given_islands(islands, len(pool))
+    found = chosen_islands(pool, islands)
     check_shares((outer or Outer()).shares, found)
     return found
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from onebox.cost import DeviceGroups
-from onebox.engine.islands.division import divided, island_sizes
+from onebox.engine.islands.division import are_alike, divided, island_sizes
 from onebox.engine.islands.outer_optimizer import outer_state_bytes
 from onebox.engine.islands.prediction import outer_schedule, predict_islands
 from onebox.engine.memory.forecast import MemoryForecast, TrainingJob
@@ -61,7 +61,8 @@ def plan_islands(
         problem: The problem of all devices. They were measured while all of them worked, as those of islands do.
         job: The job of all devices.
         islands: Devices of each island.
-        outer: The outer optimizer. Shares that it leaves open are those of the islands' predicted speeds.
+        outer: The outer optimizer. Shares that it leaves open are equal for islands of alike devices, else those of
+            the islands' predicted speeds.
         micro_batches: Allowed samples of a micro-batch, as for :func:`onebox.make_plan`.
         finish: Returns a plan with its formats.
         budget_s: Time limit of all searches in seconds.
@@ -71,15 +72,18 @@ def plan_islands(
         UsageError: An island gets no sample.
         PlanError: Nothing fits some island.
     """
-    shares, measured = outer.shares, isinstance(outer.shares, str) and outer.shares != "equal"
+    shares = outer.shares
+    if shares == "auto" and are_alike(islands, job.devices):
+        shares = "equal"
+    open_ = shares == "auto"
     if isinstance(shares, str):
         model, largest = CostModel(problem), max(problem.micro_batches)
         speeds = [sum(model.power(device, largest) for device in devices) for devices in islands]
-        shares = shares_from_speeds(speeds) if measured else [1.0] * len(islands)
+        shares = shares_from_speeds(speeds) if shares != "equal" else [1.0] * len(islands)
     each_s, plans = budget_s / len(islands), list[Plan]()
     for own, exact in _parts(problem, job, islands, outer, shares, micro_batches, finish, confirmed):
         plans.append(finish(search_within(own, exact, each_s)[1]))
-    if measured:
+    if open_:
         predictions = [plan.predicted for plan in plans if plan.predicted is not None]
         shares = shares_from_speeds([each.batch / each.step_s for each in predictions])
         parts = _parts(problem, job, islands, outer, shares, micro_batches, finish, confirmed)

@@ -477,9 +477,30 @@ def _read_manifest(path: Path) -> Manifest:
             f"{file} has optimizers of {len(manifest.optimizer)} parameter groups, but {len(manifest.groups)} groups",
             path=file,
         )
+    if manifest.islands is not None and (fault := _fault_of(manifest.islands)):
+        raise CheckpointError(f"{file} contradicts itself: {fault}", path=file)
     if sorted(entry.name for entry in manifest.files) != sorted(_FILES):
         raise CheckpointError(f"{file} lists other files than {', '.join(_FILES)}", path=file)
     return manifest
+
+
+def _fault_of(islands: IslandsEntry) -> str:
+    """Return a contradiction in the description of islands; empty if there is none."""
+    count, fragments = len(islands.devices), islands.outer.fragments
+    devices = [device for own in islands.devices for device in own]
+    weights = [weight for own in (islands.shares, *islands.samples) for weight in own]
+    if not all(islands.devices) or len(set(devices)) < len(devices) or min(devices, default=-1) < 0:
+        return f"its islands have the devices {islands.devices}"
+    for name, own in (("shares", islands.shares), ("plans", islands.plans)):
+        if len(own) not in (0, count):
+            return f"{len(own)} {name} for {count} islands"
+    if len(islands.samples) != fragments or any(len(own) != count for own in islands.samples):
+        return f"samples {islands.samples} for {fragments} fragments and {count} islands"
+    if len(islands.due) != fragments or min(islands.due, default=0) < 0:
+        return f"outer steps due after steps {islands.due} for {fragments} fragments"
+    if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
+        return f"shares {islands.shares} and samples {islands.samples}"
+    return ""
 
 
 def _manifest_bytes(path: Path) -> bytes:

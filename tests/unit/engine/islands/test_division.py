@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onebox.engine.islands.division import divided, given_islands, island_seed, island_sizes, near_islands
+from onebox.engine.islands.division import are_alike, divided, given_islands, island_seed, island_sizes, near_islands
 from onebox.engine.workload.batch import as_batch
 from onebox.errors import UsageError
+from onebox.pool import DeviceInfo
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,17 @@ def test_islands_are_the_coarsest_groups_of_near_devices() -> None:
     assert near_islands([pairs]) == pairs
     with pytest.raises(UsageError, match="the 3 devices are all near each other"):
         near_islands([((0, 1, 2),)])
+
+
+def test_islands_are_alike_by_their_kinds_of_devices_on_whatever_host() -> None:
+    card = {"name": "a card", "threads": 1, "memory_bytes": 1 << 30}
+    devices = [
+        *(DeviceInfo(number=number, host=f"lab{number % 2}", device="cuda:0", **card) for number in range(4)),
+        DeviceInfo(number=4, host="lab3", device="cpu", **card),
+    ]
+    assert are_alike(((0, 1), (3, 2)), devices)
+    assert not are_alike(((0, 1), (2,)), devices)
+    assert not are_alike(((0,), (4,)), devices)
 
 
 @given(size=st.integers(1, 40), weights=st.lists(st.floats(0.1, 10), min_size=1, max_size=5))

@@ -24,6 +24,7 @@ from onebox.engine.state.checkpoint_files import (
     VERSION,
     Checkpoint,
     GroupEntry,
+    IslandsEntry,
     Manifest,
     NumberEntry,
     find_save,
@@ -34,7 +35,7 @@ from onebox.engine.state.checkpoint_files import (
 from onebox.engine.state.pieces import Key
 from onebox.errors import CheckpointError, UsageError
 from onebox.plan import Plan, Prediction, Stage
-from onebox.trainer_options import Engine, Recovery, Staging, StaleGradients
+from onebox.trainer_options import Engine, Outer, Recovery, Staging, StaleGradients
 from onebox.wire import DTYPES, PROGRAM_TYPES
 
 STAGED = Plan(
@@ -384,6 +385,39 @@ def test_a_damaged_file_names_itself(place: Path, name: str, how: str, message: 
         read(place)
     assert name in str(caught.value)
     assert caught.value.path == file
+
+
+ISLANDS = IslandsEntry(
+    devices=((0, 1), (2,)),
+    outer=Outer(every=4, fragments=2),
+    shares=(0.5, 0.5),
+    plans=(STAGED, STAGED),
+    samples=((6.0, 3.0), (0.0, 0.0)),
+    due=(0, 6),
+)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"devices": ((0, 1), (1,))}, "its islands have the devices"),
+        ({"devices": ((0, 1), ())}, "its islands have the devices"),
+        ({"shares": (1.0,)}, "1 shares for 2 islands"),
+        ({"plans": (STAGED,)}, "1 plans for 2 islands"),
+        ({"samples": ((6.0, 3.0),)}, "for 2 fragments and 2 islands"),
+        ({"samples": ((6.0, 3.0), (0.0,))}, "for 2 fragments and 2 islands"),
+        ({"samples": ((6.0, -3.0), (0.0, 0.0))}, "samples"),
+        ({"shares": (1e400, 1.0)}, "shares"),
+        ({"due": (0,)}, r"outer steps due after steps \(0,\) for 2 fragments"),
+        ({"due": (0, -1)}, "outer steps due"),
+    ],
+)
+def test_islands_that_contradict_themselves_are_refused(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
+    place = write(tmp_path, checkpoint(islands=ISLANDS).contents(), keep=None)
+    assert read(place).manifest.islands == ISLANDS
+    rewrite(place, islands={**msgspec.to_builtins(ISLANDS), **msgspec.to_builtins(changed)})
+    with pytest.raises(CheckpointError, match=message):
+        read(place)
 
 
 @given(st.integers(0, 10_000), st.integers(0, 7))
