@@ -9,6 +9,7 @@ from onebox.engine.memory.initial_contents import StateBytes
 from onebox.engine.partition.gradient_buckets import fill_buckets
 from onebox.engine.partition.sharding_spec import Members, ShardingSpec
 from onebox.errors import UsageError
+from onebox.graph.shard.placements import Shard
 from onebox.trainer_options import Outer
 from onebox.wire import TensorSpec
 from onebox.wire.gradient_codecs import CODED_TYPES, encoded_bytes, padded_elements
@@ -25,10 +26,12 @@ class OuterPart:
     Args:
         name: Its name.
         groups: For each island, the workers that hold it; the first of them is its leader there.
+        split: Whether it is a shard.
     """
 
     name: str
     groups: tuple[Members, ...]
+    split: bool = False
 
     @property
     def leaders(self) -> Members:
@@ -39,6 +42,8 @@ class OuterPart:
 @dataclass(frozen=True, kw_only=True)
 class OuterBucket:
     """Parts that travel together: held by the same workers, and of one element type.
+
+    Shards travel apart from the rest, of which all ranks hold copies: so these are encoded alike.
 
     Args:
         names: Their names.
@@ -75,7 +80,8 @@ def outer_parts(holdings: Sequence[ShardingSpec], names: Sequence[str]) -> tuple
                     f"island 0 has {name} in {len(circles[0])} part(s) and island {island} in {len(circle)}: islands "
                     "whose plans split layers have to split them alike; give them such plans, or none that splits"
                 )
-        found += [OuterPart(name=name, groups=groups) for groups in zip(*circles, strict=True)]
+        split = isinstance(holdings[0].placement(name), Shard)
+        found += [OuterPart(name=name, groups=groups, split=split) for groups in zip(*circles, strict=True)]
     return tuple(found)
 
 
@@ -89,12 +95,12 @@ def outer_buckets(
         specs: The spec of each name, or of its largest shard.
         trained: Names of the parameters among them.
     """
-    alike: dict[tuple[tuple[Members, ...], bool], list[str]] = {}
+    alike: dict[tuple[tuple[Members, ...], bool, bool], list[str]] = {}
     for part in parts:
-        alike.setdefault((part.groups, part.name in trained), []).append(part.name)
+        alike.setdefault((part.groups, part.name in trained, part.split), []).append(part.name)
     return tuple(
         OuterBucket(names=tuple(names), groups=groups, trained=updated)
-        for (groups, updated), own in alike.items()
+        for (groups, updated, _), own in alike.items()
         for names in fill_buckets(own, specs, OUTER_BUCKET_BYTES)
     )
 

@@ -331,14 +331,14 @@ class OuterOptimizer:
         self._put_away({name: each.number for name, each in residuals.items()})
 
     def _residuals(self) -> dict[str, PlacedCodecState]:
-        """Return the state of lossy codecs, named by island, shard and parameters: the same on other devices."""
+        """Return the state of lossy codecs, named by island, rank and parameters: the same on other devices."""
         found = {}
         for bucket, coded in self._compiler.coded.items():
             names = crc32(" ".join(bucket.names).encode())
             for island, leader in enumerate(bucket.leaders):
-                shard = self._holdings.share(leader, bucket.names[0])
+                rank = self._holdings.ranks.get(leader, 0)
                 for number, state in coded.state(leader).items():
-                    found[f"{island}.{shard}.{names:08x}"] = PlacedCodecState(leader, number, state)
+                    found[f"{island}.{rank}.{names:08x}"] = PlacedCodecState(leader, number, state)
         return found
 
     def _put_away(

@@ -86,6 +86,11 @@ def test_islands_split_a_parameter_alike() -> None:
     parts = outer_parts([split, other], ["a"])
     assert [part.leaders for part in parts] == [(0, 2), (1, 3)]
     assert global_sharding(parts, [split, other]).replica_groups == {"a": ((0, 2), (1, 3))}
+    copies = dict.fromkeys(("b", "c"), ((0,), (1,)))
+    more = [sharding({"a": ((0,), (1,))} | copies, (0, 1), split=True)] * 2
+    buckets = outer_buckets(outer_parts(more, ["a", "b", "c"]), SPECS, {"a", "b", "c"})
+    ways = [(bucket.names, bucket.leaders) for bucket in buckets]
+    assert (("a",), (0, 0)) in ways and (("b",), (1, 1)) in ways, "copies are encoded alike, without the shards"
     with pytest.raises(UsageError, match=r"island 0 has a in 2 part\(s\) and island 1 in 1"):
         outer_parts([split, PIPELINE], ["a"])
 
