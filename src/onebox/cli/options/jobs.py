@@ -215,6 +215,8 @@ class TrainConfig(StalenessConfig):
         outer_overlap: Steps during which the sums of an outer step travel while islands go on; applied so much later.
         outer_keep: With --outer-overlap, the fraction of its own parameters that an island keeps in an outer step.
         outer_shares: Share of the batch of each island: auto, equal, measured, or weights such as 3,1.
+        outer_quorum: Islands that the others always wait for; without it all. It needs --recover on, or other machines.
+        outer_grace_s: With --outer-quorum, seconds after that until an island is late and the others go on without it.
         read: Number of batches that are read at once, or auto, within the cores that workers leave free.
         process: Number of batches that are decoded at once; likewise.
         on_error: Handling of a broken sample: stop, or skip it.
@@ -264,6 +266,8 @@ class TrainConfig(StalenessConfig):
     outer_overlap: int = Outer.overlap
     outer_keep: float = Outer.keep
     outer_shares: str = "auto"
+    outer_quorum: Int = Outer.quorum
+    outer_grace_s: float = Outer.grace_s
     read: str = "auto"
     process: str = "auto"
     on_error: Literal["stop", "skip"] = "stop"
@@ -384,6 +388,8 @@ class TrainConfig(StalenessConfig):
                 fragments=self.outer_fragments,
                 overlap=self.outer_overlap,
                 keep=self.outer_keep,
+                quorum=self.outer_quorum,
+                grace_s=self.outer_grace_s,
                 shares=shares,  # type: ignore[arg-type]
             )
         except UsageError as error:

@@ -46,6 +46,11 @@ class IslandsRequest:
                 f"Outer(shares={list(shares)}): {len(shares)} weights for {len(self.islands)} islands; one for each is "
                 "needed"
             )
+        if self.outer.quorum is not None and self.outer.quorum > len(self.islands):
+            raise UsageError(
+                f"Outer(quorum={self.outer.quorum}): there are {len(self.islands)} islands; allowed are 1 to "
+                f"{len(self.islands)}, and None for all of them"
+            )
         for place, (devices, request) in enumerate(zip(self.islands, self.requests, strict=True)):
             request.check(pool)
             plan = request.plan
