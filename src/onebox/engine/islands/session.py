@@ -671,6 +671,7 @@ class IslandsSession:
                 self.recovery.lose(error, place)
                 continue
             self.recovery.joined(place, at_s, time.monotonic() - start_s)
+            self._read_punctual()
 
     def _join(self, place: int, part: Batch) -> None:
         """Give an island the global parameters, and of the first island that is there the state of the user's
@@ -748,6 +749,7 @@ class IslandsSession:
                 self.recovery.lose(error)
                 continue
             self.recovery.caught_up(place, at_s, time.monotonic() - start_s)
+            self._read_punctual()
         self._wait_for_quorum(lambda place: self._sessions[place].replies(0))
 
     def _catch_up(self, place: int) -> None:
