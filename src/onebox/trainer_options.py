@@ -118,6 +118,11 @@ class Outer:
             ``device`` or the ``host`` of each worker that exchanges outer gradients. The result is the same.
         shares: Each island's share of the batch: ``auto`` (equal for islands of alike devices, else measured),
             ``equal``, ``measured``, or one weight for each island.
+        quorum: Islands that the others always wait for; ``None`` for all. Once so many have made their steps, the
+            others have ``grace_s`` left. One that is late then is not waited for: it gets no more samples, and those
+            that it has made count in the first outer step before which it has made them (as in arXiv:2604.21428).
+            Needs recovery. Two at least keep two copies of the newest global parameters.
+        grace_s: With ``quorum``, seconds that punctual islands wait for the others.
 
     Raises:
         UsageError: A value is not allowed, or there are more fragments than steps between outer steps.
@@ -136,8 +141,15 @@ class Outer:
     compression: OuterCodec = "none"
     state: StateAt = "device"
     shares: Shares = "auto"
+    quorum: int | None = None
+    grace_s: float = 5.0
 
     def __post_init__(self) -> None:
+        _require_int("quorum", self.quorum, least=1)
+        if not _is_number(self.grace_s) or not 0 <= self.grace_s < math.inf:
+            raise UsageError(f"grace_s={self.grace_s!r}: allowed are seconds from 0 up")
+        if self.quorum is None and self.grace_s != Outer.grace_s:
+            raise UsageError(f"grace_s={self.grace_s}: it is the time for islands beyond a quorum; give quorum= too")
         _require_int("overlap", self.overlap, least=0, optional=False)
         if not _is_number(self.keep) or not 0 <= self.keep < 1:
             raise UsageError(f"keep={self.keep!r}: allowed are 0 up to, but not, 1")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import onebox
 from onebox.engine.islands.membership import IslandChange
-from onebox.errors import PoolError
+from onebox.errors import PoolError, UsageError
 from onebox.pool import Fault, Pool, open_pool
 from onebox.pool.backends.local import LocalSource
 from tests.covering import covering_array
@@ -36,8 +36,12 @@ class Changing(Reference):
     """The reference, whose islands leave and join."""
 
     def sums(self, fragment: int) -> dict[str, Tensor]:
-        self.sent[fragment] = list(self.samples[fragment])
-        return super().sums(fragment)
+        own = self.samples[fragment]
+        self.sent[fragment] = [0 if island in self.bases else samples for island, samples in enumerate(own)]
+        self.samples[fragment] = list(self.sent[fragment])
+        found = super().sums(fragment)
+        self.samples[fragment] = [all_ - sent for all_, sent in zip(own, self.sent[fragment], strict=True)]
+        return found
 
     def redo(self, fragment: int | None) -> None:
         """Begin void sums that travel anew, of the islands that are left, without what codecs have lost."""
@@ -69,32 +73,53 @@ class Changing(Reference):
             local[name].copy_(value)
 
     def apply(self, fragment: int, sums: dict[str, Tensor], keep: float) -> None:
+        kept = {island: copy.deepcopy(self.models[island].state_dict()) for island in self.bases}
         super().apply(fragment, sums, keep)
+        for island, state in kept.items():
+            self.models[island].load_state_dict(state)
         self.applied += 1
-        self.left()
+        self.change()
 
-    def left(self) -> None:
-        """Let islands leave before the next outer step."""
+    @torch.no_grad()
+    def change(self) -> None:
+        """Let islands leave, be late or punctual again before the next outer step."""
         for change in self.now:
-            if change.kind == "left" and change.outer_steps == self.applied:
-                self.leave(change.island)
+            island = change.island
+            if change.outer_steps != self.applied or island is None:
+                continue
+            if change.kind == "left":
+                self.bases.pop(island, None)
+                self.leave(island)
+            elif change.kind == "late":
+                self.lost.clear()
+                self.bases[island] = copy.deepcopy(self.value.state_dict())
+                self.weights = [0 if each == island else weight for each, weight in enumerate(self.weights)]
+            elif change.kind == "punctual":
+                self.lost.clear()
+                base = self.bases.pop(island)
+                self.weights = [self.first[e] if e == island else weight for e, weight in enumerate(self.weights)]
+                new = dict(self.value.named_parameters())
+                for name, local in self.models[island].named_parameters():
+                    local.add_(new[name] - base[name])
 
     def follow(self, batches: Sequence[Any], changes: Sequence[IslandChange]) -> Outcome:
         """Train with the changes of membership of a run."""
-        weights, losses = list(self.weights), []
+        self.first, losses = list(self.weights), list[float]()
         self.sent: dict[int, list[float]] = {}
+        self.bases: dict[int, dict[str, Tensor]] = {}
+        """The global values that islands had which are late."""
         self.applied = 0
         for number, batch in enumerate(batches, 1):
             losses.append(self.inner(batch)[0])
             self.now = [change for change in changes if change.step == number]
-            self.left()
+            self.change()
             for change in self.now:
                 if change.kind == "redone":
                     self.redo(change.fragment)
             self.outer_steps()
             for change in self.now:
                 if change.kind == "joined":
-                    self.join(change.island, weights[change.island])
+                    self.join(change.island, self.first[change.island])
         first = next(each for each, own in enumerate(self.weights) if own)
         return Outcome(losses=losses, norms=[], tensors=self.tensors(first))
 
@@ -151,15 +176,16 @@ def compare(
     reference: Changing,
     batches: Sequence[Any],
     torn: int = 1,
+    late: bool = False,
 ) -> None:
     """Compare with the reference all tensors, and the losses but for some steps before an island left, which may lack
-    its part."""
+    its part; with late islands only the first losses."""
     tensors = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
     values = [float(loss) for loss in losses]
     expected = reference.follow(batches, trainer.island_changes)
     left = [change.step for change in trainer.island_changes if change.kind == "left"]
     assert all(math.isfinite(value) for value in values)
-    whole = [number for number in range(len(values)) if not any(step - torn <= number < step for step in left)]
+    whole = [n for n in range(5 if late else len(values)) if not any(step - torn <= n < step for step in left)]
     found = Outcome(losses=[values[number] for number in whole], norms=[], tensors=tensors)
     assert_same(found, Outcome(losses=[expected.losses[n] for n in whole], norms=[], tensors=expected.tensors))
 
@@ -341,3 +367,85 @@ def test_a_worker_that_hangs_is_an_island_that_leaves() -> None:
         losses += [trainer.step(*batch) for batch in batches[5:]]
         compare(trainer, losses, Changing("mlp", "adamw", [1, 1, 1], outer), batches, torn=4)
         assert "WorkerHung" in trainer.island_changes[0].cause
+
+
+# ---- islands that are late
+
+
+def late_run(pool: Pool, layout: str, outer: onebox.Outer, victim: int, optimizer: str = "adamw") -> None:
+    """Stop a worker until its island is late, and let it go on; compare with the reference."""
+    name, _, _, _, weights = LAYOUTS[layout]
+    batches, losses = CASES[name].batches([12] * 400), list[onebox.StepLoss]()
+    with training(pool, layout, outer, optimizer) as trainer:
+
+        def step() -> None:
+            losses.append(trainer.step(*batches[len(losses)]))
+
+        def happened(kind: str) -> bool:
+            return any(change.kind == kind for change in trainer.island_changes)
+
+        for _ in range(6):
+            step()
+        trainer.wait()
+        os.kill(pool.process_ids[victim], signal.SIGSTOP)
+        try:
+            while not happened("late"):
+                step()
+            for _ in range(outer.every):
+                step()
+        finally:
+            os.kill(pool.process_ids[victim], signal.SIGCONT)
+        while not happened("punctual") and not happened("left"):  # on a busy machine it may count as hung
+            step()
+            time.sleep(0.02)  # for the steps that the island still has to make
+        for _ in range(6):
+            step()
+        compare(trainer, losses, Changing(name, optimizer, weights, outer), batches[: len(losses)], late=True)
+
+
+@pytest.mark.parametrize(("layout", "victim"), [("devices", 1), ("replicas", 0), ("pipelines", 2)])
+def test_a_late_island_is_not_waited_for_and_its_samples_count_when_it_is_back(layout: str, victim: int) -> None:
+    outer = onebox.Outer(every=4, shares=LAYOUTS[layout][-1], quorum=1, grace_s=0.3)
+    with onebox.open(f"cpu*{LAYOUTS[layout][1]}", threads=1) as pool:
+        late_run(pool, layout, outer, victim)
+        assert untouched(pool)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize(("fragments", "overlap"), [(2, 0), (1, 2), (2, 3)])
+def test_late_islands_with_fragments_and_overlap(fragments: int, overlap: int, victim: int) -> None:
+    outer = onebox.Outer(every=4, fragments=fragments, overlap=overlap, quorum=2, grace_s=0.3)
+    with onebox.open("cpu*3", threads=1) as pool:
+        late_run(pool, "devices", outer, victim)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_late_islands_whose_outer_gradients_travel_in_a_codec(overlap: int) -> None:
+    outer = onebox.Outer(every=4, overlap=overlap, compression="e3m0", state="host", quorum=2, grace_s=0.3)
+    with onebox.open("cpu*3", threads=1) as pool:
+        late_run(pool, "devices", outer, 2, "sgd")
+        assert untouched(pool)
+
+
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_a_quorum_changes_no_bit_of_a_run_in_which_all_are_punctual(overlap: int, pools: Shelf) -> None:
+    outer = {"every": 4, "overlap": overlap, "shares": [2, 1]}
+    plain = islands(pools(3), "cnn", [[0, 1], [2]], outer=onebox.Outer(**outer))
+    quorum = onebox.Outer(**outer, quorum=1, grace_s=60.0)
+    found = islands(pools(3), "cnn", [[0, 1], [2]], outer=quorum, recovery=onebox.Recovery())
+    assert_same(found, plain, tolerance=0)
+
+
+@pytest.mark.parametrize(
+    ("outer", "recovery", "message"),
+    [
+        (onebox.Outer(quorum=3), onebox.Recovery(), r"Outer\(quorum=3\): there are 2 islands; allowed are 1 to 2"),
+        (onebox.Outer(quorum=1), "auto", "give recovery=onebox.Recovery"),
+        (onebox.Outer(quorum=1), None, "give recovery=onebox.Recovery"),
+    ],
+)
+def test_a_quorum_that_cannot_be(outer: onebox.Outer, recovery: Any, message: str, pools: Shelf) -> None:
+    with pytest.raises(UsageError, match=message):
+        islands(pools(2), "mlp", [[0], [1]], outer=outer, recovery=recovery)

@@ -11,7 +11,7 @@ from onebox.errors import UsageError
 from onebox.graph import Precision
 from onebox.pool import Pool
 from onebox.pool.backends.local import LOCAL_HOST
-from onebox.trainer_options import MatmulPrecision, Numerics, Recovery
+from onebox.trainer_options import MatmulPrecision, Numerics, Outer, Recovery
 from onebox.wire.protocol.requests import SetNumerics
 
 _SHORT_STEP_S = 0.01
@@ -145,6 +145,21 @@ def chosen_recovery(pool: Pool, recovery: Recovery | Literal["auto"] | None) -> 
     if recovery is not None and emulated:
         raise UsageError(f"recovery={recovery}: sim devices have no values to keep; leave it out")
     return recovery
+
+
+def island_recovery(pool: Pool, recovery: Recovery | Literal["auto"] | None, outer: Outer) -> Recovery | None:
+    """Return the recovery of a run of islands from losses; see :func:`chosen_recovery`.
+
+    Raises:
+        UsageError: Also if there is none and a quorum of islands needs it.
+    """
+    found = chosen_recovery(pool, recovery)
+    if outer.quorum is not None and found is None:
+        raise UsageError(
+            f"Outer(quorum={outer.quorum}) and recovery={recovery!r}, which is none here: islands that go on without "
+            "a late one also go on without a lost one; give recovery=onebox.Recovery()"
+        )
+    return found
 
 
 def check_islands(*, stale: object, recovery: object, adaptive: object, overlap: bool) -> None:

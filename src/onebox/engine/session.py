@@ -7,6 +7,7 @@ import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -221,6 +222,11 @@ class TrainingSession:
             except OperatorError as error:
                 self.recovery.fail(error)
                 raise
+
+    def replies(self, most: int) -> list[Future[WorkerReply]]:
+        """Return the replies that have to come until at most a given number of steps are in flight."""
+        running = [loss for loss in self._running if not loss.done]
+        return [each for loss in running[: max(0, len(running) - most)] for each in loss.pending if not each.done()]
 
     @property
     def _under_way(self) -> bool:

@@ -196,6 +196,8 @@ class IslandsConfig(StalenessConfig):
         outer_keep: With --outer-overlap, the fraction of its own parameters that an island keeps in an outer step.
         outer_compression: Codec of the outer gradients: none, bf16, int8, or e3m0 with four bits a value.
         outer_state: Place of the global parameters and the outer momentum between two outer steps: device or host.
+        outer_quorum: Islands that the others always wait for; without it all. It needs --recover on, or other machines.
+        outer_grace_s: With --outer-quorum, seconds after that until an island is late and the others go on without it.
         outer_shares: Share of the batch of each island: auto, equal, measured, or weights such as 3,1.
 
     Raises:
@@ -211,6 +213,8 @@ class IslandsConfig(StalenessConfig):
     outer_keep: float = Outer.keep
     outer_compression: OuterCodec = Outer.compression
     outer_state: StateAt = Outer.state
+    outer_quorum: Int = Outer.quorum
+    outer_grace_s: float = Outer.grace_s
     outer_shares: str = "auto"
 
     def __post_init__(self) -> None:
@@ -256,6 +260,8 @@ class IslandsConfig(StalenessConfig):
                 keep=self.outer_keep,
                 compression=self.outer_compression,
                 state=self.outer_state,
+                quorum=self.outer_quorum,
+                grace_s=self.outer_grace_s,
                 shares=shares,  # type: ignore[arg-type]
             )
         except UsageError as error:

@@ -7,10 +7,10 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from onebox.cost import DeviceGroups
-from onebox.engine.islands.membership import IslandChange, Membership
+from onebox.engine.islands.membership import ChangeKind, IslandChange, Membership
 from onebox.engine.recovery.manager import RECOVERABLE
 from onebox.engine.recovery.policy import RecoveryRecord
 from onebox.errors import OneboxError, PoolError, ReplicasParted
@@ -170,21 +170,12 @@ class IslandLosses:
             cause, workers = lost.get(each, (error, ()))
             samples = self._membership.leave(each)
             self._vacate(each, workers)
-            change = IslandChange(
-                at_s=at_s,
-                kind="left",
-                island=each,
-                step=self._divided(),
-                outer_steps=self._membership.outer_steps,
-                samples=samples,
-                cause=_one_line(cause),
-                lost=workers,
-                seconds=time.monotonic() - start_s,
-            )
-            self._note(change)
-        if not self._membership.present:
+            seconds, about = time.monotonic() - start_s, _one_line(cause)
+            self._change("left", each, at_s=at_s, samples=samples, cause=about, lost=workers, seconds=seconds)
+        if not self._membership.punctual:
             where = f"the last checkpoint, {self.checkpoint}" if self.checkpoint else "a checkpoint, if there is one"
-            last = PoolError(f"no island is left; resume from {where}; the last loss: {error}")
+            late = " that has the newest global parameters" * bool(self._membership.late)
+            last = PoolError(f"no island is left{late}; resume from {where}; the last loss: {error}")
             self.fail(last)
             raise last from error
 
@@ -236,30 +227,33 @@ class IslandLosses:
         """Record that an island takes part again."""
         self._membership.join(island)
         self._new.add(island)
-        change = IslandChange(
-            at_s=at_s,
-            kind="joined",
-            island=island,
-            step=self._divided(),
-            outer_steps=self._membership.outer_steps,
-            seconds=seconds,
-        )
-        self._note(change)
+        self._change("joined", island, at_s=at_s, seconds=seconds)
+
+    def fell_behind(self, island: int, seconds: float) -> None:
+        """Record that an island is late, for which the others have waited so long."""
+        self._membership.fall_behind(island)
+        self._change("late", island, seconds=seconds)
+
+    def caught_up(self, island: int, at_s: float, seconds: float) -> None:
+        """Record that an island is punctual again."""
+        self._membership.catch_up(island)
+        samples = max(own[island] for own in self._membership.samples)
+        self._change("punctual", island, at_s=at_s, seconds=seconds, samples=samples)
 
     def redone(self, fragment: int, error: Exception) -> None:
         """Record that an outer step is void everywhere."""
+        self._change("redone", None, fragment=fragment, cause=_one_line(error))
+
+    def _change(self, kind: ChangeKind, island: int | None, *, at_s: float | None = None, **more: Any) -> None:
+        """Record and log a change."""
         change = IslandChange(
-            at_s=time.time(),
-            kind="redone",
-            island=None,
+            at_s=time.time() if at_s is None else at_s,
+            kind=kind,
+            island=island,
             step=self._divided(),
             outer_steps=self._membership.outer_steps,
-            fragment=fragment,
-            cause=_one_line(error),
+            **more,
         )
-        self._note(change)
-
-    def _note(self, change: IslandChange) -> None:
         self.changes.append(change)
         _LOG.warning("%s", change)
 

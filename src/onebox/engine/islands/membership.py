@@ -6,26 +6,30 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+ChangeKind = Literal["left", "joined", "late", "punctual", "redone"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class IslandChange:
-    """Record of an island that left a run or joined it again, or of an outer step that was void and done again.
+    """Record of an island that left a run or joined it again, that was late or punctual again, or of an outer step that
+    was void and done again.
 
     Args:
         at_s: Time, in seconds since the epoch.
-        kind: ``left``, ``joined`` or ``redone``.
+        kind: ``left``, ``joined``, ``late``, ``punctual`` or ``redone``.
         island: Number of the island; ``None`` for an outer step.
         step: Number of steps whose batches were divided before.
         outer_steps: Number of outer steps, of any fragment, that were applied before.
         fragment: The part of the model whose outer step was done again; else ``None``.
-        samples: Weight of the samples since the island's last outer steps that are lost, the largest of any fragment.
+        samples: Weight of the samples since the island's last outer steps that are lost or, of a punctual one, count
+            in the next; the largest of any fragment.
         cause: One-line description of the loss; empty for an island that joined.
         lost: Numbers of its lost workers in the pool.
         seconds: Time for which the others waited.
     """
 
     at_s: float
-    kind: Literal["left", "joined", "redone"]
+    kind: ChangeKind
     island: int | None
     step: int
     outer_steps: int = 0
@@ -39,6 +43,13 @@ class IslandChange:
         after = f"after step {self.step}"
         if self.kind == "joined":
             return f"island {self.island} joined {after}, with the global parameters, in {self.seconds:.1f} s"
+        if self.kind == "late":
+            return f"island {self.island} is late {after}: the others go on without it after {self.seconds:.1f} s"
+        if self.kind == "punctual":
+            return (
+                f"island {self.island} is back {after}, with {self.samples:g} samples since its last outer step, and "
+                f"took the global parameters in {self.seconds:.1f} s"
+            )
         if self.kind == "redone":
             return f"an outer step of fragment {self.fragment} {after} was void and is done again ({self.cause})"
         return (
@@ -59,6 +70,7 @@ class Membership:
     def __init__(self, islands: int, samples: Sequence[Sequence[float]], due: Sequence[int]) -> None:
         self._islands = islands
         self._present = set(range(islands))
+        self._late: set[int] = set()
         self._samples = [list(own) for own in samples]
         self._due = list(due)
         self.outer_steps = 0
@@ -67,8 +79,19 @@ class Membership:
 
     @property
     def present(self) -> tuple[int, ...]:
-        """The islands that take part."""
+        """The islands that take part, also those that are late."""
         return tuple(sorted(self._present))
+
+    @property
+    def punctual(self) -> tuple[int, ...]:
+        """The islands that batches are divided among, and that make the outer steps."""
+        return tuple(sorted(self._present - self._late))
+
+    @property
+    def late(self) -> tuple[int, ...]:
+        """The islands that the others do not wait for: their samples count in the first outer step that they are back
+        for."""
+        return tuple(sorted(self._late))
 
     @property
     def absent(self) -> tuple[int, ...]:
@@ -91,7 +114,7 @@ class Membership:
         return tuple(fragment for fragment, due in enumerate(self._due) if due)
 
     def shares(self, shares: Sequence[float]) -> tuple[float, ...]:
-        """Return the islands' shares of a batch, which those that take part have alone.
+        """Return the islands' shares of a batch, which those that are punctual have alone.
 
         Example:
             >>> membership = Membership(2, [[0.0, 0.0]], [0])
@@ -100,7 +123,7 @@ class Membership:
             >>> membership.shares([3, 1])
             (3, 0.0)
         """
-        return tuple(share if island in self._present else 0.0 for island, share in enumerate(shares))
+        return tuple(share if island in self.punctual else 0.0 for island, share in enumerate(shares))
 
     def count(self, weights: Sequence[float]) -> None:
         """Add the weights of the samples of a step."""
@@ -116,14 +139,16 @@ class Membership:
             due: The step after which it is applied; 0 for at once.
 
         Returns:
-            The weight of each island that takes part, which add up to 1; ``None`` if there were no samples.
+            The weight of each punctual island, which add up to 1; ``None`` if they had no samples.
         """
         own = self._samples[fragment]
-        if not any(own):
+        begun = [weight if island in self.punctual else 0.0 for island, weight in enumerate(own)]
+        if not any(begun):
             return None
-        self._travelling[fragment], self._samples[fragment] = own, [0.0] * self._islands
+        self._travelling[fragment] = begun
+        self._samples[fragment] = [weight - taken for weight, taken in zip(own, begun, strict=True)]
         self._due[fragment] = due
-        return tuple(own[island] / sum(own) for island in self.present)
+        return tuple(begun[island] / sum(begun) for island in self.punctual)
 
     def void(self, fragment: int) -> None:
         """Undo the beginning of an outer step whose sums are void: the samples of those that are left count again."""
@@ -141,6 +166,7 @@ class Membership:
     def leave(self, island: int) -> float:
         """Record that an island has been lost with its samples; return their weight, the largest of any fragment."""
         self._present.discard(island)
+        self._late.discard(island)
         lost = max(own[island] for own in self._samples)
         for own in self._samples:
             own[island] = 0.0
@@ -149,6 +175,14 @@ class Membership:
     def join(self, island: int) -> None:
         """Record that an island takes part again."""
         self._present.add(island)
+
+    def fall_behind(self, island: int) -> None:
+        """Record that the others do not wait for an island any more."""
+        self._late.add(island)
+
+    def catch_up(self, island: int) -> None:
+        """Record that an island is punctual again."""
+        self._late.discard(island)
 
     def losing(self, lost: Collection[int], devices: Sequence[Sequence[int]]) -> tuple[int, ...]:
         """Return the islands that take part and have lost workers.

@@ -258,11 +258,13 @@ class OuterOptimizer:
             OneboxError: A worker was lost, or refuses something.
         """
         before, beside = self._holdings.devices, beside or {}
-        there = self._equipped.intersection(worker for own in installed for worker in own.holdings.devices)
-        self._decode(sorted(self._encoded), there)
+        self._decode(sorted(self._encoded), self._equipped.intersection(self._pool.present))
         self._use(installed, locals_)
         self._form_groups()
         new = [worker for worker in self._holdings.devices if worker not in before]
+        every = (*self.remote.named.numbers.values(), *self._momenta.values(), *self._sums.values())
+        for worker in set(before).difference(self._holdings.devices).intersection(self._pool.present):
+            self._pool.post(worker, [Free(every)])
         with self._pool.order:
             self.remote.admit(self._holdings, values or {})
             for key, numbers in ((_MOMENTUM, self._momenta), (_SUM, self._sums)):

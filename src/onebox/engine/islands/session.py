@@ -10,8 +10,11 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from onebox.cost import DeviceGroups
 from onebox.engine.compile.compiler import CompiledStep
@@ -42,7 +45,8 @@ from onebox.engine.workload.loss_reduction import normalisers, shares_of, total_
 from onebox.errors import OneboxError, UsageError
 from onebox.plan import Links, MicroBatch, Plan
 from onebox.plan.evaluate.islands import IslandsPrediction
-from onebox.pool import Pool
+from onebox.pool import Pool, WorkerReply
+from onebox.pool.errors import SLICE_S
 from onebox.trainer_options import Outer, Recovery, Staging
 from onebox.wire.protocol.responses import LinkTraffic
 
@@ -126,6 +130,8 @@ class IslandsSession:
             start.entry.due if start else [0] * outer.fragments,
         )
         self._optimizer: OuterOptimizer | None = None
+        self._bases: dict[int, Mapping[str, Tensor]] = {}
+        """The global parameters that each late island last had."""
         self._joint: list[TrainingSession] = []
         """The sessions that outer steps are prepared for."""
         self.recovery = IslandLosses(
@@ -187,8 +193,8 @@ class IslandsSession:
 
     @property
     def _there(self) -> list[TrainingSession]:
-        """The sessions of the islands that take part."""
-        return [self._sessions[place] for place in self.membership.present] or self._sessions
+        """The sessions of the punctual islands."""
+        return [self._sessions[place] for place in self.membership.punctual] or self._sessions
 
     @property
     def _present_shares(self) -> tuple[float, ...]:
@@ -219,6 +225,7 @@ class IslandsSession:
     def step(self, batch: Batch, uploaded: UploadedBatch | None = None) -> StepLoss:
         """Begin a step of every island, and the outer step that follows it, if one is due; see :meth:`Trainer.step`."""
         uploads = () if uploaded is None else self.uploads.claim(uploaded)
+        self._wait_for_quorum(lambda place: self._sessions[place].replies(self._settings.in_flight - 1))
         parts = self._set_up(batch, steps=True)
         if uploads and [each and each.size for each in uploads] != [part and part.size for part in parts]:
             for stale in uploads:  # an island has left or joined since
@@ -226,6 +233,28 @@ class IslandsSession:
                     stale.close()
             uploads = ()
         self._divided = self.steps_done + 1
+        number = self.steps_done
+        begun = self._launch(parts, uploads)
+        weights = [0.0] * len(parts)
+        for each in begun:
+            weights[each.place] = each.weight or _NOTHING
+        self.membership.count(weights)
+        self.steps_done += 1
+        result = self._combined(number, begun)
+        due = [place for place, due in enumerate(self.membership.due) if due == self.steps_done]
+        for fragment in due:
+            self._apply(fragment)
+        starting = due_fragments(self.steps_done, self.outer.every, self.outer.fragments)
+        if starting:
+            self._gather()
+        for fragment in starting:
+            self._outer_step(fragment, overlap=self.outer.overlap)
+        if due or starting:
+            self._admit(batch)
+        return result
+
+    def _launch(self, parts: Sequence[Batch | None], uploads: Sequence[UploadedBatch | None]) -> list[_IslandLoss]:
+        """Begin a step of every island that has samples; return their losses."""
         number, begun = self.steps_done, list[_IslandLoss]()
         for place, (session, part) in enumerate(zip(list(self._sessions), parts, strict=True)):
             if part is None or self._sessions[place] is not session:
@@ -241,21 +270,7 @@ class IslandsSession:
                     self.recovery.fail(error if isinstance(error, Exception) else interrupted(f"step {number}"))
                 raise
             begun.append(_IslandLoss(place, session, loss, self._weight(part)))
-        weights = [0.0] * len(parts)
-        for each in begun:
-            weights[each.place] = each.weight or _NOTHING
-        self.membership.count(weights)
-        self.steps_done += 1
-        result = self._combined(number, begun)
-        due = [place for place, due in enumerate(self.membership.due) if due == self.steps_done]
-        for fragment in due:
-            self._apply(fragment)
-        starting = due_fragments(self.steps_done, self.outer.every, self.outer.fragments)
-        for fragment in starting:
-            self._outer_step(fragment, overlap=self.outer.overlap)
-        if due or starting:
-            self._admit(batch)
-        return result
+        return begun
 
     def _weight(self, part: Batch) -> float:
         """Return the weight of a part of a batch in averages: its samples, or the user's weight of it."""
@@ -264,12 +279,15 @@ class IslandsSession:
         return float(part.size) if reduction == "sum" else normalisers(reduction, part, whole)[0]
 
     def _combined(self, number: int, parts: Sequence[_IslandLoss]) -> StepLoss:
-        """Return the loss of a step from those of its islands; without those that are lost before it is known."""
+        """Return the loss of a step from those of its islands, but for those that are lost or late before theirs."""
+        losses = {part.place: part.loss for part in parts}
 
         def values() -> StepValues:
+            self._wait_for_quorum(lambda place: [each for each in losses[place].pending if not each.done()], losses)
             found = []
             for part in parts:
-                if not part.loss.ended and self._sessions[part.place] is not part.session:
+                left = self._sessions[part.place] is not part.session
+                if not part.loss.ended and (left or (part.place in self.membership.late and not part.loss.done)):
                     continue
                 try:
                     found.append((part.loss.values(), part.weight))
@@ -314,8 +332,8 @@ class IslandsSession:
 
     @property
     def _workers_of(self) -> list[tuple[int, ...]]:
-        """The workers of the islands that take part."""
-        return [self.plans[place].devices for place in self.membership.present]
+        """The workers of the punctual islands."""
+        return [self.plans[place].devices for place in self.membership.punctual]
 
     def _begin(self, fragment: int, due: int = 0) -> bool:
         """Begin the sums of an outer step, of the islands that are there; return whether there are any."""
@@ -381,7 +399,7 @@ class IslandsSession:
             there = self._there
             with self._surviving(), self.recovery.voiding("the preparation of an outer step"):
                 installed = [session.installed for session in there]
-                self._optimizer.regroup(installed, [self._states[place] for place in self.membership.present])
+                self._optimizer.regroup(installed, [self._states[place] for place in self.membership.punctual])
                 self._joint = there
 
     @contextlib.contextmanager
@@ -402,8 +420,12 @@ class IslandsSession:
     def synchronize(self) -> None:
         """Make outer steps now, with the inner steps since the last ones; see :meth:`Trainer.synchronize`."""
         self.drain()
+        for place in self.membership.late:
+            with self._surviving():
+                self._sessions[place].wait(0)
         for fragment in self.membership.travelling:
             self._apply(fragment)
+        self._gather()
         for fragment in range(self.outer.fragments):
             self._outer_step(fragment)
         self.wait(0)
@@ -623,7 +645,7 @@ class IslandsSession:
                 recipe.model,
                 recipe.loss,
                 [session.installed for session in self._joint],
-                [self._states[place] for place in self.membership.present],
+                [self._states[place] for place in self.membership.punctual],
                 self.outer,
                 start,
                 self._settings.in_flight,
@@ -638,6 +660,7 @@ class IslandsSession:
 
     def _vacate(self, place: int, lost: Collection[int]) -> None:
         """Drop all that an island has on its workers."""
+        self._bases.pop(place, None)
         self._prefetchers[place] = self._new_prefetcher()
         add_traffic(self._past_traffic, self._sessions[place].traces.traffic)
         with contextlib.suppress(OneboxError):
@@ -652,9 +675,14 @@ class IslandsSession:
         if self._optimizer is not None:
             self._optimizer.forsake(lost)
             self._joint = []
-        if self.membership.present:
-            self.transfer.read_from(self._states[self.membership.present[0]])
-            self.whole_transfer.read_from(self._states[self.membership.present[0]])
+        self._read_punctual()
+
+    def _read_punctual(self) -> None:
+        """Read state from the first punctual island."""
+        if self.membership.punctual:
+            first = self._states[self.membership.punctual[0]]
+            self.transfer.read_from(first)
+            self.whole_transfer.read_from(first)
 
     def _admit(self, batch: Batch) -> None:
         """Let islands join whose workers are back, at an outer step.
@@ -663,7 +691,7 @@ class IslandsSession:
             batch: A batch, of which such an island gets its part in the next step.
         """
         for place in self.recovery.run(self.recovery.returning):
-            there = {*self.membership.present, place}
+            there = {*self.membership.punctual, place}
             shares = [share if each in there else 0.0 for each, share in enumerate(self._shares)]
             part = divided(batch, shares)[place]
             if part is None:
@@ -676,21 +704,31 @@ class IslandsSession:
                 self.recovery.lose(error, place)
                 continue
             self.recovery.joined(place, at_s, time.monotonic() - start_s)
+            self._read_punctual()
 
     def _join(self, place: int, part: Batch) -> None:
         """Give an island the global parameters, and of the first island that is there the state of the user's
         optimizer, and other buffers."""
-        optimizer, first = self._optimizer, self.membership.present[0]
-        assert optimizer is not None
         self._regroup()
         session, state = self._sessions[place], self._states[place]
         values = self.transfer.tensors()
         state.use_tensors(values)
-        state.use_optimizer_state(self._sessions[first].transfer.optimizer_state())
-        beside = optimizer.beside(self.membership.travelling)
+        state.use_optimizer_state(self._sessions[self.membership.punctual[0]].transfer.optimizer_state())
         session.steps_done = self.steps_done
         session.set_up(self.captures.stamped(part))
-        order = sorted({*self.membership.present, place})
+        self._include(place, values)
+
+    def _include(self, place: int, values: Mapping[str, Tensor]) -> None:
+        """Let an island make the next outer steps, too.
+
+        Args:
+            place: The island, which has a state.
+            values: The parameters and buffers, of which it gets the global ones.
+        """
+        optimizer = self._optimizer
+        assert optimizer is not None
+        beside = optimizer.beside(self.membership.travelling)
+        order = sorted({*self.membership.punctual, place})
         joint = [self._sessions[each] for each in order]
         optimizer.regroup(
             [each.installed for each in joint],
@@ -699,6 +737,60 @@ class IslandsSession:
             beside,
         )
         self._joint = joint
+
+    # ---- islands that are late
+
+    def _wait_for_quorum(
+        self, replies: Callable[[int], Sequence[Future[WorkerReply]]], places: Collection[int] | None = None
+    ) -> None:
+        """With a quorum: wait until it has come, and for the others until the grace time is over; they are late then.
+
+        Args:
+            replies: Returns the replies that an island still has to give.
+            places: The islands that are concerned; ``None`` for all.
+        """
+        if self.outer.quorum is None or not self.begun:
+            return
+        concerned = [place for place in self.membership.punctual if places is None or place in places]
+        least, start_s, end_s = min(self.outer.quorum, len(concerned)), time.monotonic(), math.inf
+        while open_ := {place: found for place in concerned if (found := replies(place))}:
+            now_s = time.monotonic()
+            if end_s == math.inf and len(concerned) - len(open_) >= least:
+                end_s = now_s + self.outer.grace_s
+            if now_s >= end_s:
+                break
+            pending = [reply for found in open_.values() for reply in found]
+            wait(pending, min(SLICE_S, end_s - now_s), FIRST_COMPLETED)
+        for place in open_:
+            self.recovery.fell_behind(place, time.monotonic() - start_s)
+            self._read_punctual()
+            self._regroup()
+            self._bases[place] = self.recovery.run(self.transfer.tensors)
+
+    def _gather(self) -> None:
+        """Before an outer step, take late islands that have made their steps, and wait for a quorum of the others."""
+        for place in self.membership.late:
+            if self._sessions[place].replies(0):
+                continue
+            start_s, at_s = time.monotonic(), time.time()
+            try:
+                with self.recovery.voiding("the return of a late island"):
+                    self._catch_up(place)
+            except RECOVERABLE as error:
+                self.recovery.lose(error)
+                continue
+            self.recovery.caught_up(place, at_s, time.monotonic() - start_s)
+            self._read_punctual()
+        self._wait_for_quorum(lambda place: self._sessions[place].replies(0))
+
+    def _catch_up(self, place: int) -> None:
+        """Let a late island go on from the global parameters, plus what it has learned since it was late."""
+        self._regroup()
+        values, base, state = self.transfer.tensors(), self._bases.pop(place), self._states[place]
+        trained = self._sessions[place].installed.trained
+        own = {name: tensor for name, tensor in self._sessions[place].transfer.tensors().items() if name in trained}
+        state.write({name: tensor + (values[name] - base[name]) for name, tensor in own.items()})
+        self._include(place, values)
 
     def _require(self) -> None:
         if self.error is not None:

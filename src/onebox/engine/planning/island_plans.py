@@ -41,6 +41,11 @@ class IslandsRequest:
             UsageError: The reason.
         """
         check_shares(self.outer.shares, self.islands)
+        if self.outer.quorum is not None and self.outer.quorum > len(self.islands):
+            raise UsageError(
+                f"Outer(quorum={self.outer.quorum}): there are {len(self.islands)} islands; allowed are 1 to "
+                f"{len(self.islands)}, and None for all of them"
+            )
         for place, (devices, request) in enumerate(zip(self.islands, self.requests, strict=True)):
             request.check(pool)
             plan = request.plan

@@ -498,7 +498,7 @@ def _fault_of(islands: IslandsEntry) -> str:
         return f"samples {islands.samples} for {fragments} fragments and {count} islands"
     if len(islands.due) != fragments or min(islands.due, default=0) < 0:
         return f"outer steps due after steps {islands.due} for {fragments} fragments"
-    if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
+    if min(weights, default=0.0) < 0:
         return f"shares {islands.shares} and samples {islands.samples}"
     return ""
 

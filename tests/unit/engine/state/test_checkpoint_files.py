@@ -407,7 +407,7 @@ ISLANDS = IslandsEntry(
         ({"samples": ((6.0, 3.0),)}, "for 2 fragments and 2 islands"),
         ({"samples": ((6.0, 3.0), (0.0,))}, "for 2 fragments and 2 islands"),
         ({"samples": ((6.0, -3.0), (0.0, 0.0))}, "samples"),
-        ({"shares": (1e400, 1.0)}, "shares"),
+        ({"shares": (-1.0, 1.0)}, "shares"),
         ({"due": (0,)}, r"outer steps due after steps \(0,\) for 2 fragments"),
         ({"due": (0, -1)}, "outer steps due"),
     ],
