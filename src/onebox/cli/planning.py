@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 from torch import Tensor, nn
 
-from onebox.cli.options.jobs import DATA_PARALLEL, JobConfig, StalenessConfig, TrainConfig
+from onebox.cli.options.jobs import DATA_PARALLEL, JobConfig, PlanConfig, StalenessConfig, TrainConfig
 from onebox.cli.options.run_config import read_config
 from onebox.cli.output_files import write_output
 from onebox.cli.run_setup import make_loss, make_model, make_optimizer
+from onebox.engine import Trainer
 from onebox.engine.islands.division import Islands
 from onebox.engine.memory.forecast import TrainingJob
 from onebox.engine.planning.make_plan import make_plan, pool_links, with_coding_speeds
@@ -24,7 +26,7 @@ from onebox.engine.workload.batch import as_batch
 from onebox.engine.workload.delay_compensation import delays_of, extra_copies
 from onebox.engine.workload.parameter_groups import Optimizers
 from onebox.errors import UsageError
-from onebox.feed import Data
+from onebox.feed import Data, Feed
 from onebox.graph import Loss
 from onebox.plan import (
     ACTIVATION_POLICIES,
@@ -47,6 +49,9 @@ from onebox.report import RunFolder
 from onebox.sizes import enough_text
 from onebox.trainer_options import Outer
 from onebox.wire.protocol.instructions import GroupDelays
+
+_TESTED, _TESTED_BATCHES = 256, 8
+"""Samples of a batch of held-out data, and most such batches, that the loss of a probe is for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +162,72 @@ def search_plan(
         islands=planned.islands,
         modes=planned.modes,
     )
+
+
+def probe_modes(
+    config: PlanConfig, data: Data, pool: Pool, found: PlanForecast, say: Callable[[str], None] = lambda text: None
+) -> PlanForecast:
+    """Train for a few steps in each way that was planned, and return the forecast with the losses on held-out data.
+
+    All train from the same weights over the same batches, so that they have seen the same samples.
+
+    Args:
+        config: The options, resolved, with the number of steps.
+        data: The data set.
+        pool: The devices.
+        found: The forecast.
+        say: Function that prints a message about slow work.
+
+    Raises:
+        UsageError: A device is emulated without computing.
+        OneboxError: A worker failed.
+    """
+    idle = [device.number for device in pool.devices if device.kind == "sim"]
+    if idle:
+        raise UsageError(
+            f"--probe {config.probe}: device {idle[0]} is a sim device, which computes nothing; leave it out"
+        )
+    modes = []
+    for mode in found.modes:
+        if mode.plans:
+            say(f"probe: {config.probe} steps, {mode.name}")
+            modes.append(replace(mode, loss=_probed_loss(config, data, pool, mode, found.islands)))
+        else:
+            modes.append(mode)
+    return replace(found, modes=tuple(modes))
+
+
+def _probed_loss(
+    config: PlanConfig, data: Data, pool: Pool, mode: TrainingMode, islands: IslandsPlanning | None
+) -> float:
+    """Return the loss on held-out data after the steps of a probe."""
+    model, steps = make_model(config, data), config.probe or 0
+    joined = mode.name == "islands" and islands is not None
+    with Trainer(
+        model,
+        make_loss(config),
+        make_optimizer(config, model),
+        pool=pool,
+        plan=list(mode.plans) if joined else mode.plans[0],
+        precision=config.precision,
+        seed=config.seed,
+        lossy=config.lossy_parts,
+        loss_reduction="mean" if config.loss is None else None,  # None: checked before the first step
+        recovery=None,
+        islands=islands.islands if joined and islands is not None else None,
+        outer=islands.outer if joined and islands is not None else None,
+    ) as trainer:
+        batches = Feed(data.train, batch_size=config.batch, seed=config.seed, upload=trainer.upload)
+        for epoch in itertools.count():
+            with batches.epoch(epoch) as each:
+                for uploaded in itertools.islice(each, steps - trainer.steps_done):
+                    trainer.step(uploaded)
+            if trainer.steps_done >= steps:
+                break
+        if joined:
+            trainer.synchronize()
+        with Feed(data.test, batch_size=_TESTED, shuffle=False).epoch(0) as each:
+            return trainer.evaluate(itertools.islice(each, _TESTED_BATCHES)).loss
 
 
 def predict_plan(

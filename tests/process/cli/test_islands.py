@@ -49,7 +49,7 @@ def test_predicted_and_measured_stand_beside_each_other(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_plan_shows_exact_compressed_and_island_training(tmp_path: Path) -> None:
     options = ("--micro-batches", "32", "--schedules", "1f1b", "--budget", "1", "--lossy", "gradients,activations")
-    done = command(["plan", *ISLANDS, *options, "--report", "report.json"], tmp_path)
+    done = command(["plan", *ISLANDS, *options, "--probe", "30", "--report", "report.json"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert "exact, compressed and island training, all predicted" in done.stdout
     assert "the islands: onebox train --islands 0,1/2 --outer-every 7 --model mlp --pool" in done.stdout
@@ -62,6 +62,10 @@ def test_a_plan_shows_exact_compressed_and_island_training(tmp_path: Path) -> No
     assert (there["from"], there["to"], back["from"], back["to"]) == ([0, 1], [2], [2], [0, 1])
     assert there["bytes"] == back["bytes"] > 0
     assert islands["accuracy"].startswith("loss +0.7 % (2 islands")
+    assert compressed["probed_loss"] is None
+    assert 0 < exact["probed_loss"] < 2.3 and 0 < islands["probed_loss"] < 2.3, "ten classes: log(10) before training"
+    assert exact["probed_loss"] != islands["probed_loss"]
+    assert "loss of" in done.stdout and "the probe" in done.stdout
     assert report["islands"]["devices"] == [[0, 1], [2]] and len(report["islands"]["plans"]) == 2
 
 

@@ -14,7 +14,7 @@ from onebox.cli.memory_report import MemoryReport, make_memory_report, memory_da
 from onebox.cli.options.common import PoolOptions
 from onebox.cli.options.jobs import IslandsConfig, JobConfig, PlanConfig, StalenessConfig
 from onebox.cli.output_files import check_target, give_json
-from onebox.cli.planning import PlanForecast, predict_plan, search_plan, write_plan
+from onebox.cli.planning import PlanForecast, predict_plan, probe_modes, search_plan, write_plan
 from onebox.cli.run_setup import load_data
 from onebox.cli.user_code import import_functions
 from onebox.cost import link_age_line
@@ -68,6 +68,8 @@ def show_plan(config: PlanConfig) -> None:
                 islands=config.island_devices,
                 outer=config.outer,
             )
+            if config.probe is not None:
+                found = probe_modes(config.resolved(), data, pool, found, console.write_line)
         print_plan(found, pool, console)
         seen = make_memory_report(config.resolved(), found, data, pool) if config.show_memory else None
         if seen is not None:
@@ -171,6 +173,7 @@ def mode_data(mode: TrainingMode) -> dict[str, Any]:
         ],
         "peak_bytes": {str(device): peak for device, peak in sorted(mode.peak_bytes.items())},
         "accuracy": mode.accuracy,
+        "probed_loss": mode.loss,
     }
 
 

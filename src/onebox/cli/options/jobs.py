@@ -63,6 +63,9 @@ _WEIGHT_DECAYS: dict[str, float] = {"adamw": 1e-2, "adam": 0.0, "sgd": 0.0, "muo
 
 _SGD_MOMENTUM = 0.9
 
+_MOST_PROBED = 1000
+"""Most steps of a probe: it is to cost little beside the run that it is for."""
+
 _SEVERAL = ("tar", "parquet")  # data sets of several paths, separated by commas
 _COMMA = re.compile(r",(?![^{]*\})")  # not within the braces of a pattern
 
@@ -458,6 +461,8 @@ class PlanConfig(IslandsConfig):
             if it and CPU devices need more cores than there are, they slow each other down.
         budget: Approximate time limit of the search in seconds, after measuring.
         fresh: Measure again, even if there are earlier measurements.
+        probe: With --islands or --lossy, train for so many steps, 1000 at most, in each of these ways and in exact
+            steps, from the same weights over the same batches, and show the loss on data to test on.
         check: Predict the plan in this file, such as one that was edited, in place of a search.
         out: Write the plan into this file.
         figure: Draw the expected step into this file, a .png, .svg or .pdf.
@@ -492,6 +497,7 @@ class PlanConfig(IslandsConfig):
     preparing: float = 0.0
     budget: float = 5.0
     fresh: Flag = False
+    probe: Int = None
     check: File = None
     out: File = None
     figure: File = None
@@ -503,10 +509,17 @@ class PlanConfig(IslandsConfig):
         super().__post_init__()
         positive(budget=self.budget)
         _ = self.schedule_names
+        if self.probe is not None and not 1 <= self.probe <= _MOST_PROBED:
+            raise UsageError(f"--probe {self.probe}: allowed are 1 to {_MOST_PROBED} steps")
+        if self.probe is not None and self.islands is None and not self.lossy_parts:
+            raise UsageError(
+                f"--probe {self.probe} compares ways to train that change the result; it needs --islands or --lossy"
+            )
         if not 0 <= self.preparing < math.inf:
             raise UsageError(f"--preparing {self.preparing}: allowed are cores, 0 or more")
         given = {
             f"--islands {self.islands}": self.islands is not None,
+            f"--probe {self.probe}": self.probe is not None,
             f"--micro-batches {self.micro_batches}": self.micro_batch_sizes is not None,
             f"--schedules {self.schedules}": self.schedule_names is not None,
             f"--policies {self.policies}": self.policy_names != ACTIVATION_POLICIES,

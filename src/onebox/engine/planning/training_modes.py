@@ -172,6 +172,7 @@ def training_modes(
             TrainingMode(
                 name="islands",
                 text="; ".join(own.describe() for own in islands.plans),
+                plans=islands.plans,
                 batch=islands.predicted.batch,
                 step_s=islands.predicted.step_s,
                 groups=groups,
@@ -199,6 +200,7 @@ def _mode(name: str, problem: Problem, plan: Plan, groups: DeviceGroups) -> Trai
     return TrainingMode(
         name=name,  # type: ignore[arg-type]
         text=plan.describe(),
+        plans=(plan,),
         batch=plan.predicted.batch,
         step_s=plan.predicted.step_s,
         groups=groups,

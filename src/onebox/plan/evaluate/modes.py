@@ -9,6 +9,7 @@ from typing import Literal
 
 from onebox.cost import DeviceGroups
 from onebox.plan.evaluate.traffic import Traffic
+from onebox.plan.model.plan import Plan
 from onebox.plan_names import LossyPart
 
 _PUBLISHED_EVERY = 30
@@ -29,22 +30,26 @@ class TrainingMode:
     Args:
         name: ``synchronous`` for exact steps, ``compressed`` for lossy messages, or ``islands``.
         text: Description of its plan, or of its plans.
-        batch: Samples of a step; 0 if there is no such plan, for the reason in ``text``.
+        plans: The plan, or that of each island; empty if there is none, for the reason in ``text``.
+        batch: Samples of a step; 0 without a plan.
         step_s: Seconds of a step.
         groups: Groups of near devices, or islands.
         traffic: Bytes of a step from group to group, by their places.
         peak_bytes: Memory of each device, by its number.
         accuracy: Published price in accuracy; empty for exact steps.
+        loss: Loss on held-out data after a probe; ``None`` without one.
     """
 
     name: Literal["synchronous", "compressed", "islands"]
     text: str
+    plans: tuple[Plan, ...] = ()
     batch: int = 0
     step_s: float = 0.0
     groups: DeviceGroups
     traffic: Traffic
     peak_bytes: Mapping[int, int]
     accuracy: str = ""
+    loss: float | None = None
 
     @property
     def sample_s(self) -> float | None:

@@ -135,6 +135,9 @@ def mode_table(modes: Sequence[TrainingMode]) -> Table:
         "memory of\na device",
     ):
         table.add_column(heading, justify="right", no_wrap=True)
+    probed = [mode.loss for mode in modes if mode.loss is not None]
+    if probed:
+        table.add_column("loss of\nthe probe", justify="right", no_wrap=True)
     table.add_column("published price in accuracy", max_width=40)
     best_s = min(mode.step_s for mode in modes if mode.batch)
     for mode in modes:
@@ -145,9 +148,16 @@ def mode_table(modes: Sequence[TrainingMode]) -> Table:
         both = [mode.traffic.get(pair, 0.0) + mode.traffic.get(pair[::-1], 0.0) for pair in pairs]
         ratio = f"× {mode.step_s / best_s:.2f}" if mode.step_s > best_s else ""
         cells += [time_text(mode.step_s), time_text(mode.sample_s), ratio, *map(_bytes, both)]
-        cells += [_bytes(max(mode.peak_bytes.values())), mode.accuracy]
+        cells += [_bytes(max(mode.peak_bytes.values()))]
+        if probed:
+            cells += ["-" if mode.loss is None else _probed_text(mode.loss, probed[0])]
+        cells += [mode.accuracy]
         table.add_row(*map(Text, cells))
     return table
+
+
+def _probed_text(loss: float, exact: float) -> str:
+    return f"{loss:.4g}" if loss == exact or not exact else f"{loss:.4g} ({loss / exact - 1:+.1%})"
 
 
 def _link_text(groups: DeviceGroups, pair: tuple[int, int]) -> str:

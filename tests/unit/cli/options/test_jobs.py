@@ -157,6 +157,9 @@ def test_options_are_frozen() -> None:
         ({"islands": "0/1", "staleness": 1}, "--islands and --staleness 1: these do not go together"),
         ({"islands": "0/1", "check": Path("plan.json")}, "--check plan.json and --islands 0/1"),
         ({"lossy": "gradient"}, "--lossy gradient: allowed are gradients, activations"),
+        ({"probe": 10}, "--probe 10 compares ways to train that change the result; it needs --islands or --lossy"),
+        ({"islands": "0/1", "probe": 1001}, "--probe 1001: allowed are 1 to 1000 steps"),
+        ({"islands": "0/1", "probe": 0}, "--probe 0: allowed are 1 to 1000 steps"),
     ],
 )
 def test_plans_of_islands_refuse_what_training_refuses(options: dict[str, Any], flag: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 
 import pytest
@@ -117,32 +118,32 @@ def test_the_candidates_say_how_much_slower_and_why_not() -> None:
 
 def test_ways_to_train_stand_beside_each_other() -> None:
     groups = ((0, 1), (2,))
-    rows = shown(
-        mode_table(
-            [
-                TrainingMode(
-                    name="synchronous",
-                    text="2 replicas",
-                    batch=64,
-                    step_s=0.5,
-                    groups=groups,
-                    traffic={(0, 1): 3 * 2**20, (1, 0): 2**20},
-                    peak_bytes={0: 2**20, 2: 3 * 2**20},
-                ),
-                TrainingMode(name="compressed", text="no codec", groups=groups, traffic={}, peak_bytes={}),
-                TrainingMode(
-                    name="islands",
-                    text="one each",
-                    batch=64,
-                    step_s=0.2,
-                    groups=groups,
-                    traffic={(0, 1): 2**18, (1, 0): 2**18},
-                    peak_bytes={0: 2**20},
-                    accuracy="loss +0.7 %",
-                ),
-            ]
-        )
-    )
+    modes = [
+        TrainingMode(
+            name="synchronous",
+            text="2 replicas",
+            batch=64,
+            step_s=0.5,
+            groups=groups,
+            traffic={(0, 1): 3 * 2**20, (1, 0): 2**20},
+            peak_bytes={0: 2**20, 2: 3 * 2**20},
+        ),
+        TrainingMode(name="compressed", text="no codec", groups=groups, traffic={}, peak_bytes={}),
+        TrainingMode(
+            name="islands",
+            text="one each",
+            batch=64,
+            step_s=0.2,
+            groups=groups,
+            traffic={(0, 1): 2**18, (1, 0): 2**18},
+            peak_bytes={0: 2**20},
+            accuracy="loss +0.7 %",
+        ),
+    ]
+    rows = shown(mode_table(modes))
+    losses = (2.0, None, 2.1)
+    probed = shown(mode_table([dataclasses.replace(mode, loss=loss) for mode, loss in zip(modes, losses, strict=True)]))
+    assert [[row[-2], row[-1]] for row in probed] == [["2", ""], ["", ""], ["2.1 (+5.0%)", "loss +0.7 %"]]
     assert rows == [
         ["synchronous", "2 replicas", "500 ms", "7.81 ms", "× 2.50", "4 MiB", "3 MiB", ""],
         ["compressed", "no codec", "", "", "", "", "", ""],
