@@ -100,7 +100,8 @@ class CommandQueue:
         self.dead: deque[int] = deque()
         self.ended: deque[int] = deque()  # generators whose objects were collected
         self.unwaited: deque[Callable[[], None]] = deque()  # writes of collectives whose works were collected
-        self._writing = 0  # the thread that runs them
+        self._writes = threading.RLock()  # taken before all other locks, and held while they are run
+        self._writing = False
         self.channel = RequestChannel(pool, worker)
         self.lock = self.channel.lock
         self.records = 0
@@ -239,16 +240,25 @@ class CommandQueue:
         Called before each use of a tensor of the device, by the thread that uses it: a finalizer, which may run where a
         lock is held or a call is half recorded, only enqueues the write.
         """
-        own = threading.get_ident()
-        if self._writing == own:  # the use is part of such a write
-            return
-        self._writing = own
-        try:
-            while self.unwaited:
-                with contextlib.suppress(OneboxError, IndexError):  # the next read raises the error; of another thread
-                    self.unwaited.popleft()()
-        finally:
-            self._writing = 0
+        with self._writes:  # another thread's use waits for a write that is under way
+            if self._writing:  # the use is part of such a write
+                return
+            self._writing = True
+            try:
+                while self.unwaited:
+                    try:
+                        self.unwaited[0]()
+                    except OneboxError:  # the next read raises it
+                        pass
+                    finally:
+                        self.unwaited.popleft()  # only now: whoever finds none need not wait
+            finally:
+                self._writing = False
+
+    def after_fork(self) -> None:
+        """Replace the locks in a forked process; another thread of its parent may have held them."""
+        self.lock = self.channel.lock = threading.RLock()
+        self._writes, self._writing = threading.RLock(), False
 
     # ---- sending
 

@@ -94,7 +94,7 @@ def _after_fork() -> None:
     for each in _open_contexts.values():
         each.transfers = threading.RLock()
         for queue in each.queues:
-            queue.lock = queue.channel.lock = threading.RLock()
+            queue.after_fork()
 
 
 os.register_at_fork(after_in_child=_after_fork)
