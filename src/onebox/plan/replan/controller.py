@@ -253,12 +253,13 @@ class ReplanController:
         now, moved_bytes = layout_of(self._problem, self._plan), sum(found.moved.values())
         names = [segment.name for segment in self._problem.segments]
         told = describe_change(self._plan, plan, names, self._problem.batch)
-        seen = self._changes.values() or self._rates.differing()
+        seen = {change.what: change for change in self._rates.slow_links()} | self._changes
+        reasons = list(seen.values()) if self._changes else self._rates.differing()
         decision = ReplanDecision(
             kind=replan_kind_of(now, found.layout),
             step=self._step,
             plan=plan,
-            why=", ".join(change.text for change in seen) or "times of segments were learned",
+            why=", ".join(change.text for change in reasons) or "times of segments were learned",
             what=f"{told} {describe_cost(moved_bytes, found.cost_s)}",
             before_s=before_s,
             after_s=after_s,

@@ -111,7 +111,7 @@ class RateEstimator:
             parts = (carried.least_s / each_s, carried.most_s / each_s) if planned else (0.0, math.inf)
             if planned and carried.seconds and drift.see(_bounded(carried.seconds / planned), seen.step, parts):
                 changes.append(RateChange(_link(link), link, drift.factor, _since(drift), drift.factor / before))
-        return changes + self._networks.see(seen.carried, seen.step, seen.step_s) + self._hope(seen)
+        return changes + self._networks.see(seen) + self._hope(seen)
 
     def probe(self) -> LinkProbe | None:
         """Return the probe of a slow link between hosts that is due; ``None`` for none."""
@@ -142,7 +142,11 @@ class RateEstimator:
         devices = ((f"device {number}", (number,), drift) for number, drift in self._found.devices.items())
         links = ((_link(link), link, drift) for link, drift in self._found.links.items())
         found = (RateChange(what, of, one.factor, _since(one), one.factor) for what, of, one in (*devices, *links))
-        return [change for change in found if change.plain] + self._networks.differing()
+        return [change for change in found if change.plain] + self.slow_links()
+
+    def slow_links(self) -> list[RateChange]:
+        """Return the links between hosts that are slower than planned."""
+        return self._networks.slow()
 
     def problem(self) -> Problem:
         """Return the problem with the present estimates."""

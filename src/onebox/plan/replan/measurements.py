@@ -88,6 +88,7 @@ class StepMeasurement:
         links: Traffic by numbers of source and target device; links without traffic are missing.
         update_s: Seconds of the optimizer's step on each device that timed it.
         carried: Traffic of connections between hosts, by numbers of source and target device.
+        steps: Number of steps; ``step_s`` and ``update_s`` are means of them.
     """
 
     step: int
@@ -96,6 +97,7 @@ class StepMeasurement:
     links: Mapping[tuple[int, int], LinkTime] = field(default_factory=dict)
     update_s: Mapping[int, float] = field(default_factory=dict)
     carried: Mapping[tuple[int, int], CarriedBytes] = field(default_factory=dict)
+    steps: int = 1
 
     def __post_init__(self) -> None:
         for what, seconds in self._seconds():
@@ -141,6 +143,7 @@ def together(steps: Sequence[StepMeasurement]) -> StepMeasurement:
             link: CarriedBytes(sum(one.size_bytes for one in every), math.fsum(one.seconds for one in every))
             for link, every in _each(seen.carried for seen in steps).items()
         },
+        steps=sum(seen.steps for seen in steps),
     )
 
 

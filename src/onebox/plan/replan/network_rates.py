@@ -7,16 +7,24 @@ that go to another host.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection
 from typing import NamedTuple
 
 from onebox.plan.model.problem import Problem
 from onebox.plan.replan.change_detection import AGAIN, DriftDetector, RateChange
-from onebox.plan.replan.measurements import CarriedBytes
+from onebox.plan.replan.measurements import StepMeasurement
 from onebox.sizes import bit_rate_text
 
 TICK_S = 5e-3
 """Seconds within which busy times count as planned: the kernel counts them in ticks of up to 4 ms."""
+
+_LITTLE = 0.1
+"""Part of the shortest step within which they do, too: processors that are short make quick links seem slow."""
+
+_MOVED = 1.5
+"""Factor by which an estimate that follows the first samples after a change differs from the reported one if that is
+another change."""
 
 _LEAST_BYTES = 16 << 10
 """Fewest bytes of a step that tell a rate."""
@@ -75,6 +83,8 @@ class NetworkRates:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._drifts: dict[_Hosts, DriftDetector] = {}
+        self._reported: dict[_Hosts, float] = {}
+        self._least_s = math.inf
         self._used: set[frozenset[str]] = set()
         self._idle_s: dict[frozenset[str], float] = {}
         self._pause_s: dict[frozenset[str], float] = {}
@@ -90,16 +100,12 @@ class NetworkRates:
         drift = self._drifts.get(hosts) or self._drifts.get(hosts[::-1])
         return 1.0 if drift is None else drift.factor
 
-    def see(self, carried: Mapping[tuple[int, int], CarriedBytes], step: int, lasted_s: float) -> list[RateChange]:
-        """Process what connections carried in a step; return the changes.
-
-        Args:
-            carried: The bytes and seconds of each connection.
-            step: The step.
-            lasted_s: Its seconds.
-        """
+    def see(self, seen: StepMeasurement) -> list[RateChange]:
+        """Process what connections carried in a step; return the changes."""
+        self._least_s = min(self._least_s, seen.step_s)
+        little_s = max(TICK_S, _LITTLE * self._least_s * seen.steps)
         sums: dict[_Hosts, tuple[float, float, float]] = {}
-        for (source, target), found in carried.items():
+        for (source, target), found in seen.carried.items():
             hosts = self._hosts(source, target)
             if hosts[0] != hosts[1]:
                 size, seconds, planned_s = sums.get(hosts, (0.0, 0.0, 0.0))
@@ -108,21 +114,24 @@ class NetworkRates:
         changes, self._used = [], set()
         for hosts, (size, seconds, planned_s) in sums.items():
             believed = self._drifts[hosts].factor if hosts in self._drifts else 1.0
-            if size < _LEAST_BYTES or planned_s <= 0 or max(seconds, planned_s * believed) < TICK_S:
+            if size < _LEAST_BYTES or planned_s <= 0 or max(seconds, planned_s * believed) < little_s:
                 continue
             self._used.add(frozenset(hosts))
             drift = self._drifts.setdefault(hosts, DriftDetector())
-            factor, before = _factor(size, seconds, planned_s), drift.factor
-            if drift.see(factor, step, (factor, factor)):
-                changes.append(self._change(hosts, before, step))
+            factor, reported = _factor(size, seconds, planned_s, little_s), self._reported.get(hosts, 1.0)
+            changed = drift.see(factor, seen.step, (factor, factor))
+            if changed or not 1 / _MOVED < drift.factor / reported < _MOVED:
+                changes.append(self._change(hosts, reported, seen.step))
+                self._reported[hosts] = drift.factor
+        lasted_s = seen.step_s * seen.steps
         for pair in {frozenset(hosts) for hosts in self._drifts}:
             self._idle_s[pair] = 0.0 if pair in self._used else self._idle_s.get(pair, 0.0) + lasted_s
         return changes
 
-    def differing(self) -> list[RateChange]:
-        """Return the estimates that differ from the plan."""
+    def slow(self) -> list[RateChange]:
+        """Return the estimates of links that are slower than planned."""
         found = (self._change(hosts, 1.0, -1) for hosts in self._drifts)
-        return [change for change in found if change.plain]
+        return [change for change in found if change.by > _MOVED]
 
     def probe(self, used: Collection[int]) -> LinkProbe | None:
         """Return the probe of a slow link that is due, because no step has used it for a while; ``None`` for none.
@@ -148,13 +157,14 @@ class NetworkRates:
         if not size_bytes:
             return []
         planned_s = size_bytes / self._problem.links.bandwidth_bps[source][target]
-        factor = _factor(size_bytes, seconds, planned_s)
+        factor = _factor(size_bytes, seconds, planned_s, TICK_S)
         changes = []
         for way in (hosts, hosts[::-1]):
             drift = self._drifts.get(way)
             if drift is not None and not 1 / _PROBE_CHANGE < factor / drift.factor < _PROBE_CHANGE:
                 before = drift.factor
                 drift.believe(factor, step)
+                self._reported[way] = factor
                 changes.append(self._change(way, before, step))
         return changes
 
@@ -178,7 +188,7 @@ class NetworkRates:
         return tuple(device.number for device in self._problem.devices if device.host == host)
 
 
-def _factor(size_bytes: float, seconds: float, planned_s: float) -> float:
-    """Return the factor by which bytes took longer than planned."""
+def _factor(size_bytes: float, seconds: float, planned_s: float, little_s: float) -> float:
+    """Return the factor by which bytes took longer than planned; within some seconds they took as long."""
     took_s = max(seconds, min(planned_s, size_bytes / _SURE_BPS))
-    return 1.0 if abs(took_s - planned_s) < TICK_S else took_s / planned_s
+    return 1.0 if abs(took_s - planned_s) < little_s else took_s / planned_s

@@ -44,6 +44,7 @@ def test_means_are_those_of_all_actions_and_messages_and_extremes_those_of_any()
         (1, 0): LinkTime(8, 0.1, 1, 0.0, math.inf),
     }
     assert found.update_s == {0: pytest.approx(0.2), 1: 0.7}
+    assert found.steps == 2
     assert found.carried == {(0, 1): CarriedBytes(150, 0.75), (1, 0): CarriedBytes(1, 0.0)}
 
 

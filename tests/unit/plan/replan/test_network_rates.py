@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from onebox.plan import CarriedBytes, DeviceSpec, Plan, Problem, ReplanController, SegmentValue, Stage
+from onebox.plan import CarriedBytes, DeviceSpec, Plan, Problem, ReplanController, SegmentValue, Stage, StepMeasurement
 from onebox.plan.replan.network_rates import TICK_S, LinkProbe, NetworkRates, ProbeResult
 from tests.unit.plan.problems import links, segment
 from tests.unit.plan.replan.simulated_cluster import State, measured, truth
@@ -19,7 +19,7 @@ SLOW = 100.0
 PROBE_S = 0.2
 
 
-def lab(hosts: str, *, segments: int = 6) -> Problem:
+def lab(hosts: str, *, segments: int = 6, value_bytes: int = 4_000) -> Problem:
     """Return a problem with a device on each of some hosts, by their letters, and links of 1 Gbit/s."""
     count = len(hosts)
     return Problem(
@@ -29,7 +29,7 @@ def lab(hosts: str, *, segments: int = 6) -> Problem:
         batch=BATCH,
         micro_batches=(MICRO_BATCH,),
         values=tuple(
-            SegmentValue(source=n, consumers=(n + 1,), forward_bytes=4_000, backward_bytes=4_000)
+            SegmentValue(source=n, consumers=(n + 1,), forward_bytes=value_bytes, backward_bytes=value_bytes)
             for n in range(segments - 1)
         ),
         call_s=1e-5,
@@ -58,8 +58,7 @@ def followed(
     """Run steps under a controller in a simulated lab; return it, and the step, line and plan of each decision."""
     controller, made = ReplanController(problem, plan, problem.batch), []
     for step in range(steps):
-        seen = replace(measured(problem, state(step), controller.plan), step=step)
-        decision = controller.see(seen)
+        decision = controller.see(replace(measured(problem, state(step), controller.plan), step=step))
         if decision is not None:
             made.append((step, decision.line, decision.plan))
             controller.applied(decision, 0.1)
@@ -68,6 +67,12 @@ def followed(
             rate_bps = truth(problem, state(step)).links.bandwidth_bps[probe.source][probe.target]
             controller.probed(ProbeResult(probe, round(PROBE_S * rate_bps), PROBE_S))
     return controller, made
+
+
+def seen(step: int, pair: tuple[int, int] = (0, 0), size_bytes: int = 0, seconds: float = 0.0) -> StepMeasurement:
+    """Return a step of a second in which two devices' connection carried some bytes."""
+    carried = {pair: CarriedBytes(size_bytes, seconds)} if size_bytes else {}
+    return StepMeasurement(step=step, step_s=1.0, actions={}, carried=carried)
 
 
 def dropping(pair: tuple[int, int], begin: int, end: int) -> Callable[[int], State]:
@@ -126,10 +131,7 @@ def test_another_link_that_drops_while_a_decision_is_evaluated_is_not_left_for_l
 
 
 def test_a_pipeline_over_a_link_that_drops_goes_on_without_it_and_comes_back() -> None:
-    problem = lab("ab")
-    problem = replace(
-        problem, values=tuple(replace(each, forward_bytes=100_000, backward_bytes=100_000) for each in problem.values)
-    )
+    problem = lab("ab", value_bytes=100_000)
     plan = staged(problem, (0,), (1,))
     controller, made = followed(problem, plan, 90, dropping((0, 1), 20, 40))
     assert len(made[0][2].devices) == 1
@@ -138,7 +140,7 @@ def test_a_pipeline_over_a_link_that_drops_goes_on_without_it_and_comes_back() -
 
 
 def test_a_replica_of_a_stage_is_left_out_in_a_hybrid_plan() -> None:
-    problem = lab("abc")
+    problem = lab("abc", value_bytes=16_000)
     plan = staged(problem, (0,), (1, 2))
     slow = State(links={(0, 2): SLOW, (1, 2): SLOW})
     _, made = followed(problem, plan, 50, lambda step: slow if step >= 20 else State())
@@ -161,16 +163,34 @@ def test_a_slowdown_that_cannot_be_mended_is_said_once() -> None:
 def test_what_is_measured_between_two_devices_holds_for_all_of_their_hosts_and_for_the_way_back() -> None:
     rates = NetworkRates(lab("aabb"))
     for step in range(3):
-        rates.see({(0, 2): CarriedBytes(1_250_000, 1.0)}, step, 1.0)
+        rates.see(seen(step, (0, 2), 1_250_000, 1.0))
     assert [rates.factor(a, b) for a, b in ((0, 2), (1, 3), (2, 1))] == pytest.approx([SLOW] * 3)
     assert rates.factor(0, 1) == 1.0
-    assert [change.text for change in rates.differing()] == [
+    assert [change.text for change in rates.slow()] == [
         "link a–b carries 10 Mbit/s since step 0, 100.0 × less than planned"
     ]
     for step in range(3, 6):
-        rates.see({(3, 1): CarriedBytes(1_250_000, 0.1)}, step, 1.0)
+        rates.see(seen(step, (3, 1), 2_500_000, 0.2))
     assert rates.factor(2, 0) == pytest.approx(10.0)  # the way back is known now
     assert rates.factor(0, 2) == pytest.approx(SLOW)
+
+
+def test_an_estimate_that_the_first_samples_correct_is_another_change() -> None:
+    rates, told = NetworkRates(lab("ab")), []
+    for step, seconds in enumerate([0.2, 0.2, 1.0, 1.0, 1.0, 1.0]):  # at first a bucket of tokens lets bytes pass
+        told += rates.see(seen(step, (0, 1), 1_250_000, seconds))
+    assert [change.factor for change in told[:1]] == pytest.approx([20.0])
+    assert rates.factor(0, 1) == pytest.approx(SLOW)
+    assert told[-1].factor == pytest.approx(SLOW)
+
+
+def test_few_bytes_over_a_slow_link_do_not_make_it_quick() -> None:
+    rates = NetworkRates(lab("ab"))
+    for step in range(3):
+        rates.see(seen(step, (0, 1), 1_250_000, 1.0))
+    for step in range(3, 20):
+        rates.see(seen(step, (0, 1), 20_000, 0.016))
+    assert rates.factor(0, 1) == pytest.approx(SLOW)
 
 
 @pytest.mark.parametrize(
@@ -178,6 +198,7 @@ def test_what_is_measured_between_two_devices_holds_for_all_of_their_hosts_and_f
     [
         (1000, 3.0),  # a few bytes may have waited behind others
         (100_000, 0.9 * TICK_S),  # the kernel's clock is no finer
+        (100_000, 0.09),  # hardly a part of the step
         (125_000_000, 0.3),  # quicker than the network may be known to be
         (125_000_000, 1.0),
     ],
@@ -185,24 +206,24 @@ def test_what_is_measured_between_two_devices_holds_for_all_of_their_hosts_and_f
 def test_some_measurements_tell_nothing_new(size_bytes: int, seconds: float) -> None:
     rates = NetworkRates(lab("ab"))
     for step in range(40):
-        assert not rates.see({(0, 1): CarriedBytes(size_bytes, seconds)}, step, 1.0)
+        assert not rates.see(seen(step, (0, 1), size_bytes, seconds))
     assert rates.factor(0, 1) == 1.0
 
 
 def test_a_slow_link_that_nobody_uses_is_probed_by_idle_devices_and_the_longer_that_takes_the_less_often() -> None:
     rates = NetworkRates(lab("aabb"))
     for step in range(3):
-        rates.see({(0, 2): CarriedBytes(1_250_000, 1.0)}, step, 1.0)
+        rates.see(seen(step, (0, 2), 1_250_000, 1.0))
     assert rates.probe((0, 2)) is None  # it is in use
     waited = 0
     while (probe := rates.probe((0, 1, 2))) is None:
-        rates.see({}, 3 + waited, 1.0)
+        rates.see(seen(3 + waited))
         waited += 1
     assert waited == 3
     assert probe == LinkProbe(0, 3, pytest.approx(PLANNED_BPS / SLOW))
     assert not rates.probed(ProbeResult(probe, 0, 0.0), 6), "it failed"
     assert not rates.probed(ProbeResult(probe, 1_250_000, 1.0), 6), "the link is as it was"
-    again = next(n for n in range(100) if rates.see({}, n, 1.0) or rates.probe(()) is not None)
+    again = next(n for n in range(100) if rates.see(seen(n)) or rates.probe(()) is not None)
     assert again == math.ceil(1.0 / 0.05) - 1
     (change,) = rates.probed(ProbeResult(probe, 12_500_000, 0.1), 30)
     assert change.text == "link a–b carries 1 Gbit/s since step 30, as planned"
