@@ -202,20 +202,20 @@ def _probed_loss(
 ) -> float:
     """Return the loss on held-out data after the steps of a probe."""
     model, steps = make_model(config, data), config.probe or 0
-    joined = mode.name == "islands" and islands is not None
+    joined = islands if mode.name == "islands" else None
     with Trainer(
         model,
         make_loss(config),
         make_optimizer(config, model),
         pool=pool,
-        plan=list(mode.plans) if joined else mode.plans[0],
+        plan=mode.plans[0] if joined is None else list(mode.plans),
         precision=config.precision,
         seed=config.seed,
         lossy=config.lossy_parts,
         loss_reduction="mean" if config.loss is None else None,  # None: checked before the first step
         recovery=None,
-        islands=islands.islands if joined and islands is not None else None,
-        outer=islands.outer if joined and islands is not None else None,
+        islands=None if joined is None else joined.islands,
+        outer=None if joined is None else replace(joined.outer, quorum=None, grace_s=Outer.grace_s),  # all are awaited
     ) as trainer:
         batches = Feed(data.train, batch_size=config.batch, seed=config.seed, upload=trainer.upload)
         for epoch in itertools.count():
@@ -224,7 +224,7 @@ def _probed_loss(
                     trainer.step(uploaded)
             if trainer.steps_done >= steps:
                 break
-        if joined:
+        if joined is not None:
             trainer.synchronize()
         with Feed(data.test, batch_size=_TESTED, shuffle=False).epoch(0) as each:
             return trainer.evaluate(itertools.islice(each, _TESTED_BATCHES)).loss
