@@ -326,6 +326,30 @@ def test_a_run_goes_on_without_an_island_that_is_gone(
         trainer.synchronize()
 
 
+@pytest.mark.parametrize("replaced", [True, False])
+def test_the_state_is_read_right_after_a_loss(
+    replaced: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pools: Shelf
+) -> None:
+    """Before another outer step; it is that of the islands that are left."""
+    if not replaced:
+        monkeypatch.setattr(LocalSource, "replace", lambda self, worker, client_key: None)
+    case, batches, outer = CASES["mlp"], CASES["mlp"].batches(SIZES), onebox.Outer(every=4, overlap=2)
+    with onebox.open("cpu*3", threads=1) as pool, training(pool, "devices", outer) as trainer:
+        for batch in batches[:5]:
+            trainer.step(*batch)
+        trainer.wait()
+        before = trainer.tensors()
+        kill(pool, 0)
+        after = trainer.tensors()
+        trainer.save(tmp_path)
+        assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+        assert [change.kind for change in trainer.island_changes] == ["left"]
+        trainer.step(*batches[5]).item()
+    model = case.model()
+    with onebox.Trainer.resume(tmp_path, model, case.loss, OPTIMIZERS["adamw"](model), pool=pools(3)) as trainer:
+        assert all(torch.equal(tensor, after[name]) for name, tensor in trainer.tensors().items())
+
+
 @pytest.mark.usefixtures("unreplaced")
 def test_the_loss_of_the_last_island_is_one_error() -> None:
     with onebox.open("cpu*3", threads=1) as pool, training(pool, "devices", onebox.Outer(every=4)) as trainer:

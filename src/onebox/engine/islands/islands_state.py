@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -32,6 +32,7 @@ class IslandsTransfer(StateTransfer):
         states: State of each island on its workers.
         start: State in the checkpoint of a run that is resumed.
         membership: The islands that take part.
+        regroup: Makes the outer optimizer's state that of these islands, after a change.
     """
 
     def __init__(
@@ -41,9 +42,11 @@ class IslandsTransfer(StateTransfer):
         states: Sequence[RemoteState],
         start: IslandsStart | None,
         membership: Membership,
+        regroup: Callable[[], None],
     ) -> None:
         super().__init__(pool, states[0])
         self._membership = membership
+        self._regroup = regroup
         self._start = start
         self._sessions = sessions
         self._states = states
@@ -60,8 +63,10 @@ class IslandsTransfer(StateTransfer):
         Raises:
             OneboxError: The pool is broken or closed.
         """
-        found = super().sources()
-        return found if self.outer is None else found | self.outer.transfer.sources()
+        if self.outer is None:
+            return super().sources()
+        self._regroup()
+        return super().sources() | self.outer.transfer.sources()
 
     def whole(self) -> OptimizerContents:
         """Return the locations of everything that a resumed run needs beside global parameters: each island's optimizer
@@ -70,6 +75,8 @@ class IslandsTransfer(StateTransfer):
         Raises:
             OneboxError: A worker failed, or the pool is closed.
         """
+        if self.outer is not None:
+            self._regroup()
         present = self._membership.present
         parts = [
             owned(each, str(place))

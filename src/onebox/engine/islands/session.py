@@ -152,7 +152,7 @@ class IslandsSession:
         self.uploads = IslandUploads(
             self._prefetchers, lambda batch: divided(batch, self._present_shares) if self._shares else None
         )
-        self.transfer = IslandsTransfer(pool, self._sessions, self._states, start, self.membership)
+        self.transfer = IslandsTransfer(pool, self._sessions, self._states, start, self.membership, self._regroup)
         self.whole_transfer = WholeTransfer(pool, states[0], self.transfer)
         """Reads what a checkpoint holds."""
 
