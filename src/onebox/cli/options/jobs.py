@@ -306,9 +306,8 @@ class TrainConfig(StalenessConfig):
             names = [field.name for field in dataclasses.fields(Outer)]
             given = [name for name in names if getattr(self, f"outer_{name}") != getattr(Outer, name)]
             if given:
-                raise UsageError(
-                    f"--outer-{given[0]} {getattr(self, f'outer_{given[0]}')} is for islands; it needs --islands"
-                )
+                flag, value = given[0].replace("_", "-"), getattr(self, f"outer_{given[0]}")
+                raise UsageError(f"--outer-{flag} {value} is for islands; it needs --islands")
             return
         _ = self.outer, self.island_devices
         odd = {
@@ -394,7 +393,8 @@ class TrainConfig(StalenessConfig):
             )
         except UsageError as error:
             names = "|".join(field.name for field in dataclasses.fields(Outer))
-            raise UsageError(re.sub(rf"\b({names})=", r"--outer-\1 ", str(error))) from None
+            said = re.sub(rf"\b({names})=", lambda found: f"--outer-{found[1].replace('_', '-')} ", str(error))
+            raise UsageError(said) from None
 
     @property
     def engine(self) -> Engine:
