@@ -149,7 +149,7 @@ class Outer:
         if not _is_number(self.grace_s) or not 0 <= self.grace_s < math.inf:
             raise UsageError(f"grace_s={self.grace_s!r}: allowed are seconds from 0 up")
         if self.quorum is None and self.grace_s != Outer.grace_s:
-            raise UsageError(f"grace_s={self.grace_s}: it is the time for islands beyond a quorum; give quorum= too")
+            raise UsageError(f"grace_s={self.grace_s}: it is the time for islands beyond a quorum; give a quorum, too")
         _require_int("overlap", self.overlap, least=0, optional=False)
         if not _is_number(self.keep) or not 0 <= self.keep < 1:
             raise UsageError(f"keep={self.keep!r}: allowed are 0 up to, but not, 1")

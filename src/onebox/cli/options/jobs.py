@@ -226,9 +226,8 @@ class IslandsConfig(StalenessConfig):
             names = [field.name for field in dataclasses.fields(Outer)]
             given = [name for name in names if getattr(self, f"outer_{name}") != getattr(Outer, name)]
             if given:
-                raise UsageError(
-                    f"--outer-{given[0]} {getattr(self, f'outer_{given[0]}')} is for islands; it needs --islands"
-                )
+                flag, value = given[0].replace("_", "-"), getattr(self, f"outer_{given[0]}")
+                raise UsageError(f"--outer-{flag} {value} is for islands; it needs --islands")
         elif self.staleness:
             raise UsageError("--islands and --staleness 1: these do not go together; leave one of them out")
         _ = self.outer, self.island_devices
@@ -269,7 +268,8 @@ class IslandsConfig(StalenessConfig):
             )
         except UsageError as error:
             names = "|".join(field.name for field in dataclasses.fields(Outer))
-            raise UsageError(re.sub(rf"\b({names})=", r"--outer-\1 ", str(error))) from None
+            said = re.sub(rf"\b({names})=", lambda found: f"--outer-{found[1].replace('_', '-')} ", str(error))
+            raise UsageError(said) from None
 
 
 DATA_PARALLEL = "data-parallel"
