@@ -44,6 +44,7 @@ from onebox.wire.protocol.agents import (
     Request,
     Stock,
     decode_request,
+    request_number,
 )
 
 REQUEST_BYTES = 64 << 10
@@ -295,7 +296,7 @@ class Agent:
             request = decode_request(frame)
         except WireError as error:
             self._report.refusal("refused", client.name, now_s, client=client.name, reason=str(error))
-            self._mail.send(client, Refused(0, "usage", str(error)), now_s)
+            self._mail.send(client, Refused(request_number(frame), "usage", str(error)), now_s)
             return
         self._leases.heard(client, now_s)
         if not session.introduced and not isinstance(request, Introduce | Renew):

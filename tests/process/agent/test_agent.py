@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -228,6 +229,18 @@ def test_who_is_no_longer_known_loses_what_it_has() -> None:
         made.until("expired")
         made.until("freed")
         assert not any(isinstance(message, Stock) for message in client.heard)
+
+
+def test_the_refusal_of_a_message_that_is_not_of_the_protocol_has_its_number() -> None:
+    """So that a client does not give up its other requests, as a place in the queue."""
+    with house() as made:
+        client = made.client("ana")
+        wrong: list[tuple[list[Any], int]] = [(["lease", 77, "cuda"], 77), (["lease", 78, [[[]]] * 9, 1], 78)]
+        for beginning, number in (*wrong, (["lease"], 0), ([3, 4], 0)):
+            client.send(msgspec.msgpack.encode(beginning))
+            refused = client.take(Refused)
+            assert (refused.number, refused.kind) == (number, "usage")
+            assert "not of this protocol" in refused.reason
 
 
 def test_other_versions_are_refused_and_both_named(shared: House) -> None:

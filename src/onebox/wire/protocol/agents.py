@@ -9,6 +9,7 @@ lease.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Literal
 
 import msgspec
@@ -283,7 +284,7 @@ class Refused(AgentMessage, frozen=True, tag="refused"):
     """A request was refused; the reason states the request, the allowed values, and a remedy.
 
     Args:
-        number: Number of the request; 0 if the agent could not read it.
+        number: Number of the request; 0 if the agent could not read even that.
         kind: ``versions``, ``usage`` (not offered, or over this client's limits), ``busy`` (and waiting was not
             requested), ``failed`` (a worker did not start), ``ended`` (the lease does not exist, or has ended),
             ``removed`` (the agent no longer accepts this client, whatever the request).
@@ -338,7 +339,15 @@ class PairReply(AgentMessage, frozen=True, tag="paired"):
     key: str
 
 
+class _Envelope(Struct, frozen=True, array_like=True):
+    """The beginning of each request."""
+
+    tag: str
+    number: int
+
+
 _requests = msgspec.msgpack.Decoder(Request)
+_envelopes = msgspec.msgpack.Decoder(_Envelope)
 _responses = msgspec.msgpack.Decoder(AgentResponse)
 _pairs = msgspec.msgpack.Decoder(PairRequest)
 _paired = msgspec.msgpack.Decoder(PairReply)
@@ -368,6 +377,14 @@ def decode_request(frame: bytes) -> Request:
     """
     found: Request = _decode(_requests, frame, "a request")
     return found
+
+
+def request_number(frame: bytes) -> int:
+    """Return the number of a request that breaks the protocol, for its refusal; 0 if that cannot be read either."""
+    with contextlib.suppress(WireError):
+        number: int = _decode(_envelopes, frame, "a request").number
+        return number if 0 < number < 1 << 63 else 0
+    return 0
 
 
 def decode_agent_response(frame: bytes) -> AgentResponse:

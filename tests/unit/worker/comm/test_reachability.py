@@ -98,3 +98,38 @@ def test_the_end_of_the_group_ends_the_attempts() -> None:
         with pytest.raises(RankLost, match="dissolved"):
             require_reachable(0, range(2), "127.0.0.1", store, "t")
     assert time.monotonic() - began_s < reachability.REACH_S / 2
+
+
+@pytest.mark.parametrize("address", ["fe80::7%lo", "192.0.2.7", "nowhere.invalid"])
+def test_an_address_that_cannot_be_listened_at_is_named_by_all(address: str) -> None:
+    said = checked([address, "127.0.0.1"], Store())
+    assert said[0] == said[1] and said[0].startswith(f"rank 0 of the group cannot listen at {address}: ")
+
+
+@pytest.mark.parametrize("told", ["", "127.0.0.9", "127.0.0.9 port", "127.0.0.9 65536", "127.0.0.9 -1"])
+def test_a_rank_that_tells_no_address_is_named(told: str) -> None:
+    store = Store(t_at_1=told, t_said_1="")
+    with pytest.raises(RankLost, match=r"cannot connect to rank 1.*that is no address and port"):
+        require_reachable(0, range(2), "127.0.0.1", store, "t")
+
+
+def test_hosts_that_do_not_answer_delay_no_other() -> None:
+    """However many: all are tried at the same time, so that the bound of one is that of all."""
+    silent = range(1, 41)
+    with socket.socket() as closed, socket.socket() as listener:
+        closed.bind(("127.0.0.9", 0))  # nobody listens there
+        listener.bind(("127.0.0.10", 0))
+        listener.listen()
+        listener.settimeout(reachability.REACH_S / 2)
+        store = Store()
+        for rank in silent:
+            store.set(f"t/at/{rank}", f"127.0.0.9 {closed.getsockname()[1]}")
+        store.set("t/at/41", f"127.0.0.10 {listener.getsockname()[1]}")
+        with ThreadPoolExecutor(1) as threads:
+            asked = threads.submit(require_reachable, 0, range(42), "127.0.0.1", store, "t")
+            try:
+                listener.accept()[0].close()
+            finally:
+                store.dissolved = True
+            with pytest.raises(RankLost, match="dissolved"):
+                asked.result(60)

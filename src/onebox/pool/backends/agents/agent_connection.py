@@ -376,7 +376,7 @@ class AgentConnection:
                     self._held.worker_ended(message.lease, message.worker, message.exit_status, message.last_words)
                 case LeaseEnded():
                     self._held.end(message.lease, message.why)
-                case Refused(number=0):  # of a message that the agent could not read: any of those without a reply
+                case Refused(number=0):  # of a message without a readable number: any of those without a reply
                     for each in self._asked.values():
                         each.answers.put(message)
                     self._asked.clear()
