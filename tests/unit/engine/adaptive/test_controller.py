@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -18,8 +20,11 @@ from onebox.plan import Action, MicroBatch, Plan, Stage
 from onebox.plan.model.problem import ComputeTime, DeviceSpec, Problem, Segment, SegmentValue
 from onebox.plan.model.schedule import Kind
 from onebox.plan.model.work import Links
+from onebox.plan.replan.network_rates import LinkProbe, ProbeResult
+from onebox.wire.protocol.responses import LinkTraffic
 
 WAIT_S = 20.0
+USUAL_BPS, CARRIED_BYTES = 1e8, 1_000_000
 PARTS = tuple(MicroBatch(index=index, start=2 * index, size=2) for index in range(4))
 NAMES = tuple("abcdef")
 KINDS: tuple[Kind, ...] = ("F", "B")
@@ -31,20 +36,31 @@ def cut(bound: int) -> Plan:
     return Plan(stages=stages, micro_batch=2, schedule="1f1b")
 
 
-def problem(scale: float) -> Problem:
+def problem(scale: float, value_bytes: int = 8, state_bytes: int = 1000) -> Problem:
     """Return six segments that take 10 ms forward, and each half of backward likewise, on either of two devices.
 
     Args:
         scale: All takes so many times as long.
+        value_bytes: Bytes of what goes from one segment to the next, for a sample.
+        state_bytes: Of each segment; a device has room for 40 MB.
     """
     each = {"cpu": ComputeTime(sample_s=0.005 * scale)}
     return Problem(
-        segments=tuple(Segment(name=n, forward_s=each, input_s=each, weight_s=each, update_s={}) for n in NAMES),
-        devices=tuple(DeviceSpec(number=number, type="cpu") for number in range(2)),
-        links=Links(latency_s={0: {1: 0.0}, 1: {0: 0.0}}, bandwidth_bps={0: {1: 1e9}, 1: {0: 1e9}}),
+        segments=tuple(
+            Segment(name=name, forward_s=each, input_s=each, weight_s=each, update_s={}, state_bytes=state_bytes)
+            for name in NAMES
+        ),
+        devices=tuple(
+            DeviceSpec(number=number, type="cpu", host=host, capacity_bytes=40_000_000)
+            for number, host in enumerate(("lab1", "lab2"))
+        ),
+        links=Links(latency_s={0: {1: 0.0}, 1: {0: 0.0}}, bandwidth_bps={0: {1: USUAL_BPS}, 1: {0: USUAL_BPS}}),
         batch=8,
         micro_batches=(2,),
-        values=tuple(SegmentValue(source=a, consumers=(a + 1,), forward_bytes=8, backward_bytes=8) for a in range(5)),
+        values=tuple(
+            SegmentValue(source=a, consumers=(a + 1,), forward_bytes=value_bytes, backward_bytes=value_bytes)
+            for a in range(5)
+        ),
     )
 
 
@@ -55,6 +71,8 @@ class Trained:
         self.plan, self.steps_done = cut(3), 0
         self.adopted: list[Plan] = []
         self.prepared = 0
+        self.probes: list[LinkProbe] = []
+        self.link_bps = USUAL_BPS
         self.may_prepare = threading.Event()
         self.may_prepare.set()
         self._refuses = refuses
@@ -71,6 +89,10 @@ class Trained:
         self.adopted.append(plan)
         self.plan = plan
         return MigrationReport(names=1, size_bytes=100)
+
+    def probe(self, probe: LinkProbe) -> ProbeResult:
+        self.probes.append(probe)
+        return ProbeResult(probe, int(0.2 * self.link_bps), 0.2)
 
     def step(self, adaptive: AdaptiveController, slow: float) -> None:
         """Do a step, in which the second device takes so many times as long."""
@@ -91,7 +113,10 @@ class Trained:
                     times += [now, now + took]
                     now += took
             workers[device] = (labels, tuple(times), ())
-        trace = StepTrace(step=self.steps_done, workers=workers)
+        seconds = CARRIED_BYTES / self.link_bps
+        carried = LinkTraffic(1, CARRIED_BYTES, int(1e9 * seconds))
+        traffic = {(0, 1): carried} if len(self.plan.devices) > 1 else {}
+        trace = StepTrace(step=self.steps_done, workers=workers, traffic=traffic)
         self.steps_done += 1
         adaptive.ended(EndedStep(number=trace.step, plan=self.plan, current=True, micro_batches=PARTS, trace=trace))
 
@@ -133,6 +158,43 @@ def test_a_plan_takes_over_when_a_device_becomes_slow_and_its_outcome_is_known_l
     assert outcome.kept
     assert outcome.line in adaptive.decisions[0].line
     adaptive.close()
+
+
+def test_a_slow_link_between_hosts_is_left_probed_and_used_again() -> None:
+    run = Trained()
+    adaptive = AdaptiveController(run, lambda plan, steps: problem(1.0, CARRIED_BYTES // 8), lambda: 8, context)
+    for _ in range(12):
+        run.step(adaptive, 1.0)
+    assert adaptive.decisions == ()
+    run.link_bps = USUAL_BPS / 100
+    until(run, adaptive, 1.0)
+    assert "link lab1–lab2 carries 8 Mbit/s since step" in adaptive.decisions[0].line
+    assert len(run.adopted[0].devices) == 1
+    while not run.probes:
+        run.step(adaptive, 1.0)
+    assert run.probes[0].rate_bps == pytest.approx(run.link_bps)
+    run.link_bps = USUAL_BPS
+    while len(run.adopted) < 2:
+        run.step(adaptive, 1.0)
+    assert set(run.plan.devices) == {0, 1}
+    adaptive.close()
+
+
+def test_a_slow_link_that_no_plan_does_without_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    run = Trained()
+    tight = replace(problem(1.0, CARRIED_BYTES // 8, state_bytes=10_000_000), schedules=("1f1b",))
+    adaptive = AdaptiveController(run, lambda plan, steps: tight, lambda: 8, context)
+    for _ in range(12):
+        run.step(adaptive, 1.0)
+    run.link_bps = USUAL_BPS / 100
+    for _ in range(6):
+        run.step(adaptive, 1.0)
+    adaptive.close()
+    assert adaptive.decisions == ()
+    said = (
+        r"adaptive: step \d+: link lab1–lab2 carries 8 Mbit/s since step \d+, .* than planned; no other plan is quicker"
+    )
+    assert len(re.findall(said, caplog.text)) == 1
 
 
 def test_a_plan_that_has_no_room_is_refused_and_said_once() -> None:

@@ -357,6 +357,12 @@ def test_a_pool_probes_its_links_once_within_minutes(open_pool: OpenPool) -> Non
     assert used_bytes(pool) == [0, 0]
 
 
+def test_a_message_within_a_host_has_no_meter(open_pool: OpenPool) -> None:
+    pool = open_pool(2)
+    assert link_benchmark.send_metered(pool, 0, 1, 1e6, 1 << 20).size_bytes == 0
+    assert used_bytes(pool) == [0, 0]
+
+
 def test_a_probe_times_a_link(open_pool: OpenPool) -> None:
     pool = open_pool(2, links={(0, 1): SLOW})
     known = dict.fromkeys(((0, 1), (1, 0)), (SLOW.latency_s, SLOW.bandwidth_bps))
