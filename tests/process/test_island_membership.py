@@ -343,8 +343,9 @@ def test_the_state_is_read_right_after_a_loss(
         after = trainer.tensors()
         trainer.save(tmp_path)
         assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-        assert [change.kind for change in trainer.island_changes] == ["left"]
-        trainer.step(*batches[5]).item()
+        assert {change.kind for change in trainer.island_changes} <= {"left", "redone"}
+        losses = [trainer.step(*batch).item() for batch in batches[5:]]
+        assert all(map(math.isfinite, losses))
     model = case.model()
     with onebox.Trainer.resume(tmp_path, model, case.loss, OPTIMIZERS["adamw"](model), pool=pools(3)) as trainer:
         assert all(torch.equal(tensor, after[name]) for name, tensor in trainer.tensors().items())

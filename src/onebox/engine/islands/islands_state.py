@@ -32,7 +32,8 @@ class IslandsTransfer(StateTransfer):
         states: State of each island on its workers.
         start: State in the checkpoint of a run that is resumed.
         membership: The islands that take part.
-        regroup: Makes the outer optimizer's state that of these islands, after a change.
+        regroup: After a loss, makes the outer optimizer's state that of the islands that are left.
+        settle: Likewise, with sums that have begun.
     """
 
     def __init__(
@@ -42,11 +43,13 @@ class IslandsTransfer(StateTransfer):
         states: Sequence[RemoteState],
         start: IslandsStart | None,
         membership: Membership,
+        *,
         regroup: Callable[[], None],
+        settle: Callable[[], None],
     ) -> None:
         super().__init__(pool, states[0])
         self._membership = membership
-        self._regroup = regroup
+        self._regroup, self._settle = regroup, settle
         self._start = start
         self._sessions = sessions
         self._states = states
@@ -76,7 +79,7 @@ class IslandsTransfer(StateTransfer):
             OneboxError: A worker failed, or the pool is closed.
         """
         if self.outer is not None:
-            self._regroup()
+            self._settle()
         present = self._membership.present
         parts = [
             owned(each, str(place))

@@ -152,7 +152,9 @@ class IslandsSession:
         self.uploads = IslandUploads(
             self._prefetchers, lambda batch: divided(batch, self._present_shares) if self._shares else None
         )
-        self.transfer = IslandsTransfer(pool, self._sessions, self._states, start, self.membership, self._regroup)
+        self.transfer = IslandsTransfer(
+            pool, self._sessions, self._states, start, self.membership, regroup=self._regroup, settle=self._settle
+        )
         self.whole_transfer = WholeTransfer(pool, states[0], self.transfer)
         """Reads what a checkpoint holds."""
 
@@ -372,25 +374,45 @@ class IslandsSession:
             keep: Fraction of its own values that an island keeps.
             begun: Whether the sums have begun.
         """
-        optimizer = self._optimizer
-        assert optimizer is not None
-        while begun or self._begin(fragment):
+        if self._confirmed(fragment, begun=begun):
+            self._regroup()
+            self.membership.applied(fragment)
+            self.recovery.exchanged()
+            assert self._optimizer is not None
+            with self._surviving(), self.recovery.voiding("an outer step"):
+                self._optimizer.apply(fragment, self.steps_done, keep=keep)
+
+    def _confirmed(self, fragment: int, due: int = 0, *, begun: bool) -> bool:
+        """Wait until all leaders have the sums of an outer step; void ones are begun anew by the islands that are left.
+
+        Args:
+            fragment: The part of the model.
+            due: The step after which they are applied; 0 for at once.
+            begun: Whether the sums have begun.
+
+        Returns:
+            Whether there are any.
+        """
+        assert self._optimizer is not None
+        while begun or self._begin(fragment, due):
             begun = False
             self._regroup()
             try:
                 with self.recovery.voiding("an outer step"):
-                    optimizer.confirm(fragment)
+                    self._optimizer.confirm(fragment)
+                return True
             except RECOVERABLE as error:
                 self.membership.void(fragment)
                 self._lose(error)
                 self.recovery.redone(fragment, error)
-                continue
-            self._regroup()
-            self.membership.applied(fragment)
-            self.recovery.exchanged()
-            with self._surviving(), self.recovery.voiding("an outer step"):
-                optimizer.apply(fragment, self.steps_done, keep=keep)
-            return
+        return False
+
+    def _settle(self) -> None:
+        """Prepare for reading what leaders have: after losses, sums on their way may never come."""
+        self._regroup()
+        if self.recovery.survived:
+            for fragment in self.membership.travelling:
+                self._confirmed(fragment, self.membership.due[fragment], begun=True)
 
     def _regroup(self) -> None:
         """Prepare outer steps of the islands that are there, if they are others than before."""
@@ -709,7 +731,7 @@ class IslandsSession:
     def _join(self, place: int, part: Batch) -> None:
         """Give an island the global parameters, and of the first island that is there the state of the user's
         optimizer, and other buffers."""
-        self._regroup()
+        self._settle()
         session, state = self._sessions[place], self._states[place]
         values = self.transfer.tensors()
         state.use_tensors(values)
@@ -785,7 +807,7 @@ class IslandsSession:
 
     def _catch_up(self, place: int) -> None:
         """Let a late island go on from the global parameters, plus what it has learned since it was late."""
-        self._regroup()
+        self._settle()
         values, base, state = self.transfer.tensors(), self._bases.pop(place), self._states[place]
         trained = self._sessions[place].installed.trained
         own = {name: tensor for name, tensor in self._sessions[place].transfer.tensors().items() if name in trained}
