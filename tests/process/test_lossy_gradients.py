@@ -16,15 +16,15 @@ from torch.utils._pytree import tree_map
 import onebox
 from onebox.engine.compile.update import gradients
 from onebox.errors import DeviceMemoryError, UsageError
-from onebox.plan import Plan
+from onebox.plan import Plan, Stage
 from onebox.plan.evaluate.lossy import with_codecs
 from onebox.plan_names import GradientCodec
 from onebox.pool import Fault, Link, open_pool, raise_first
 from onebox.wire.protocol.instructions import Ask
-from onebox.wire.protocol.responses import WorkerMemory
+from onebox.wire.protocol.responses import Digest, WorkerMemory
 from tests.models import CASES, OPTIMIZERS
 from tests.process.shelf import Shelf
-from tests.process.stages import SEED, run, staged
+from tests.process.stages import SEED, run, segments, staged
 from tests.reference import CODE_BLOCK, Outcome, assert_same, call, clipped, coded, sizes_of, state_of, train
 from tests.trainer_arguments import grouped
 
@@ -278,6 +278,22 @@ def test_stages_choose_for_themselves(pools: Shelf) -> None:
     assert first and last
     buckets = [(0, first, PlainSum("int8", 2)), (1, last, PlainSum("none", 2))]
     assert_same(found, plain("mlp", plan, buckets))
+
+
+def test_copies_beside_shards_are_summed_alike(pools: Shelf) -> None:
+    """Where layers are split, each rank of a replica has a copy of what is not: blocks of codes hold no shards then."""
+    case, model, pool = CASES["mlp"], CASES["mlp"].model(), pools(4)
+    stage = Stage(segments=segments("mlp"), replicas=((0, 1), (2, 3)), shares=(1.0, 1.0), gradients="int8")
+    plan = Plan(stages=(stage,), micro_batch=3)
+    with onebox.Trainer(
+        model, case.loss, OPTIMIZERS["sgd"](model), pool=pool, plan=plan, lossy=("gradients",)
+    ) as trainer:
+        for batch in case.batches([8, 8]):
+            trainer.step(*batch)
+        trainer.wait()
+        ask = Ask("digest", (trainer._remote.named.numbers["model.4.weight"],))
+        answers = raise_first([pool.post(worker, [ask], answer=True) for worker in range(4)])
+    assert len({result.value for answer in answers for result in answer.results if isinstance(result, Digest)}) == 1
 
 
 def test_an_interrupted_codec_leaves_nothing_behind_and_memory_is_foreseen(pools: Shelf) -> None:

@@ -8,7 +8,7 @@ whole, so that optimizers that are not elementwise, such as Muon, work unchanged
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -75,8 +75,11 @@ def buckets_by_owner(
     owner_of: Callable[[str], int | None],
     size_bytes: int = BUCKET_BYTES,
     codecs: Mapping[str, GradientCodec] = MappingProxyType({}),
+    shards: Collection[str] = (),
 ) -> list[GradientBucket]:
     """Group gradients into buckets with one owner and one codec each, in the order in which they are complete.
+
+    With a codec, gradients of shards are apart from those of which each rank has a copy: so copies are encoded alike.
 
     Args:
         names: Parameters, in the order in which their gradients are computed.
@@ -84,14 +87,15 @@ def buckets_by_owner(
         owner_of: Returns the only worker that receives a sum; ``None`` for all.
         size_bytes: Approximate size of a bucket.
         codecs: Lossy codecs of gradients that are not exchanged as they are.
+        shards: Parameters that are split.
     """
-    groups: dict[tuple[int | None, GradientCodec], list[str]] = {}
+    groups: dict[tuple[int | None, GradientCodec, bool], list[str]] = {}
     for name in names:
         codec = codecs.get(name, "none") if specs[name].dtype in CODED_TYPES else "none"
-        groups.setdefault((owner_of(name), codec), []).append(name)
+        groups.setdefault((owner_of(name), codec, codec != "none" and name in shards), []).append(name)
     found = [
         GradientBucket(tuple(part), owner, codec)
-        for (owner, codec), own in groups.items()
+        for (owner, codec, _), own in groups.items()
         for part in fill_buckets(own, specs, size_bytes)
     ]
     place = {name: number for number, name in enumerate(names)}

@@ -84,6 +84,7 @@ class Gradients:
                 functools.partial(holdings.owner, members),
                 GPU_BUCKET_BYTES if all(worker in gpus for worker in members) else BUCKET_BYTES,
                 holdings.codecs,
+                [name for name in names if isinstance(holdings.placement(name), Shard)],
             )
             for members, names in shared.items()
         }
