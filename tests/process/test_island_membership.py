@@ -180,6 +180,7 @@ def compare(
 # ---- without a loss
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("fragments", "overlap"), [(1, 0), (2, 0), (2, 3)])
 def test_recovery_changes_no_bit_of_a_run_without_losses(fragments: int, overlap: int, pools: Shelf) -> None:
     outer = onebox.Outer(every=4, fragments=fragments, overlap=overlap, shares=[2, 1])
@@ -203,6 +204,7 @@ def test_an_island_that_loses_a_worker_joins_again_at_the_next_outer_step(layout
         assert untouched(pool)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("instruction", ["reduce", "optimizerstep", "operate", "ask", "call"])
 @pytest.mark.parametrize("count", [2, 5])
 def test_an_outer_step_that_fails_half_way_is_void_everywhere_and_done_again(instruction: str, count: int) -> None:
@@ -214,6 +216,7 @@ def test_an_outer_step_that_fails_half_way_is_void_everywhere_and_done_again(ins
         assert {change.kind for change in trainer.island_changes} >= {"left", "joined"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fragments", [1, 2])
 @pytest.mark.parametrize("step", [4, 5, 6, 7])
 def test_sums_that_travel_while_an_island_is_lost(step: int, fragments: int) -> None:
@@ -223,6 +226,7 @@ def test_sums_that_travel_while_an_island_is_lost(step: int, fragments: int) -> 
         assert [change.kind for change in trainer.island_changes if change.kind != "redone"] == ["left", "joined"]
 
 
+@pytest.mark.long
 def test_sums_of_which_some_never_come_are_begun_again() -> None:
     outer = onebox.Outer(every=4, overlap=2, shares=[1, 1, 1])
     faults = {2: [Fault("kill", "reduce", 1)]}
@@ -231,6 +235,7 @@ def test_sums_of_which_some_never_come_are_begun_again() -> None:
         assert [change.kind for change in trainer.island_changes][:2] == ["left", "redone"]
 
 
+@pytest.mark.long
 def test_two_islands_are_lost_one_after_the_other() -> None:
     outer = onebox.Outer(every=3)
     with onebox.open("cpu*3", threads=1) as pool, training(pool, "devices", outer) as trainer:
@@ -243,6 +248,7 @@ def unreplaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalSource, "replace", lambda self, worker, client_key: None)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("unreplaced")
 def test_a_run_goes_on_without_an_island_that_is_gone(
     caplog: pytest.LogCaptureFixture, tmp_path: Path, pools: Shelf
@@ -279,6 +285,7 @@ def test_a_run_goes_on_without_an_island_that_is_gone(
         trainer.synchronize()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("unreplaced")
 def test_the_loss_of_the_last_island_is_one_error() -> None:
     with onebox.open("cpu*3", threads=1) as pool, training(pool, "devices", onebox.Outer(every=4)) as trainer:
@@ -294,6 +301,7 @@ def test_the_loss_of_the_last_island_is_one_error() -> None:
             trainer.wait()
 
 
+@pytest.mark.long
 def test_uploads_ahead_and_losses_that_are_read_late() -> None:
     outer = onebox.Outer(every=4)
     batches, losses, uploaded = CASES["mlp"].batches(SIZES), [], []
@@ -373,6 +381,7 @@ def test_late_islands_with_fragments_and_overlap(fragments: int, overlap: int, v
         late_run(pool, "devices", outer, victim)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("overlap", [0, 2])
 def test_a_quorum_changes_no_bit_of_a_run_in_which_all_are_punctual(overlap: int, pools: Shelf) -> None:
     outer = {"every": 4, "overlap": overlap, "shares": [2, 1]}

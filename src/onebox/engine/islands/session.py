@@ -136,6 +136,7 @@ class IslandsSession:
             self.membership,
             survived=recovery is not None,
             vacate=self._vacate,
+            locate=self._locate,
             divided=lambda: self._divided,
             saved=saved,
         )
@@ -515,6 +516,10 @@ class IslandsSession:
                 self._optimizer.leave(workers)
 
     # ---- observation
+
+    def _locate(self, error: Exception) -> None:
+        """Add the location in the first island's step to an error."""
+        self._there[0].traces.locate(error)
 
     def events(self) -> list[TraceEvent]:
         """Return the workers' activity in the last steps; see :meth:`Trainer.events`."""
