@@ -193,6 +193,7 @@ def compare(
 # ---- without a loss
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("fragments", "overlap"), [(1, 0), (2, 0), (2, 3)])
 def test_recovery_changes_no_bit_of_a_run_without_losses(fragments: int, overlap: int, pools: Shelf) -> None:
     outer = onebox.Outer(every=4, fragments=fragments, overlap=overlap, shares=[2, 1])
@@ -216,6 +217,7 @@ def test_an_island_that_loses_a_worker_joins_again_at_the_next_outer_step(layout
         assert untouched(pool)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("instruction", ["reduce", "optimizerstep", "operate", "ask", "call"])
 @pytest.mark.parametrize("count", [2, 5])
 def test_an_outer_step_that_fails_half_way_is_void_everywhere_and_done_again(instruction: str, count: int) -> None:
@@ -227,6 +229,7 @@ def test_an_outer_step_that_fails_half_way_is_void_everywhere_and_done_again(ins
         assert {change.kind for change in trainer.island_changes} >= {"left", "joined"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fragments", [1, 2])
 @pytest.mark.parametrize("step", [4, 5, 6, 7])
 def test_sums_that_travel_while_an_island_is_lost(step: int, fragments: int) -> None:
@@ -236,6 +239,7 @@ def test_sums_that_travel_while_an_island_is_lost(step: int, fragments: int) -> 
         assert [change.kind for change in trainer.island_changes if change.kind != "redone"] == ["left", "joined"]
 
 
+@pytest.mark.long
 def test_sums_of_which_some_never_come_are_begun_again() -> None:
     outer = onebox.Outer(every=4, overlap=2, shares=[1, 1, 1])
     faults = {2: [Fault("kill", "reduce", 1)]}
@@ -244,6 +248,7 @@ def test_sums_of_which_some_never_come_are_begun_again() -> None:
         assert [change.kind for change in trainer.island_changes][:2] == ["left", "redone"]
 
 
+@pytest.mark.long
 def test_two_islands_are_lost_one_after_the_other() -> None:
     outer = onebox.Outer(every=3)
     with onebox.open("cpu*3", threads=1) as pool, training(pool, "devices", outer) as trainer:
@@ -290,6 +295,7 @@ def unreplaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalSource, "replace", lambda self, worker, client_key: None)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("unreplaced")
 def test_a_run_goes_on_without_an_island_that_is_gone(
     caplog: pytest.LogCaptureFixture, tmp_path: Path, pools: Shelf
@@ -351,6 +357,7 @@ def test_the_state_is_read_right_after_a_loss(
         assert all(torch.equal(tensor, after[name]) for name, tensor in trainer.tensors().items())
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("unreplaced")
 def test_the_loss_of_the_last_island_is_one_error() -> None:
     with onebox.open("cpu*3", threads=1) as pool, training(pool, "devices", onebox.Outer(every=4)) as trainer:
@@ -366,6 +373,7 @@ def test_the_loss_of_the_last_island_is_one_error() -> None:
             trainer.wait()
 
 
+@pytest.mark.long
 def test_uploads_ahead_and_losses_that_are_read_late() -> None:
     outer = onebox.Outer(every=4)
     batches, losses, uploaded = CASES["mlp"].batches(SIZES), [], []
@@ -454,6 +462,7 @@ def test_late_islands_whose_outer_gradients_travel_in_a_codec(overlap: int) -> N
         assert untouched(pool)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("overlap", [0, 2])
 def test_a_quorum_changes_no_bit_of_a_run_in_which_all_are_punctual(overlap: int, pools: Shelf) -> None:
     outer = {"every": 4, "overlap": overlap, "shares": [2, 1]}

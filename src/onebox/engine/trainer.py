@@ -124,7 +124,8 @@ class Trainer:
             ``activations``, with their gradients, between stages; ``auto`` takes one where it is predicted to save at
             least a tenth of the step.
         recovery: Recovery from the loss of workers; ``None`` for none, and ``auto`` for recovery if agents or a Ray
-            cluster run some of the workers, and none if all are processes of this machine.
+            cluster run some of the workers, and none if all are processes of this machine. With islands the others go
+            on without one that has lost a worker, until it is back; see docs/islands.md.
         staging: Memory of each device for batches sent ahead and for cached samples.
         engine: Execution of steps.
         islands: Devices of each island, such as ``[[0, 1], [2, 3]]``, or ``auto`` for the groups of near devices that

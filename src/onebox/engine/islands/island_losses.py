@@ -33,6 +33,7 @@ class IslandLosses:
         membership: The islands that take part.
         survived: Whether a run goes on without an island that has lost a worker; else the first loss is final.
         vacate: Drops all that an island has on its workers.
+        locate: Adds the location in the step to an error.
         divided: Returns the number of steps whose batches have been divided among the islands.
         saved: Path of the latest checkpoint.
     """
@@ -45,6 +46,7 @@ class IslandLosses:
         *,
         survived: bool,
         vacate: Callable[[int, Collection[int]], None],
+        locate: Callable[[Exception], None],
         divided: Callable[[], int],
         saved: Path | None,
     ) -> None:
@@ -58,6 +60,7 @@ class IslandLosses:
         self._islands = islands
         self._membership = membership
         self._vacate = vacate
+        self._locate = locate
         self._divided = divided
         self.checkpoint = saved
         """Path of the latest checkpoint."""
@@ -80,8 +83,9 @@ class IslandLosses:
             try:
                 self._require_workers()
                 return action()
-            except RECOVERABLE as error:
-                if not self.survived:
+            except Exception as error:
+                self._locate(error)
+                if not self.survived or not isinstance(error, RECOVERABLE):
                     raise
                 self.lose(error)
 

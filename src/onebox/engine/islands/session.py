@@ -140,6 +140,7 @@ class IslandsSession:
             self.membership,
             survived=recovery is not None,
             vacate=self._vacate,
+            locate=self._locate,
             divided=lambda: self._divided,
             saved=saved,
         )
@@ -538,13 +539,17 @@ class IslandsSession:
 
     # ---- observation
 
+    def _locate(self, error: Exception) -> None:
+        """Add the location in the first island's step to an error."""
+        self._there[0].traces.locate(error)
+
     def prediction(self, links: Links) -> IslandsPrediction | None:
-        """Return the prediction of the run; ``None`` before the first step, or if a plan has none.
+        """Return the prediction of the run; ``None`` before the first step, without an island, or if a plan has none.
 
         Args:
             links: Links between the devices.
         """
-        if self._optimizer is None or not all(plan.predicted for plan in self.plans):
+        if self._optimizer is None or self.membership.absent or not all(plan.predicted for plan in self.plans):
             return None
         compilers = [session.installed.compiler for session in self._sessions]
         return predict_islands(self.plans, outer_schedule(compilers, self.outer), links)
