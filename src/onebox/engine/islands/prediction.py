@@ -61,8 +61,7 @@ def predict_islands(plans: Sequence[Plan], outer: OuterSchedule, links: Links) -
     The outer optimizer's computing is assumed to take as long as that of an optimizer in a host's memory.
 
     Args:
-        plans: The plan of each island, with its prediction for its part of the batch, whose memory includes the global
-            values.
+        plans: The plan of each island, with its prediction for its part of the batch.
         outer: The outer steps.
         links: Links between all devices.
 
@@ -79,14 +78,10 @@ def predict_islands(plans: Sequence[Plan], outer: OuterSchedule, links: Links) -
             held[leader] = held.get(leader, 0) + each.size_bytes
     update_s = [HOST_UPDATE_S * max((held.get(device, 0) for device in plan.devices), default=0) for plan in plans]
     step_s, sums_s = outer_step_s(islands_s, outer, links, update_s)
-    pairs = zip(plans, predictions, strict=True)
     return IslandsPrediction(
         batch=sum(each.batch for each in predictions),
         step_s=step_s,
         islands_s=islands_s,
         sums_s=sums_s,
         traffic=outer_traffic(outer, links),
-        peak_bytes={
-            device: peak for plan, own in pairs for device, peak in zip(plan.devices, own.peak_bytes, strict=True)
-        },
     )

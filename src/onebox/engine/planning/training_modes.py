@@ -33,7 +33,7 @@ class IslandsPlanning:
 
     Args:
         islands: Devices of each island.
-        plans: The plan of each island, with its prediction.
+        plans: The plan of each island, with its prediction, whose memory includes the global values.
         outer: The outer optimizer, with the islands' shares of the batch.
         predicted: The prediction of the run.
     """
@@ -177,7 +177,7 @@ def training_modes(
                 step_s=islands.predicted.step_s,
                 groups=groups,
                 traffic=between_groups(islands.predicted.traffic, groups),
-                peak_bytes=islands.predicted.peak_bytes,
+                peak_bytes={device: peak for own in islands.plans for device, peak in _peaks(own).items()},
                 accuracy=published_islands(parameters, len(groups)),
             )
         )
@@ -205,5 +205,10 @@ def _mode(name: str, problem: Problem, plan: Plan, groups: DeviceGroups) -> Trai
         step_s=plan.predicted.step_s,
         groups=groups,
         traffic=between_groups(step_traffic(problem, plan), groups),
-        peak_bytes=dict(zip(plan.devices, plan.predicted.peak_bytes, strict=True)),
+        peak_bytes=_peaks(plan),
     )
+
+
+def _peaks(plan: Plan) -> dict[int, int]:
+    """Return the predicted memory of each device of a plan."""
+    return dict(zip(plan.devices, plan.predicted.peak_bytes, strict=True)) if plan.predicted is not None else {}

@@ -70,7 +70,6 @@ class IslandsPrediction:
             has ended, whether they wait for it or not.
         traffic: Bytes of a step from device to device between islands; an outer step's are spread over the steps
             between two.
-        peak_bytes: Memory of each device, by its number.
     """
 
     batch: int
@@ -78,7 +77,6 @@ class IslandsPrediction:
     islands_s: tuple[float, ...]
     sums_s: float
     traffic: Traffic
-    peak_bytes: dict[int, int]
 
 
 def outer_step_s(

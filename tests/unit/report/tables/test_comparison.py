@@ -196,9 +196,7 @@ def test_steps_of_islands_are_those_of_a_period_without_what_comes_between_epoch
 
 def test_islands_beside_their_prediction() -> None:
     traffic = {(0, 1): 1000.0, (1, 0): 500.0}
-    prediction = IslandsPrediction(
-        batch=8, step_s=0.02, islands_s=(0.01, 0.01), sums_s=0.01, traffic=traffic, peak_bytes={}
-    )
+    prediction = IslandsPrediction(batch=8, step_s=0.02, islands_s=(0.01, 0.01), sums_s=0.01, traffic=traffic)
     expected, simulation = foreseen(plan("gpipe"))
     own = compare(expected, as_measured(simulation, 0), {}, batch=8)
     events = steps_of(0, [10, 20, 50, 60, 70, 100])
