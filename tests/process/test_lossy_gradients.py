@@ -538,9 +538,7 @@ def test_powersgd_among_unlike_devices_is_refused() -> None:
                 model, case.loss, OPTIMIZERS["sgd"](model), pool=pool, plan=plan, lossy=("gradients",)
             ) as trainer:
                 if codec == "powersgd" and not sharded:
-                    with pytest.raises(
-                        UsageError, match=r"among device 0 .* and device 1 .*another processor"
-                    ):
+                    with pytest.raises(UsageError, match=r"among device 0 .* and device 1 .*another processor"):
                         trainer.step(*batch)
                 else:
                     trainer.step(*batch).item()
