@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -523,6 +524,27 @@ def test_unknown_codecs_and_odd_places_are_refused() -> None:
     offloaded = staged("mlp", [0, 1])
     with pytest.raises(UsageError, match="not for plans that offload or swap activations"):
         replace(offloaded, stages=tuple(replace(s, activations="int8", policy="offload") for s in offloaded.stages))
+
+
+def test_powersgd_among_unlike_devices_is_refused() -> None:
+    """Unless one of them computes the result: the others then receive what it has made of it."""
+    case = CASES["mlp"]
+    (batch,) = case.batches([8])
+    with onebox.open("cpu*2", threads=1) as pool:
+        first, second = pool.devices
+        pool.devices = first, dataclasses.replace(second, name="another processor")
+        kinds: list[tuple[GradientCodec, bool]] = [("powersgd", False), ("powersgd", True), ("int8", False)]
+        for codec, sharded in kinds:
+            plan, model = lossy(replicas(2), codec), case.model()
+            plan = replace(plan, optimizer="sharded") if sharded else plan
+            with onebox.Trainer(
+                model, case.loss, OPTIMIZERS["sgd"](model), pool=pool, plan=plan, lossy=("gradients",)
+            ) as trainer:
+                if codec == "powersgd" and not sharded:
+                    with pytest.raises(UsageError, match=r"among device 0 .* and device 1 .*another processor"):
+                        trainer.step(*batch)
+                else:
+                    trainer.step(*batch).item()
 
 
 def _layers(plan: Plan, stage: int) -> set[str]:

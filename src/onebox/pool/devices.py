@@ -69,6 +69,13 @@ class DeviceInfo:
         return self.device.split(":")[0]
 
     @property
+    def arithmetic(self) -> tuple[object, ...]:
+        """What the last bits of results depend on: the same program has the same ones where this is equal."""
+        if self.kind == "cuda":
+            return self.kind, self.name, self.capability
+        return self.kind, self.name, self.threads, self.instructions
+
+    @property
     def has_bf16(self) -> bool:
         """True if it has bf16 instructions: an Ampere GPU or later (8.0), or a CPU that reports them.
 

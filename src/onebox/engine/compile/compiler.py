@@ -27,7 +27,7 @@ from onebox.engine.workload.emulated_costs import EmulatedCosts
 from onebox.engine.workload.loss_reduction import LossReduction, TravellingWeights, Weighted, weights_of
 from onebox.engine.workload.named_state import NamedState, footprints
 from onebox.engine.workload.parameter_groups import Optimizers
-from onebox.errors import CaptureError
+from onebox.errors import CaptureError, UsageError
 from onebox.graph import ModelPrograms
 from onebox.plan import MicroBatch, Plan
 from onebox.pool import DeviceInfo
@@ -120,6 +120,23 @@ def untagged_groups(plan: Plan, groups: Mapping[Members, int], devices: Sequence
     }
 
 
+def _require_alike(devices: Sequence[DeviceInfo]) -> None:
+    """Require that devices compute the same bits from the same sums.
+
+    Raises:
+        UsageError: They are of different kinds.
+    """
+    first = devices[0]
+    for other in devices[1:]:
+        if other.arithmetic != first.arithmetic:
+            one, two = (f"device {d.number} ({d.device} on {d.host}, {d.name})" for d in (first, other))
+            raise UsageError(
+                f"gradients='powersgd' among {one} and {two}, which differ in kind, threads or instruction sets: each "
+                "multiplies the summed factors by itself, so that replicas would differ in their last bits; take "
+                "gradients='int8' or 'bf16', optimizer='sharded', or replicas on devices that are alike"
+            )
+
+
 class Compiler:
     """Makes the routines of a plan; sends nothing.
 
@@ -141,7 +158,8 @@ class Compiler:
 
     Raises:
         CaptureError: The model cannot be captured, or replicas cannot share it.
-        UsageError: The plan is for another model, or splits what an optimizer looks at as a whole.
+        UsageError: The plan is for another model, splits what an optimizer looks at as a whole, or has PowerSGD among
+            devices that are not alike.
     """
 
     def __init__(
@@ -216,6 +234,8 @@ class Compiler:
             gpus=[worker for worker in plan.devices if devices[worker].kind == "cuda"],
             untagged=self.untagged,
         )
+        for members in self._lowering.replicated:
+            _require_alike([devices[member] for member in members])
 
     def _first(self, batch: Batch) -> PhasePrograms:
         """Return the programs for the first micro-batch of a batch."""

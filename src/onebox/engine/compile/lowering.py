@@ -7,7 +7,7 @@ steps that overlap.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from onebox.engine.compile.batch_job import BatchJob, BufferNumbers
@@ -93,6 +93,11 @@ class Lowering:
     def residuals(self, worker: int) -> dict[int, CodecState]:
         """Return the buffers that a worker's lossy codecs keep from step to step."""
         return self._gradients.residuals(worker)
+
+    @property
+    def replicated(self) -> Iterable[Members]:
+        """The groups of which each member computes the result of sums by itself, which must have the same bits."""
+        return self._gradients.replicated
 
     def train(self, job: BatchJob) -> dict[int, StepRoutine]:
         """Return the routine of each worker for a training step."""

@@ -117,9 +117,10 @@ def renew_links(pool: MeasuredPool, known: PoolProfile, among: Collection[int], 
     kinds = [device.kind for device in known.devices]
     across = [pair for pair in known.links_between_hosts() if "sim" not in (kinds[pair[0]], kinds[pair[1]])]
     hosts = [device.host for device in known.devices]
+    chosen = frozenset(among)
     pairs: dict[tuple[str, str], tuple[int, int]] = {}
     for source, target in across:
-        if source < target and {source, target} <= {*among} and known.links_at_s[source][target] < since_s:
+        if source < target and {source, target} <= chosen and known.links_at_s[source][target] < since_s:
             pairs.setdefault((hosts[source], hosts[target]), (source, target))
     distinct = {frozenset(names): pair for names, pair in reversed(pairs.items())}
     if not distinct:

@@ -7,7 +7,7 @@ The sharding spec decides whether all holders of a parameter apply them, or its 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Literal
 
 from onebox.cost import DeviceGroups
@@ -122,6 +122,13 @@ class Gradients:
         for coded in self.coded.values():
             found |= coded.state(worker)
         return found
+
+    @property
+    def replicated(self) -> Iterable[Members]:
+        """The groups of which each member computes the result of sums by itself, which must have the same bits."""
+        for coded in self.coded.values():
+            if isinstance(coded, LowRankBucket) and coded.owner is None:
+                yield coded.members
 
     def pieces(self, program: Program, ends: Sequence[int]) -> list[Piece]:
         """Return a backward program split into pieces, the same for all micro-batches."""
