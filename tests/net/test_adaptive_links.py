@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import onebox
+from onebox.engine.steps.link_use import use_since
 from onebox.plan import Plan
 from onebox.pool.backends.agents.agent_connection import AgentConnection
 from tests import reference
@@ -127,4 +128,29 @@ def test_a_device_behind_a_link_that_drops_is_left_out_and_taken_back(
     assert re.search(named, lines[0]), lines
     assert trainer.decisions[made].decision.step < USUAL + SETTLED, lines
     assert blue_bytes > USUAL * MICRO_BATCH * WIDTH * 8, "gradients, or the values of a micro-batch at least"
+    assert_same(found, expected(plan, len(run.losses)))
+
+
+@pytest.mark.long
+def test_a_link_of_100_megabits_is_measured_as_that_whatever_is_decided(
+    slow_pool: onebox.Pool, network: Network
+) -> None:
+    plan, blue, rate = plan_of("data-parallel"), network["blue"], 100_000_000
+    with onebox.Trainer(*parts(), pool=slow_pool, plan=plan, adaptive=True) as trainer:
+        run = Run(trainer)
+        run.until(lambda: len(run.losses) == USUAL)
+        before = trainer.links
+        try:
+            blue.limit(rate)
+        except RuntimeError as error:
+            pytest.skip(f"no links of a limited rate here: {error}")
+        try:
+            run.until(lambda: len(run.losses) == 2 * USUAL)
+        finally:
+            blue.unlimit()
+        used = [each for each in use_since(before, trainer.links) if blue.address in (each.source, each.target)]
+        most = max(used, key=lambda each: each.size_bytes)
+        found = outcome(trainer, run.losses)
+        lines = [each.line for each in trainer.decisions]
+    assert rate / 8 / 5 < most.size_bytes / most.busy_s < 2 * rate / 8, lines
     assert_same(found, expected(plan, len(run.losses)))

@@ -98,9 +98,9 @@ def test_a_run_without_a_plan_does_without_a_slow_link_and_says_so(
 @pytest.mark.long
 def test_a_run_says_by_which_link_it_is_bound(fleet: Fleet, network: Network, tmp_path: Path) -> None:
     run, pool = tmp_path / "run", ("--pool", fleet.spec("red", "green"))
-    job = ("--model", "cnn", "--data", "digits", "--batch", "64", "--threads", "1", "--plan", "data-parallel")
+    job = ("--model", "tests.net.training:Wide", "--data", "digits", "--batch", "361", "--threads", "1")
     with limited(network["green"], SLOW_BPS):
-        done = command(fleet, "train", *job, *pool, "--epochs", "1", "--run", str(run))
+        done = command(fleet, "train", *job, *pool, "--plan", "data-parallel", "--epochs", "1", "--run", str(run))
     ends = [network[name].address for name in ("red", "green")]
     line = re.search(rf"^bound by link {'–'.join(map(re.escape, ends))}: ([\d.]+) Mbit/s: ", done.stdout, re.MULTILINE)
     assert line, done.stdout

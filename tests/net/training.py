@@ -58,6 +58,20 @@ class Laborious(nn.Sequential):
         return outputs
 
 
+class Wide(nn.Sequential):
+    """A model of images uint8 [B, 1, 8, 8] with many parameters and few operations."""
+
+    def __init__(self, width: int = 1000) -> None:
+        super().__init__(
+            nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)
+        )
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return the logits [B, 10]."""
+        outputs: Tensor = super().forward(inputs.float() / 255)
+        return outputs
+
+
 def batch(step: int, size: int = 12) -> tuple[Tensor, Tensor]:
     """Return inputs [B, 8] and targets [B] of a step, the same each time."""
     generator = torch.Generator().manual_seed(step)

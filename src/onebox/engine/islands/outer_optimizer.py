@@ -652,7 +652,8 @@ class OuterOptimizer:
         def take(answers: list[WorkerReply]) -> None:
             spans = [span for own, answer in zip(labels, answers, strict=True) if (span := _sums_ns(own, answer))]
             for worker, answer in zip(workers, answers, strict=True):
-                add_traffic(self.traffic, {(worker, carried.worker): carried for carried in answer.traffic})
+                carried = {(worker, each.worker): each for each in answer.traffic}
+                add_traffic(self.traffic, carried, len(self._pool))
             if timed is not None and spans:
                 timed.append(min(spans) * 1e-9)  # of the island that came last and waited for none
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from msgspec import Meta
 
 from onebox.wire.program import Complex, Message, TensorSpec
 from onebox.wire.protocol.eager import Strided
@@ -230,9 +232,9 @@ class LinkTraffic(Message, frozen=True):
         busy_ns: Time in which bytes were on the way or queued, without the round trips of the last ones.
     """
 
-    worker: int
-    size_bytes: int
-    busy_ns: int
+    worker: Annotated[int, Meta(ge=0)]
+    size_bytes: Annotated[int, Meta(ge=0)]
+    busy_ns: Annotated[int, Meta(ge=0)]
 
 
 class Reply(Message, frozen=True, tag="reply"):
