@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from onebox.engine.install.installed_plan import InstalledPlan
-from onebox.engine.islands.session import Session
+from onebox.engine.islands.islands_session import TrainerSession
 from onebox.engine.state.change_detection import ChangeDetector
 from onebox.engine.state.optimizer_state import OptimizersOnWorkers, StaleState
 from onebox.engine.state.remote import RemoteState
@@ -43,7 +43,7 @@ class ClientState(StepObserver):
         loss: The user's loss, which may be a module.
     """
 
-    def __init__(self, run: Session, remote: RemoteState, model: nn.Module, loss: Any) -> None:
+    def __init__(self, run: TrainerSession, remote: RemoteState, model: nn.Module, loss: Any) -> None:
         self._run = run
         self._remote = remote
         self._detector = ChangeDetector(model, loss, remote.named)

@@ -28,9 +28,9 @@ from onebox.engine.config import (
 )
 from onebox.engine.data.prefetch import BatchPrefetcher, UploadCounters, UploadedBatch
 from onebox.engine.islands.division import Islands, chosen_islands, given_islands
+from onebox.engine.islands.islands_session import IslandsSession, TrainerSession
 from onebox.engine.islands.islands_state import islands_start
 from onebox.engine.islands.membership import IslandChange
-from onebox.engine.islands.session import IslandsSession, Session
 from onebox.engine.memory.timeline import MemoryTimeline, memory_timeline
 from onebox.engine.planning.island_plans import IslandsRequest
 from onebox.engine.planning.make_plan import known_pool_links
@@ -236,7 +236,7 @@ class Trainer:
             numerics=numerics,
         )
         captures = Captures(spec)
-        self._run: Session
+        self._run: TrainerSession
         if islands is None:
             self._run = TrainingSession(
                 pool,

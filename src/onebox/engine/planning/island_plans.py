@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from onebox.cost import DeviceGroups
 from onebox.engine.islands.division import are_alike, check_shares, divided
-from onebox.engine.islands.session import IslandPlans
+from onebox.engine.islands.islands_session import IslandPlans
 from onebox.engine.planning.device_shares import resolve_device_shares
 from onebox.engine.planning.resolve_plan import PlanRequest
 from onebox.engine.state.remote import RemoteState

@@ -851,5 +851,5 @@ class _IslandLoss:
     weight: float
 
 
-Session = TrainingSession | IslandsSession
+TrainerSession = TrainingSession | IslandsSession
 """A run of a trainer."""
