@@ -809,8 +809,9 @@ def _resumed_islands(
     if plan != "stored":
         found["plan"] = plan
     elif stored.plans:
-        known = groups != "auto" and len(groups) == len(stored.devices)
-        places = groups if known else [()] * len(stored.devices)
+        places: Sequence[Sequence[int]] = [()] * len(stored.devices)  # as far as they are known
+        if not isinstance(groups, str) and len(groups) == len(places):
+            places = groups
         found["plan"] = [
             plan_elsewhere(each, before, now)
             for each, before, now in zip(stored.plans, stored.devices, places, strict=True)
