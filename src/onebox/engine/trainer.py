@@ -845,8 +845,8 @@ def _resumed_islands(
     if plan != "stored":
         found["plan"] = plan
     elif stored.plans:
-        places: Sequence[Sequence[int]] = [()] * len(stored.devices)
-        if not isinstance(groups, str) and len(groups) == len(stored.devices):
+        places: Sequence[Sequence[int]] = [()] * len(stored.devices)  # as far as they are known
+        if not isinstance(groups, str) and len(groups) == len(places):
             places = groups
         found["plan"] = [
             plan_elsewhere(each, before, now)

@@ -31,8 +31,9 @@ def test_a_run_of_islands_learns_and_is_resumed(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_predicted_and_measured_stand_beside_each_other(tmp_path: Path) -> None:
-    options = ("--plan", "auto", "--epochs", "2", "--run", "run")
+@pytest.mark.parametrize("codec", ["none", "e3m0"])
+def test_predicted_and_measured_stand_beside_each_other(codec: str, tmp_path: Path) -> None:
+    options = ("--plan", "auto", "--epochs", "2", "--run", "run", "--outer-compression", codec)
     done = command(["train", *ISLANDS, *options], tmp_path)
     assert done.returncode == 0, done.stderr
     assert "outer steps included" in done.stdout and "rate of a link during these" in done.stdout
