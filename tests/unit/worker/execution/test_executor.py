@@ -390,6 +390,13 @@ def test_a_traced_run_times_each_instruction(rig: Rig) -> None:
     assert rig.times_ns == ()
 
 
+def test_traced_runs_of_one_message_follow_each_other_in_its_times(rig: Rig) -> None:
+    rig.do(Define(50, Routine((Call(100, (1,), (2,)), Free((2,))), 0)))
+    rig.do(Run(50, trace=True), Run(50, trace=True))
+    assert len(rig.times_ns) == 8 and list(rig.times_ns) == sorted(rig.times_ns)
+    assert len(rig.used_bytes) == 8
+
+
 def test_a_traced_run_tells_what_each_instruction_has_in_use(rig: Rig) -> None:
     rig.do(Define(50, Routine((Call(100, (1,), (2,)), Call(100, (2,), (3,), (0,)), Free((1, 3))), 0)))
     rig.machine.store.reserve(5 * X.nbytes)
