@@ -154,7 +154,7 @@ class IslandsSession:
             self._prefetchers, lambda batch: divided(batch, self._present_shares) if self._shares else None
         )
         self.transfer = IslandsTransfer(
-            pool, self._sessions, self._states, start, self.membership, regroup=self._regroup, settle=self._settle
+            pool, self._sessions, self._states, start, self.membership, regroup=self._regroup, confirm=self._confirm_all
         )
         self.whole_transfer = WholeTransfer(pool, states[0], self.transfer)
         """Reads what a checkpoint holds."""
@@ -408,7 +408,7 @@ class IslandsSession:
                 self.recovery.redone(fragment, error)
         return False
 
-    def _settle(self) -> None:
+    def _confirm_all(self) -> None:
         """Prepare for reading what leaders have: after losses, sums on their way may never come."""
         self._regroup()
         if self.recovery.survived:
@@ -736,7 +736,7 @@ class IslandsSession:
     def _join(self, place: int, part: Batch) -> None:
         """Give an island the global parameters, and of the first island that is there the state of the user's
         optimizer, and other buffers."""
-        self._settle()
+        self._confirm_all()
         session, state = self._sessions[place], self._states[place]
         values = self.transfer.tensors()
         state.use_tensors(values)
@@ -812,7 +812,7 @@ class IslandsSession:
 
     def _catch_up(self, place: int) -> None:
         """Let a late island go on from the global parameters, plus what it has learned since it was late."""
-        self._settle()
+        self._confirm_all()
         values, base, state = self.transfer.tensors(), self._bases.pop(place), self._states[place]
         trained = self._sessions[place].installed.trained
         own = {name: tensor for name, tensor in self._sessions[place].transfer.tensors().items() if name in trained}

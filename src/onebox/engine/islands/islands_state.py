@@ -33,7 +33,7 @@ class IslandsTransfer(StateTransfer):
         start: State in the checkpoint of a run that is resumed.
         membership: The islands that take part.
         regroup: After a loss, makes the outer optimizer's state that of the islands that are left.
-        settle: Likewise, with sums that have begun.
+        confirm: Likewise, and waits for sums that have begun; void ones are begun anew.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class IslandsTransfer(StateTransfer):
         membership: Membership,
         *,
         regroup: Callable[[], None],
-        settle: Callable[[], None],
+        confirm: Callable[[], None],
     ) -> None:
         super().__init__(pool, states[0])
         self._membership = membership
-        self._regroup, self._settle = regroup, settle
+        self._regroup, self._confirm = regroup, confirm
         self._start = start
         self._sessions = sessions
         self._states = states
@@ -79,7 +79,7 @@ class IslandsTransfer(StateTransfer):
             OneboxError: A worker failed, or the pool is closed.
         """
         if self.outer is not None:
-            self._settle()
+            self._confirm()
         present = self._membership.present
         parts = [
             owned(each, str(place))
