@@ -804,7 +804,7 @@ class IslandsSession:
                 with self.recovery.voiding("the return of a late island"):
                     self._catch_up(place)
             except RECOVERABLE as error:
-                self.recovery.lose(error)
+                self.recovery.lose(error, place)  # it may have only a part of what it was to take
                 continue
             self.recovery.caught_up(place, at_s, time.monotonic() - start_s)
             self._read_punctual()
