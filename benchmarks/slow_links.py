@@ -87,6 +87,10 @@ def main() -> None:
     parser.add_argument("--outer-rate", type=float, default=0.7, help="the outer learning rate")
     parser.add_argument("--outer-momentum", type=float, default=0.9)
     parser.add_argument("--fragments", type=int, default=1, help="of the model, which islands exchange one at a time")
+    parser.add_argument(
+        "--overlap", type=int, default=0, help="inner steps during which the sums of an outer one travel"
+    )
+    parser.add_argument("--compression", default="none", help="codec of outer gradients: none, bf16, int8 or e3m0")
     parser.add_argument("--delay-ms", type=float, default=20.0, help="from host to host")
     parser.add_argument("--settled", type=int, default=6, help="steps after a drop that are not looked at")
     parser.add_argument("--size", default="full", choices=list(SIZES), help="of the model; tiny: to try it out")
@@ -132,6 +136,8 @@ def settings_of(options: argparse.Namespace) -> dict[Part, dict[str, Any]]:
         "outer_rate": options.outer_rate,
         "outer_momentum": options.outer_momentum,
         "fragments": options.fragments,
+        "overlap": options.overlap,
+        "compression": options.compression,
     }
     return {
         "speed": {**both, "delay_ms": options.delay_ms},
@@ -254,7 +260,7 @@ class Benchmark:
     def run(self) -> None:
         """Measure the cells that are missing."""
         options = self._options
-        names = ("size", "batch", "every", "outer_rate", "outer_momentum", "fragments")
+        names = ("size", "batch", "every", "outer_rate", "outer_momentum", "fragments", "overlap", "compression")
         setting = {name: getattr(options, name) for name in names}
         for count in options.islands:
             speeds = {rate: self._missing_speeds(count, rate) for rate in (INFINITE, *options.rates)}

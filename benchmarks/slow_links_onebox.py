@@ -62,6 +62,8 @@ class Client:
                 lr=setting.outer_rate,
                 momentum=setting.outer_momentum,
                 fragments=setting.fragments,
+                overlap=setting.overlap,
+                compression=setting.compression,  # type: ignore[arg-type]
                 shares="equal",
             )
             options |= {"islands": [[device] for device in devices], "outer": outer}

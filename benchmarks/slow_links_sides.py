@@ -80,6 +80,8 @@ class Setting:
         outer_rate: The outer learning rate.
         outer_momentum: Its momentum.
         fragments: Parts of the model that islands exchange one at a time.
+        overlap: Steps during which the sums of an outer step travel while islands go on.
+        compression: The codec of outer gradients.
         rank: Of PowerSGD's approximation.
     """
 
@@ -91,6 +93,8 @@ class Setting:
     outer_rate: float = 0.7
     outer_momentum: float = 0.9
     fragments: int = 1
+    overlap: int = 0
+    compression: str = "none"
     rank: int = 4
 
     @classmethod

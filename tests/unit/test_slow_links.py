@@ -179,7 +179,7 @@ def test_kept_cells_are_shown_without_measuring(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "cells.jsonl"
-    outer = {"every": 30, "outer_rate": 0.7, "outer_momentum": 0.9, "fragments": 1}
+    outer = {"every": 30, "outer_rate": 0.7, "outer_momentum": 0.9, "fragments": 1, "overlap": 0, "compression": "none"}
     settings = {"size": "tiny", "step_tokens": TINY.tokens, **outer, "delay_ms": 20.0}
     for side, value in (("islands", 2.0), ("ddp", 8.0)):
         append(file, cell(side, value, settings=settings))
