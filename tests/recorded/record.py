@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from onebox.worker.accelerator.cpu import HostAccelerator
 from tests.recorded.runs import EVERYWHERE, Record, runs
 
 FILE = Path(__file__).with_name("recorded.json")
@@ -29,6 +30,7 @@ def machine() -> dict[str, str]:
         "torch": torch.__version__,
         "architecture": platform.machine(),
         "capability": torch.backends.cpu.get_cpu_capability(),
+        "processor": HostAccelerator(torch.device("cpu")).identity().product,  # MKL has other kernels for other makers
     }
 
 
