@@ -481,14 +481,19 @@ class Fuzzer:
             status, ended_by, place, variant = self._in_child(numbers, at, stop, findings.fileno())
             findings.seek(0)
             for line in findings:
-                kind, text, name = json.loads(line)
-                self.found[kind][name].append(text)
+                self._note(*json.loads(line))
         self.statuses.update(status)
         self.calls += sum(status.values())
         if ended_by is None:
             return stop
         self._end_of_child(numbers[place], variant, ended_by)
         return place + 1
+
+    def _note(self, kind: str, text: str, name: str) -> None:
+        """Note a fault; print it at once, as a run may take hours."""
+        self.found[kind][name].append(text)
+        if text:
+            print(f"{kind}: {name}: {text}", file=sys.stderr, flush=True)
 
     def _end_of_child(self, number: int, variant: int, ended_by: int) -> None:
         """Note that a child ended within a call; run it alone to see whether that was its fault."""
@@ -504,7 +509,7 @@ class Fuzzer:
             if alone is None:
                 name = f"after {name}"  # something before it has damaged memory
         signal_name = signal.Signals(ended_by).name
-        self.found[kind][name].append(f"{signal_name}, round {round_}, variant {variant}: {describe(call)}")
+        self._note(kind, f"{signal_name}, round {round_}, variant {variant}: {describe(call)}", name)
         self._deaths[entry] += 1
         if self._deaths[entry] >= self._patience:
             self._left_out.add(entry)
@@ -544,7 +549,7 @@ class Fuzzer:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)  # MKL prints there
         os.dup2(nowhere, 2)
-        torch.set_printoptions(threshold=0, edgeitems=1)  # errors about types print tensors
+        Tensor.__repr__ = object.__repr__  # errors about types print tensors
         prober = Prober()
         _limit()
         counts = dict.fromkeys(("computed", "raised", "refused"), 0)
