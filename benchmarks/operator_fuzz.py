@@ -124,7 +124,7 @@ class Programs:
         return self._run(tensors) if self._known == (call.name, round_) else self.first(call, tensors, round_)
 
     def _run(self, tensors: Sequence[Tensor]) -> list[Any]:
-        return self._program.run(list(tensors), lambda position: None, WorkerProgress())
+        return flatten(self._program.run(list(tensors), lambda position: None, WorkerProgress()))
 
 
 def _program(call: Call, round_: int) -> Program:
@@ -549,7 +549,7 @@ class Fuzzer:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)  # MKL prints there
         os.dup2(nowhere, 2)
-        Tensor.__repr__ = object.__repr__  # errors about types print tensors
+        Tensor.__repr__ = lambda _: "tensor"  # errors about types print tensors
         prober = Prober()
         _limit()
         counts = dict.fromkeys(("computed", "raised", "refused"), 0)

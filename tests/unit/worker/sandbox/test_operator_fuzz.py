@@ -14,9 +14,11 @@ import torch
 sys.path.append(str(Path(__file__).parents[4] / "benchmarks"))
 
 import operator_fuzz
-from guarded_memory import Arena, Image, span_of
-from operator_calls import base_calls, random_call
+from guarded_memory import Arena, Image, ordinary, span_of
+from operator_calls import Call, base_calls, random_call
 from operator_mutations import mutate
+
+from onebox.wire import Items, SlotArgument
 
 UNWRITTEN = "aten.empty.memory_format"
 OUTSIDE = (
@@ -91,6 +93,19 @@ def test_tensors_hold_what_their_images_say() -> None:
     assert none.shape == (0, 3)
     assert bytes(floats.contiguous().view(torch.uint8).numpy().tobytes()) == FLOATS.data
     assert span_of(gaps.shape, gaps.strides) == 7
+
+
+def test_results_in_a_list_beside_others_are_compared_as_well() -> None:
+    number = Image("float32", (), (), bytes(4))
+    values = Items((SlotArgument(0),))
+    call = Call(
+        "aten._amp_foreach_non_finite_check_and_unscale.default",
+        (values, SlotArgument(1), SlotArgument(2)),
+        {},
+        (FLOATS, number, number),
+    )
+    made = operator_fuzz.Programs().first(call, [ordinary(image) for image in call.images], 1)
+    assert [one.shape for one in made] == [(2, 3), ()]
 
 
 def test_a_call_can_be_made_again() -> None:
