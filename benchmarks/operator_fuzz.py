@@ -64,6 +64,7 @@ from onebox.wire import (
     TensorSpec,
     overload,
 )
+from onebox.wire.program import ITEM_BYTES
 from onebox.wire.protocol.eager import Perform, Replay
 from onebox.worker.device import ComputeDevice
 from onebox.worker.execution.eager import EagerExecutor
@@ -78,6 +79,9 @@ VARIANTS = 4
 
 BATCH = 1000
 """Compiled calls of a child process."""
+
+SHARED = 0.1
+"""Share of calls in which a tensor lies in the memory of another one, as views of one buffer do."""
 
 CPU_S = 1.0
 """Time of the processor from which a call is slow; it is ended."""
@@ -124,7 +128,7 @@ class Programs:
         return self._run(tensors) if self._known == (call.name, round_) else self.first(call, tensors, round_)
 
     def _run(self, tensors: Sequence[Tensor]) -> list[Any]:
-        return self._program.run(list(tensors), lambda position: None, WorkerProgress())
+        return flatten(self._program.run(list(tensors), lambda position: None, WorkerProgress()))
 
 
 def _program(call: Call, round_: int) -> Program:
@@ -288,6 +292,39 @@ class Entry(NamedTuple):
     name: str
 
 
+class Shared(NamedTuple):
+    """A tensor that lies in another's memory.
+
+    Args:
+        inner: Its number.
+        outer: The number of the other one.
+        start: The element of its own type at which it begins.
+    """
+
+    inner: int
+    outer: int
+    start: int
+
+    def place(self, tensors: list[Tensor]) -> None:
+        """Put a view in place of the tensor."""
+        inner, outer = tensors[self.inner], tensors[self.outer].untyped_storage()
+        view = torch.empty(0, dtype=inner.dtype)
+        tensors[self.inner] = view.set_(outer, self.start, inner.shape, inner.stride())
+
+
+def shared_memory(call: Call, round_: int, variant: int) -> Shared | None:
+    """Return the tensor of a call that lies in another's memory, if there is one and it fits."""
+    rng = random.Random(f"{call.name} {round_} {variant}")
+    if len(call.images) < 2 or rng.random() >= SHARED:
+        return None
+    inner, outer = rng.sample(range(len(call.images)), 2)
+    size, room = (len(call.images[number].data) for number in (inner, outer))
+    width = ITEM_BYTES[call.images[inner].dtype]
+    if not 0 < size <= room or room % width:
+        return None
+    return Shared(inner, outer, rng.choice((0, 1, rng.randrange(1 << 14))) % ((room - size) // width + 1))
+
+
 class Outcome(NamedTuple):
     """Effect of one run of a call.
 
@@ -316,6 +353,7 @@ class Prober:
         self._ways = ways()
         self._written: frozenset[int] = frozenset()
         self._guarded = self._at_start = False
+        self._shared: Shared | None = None
 
     def probe(self, entry: Entry, call: Call, round_: int, variant: int) -> tuple[str, list[str]]:
         """Run a call; return its status, and the kinds of what is wrong."""
@@ -323,6 +361,7 @@ class Prober:
         run, again = (way.stored, way.stored) if variant else (way.first, way.again)
         self._written = frozenset(written_inputs(KernelSpec(call.name, call.args, call.kwargs, len(call.images), 0)))
         self._guarded = (round_ + variant) % 3 != 2
+        self._shared = shared_memory(call, round_, variant)
         self._at_start = (round_ + variant) % 4 == 3
         first = self._once(run, call, round_, 0)
         wrong = []
@@ -358,6 +397,8 @@ class Prober:
             guarded = len(tensors) == len(call.images) > 0
             if not guarded:
                 tensors = [ordinary(image) for image in call.images]
+            elif self._shared is not None:
+                self._shared.place(tensors)
             torch.default_generator.manual_seed(1)
             made = run(call, tensors, round_)
             readable = [*made, *(tensors[index] for index in sorted(written) if index < len(tensors))]
@@ -371,6 +412,8 @@ class Prober:
         canaries, changed = 0, []
         if guarded:
             canaries, changed = arena.changed([image.data for image in call.images], written)
+            if self._shared is not None and written:
+                changed = []  # what is written may be theirs, too
         else:
             changed = [
                 number
@@ -430,6 +473,12 @@ def describe(call: Call) -> str:
     return f"{call.name}({', '.join([*map(text, call.args), *named])})"[:600]
 
 
+def _place_of(call: Call, round_: int, variant: int) -> str:
+    """Return a call as text, and what is needed to run it again."""
+    shared = shared_memory(call, round_, variant)
+    return f"round {round_}, variant {variant}: {describe(call)}" + (f", {shared}" if shared else "")
+
+
 # ---- many calls
 
 
@@ -481,14 +530,19 @@ class Fuzzer:
             status, ended_by, place, variant = self._in_child(numbers, at, stop, findings.fileno())
             findings.seek(0)
             for line in findings:
-                kind, text, name = json.loads(line)
-                self.found[kind][name].append(text)
+                self._note(*json.loads(line))
         self.statuses.update(status)
         self.calls += sum(status.values())
         if ended_by is None:
             return stop
         self._end_of_child(numbers[place], variant, ended_by)
         return place + 1
+
+    def _note(self, kind: str, text: str, name: str) -> None:
+        """Note a fault; print it at once, as a run may take hours."""
+        self.found[kind][name].append(text)
+        if text:
+            print(f"{kind}: {name}: {text}", file=sys.stderr, flush=True)
 
     def _end_of_child(self, number: int, variant: int, ended_by: int) -> None:
         """Note that a child ended within a call; run it alone to see whether that was its fault."""
@@ -504,7 +558,7 @@ class Fuzzer:
             if alone is None:
                 name = f"after {name}"  # something before it has damaged memory
         signal_name = signal.Signals(ended_by).name
-        self.found[kind][name].append(f"{signal_name}, round {round_}, variant {variant}: {describe(call)}")
+        self._note(kind, f"{signal_name}, {_place_of(call, round_, variant)}", name)
         self._deaths[entry] += 1
         if self._deaths[entry] >= self._patience:
             self._left_out.add(entry)
@@ -544,7 +598,7 @@ class Fuzzer:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)  # MKL prints there
         os.dup2(nowhere, 2)
-        torch.set_printoptions(threshold=0, edgeitems=1)  # errors about types print tensors
+        Tensor.__repr__ = lambda _: "tensor"  # errors about types print tensors
         prober = Prober()
         _limit()
         counts = dict.fromkeys(("computed", "raised", "refused"), 0)
@@ -564,7 +618,7 @@ class Fuzzer:
                 counts[status] += 1
                 for kind in wrong:
                     name = f"{entry.name} ({entry.way})"
-                    text = "" if (kind, name) in told else f"round {round_}, variant {variant}: {describe(call)}"
+                    text = "" if (kind, name) in told else _place_of(call, round_, variant)
                     told.add((kind, name))
                     os.write(findings, json.dumps([kind, text, name]).encode() + b"\n")
         signal.setitimer(signal.ITIMER_PROF, 0)

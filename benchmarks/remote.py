@@ -6,7 +6,8 @@ as long on a remote GPU as on a local one.
 And what do encryption and acknowledgements cost, which messages to other hosts have? The same training over TCP with
 and without each, in turn.
 
-And what do checked arguments and zeroed memory cost a worker? The same training with and without both, in turn.
+And what do checked arguments and zeroed memory cost a worker? The same training with and without both, in turn: as
+a program, and as a script whose operators come one by one.
 """
 
 from __future__ import annotations

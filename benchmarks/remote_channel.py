@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -97,31 +97,44 @@ def train_in_turn(
     name: str, rounds: int, sides: Sides, names: Sequence[str]
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Return milliseconds a step by the clock, and of the processors of client and worker, for each way by its name."""
-    wall: dict[str, list[float]] = {what: [] for what in names}
-    processor: dict[str, list[float]] = {what: [] for what in names}
     data = batches(8, BATCH)
     model, optimizer = make(name)
     with onebox.Trainer(
         model, nn.functional.cross_entropy, optimizer, pool=sides.pool, engine=onebox.Engine(trace=False)
     ) as trainer:
-        _train(trainer, data, STEPS[name])
-        for what in in_turn(names, rounds):
-            sides.use(what)
-            _train(trainer, data, 1)
-            used, seconds = _train(trainer, data, STEPS[name])
-            processor[what].append(used / STEPS[name] * 1e3)
-            wall[what].append(seconds / STEPS[name] * 1e3)
+
+        def train(steps: int) -> None:
+            for step in range(steps):
+                trainer.step(*data[step % len(data)])
+            trainer.wait()
+
+        return steps_in_turn(train, STEPS[name], rounds, sides, names)
+
+
+def steps_in_turn(
+    run: Callable[[int], object], steps: int, rounds: int, sides: Sides, names: Sequence[str]
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Run steps in each of several ways; return the same as :func:`train_in_turn`.
+
+    Args:
+        run: Runs steps, and waits for them.
+        steps: Of one turn.
+        rounds: Turns of each way.
+        sides: The ways.
+        names: Of them.
+    """
+    wall: dict[str, list[float]] = {what: [] for what in names}
+    processor: dict[str, list[float]] = {what: [] for what in names}
+    worker = sides.pool.process_ids[0]
+    run(steps)
+    for what in in_turn(names, rounds):
+        sides.use(what)
+        run(1)
+        begin, used = time.perf_counter(), time.process_time() + _processor_s(worker)
+        run(steps)
+        processor[what].append((time.process_time() + _processor_s(worker) - used) / steps * 1e3)
+        wall[what].append((time.perf_counter() - begin) / steps * 1e3)
     return wall, processor
-
-
-def _train(trainer: onebox.Trainer, data: Sequence[Any], steps: int) -> tuple[float, float]:
-    """Run steps; return seconds of the processors of both ends, and by the clock."""
-    worker = trainer.pool.process_ids[0]
-    begin, used = time.perf_counter(), time.process_time() + _processor_s(worker)
-    for step in range(steps):
-        trainer.step(*data[step % len(data)])
-    trainer.wait()
-    return time.process_time() + _processor_s(worker) - used, time.perf_counter() - begin
 
 
 def _processor_s(process: int) -> float:

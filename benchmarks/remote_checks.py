@@ -1,4 +1,5 @@
-"""What remote.py measures of a worker's checks: what those of arguments, and of zeroed memory, cost a step.
+"""What remote.py measures of a worker's checks: what those of arguments, and of zeroed memory, cost a step, in programs
+and in operators that come one by one.
 
 Neither can be switched off in onebox. Here this file is run in place of the worker, and has each operator that is
 checked twice: with and without. A byte of memory that it shares with the client says which of them is called; so both
@@ -8,6 +9,7 @@ sides are one process, with the same programs and the same memory.
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
 import statistics
 import sys
@@ -18,10 +20,13 @@ from typing import Any
 import torch
 from channels import Source
 from common import BATCH, MODELS, show, spread
-from remote_channel import train_in_turn
+from eager_script import one
+from remote_channel import STEPS, steps_in_turn, train_in_turn
+from torch import nn
 from torch._ops import OpOverload
 
 import onebox
+import onebox.vgpu
 from onebox.pool.open import connect_pool
 from onebox.worker.process import main as serve
 from onebox.worker.programs import graphs, interpreter, kernels
@@ -30,38 +35,77 @@ from onebox.worker.sandbox import argument_checks
 SIDES = {"as it is": True, "as it is, again": True, "not checked": False}
 """Whether operators are checked; the second tells how far equals are apart by chance."""
 
+ENCODER = "small encoder"
+"""A model whose operators compute next to nothing, and most of which have rules: what checks cost at most."""
+
+EAGER_STEPS = {**STEPS, ENCODER: 10}
+
 _CHECKED, _OPERATORS = 0, 1
 _LENGTH = 2
 
 
 def measure_checks(rounds: int) -> dict[str, float]:
-    """Measure, print a table, and return what belongs into the JSON object."""
-    rows: list[list[str]] = []
+    """Measure, print tables, and return what belongs into the JSON object."""
     result: dict[str, float] = {}
-    for name in MODELS:
-        with open_sides() as sides:
-            wall, processor = train_in_turn(name, rounds, sides, list(SIDES))
-            operators = sides.operators
-        if not operators:
-            raise RuntimeError(f"no operator of {name} is checked: both sides are the same")
-        for what, checked in SIDES.items():
-            over, more = (
-                [ours / theirs - 1 for ours, theirs in zip(times["as it is"], times[what], strict=True)]
-                for times in (wall, processor)
-            )
-            last = [spread([100 * share for share in shares], 2) for shares in (over, more)]
-            median = f"{statistics.median(processor[what]):.2f}"
-            rows.append([f"{name}, {what}", spread(wall[what], 2), median, *(last if what != "as it is" else ["", ""])])
-            if not checked:
-                rows[-1][0] += f" ({operators} operators)"
-                for key, found in (("checks_overhead", over), ("checks_cpu_overhead", more)):
-                    result[key] = max(result.get(key, -1.0), round(statistics.median(found), 4))
-    show(
-        f"Training on one worker with checked arguments and without, batch {BATCH}, one thread: median (least to most)",
-        ["worker", "ms/step", "CPU ms/step", "as it is / this - 1, %", "likewise of the CPU, %"],
-        rows,
-    )
+    programs = {name: functools.partial(train_in_turn, name, rounds) for name in MODELS}
+    eager = {name: functools.partial(_script_in_turn, name, rounds) for name in EAGER_STEPS}
+    for kind, what, ways in (("checks", "Training", programs), ("eager_checks", "A script", eager)):
+        rows: list[list[str]] = []
+        for name, measured in ways.items():
+            key = f"small_{kind}" if name == ENCODER else kind
+            with open_sides() as sides:
+                wall, processor = measured(sides, list(SIDES))
+                operators = sides.operators
+            if not operators:
+                raise RuntimeError(f"no operator of {name} is checked: both sides are the same")
+            for side, checked in SIDES.items():
+                over, more = (
+                    [ours / theirs - 1 for ours, theirs in zip(times["as it is"], times[side], strict=True)]
+                    for times in (wall, processor)
+                )
+                last = [spread([100 * share for share in shares], 2) for shares in (over, more)]
+                median = f"{statistics.median(processor[side]):.2f}"
+                named = f"{name}, {side}" if checked else f"{name}, {side} ({operators} operators)"
+                rows.append([named, spread(wall[side], 2), median, *(last if side != "as it is" else ["", ""])])
+                if not checked:
+                    for full, found in ((f"{key}_overhead", over), (f"{key}_cpu_overhead", more)):
+                        result[full] = max(result.get(full, -1.0), round(statistics.median(found), 4))
+        show(
+            f"{what} on one worker with checked arguments and without, batch {BATCH}, one thread: "
+            "median (least to most)",
+            ["worker", "ms/step", "CPU ms/step", "as it is / this - 1, %", "likewise of the CPU, %"],
+            rows,
+        )
     return result
+
+
+def _script_in_turn(
+    name: str, rounds: int, sides: CheckedPool, names: list[str]
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Return times of steps of a script, whose operators come one by one."""
+    onebox.vgpu.install()
+    onebox.vgpu.attach(sides.pool)
+    run = _encoder("vgpu:0") if name == ENCODER else one(name, "vgpu:0")
+    return steps_in_turn(functools.partial(run, every=0), EAGER_STEPS[name], rounds, sides, names)
+
+
+def _encoder(device: str) -> Callable[..., object]:
+    """Return what runs steps of :data:`ENCODER`, eight sequences of four tokens."""
+    torch.manual_seed(0)
+    embedding, layer, head = nn.Embedding(64, 32), nn.TransformerEncoderLayer(32, 4, 64), nn.Linear(32, 64)
+    model = nn.Sequential(embedding, layer, head).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    tokens, labels = torch.randint(64, (8, 4)).to(device), torch.randint(64, (32,)).to(device)
+
+    def run(steps: int, every: int) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), labels)
+            loss.backward()
+            optimizer.step()
+        loss.item()
+
+    return run
 
 
 # ---- at the client

@@ -14,9 +14,11 @@ import torch
 sys.path.append(str(Path(__file__).parents[4] / "benchmarks"))
 
 import operator_fuzz
-from guarded_memory import Arena, Image, span_of
-from operator_calls import base_calls, random_call
+from guarded_memory import Arena, Image, ordinary, span_of
+from operator_calls import Call, base_calls, random_call
 from operator_mutations import mutate
+
+from onebox.wire import Items, SlotArgument
 
 UNWRITTEN = "aten.empty.memory_format"
 OUTSIDE = (
@@ -91,6 +93,31 @@ def test_tensors_hold_what_their_images_say() -> None:
     assert none.shape == (0, 3)
     assert bytes(floats.contiguous().view(torch.uint8).numpy().tobytes()) == FLOATS.data
     assert span_of(gaps.shape, gaps.strides) == 7
+
+
+def test_a_tensor_may_lie_in_the_memory_of_another() -> None:
+    whole = Image("float32", (8,), (1,), bytes(32))
+    call = Call("aten.add.Tensor", (SlotArgument(0), SlotArgument(1)), {}, (FLOATS, whole))
+    found = [operator_fuzz.shared_memory(call, round_, 0) for round_ in range(500)]
+    shared = [one for one in found if one is not None]
+    assert {(one.inner, one.outer, one.start) for one in shared} == {(0, 1, 0), (0, 1, 1), (0, 1, 2)}
+    tensors = Arena((1, 1)).place([FLOATS, whole], 0, False)
+    operator_fuzz.Shared(0, 1, 2).place(tensors)
+    tensors[0].fill_(1.0)
+    assert tensors[1].tolist() == [0, 0, 1, 1, 1, 1, 1, 1]
+
+
+def test_results_in_a_list_beside_others_are_compared_as_well() -> None:
+    number = Image("float32", (), (), bytes(4))
+    values = Items((SlotArgument(0),))
+    call = Call(
+        "aten._amp_foreach_non_finite_check_and_unscale.default",
+        (values, SlotArgument(1), SlotArgument(2)),
+        {},
+        (FLOATS, number, number),
+    )
+    made = operator_fuzz.Programs().first(call, [ordinary(image) for image in call.images], 1)
+    assert [one.shape for one in made] == [(2, 3), ()]
 
 
 def test_a_call_can_be_made_again() -> None:
