@@ -153,9 +153,7 @@ class IslandsSession:
         self.uploads = IslandUploads(
             self._prefetchers, lambda batch: divided(batch, self._present_shares) if self._shares else None
         )
-        self.transfer = IslandsTransfer(
-            pool, self._sessions, self._states, start, self.membership, regroup=self._regroup, confirm=self._confirm_all
-        )
+        self.transfer = IslandsTransfer(pool, self._sessions, self._states, start, self.membership, self._regroup)
         self.whole_transfer = WholeTransfer(pool, states[0], self.transfer)
         """Reads what a checkpoint holds."""
 
@@ -454,6 +452,11 @@ class IslandsSession:
         self.wait(0)
 
     @property
+    def behind(self) -> bool:
+        """True if an outer step now would change global values: there are inner steps since the last one, or sums."""
+        return any(self.membership.due) or any(map(any, self.membership.samples))
+
+    @property
     def in_step(self) -> bool:
         """True if there was no inner step since the last outer steps, so that all islands have the global values."""
         return not self.outer.overlap and not any(any(own) for own in self.membership.samples)
@@ -591,9 +594,15 @@ class IslandsSession:
         return {d: found for own, part in parts if part for d, found in own.contents(part).items()}
 
     def entry(self) -> IslandsEntry:
-        """Return the description of the islands for a checkpoint."""
+        """Return the description of the islands for a checkpoint, once all that it is to hold is there.
+
+        Raises:
+            OneboxError: Exchanges failed again and again, or no island is left.
+        """
         if not self.plans and self._start is not None:
             return self._start.entry
+        if self._optimizer is not None:
+            self._confirm_all()
         return IslandsEntry(
             devices=self.islands,
             outer=self.outer,
