@@ -45,6 +45,7 @@ def test_an_island_that_is_cut_off_leaves_within_seconds_and_joins_when_its_host
         training(pool, "devices", outer) as trainer,
     ):
         losses.append(trainer.step(*batches[0]))
+        trainer.wait()
         for number in (1, 2):
             network[MACHINES[-1]].plug(False)
             try:
