@@ -50,11 +50,9 @@ class StepTraces(StepObserver):
     Args:
         wanted: Whether workers report times.
         beside: Returns the bytes of a worker that belong to no step.
-        devices: Number of devices of the pool.
     """
 
-    def __init__(self, wanted: bool, beside: Callable[[int], int], devices: int) -> None:
-        self._devices = devices
+    def __init__(self, wanted: bool, beside: Callable[[int], int]) -> None:
         self._wanted = wanted
         self._beside = beside
         self._steps: deque[StepTrace] = deque(maxlen=_STEPS)
@@ -89,8 +87,6 @@ class StepTraces(StepObserver):
     def _keep(self, trace: StepTrace) -> None:
         self._steps.append(trace)
         for way, carried in trace.traffic.items():
-            if way[1] >= self._devices:
-                continue  # no worker of this pool, whatever its sender says
             before = self.traffic.get(way, LinkTraffic(way[1], 0, 0))
             sums = before.size_bytes + carried.size_bytes, before.busy_ns + carried.busy_ns
             self.traffic[way] = LinkTraffic(way[1], *sums)
