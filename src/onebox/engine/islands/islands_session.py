@@ -573,9 +573,9 @@ class IslandsSession:
         """The use of links between hosts so far, of all islands together; see :attr:`Trainer.links`."""
         traffic = dict(self._past_traffic)
         for session in self._sessions:
-            add_traffic(traffic, session.traces.traffic, len(self._pool))
+            add_traffic(traffic, session.traces.traffic)
         if self._optimizer is not None:
-            add_traffic(traffic, self._optimizer.traffic, len(self._pool))
+            add_traffic(traffic, self._optimizer.traffic)
         return used_links(traffic, [device.host for device in self._pool.devices])
 
     @property
@@ -698,7 +698,7 @@ class IslandsSession:
         """Drop all that an island has on its workers."""
         self._bases.pop(place, None)
         self._prefetchers[place] = self._new_prefetcher()
-        add_traffic(self._past_traffic, self._sessions[place].traces.traffic, len(self._pool))
+        add_traffic(self._past_traffic, self._sessions[place].traces.traffic)
         with contextlib.suppress(OneboxError):
             self._sessions[place].close()
         recipe = self.captures.recipe
