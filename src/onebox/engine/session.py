@@ -100,7 +100,7 @@ class TrainingSession:
         self._remote = remote
         self.transfer = StateTransfer(pool, remote)
         self.examples = RepresentativeBatches()
-        self.traces = StepTraces(settings.trace, uploads.beside_bytes, len(pool.devices))
+        self.traces = StepTraces(settings.trace, uploads.beside_bytes)
         self.overlap = OverlapScheduler(pool, remote, settings, self.traces.draining)
         self.snapshots = (
             SnapshotScheduler(pool, remote, self.overlap, step=step, every=recovery.snapshot_every)

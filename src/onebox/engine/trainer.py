@@ -410,9 +410,9 @@ class Trainer:
         self._require_open()
         self._client.bring()
         if isinstance(self._run, IslandsSession):
-            before = self._run.entry()
+            behind = self._run.behind
             self._run.synchronize()
-            if any(before.due) or any(map(any, before.samples)):
+            if behind:
                 self._client.synchronized()
         else:
             self.wait()
@@ -661,7 +661,6 @@ class Trainer:
             "recovery": self.recovery,
             "staging": self.staging,
             "engine": self.engine,
-            "islands": run.entry() if isinstance(run, IslandsSession) else None,
             "extra": dict(extra or {}),
             "identity": identity,
             "parent": self._saves.get(Path(path).resolve()),
@@ -669,8 +668,11 @@ class Trainer:
 
         def written() -> Path:
             plan = self.plan or self._planned
-            transfer = run.whole_transfer if isinstance(run, IslandsSession) else run.transfer
-            return write(Path(path), contents(self._remote, transfer, plan=plan, **settings), keep=keep)
+            islands, transfer = None, run.transfer
+            if isinstance(run, IslandsSession):
+                islands, transfer = run.entry(), run.whole_transfer
+            found = contents(self._remote, transfer, plan=plan, islands=islands, **settings)
+            return write(Path(path), found, keep=keep)
 
         saved = run.recovery.run(written)
         self._saves[_folder_of(saved)] = identity

@@ -284,17 +284,7 @@ class Pool:
                     worker,
                     [
                         FormGroup(
-                            group,
-                            rank,
-                            len(workers),
-                            backend,
-                            address,
-                            GROUP_S,
-                            shared,
-                            links[rank],
-                            aside,
-                            among,
-                            tuple(workers),
+                            group, rank, len(workers), backend, address, GROUP_S, shared, links[rank], aside, among
                         )
                     ],
                     answer=True,

@@ -153,9 +153,7 @@ class IslandsSession:
         self.uploads = IslandUploads(
             self._prefetchers, lambda batch: divided(batch, self._present_shares) if self._shares else None
         )
-        self.transfer = IslandsTransfer(
-            pool, self._sessions, self._states, start, self.membership, regroup=self._regroup, confirm=self._confirm_all
-        )
+        self.transfer = IslandsTransfer(pool, self._sessions, self._states, start, self.membership, self._regroup)
         self.whole_transfer = WholeTransfer(pool, states[0], self.transfer)
         """Reads what a checkpoint holds."""
 
@@ -454,6 +452,11 @@ class IslandsSession:
         self.wait(0)
 
     @property
+    def behind(self) -> bool:
+        """True if an outer step now would change global values: there are inner steps since the last one, or sums."""
+        return any(self.membership.due) or any(map(any, self.membership.samples))
+
+    @property
     def in_step(self) -> bool:
         """True if there was no inner step since the last outer steps, so that all islands have the global values."""
         return not self.outer.overlap and not any(any(own) for own in self.membership.samples)
@@ -570,9 +573,9 @@ class IslandsSession:
         """The use of links between hosts so far, of all islands together; see :attr:`Trainer.links`."""
         traffic = dict(self._past_traffic)
         for session in self._sessions:
-            add_traffic(traffic, session.traces.traffic, len(self._pool))
+            add_traffic(traffic, session.traces.traffic)
         if self._optimizer is not None:
-            add_traffic(traffic, self._optimizer.traffic, len(self._pool))
+            add_traffic(traffic, self._optimizer.traffic)
         return used_links(traffic, [device.host for device in self._pool.devices])
 
     @property
@@ -591,9 +594,15 @@ class IslandsSession:
         return {d: found for own, part in parts if part for d, found in own.contents(part).items()}
 
     def entry(self) -> IslandsEntry:
-        """Return the description of the islands for a checkpoint."""
+        """Return the description of the islands for a checkpoint, once all that it is to hold is there.
+
+        Raises:
+            OneboxError: Exchanges failed again and again, or no island is left.
+        """
         if not self.plans and self._start is not None:
             return self._start.entry
+        if self._optimizer is not None:
+            self._confirm_all()
         return IslandsEntry(
             devices=self.islands,
             outer=self.outer,
@@ -689,7 +698,7 @@ class IslandsSession:
         """Drop all that an island has on its workers."""
         self._bases.pop(place, None)
         self._prefetchers[place] = self._new_prefetcher()
-        add_traffic(self._past_traffic, self._sessions[place].traces.traffic, len(self._pool))
+        add_traffic(self._past_traffic, self._sessions[place].traces.traffic)
         with contextlib.suppress(OneboxError):
             self._sessions[place].close()
         recipe = self.captures.recipe

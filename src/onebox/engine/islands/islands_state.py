@@ -33,7 +33,6 @@ class IslandsTransfer(StateTransfer):
         start: State in the checkpoint of a run that is resumed.
         membership: The islands that take part.
         regroup: After a loss, makes the outer optimizer's state that of the islands that are left.
-        confirm: Likewise, and waits for sums that have begun; void ones are begun anew.
     """
 
     def __init__(
@@ -43,13 +42,11 @@ class IslandsTransfer(StateTransfer):
         states: Sequence[RemoteState],
         start: IslandsStart | None,
         membership: Membership,
-        *,
         regroup: Callable[[], None],
-        confirm: Callable[[], None],
     ) -> None:
         super().__init__(pool, states[0])
         self._membership = membership
-        self._regroup, self._confirm = regroup, confirm
+        self._regroup = regroup
         self._start = start
         self._sessions = sessions
         self._states = states
@@ -78,8 +75,6 @@ class IslandsTransfer(StateTransfer):
         Raises:
             OneboxError: A worker failed, or the pool is closed.
         """
-        if self.outer is not None:
-            self._confirm()
         present = self._membership.present
         parts = [
             owned(each, str(place))

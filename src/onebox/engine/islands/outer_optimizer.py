@@ -653,7 +653,7 @@ class OuterOptimizer:
             spans = [span for own, answer in zip(labels, answers, strict=True) if (span := _sums_ns(own, answer))]
             for worker, answer in zip(workers, answers, strict=True):
                 carried = {(worker, each.worker): each for each in answer.traffic}
-                add_traffic(self.traffic, carried, len(self._pool))
+                add_traffic(self.traffic, carried)
             if timed is not None and spans:
                 timed.append(min(spans) * 1e-9)  # of the island that came last and waited for none
 

@@ -43,17 +43,9 @@ Traffic = Mapping[tuple[int, int], LinkTraffic]
 """What connections between hosts carried, by source and target device."""
 
 
-def add_traffic(sums: dict[tuple[int, int], LinkTraffic], further: Traffic, devices: int) -> None:
-    """Add what connections carried to what they did before.
-
-    Args:
-        sums: What they did before.
-        further: What they carried; what names no device of the pool, whatever its sender says, is left out.
-        devices: Number of devices in the pool.
-    """
+def add_traffic(sums: dict[tuple[int, int], LinkTraffic], further: Traffic) -> None:
+    """Add what connections carried to what they did before."""
     for way, carried in further.items():
-        if way[1] >= devices:
-            continue
         before = sums.get(way, LinkTraffic(way[1], 0, 0))
         size_bytes, busy_ns = before.size_bytes + carried.size_bytes, before.busy_ns + carried.busy_ns
         sums[way] = LinkTraffic(way[1], size_bytes, busy_ns)

@@ -51,11 +51,9 @@ class StepTraces(StepObserver):
     Args:
         wanted: Whether workers report times.
         beside: Returns the bytes of a worker that belong to no step.
-        devices: Number of devices of the pool.
     """
 
-    def __init__(self, wanted: bool, beside: Callable[[int], int], devices: int) -> None:
-        self._devices = devices
+    def __init__(self, wanted: bool, beside: Callable[[int], int]) -> None:
         self._wanted = wanted
         self._beside = beside
         self._steps: deque[StepTrace] = deque(maxlen=_STEPS)
@@ -89,7 +87,7 @@ class StepTraces(StepObserver):
 
     def _keep(self, trace: StepTrace) -> None:
         self._steps.append(trace)
-        add_traffic(self.traffic, trace.traffic, self._devices)
+        add_traffic(self.traffic, trace.traffic)
 
     def _labels(self, worker: int, routine: int) -> Sequence[InstructionLabel]:
         for compiler in reversed(self._compilers):

@@ -16,7 +16,7 @@ from onebox.errors import WireError
 from onebox.pool.errors import WorkerLocation
 from onebox.wire import from_frame, to_frame
 from onebox.wire.protocol.groups import Reduced, Rendezvous, TicketCancelled
-from onebox.wire.protocol.responses import Contribution, Left, Lookup
+from onebox.wire.protocol.responses import Contribution, GroupTraffic, Left, LinkTraffic, Lookup
 
 KEYS = 1 << 16
 KEY_BYTES = 64 << 20
@@ -220,6 +220,16 @@ class GroupServices:
     def members(self, group: int) -> tuple[int, ...]:
         """Return the workers of a group by rank; none if it is not served."""
         return self._members.get(group, ())
+
+    def traffic(self, worker: int, found: Sequence[GroupTraffic]) -> tuple[LinkTraffic, ...]:
+        """Return what a worker has carried to each other worker, in groups that are served and that it is in."""
+        sums: dict[int, tuple[int, int]] = {}
+        for each in found:
+            members = self._members.get(each.group, ())
+            if worker in members and each.peer < len(members):
+                size_bytes, busy_ns = sums.get(other := members[each.peer], (0, 0))
+                sums[other] = size_bytes + each.size_bytes, busy_ns + each.busy_ns
+        return tuple(LinkTraffic(other, *carried) for other, carried in sorted(sums.items()))
 
     def of(self, worker: int) -> list[int]:
         """Return the groups that a worker is in."""

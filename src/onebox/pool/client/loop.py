@@ -458,7 +458,8 @@ class ClientLoop:
         worker = connection.place.worker
         match message:
             case Reply():
-                self._pending.reply(connection.place, message, frames, time.monotonic())
+                traffic = self._groups.traffic(worker, message.traffic)
+                self._pending.reply(connection.place, message, frames, time.monotonic(), traffic)
             case Heartbeat():
                 connection.heartbeat_seen = True
                 connection.complete_hello()

@@ -10,7 +10,7 @@ from typing import Any
 from onebox.errors import OneboxError, PeerLost, WorkerError
 from onebox.pool.client.connection import WorkerReply
 from onebox.pool.errors import DelayedPeerErrors, WorkerLocation, fail, to_error
-from onebox.wire.protocol.responses import Reply
+from onebox.wire.protocol.responses import LinkTraffic, Reply
 
 
 class PendingReplies:
@@ -83,13 +83,20 @@ class PendingReplies:
 
     # ---- called by the thread that receives replies
 
-    def reply(self, place: WorkerLocation, reply: Reply, frames: Sequence[Any], now_s: float) -> None:
-        """Record a worker's reply."""
+    def reply(
+        self,
+        place: WorkerLocation,
+        reply: Reply,
+        frames: Sequence[Any],
+        now_s: float,
+        traffic: tuple[LinkTraffic, ...] = (),
+    ) -> None:
+        """Record a worker's reply, with what it carried to other workers."""
         with self._lock:
             future = self.futures.pop((place.worker, reply.number), None)
         if reply.failure is None:
             if future is not None and not future.done():
-                future.set_result(WorkerReply(reply.results, frames, reply.times_ns, reply.used_bytes, reply.traffic))
+                future.set_result(WorkerReply(reply.results, frames, reply.times_ns, reply.used_bytes, traffic))
             return
         error = to_error(reply.failure, place)
         if reply.number == 0:  # about a message that the worker could not read: which reply is missing is unknown

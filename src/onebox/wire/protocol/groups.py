@@ -39,7 +39,6 @@ class FormGroup(Message, frozen=True, tag="form"):
         links: This worker's emulated links to other ranks; only if all share memory.
         aside: Whether it is for background transfers between host memories.
         nccl: Ranks that use NCCL among themselves, this one included: GPUs of which no two are the same.
-        workers: Numbers of the ranks' workers in the pool, by which traffic is reported; empty where it is not.
     """
 
     group: int
@@ -52,7 +51,6 @@ class FormGroup(Message, frozen=True, tag="form"):
     links: tuple[EmulatedLink, ...] = ()
     aside: bool = False
     nccl: tuple[int, ...] = ()
-    workers: tuple[int, ...] = ()
 
 
 class LeaveGroup(Message, frozen=True, tag="leave"):

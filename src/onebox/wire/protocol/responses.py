@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from msgspec import Meta
 
@@ -223,18 +223,34 @@ Result = (
 )
 
 
-class LinkTraffic(Message, frozen=True):
-    """What a worker's connections carried to a worker of another host.
+class GroupTraffic(Message, frozen=True):
+    """What a worker's connection of a group carried to a rank of another host.
 
     Args:
-        worker: Number of the other worker in the pool.
+        group: The group.
+        peer: The rank.
         size_bytes: Bytes that have arrived.
         busy_ns: Time in which bytes were on the way or queued, without the round trips of the last ones.
     """
 
-    worker: Annotated[int, Meta(ge=0)]
+    group: Annotated[int, Meta(ge=0)]
+    peer: Annotated[int, Meta(ge=0)]
     size_bytes: Annotated[int, Meta(ge=0)]
     busy_ns: Annotated[int, Meta(ge=0)]
+
+
+class LinkTraffic(NamedTuple):
+    """What a worker's connections carried to a worker of another host: :class:`GroupTraffic` of all groups.
+
+    Args:
+        worker: The number of the other worker in the pool.
+        size_bytes: Bytes that have arrived.
+        busy_ns: Time in which bytes were on the way or queued.
+    """
+
+    worker: int
+    size_bytes: int
+    busy_ns: int
 
 
 class Reply(Message, frozen=True, tag="reply"):
@@ -254,7 +270,7 @@ class Reply(Message, frozen=True, tag="reply"):
     failure: WorkerFailure | None = None
     times_ns: tuple[int, ...] = ()
     used_bytes: tuple[int, ...] = ()
-    traffic: tuple[LinkTraffic, ...] = ()
+    traffic: tuple[GroupTraffic, ...] = ()
 
 
 class Heartbeat(Message, frozen=True, tag="beat"):

@@ -15,7 +15,7 @@ import threading
 import time
 from typing import NamedTuple
 
-from onebox.wire.protocol.responses import LinkTraffic
+from onebox.wire.protocol.responses import GroupTraffic
 
 _COUNTERS = struct.Struct("=24xI92xQ16xII16xQ")  # unacked, bytes_acked, notsent_bytes, min_rtt, busy_time (linux/tcp.h)
 _UNKNOWN_US = 1 << 31
@@ -43,11 +43,12 @@ class LinkMeter:
 
     Args:
         connection: The connection; its owner closes it.
-        worker: Number of the worker at its other end.
+        group: The group that it belongs to.
+        peer: The rank at its other end.
     """
 
-    def __init__(self, connection: ssl.SSLSocket, worker: int) -> None:
-        self.worker = worker
+    def __init__(self, connection: ssl.SSLSocket, group: int, peer: int) -> None:
+        self._group, self._peer = group, peer
         self._connection = connection
         self._bursts = self._writing_ns = 0
         self._reported = _Totals()
@@ -66,7 +67,7 @@ class LinkMeter:
         finally:
             self._writing_ns += time.thread_time_ns() - begin_ns
 
-    def take(self) -> LinkTraffic | None:
+    def take(self) -> GroupTraffic | None:
         """Return what has been carried since the last call; ``None`` if the connection is closed."""
         try:
             _, acked_bytes, _, trip_us, busy_us = self._counters()
@@ -76,7 +77,8 @@ class LinkMeter:
         now = _Totals(acked_bytes, 1000 * busy_us, self._writing_ns, self._bursts * trip_ns)
         size_bytes, busy_ns, writing_ns, trips_ns = (new - old for new, old in zip(now, self._reported, strict=True))
         self._reported = now
-        return LinkTraffic(self.worker, size_bytes, max(0, max(busy_ns, writing_ns) - max(0, trips_ns)))
+        net_ns = max(0, max(busy_ns, writing_ns) - max(0, trips_ns))
+        return GroupTraffic(self._group, self._peer, max(0, size_bytes), net_ns)
 
     def _counters(self) -> tuple[int, int, int, int, int]:
         found = self._connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _COUNTERS.size)
@@ -91,22 +93,16 @@ class LinkMeters:
         self._meters: list[LinkMeter] = []
         self._lock = threading.Lock()
 
-    def add(self, connection: ssl.SSLSocket, worker: int) -> LinkMeter:
-        """Return the meter of a new connection to a worker."""
-        meter = LinkMeter(connection, worker)
+    def add(self, connection: ssl.SSLSocket, group: int, peer: int) -> LinkMeter:
+        """Return the meter of a new connection to a rank of a group."""
+        meter = LinkMeter(connection, group, peer)
         with self._lock:
             self._meters.append(meter)
         return meter
 
-    def take(self) -> tuple[LinkTraffic, ...]:
-        """Return what has been carried to each worker since the last call; workers to which nothing went are left
-        out."""
-        sums: dict[int, tuple[int, int]] = {}
+    def take(self) -> tuple[GroupTraffic, ...]:
+        """Return what each connection has carried since the last call; those that carried nothing are left out."""
         with self._lock:
             found = [(meter, meter.take()) for meter in self._meters]
             self._meters = [meter for meter, carried in found if carried is not None]
-        for _, carried in found:
-            if carried is not None and carried.size_bytes:
-                size_bytes, busy_ns = sums.get(carried.worker, (0, 0))
-                sums[carried.worker] = size_bytes + carried.size_bytes, busy_ns + carried.busy_ns
-        return tuple(LinkTraffic(worker, *carried) for worker, carried in sorted(sums.items()))
+        return tuple(carried for _, carried in found if carried is not None and carried.size_bytes)

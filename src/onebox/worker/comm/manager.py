@@ -13,7 +13,7 @@ from onebox.errors import WireError
 from onebox.wire.protocol.groups import EmulatedLink, FormGroup
 from onebox.wire.protocol.instructions import Broadcast, Gather, Receive, Reduce, Send
 from onebox.wire.protocol.requests import Routine
-from onebox.wire.protocol.responses import Joined, Left, LinkTraffic, WorkerFailure
+from onebox.wire.protocol.responses import GroupTraffic, Joined, Left, WorkerFailure
 from onebox.worker.accelerator import Accelerator, accelerator_for
 from onebox.worker.comm import nccl
 from onebox.worker.comm.api import ClientChannel, RankLost, WorkerGroup
@@ -89,10 +89,8 @@ class GroupManager:
 
         Raises:
             RankLost: The others did not join in time.
-            WireError: This worker is in too many groups, or the message is wrong.
+            WireError: This worker is in too many groups.
         """
-        if len(form.workers) not in (0, form.size):
-            raise WireError(f"{len(form.workers)} workers of a group of {form.size}")
         if len(self._groups) >= MOST_GROUPS:
             raise WireError(f"this worker is in {len(self._groups)} groups; no more are allowed")
         accelerator, progress = (_HOST, WorkerProgress()) if form.aside else (self._accelerator, self._progress)
@@ -139,7 +137,7 @@ class GroupManager:
         self._failed.discard(number)
         self._sockets.forget(number)
 
-    def traffic(self) -> tuple[LinkTraffic, ...]:
+    def traffic(self) -> tuple[GroupTraffic, ...]:
         """Return what was carried to workers of other hosts since the last call."""
         return self._network.meters.take()
 

@@ -254,7 +254,7 @@ class GlooGroup(TorchDistGroup):
         address: IP address of this host to listen at while the group forms.
         links: Encrypted connections with the other ranks, closed with this group; ``None`` to connect without
             encryption.
-        meters: The meters of this worker's connections, of which those get one whose workers are known.
+        meters: The meters of this worker's connections.
     """
 
     def __init__(
@@ -273,8 +273,8 @@ class GlooGroup(TorchDistGroup):
             self._forwarder = None
             if links is not None:
                 own: dict[int, LinkMeter] = {}
-                if meters is not None and form.workers:
-                    own = {peer: meters.add(link.outgoing, form.workers[peer]) for peer, link in links.items()}
+                if meters is not None:
+                    own = {peer: meters.add(link.outgoing, form.group, peer) for peer, link in links.items()}
                 self._forwarder = GlooForwarder(form.rank, links, store, own)
         except BaseException:
             self._outgoing.drain(CLOSE_S)

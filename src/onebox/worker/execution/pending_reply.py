@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from onebox.wire.protocol.responses import LinkTraffic, Reply, Result
+from onebox.wire.protocol.responses import GroupTraffic, Reply, Result
 from onebox.worker.accelerator import DeviceFailed, Event
 from onebox.worker.comm.api import RankLost
 from onebox.worker.progress import Trace
@@ -44,7 +44,7 @@ class PendingReply:
         trace: Trace,
         after: Event | None,
         check: Callable[[], None],
-        traffic: Callable[[], tuple[LinkTraffic, ...]],
+        traffic: Callable[[], tuple[GroupTraffic, ...]],
     ) -> None:
         self.number = number
         self._results = results

@@ -10,7 +10,7 @@ from onebox.engine.steps.traces import StepTraces
 from onebox.errors import WireError
 from onebox.plan import Plan
 from onebox.wire import decode_worker_message, encode
-from onebox.wire.protocol.responses import LinkTraffic, Reply
+from onebox.wire.protocol.responses import GroupTraffic, LinkTraffic, Reply
 
 
 def ended(step: int, *carried: LinkTraffic) -> EndedStep:
@@ -20,14 +20,16 @@ def ended(step: int, *carried: LinkTraffic) -> EndedStep:
     return EndedStep(number=step, plan=plan, current=True, micro_batches=(), trace=trace)
 
 
-def test_what_links_carried_adds_up_over_steps_and_workers_of_other_pools_are_left_out() -> None:
-    traces = StepTraces(True, lambda worker: 0, 2)
-    traces.ended(ended(0, LinkTraffic(1, 10, 100), LinkTraffic(7, 5, 5)))
+def test_what_links_carried_adds_up_over_steps() -> None:
+    traces = StepTraces(True, lambda worker: 0)
+    traces.ended(ended(0, LinkTraffic(1, 10, 100)))
     traces.ended(ended(1, LinkTraffic(1, 20, 300)))
     assert traces.traffic == {(0, 1): LinkTraffic(1, 30, 400)}
 
 
-@pytest.mark.parametrize("wrong", [LinkTraffic(-1, 1, 1), LinkTraffic(1, -1, 1), LinkTraffic(1, 1, -1)], ids=str)
-def test_traffic_that_cannot_be_is_no_message(wrong: LinkTraffic) -> None:
+@pytest.mark.parametrize(
+    "wrong", [GroupTraffic(1, -1, 1, 1), GroupTraffic(1, 0, -1, 1), GroupTraffic(1, 0, 1, -1)], ids=str
+)
+def test_traffic_that_cannot_be_is_no_message(wrong: GroupTraffic) -> None:
     with pytest.raises(WireError, match=r"Expected `int` >= 0 - at"):
         decode_worker_message([encode(Reply(1, traffic=(wrong,)))])

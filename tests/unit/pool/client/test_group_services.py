@@ -11,7 +11,7 @@ from onebox.pool.client.group_services import ClientSums, GroupNotice, GroupServ
 from onebox.pool.errors import WorkerLocation
 from onebox.wire import from_frame, spec_of, to_frame
 from onebox.wire.protocol.groups import Reduced, Rendezvous, TicketCancelled
-from onebox.wire.protocol.responses import Contribution, Left, Lookup
+from onebox.wire.protocol.responses import Contribution, GroupTraffic, Left, LinkTraffic, Lookup
 
 BUCKET = torch.tensor([1.0, 2.0])
 
@@ -130,3 +130,10 @@ def test_counters_are_numbers_of_a_bounded_length() -> None:
     for value in (b"five", b"9" * 4300, b"9" * 5000):  # Python turns numbers of up to 4,300 digits into text
         with pytest.raises(WireError, match="no number, or too large"):
             made.take(place(0), Lookup(2, 1, "add", ("n",), value), ())
+
+
+def test_traffic_is_of_the_workers_that_it_goes_to_over_all_groups_of_its_sender() -> None:
+    told = [GroupTraffic(1, 0, 10, 100), GroupTraffic(2, 1, 5, 50), GroupTraffic(2, 1, 1, 2)]
+    foreign = [GroupTraffic(3, 0, 9, 9), GroupTraffic(1, 2, 9, 9)]
+    assert services().traffic(1, [*told, *foreign]) == (LinkTraffic(0, 10, 100), LinkTraffic(2, 6, 52))
+    assert services().traffic(0, [GroupTraffic(2, 0, 9, 9)]) == (), "a group that it is not in"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import types
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hypothesis import strategies as st
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from onebox.wire import program
 from onebox.wire.protocol import eager, requests, responses, snapshots
@@ -28,6 +28,10 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
     origin, arguments = get_origin(kind), get_args(kind)
     if kind in _PLAIN:
         return _PLAIN[kind]
+    if origin is Annotated:
+        of, bounds = arguments
+        assert of is int and bounds == Meta(ge=0), kind
+        return st.integers(0, 2**63 - 1)
     if origin is Literal:
         return st.sampled_from(arguments)
     if origin in (Union, types.UnionType):
@@ -39,7 +43,7 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
     if origin is dict:
         return st.dictionaries(values_of(arguments[0]), values_of(arguments[1]), max_size=2)
     if isinstance(kind, type) and issubclass(kind, Struct):
-        hints = get_type_hints(kind)
+        hints = get_type_hints(kind, include_extras=True)
         return st.builds(kind, **{name: values_of(hints[name]) for name in kind.__struct_fields__})
     raise TypeError(f"no strategy for {kind!r}")
 

@@ -8,15 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from onebox.errors import WireError
-from onebox.wire.protocol.groups import FormGroup
-from onebox.wire.protocol.responses import LinkTraffic
+from onebox.wire.protocol.responses import GroupTraffic
 from onebox.worker.comm.link_meter import LinkMeters
-from onebox.worker.comm.manager import GroupManager
 from onebox.worker.comm.tls_mesh import DuplexLink, connect_mesh
-from onebox.worker.progress import WorkerProgress
-from tests.unit.programs import HOST
-from tests.unit.ranks import Hub
 from tests.unit.worker.comm.test_tls_mesh import HERE, WITHIN_S, Store
 
 MESSAGE = bytes(1 << 20)
@@ -45,9 +39,9 @@ def read(end: DuplexLink, count: int, pause_s: float = 0.0) -> None:
             left -= len(end.incoming.recv(left))
 
 
-def carried(meters: LinkMeters, size_bytes: int) -> list[LinkTraffic]:
+def carried(meters: LinkMeters, size_bytes: int) -> list[GroupTraffic]:
     """Return what is reported until so many bytes have been acknowledged, which the kernel may do later."""
-    found: list[LinkTraffic] = []
+    found: list[GroupTraffic] = []
     end_s = time.monotonic() + WITHIN_S
     while sum(each.size_bytes for each in found) < size_bytes:
         assert time.monotonic() < end_s
@@ -55,17 +49,17 @@ def carried(meters: LinkMeters, size_bytes: int) -> list[LinkTraffic]:
     return found
 
 
-def test_bytes_are_counted_once_by_the_worker_that_they_go_to(ends: tuple[DuplexLink, DuplexLink]) -> None:
+def test_bytes_are_counted_once_by_the_rank_that_they_go_to(ends: tuple[DuplexLink, DuplexLink]) -> None:
     here, there = ends
     meters = LinkMeters()
-    meter = meters.add(here.outgoing, 7)
+    meter = meters.add(here.outgoing, 5, 7)
     before = sum(each.size_bytes for each in meters.take())  # the handshake
     with ThreadPoolExecutor(1) as threads:
         reading = threads.submit(read, there, len(MESSAGE))
         meter.send(MESSAGE)
         reading.result(WITHIN_S)
     found = carried(meters, len(MESSAGE))
-    assert {each.worker for each in found} == {7}
+    assert {(each.group, each.peer) for each in found} == {(5, 7)}
     assert len(MESSAGE) <= sum(each.size_bytes for each in found) < 1.01 * len(MESSAGE) + before
     assert sum(each.busy_ns for each in found) > 0
     assert meters.take() == ()
@@ -76,7 +70,7 @@ def test_bytes_are_counted_once_by_the_worker_that_they_go_to(ends: tuple[Duplex
 def test_the_time_is_that_until_bytes_have_arrived_and_no_other(ends: tuple[DuplexLink, DuplexLink]) -> None:
     here, there = ends
     meters = LinkMeters()
-    meter = meters.add(here.outgoing, 3)
+    meter = meters.add(here.outgoing, 5, 3)
     meters.take()
     time.sleep(1.0)  # in which nothing is on the way
     size_bytes = 16 * len(MESSAGE)  # more than the kernel buffers
@@ -90,9 +84,3 @@ def test_the_time_is_that_until_bytes_have_arrived_and_no_other(ends: tuple[Dupl
     found = carried(meters, size_bytes)
     busy_s = sum(each.busy_ns for each in found) / 1e9
     assert PAUSE_S * PAUSES / 4 < busy_s < lasted_s + 0.5
-
-
-def test_a_group_whose_workers_are_not_as_many_as_its_ranks_is_refused() -> None:
-    manager = GroupManager(Hub().channel(0), HOST, WorkerProgress())
-    with pytest.raises(WireError, match="3 workers of a group of 2"):
-        manager.form(FormGroup(3, 0, 2, "gloo-tls", HERE, 1.0, workers=(0, 1, 2)))
