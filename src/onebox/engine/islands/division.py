@@ -12,6 +12,7 @@ from onebox.engine.workload.batch import Batch
 from onebox.errors import UsageError
 from onebox.plan import apportion
 from onebox.pool import DeviceInfo, Pool
+from onebox.pool.devices import distinct_hosts
 
 Islands = Sequence[Sequence[int]] | Literal["auto"]
 """Devices of each island, or ``auto`` for the groups of near devices that the links show."""
@@ -30,7 +31,8 @@ def chosen_islands(pool: Pool, islands: Islands) -> DeviceGroups:
         UsageError: A device is in no island or in two, or all are near each other.
     """
     if islands == "auto":
-        return near_islands(pool.profile(probe=range(len(pool))).groups)
+        hosts = tuple(distinct_hosts(pool.devices).values())
+        return near_islands(pool.profile(probe=range(len(pool))).groups, hosts)
     return given_islands(islands, len(pool))
 
 
@@ -69,20 +71,27 @@ def given_islands(islands: Any, count: int) -> DeviceGroups:
     return found
 
 
-def near_islands(levels: Sequence[DeviceGroups]) -> DeviceGroups:
+def near_islands(levels: Sequence[DeviceGroups], hosts: DeviceGroups) -> DeviceGroups:
     """Return the islands that measured links suggest: the coarsest groups of devices near to each other.
+
+    Hosts with one device each are islands: no link within one shows how near those of others are.
 
     Args:
         levels: The measured groups, the smallest first, as of :func:`onebox.cost.near_groups`.
+        hosts: The devices of each host.
 
     Raises:
         UsageError: All devices are near each other.
 
     Example:
-        >>> near_islands([((0,), (1,), (2, 3)), ((0, 1), (2, 3))])
+        >>> near_islands([((0,), (1,), (2, 3)), ((0, 1), (2, 3))], ((0, 1), (2, 3)))
         ((0, 1), (2, 3))
+        >>> near_islands([((0, 1),)], ((0,), (1,)))
+        ((0,), (1,))
     """
     groups = levels[-1]
+    if len(groups) < 2 and len(hosts) == len(groups[0]) > 1:
+        return hosts
     if len(groups) < 2:
         raise UsageError(
             f"islands='auto': the {len(groups[0])} devices are all near each other, by their measured links: leave "

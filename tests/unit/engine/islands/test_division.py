@@ -41,10 +41,16 @@ def test_islands_keep_the_order_in_which_they_are_given() -> None:
 
 def test_islands_are_the_coarsest_groups_of_near_devices() -> None:
     pairs, hosts = ((0, 1), (2, 3), (4, 5)), ((0, 1, 2, 3), (4, 5))
-    assert near_islands([pairs, hosts]) == hosts
-    assert near_islands([pairs]) == pairs
+    assert near_islands([pairs, hosts], hosts) == hosts
+    assert near_islands([pairs], hosts) == pairs
     with pytest.raises(UsageError, match="the 3 devices are all near each other"):
-        near_islands([((0, 1, 2),)])
+        near_islands([((0, 1, 2),)], ((0, 1), (2,)))
+
+
+def test_hosts_with_one_device_each_are_islands() -> None:
+    assert near_islands([((0, 1),)], ((0,), (1,))) == ((0,), (1,))
+    with pytest.raises(UsageError, match="all near each other"):
+        near_islands([((0, 1),)], ((0, 1),))
 
 
 def test_islands_are_alike_by_their_kinds_of_devices_on_whatever_host() -> None:
