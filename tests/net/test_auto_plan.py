@@ -102,10 +102,12 @@ def test_a_run_says_by_which_link_it_is_bound(fleet: Fleet, network: Network, tm
     with limited(network["green"], SLOW_BPS):
         done = command(fleet, "train", *job, *pool, "--plan", "data-parallel", "--epochs", "1", "--run", str(run))
     ends = [network[name].address for name in ("red", "green")]
-    line = re.search(rf"^bound by link {'–'.join(map(re.escape, ends))}: ([\d.]+) Mbit/s: ", done.stdout, re.MULTILINE)
-    assert line, done.stdout
-    assert SLOW_BPS / 2e6 < float(line[1]) < 2 * SLOW_BPS / 1e6
     records = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
     (links,) = [record["links"] for record in records if record["event"] == "feed"]
     assert {(each["source"], each["target"]) for each in links} == {tuple(ends), tuple(ends[::-1])}
-    assert all(each["size_bytes"] > 1_000_000 and each["busy_s"] > 0 for each in links)
+    for each in links:
+        assert SLOW_BPS / 2 < 8 * each["size_bytes"] / each["busy_s"] < 2 * SLOW_BPS
+    (epoch,) = [record for record in records if record["event"] == "epoch"]
+    busy = max(each["busy_s"] for each in links) * epoch["samples_per_s"] / 1442
+    bound = re.search(rf"^bound by link {'–'.join(map(re.escape, ends))}: [\d.]+ Mbit/s: ", done.stdout, re.MULTILINE)
+    assert bool(bound) == (busy > 0.5), "on a machine that is busy otherwise it may be processors"

@@ -422,7 +422,7 @@ def late_run(pool: Pool, layout: str, outer: onebox.Outer, victim: int, optimize
         trainer.wait()
         os.kill(pool.process_ids[victim], signal.SIGSTOP)
         try:
-            while not happened("late"):
+            while not happened("late") and not happened("left"):  # sums on their way are waited for until it is hung
                 step()
             for _ in range(outer.every):
                 step()
