@@ -23,7 +23,7 @@ def test_a_run_is_as_recorded(name: str) -> None:
     same_machine = STORED["machine"] == machine()
     expected = STORED["runs"][name]
     found = execute(RUNS[name])
-    assert list(differences(found, expected, same_machine=same_machine)) == []
+    assert list(differences(name, found, expected, same_machine=same_machine)) == []
     if not same_machine:
         only = ", ".join(part for part in EVERYWHERE if part in expected)
         pytest.skip(f"recorded with {STORED['machine']}, this is {machine()}; compared: {only or 'nothing'}")
