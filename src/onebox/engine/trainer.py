@@ -554,7 +554,7 @@ class Trainer:
 
     @property
     def links(self) -> tuple[LinkUse, ...]:
-        """What the links between hosts have carried so far, and how long they were busy; empty without ``trace``.
+        """Bytes that the links between hosts have carried so far, and the time they were busy; empty without ``trace``.
 
         It is measured of encrypted connections, by the kernel of the host that sends.
         """

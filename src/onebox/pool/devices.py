@@ -70,7 +70,7 @@ class DeviceInfo:
 
     @property
     def arithmetic(self) -> tuple[object, ...]:
-        """What the last bits of results depend on: the same program has the same ones where this is equal."""
+        """Properties that the last bits of results depend on: devices with equal ones compute the same bits."""
         if self.kind == "cuda":
             return self.kind, self.name, self.capability
         return self.kind, self.name, self.threads, self.instructions

@@ -155,7 +155,7 @@ def measured_devices(devices: Sequence[DeviceInfo]) -> list[int]:
 
 
 def _alike(device: DeviceInfo) -> tuple[Any, ...]:
-    return device.kind, device.name, device.threads, device.speed, device.instructions
+    return *device.arithmetic, device.speed
 
 
 def _roomier(pool: Pool, devices: Sequence[int]) -> Pool:

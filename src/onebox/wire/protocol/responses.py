@@ -224,7 +224,7 @@ Result = (
 
 
 class GroupTraffic(Message, frozen=True):
-    """What a worker's connection of a group carried to a rank of another host.
+    """Traffic of a worker's connection in a group to a rank of another host.
 
     Args:
         group: The group.
@@ -240,7 +240,7 @@ class GroupTraffic(Message, frozen=True):
 
 
 class LinkTraffic(NamedTuple):
-    """What a worker's connections carried to a worker of another host: :class:`GroupTraffic` of all groups.
+    """Traffic of a worker's connections to a worker of another host: :class:`GroupTraffic` of all groups.
 
     Args:
         worker: The number of the other worker in the pool.
