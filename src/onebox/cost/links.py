@@ -27,10 +27,16 @@ _MOST_GROWTH = 32
 """Maximum ratio of consecutive sizes: the one before may have passed in a burst, and the resulting overestimate would
 fill a slow link for minutes."""
 
-_PROBE_BYTES, _PROBE_GROWTH, _PROBE_S = 4 << 10, 4, 0.04
-"""Bytes of the first message of a probe after the smallest, the ratio of consecutive sizes, and the seconds beyond the
-smallest message's time that end it: at 1 Mbit/s and more a probe in one direction takes less than 0.4 s, also where
-64 KiB pass at once."""
+_PROBE_BYTES, _PROBE_S = 4 << 10, 0.04
+"""Bytes of the first message of a probe after the smallest, and the seconds beyond the smallest message's time that end
+it."""
+
+_BURST_BYTES, _BURST_GROWTH, _PROBE_GROWTH = 64 << 10, 1.3, 4
+"""Bytes that a link may pass at once, the ratio of consecutive sizes up to these, and beyond: at 1 Mbit/s and more a
+probe in one direction takes less than 0.4 s, also behind a burst."""
+
+_BEHIND_BURST_S = 0.01
+"""Seconds that the message before the last of a probe takes: it has used up the burst, and the last shows the rate."""
 
 _CHANGED = 1.5
 """Ratio of a link's times, then and now, from which it counts as changed."""
@@ -89,10 +95,13 @@ def next_probe_size(seconds: Mapping[int, float], most_bytes: int = LARGEST_BYTE
         seconds: Times in one direction, by the bytes of the message, at least of the smallest.
         most_bytes: The largest message that there is room for.
     """
-    smallest, largest = min(seconds), max(seconds)
-    if seconds[largest] - seconds[smallest] >= _PROBE_S:
+    sizes = sorted(seconds)
+    smallest, largest = sizes[0], sizes[-1]
+    longer_s = [seconds[size] - seconds[smallest] for size in sizes]
+    if longer_s[-1] >= _PROBE_S and longer_s[-2] >= _BEHIND_BURST_S:
         return None
-    wanted = _PROBE_BYTES if largest == smallest else _PROBE_GROWTH * largest
+    growth = _BURST_GROWTH if largest < _BURST_BYTES else _PROBE_GROWTH
+    wanted = _PROBE_BYTES if largest == smallest else int(growth * largest)
     return _whole(min(wanted, LARGEST_BYTES, most_bytes), above=largest)
 
 

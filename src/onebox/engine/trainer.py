@@ -388,15 +388,20 @@ class Trainer:
         else:
             batch, uploaded = self._batch(inputs, targets, samples), None
         if self._provisional is not None:
-            run, stamped = self._provisional, self.captures.stamped(batch)
-            plan = run.recovery.run(lambda: self._request.resolve(self.pool, self._remote, self.captures, stamped))
-            run.begin_with(plan, stamped)
-            self._provisional = None
+            self._begin(self._provisional, self.captures.stamped(batch))
         self._client.bring()
         result = self._run.step(batch, uploaded)
         self._client.stepped()
         mark_stepped(self._remote.optimizer)
         return result
+
+    def _begin(self, run: TrainingSession, batch: Batch) -> None:
+        """Replace the plan of evaluations before the first step by one that is made for a training batch."""
+        while self._provisional is not None:
+            plan = run.recovery.run(lambda: self._request.resolve(self.pool, self._remote, self.captures, batch))
+            run.begin_with(plan, batch)
+            if run.plan == plan or self.pool.gone:  # else a recovery from a loss has kept the provisional plan
+                self._provisional = None
 
     def synchronize(self) -> None:
         """With islands: make outer steps now, with the steps since the last ones, and wait for them.
