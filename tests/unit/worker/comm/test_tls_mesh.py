@@ -269,9 +269,11 @@ def test_the_members_of_a_group_cannot_stand_for_each_other(store: Store, ranks:
     with pytest.raises(RankLost, match="has the key of another rank than 1"):
         connect_mesh(0, 3, HERE, store)
     genuine.dissolved = True
-    for mesh in meshes:
-        with pytest.raises(RankLost):
-            mesh.result(WITHIN_S)
+    with pytest.raises(RankLost):
+        meshes[0].result(WITHIN_S)
+    with contextlib.suppress(RankLost):  # rank 2 may be connected by then: its peers are genuine
+        for link in meshes[1].result(WITHIN_S).values():
+            link.close()
 
 
 def test_a_rank_that_cannot_be_reached_is_named_with_its_address_and_port(
