@@ -756,6 +756,15 @@ def _upsample(a: Arguments) -> None:
             _require(size / scale < farthest, f"{name} is {scale} for {size}", f"from {size / farthest:.2g}")
 
 
+def _upsample_smooth(a: Arguments) -> None:
+    """Check what ``_upsample`` does, and the strides of images one pixel wide: of bytes a kernel goes on by the last."""
+    _upsample(a)
+    image = a.get("self")
+    if image is not None and image.dtype == torch.uint8 and image.dim() == 4 and image.shape[3] == 1 < image.shape[2]:
+        rows, columns = image.stride()[2:]
+        _require(rows == columns, f"a stride of {columns} between columns, {rows} between rows", "the same")
+
+
 def _grid_sampler(a: Arguments) -> None:
     x, grid = a["input"], a["grid"]
     _choice(a["interpolation_mode"], "interpolation_mode", 3)
@@ -1203,7 +1212,7 @@ _POLYNOMIALS = (
 RULES: Mapping[str, Rules] = {
     **_POOL_RULES,
     **{name: Rules(_batch_norm) for name in _BATCH_NORMS},
-    **{name: Rules(_upsample) for name in _UPSAMPLES},
+    **{name: Rules(_upsample if "nearest" in name else _upsample_smooth) for name in _UPSAMPLES},
     **{
         f"{kind}_pad{count}d{suffix}": Rules(_padding)
         for kind in ("reflection", "replication")

@@ -535,6 +535,17 @@ CASES = [
         {"self": floats(1, 1, 4, 5), "output_size": [8, 12], "align_corners": False, "scales_h": 2.0, "scales_w": 2.5},
         [{"scales_h": 1.0}, {"scales_w": 0.5}, {"output_size": [128, 128]}],
     ),
+    *(
+        Case(
+            f"aten.{kind}.default",
+            {
+                "self": torch.ones(1, 2, 4, 1, dtype=torch.uint8), "output_size": [3, 1], "align_corners": True,
+                "scales_h": None, "scales_w": None,
+            },
+            [{"self": torch.ones(64, dtype=torch.uint8).as_strided([1, 2, 4, 1], [1, 1, 2, 8])}],
+        )
+        for kind in ("upsample_bilinear2d", "upsample_bicubic2d", "_upsample_bicubic2d_aa")
+    ),
     Case(
         "aten._dirichlet_grad.default",
         {name: floats(2, 3) for name in ("x", "alpha", "total")},
