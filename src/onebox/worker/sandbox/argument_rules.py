@@ -757,7 +757,7 @@ def _upsample(a: Arguments) -> None:
 
 
 def _upsample_smooth(a: Arguments) -> None:
-    """Check what ``_upsample`` does, and the strides of images one pixel wide: of bytes a kernel goes on by the last."""
+    """Check what ``_upsample`` does, and strides of images one pixel wide: for bytes a kernel steps by the last one."""
     _upsample(a)
     image = a.get("self")
     if image is not None and image.dtype == torch.uint8 and image.dim() == 4 and image.shape[3] == 1 < image.shape[2]:
