@@ -17,7 +17,10 @@ _ENOUGH_S = 0.003
 """Seconds beyond the smallest message's time from which a message determines the bandwidth: clocks and wake-ups err by
 some 10 µs."""
 
-_AIM_S = 0.006
+_WAYS, _LONGEST_S = 6, 0.5
+"""Multiple of the smallest message's time that a longer one must take beyond it, and its limit in seconds: while a
+connection's window opens, a message takes a few round trips rather than the time for its bytes."""
+
 _BUDGET_S = 0.005
 """Seconds for the repeats of one size in one direction."""
 
@@ -29,7 +32,7 @@ fill a slow link for minutes."""
 
 _PROBE_BYTES, _PROBE_S = 4 << 10, 0.04
 """Bytes of the first message of a probe after the smallest, and the seconds beyond the smallest message's time that end
-it."""
+it on a link without much latency."""
 
 _BURST_BYTES, _BURST_GROWTH, _PROBE_GROWTH = 64 << 10, 1.3, 4
 """Bytes that a link may pass at once, the ratio of consecutive sizes up to these, and beyond: at 1 Mbit/s and more a
@@ -81,10 +84,11 @@ def next_size(seconds: Mapping[int, float], most_bytes: int = LARGEST_BYTES) -> 
     smallest, largest = min(seconds), max(seconds)
     if largest == smallest:
         return _whole(min(_SECOND_BYTES, most_bytes), above=largest)
-    if seconds[largest] - seconds[smallest] >= _ENOUGH_S:
+    enough_s = long_enough_s(seconds[smallest], _ENOUGH_S)
+    if seconds[largest] - seconds[smallest] >= enough_s:
         return None
     per_byte = max(seconds[largest] - seconds[smallest], 1e-9) / (largest - smallest)
-    wanted = min(max(2.0 * largest, _AIM_S / per_byte), float(_MOST_GROWTH * largest))
+    wanted = min(max(2.0 * largest, 2 * enough_s / per_byte), float(_MOST_GROWTH * largest))
     return _whole(int(min(wanted, LARGEST_BYTES, most_bytes)), above=largest)
 
 
@@ -98,11 +102,21 @@ def next_probe_size(seconds: Mapping[int, float], most_bytes: int = LARGEST_BYTE
     sizes = sorted(seconds)
     smallest, largest = sizes[0], sizes[-1]
     longer_s = [seconds[size] - seconds[smallest] for size in sizes]
-    if longer_s[-1] >= _PROBE_S and longer_s[-2] >= _BEHIND_BURST_S:
+    if longer_s[-1] >= long_enough_s(seconds[smallest], _PROBE_S) and longer_s[-2] >= _BEHIND_BURST_S:
         return None
     growth = _BURST_GROWTH if largest < _BURST_BYTES else _PROBE_GROWTH
     wanted = _PROBE_BYTES if largest == smallest else int(growth * largest)
     return _whole(min(wanted, LARGEST_BYTES, most_bytes), above=largest)
+
+
+def long_enough_s(latency_s: float, least_s: float) -> float:
+    """Return how long a message must be under way, beyond its latency, to show the rate of a link.
+
+    Args:
+        latency_s: Seconds that the smallest message takes, one way.
+        least_s: Seconds on a link without latency.
+    """
+    return max(least_s, min(_WAYS * latency_s, _LONGEST_S))
 
 
 def has_changed(before: tuple[float, float], now: tuple[float, float]) -> bool:

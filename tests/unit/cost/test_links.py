@@ -15,6 +15,7 @@ from onebox.cost.links import (
     SMALLEST_BYTES,
     has_changed,
     is_doubtful,
+    long_enough_s,
     next_probe_size,
     next_size,
     repeats,
@@ -62,7 +63,8 @@ def test_a_burst_that_passes_at_once_does_not_hide_the_rate(latency: float, band
     found = fit_link(seconds)
     assert found[1] == CEILING_BPS or found[1] <= 2.1 * max(bandwidth, burst / 0.003)
     assert found[0] + max(seconds) / found[1] == pytest.approx(took_s(max(seconds)))
-    assert max(seconds) < 32 * max(burst, 16 << 10, 2 * 0.003 * bandwidth), "no slow link is filled for long"
+    enough_s = long_enough_s(latency, 0.003)
+    assert max(seconds) < 32 * max(burst, 16 << 10, 2 * enough_s * bandwidth), "no slow link is filled for long"
 
 
 @pytest.mark.parametrize("seconds", [{}, {4: 0.0}, {4: -1.0}, {4: math.inf}, {-1: 1.0}])
@@ -84,11 +86,13 @@ def sizes_sent(took_s: Callable[[int], float], most: int = LARGEST_BYTES) -> dic
 def test_few_messages_and_none_that_takes_long(latency: float, bandwidth: float) -> None:
     seconds = sizes_sent(lambda size: latency + size / bandwidth)
     assert min(seconds) == SMALLEST_BYTES
-    assert 2 <= len(seconds) <= 5
+    assert 2 <= len(seconds) <= 6
     assert all(size % SMALLEST_BYTES == 0 and size <= LARGEST_BYTES for size in seconds)
     wire_s = max(seconds) / bandwidth
-    assert max(seconds) == LARGEST_BYTES or wire_s >= 0.003 * (1 - 1e-3)
-    assert wire_s <= max(0.0121, (16 << 10) / bandwidth)
+    enough_s = long_enough_s(latency, 0.003)
+    assert enough_s == max(0.003, min(6 * latency, 0.5))
+    assert max(seconds) == LARGEST_BYTES or wire_s >= enough_s * (1 - 1e-3)
+    assert wire_s <= max(4.04 * enough_s, (16 << 10) / bandwidth)
 
 
 @given(LATENCIES, BANDWIDTHS, st.integers(SMALLEST_BYTES, 1 << 20))
@@ -122,11 +126,39 @@ def test_a_probe_is_short_and_sees_the_rate_behind_a_burst(latency: float, bandw
         assert size not in seconds
         seconds[size] = latency + max(0.0, size - left) / bandwidth
         left = max(0.0, left - size)  # the bucket does not fill again between two messages
-    assert sum(taken - latency for taken in seconds.values()) < 0.4
+    assert sum(taken - latency for taken in seconds.values()) < 0.4 + 10 * latency
     found = fit_link(seconds)
     assert found[0] + max(seconds) / found[1] == pytest.approx(seconds[max(seconds)])
     if max(seconds) < LARGEST_BYTES:
         assert found[1] < 1.01 * bandwidth
+
+
+class Window:
+    """A link on which a connection's window opens as TCP's does, from 10 packets: it doubles with each round trip."""
+
+    def __init__(self, latency_s: float, bandwidth_bps: float) -> None:
+        self.latency_s, self.bandwidth_bps, self.window_bytes = latency_s, bandwidth_bps, 14_600
+
+    def took_s(self, size: int) -> float:
+        waiting_s, left = 0.0, size
+        while left > self.window_bytes:
+            left -= self.window_bytes
+            waiting_s += max(2 * self.latency_s, self.window_bytes / self.bandwidth_bps)
+            self.window_bytes *= 2
+        return self.latency_s + waiting_s + left / self.bandwidth_bps
+
+
+@pytest.mark.parametrize("mbit_per_s", [10, 100, 300])
+@pytest.mark.parametrize("latency", [0.005, 0.02, 0.05])
+def test_the_rate_of_a_long_way_is_seen_though_windows_open_slowly(latency: float, mbit_per_s: int) -> None:
+    bandwidth = 125e3 * mbit_per_s
+    link = Window(latency, bandwidth)
+    found = fit_link(sizes_sent(lambda size: min(link.took_s(size) for _ in range(2))))
+    assert 0.5 * bandwidth < found[1] < 1.01 * bandwidth
+    link, seconds = Window(latency, bandwidth), {SMALLEST_BYTES: latency}
+    while (size := next_probe_size(seconds)) is not None:
+        seconds[size] = link.took_s(size)
+    assert 0.5 * bandwidth < fit_link(seconds)[1] < 1.01 * bandwidth
 
 
 def test_a_probe_has_room() -> None:

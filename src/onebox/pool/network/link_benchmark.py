@@ -16,6 +16,7 @@ from onebox.cost.links import (
     fit_link,
     has_changed,
     is_doubtful,
+    long_enough_s,
     next_probe_size,
     next_size,
     repeats,
@@ -233,12 +234,14 @@ class _Way:
 
     def metered(self, rate_bps: float) -> LinkTraffic:
         """Return what was carried of the last of some messages; see :func:`send_metered`."""
+        latency_s = min(self._trips(SMALLEST_BYTES, LEAST_REPEATS, None))
+        enough_ns = 1e9 * long_enough_s(latency_s, _METERED_S / 4)
         size = int(min(max(_METERED_S * rate_bps, _METERED_BYTES), self._most_bytes))
         while True:
             _, sent = self._exchange(size // SMALLEST_BYTES * SMALLEST_BYTES, 1)
             carried = [each for each in sent.traffic if each.worker == self._target]
             found = carried[0] if carried else LinkTraffic(self._target, 0, 0)
-            if not carried or found.busy_ns >= 1e9 * _METERED_S / 4 or size >= self._most_bytes:
+            if not carried or found.busy_ns >= enough_ns or size >= self._most_bytes:
                 return found
             size = min(4 * size, self._most_bytes)
 
