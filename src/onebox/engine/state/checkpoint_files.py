@@ -422,6 +422,8 @@ def _by_worth(folder: Path, identity: str) -> list[Path]:
 def read(path: Path) -> Checkpoint:
     """Read a checkpoint: the newest save of a folder, or the folder of one save.
 
+    Its tensors are views of the mapped files: uploading them takes no memory that the system could not take back.
+
     Raises:
         CheckpointError: There is none, or it is damaged or has another format; the message names the fault.
     """
