@@ -567,6 +567,33 @@ def evaluated(reference: Reference, batches: Sequence[Any]) -> float:
     return found / sum(len(x) for x, _ in batches)
 
 
+@pytest.mark.long
+def test_an_evaluation_before_the_first_step_does_not_fix_plans_and_shares(pools: Shelf) -> None:
+    """With plan="auto" those of steps are made for their own batches, also for one that was uploaded before."""
+    case, outer = CASES["mlp"], onebox.Outer(every=2, shares=[2, 1])
+    batches, model = case.batches([12] * 5), case.model()
+    arguments: dict[str, Any] = {"pool": pools(3), "plan": "auto", "islands": [[0, 1], [2]], "outer": outer}
+    with onebox.Trainer(model, case.loss, OPTIMIZERS["sgd"](model), **arguments) as trainer:
+        before = trainer.evaluate(case.batches([5, 4]))
+        assert [plan.predicted for plan in trainer.island_plans] == [None, None]
+        uploaded = trainer.upload(*batches[0])
+        trainer.step(uploaded)
+        plans = trainer.island_plans
+        assert [plan.predicted.batch for plan in plans if plan.predicted] == [8, 4]
+        found = steps(trainer, batches[1:])
+        assert trainer.island_plans == plans
+        after = trainer.evaluate(case.batches([5, 4]))
+    cuts = [lambda size, plan=plan: [part.size for part in plan.micro_batches(size)] for plan in plans]
+    reference = Reference("mlp", "sgd", [2, 1], outer, cuts)
+    assert before.loss == pytest.approx(evaluated(reference, case.batches([5, 4])), abs=AGREE)
+    reference.step(batches[0])
+    expected = [reference.step(batch)[0] for batch in batches[1:]]
+    assert after.loss == pytest.approx(evaluated(reference, case.batches([5, 4])), abs=AGREE)
+    torch.testing.assert_close(found.losses, expected, rtol=0, atol=AGREE)
+    for name, tensor in reference.tensors().items():
+        torch.testing.assert_close(found.tensors[name], tensor, rtol=0, atol=AGREE)
+
+
 @pytest.mark.parametrize("overlap", [0, 3])
 def test_synchronize_includes_the_steps_since_the_last_outer_step(overlap: int, pools: Shelf) -> None:
     case, outer = CASES["mlp"], onebox.Outer(every=4, fragments=2, overlap=overlap)
@@ -766,6 +793,28 @@ def resumed_with_the_same_bits(outer: onebox.Outer, half: int, pools: Shelf, tmp
     optimizer = OPTIMIZERS["adamw"](model)
     with onebox.Trainer.resume(tmp_path / "again", model, case.loss, optimizer, **arguments) as trainer:
         assert_same(steps(trainer, batches[half:]), straight)
+
+
+@pytest.mark.parametrize("overlap", [pytest.param(0, marks=pytest.mark.long), 3])
+def test_a_resumed_run_is_synchronised_before_its_first_step(overlap: int, pools: Shelf, tmp_path: Path) -> None:
+    """With the first batch, be it of an evaluation."""
+    case, outer, found = CASES["mlp"], onebox.Outer(every=4, overlap=overlap), []
+    batches, model = case.batches(SIZES), case.model()
+    arguments: dict[str, Any] = {"pool": pools(2), "seed": SEED, "islands": [[0], [1]], "plan": SMALL, "outer": outer}
+    with onebox.Trainer(model, case.loss, OPTIMIZERS["sgd"](model), **arguments) as trainer:
+        steps(trainer, batches[:6])
+        assert trainer.behind
+        trainer.save(tmp_path)
+        trainer.synchronize()
+        assert not trainer.behind
+        found.append((trainer.evaluate(batches[6:]).loss, trainer.tensors()))
+    with onebox.Trainer.resume(tmp_path, model, case.loss, OPTIMIZERS["sgd"](model), pool=pools(2)) as trainer:
+        trainer.synchronize()
+        found.append((trainer.evaluate(batches[6:]).loss, trainer.tensors()))
+        assert not trainer.behind
+    (before, wanted), (after, tensors) = found
+    assert after == before
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in wanted.items())
 
 
 def test_an_interrupt_while_a_run_is_resumed_changes_nothing(

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 
 import onebox
 from onebox.engine.compile.update import gradients
+from onebox.engine.session import TrainingSession
 from onebox.errors import DeviceMemoryError, UsageError
 from onebox.plan import Plan, Stage
 from onebox.plan.evaluate.lossy import with_codecs
@@ -377,6 +378,41 @@ def test_a_resumed_run_goes_on_with_what_was_lost(
         assert torch.equal(found[f"model.{name}"], tensor), name
     with resumed(tmp_path / "two", plan=lossy(replicas(2), "int8")) as other:
         other.step(*batches[3]).item()
+
+
+def test_a_plan_that_is_prepared_leaves_what_was_lost_alone(pools: Shelf, tmp_path: Path) -> None:
+    """Also in a save meanwhile, and if it is dropped; its own begins when it takes over."""
+    case, pool, batches = CASES["mlp"], pools(3), CASES["mlp"].batches([8] * 6)
+    plan, fewer = lossy(replicas(3), "int8"), lossy(replicas(2), "int8")
+
+    def trained(*, prepares: bool) -> list[dict[str, Tensor]]:
+        model, found = case.model(), []
+        arguments = grouped(pool=pool, plan=plan, seed=SEED, **LOSSY)
+        with onebox.Trainer(model, case.loss, OPTIMIZERS["sgd"](model), **arguments) as trainer:
+            run, used_bytes = trainer._run, list[int]()
+            assert isinstance(run, TrainingSession)
+            for step, batch in enumerate(batches):
+                prepared = run.prepare(fewer) if prepares and step in (2, 4) else None
+                if step == 4:
+                    run.adopt(fewer, prepared)
+                trainer.step(*batch).item()
+                if step == 2:
+                    trainer.save(tmp_path / str(prepares))
+                used_bytes.append(sum(memory.used_bytes for memory in trainer.memory()))
+                found.append(trainer.tensors())
+            size_bytes = sum(parameter.nbytes for parameter in model.parameters())
+            assert used_bytes[2] - used_bytes[1] < size_bytes, "a plan that may never run has no residuals"
+        model = case.model()
+        saved = tmp_path / str(prepares)
+        with onebox.Trainer.resume(saved, model, case.loss, OPTIMIZERS["sgd"](model), pool=pool) as trainer:
+            trainer.step(*batches[3]).item()
+            found.append(trainer.tensors())
+        return found
+
+    wanted, found = trained(prepares=False), trained(prepares=True)
+    for one, other in zip(found, wanted, strict=True):
+        assert all(torch.equal(one[name], tensor) for name, tensor in other.items())
+    assert all(torch.equal(found[-1][name], tensor) for name, tensor in found[3].items()), "resumed"
 
 
 # ---- activations

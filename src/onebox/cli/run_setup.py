@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +21,7 @@ from onebox.cli.options.run_config import read_config
 from onebox.cli.training_loop import RunProgress
 from onebox.cli.user_code import load_callable, own_model
 from onebox.engine import Trainer
-from onebox.engine.state.checkpoint_files import saves
+from onebox.engine.state.checkpoint_files import read_manifest, saves
 from onebox.engine.workload.parameter_groups import Optimizers
 from onebox.errors import CheckpointError, DataError, UsageError
 from onebox.feed import Data, Position, open_dataset
@@ -106,7 +106,7 @@ def start_run(config: TrainConfig, folder: RunFolder, data: Data, pool: Pool, pl
     if config.resume is not None:
         found = saves(folder.checkpoint)
         if found:
-            return _resumed(config, found[0], data, pool, plan)
+            return _resumed(config, found, data, pool, plan)
     model = make_model(config, data)
     trainer = Trainer(
         model,
@@ -132,8 +132,10 @@ def start_run(config: TrainConfig, folder: RunFolder, data: Data, pool: Pool, pl
     )
 
 
-def _resumed(config: TrainConfig, saved: Path, data: Data, pool: Pool, plan: Plan | None) -> StartedRun:
+def _resumed(config: TrainConfig, found: Sequence[Path], data: Data, pool: Pool, plan: Plan | None) -> StartedRun:
+    """Restore a trainer from the newest of some saves or, for more epochs, from the one that it names for these."""
     assert config.resume is not None
+    saved = found[0]
     model = make_model(config, data)
     stored = read_config(config.resume)
     before = stored.data_parallel
@@ -144,6 +146,9 @@ def _resumed(config: TrainConfig, saved: Path, data: Data, pool: Pool, plan: Pla
     elif config.plan == DATA_PARALLEL and stored.plan != DATA_PARALLEL:
         placement = config.data_parallel
     try:
+        newest = RunProgress.from_extra(read_manifest(saved).extra, seed=config.seed, path=saved)
+        if newest.position.epoch < config.epochs and newest.continues_from is not None:
+            saved = next((save for save in found if save.name == newest.continues_from), saved)
         trainer = Trainer.resume(
             saved,
             model,

@@ -63,12 +63,15 @@ class RunProgress:
         loss_sum: Sum of the losses of the epoch's samples so far; ``None`` where it is not finite.
         last: The last epoch's result.
         skipped: Number of samples of the epoch left out so far.
+        continues_from: Name of the save that the run goes on from if it is given more epochs, as this one is after
+            outer steps that are off their schedule; ``None`` if it goes on from this one.
     """
 
     position: Position
     loss_sum: float | None = 0.0
     last: EpochResult | None = None
     skipped: int = 0
+    continues_from: str | None = None
 
     def to_extra(self) -> dict[str, Any]:
         """Return it as JSON values."""
@@ -209,8 +212,8 @@ class TrainingLoop:
                 if self._save_now() and here.position.index < len(self.train):  # its end is saved with its results
                     self._save_within(here)
         self._drain(epoch)
-        if self.config.islands is not None and epoch + 1 == self.config.epochs and not self.stop.requested:
-            self.trainer.synchronize()
+        ends = epoch + 1 == self.config.epochs and not self.stop.requested
+        continues_from = self._close(here) if ends and self.trainer.behind else None
         result = None
         if not self.stop.requested:
             self._tell_feed(epoch + 1)
@@ -219,9 +222,20 @@ class TrainingLoop:
                 self.peak_bytes = {device: used.peak_bytes for device, used in zip(present, memory, strict=True)}
             result = self._test(epoch + 1, begin.skipped + self.train.skipped.in_epoch)
         if result is not None:
-            self._save(RunProgress(position=self.train.position, last=result))
+            self._save(RunProgress(position=self.train.position, last=result, continues_from=continues_from))
         elif here.position != self.standing.position:
             self._save_within(here)
+
+    def _close(self, here: RunProgress) -> str | None:
+        """Include the last steps in the global parameters, at the end of a run of islands.
+
+        Returns:
+            The name of the save from before that; ``None`` if it could not be written.
+        """
+        if here.position != self.standing.position:  # else the run was resumed from that save
+            self._save_within(here)
+        self.trainer.synchronize()
+        return self.saved.name if self.saved is not None and self.unsaved is None else None
 
     def _save_within(self, here: RunProgress) -> None:
         """Save in the middle of an epoch."""

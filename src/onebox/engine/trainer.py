@@ -306,6 +306,7 @@ class Trainer:
             found,
             outer,
             functools.partial(request.resolve, pool),
+            functools.partial(request.provisional, pool),
             captures,
             states,
             settings,
@@ -407,7 +408,8 @@ class Trainer:
         """With islands: make outer steps now, with the steps since the last ones, and wait for them.
 
         Without it :meth:`pull`, :meth:`save`, :meth:`tensors` and :meth:`evaluate` use the global parameters as of the
-        last outer step. Usual at the end of training. Without islands it waits for all steps in flight.
+        last outer step. Usual at the end of training. It changes the steps that follow: a run that may go on later is
+        saved before it, if :attr:`behind`, and resumed from there. Without islands it waits for all steps in flight.
 
         Raises:
             OneboxError: A step failed.
@@ -415,12 +417,18 @@ class Trainer:
         self._require_open()
         self._client.bring()
         if isinstance(self._run, IslandsSession):
-            behind = self._run.behind
+            behind = self.behind
             self._run.synchronize()
             if behind:
                 self._client.synchronized()
         else:
             self.wait()
+
+    @property
+    def behind(self) -> bool:
+        """True if :meth:`synchronize` would change the global parameters of islands, as steps have been made since the
+        last outer steps; always false without islands."""
+        return isinstance(self._run, IslandsSession) and self._run.behind
 
     # ---- evaluation
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from onebox.engine.state.checkpoint_files import read
 from tests.process.cli.commands import command, metrics
@@ -28,6 +29,25 @@ def test_a_run_of_islands_learns_and_is_resumed(tmp_path: Path) -> None:
     done = command(["train", "--resume", "run", "--epochs", "3"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert [each["step"] for each in metrics(tmp_path / "run") if each["event"] == "epoch"] == [23, 46, 69]
+
+
+@pytest.mark.parametrize("overlap", [pytest.param(0, marks=pytest.mark.long), 3])
+def test_a_run_that_is_given_more_epochs_is_the_run_that_had_them_from_the_start(overlap: int, tmp_path: Path) -> None:
+    """The outer steps at the end of the shorter run, off their schedule, leave no trace; its last save has them."""
+    options = ("--outer-compression", "int8", "--outer-overlap", str(overlap))
+    for epochs, run in ((2, "short"), (3, "whole")):
+        done = command(["train", *ISLANDS, *options, "--epochs", str(epochs), "--run", run], tmp_path)
+        assert done.returncode == 0, done.stderr
+    shorter = read(tmp_path / "short" / "checkpoint")
+    assert shorter.manifest.islands is not None and not any(map(any, shorter.manifest.islands.samples))
+    done = command(["train", "--resume", "short", "--epochs", "3"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert metrics(tmp_path / "short") == metrics(tmp_path / "whole")
+    resumed, whole = (read(tmp_path / run / "checkpoint") for run in ("short", "whole"))
+    assert resumed.manifest.numbers == whole.manifest.numbers
+    for found, wanted in ((resumed.state, whole.state), (resumed.optimizer, whole.optimizer)):
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
 
 
 @pytest.mark.long

@@ -65,7 +65,7 @@ def train(config: TrainConfig) -> None:
         folder.write_config(to_stored(_as_opened(config, pool)))
         if plan is not None:
             write_plan(folder.plan, plan, "--plan")
-        rewind_metrics(folder.metrics, step=begun.trainer.steps_done)
+        rewind_metrics(folder.metrics, step=begun.trainer.steps_done, epochs=begun.standing.position.epoch)
         with MetricsLog(folder.metrics) as log:
             _run(_loop(config, folder, data, begun, log, console), pool, console, expected)
 

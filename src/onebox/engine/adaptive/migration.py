@@ -128,6 +128,7 @@ class Migration:
         remote.settle(self.after.holdings, self.after.trained, self.after.compiler.versions)
         self.after.settled()
         over = self.before.retire(self.after)
+        self.after.take_over()
         if written.group and self.after.group_of(written.members) != written.group:
             over[written.group] = written.members
         return MigrationReport(names=len(self._tensors), size_bytes=written.size_bytes, over=over, asked=tuple(asked))

@@ -111,6 +111,8 @@ class InstalledPlan:
         )
         self._there: set[CompiledStep] = set()
         self._with_residuals = False
+        self._waits = before is not None
+        """Whether the plan before still runs, with residuals of its own."""
         self._stored: dict[int, dict[int, int]] = {}
         self._unformed: list[Members] = []
         self._tagged = False
@@ -206,6 +208,15 @@ class InstalledPlan:
         """Record that the state is on the workers."""
         self.checks = self._remote.checks()
 
+    def take_over(self) -> None:
+        """Make what the next step needs beside the state, once the plan before is retired.
+
+        Raises:
+            OneboxError: The pool is broken or closed.
+        """
+        self._waits = False
+        self._make_residuals()
+
     def retire(self, after: InstalledPlan) -> dict[int, Members]:
         """Free everything that the installed plan replacing this one does not need; earlier requests are still
         executed.
@@ -261,7 +272,7 @@ class InstalledPlan:
             self._there.add(compiled)
             for graph, tensors in self.compiler.constants_of(batch, compiled, train=train).items():
                 self._programs.constants.upload(graph, tensors, self.plan.devices)
-            if train:
+            if train and not self._waits:
                 self._make_residuals()
             for worker in compiled.routines:
                 for routine in compiled.all_of(worker):

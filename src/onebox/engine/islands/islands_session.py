@@ -70,6 +70,9 @@ _NOTHING = 1e-9
 ResolveIslands = Callable[[Captures, Batch, RemoteState], IslandPlans]
 """Returns plans and shares, given the captured model, the first batch, and a state to measure with."""
 
+ProvisionalIslands = Callable[[], IslandPlans | None]
+"""Returns plans and shares for evaluations before the first step; ``None`` if those of steps serve for them."""
+
 
 class IslandsSession:
     """The state of a trainer of islands on a pool; its interface is that of
@@ -80,6 +83,7 @@ class IslandsSession:
         islands: Devices of each island.
         outer: Options of the outer optimizer.
         resolve: Returns plans and shares with the first batch.
+        provisional: Returns those for evaluations before it.
         captures: The captured model.
         states: State of each island on its workers.
         settings: Settings shared by all steps.
@@ -99,6 +103,7 @@ class IslandsSession:
         islands: DeviceGroups,
         outer: Outer,
         resolve: ResolveIslands,
+        provisional: ProvisionalIslands,
         captures: Captures,
         states: Sequence[RemoteState],
         settings: StepSettings,
@@ -117,6 +122,9 @@ class IslandsSession:
         """The plan of each island, once the first batch is known."""
         self._pool = pool
         self._resolve = resolve
+        self._provisional = provisional
+        self._planned = False
+        """Whether plans and shares are those of steps."""
         self._states = list(states)
         self._settings = settings
         self._staging = staging
@@ -129,6 +137,8 @@ class IslandsSession:
             start.entry.samples if start else [[0.0] * len(islands)] * outer.fragments,
             start.entry.due if start else [0] * outer.fragments,
         )
+        self._owes_outer_steps = False
+        """Whether outer steps are to be made once the state of the run is on the workers."""
         self._optimizer: OuterOptimizer | None = None
         self._bases: dict[int, Mapping[str, Tensor]] = {}
         """The global parameters that each late island last had."""
@@ -225,6 +235,7 @@ class IslandsSession:
 
     def step(self, batch: Batch, uploaded: UploadedBatch | None = None) -> StepLoss:
         """Begin a step of every island, and the outer step that follows it, if one is due; see :meth:`Trainer.step`."""
+        self._replace_provisional(batch)
         uploads = () if uploaded is None else self.uploads.claim(uploaded)
         self._wait_for_quorum(lambda place: self._sessions[place].replies(self._settings.in_flight - 1))
         parts = self._set_up(batch, steps=True)
@@ -439,7 +450,15 @@ class IslandsSession:
             self._joint = []
 
     def synchronize(self) -> None:
-        """Make outer steps now, with the inner steps since the last ones; see :meth:`Trainer.synchronize`."""
+        """Make outer steps now, with the inner steps since the last ones; see :meth:`Trainer.synchronize`.
+
+        Those of a run that is resumed are made with its first batch.
+        """
+        self._require()
+        if self._optimizer is None:
+            self._owes_outer_steps = self.behind
+            return
+        self._owes_outer_steps = False
         self.drain()
         for place in self.membership.late:
             with self._surviving():
@@ -648,8 +667,12 @@ class IslandsSession:
                     "has at least a sample for each"
                 )
             self._pool.follow_default_type()
-            found = self._resolve(self.captures, self.captures.stamped(batch), self._states[0])
+            provisional = self._provisional() if self._start is None and not steps else None
+            found = provisional or self._resolve(self.captures, self.captures.stamped(batch), self._states[0])
+            self._planned = provisional is None
             self.plans, self._shares = found.plans, found.shares
+        elif steps:
+            self._replace_provisional(batch)
         parts = divided(batch, self._present_shares)
         if not self.begun:
             for state in self._states[1:]:
@@ -657,17 +680,38 @@ class IslandsSession:
                     state.use_optimizer_state(self._states[0].remembered)
             for session, part in zip(self._sessions, parts, strict=True):
                 if part is None:
-                    raise UsageError(
-                        f"the first batch has {batch.size} samples, of which an island with a share of "
-                        f"{min(self._shares):.0%} gets none; begin with a larger one, or give Outer(shares=...)"
-                    )
+                    raise self._without_samples(batch, self._shares)
                 session.set_up(self.captures.stamped(part), steps=steps)
         if self._start is not None:  # also once more if that was interrupted
             for state, tensors in zip(self._states, self._start.tensors, strict=True):
                 state.write({name: tensor for name, tensor in tensors.items() if name in state.held})
         if steps or self._start is not None:
             self._begin_outer()
+        if self._owes_outer_steps:
+            self.synchronize()
         return parts
+
+    def _replace_provisional(self, batch: Batch) -> None:
+        """Replace plans that are only those of evaluations before the first step by those made for its batch."""
+        if self._planned or not self.plans:
+            return
+        found = self._resolve(self.captures, self.captures.stamped(batch), self._states[0])
+        parts = divided(batch, self.membership.shares(found.shares))
+        for place in self.membership.present:
+            part = parts[place]
+            if part is None:
+                raise self._without_samples(batch, found.shares)
+            try:
+                self._sessions[place].begin_with(found.plans[place], self.captures.stamped(part))
+            except RECOVERABLE as error:
+                self.recovery.lose(error, place)
+        self.plans, self._shares, self._planned = found.plans, found.shares, True
+
+    def _without_samples(self, batch: Batch, shares: Sequence[float]) -> UsageError:
+        return UsageError(
+            f"the first batch has {batch.size} samples, of which an island with a share of {min(shares):.0%} gets "
+            "none; begin with a larger one, or give Outer(shares=...)"
+        )
 
     def _begin_outer(self) -> None:
         """Install the outer optimizer, unless it is there."""

@@ -68,6 +68,17 @@ class IslandsRequest:
                     "devices, after steps that are exact inside an island; leave one of them out"
                 )
 
+    def provisional(self, pool: Pool) -> IslandPlans | None:
+        """Return plans and shares for evaluations before the first step, whose batches say nothing about those of
+        steps; ``None`` if no plan is searched for, so that those of steps serve for them."""
+        if all(request.plan != "auto" for request in self.requests):
+            return None
+        plans = tuple(
+            request.plan if isinstance(request.plan, Plan) else request.provisional(pool, devices)
+            for request, devices in zip(self.requests, self.islands, strict=True)
+        )
+        return IslandPlans(plans=plans, shares=(1.0,) * len(plans))
+
     def resolve(self, pool: Pool, captures: Captures, batch: Batch, state: RemoteState) -> IslandPlans:
         """Return the plan and the share of each island; devices are measured where the request leaves these open.
 

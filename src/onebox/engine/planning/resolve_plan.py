@@ -86,9 +86,15 @@ class PlanRequest:
             return plan_of(self.plan, range(devices), shares)
         return self.plan if isinstance(self.plan, Plan) else None
 
-    def provisional(self, pool: Pool) -> Plan:
-        """Return a plan for evaluations before the first step, whose batches say nothing about those of steps."""
-        return plan_of(DataParallel(micro_batch=self.micro_batch), pool.present, [1.0] * len(pool.present))
+    def provisional(self, pool: Pool, among: Sequence[int] | None = None) -> Plan:
+        """Return a plan for evaluations before the first step, whose batches say nothing about those of steps.
+
+        Args:
+            pool: The pool.
+            among: The devices; all that are present if not given.
+        """
+        devices = pool.present if among is None else among
+        return plan_of(DataParallel(micro_batch=self.micro_batch), devices, [1.0] * len(devices))
 
     def resolve(
         self, pool: Pool, remote: RemoteState, captures: Captures, batch: Batch, among: Sequence[int] | None = None

@@ -422,11 +422,13 @@ def _by_worth(folder: Path, identity: str) -> list[Path]:
 def read(path: Path) -> Checkpoint:
     """Read a checkpoint: the newest save of a folder, or the folder of one save.
 
+    Its tensors are views of the mapped files: uploading them takes no memory that the system could not take back.
+
     Raises:
         CheckpointError: There is none, or it is damaged or has another format; the message names the fault.
     """
     path = find_save(path)
-    manifest = _read_manifest(path)
+    manifest = read_manifest(path)
     for entry in manifest.files:
         _verify(path, entry)
     tensors: dict[str, dict[str, Tensor]] = {}
@@ -458,7 +460,12 @@ def _complex(path: Path, key: str, pairs: Tensor | None) -> Tensor:
     return torch.view_as_complex(pairs)
 
 
-def _read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Path) -> Manifest:
+    """Read the manifest of a save, given its folder.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged or has another format; the message names the fault.
+    """
     file = path / _MANIFEST
     try:
         data = _manifest_bytes(path)

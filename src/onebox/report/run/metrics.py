@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -83,12 +84,13 @@ def _drop_unfinished_line(path: Path) -> None:
         file.truncate(file.read().rfind(b"\n") + 1)
 
 
-def rewind_metrics(path: Path | str, *, step: int) -> None:
-    """Drop the records of the steps after a given one, which a resumed run writes again.
+def rewind_metrics(path: Path | str, *, step: int, epochs: float = math.inf) -> None:
+    """Drop the records of what comes after a given step, which a resumed run writes again.
 
     Args:
         path: The file; nothing happens where there is none.
         step: The last step that stays. A record without a ``step`` stays too.
+        epochs: Number of epochs whose results stay.
 
     Raises:
         UsageError: A line is not a JSON object.
@@ -98,12 +100,15 @@ def rewind_metrics(path: Path | str, *, step: int) -> None:
     if not path.exists():
         return
     content = path.read_bytes()
-    kept = [line for line in content[: content.rfind(b"\n") + 1].splitlines(keepends=True) if _step(path, line) <= step]
+    lines = content[: content.rfind(b"\n") + 1].splitlines(keepends=True)
+    kept = [line for line in lines if _stays(path, line, step, epochs)]
     put_file(path, b"".join(kept), private=False)
 
 
-def _step(path: Path, line: bytes) -> float:
+def _stays(path: Path, line: bytes, step: int, epochs: float) -> bool:
     try:
-        return float(msgspec.json.decode(line, type=dict[str, Any]).get("step", 0))
+        record = msgspec.json.decode(line, type=dict[str, Any])
+        closes = record.get("event") in ("epoch", "feed")
+        return float(record.get("step", 0)) <= step and (not closes or float(record.get("epoch", 0)) <= epochs)
     except (msgspec.DecodeError, TypeError, ValueError) as error:
         raise UsageError(f"{path} is damaged: {line[:80]!r} is no record of a run: {error}") from None

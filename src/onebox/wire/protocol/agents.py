@@ -10,7 +10,7 @@ lease.
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 from msgspec import Struct
@@ -340,7 +340,7 @@ class PairReply(AgentMessage, frozen=True, tag="paired"):
 
 
 class _Envelope(Struct, frozen=True, array_like=True):
-    """The beginning of each request."""
+    """The beginning of each request, and of each response to one."""
 
     tag: str
     number: int
@@ -352,6 +352,11 @@ _responses = msgspec.msgpack.Decoder(AgentResponse)
 _pairs = msgspec.msgpack.Decoder(PairRequest)
 _paired = msgspec.msgpack.Decoder(PairReply)
 _encoder = msgspec.msgpack.Encoder()
+
+_NUMBERED = frozenset(
+    kind.__struct_config__.tag for kind in get_args(AgentResponse) if "number" in kind.__struct_fields__
+)
+"""Tags of the responses that begin with the number of a request."""
 
 
 def encode_agent(message: Request | AgentResponse | PairRequest | PairReply) -> bytes:
@@ -384,6 +389,15 @@ def request_number(frame: bytes) -> int:
     with contextlib.suppress(WireError):
         number: int = _decode(_envelopes, frame, "a request").number
         return number if 0 < number < 1 << 63 else 0
+    return 0
+
+
+def response_number(frame: bytes) -> int:
+    """Return the number of the request that a response which breaks the protocol is for; 0 if that cannot be read, or
+    if it is for none."""
+    with contextlib.suppress(WireError):
+        envelope: _Envelope = _decode(_envelopes, frame, "a response")
+        return envelope.number if envelope.tag in _NUMBERED and envelope.number > 0 else 0
     return 0
 
 

@@ -95,6 +95,16 @@ def test_rewinding_drops_what_a_resumed_run_does_again(tmp_path: Path) -> None:
     assert lines(path) == [{"note": "ü"}]
 
 
+def test_rewinding_drops_results_of_an_epoch_that_ends_anew(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    step, feed, result = ({"event": event, "step": 2, "epoch": 1} for event in ("step", "feed", "epoch"))
+    path.write_text("".join(json.dumps(each) + "\n" for each in (step, feed, result)))
+    rewind_metrics(path, step=2, epochs=1)
+    assert lines(path) == [step, feed, result]
+    rewind_metrics(path, step=2, epochs=0)
+    assert lines(path) == [step]
+
+
 def test_rewinding_nothing(tmp_path: Path) -> None:
     rewind_metrics(tmp_path / "metrics.jsonl", step=3)
     assert not list(tmp_path.iterdir())

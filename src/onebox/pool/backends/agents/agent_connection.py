@@ -46,6 +46,7 @@ from onebox.wire.protocol.agents import (
     WorkerEnded,
     decode_agent_response,
     encode_agent,
+    response_number,
 )
 
 __all__ = ["AgentConnection", "Busy", "RemoteWorker"]
@@ -360,7 +361,7 @@ class AgentConnection:
         try:
             message = decode_agent_response(frame)
         except WireError as error:
-            self._lose(PoolError(f"the agent at {self.address} speaks another language: {error}"))
+            self._refuse(response_number(frame), f"the agent at {self.address} sent {error}")
             return
         if isinstance(message, Refused) and message.kind == "removed":
             self._lose(PoolError(f"the agent at {self.address} says: {message.reason}"))
@@ -388,6 +389,21 @@ class AgentConnection:
                     elif asked.answers.qsize() >= _BATCH:  # nobody looks at them now: the place in the queue is old
                         return
                     asked.answers.put(message)
+
+    def _refuse(self, number: int, fault: str) -> None:
+        """Fail the request that an unreadable message answers or, if that cannot be told, all: any may wait for ever.
+
+        Args:
+            number: Number of the request; 0 if it cannot be told.
+            fault: The agent and the fault of its message.
+        """
+        if not number:
+            self._lose(PoolError(f"{fault}; it cannot be told what that was about, so the agent is given up as lost"))
+            return
+        with self._lock:
+            self._held.heard(time.monotonic())
+            if (asked := self._asked.get(number)) is not None:  # which stays, so that a granted lease is given back
+                asked.answers.put(PoolError(f"{fault}; only the request that it answers has failed"))
 
     def _lease(self, asked: _Asked, request: Lease, leased: Leased) -> None:
         """Register a lease at once: the agent's next message may be about it."""

@@ -334,6 +334,39 @@ def test_a_message_that_the_agent_cannot_read(agent: ScriptedAgent, line: AgentC
     assert line.inspect().offers == OFFERS, "the line is whole"
 
 
+def test_an_answer_that_cannot_be_read(agent: ScriptedAgent, line: AgentConnection) -> None:
+    """It fails the request that it is for, and neither others nor workers."""
+    (member,) = line.lease([CPU], CLIENT)
+    queued, other = threading.Event(), list[RemoteWorker]()
+    grants = threading.Event()
+
+    def answer(request: Request) -> Sequence[AgentResponse | bytes] | None:
+        if isinstance(request, Inspect | Lease) and not queued.is_set():
+            return [Queued(request.number, 1, "bo", "")]
+        return [unreadable(request)] if isinstance(request, Inspect) or grants.is_set() else None
+
+    agent.answer = answer
+    waiting = threading.Thread(target=lambda: other.extend(line.lease([CPU], CLIENT, on_queued=lambda _: queued.set())))
+    waiting.start()
+    assert queued.wait(30)
+    with pytest.raises(PoolError, match=r"the agent at 127\.0\.0\.1:\d+ sent .*; only the request that it answers"):
+        line.inspect()
+    (asked,) = [request for request in agent.heard if isinstance(request, Lease) and request.wants][1:]
+    agent.send(agent.lease(asked))
+    waiting.join(30)
+    assert len(other) == 1, "the other request waited on"
+    assert not select.select([member.descriptor], [], [], 0)[0], "the worker is there"
+    grants.set()
+    with pytest.raises(PoolError, match="only the request that it answers has failed"):
+        line.lease([CPU], CLIENT)
+    assert until(lambda: any(isinstance(each, Release) and each.request for each in agent.heard)), "it is withdrawn"
+
+
+def unreadable(request: Request) -> bytes:
+    """Return a response with the number of a request and nothing else."""
+    return msgspec.msgpack.encode(("leased", request.number))
+
+
 def test_an_answer_to_another_question(agent: ScriptedAgent, line: AgentConnection) -> None:
     agent.answer = lambda request: [Leased(request.number, 1, ())] if isinstance(request, Inspect) else None
     with pytest.raises(PoolError, match="said Leased, not Stock"):
@@ -358,7 +391,7 @@ def test_a_lease_that_does_not_fit_the_request(agent: ScriptedAgent, line: Agent
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (lambda request: [b"junk"], "speaks another language"),
+        (lambda request: [b"junk"], "sent an agent's message that is not of this protocol: .* given up as lost"),
         (lambda request: [LogLines(request.number, ())], "said LogLines, not Introduced"),
         (lambda request: [Refused(request.number, "versions", "too old")], "refuses: too old"),
         (
