@@ -84,4 +84,4 @@ def test_links_between_islands_carry_their_outer_steps(fleet: Fleet) -> None:
     for event in events:
         outer_bytes[event.use.source, event.use.target] += event.use.size_bytes
     assert outer_bytes == carried
-    assert {event.step for event in events} <= {3, 4, 7}, "the steps before outer ones; the rest is told later"
+    assert {event.step for event in events} >= {3, 7}, "the steps before outer ones"
