@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+import onebox
 from onebox.worker.comm.gloo_forwarder import GlooForwarder, loopback_address
 from onebox.worker.comm.link_meter import LinkMeters
 from onebox.worker.comm.tls_mesh import MOST_CONNECTIONS, DuplexLink, connect_mesh
+from tests.net.fleet import GRACE_S, MACHINES, Fleet
 from tests.net.hosts import Network
+from tests.net.training import alone, batch, outcome, parts, plans
+from tests.reference import assert_same
 from tests.unit.worker.comm.test_gloo_forwarder import endpoint, in_place
 from tests.unit.worker.comm.test_tls_mesh import WITHIN_S, Store
 
@@ -59,3 +65,33 @@ def test_a_link_over_a_long_way_has_several_connections_and_one_order() -> None:
     assert found == sent
     assert 0.9 * len(sent) < carried.size_bytes < 1.1 * len(sent), "of all connections"
     assert 0 < carried.busy_ns < 1e9 * (lasted_s + 0.5), "of the one that was busy for longest"
+
+
+@pytest.mark.long
+def test_training_over_several_connections_has_the_result_of_one_process(tmp_path: Path) -> None:
+    try:
+        network = Network([*MACHINES, "client"], delay_s=DELAY_S)
+    except RuntimeError as error:
+        pytest.skip(f"no cables that take their time here: {error}")
+    plan, steps = plans()["data-parallel"], 3
+    with network, Fleet(network, tmp_path) as fleet:
+        for name in MACHINES:
+            fleet.pair(name)
+        fleet.start(MACHINES)
+        with (
+            fleet.client(),
+            onebox.open(fleet.spec(), threads=1, grace_s=GRACE_S) as pool,
+            onebox.Trainer(*parts(), pool=pool, plan=plan) as trainer,
+        ):
+            found = outcome(trainer, [trainer.step(*batch(step)) for step in range(steps)])
+            between = sum(connections(process, network) for process in pool.process_ids)
+    assert_same(found, alone(plan, steps))
+    assert between >= 2 * len(MACHINES) * (len(MACHINES) - 1) * MOST_CONNECTIONS, "at both ends of each"
+
+
+def connections(process: int, network: Network) -> int:
+    """Return how many TCP connections a worker has with workers of other hosts."""
+    own = {os.readlink(link) for link in Path(f"/proc/{process}/fd").iterdir() if link.is_symlink()}
+    machines = {socket.inet_aton(network[name].address)[::-1].hex().upper() for name in MACHINES}
+    lines = [line.split() for line in Path(f"/proc/{process}/net/tcp").read_text().splitlines()[1:]]
+    return sum(f"socket:[{line[9]}]" in own and line[2].partition(":")[0] in machines for line in lines)
