@@ -107,6 +107,9 @@ def test_a_run_says_by_which_link_it_is_bound(fleet: Fleet, network: Network, tm
     assert {(each["source"], each["target"]) for each in links} == {tuple(ends), tuple(ends[::-1])}
     for each in links:
         assert SLOW_BPS / 2 < 8 * each["size_bytes"] / each["busy_s"] < 2 * SLOW_BPS
+    shown = [each["args"] for each in json.loads((run / "timeline.json").read_text())["traceEvents"]]
+    assert sum(each.get("size_bytes", 0) for each in shown) == sum(each["size_bytes"] for each in links)
+    assert {f"{a} → {b}" for a, b in (ends, ends[::-1])} <= {each.get("name") for each in shown}
     (epoch,) = [record for record in records if record["event"] == "epoch"]
     busy = max(each["busy_s"] for each in links) * epoch["samples_per_s"] / 1442
     bound = re.search(rf"^bound by link {'–'.join(map(re.escape, ends))}: [\d.]+ Mbit/s: ", done.stdout, re.MULTILINE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -75,6 +76,12 @@ def test_links_between_islands_carry_their_outer_steps(fleet: Fleet) -> None:
             trainer.step(*batch)
         trainer.wait()
         carried = {(each.source, each.target): each.size_bytes for each in trainer.links}
+        events = trainer.link_events()
     size_bytes = sum(parameter.nbytes for parameter in model.parameters())
     assert sum(carried.values()) >= 2 * 4 * size_bytes, "two rings of three islands"
     assert all(source != target for source, target in carried)
+    outer_bytes = Counter[tuple[str, str]]()
+    for event in events:
+        outer_bytes[event.use.source, event.use.target] += event.use.size_bytes
+    assert outer_bytes == carried
+    assert {event.step for event in events} >= {3, 7}, "the steps before outer ones"

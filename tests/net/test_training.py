@@ -3,6 +3,8 @@ addresses."""
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 import onebox
@@ -31,8 +33,15 @@ def test_the_result_is_that_of_one_process_and_tensors_do_not_pass_the_client(
         losses += [trainer.step(*batch(step)) for step in range(BEFORE, STEPS)]
         trainer.wait()
         moved = {name: host.traffic_bytes() - before[name] for name, host in network.hosts.items()}
+        events, links = trainer.link_events(), trainer.links
         found = outcome(trainer, losses)
     assert_same(found, alone(plan, STEPS))
+    for each in links:
+        own = [event for event in events if (event.use.source, event.use.target) == (each.source, each.target)]
+        assert sum(event.use.size_bytes for event in own) == each.size_bytes
+        assert all(first.end_ns <= second.start_ns < second.end_ns for first, second in pairwise(own)), each
+    most = max(links, key=lambda each: each.size_bytes)
+    assert {event.step for event in events if event.use.source == most.source} >= set(range(1, STEPS))
     steps = STEPS - BEFORE
     assert moved["client"] < steps * GRADIENT_BYTES / 10, moved
     if kind == "data-parallel":

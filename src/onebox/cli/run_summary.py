@@ -31,7 +31,7 @@ _CONTENTS = {
     "plan.json": "the plan; onebox train --plan runs it again",
     "metrics.jsonl": "the loss of every step, the results of every epoch",
     "checkpoint": "the newest checkpoints",
-    "timeline.json": "what each device did in the last steps; ui.perfetto.dev shows it",
+    "timeline.json": "what each device and link did in the last steps; ui.perfetto.dev shows it",
     "schedule.png": "a step of the plan as it was measured",
     "memory.png": "the memory of each device over a step, predicted and measured",
     "summary.json": "the result, its rate, peak memory, the plan",
@@ -60,7 +60,7 @@ def write_outcome(
     if not loop.meter.samples and loop.folder.summary.exists():
         return None  # the run had ended before
     names = {device.number: f"worker {device.number} ({_kind(device)})" for device in pool.devices}
-    timeline_of(loop.trainer.events(), names).write(loop.folder.timeline)
+    timeline_of(loop.trainer.events(), names, loop.trainer.link_events()).write(loop.folder.timeline)
     found = _compare(loop)
     loop.folder.write_summary(_summary(loop, pool, seconds, found))
     if isinstance(found, PlanComparison) and _no_figures() is None:

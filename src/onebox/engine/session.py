@@ -30,7 +30,7 @@ from onebox.engine.state.snapshot_layout import SnapshotLayout
 from onebox.engine.state.transfer import StateChanges, StateTransfer
 from onebox.engine.steps.evaluation import evaluate
 from onebox.engine.steps.launch import LaunchedStep, PreparedStep, StepRequest, StepSettings
-from onebox.engine.steps.link_use import LinkUse, used_links
+from onebox.engine.steps.link_use import LinkEvent, LinkUse, link_events, used_links
 from onebox.engine.steps.loss_check import MeanLossCheck
 from onebox.engine.steps.observer import EndedStep, StepObserver
 from onebox.engine.steps.overlap_scheduler import OverlapScheduler
@@ -367,6 +367,10 @@ class TrainingSession:
     def links(self) -> tuple[LinkUse, ...]:
         """The use of links between hosts so far; see :attr:`Trainer.links`."""
         return used_links(self.traces.traffic, [device.host for device in self._pool.devices])
+
+    def link_events(self) -> list[LinkEvent]:
+        """Return the use of links between hosts in the last steps; see :meth:`Trainer.link_events`."""
+        return link_events(self.traces, [device.host for device in self._pool.devices])
 
     def peaks(self, batch: Batch, *, ahead: int = 0) -> dict[int, int]:
         """Return the peak bytes of each worker in a step with a batch; see :meth:`InstalledPlan.peaks`."""

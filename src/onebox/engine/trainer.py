@@ -50,7 +50,7 @@ from onebox.engine.state.checkpoint_restore import (
 )
 from onebox.engine.state.remote import RemoteState
 from onebox.engine.steps.launch import StepSettings
-from onebox.engine.steps.link_use import LinkUse
+from onebox.engine.steps.link_use import LinkEvent, LinkUse
 from onebox.engine.steps.overlap_scheduler import with_staleness
 from onebox.engine.steps.results import Evaluation, StepLoss, TraceEvent
 from onebox.engine.workload.batch import Batch, as_batch, as_pair
@@ -572,6 +572,13 @@ class Trainer:
         It is measured of encrypted connections, by the kernel of the host that sends.
         """
         return self._run.links
+
+    def link_events(self) -> list[LinkEvent]:
+        """Return the use of each link between hosts in the last steps, for a timeline; empty without ``trace``.
+
+        It is measured as that of :attr:`links`.
+        """
+        return self._run.link_events()
 
     def upload_counters(self) -> UploadCounters:
         """Return the cost of uploading batches so far, in callers' time and in bytes."""

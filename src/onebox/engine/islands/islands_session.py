@@ -36,7 +36,7 @@ from onebox.engine.state.remote import RemoteState, StartState
 from onebox.engine.state.transfer import StateChanges
 from onebox.engine.steps.evaluation import evaluate
 from onebox.engine.steps.launch import StepSettings
-from onebox.engine.steps.link_use import LinkUse, add_traffic, used_links
+from onebox.engine.steps.link_use import LinkEvent, LinkUse, add_traffic, link_events, used_links
 from onebox.engine.steps.observer import StepObserver
 from onebox.engine.steps.results import Evaluation, StepLoss, StepValues, TraceEvent
 from onebox.engine.workload.batch import Batch
@@ -596,6 +596,13 @@ class IslandsSession:
         if self._optimizer is not None:
             add_traffic(traffic, self._optimizer.traffic)
         return used_links(traffic, [device.host for device in self._pool.devices])
+
+    def link_events(self) -> list[LinkEvent]:
+        """Return the use of links between hosts in the last steps; see :meth:`Trainer.link_events`."""
+        traces = [trace for session in self._there for trace in session.traces]
+        if self._optimizer is not None:
+            traces += self._optimizer.traces
+        return link_events(traces, [device.host for device in self._pool.devices])
 
     @property
     def overlap(self) -> Any:

@@ -44,6 +44,7 @@ from onebox.engine.state.pieces import Key, TensorSource
 from onebox.engine.state.remote import RemoteState, StartState
 from onebox.engine.state.transfer import OptimizerContents, StateTransfer
 from onebox.engine.steps.link_use import add_traffic
+from onebox.engine.steps.results import StepTrace
 from onebox.errors import OneboxError, ReplicasParted
 from onebox.graph import zeros
 from onebox.pool import Pool, WorkerReply, raise_first
@@ -85,7 +86,7 @@ _PENDING = 3
 fragment begins, another one is applied, and global values are compared."""
 
 _TIMED = 100
-"""Sums of each fragment whose times are kept."""
+"""Sums of each fragment whose times are kept, and outer steps whose traffic is."""
 
 
 def _sums_ns(labels: Sequence[InstructionLabel], answer: WorkerReply) -> int:
@@ -160,6 +161,9 @@ class OuterOptimizer:
         sums that travel while islands go on or wait to be confirmed, whose ends workers do not report."""
         self.traffic: dict[tuple[int, int], LinkTraffic] = {}
         """What connections between hosts carried, as far as workers reported it with outer steps."""
+        self.traces: deque[StepTrace] = deque(maxlen=_TIMED)
+        """The last outer steps in which connections between hosts carried something, each as part of the inner step
+        before it."""
         self._outer = outer
         named, self.trained = locals_[0].named, installed[0].trained
         self.averaged = averaged_buffers(installed[0].compiler)
@@ -651,9 +655,18 @@ class OuterOptimizer:
 
         def take(answers: list[WorkerReply]) -> None:
             spans = [span for own, answer in zip(labels, answers, strict=True) if (span := _sums_ns(own, answer))]
-            for worker, answer in zip(workers, answers, strict=True):
-                carried = {(worker, each.worker): each for each in answer.traffic}
-                add_traffic(self.traffic, carried)
+            reported = {
+                worker: (own, answer.times_ns, answer.used_bytes)
+                for worker, own, answer in zip(workers, labels, answers, strict=True)
+            }
+            carried = {
+                (worker, each.worker): each
+                for worker, answer in zip(workers, answers, strict=True)
+                for each in answer.traffic
+            }
+            add_traffic(self.traffic, carried)
+            if carried:
+                self.traces.append(StepTrace(step=number - 1, workers=reported, traffic=carried))
             if timed is not None and spans:
                 timed.append(min(spans) * 1e-9)  # of the island that came last and waited for none
 

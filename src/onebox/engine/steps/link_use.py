@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from onebox.engine.steps.results import StepTrace
 from onebox.sizes import bit_rate_text
 from onebox.wire.protocol.responses import LinkTraffic
 
@@ -39,6 +40,24 @@ class LinkUse:
         return f"link {'–'.join(sorted((self.source, self.target)))}: {rate}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class LinkEvent:
+    """Use of the link from one host to another in a step, for a timeline.
+
+    Args:
+        step: The step with whose replies it was reported.
+        start_ns: The beginning of the step on the host that sends, on its monotonic clock; not before the end of the
+            event before on the same link.
+        end_ns: Its end there.
+        use: The use of the link since the event before.
+    """
+
+    step: int
+    start_ns: int
+    end_ns: int
+    use: LinkUse
+
+
 Traffic = Mapping[tuple[int, int], LinkTraffic]
 """What connections between hosts carried, by source and target device."""
 
@@ -66,6 +85,31 @@ def used_links(traffic: Traffic, hosts: Sequence[str]) -> tuple[LinkUse, ...]:
         LinkUse(source=source, target=target, size_bytes=size_bytes, busy_s=busy_ns / 1e9)
         for (source, target), (size_bytes, busy_ns) in sums.items()
     )
+
+
+def link_events(traces: Iterable[StepTrace], hosts: Sequence[str]) -> list[LinkEvent]:
+    """Return the use of each link between hosts in each step, in order of time for each link.
+
+    Args:
+        traces: What was carried in the steps, and when workers executed them; several may be of the same step.
+        hosts: The host of each device.
+    """
+    steps: dict[tuple[str, str, int], tuple[dict[tuple[int, int], LinkTraffic], list[int]]] = {}
+    for trace in traces:
+        for way, carried in trace.traffic.items():
+            _, times_ns, _ = trace.workers[way[0]]
+            if times_ns:
+                sums, own_ns = steps.setdefault((hosts[way[0]], hosts[way[1]], trace.step), ({}, []))
+                add_traffic(sums, {way: carried})
+                own_ns += min(times_ns), max(times_ns)
+    found = []
+    ends_ns: dict[tuple[str, str], int] = {}
+    for (_, _, step), (sums, own_ns) in sorted(steps.items(), key=lambda item: max(item[1][1])):
+        (use,) = used_links(sums, hosts)
+        start_ns = max(min(own_ns), ends_ns.get((use.source, use.target), min(own_ns)))
+        end_ns = ends_ns[use.source, use.target] = max(own_ns)
+        found.append(LinkEvent(step=step, start_ns=start_ns, end_ns=end_ns, use=use))
+    return found
 
 
 def use_since(before: Iterable[LinkUse], now: Iterable[LinkUse]) -> tuple[LinkUse, ...]:

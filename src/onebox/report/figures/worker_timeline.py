@@ -1,4 +1,4 @@
-"""Timelines of workers' events: compute, wait, transfer and other tracks for each worker. Pure."""
+"""Timelines of a run: compute, wait, transfer and other tracks for each worker, and the links between hosts. Pure."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from onebox.report.figures.chrome_trace import Span, Timeline
+from onebox.sizes import bit_rate_text, size_text
 
 if TYPE_CHECKING:  # importing the engine takes a second, and tables do not need it
-    from onebox.engine import TraceEvent
+    from onebox.engine import LinkEvent, TraceEvent
 
 TRACKS = ("compute", "wait", "transfer", "other")
-"""The tracks, in their order."""
+"""The tracks of a worker, in their order."""
+
+LINKS = "links between hosts"
+"""Name of the process whose tracks are links."""
 
 DISPATCH_NS = 5_000
 """Shorter gaps between computations are the time to read the next instruction, and not waits."""
@@ -20,15 +24,17 @@ _LATE = " of the step before"
 """Suffix of the engine's names of late actions."""
 
 
-def timeline_of(events: Iterable[TraceEvent], names: Mapping[int, str]) -> Timeline:
-    """Return the timeline of workers' events.
+def timeline_of(events: Iterable[TraceEvent], names: Mapping[int, str], links: Iterable[LinkEvent] = ()) -> Timeline:
+    """Return the timeline of workers' events, and of what links between hosts carried.
 
     Args:
         events: From :meth:`~onebox.engine.Trainer.events`.
         names: Name of each worker.
+        links: From :meth:`~onebox.engine.Trainer.link_events`.
 
     Returns:
-        A timeline with a process for each worker. Transfers that overlap are on several tracks.
+        A timeline with a process for each worker, in which transfers that overlap are on several tracks, and one with a
+            track for each direction of a link, if links carried anything.
     """
     timeline = Timeline()
     rows: dict[int, dict[int, list[TraceEvent]]] = {}
@@ -43,6 +49,8 @@ def timeline_of(events: Iterable[TraceEvent], names: Mapping[int, str]) -> Timel
         for track, found in spans.items():
             if found:
                 timeline.add(names.get(worker, f"worker {worker}"), track, found)
+    for link in links:
+        timeline.add(LINKS, f"{link.use.source} → {link.use.target}", [_carried(link)])
     return timeline
 
 
@@ -84,6 +92,15 @@ def _wait(start_ns: int, end_ns: int, arrivals: Iterable[TraceEvent], step: int)
         args["for"] = cause.name
     name = f"wait: {cause.name}" if cause is not None else "wait"
     return Span(name=name, category="wait", start_ns=start_ns, end_ns=end_ns, args=args)
+
+
+def _carried(link: LinkEvent) -> Span:
+    """Return a link's use in a step, named after the bytes and their rate while the link was busy."""
+    size_bytes, busy_s = link.use.size_bytes, link.use.busy_s
+    args: dict[str, object] = {"step": link.step + 1, "size_bytes": size_bytes, "busy_s": busy_s}
+    rate = f" at {bit_rate_text(size_bytes / busy_s)}" if busy_s > 0 else ""
+    name = f"{size_text(size_bytes)}{rate}"
+    return Span(name=name, category="link", start_ns=link.start_ns, end_ns=link.end_ns, args=args)
 
 
 def _span(event: TraceEvent) -> Span:

@@ -8,6 +8,9 @@ Of each pair of ranks, Gloo lets the one with the higher address connect to the 
 of number r on all hosts, so that all agree who that is; ports are any that are free. The forwarder of the higher rank
 listens in place of the lower one, by an address that it puts into what Gloo reads from the store; the forwarder of the
 lower rank connects to its Gloo when the first bytes arrive.
+
+What Gloo writes goes in numbered chunks, each by the connection that has the fewest bytes queued, so that all those of
+a long link are full; the other end puts them in order.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -36,7 +39,11 @@ _ENDPOINT = re.compile(re.escape(_FAMILY) + b"(..)" + re.escape(_NETWORK) + b"(.
 """A ``sockaddr_in`` of :data:`_NETWORK`, as in the addresses that Gloo puts into the store."""
 
 _CHUNK = 1 << 18
-_RECORD = 1 << 14  # of TLS
+_HEAD = struct.Struct("!II")
+"""Of a chunk: its number, modulo :data:`_NUMBERS`, and its bytes."""
+
+_NUMBERS = 1 << 32
+
 _STACK = 1 << 19
 """Of a thread that forwards: a worker's memory is limited, and a large group has many of them."""
 
@@ -61,7 +68,7 @@ class GlooForwarder:
         rank: This worker's rank.
         links: Encrypted connections with each other rank; closed with this forwarder.
         store: The group's key-value store.
-        meters: The meters of what is sent to some of the ranks.
+        meters: The meters of what is sent to some of the ranks, whose owner they report to.
     """
 
     def __init__(
@@ -83,7 +90,7 @@ class GlooForwarder:
                 listener = socket.create_server((loopback_address(peer), 0)) if peer < rank else None
                 if listener is not None:
                     self._ports[peer] = listener.getsockname()[1]
-                meter = (meters or {}).get(peer)
+                meter = (meters or {}).get(peer) or LinkMeter(link.outgoing, 0, peer)
                 self._channels.append(_Channel(peer, link, meter, listener, lambda: (self.address, self._gloo_port)))
             for channel in self._channels:
                 channel.start()
@@ -167,12 +174,12 @@ class _ForwardingStore(dist.Store):
 class _Channel:
     """The forwarding between this worker's Gloo and that of one peer.
 
-    The end of any of the three connections ends the others, after what came before it has been forwarded.
+    The end of any of the connections ends the others, after what came before it has been forwarded.
 
     Args:
         peer: Its rank.
         link: The encrypted connections.
-        meter: Measures what is sent to the peer; ``None`` to do without.
+        meter: Sends to the peer.
         listener: Where this worker's Gloo connects to; else this channel connects to it.
         gloo: Returns where this worker's Gloo listens.
     """
@@ -181,12 +188,12 @@ class _Channel:
         self,
         peer: int,
         link: DuplexLink,
-        meter: LinkMeter | None,
+        meter: LinkMeter,
         listener: socket.socket | None,
         gloo: Callable[[], tuple[str, int]],
     ) -> None:
         self._link = link
-        self._send = link.outgoing.sendall if meter is None else meter.send
+        self._meter = meter
         self._listener = listener
         self._gloo = gloo
         self._local: socket.socket | None = None
@@ -223,13 +230,23 @@ class _Channel:
             decrypting = threading.Thread(target=self._decrypt, args=(local,), name=self._name, daemon=True)
             _start(decrypting)
             self._decrypting = decrypting
-            buffer = memoryview(bytearray(_CHUNK))
-            while count := local.recv_into(buffer):
-                self._send(buffer[:count])
+            self._encrypt(local)
         except (OSError, RuntimeError):  # of a connection that has ended, or was shut down; no further thread
             pass
         finally:
             self._shut()
+
+    def _encrypt(self, local: socket.socket) -> None:
+        """Send what Gloo writes, until the end.
+
+        Raises:
+            OSError: A connection has ended.
+        """
+        buffer, number = memoryview(bytearray(_HEAD.size + _CHUNK)), 0
+        while size_bytes := local.recv_into(buffer[_HEAD.size :]):
+            _HEAD.pack_into(buffer, 0, number, size_bytes)
+            self._meter.send(buffer[: _HEAD.size + size_bytes])
+            number = (number + 1) % _NUMBERS
 
     def _accept(self, listener: socket.socket) -> socket.socket:
         """Return the connection of this process's Gloo; others are closed."""
@@ -241,22 +258,13 @@ class _Channel:
                 local.close()
 
     def _connect(self) -> socket.socket:
-        arrived = select.poll()
-        arrived.register(self._link.incoming, select.POLLIN)
-        arrived.poll()
+        _wait(self._link.incoming)
         return socket.create_connection(self._gloo())
 
     def _decrypt(self, local: socket.socket) -> None:
-        incoming = self._link.incoming
-        incoming.setblocking(False)
-        readable = select.poll()
-        readable.register(incoming, select.POLLIN)
-        buffer = memoryview(bytearray(_CHUNK))
+        chunks, buffer = _ChunkReader(self._link.incoming), memoryview(bytearray(_CHUNK))
         try:
-            open_ = True
-            while open_:
-                readable.poll()
-                count, open_ = _read_available(incoming, buffer)
+            while count := chunks.read_into(buffer):
                 local.sendall(buffer[:count])
         except OSError:
             pass
@@ -264,9 +272,60 @@ class _Channel:
             _shut(local)
 
     def _shut(self) -> None:
-        for each in (self._listener, self._local, *self._link):
+        for each in (self._listener, self._local, *self._link.outgoing, *self._link.incoming):
             if each is not None:
                 _shut(each)
+
+
+class _ChunkReader:
+    """Reads chunks that come by several connections, in their order.
+
+    Args:
+        connections: The connections; they do not block any more.
+    """
+
+    def __init__(self, connections: Iterable[ssl.SSLSocket]) -> None:
+        self._waiting = list(connections)
+        """Those whose next chunk has not begun to arrive."""
+        self._begun: dict[int, tuple[ssl.SSLSocket, int]] = {}
+        """The connections of the others and the bytes that are left, by the number of their chunk."""
+        self._number = 0
+        for each in self._waiting:
+            each.setblocking(False)
+
+    def read_into(self, buffer: memoryview) -> int:
+        """Read what has arrived, and wait for it; return the number of bytes, 0 at the end.
+
+        Raises:
+            OSError: A connection has ended, or does not have chunks.
+        """
+        while self._number not in self._begun:
+            if not self._waiting:
+                return 0
+            self._read_heads()
+        connection, left = self._begun.pop(self._number)
+        count = _read_available(connection, buffer[:left])
+        if count < left:
+            self._begun[self._number] = connection, left - count
+        else:
+            self._number = (self._number + 1) % _NUMBERS
+            self._waiting.append(connection)
+        return count
+
+    def _read_heads(self) -> None:
+        """Read the heads of further chunks, or wait for one; connections that have ended are left out."""
+        head, before = bytearray(_HEAD.size), len(self._waiting)
+        for connection in self._waiting.copy():
+            with suppress(ssl.SSLWantReadError):
+                count = connection.recv_into(head)
+                self._waiting.remove(connection)
+                if count:
+                    number, size_bytes = _HEAD.unpack(head)
+                    if count < len(head) or not 0 < size_bytes <= _CHUNK or number in self._begun:
+                        raise ConnectionError("no head of a chunk")
+                    self._begun[number] = connection, size_bytes
+        if len(self._waiting) == before:
+            _wait(self._waiting)
 
 
 def _start(thread: threading.Thread) -> None:
@@ -278,19 +337,29 @@ def _start(thread: threading.Thread) -> None:
             threading.stack_size(before)
 
 
-def _read_available(connection: ssl.SSLSocket, buffer: memoryview) -> tuple[int, bool]:
-    """Read what has arrived, as OpenSSL returns one record at a time; return the number of bytes, and whether more may
-    come."""
+def _read_available(connection: ssl.SSLSocket, buffer: memoryview) -> int:
+    """Read what has arrived, as OpenSSL returns one record at a time, and wait for it; return 0 at the end."""
     count = 0
-    try:
-        while len(buffer) - count >= _RECORD:
+    while count < len(buffer):
+        try:
             received = connection.recv_into(buffer[count:])
-            if not received:
-                return count, False
-            count += received
-    except ssl.SSLWantReadError:
-        pass
-    return count, True
+        except ssl.SSLWantReadError:
+            if count:
+                break
+            _wait([connection])
+            continue
+        if not received:
+            break
+        count += received
+    return count
+
+
+def _wait(connections: Iterable[ssl.SSLSocket]) -> None:
+    """Wait until something has arrived by one of some connections."""
+    arrived = select.poll()
+    for each in connections:
+        arrived.register(each, select.POLLIN)
+    arrived.poll()
 
 
 def _shut(connection: socket.socket) -> None:

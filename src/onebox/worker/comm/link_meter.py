@@ -3,7 +3,8 @@
 The kernel counts the bytes that the other end has acknowledged, and the time in which some were on the way or queued
 (``tcpi_busy_time`` of ``struct tcp_info``), in ticks of some milliseconds. Where encryption is slower than the network,
 the processor's time that it takes is the longer one, and counts. Each burst also takes the round trip of its last
-acknowledgement, which says nothing of the rate.
+acknowledgement, which says nothing of the rate. Of several connections to one worker, which are busy at the same time,
+the one that was busy for longest counts.
 """
 
 from __future__ import annotations
@@ -13,13 +14,24 @@ import ssl
 import struct
 import threading
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from onebox.wire.protocol.responses import GroupTraffic
 
-_COUNTERS = struct.Struct("=24xI92xQ16xII16xQ")  # unacked, bytes_acked, notsent_bytes, min_rtt, busy_time (linux/tcp.h)
+_INFO = struct.Struct("=24xI92xQ16xII16xQ")  # unacked, bytes_acked, notsent_bytes, min_rtt, busy_time (linux/tcp.h)
 _UNKNOWN_US = 1 << 31
 """Round trips from here up are no measurement: the kernel gives the largest number where it has none."""
+
+
+class _Counters(NamedTuple):
+    """Fields of ``struct tcp_info``."""
+
+    unacked: int
+    acked_bytes: int
+    unsent_bytes: int
+    trip_us: int
+    busy_us: int
 
 
 class _Totals(NamedTuple):
@@ -39,51 +51,65 @@ class _Totals(NamedTuple):
 
 
 class LinkMeter:
-    """Meter of one connection, by way of which all is sent.
+    """Meter of the connections to one peer, by way of which all is sent.
 
     Args:
-        connection: The connection; its owner closes it.
-        group: The group that it belongs to.
-        peer: The rank at its other end.
+        connections: The connections; their owner closes them.
+        group: The group that they belong to.
+        peer: The rank at their other end.
     """
 
-    def __init__(self, connection: ssl.SSLSocket, group: int, peer: int) -> None:
+    def __init__(self, connections: Sequence[ssl.SSLSocket], group: int, peer: int) -> None:
         self._group, self._peer = group, peer
-        self._connection = connection
-        self._bursts = self._writing_ns = 0
-        self._reported = _Totals()
+        self._connections = connections
+        self._bursts = [0] * len(connections)
+        self._writing_ns = [0] * len(connections)
+        self._reported = [_Totals()] * len(connections)
 
     def send(self, data: bytes | memoryview) -> None:
-        """Send all of some data.
+        """Send all of some data by the connection that has the fewest bytes that the network has not taken yet.
 
         Raises:
-            OSError: The connection has ended.
+            OSError: A connection has ended.
         """
         begin_ns = time.thread_time_ns()
-        unacked, _, unsent, *_ = self._counters()
-        self._bursts += not unacked and not unsent
+        found = [_counters(each) for each in self._connections]
+        place = min(range(len(found)), key=lambda number: found[number].unsent_bytes)
+        self._bursts[place] += not found[place].unacked and not found[place].unsent_bytes
         try:
-            self._connection.sendall(data)
+            self._connections[place].sendall(data)
         finally:
-            self._writing_ns += time.thread_time_ns() - begin_ns
+            self._writing_ns[place] += time.thread_time_ns() - begin_ns
 
     def take(self) -> GroupTraffic | None:
-        """Return what has been carried since the last call; ``None`` if the connection is closed."""
+        """Return what has been carried since the last call; ``None`` if the connections are closed."""
         try:
-            _, acked_bytes, _, trip_us, busy_us = self._counters()
+            found = [_counters(each) for each in self._connections]
         except OSError:
             return None
-        trip_ns = 1000 * trip_us if trip_us < _UNKNOWN_US else 0
-        now = _Totals(acked_bytes, 1000 * busy_us, self._writing_ns, self._bursts * trip_ns)
-        size_bytes, busy_ns, writing_ns, trips_ns = (new - old for new, old in zip(now, self._reported, strict=True))
-        self._reported = now
-        net_ns = max(0, max(busy_ns, writing_ns) - max(0, trips_ns))
-        return GroupTraffic(self._group, self._peer, max(0, size_bytes), net_ns)
+        new = []
+        for place, counted in enumerate(found):
+            trip_ns = 1000 * counted.trip_us if counted.trip_us < _UNKNOWN_US else 0
+            now = _Totals(
+                counted.acked_bytes, 1000 * counted.busy_us, self._writing_ns[place], self._bursts[place] * trip_ns
+            )
+            new.append(_Totals(*(one - other for one, other in zip(now, self._reported[place], strict=True))))
+            self._reported[place] = now
+        longest = max(new, key=lambda each: each.busy_ns)
+        writing_ns = sum(each.writing_ns for each in new)
+        net_ns = max(0, max(longest.busy_ns, writing_ns) - max(0, longest.trips_ns))
+        return GroupTraffic(self._group, self._peer, max(0, sum(each.size_bytes for each in new)), net_ns)
 
-    def _counters(self) -> tuple[int, int, int, int, int]:
-        found = self._connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _COUNTERS.size)
-        unacked, acked_bytes, unsent_bytes, trip_us, busy_us = _COUNTERS.unpack(found.ljust(_COUNTERS.size, b"\0"))
-        return unacked, acked_bytes, unsent_bytes, trip_us, busy_us
+
+def round_trip_s(connection: socket.socket) -> float:
+    """Return the shortest time there and back that the kernel has measured on a connection; 0 if it has none."""
+    trip_us = _counters(connection).trip_us
+    return trip_us / 1e6 if trip_us < _UNKNOWN_US else 0.0
+
+
+def _counters(connection: socket.socket) -> _Counters:
+    found = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
+    return _Counters(*_INFO.unpack(found.ljust(_INFO.size, b"\0")))
 
 
 class LinkMeters:
@@ -93,15 +119,15 @@ class LinkMeters:
         self._meters: list[LinkMeter] = []
         self._lock = threading.Lock()
 
-    def add(self, connection: ssl.SSLSocket, group: int, peer: int) -> LinkMeter:
-        """Return the meter of a new connection to a rank of a group."""
-        meter = LinkMeter(connection, group, peer)
+    def add(self, connections: Sequence[ssl.SSLSocket], group: int, peer: int) -> LinkMeter:
+        """Return the meter of new connections to a rank of a group."""
+        meter = LinkMeter(connections, group, peer)
         with self._lock:
             self._meters.append(meter)
         return meter
 
     def take(self) -> tuple[GroupTraffic, ...]:
-        """Return what each connection has carried since the last call; those that carried nothing are left out."""
+        """Return what has been carried to each peer since the last call; those without anything are left out."""
         with self._lock:
             found = [(meter, meter.take()) for meter in self._meters]
             self._meters = [meter for meter, carried in found if carried is not None]

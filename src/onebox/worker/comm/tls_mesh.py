@@ -2,8 +2,9 @@
 client's rendezvous has handed to the other.
 
 Each worker makes a key of its own for the group, which never leaves it. A pair of workers has a connection for each
-direction, so that no two threads use one: OpenSSL's do not allow it. Each rank connects to all others, and listens for
-them at one port, which it closes when all have come.
+direction, so that no two threads use one: OpenSSL's do not allow it. Over a long way it has several for each, as the
+kernel's window of one would fill a part of it only. Each rank connects to all others, and listens for them at one port,
+which it closes when all have come.
 
 Where a rank cannot connect to another one, the client connects to the listeners of both and relays: the same TLS goes
 through it, from end to end.
@@ -12,6 +13,7 @@ through it, from end to end.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import secrets
 import select
@@ -19,7 +21,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from ipaddress import ip_address
@@ -29,7 +31,7 @@ from onebox.errors import WireError
 from onebox.wire.relay_greeting import FIRST_BYTE, GREETING_BYTES, TOKEN_BYTES, decode_greeting, greeting_reply
 from onebox.worker.comm.api import KeyValueStore, RankLost
 from onebox.worker.comm.certificate import Certificate, new_certificate
-from onebox.worker.comm.link_meter import LinkMeters
+from onebox.worker.comm.link_meter import LinkMeters, round_trip_s
 
 HANDSHAKE_S = 3.0
 """Time limit of a handshake, and of one attempt to connect."""
@@ -48,6 +50,19 @@ CONNECT_S = 20.0
 
 ACCEPT_S = 60.0
 """Time after which peers that have not connected are given up."""
+
+MOST_CONNECTIONS = 4
+"""Most connections from one worker to another one."""
+
+_MOST_OUTGOING = 64
+"""Most connections from one worker to all others of a group, if some have several."""
+
+WINDOW_BYTES = 5 << 19
+"""Bytes that one connection has on the way at most: those of tensors in Linux's usual ``tcp_wmem`` of 4 MiB, of which
+the kernel takes its own part (0.5 Gbit/s with 40 ms there and back: docs/slow-networks.md)."""
+
+_FULL_BPS = 2.5e8
+"""Bytes per second for which there are connections: 2 Gbit/s, which is about what one thread encrypts."""
 
 _PENDING = 64
 """Most handshakes of one worker at a time: another connection ends the oldest."""
@@ -98,20 +113,19 @@ class GroupNetwork:
 
 
 class DuplexLink(NamedTuple):
-    """Connections with one peer.
+    """Connections with one peer, at least one for each direction, in the order in which the one that writes made them.
 
     Args:
         outgoing: To write to it.
         incoming: To read from it.
     """
 
-    outgoing: ssl.SSLSocket
-    incoming: ssl.SSLSocket
+    outgoing: tuple[ssl.SSLSocket, ...]
+    incoming: tuple[ssl.SSLSocket, ...]
 
     def close(self) -> None:
-        """Close both."""
-        self.outgoing.close()
-        self.incoming.close()
+        """Close all."""
+        _close(self.outgoing + self.incoming)
 
 
 class _Peer(NamedTuple):
@@ -166,16 +180,17 @@ def connect_mesh(
         if relay is not None:
             relay.listening(port, token)
         acceptor = _Acceptor(listener, serving, peers, token)
-        outgoing: dict[int, ssl.SSLSocket] = {}
+        outgoing: dict[int, tuple[ssl.SSLSocket, ...]] = {}
         try:
             for peer in peers:
-                connector = _Connector(peer, connecting, network.unreachable, relay, acceptor)
+                most = min(MOST_CONNECTIONS, max(1, _MOST_OUTGOING // len(peers)))
+                connector = _Connector(peer, connecting, network.unreachable, relay, acceptor, most)
                 outgoing[peer.rank] = connector.connect(store, connect_s)
             incoming = acceptor.result(store)
         except BaseException:
             acceptor.close()
             for each in outgoing.values():
-                each.close()
+                _close(each)
             raise
     return {peer.rank: DuplexLink(outgoing[peer.rank], incoming[peer.rank]) for peer in peers}
 
@@ -232,7 +247,7 @@ def _contexts(own: Certificate, peers: list[_Peer]) -> tuple[ssl.SSLContext, ssl
 
 
 class _Connector:
-    """Makes the connection to one peer: directly, or else by way of the client.
+    """Makes the connections to one peer: directly, or else one by way of the client.
 
     Args:
         peer: The peer.
@@ -240,6 +255,7 @@ class _Connector:
         unreachable: Hosts that could not be connected to; changed.
         relay: The client, if it relays.
         acceptor: Takes what the client relays.
+        most: Most connections.
     """
 
     def __init__(
@@ -249,17 +265,19 @@ class _Connector:
         unreachable: set[str],
         relay: RelayClient | None,
         acceptor: _Acceptor,
+        most: int,
     ) -> None:
         self._peer = peer
         self._context = context
         self._unreachable = unreachable
         self._relay = relay
         self._acceptor = acceptor
+        self._most = most
         self._why = ""
         self._relay_why = ""
 
-    def connect(self, store: MembershipStore, connect_s: float) -> ssl.SSLSocket:
-        """Return a connection that the peer has accepted.
+    def connect(self, store: MembershipStore, connect_s: float) -> tuple[ssl.SSLSocket, ...]:
+        """Return connections that the peer has accepted.
 
         Raises:
             RankLost: It cannot be reached in time, or another one is there.
@@ -271,8 +289,8 @@ class _Connector:
             if found is not None:
                 self._unreachable.discard(peer.host)
                 return found
-            if relayed and (found := self._relayed()) is not None:
-                return found
+            if relayed and (relayed_one := self._relayed()) is not None:
+                return (relayed_one,)
             waited_s = time.monotonic() - begin_s
             if waited_s > connect_s:
                 raise RankLost(self._failure(relayed))
@@ -284,20 +302,24 @@ class _Connector:
             time.sleep(_RETRY_S)
             store.check([f"tls/{peer.rank}"])
 
-    def _attempt(self, within_s: float) -> tuple[ssl.SSLSocket | None, bool]:
-        """Connect directly, once; return the connection, and whether the host was reached."""
+    def _attempt(self, within_s: float) -> tuple[tuple[ssl.SSLSocket, ...] | None, bool]:
+        """Connect directly, once; return the connections, and whether the host was reached."""
+        where, reached, count = f"{self._peer.host}, port {self._peer.port},", False, 1
+        made: list[ssl.SSLSocket] = []
         try:
-            raw = socket.create_connection((self._peer.host, self._peer.port), within_s)
-        except OSError as error:
+            while len(made) < count:
+                raw = socket.create_connection((self._peer.host, self._peer.port), within_s)
+                raw.settimeout(HANDSHAKE_S)
+                if not made:
+                    reached, count = True, _connections_over(round_trip_s(raw), self._most)
+                made.append(_begin(raw, self._peer, self._context, where, len(made), count))
+        except BaseException as error:
+            _close(made)
+            if not isinstance(error, OSError):
+                raise
             self._why = error.strerror or str(error)
-            return None, False
-        raw.settimeout(HANDSHAKE_S)
-        where = f"{self._peer.host}, port {self._peer.port},"
-        try:
-            return _begin(raw, self._peer, self._context, where), True
-        except OSError as error:
-            self._why = error.strerror or str(error)
-            return None, True
+            return None, reached
+        return tuple(made), True
 
     def _relayed(self) -> ssl.SSLSocket | None:
         """Return a connection that the client relays, if there is one by now."""
@@ -328,8 +350,33 @@ class _Connector:
         )
 
 
-def _begin(raw: socket.socket, peer: _Peer, context: ssl.SSLContext, where: str) -> ssl.SSLSocket:
+def _connections_over(trip_s: float, most: int) -> int:
+    """Return how many connections fill a link with a round trip of so many seconds.
+
+    Example:
+        >>> [_connections_over(trip_s, 4) for trip_s in (0.0, 0.001, 0.01, 0.02, 0.04, 0.3)]
+        [1, 1, 1, 2, 4, 4]
+    """
+    return min(most, max(1, math.ceil(trip_s * _FULL_BPS / WINDOW_BYTES)))
+
+
+def _close(connections: Iterable[ssl.SSLSocket]) -> None:
+    for each in connections:
+        each.close()
+
+
+def _begin(
+    raw: socket.socket, peer: _Peer, context: ssl.SSLContext, where: str, place: int = 0, count: int = 1
+) -> ssl.SSLSocket:
     """Begin TLS with a peer, and wait until it has accepted.
+
+    Args:
+        raw: The connection.
+        peer: The peer.
+        context: Settings of TLS.
+        where: The other end, for messages.
+        place: Connections to the peer before it.
+        count: Connections to the peer in the end.
 
     Raises:
         OSError: It does not accept.
@@ -347,6 +394,7 @@ def _begin(raw: socket.socket, peer: _Peer, context: ssl.SSLContext, where: str)
     try:
         if connection.getpeercert(binary_form=True) != peer.certificate:
             raise RankLost(f"{where} has the key of another rank than {peer.rank}")
+        connection.sendall(bytes((place, count)))
         if connection.recv(len(_ACCEPTED)) != _ACCEPTED:
             raise ConnectionError("it closes the connection")
         _settle(connection)
@@ -383,7 +431,7 @@ class _Pending:
 
 
 class _Acceptor:
-    """Accepts a connection of each peer, and what the client relays, in a thread; those of strangers are closed.
+    """Accepts the connections of each peer, and what the client relays, in a thread; those of strangers are closed.
 
     Handshakes go on beside each other, each bounded by :data:`HANDSHAKE_S` and all by :data:`_PENDING`.
     """
@@ -393,7 +441,8 @@ class _Acceptor:
         self._context = context
         self._token = token
         self._ranks = {peer.certificate: peer.rank for peer in peers}
-        self._found: dict[int, ssl.SSLSocket] = {}
+        self._found: dict[int, list[ssl.SSLSocket]] = {rank: [] for rank in self._ranks.values()}
+        self._counts = dict.fromkeys(self._found, 1)  # of the connections that each peer makes
         self._relayed: dict[int, socket.socket | None] = {}  # by rank, of those that were asked for
         self._lock = threading.Lock()
         self._pending: dict[int, _Pending] = {}
@@ -416,7 +465,7 @@ class _Acceptor:
             self._relayed[rank] = None
         return found
 
-    def result(self, store: MembershipStore) -> dict[int, ssl.SSLSocket]:
+    def result(self, store: MembershipStore) -> dict[int, tuple[ssl.SSLSocket, ...]]:
         """Wait for all peers and return the connections; this worker has connected to all of them.
 
         Raises:
@@ -428,14 +477,13 @@ class _Acceptor:
         while self._thread.is_alive():
             self._thread.join(_RETRY_S)
             if self._thread.is_alive() and time.monotonic() > end_s:
-                missing = sorted(set(self._ranks.values()) - set(self._found))
-                raise RankLost(f"ranks {missing} of the group did not connect within {ACCEPT_S:.0f} s")
+                raise RankLost(f"ranks {sorted(self._missing())} of the group did not connect within {ACCEPT_S:.0f} s")
             store.check(["tls/0"])
         os.close(self._wake)
         self._wake = -1
-        if len(self._found) < len(self._ranks):
+        if self._missing():
             raise RankLost("the listener of the group has failed")
-        return self._found
+        return {rank: tuple(found) for rank, found in self._found.items()}
 
     def close(self) -> None:
         """Stop, and close what has been accepted."""
@@ -443,8 +491,12 @@ class _Acceptor:
         self._thread.join()
         if self._wake >= 0:
             os.close(self._wake)
-        for each in self._found.values():
-            each.close()
+        for found in self._found.values():
+            _close(found)
+
+    def _missing(self) -> list[int]:
+        """Return the ranks of which connections are missing."""
+        return [rank for rank, found in self._found.items() if len(found) < self._counts[rank]]
 
     def _run(self) -> None:
         listener = self._listener
@@ -452,7 +504,7 @@ class _Acceptor:
         self._poll.register(listener, select.POLLIN)
         self._poll.register(self._wake, select.POLLIN)
         try:
-            while not self._closed and (len(self._found) < len(self._ranks) or not self._connected):
+            while not self._closed and (self._missing() or not self._connected):
                 self._end_late()
                 for descriptor, _ in self._poll.poll(1000 * _RETRY_S):
                     if descriptor == listener.fileno():
@@ -543,15 +595,29 @@ class _Acceptor:
         rank = self._ranks.get(connection.getpeercert(binary_form=True) or b"")
         if rank is None:
             raise ConnectionError("a certificate of nobody in this group")
+        place, count = self._place(connection, rank)
         _settle(connection)
         self._poll.unregister(connection)
         del self._pending[connection.fileno()]
         with suppress(OSError):
             connection.sendall(_ACCEPTED)
-        earlier = self._found.get(rank)
-        self._found[rank] = connection  # a peer that comes again has given up its earlier connection
-        if earlier is not None:
-            earlier.close()
+        earlier, self._counts[rank] = self._found[rank][place:], count
+        self._found[rank][place:] = [connection]
+        _close(earlier)
+
+    def _place(self, connection: ssl.SSLSocket, rank: int) -> tuple[int, int]:
+        """Return which of how many connections of a rank one is; a first one gives up those made before.
+
+        Raises:
+            OSError: It has not said so yet, or it is not its turn.
+        """
+        said = connection.recv(2)
+        if len(said) == 2:
+            place, count = said
+            expected = (len(self._found[rank]), self._counts[rank])
+            if place < count <= MOST_CONNECTIONS and (not place or (place, count) == expected):
+                return place, count
+        raise ConnectionError("a connection out of its turn")
 
     def _end_late(self) -> None:
         now_s = time.monotonic()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onebox.engine import TraceEvent
+from onebox.engine import LinkEvent, LinkUse, TraceEvent
 from onebox.engine.compile.routine import LATE, InstructionLabel
 from onebox.engine.steps.results import StepTrace
 from onebox.plan import Action
@@ -92,6 +93,31 @@ def test_what_is_left_of_a_step_is_of_that_step_in_whichever_window_it_is() -> N
     assert shown["forward"] == {"step": 5}
 
 
+def test_links_have_a_track_for_each_direction_beside_the_workers() -> None:
+    there = LinkUse(source="lab1", target="lab2", size_bytes=3 << 20, busy_s=2.62144)
+    back = LinkUse(source="lab2", target="lab1", size_bytes=70, busy_s=0.0)
+    links = [
+        LinkEvent(step=0, start_ns=1_000, end_ns=5_000, use=there),
+        LinkEvent(step=1, start_ns=5_000, end_ns=6_000, use=there),
+        LinkEvent(step=0, start_ns=2_000, end_ns=6_000, use=back),
+    ]
+    shown = written([event("compute", "forward", 1, 2)], links)
+    processes = {one["pid"]: one["args"]["name"] for one in shown if one["name"] == "process_name"}
+    assert list(processes.values()) == ["worker 0 (cpu)", "links between hosts"]
+    tracks = {one["tid"]: one["args"]["name"] for one in shown if one["name"] == "thread_name"}
+    found = [
+        (tracks[one["tid"]], one["name"], one["ts"], one["dur"], one["args"])
+        for one in shown
+        if one.get("cat") == "link" and processes[one["pid"]] == "links between hosts"
+    ]
+    usual = {"size_bytes": 3 << 20, "busy_s": 2.62144}
+    assert found == [
+        ("lab1 → lab2", "3 MiB at 9.6 Mbit/s", 0.0, 4.0, {"step": 1, **usual}),
+        ("lab1 → lab2", "3 MiB at 9.6 Mbit/s", 4.0, 1.0, {"step": 2, **usual}),
+        ("lab2 → lab1", "70 bytes", 1.0, 4.0, {"step": 1, "size_bytes": 70, "busy_s": 0.0}),
+    ]
+
+
 TRACK = st.sampled_from(["compute", "transfer", "other"])
 
 
@@ -111,10 +137,10 @@ def test_waits_lie_between_work_and_apart_from_each_other(parts: list[tuple[str,
                 assert span.end_ns <= one.start_ns or one.end_ns <= span.start_ns
 
 
-def written(events: list[TraceEvent]) -> list[dict[str, Any]]:
+def written(events: list[TraceEvent], links: Sequence[LinkEvent] = ()) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "timeline.json"
-        timeline_of(events, {0: "worker 0 (cpu)", 1: "worker 1 (sim, emulated)"}).write(path)
+        timeline_of(events, {0: "worker 0 (cpu)", 1: "worker 1 (sim, emulated)"}, links).write(path)
         trace: dict[str, Any] = json.loads(path.read_text())
     return list(trace["traceEvents"])
 

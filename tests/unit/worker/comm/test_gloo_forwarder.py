@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
+from onebox.worker.comm import tls_mesh
 from onebox.worker.comm.gloo_forwarder import GlooForwarder, loopback_address
 from onebox.worker.comm.tls_mesh import connect_mesh
 from tests.unit.worker.comm.test_tls_mesh import HERE, WITHIN_S, Store
@@ -34,12 +35,17 @@ def endpoint(rank: int, port: int) -> bytes:
     return b"\x09host name" + address + bytes(120)
 
 
-@pytest.fixture
-def forwarders() -> Iterator[tuple[GlooForwarder, GlooForwarder]]:
-    """Those of ranks 0 and 1."""
+@pytest.fixture(params=[1, tls_mesh.MOST_CONNECTIONS])
+def forwarders(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[GlooForwarder, GlooForwarder]]:
+    """Those of ranks 0 and 1, with so many connections in each direction."""
     store = Store()
+    if request.param > 1:
+        monkeypatch.setattr(tls_mesh, "WINDOW_BYTES", 1)  # which the shortest way is too long for
     with ThreadPoolExecutor(2) as threads:
         meshes = list(threads.map(lambda rank: connect_mesh(rank, 2, HERE, store), range(2)))
+    assert all(len(way) == request.param for mesh in meshes for link in mesh.values() for way in link)
     made = tuple(GlooForwarder(rank, mesh, dist.HashStore()) for rank, mesh in enumerate(meshes))
     yield made[0], made[1]
     for each in made:
@@ -109,6 +115,25 @@ def test_bytes_arrive_in_both_directions_and_before_the_end(
                 found += part
             sending.result(WITHIN_S)
     assert found == data
+
+
+def test_the_end_of_one_connection_is_that_of_the_link(
+    forwarders: tuple[GlooForwarder, GlooForwarder], gloo: socket.socket
+) -> None:
+    with socket.create_connection((loopback_address(0), in_place(forwarders[1], 0)), WITHIN_S) as one:
+        one.sendall(b"sequence")
+        other, _ = gloo.accept()
+        with other:
+            other.settimeout(WITHIN_S)
+            assert other.recv(8) == b"sequence"
+            (channel,) = forwarders[1]._channels
+            socket.socket.shutdown(channel._link.outgoing[-1], socket.SHUT_RDWR)
+            with pytest.raises(ConnectionError):
+                for _ in range(1000):
+                    one.sendall(bytes(1 << 20))  # until others are full and the one that has ended is to be used
+            with contextlib.suppress(ConnectionError):
+                while other.recv(1 << 20):
+                    pass
 
 
 def test_another_process_cannot_pass_for_gloo(

@@ -30,13 +30,13 @@ def ends() -> Iterator[tuple[DuplexLink, DuplexLink]]:
 
 def read(end: DuplexLink, count: int, pause_s: float = 0.0) -> None:
     """Read so many bytes, in ten parts with a pause before each."""
-    end.incoming.settimeout(WITHIN_S)
+    end.incoming[0].settimeout(WITHIN_S)
     part = -(-count // PAUSES)
     for first in range(0, count, part):
         time.sleep(pause_s)
         left = min(part, count - first)
         while left:
-            left -= len(end.incoming.recv(left))
+            left -= len(end.incoming[0].recv(left))
 
 
 def carried(meters: LinkMeters, size_bytes: int) -> list[GroupTraffic]:
@@ -63,7 +63,7 @@ def test_bytes_are_counted_once_by_the_rank_that_they_go_to(ends: tuple[DuplexLi
     assert len(MESSAGE) <= sum(each.size_bytes for each in found) < 1.01 * len(MESSAGE) + before
     assert sum(each.busy_ns for each in found) > 0
     assert meters.take() == ()
-    here.outgoing.close()
+    here.outgoing[0].close()
     assert meters.take() == ()
 
 

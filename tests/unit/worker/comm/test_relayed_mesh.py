@@ -140,12 +140,12 @@ def test_the_client_relays_where_there_is_no_way_and_nowhere_else(
                 assert works(meshes[one][other], meshes[other][one])
         assert sorted(client.requests) == [(0, 2), (1, 2)]
         pattern = b"a tensor's bytes" * 64
-        meshes[0][2].outgoing.sendall(pattern)
+        meshes[0][2].outgoing[0].sendall(pattern)
         found = b""
         while len(found) < len(pattern):
-            found += meshes[2][0].incoming.recv(len(pattern))
+            found += meshes[2][0].incoming[0].recv(len(pattern))
         assert found == pattern and len(relayed) > len(pattern) and pattern[:16] not in relayed
-        assert meshes[0][2].outgoing.version() == "TLSv1.3"
+        assert meshes[0][2].outgoing[0].version() == "TLSv1.3"
     for listening in client.listeners.values():
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((HERE, listening.port), WITHIN_S)

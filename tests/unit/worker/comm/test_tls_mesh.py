@@ -88,9 +88,9 @@ class SlowStore(Store):
 
 def works(one: DuplexLink, other: DuplexLink) -> bool:
     """Return whether both directions carry data."""
-    one.outgoing.sendall(b"there")
-    other.outgoing.sendall(b"back")
-    return other.incoming.recv(5) == b"there" and one.incoming.recv(4) == b"back"
+    one.outgoing[0].sendall(b"there")
+    other.outgoing[0].sendall(b"back")
+    return other.incoming[0].recv(5) == b"there" and one.incoming[0].recv(4) == b"back"
 
 
 def test_signatures_are_those_of_the_standard() -> None:
@@ -113,7 +113,7 @@ def test_all_ranks_reach_each_other_and_nothing_listens_afterwards(store: Store,
     for one in range(4):
         for other in range(one):
             assert works(meshes[one][other], meshes[other][one])
-        assert meshes[one][(one + 1) % 4].outgoing.version() == "TLSv1.3"
+        assert meshes[one][(one + 1) % 4].outgoing[0].version() == "TLSv1.3"
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(where(store, one), WITHIN_S)
     for mesh in meshes:
@@ -215,6 +215,7 @@ def test_who_has_no_key_of_the_group_is_refused(store: Store, ranks: ThreadPoolE
             client(certificate).wrap_socket(raw, server_hostname=HERE) as connection,
         ):
             if accepted:
+                connection.sendall(bytes((0, 1)))  # the first of one
                 assert connection.recv(1) == b"\x01"
             else:
                 with pytest.raises(OSError):
@@ -332,14 +333,14 @@ def test_what_is_on_the_wire_is_not_what_is_sent_and_a_change_is_noticed(
         second = ranks.submit(connect_mesh, 1, 2, HERE, store)
         genuine.set("tls/1", store.get("tls/1").decode())
         one, other = first.result(WITHIN_S)[1], second.result(WITHIN_S)[0]
-        other.outgoing.sendall(pattern)
+        other.outgoing[0].sendall(pattern)
         found = b""
         while len(found) < len(pattern):
-            found += one.incoming.recv(len(pattern))
+            found += one.incoming[0].recv(len(pattern))
         changing.set()
-        other.outgoing.sendall(pattern)
+        other.outgoing[0].sendall(pattern)
         with pytest.raises(ssl.SSLError):
-            one.incoming.recv(len(pattern))
+            one.incoming[0].recv(len(pattern))
         one.close()
         other.close()
         relaying.result(WITHIN_S)
