@@ -174,7 +174,7 @@ class IslandLosses:
             cause, workers = lost.get(each, (error, ()))
             samples = self._membership.leave(each)
             self._vacate(each, workers)
-            seconds, about = time.monotonic() - start_s, _one_line(cause)
+            seconds, about = time.monotonic() - start_s, first_line(cause)
             self._change("left", each, at_s=at_s, samples=samples, cause=about, lost=workers, seconds=seconds)
         if not self._membership.punctual:
             where = f"the last checkpoint, {self.checkpoint}" if self.checkpoint else "a checkpoint, if there is one"
@@ -244,9 +244,9 @@ class IslandLosses:
         samples = max(own[island] for own in self._membership.samples)
         self._change("punctual", island, at_s=at_s, seconds=seconds, samples=samples)
 
-    def redone(self, fragment: int, error: Exception) -> None:
+    def redone(self, fragment: int, cause: str) -> None:
         """Record that an outer step is void everywhere."""
-        self._change("redone", None, fragment=fragment, cause=_one_line(error))
+        self._change("redone", None, fragment=fragment, cause=cause)
 
     def _change(self, kind: ChangeKind, island: int | None, *, at_s: float | None = None, **more: Any) -> None:
         """Record and log a change."""
@@ -272,5 +272,6 @@ def interrupted(what: str) -> ReplicasParted:
     return ReplicasParted(f"{what} was interrupted; make another trainer, or resume from the last checkpoint")
 
 
-def _one_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the type of an error and the first line of its message."""
     return f"{type(error).__name__}: {str(error).splitlines()[0]}"
