@@ -21,7 +21,7 @@ from onebox.engine.compile.compiler import CompiledStep
 from onebox.engine.data.batch_transfer import WorkerBatch
 from onebox.engine.data.prefetch import BatchPrefetcher, UploadedBatch
 from onebox.engine.islands.division import divided, island_seed
-from onebox.engine.islands.island_losses import IslandLosses, first_line, interrupted
+from onebox.engine.islands.island_losses import IslandLosses
 from onebox.engine.islands.island_uploads import IslandUploads
 from onebox.engine.islands.islands_state import IslandsStart, IslandsTransfer, WholeTransfer
 from onebox.engine.islands.membership import Membership
@@ -29,7 +29,7 @@ from onebox.engine.islands.outer_layout import due_fragments
 from onebox.engine.islands.outer_optimizer import OuterOptimizer, outer_state_bytes
 from onebox.engine.islands.prediction import outer_schedule, predict_islands
 from onebox.engine.memory.simulator import InitialContents
-from onebox.engine.recovery.manager import RECOVERABLE
+from onebox.engine.recovery.supervisor import RECOVERABLE, first_line, interrupted
 from onebox.engine.session import TrainingSession
 from onebox.engine.state.checkpoint_files import IslandsEntry
 from onebox.engine.state.remote import RemoteState, StartState

@@ -599,8 +599,10 @@ class OuterOptimizer:
         Raises:
             OneboxError: The pool is closed.
         """
-        self._encoded.difference_update(fragments)
         self._pool.interrupt_groups({group: members for members, group in self._groups.items()})
+        with contextlib.suppress(OneboxError):  # a lost worker, which the next message finds
+            here = self._equipped.intersection(self._pool.present)
+            self._decode(fragments, here)  # it frees what the codecs have encoded
         self.forsake(())
 
     def check(self) -> None:
