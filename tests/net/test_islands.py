@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -21,6 +25,9 @@ BOUND_S = 5.0
 """Within this time the others are to go on."""
 
 BACK_S = 60.0
+STOP_S = 1.0
+"""Longer than islands take for a step."""
+
 PAUSE_S = 0.1
 
 
@@ -61,6 +68,85 @@ def test_an_island_that_is_cut_off_leaves_within_seconds_and_joins_when_its_host
             losses.append(trainer.step(*batches[len(losses)]))
         assert {change.island for change in trainer.island_changes} <= {2, None}
         compare(trainer, losses, Changing("mlp", "adamw", [1, 1, 1], outer), batches[: len(losses)])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("overlap", [1, 2])
+def test_an_island_behind_a_dead_link_is_late_though_sums_need_it(overlap: int, fleet: Fleet, network: Network) -> None:
+    """It is cut off between the step after which they begin and the one after which they are due."""
+    outer = onebox.Outer(every=4, overlap=overlap, quorum=2, grace_s=0.3)
+    with fleet.client(), onebox.open(fleet.spec(), threads=1) as pool, training(pool, "devices", outer) as trainer:
+        run = LateRun(trainer)
+        run.steps(3 + overlap)
+        trainer.wait()
+        network[MACHINES[-1]].plug(False)
+        try:
+            run.steps(1)
+            assert [change.kind for change in trainer.island_changes] == ["late", "redone"]
+        finally:
+            network[MACHINES[-1]].plug(True)
+        run.end(outer)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_an_island_that_stops_while_a_sum_travels_is_late(overlap: int, fleet: Fleet, network: Network) -> None:
+    """It has made its steps, and begun the sum, which does not come as one of its links is dead."""
+    outer = onebox.Outer(every=4, overlap=overlap, quorum=2, grace_s=0.3)
+    victim = network[MACHINES[-1]]
+    with fleet.client(), onebox.open(fleet.spec(), threads=1) as pool, training(pool, "devices", outer) as trainer:
+        run = LateRun(trainer)
+        run.steps(3)
+        trainer.wait()
+        for name in MACHINES[:-1]:
+            victim.block(network[name].address, True)
+        stop = threading.Timer(STOP_S, lambda: signal_all(fleet.workers(MACHINES[-1]), signal.SIGSTOP))
+        try:
+            run.steps(overlap)
+            stop.start()
+            run.steps(1)
+            assert [change.kind for change in trainer.island_changes] == ["late", "redone"]
+        finally:
+            stop.join()
+            signal_all(fleet.workers(MACHINES[-1]), signal.SIGCONT)
+            for name in MACHINES[:-1]:
+                victim.block(network[name].address, False)
+        run.end(outer)
+
+
+class LateRun:
+    """Steps of a run of islands of one device each, one of which is late.
+
+    Args:
+        trainer: The trainer.
+    """
+
+    def __init__(self, trainer: onebox.Trainer) -> None:
+        self._trainer = trainer
+        self._batches = CASES["mlp"].batches([12] * MOST)
+        self._losses = list[Any]()
+
+    def steps(self, number: int) -> None:
+        """Begin steps."""
+        for _ in range(number):
+            self._losses.append(self._trainer.step(*self._batches[len(self._losses)]))
+
+    def end(self, outer: onebox.Outer) -> None:
+        """Go on until all islands are punctual, and compare with the reference."""
+        end_s = time.monotonic() + BACK_S
+        while self._trainer.island_changes[-1].kind != "punctual":
+            self.steps(1)
+            assert time.monotonic() < end_s
+            time.sleep(PAUSE_S)
+        self.steps(6)
+        assert {change.kind for change in self._trainer.island_changes} == {"late", "redone", "punctual"}
+        reference = Changing("mlp", "adamw", [1, 1, 1], outer)
+        compare(self._trainer, self._losses, reference, self._batches[: len(self._losses)], late=True)
+
+
+def signal_all(processes: Sequence[int], number: signal.Signals) -> None:
+    for process in processes:
+        os.kill(process, number)
 
 
 @pytest.mark.long

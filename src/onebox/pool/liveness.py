@@ -20,6 +20,9 @@ seconds, with its margins, must not count, and a hung worker is to be noticed wi
 STALL_S = 3.0
 """Time without progress and without processor use after which a worker counts as hung."""
 
+QUIET_S = 1.5
+"""Silence of three heartbeats, after which a worker may have stopped, or its network."""
+
 _LOOK_S = 2.0
 """Silence after which it is looked whether a worker's process reads from a disk, and for how long that counts."""
 
@@ -56,6 +59,10 @@ class Liveness:
         """Record the time at which the agent of a worker's host was last heard."""
         since_s, last_s = self._heard.get(worker, (heard_s, heard_s))
         self._heard[worker] = (since_s if heard_s - last_s < _GAP_S else heard_s), max(heard_s, last_s)
+
+    def silence_s(self, worker: int, now_s: float) -> float:
+        """Return the seconds since a worker's last heartbeat; 0 for one that is not monitored."""
+        return now_s - self._last_s.get(worker, now_s)
 
     def silent(self, now_s: float) -> list[int]:
         """Return the workers whose silence is long enough to look what their processes do."""

@@ -10,7 +10,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -360,6 +360,20 @@ class Pool:
         for worker in workers:
             if worker not in self.gone:
                 self.post(worker, [LeaveGroup(group)])
+
+    def interrupt_groups(self, groups: Mapping[int, Sequence[int]]) -> None:
+        """End all waits in groups, which are to be left then: their exchanges fail.
+
+        Args:
+            groups: Members by group.
+        """
+        for worker in sorted(set(itertools.chain.from_iterable(groups.values())) - self.gone):
+            own = [group for group, members in groups.items() if worker in members]
+            self._client_loop.interrupt(worker, own)
+
+    def silence_s(self, worker: int) -> float:
+        """Return the seconds since a worker was last heard; each sends a heartbeat every half second."""
+        return self._client_loop.silence_s(worker)
 
     def retime(self, worker: int, *, speed: float) -> None:
         """Change the speed of a ``sim`` device for everything that is posted later, for experiments.

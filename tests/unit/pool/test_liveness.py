@@ -38,6 +38,15 @@ def test_a_worker_that_may_be_cut_off_for_longer_is_waited_for() -> None:
     assert hung_s == {0: 4.5, 1: 20.5}
 
 
+def test_the_silence_of_a_worker_is_that_since_its_last_heartbeat() -> None:
+    liveness = Liveness()
+    liveness.beat(0, 1.0)
+    liveness.beat(0, 10.0)
+    assert (liveness.silence_s(0, 12.5), liveness.silence_s(1, 12.5)) == (2.5, 0.0)
+    liveness.forget(0)
+    assert liveness.silence_s(0, 13.0) == 0.0
+
+
 def silent_for(liveness: Liveness, seconds: float, *, reads: Callable[[float], tuple[int, bool]]) -> float | None:
     """Let a worker be silent, and look what its process does; return when it counts as hung."""
     liveness.beat(0, 0.0)

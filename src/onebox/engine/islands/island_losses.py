@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 from onebox.cost import DeviceGroups
 from onebox.engine.islands.membership import ChangeKind, IslandChange, Membership
-from onebox.engine.recovery.manager import RECOVERABLE
 from onebox.engine.recovery.policy import RecoveryRecord
-from onebox.errors import OneboxError, PoolError, ReplicasParted
+from onebox.engine.recovery.supervisor import RECOVERABLE, Supervisor, first_line
+from onebox.errors import OneboxError, PoolError
 from onebox.pool import Pool
 
 _ATTEMPTS = 5
@@ -24,7 +24,7 @@ _LOG = logging.getLogger("onebox")
 _T = TypeVar("_T")
 
 
-class IslandLosses:
+class IslandLosses(Supervisor):
     """The losses of a run of islands.
 
     Args:
@@ -50,20 +50,15 @@ class IslandLosses:
         divided: Callable[[], int],
         saved: Path | None,
     ) -> None:
+        super().__init__(pool, locate, saved)
         self.survived = survived
-        self.error: Exception | None = None
-        """The first failure for good: the state on the workers is void."""
         self.recoveries: tuple[RecoveryRecord, ...] = ()
         """None: no step is repeated."""
         self.changes: list[IslandChange] = []
-        self._pool = pool
         self._islands = islands
         self._membership = membership
         self._vacate = vacate
-        self._locate = locate
         self._divided = divided
-        self.checkpoint = saved
-        """Path of the latest checkpoint."""
         self._seen = pool.recoveries
         self._tries = 0
         self._new: set[int] = set()
@@ -97,41 +92,8 @@ class IslandLosses:
         Args:
             what: Description of the context.
         """
-        try:
+        with self._failing(what, unless=RECOVERABLE if self.survived else ()):
             yield
-        except Exception as error:
-            if not (self.survived and isinstance(error, RECOVERABLE)):
-                self.fail(error)
-            raise
-        except BaseException:  # such as KeyboardInterrupt
-            self.fail(interrupted(what))
-            raise
-
-    @contextlib.contextmanager
-    def poisoning(self, what: str) -> Iterator[None]:
-        """Fail for good if the context is interrupted while only some devices may have received a message.
-
-        All of them get it in the same order with those of other trainers.
-
-        Args:
-            what: Description of the message.
-        """
-        try:
-            with self._pool.order:
-                yield
-        except OneboxError:
-            raise
-        except BaseException:  # such as KeyboardInterrupt
-            self.fail(interrupted(what))
-            raise
-
-    def fail(self, error: Exception) -> None:
-        """Store the first failure: the state on the workers is void, and every later call raises it."""
-        self.error = self.error or error
-
-    def saved(self, checkpoint: Path) -> None:
-        """Record that a checkpoint has been written, for the errors that refer to it."""
-        self.checkpoint = checkpoint
 
     # ---- after a loss
 
@@ -160,26 +122,19 @@ class IslandLosses:
             self.fail(error)
             raise error
         start_s, at_s = time.monotonic(), time.time()
-        try:
+        with self._failing("a recovery"):
             lost = self._recover(error, island)
-        except Exception as final:
-            self.fail(final)
-            raise
-        except BaseException:  # such as KeyboardInterrupt
-            self.fail(interrupted("a recovery"))
-            raise
         leaving = sorted({*lost, *([] if island is None else [island])})
         for each in leaving:
             self._new.discard(each)
             cause, workers = lost.get(each, (error, ()))
             samples = self._membership.leave(each)
             self._vacate(each, workers)
-            seconds, about = time.monotonic() - start_s, _one_line(cause)
+            seconds, about = time.monotonic() - start_s, first_line(cause)
             self._change("left", each, at_s=at_s, samples=samples, cause=about, lost=workers, seconds=seconds)
         if not self._membership.punctual:
-            where = f"the last checkpoint, {self.checkpoint}" if self.checkpoint else "a checkpoint, if there is one"
             late = " that has the newest global parameters" * bool(self._membership.late)
-            last = PoolError(f"no island is left{late}; resume from {where}; the last loss: {error}")
+            last = PoolError(f"no island is left{late}; resume from {self._resumable}; the last loss: {error}")
             self.fail(last)
             raise last from error
 
@@ -244,9 +199,9 @@ class IslandLosses:
         samples = max(own[island] for own in self._membership.samples)
         self._change("punctual", island, at_s=at_s, seconds=seconds, samples=samples)
 
-    def redone(self, fragment: int, error: Exception) -> None:
+    def redone(self, fragment: int, cause: str) -> None:
         """Record that an outer step is void everywhere."""
-        self._change("redone", None, fragment=fragment, cause=_one_line(error))
+        self._change("redone", None, fragment=fragment, cause=cause)
 
     def _change(self, kind: ChangeKind, island: int | None, *, at_s: float | None = None, **more: Any) -> None:
         """Record and log a change."""
@@ -265,12 +220,3 @@ class IslandLosses:
         """Give up the fault domains."""
         if self.survived:
             self._pool.isolate(())
-
-
-def interrupted(what: str) -> ReplicasParted:
-    """Return the error of something that was interrupted when only some workers may have had it."""
-    return ReplicasParted(f"{what} was interrupted; make another trainer, or resume from the last checkpoint")
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0]}"

@@ -21,7 +21,7 @@ from onebox.engine.compile.compiler import CompiledStep
 from onebox.engine.data.batch_transfer import WorkerBatch
 from onebox.engine.data.prefetch import BatchPrefetcher, UploadedBatch
 from onebox.engine.islands.division import divided, island_seed
-from onebox.engine.islands.island_losses import IslandLosses, interrupted
+from onebox.engine.islands.island_losses import IslandLosses
 from onebox.engine.islands.island_uploads import IslandUploads
 from onebox.engine.islands.islands_state import IslandsStart, IslandsTransfer, WholeTransfer
 from onebox.engine.islands.membership import Membership
@@ -29,7 +29,7 @@ from onebox.engine.islands.outer_layout import due_fragments
 from onebox.engine.islands.outer_optimizer import OuterOptimizer, outer_state_bytes
 from onebox.engine.islands.prediction import outer_schedule, predict_islands
 from onebox.engine.memory.simulator import InitialContents
-from onebox.engine.recovery.manager import RECOVERABLE
+from onebox.engine.recovery.supervisor import RECOVERABLE, first_line, interrupted
 from onebox.engine.session import TrainingSession
 from onebox.engine.state.checkpoint_files import IslandsEntry
 from onebox.engine.state.remote import RemoteState, StartState
@@ -42,11 +42,12 @@ from onebox.engine.steps.results import Evaluation, StepLoss, StepValues, TraceE
 from onebox.engine.workload.batch import Batch
 from onebox.engine.workload.captures import Captures
 from onebox.engine.workload.loss_reduction import normalisers, shares_of, total_of
-from onebox.errors import OneboxError, UsageError
+from onebox.errors import OneboxError, PeerLost, UsageError
 from onebox.plan import Links, MicroBatch, Plan
 from onebox.plan.evaluate.islands import IslandsPrediction
 from onebox.pool import Pool, WorkerReply
 from onebox.pool.errors import SLICE_S
+from onebox.pool.liveness import QUIET_S
 from onebox.trainer_options import Outer, Recovery, Staging
 from onebox.wire.protocol.responses import LinkTraffic
 
@@ -327,6 +328,7 @@ class IslandsSession:
         if overlap:
             self._begin(fragment, self.steps_done + overlap)
         elif self.recovery.survived:
+            self._begin(fragment, self.steps_done)
             self._make(fragment, keep=0.0)
         elif (weights := self.membership.begin(fragment)) is not None:
             with self.recovery.voiding("an outer step"):
@@ -347,44 +349,46 @@ class IslandsSession:
         """The workers of the punctual islands."""
         return [self.plans[place].devices for place in self.membership.punctual]
 
-    def _begin(self, fragment: int, due: int = 0) -> bool:
-        """Begin the sums of an outer step, of the islands that are there; return whether there are any."""
+    def _begin(self, fragment: int, due: int) -> None:
+        """Begin the sums of an outer step, of the punctual islands, if they have samples."""
         assert self._optimizer is not None
-        while True:
-            self._regroup()
-            weights = self.membership.begin(fragment, due)
-            if weights is None:
-                return False
+        self._regroup()
+        while (weights := self.membership.begin(fragment, due)) is not None:
             try:
                 with self.recovery.voiding("an outer step"):
                     self._optimizer.begin(fragment, weights, self._workers_of, self.steps_done)
-                return True
+                return
             except RECOVERABLE as error:
-                self.membership.void(fragment)
-                self._lose(error)
-                self.recovery.redone(fragment, error)
+                self._void(fragment, error)
+
+    def _void(self, fragment: int, error: Exception) -> None:
+        """Go on after a loss that has made the sums of an outer step void."""
+        self.membership.void(fragment)
+        self._lose(error)
+        self.recovery.redone(fragment, first_line(error))
+        self._regroup()
 
     def _apply(self, fragment: int) -> None:
         """Apply the sums of an outer step that have begun before."""
         if self.recovery.survived:
-            self._make(fragment, keep=self.outer.keep, begun=True)
+            self._make(fragment, keep=self.outer.keep)
             return
         assert self._optimizer is not None
         self.membership.applied(fragment)
         with self.recovery.voiding("an outer step"):
             self._optimizer.apply(fragment, self.steps_done, keep=self.outer.keep)
 
-    def _make(self, fragment: int, *, keep: float, begun: bool = False) -> None:
-        """Make an outer step that is void everywhere if it fails half-way, and done again by the islands that are left.
+    def _make(self, fragment: int, *, keep: float) -> None:
+        """Make an outer step whose sums have begun; it is void everywhere if it fails half-way, and done again by the
+        islands that are left and punctual.
 
         The sums change nothing; they are applied once all leaders have them.
 
         Args:
             fragment: The part of the model.
             keep: Fraction of its own values that an island keeps.
-            begun: Whether the sums have begun.
         """
-        if self._confirmed(fragment, begun=begun):
+        if self._confirmed(fragment):
             self._regroup()
             self.membership.applied(fragment)
             self.recovery.exchanged()
@@ -392,37 +396,42 @@ class IslandsSession:
             with self._surviving(), self.recovery.voiding("an outer step"):
                 self._optimizer.apply(fragment, self.steps_done, keep=keep)
 
-    def _confirmed(self, fragment: int, due: int = 0, *, begun: bool) -> bool:
-        """Wait until all leaders have the sums of an outer step; void ones are begun anew by the islands that are left.
+    def _confirmed(self, fragment: int) -> bool:
+        """Wait until all leaders have the sums of an outer step; void ones are begun anew by the islands that are left
+        and punctual.
 
         Args:
             fragment: The part of the model.
-            due: The step after which they are applied; 0 for at once.
-            begun: Whether the sums have begun.
 
         Returns:
             Whether there are any.
         """
         assert self._optimizer is not None
-        while begun or self._begin(fragment, due):
-            begun = False
+        while fragment in self.membership.travelling:
             self._regroup()
+            if not self._wait_for_quorum(self._unfinished):
+                continue
             try:
                 with self.recovery.voiding("an outer step"):
-                    self._optimizer.confirm(fragment)
-                return True
+                    if self._optimizer.confirm(fragment, self._wait_for_sums):
+                        return True
             except RECOVERABLE as error:
-                self.membership.void(fragment)
-                self._lose(error)
-                self.recovery.redone(fragment, error)
+                due = self.membership.due[fragment]
+                self._void(fragment, error)
+                self._begin(fragment, due)
         return False
+
+    def _unfinished(self, place: int) -> list[Future[WorkerReply]]:
+        """Return the replies about its steps that an island still has to give, and about its parts of outer steps."""
+        assert self._optimizer is not None
+        return [*self._sessions[place].replies(0), *self._optimizer.replies(self.plans[place].devices)]
 
     def _confirm_all(self) -> None:
         """Prepare for reading what leaders have: after losses, sums on their way may never come."""
         self._regroup()
         if self.recovery.survived:
             for fragment in self.membership.travelling:
-                self._confirmed(fragment, self.membership.due[fragment], begun=True)
+                self._confirmed(fragment)
 
     def _regroup(self) -> None:
         """Prepare outer steps of the islands that are there, if they are others than before."""
@@ -829,15 +838,18 @@ class IslandsSession:
 
     def _wait_for_quorum(
         self, replies: Callable[[int], Sequence[Future[WorkerReply]]], places: Collection[int] | None = None
-    ) -> None:
+    ) -> bool:
         """With a quorum: wait until it has come, and for the others until the grace time is over; they are late then.
 
         Args:
             replies: Returns the replies that an island still has to give.
             places: The islands that are concerned; ``None`` for all.
+
+        Returns:
+            Whether all have come.
         """
         if self.outer.quorum is None or not self.begun:
-            return
+            return True
         concerned = [place for place in self.membership.punctual if places is None or place in places]
         least, start_s, end_s = min(self.outer.quorum, len(concerned)), time.monotonic(), math.inf
         while open_ := {place: found for place in concerned if (found := replies(place))}:
@@ -848,11 +860,58 @@ class IslandsSession:
                 break
             pending = [reply for found in open_.values() for reply in found]
             wait(pending, min(SLICE_S, end_s - now_s), FIRST_COMPLETED)
-        for place in open_:
-            self.recovery.fell_behind(place, time.monotonic() - start_s)
-            self._read_punctual()
-            self._regroup()
-            self._bases[place] = self.recovery.run(self.transfer.tensors)
+        if open_:
+            self._go_on_without(open_, time.monotonic() - start_s)
+        return not open_
+
+    def _wait_for_sums(self, replies: Mapping[int, Future[WorkerReply]]) -> bool:
+        """Wait for replies of workers that have the sums of an outer step, or until one has failed. With a quorum,
+        islands that are silent for longer than the grace time are late then.
+
+        All wait for the slowest one in a sum, so that missing replies do not tell which it is.
+
+        Returns:
+            Whether they have come or failed; if not, the sums are void.
+        """
+        if self.outer.quorum is None:
+            return True
+        start_s, punctual, most_s = time.monotonic(), self.membership.punctual, max(self.outer.grace_s, QUIET_S)
+        pending = set(replies.values())
+        while pending and not any(_failed(reply) for reply in replies.values()):
+            pending = wait(pending, SLICE_S).not_done
+            silent = [
+                place
+                for place in punctual
+                if max(self._pool.silence_s(worker) for worker in self.plans[place].devices) > most_s
+            ]
+            if pending and silent and len(punctual) - len(silent) >= self.outer.quorum:
+                self._go_on_without(silent, time.monotonic() - start_s)
+                return False
+        return True
+
+    def _go_on_without(self, places: Collection[int], seconds: float) -> None:
+        """Take islands for late; sums that need their parts are void, and begun anew without them.
+
+        Args:
+            places: The islands.
+            seconds: Time for which the others have waited for them.
+        """
+        void = {fragment: self.membership.due[fragment] for fragment in self.membership.travelling}
+        for place in places:
+            self.recovery.fell_behind(place, seconds)
+        if void:
+            assert self._optimizer is not None
+            for fragment in void:
+                self.membership.void(fragment)
+            self._optimizer.void(void)
+            self._joint = []
+        self._read_punctual()
+        self._regroup()
+        values = self.recovery.run(self.transfer.tensors)
+        self._bases |= dict.fromkeys(places, values)
+        for fragment, due in void.items():
+            self.recovery.redone(fragment, f"late: {', '.join(f'island {place}' for place in places)}")
+            self._begin(fragment, due)
 
     def _gather(self) -> None:
         """Before an outer step, take late islands that have made their steps, and wait for a quorum of the others."""
@@ -909,6 +968,12 @@ class _IslandLoss:
     session: TrainingSession
     loss: StepLoss
     weight: float
+
+
+def _failed(reply: Future[WorkerReply]) -> bool:
+    """Return whether a worker has failed for another reason than the loss of a peer."""
+    error = reply.exception() if reply.done() else None
+    return error is not None and not isinstance(error, PeerLost)
 
 
 TrainerSession = TrainingSession | IslandsSession

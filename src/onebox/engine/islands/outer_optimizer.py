@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Literal
 from zlib import crc32
 
@@ -177,7 +178,7 @@ class OuterOptimizer:
         self._momenta = {name: self.remote.new_number() for name in self.trained if outer.momentum}
         self._programs = ProgramCache(pool, DefinitionNumbers(self.remote.new_number))
         self._encoded: set[int] = set()  # fragments with sums that have begun in a lossy codec
-        self._pending: list[DeferredReplies] = []
+        self._pending: list[tuple[tuple[int, ...], DeferredReplies]] = []  # with the workers that reply
         self._equipped: set[int] = set()
         """Workers that have the definitions of what changes values in place."""
         self._use(installed, locals_)
@@ -403,26 +404,33 @@ class OuterOptimizer:
             self._encoded.add(fragment)
         self._begin("begin", fragment, weights, workers_of, number)
 
-    def confirm(self, fragment: int) -> None:
+    def confirm(self, fragment: int, came: Callable[[Mapping[int, Future[WorkerReply]]], bool]) -> bool:
         """Wait until the sums begun before have come to all leaders.
 
         Args:
             fragment: The part of the model.
+            came: Waits for replies by worker until they are there or one has failed; returns whether so. If not, the
+                sums have been given up.
+
+        Returns:
+            Whether they have come.
 
         Raises:
             ReplicasParted: They are not the same everywhere.
             OneboxError: Some have not come: they are void.
         """
         self._decode([fragment])
-        self.take()
         asked: dict[int, list[tuple[int, Ask]]] = {}
         for place, bucket in enumerate(self._compiler.fragments[fragment]):
             for leader in bucket.leaders:
                 numbers = tuple(self._sums[name] for name in bucket.names)
                 asked.setdefault(leader, []).append((place, Ask("digest", numbers)))
-        futures = [self._pool.post(w, [ask for _, ask in own], answer=True) for w, own in asked.items()]
+        futures = {w: self._pool.post(w, [ask for _, ask in own], answer=True) for w, own in asked.items()}
+        if not came(futures):
+            return False
+        self.take()
         found: dict[int, set[bytes]] = {}
-        for own, answer in zip(asked.values(), raise_first(futures), strict=True):
+        for own, answer in zip(asked.values(), raise_first([*futures.values()]), strict=True):
             for (place, _), digest in zip(own, answer.results, strict=True):
                 assert isinstance(digest, Digest)
                 found.setdefault(place, set()).add(digest.value)
@@ -431,6 +439,7 @@ class OuterOptimizer:
                 "the sums of an outer step are not the same in all islands; resume from the last checkpoint, and look "
                 "for faulty memory or a faulty network"
             )
+        return True
 
     def apply(self, fragment: int, number: int, *, keep: float) -> None:
         """Apply the sums begun before, once workers have made the steps requested so far.
@@ -560,7 +569,7 @@ class OuterOptimizer:
     def _settle(self) -> None:
         """Take the replies that have come, without waiting for the others unless they are many."""
         while self._pending:
-            first = self._pending[0]
+            _, first = self._pending[0]
             if len(self._pending) <= self._most_pending and not all(future.done() for future in first.futures):
                 return
             first.take()
@@ -573,8 +582,32 @@ class OuterOptimizer:
             OneboxError: One failed.
         """
         while self._pending:
-            self._pending[0].take()
+            self._pending[0][1].take()
             self._pending.pop(0)
+
+    def replies(self, workers: Collection[int]) -> list[Future[WorkerReply]]:
+        """Return the replies that some workers still have to give; none waits for sums that have only begun."""
+        return [
+            future
+            for own, pending in self._pending
+            for worker, future in zip(own, pending.futures, strict=True)
+            if worker in workers and not future.done()
+        ]
+
+    def void(self, fragments: Collection[int]) -> None:
+        """Give up sums that have begun, of which some may never come; leaders wait for them no longer.
+
+        Args:
+            fragments: Their parts of the model.
+
+        Raises:
+            OneboxError: The pool is closed.
+        """
+        self._pool.interrupt_groups({group: members for members, group in self._groups.items()})
+        with contextlib.suppress(OneboxError):  # a lost worker, which the next message finds
+            here = self._equipped.intersection(self._pool.present)
+            self._decode(fragments, here)  # it frees what the codecs have encoded
+        self.forsake(())
 
     def check(self) -> None:
         """Require that all leaders of a value have the same bits.
@@ -599,7 +632,7 @@ class OuterOptimizer:
                     "the last checkpoint, and look for faulty memory or an operator that is not deterministic"
                 )
 
-        self._pending.append(DeferredReplies(list(futures.values()), compare))
+        self._pending.append((tuple(futures), DeferredReplies([*futures.values()], compare)))
 
     def _installed(self, steps: Mapping[int, WorkerOuterStep]) -> dict[int, WorkerOuterStep]:
         """Send workers their routines, and return them."""
@@ -670,7 +703,7 @@ class OuterOptimizer:
             if timed is not None and spans:
                 timed.append(min(spans) * 1e-9)  # of the island that came last and waited for none
 
-        self._pending.append(DeferredReplies(futures, take))
+        self._pending.append((tuple(workers), DeferredReplies(futures, take)))
         if unreachable is not None:
             raise unreachable
 

@@ -4,26 +4,23 @@ good.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from onebox.engine.recovery.policy import RecoveryRecord, RestartPoint
 from onebox.engine.recovery.snapshot_schedule import SnapshotScheduler
+from onebox.engine.recovery.supervisor import RECOVERABLE, Supervisor, first_line
 from onebox.engine.state.snapshot_layout import SnapshotLayout
 from onebox.engine.steps.launch import LaunchedStep, StepRequest
 from onebox.engine.steps.observer import EndedStep, StepObserver
 from onebox.engine.steps.overlap_scheduler import OverlapScheduler
-from onebox.errors import OneboxError, PeerLost, PoolError, ReplicasParted, WorkerDied, WorkerHung
+from onebox.errors import OneboxError, PoolError
 from onebox.pool import Pool, WorkerReply, raise_first
-
-RECOVERABLE = (WorkerDied, WorkerHung, PeerLost)
-"""Errors from which a run can recover."""
 
 _ATTEMPTS = 5
 """Most consecutive losses before another step has completed."""
@@ -54,7 +51,7 @@ class RecoverableRun(Protocol):
         """Upload the user changes since the last step, unless the workers have them."""
 
 
-class RecoveryManager(StepObserver):
+class RecoveryManager(Supervisor, StepObserver):
     """Supervisor of what a run does on its workers.
 
     Args:
@@ -82,15 +79,11 @@ class RecoveryManager(StepObserver):
         checkpoint: Path | None,
         workers: Collection[int] | None = None,
     ) -> None:
-        self.error: Exception | None = None
-        """The first failure for good: the state on the workers is void."""
+        super().__init__(pool, locate, checkpoint)
         self.recoveries: list[RecoveryRecord] = []
-        self.checkpoint = checkpoint
-        self._pool = pool
         self._run = run
         self._overlap = overlap
         self._snapshots = snapshots
-        self._locate = locate
         self._in_flight = in_flight
         self._exact = deterministic or all(device.kind != "cuda" for device in pool.devices)
         self._tries = 0
@@ -144,38 +137,6 @@ class RecoveryManager(StepObserver):
             self._recover_from(error, void=void)
             return None
 
-    @contextlib.contextmanager
-    def poisoning(self, what: str) -> Iterator[None]:
-        """Fail for good if the context is interrupted while only some devices may have received a message.
-
-        All of them get it in the same order with those of other trainers.
-
-        Args:
-            what: Description of the message.
-        """
-        try:
-            with self._pool.order:
-                yield
-        except OneboxError:
-            raise
-        except BaseException:  # such as KeyboardInterrupt
-            self.fail(
-                ReplicasParted(
-                    f"{what} was interrupted when some devices had it and others not; make another trainer, or resume "
-                    "from the last checkpoint"
-                )
-            )
-            raise
-
-    def fail(self, error: Exception) -> None:
-        """Store the first failure: the state on the workers is void, and every later call raises it."""
-        self._locate(error)
-        self.error = self.error or error
-
-    def saved(self, checkpoint: Path) -> None:
-        """Record that a checkpoint has been written, for the errors that refer to it."""
-        self.checkpoint = checkpoint
-
     def returned(self, devices: Collection[int]) -> None:
         """Record that devices are to be used again; after a loss before the end of a step they are given up again, as
         they may reach the client, but not each other."""
@@ -218,14 +179,8 @@ class RecoveryManager(StepObserver):
                 self._locate(error)
             raise error
         self._locate(error)
-        try:
+        with self._failing("a recovery"):
             self._recover(error, self._snapshots)
-        except Exception as final:
-            self.fail(final)
-            raise
-        except BaseException:  # such as KeyboardInterrupt
-            self.fail(ReplicasParted("a recovery was interrupted; resume from the last checkpoint"))
-            raise
 
     def _recover(self, error: Exception, snapshots: SnapshotScheduler) -> None:
         """Recover the pool, restore the newest snapshot on the workers, and repeat the steps since.
@@ -247,8 +202,8 @@ class RecoveryManager(StepObserver):
                 ) from error
             if not snapshots.recoverable:
                 raise PoolError(
-                    f"the run cannot go on: no snapshot of its state has found room so far; resume from {self._saved}; "
-                    f"the last loss: {error}"
+                    "the run cannot go on: no snapshot of its state has found room so far; resume from "
+                    f"{self._resumable}; the last loss: {error}"
                 ) from error
             restart = snapshots.restart()
             try:
@@ -268,7 +223,7 @@ class RecoveryManager(StepObserver):
         snapshots.recovered()
         story = RecoveryRecord(
             at_s=at_s,
-            failure=f"{type(first).__name__}: {str(first).splitlines()[0]}",
+            failure=first_line(first),
             lost=tuple(sorted(lost)),
             replaced=tuple(sorted(replaced)),
             gone=tuple(sorted(lost - replaced)),
@@ -297,12 +252,8 @@ class RecoveryManager(StepObserver):
             causes = dict.fromkeys(self._pool.why_gone(worker) for worker in sorted(self._pool.gone))
             raise PoolError(
                 f"the run cannot go on: {missing.name} after step {restart.step} was kept by worker {had} only, "
-                f"and was lost there; resume from {self._saved}; the last loss: {'; '.join(causes) or error}"
+                f"and was lost there; resume from {self._resumable}; the last loss: {'; '.join(causes) or error}"
             ) from error
-
-    @property
-    def _saved(self) -> str:
-        return f"the last checkpoint, {self.checkpoint}" if self.checkpoint else "a checkpoint, if there is one"
 
     def _replay(self, restart: RestartPoint[SnapshotLayout | None, StepRequest]) -> None:
         """Repeat steps up to the last update; wait for those that had completed before.

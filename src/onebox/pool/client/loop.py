@@ -194,6 +194,10 @@ class ClientLoop:
         domain = self._pending.domain
         return not lost or domain(worker) in {domain(each) for each in lost}
 
+    def silence_s(self, worker: int) -> float:
+        """Return the seconds since a worker's last heartbeat."""
+        return self._liveness.silence_s(worker, time.monotonic())
+
     # ---- called during recovery
 
     @property
@@ -225,7 +229,7 @@ class ClientLoop:
         self._call_in_loop(lambda _: self._lost(self._connections[worker], error))
 
     def interrupt(self, worker: int, groups: Sequence[int]) -> None:
-        """Interrupt a worker's waits in groups that have lost a member."""
+        """Interrupt a worker's waits in groups that have lost a member, or are given up."""
 
         def interrupt_waits(_: zmq.Poller) -> None:
             if worker in self._connections:
