@@ -233,6 +233,7 @@ class Compiler:
             costs=costs,
             gpus=[worker for worker in plan.devices if devices[worker].kind == "cuda"],
             untagged=self.untagged,
+            hosts={worker: devices[worker].host for worker in plan.devices},
         )
         for members in self._lowering.replicated:
             _require_alike([devices[member] for member in members])

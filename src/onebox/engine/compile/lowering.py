@@ -43,6 +43,7 @@ class Lowering:
         gpus: The workers that are GPUs.
         untagged: Members of the groups whose messages have no tags, by number: they are received in the order in
             which they are sent.
+        hosts: Host of each worker.
 
     Raises:
         CaptureError: A buffer changes in a way that replicas cannot share.
@@ -60,8 +61,13 @@ class Lowering:
         costs: EmulatedCosts,
         gpus: Collection[int] = (),
         untagged: Mapping[int, Members] = MappingProxyType({}),
+        hosts: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         self._plan = plan
+        self._far = {
+            worker: frozenset() if untagged else frozenset(other for other in hosts if hosts[other] != host)
+            for worker, host in hosts.items()
+        }
         self._costs = costs
         self._holdings = holdings
         self._numbers = numbers
@@ -273,6 +279,7 @@ class Lowering:
             builder=builder or RoutineBuilder(self._numbers.new, self._numbers.program),
             actions=actions,
             coded=None if exact else self._coded,
+            far=self._far.get(worker, ()),
         )
 
 

@@ -1,7 +1,8 @@
 """Worker program builder: a worker's actions in a routine, with receives, sends, renaming and freeing. Pure.
 
-An action's remote inputs are received one action ahead, values for other workers are sent as soon as they are complete,
-and values are freed after their last use. In a window, micro-batches of the previous step have negative numbers; values
+An action's remote inputs are received one action ahead, and a few if they come from another host, as a message leaves
+only when its receiver is known to wait for it. Values for other workers are sent as soon as they are complete, and
+values are freed after their last use. In a window, micro-batches of the previous step have negative numbers; values
 of a step that the next window reads are kept under those numbers.
 """
 
@@ -27,6 +28,9 @@ from onebox.plan_names import ActivationCodec
 from onebox.wire import Program, TensorSpec
 from onebox.wire.gradient_codecs import encoded_spec, is_coded, padded_elements
 from onebox.wire.protocol.instructions import Ask, Free, Receive, Rename, Send
+
+_FAR_AHEAD, _FAR_BYTES = 4, 32 << 20
+"""Actions for which values from other hosts are received ahead, if those have no more bytes together."""
 
 
 class ActionHook(Protocol):
@@ -84,6 +88,7 @@ class WorkerProgramBuilder:
         builder: The routine.
         actions: The worker's row, or the part of a window in the routine.
         coded: The values that travel in a lossy codec; ``None`` to send all as they are.
+        far: Workers of other hosts, whose values are received several actions ahead.
     """
 
     def __init__(
@@ -99,6 +104,7 @@ class WorkerProgramBuilder:
         builder: RoutineBuilder,
         actions: Sequence[Action],
         coded: CodedValues | None = None,
+        far: Collection[int] = (),
     ) -> None:
         self.builder = builder
         self.actions = actions
@@ -122,6 +128,7 @@ class WorkerProgramBuilder:
         self._asked = {(port, micro_batch - self._count) for port, micro_batch in self._handed}
         self._last = self._last_reads()
         self._coded = coded
+        self._far = () if self._handed else far  # in windows the order of messages is another module's
         self._arriving: dict[tuple[Port, int], tuple[int, TensorSpec]] = {}  # encoded values that are being received
 
     def _handed_on(self) -> tuple[tuple[Port, int], ...]:
@@ -197,8 +204,7 @@ class WorkerProgramBuilder:
             self._receive(self.actions[0])
         for position, action in enumerate(self.actions):
             self._bounds.append(len(self.builder.steps))
-            if position + 1 < len(self.actions):
-                self._receive(self.actions[position + 1])
+            self._receive_ahead(position)
             for watcher in watchers:
                 watcher.before(action)
             self._execute(position, action, gradients)
@@ -338,15 +344,29 @@ class WorkerProgramBuilder:
 
     # ---- values from and to other workers
 
-    def _receive(self, action: Action) -> None:
-        """Begin to receive an action's remote inputs that have not been requested yet."""
+    def _receive_ahead(self, position: int) -> None:
+        """Begin to receive what the actions behind a position read: the next one, and more from other hosts."""
+        for action in self.actions[position + 1 : position + 2]:
+            self._receive(action)
+        left_bytes = _FAR_BYTES
+        for action in self.actions[position + 2 : position + 1 + _FAR_AHEAD] if self._far else ():
+            left_bytes -= sum(spec.size_bytes for _, spec, source in self._remote(action) if source in self._far)
+            if left_bytes < 0:
+                break
+            self._receive(action, self._far)
+
+    def _remote(self, action: Action) -> list[tuple[Port, TensorSpec, int]]:
+        """Return the inputs that other workers make for an action, and these."""
         part = self._part(action)
-        for port, spec in zip(part.inputs, part.given, strict=True):
+        values = [(port, spec) for port, spec in zip(part.inputs, part.given, strict=True) if port.kind == "value"]
+        found = ((port, spec, self._values.maker(port, action.micro_batch, self._worker)) for port, spec in values)
+        return [each for each in found if each[2] != self._worker]
+
+    def _receive(self, action: Action, sources: Collection[int] | None = None) -> None:
+        """Begin to receive an action's remote inputs, from some workers or all, that have not been requested yet."""
+        for port, spec, source in self._remote(action):
             key = (port, action.micro_batch)
-            if port.kind != "value" or key in self._asked:
-                continue
-            source = self._values.maker(port, action.micro_batch, self._worker)
-            if source == self._worker:
+            if key in self._asked or (sources is not None and source not in sources):
                 continue
             self._asked.add(key)
             channel = self._values.channel(port, action.micro_batch, self._worker)
