@@ -29,7 +29,7 @@ from onebox.wire import Program, TensorSpec
 from onebox.wire.gradient_codecs import encoded_spec, is_coded, padded_elements
 from onebox.wire.protocol.instructions import Ask, Free, Receive, Rename, Send
 
-_FAR_AHEAD, _FAR_BYTES = 4, 32 << 20
+_FAR_AHEAD, _FAR_BYTES = 16, 32 << 20
 """Actions for which values from other hosts are received ahead, if those have no more bytes together."""
 
 
