@@ -138,6 +138,7 @@ def lower(
     ways: Mapping[Members, tuple[AllReduceAlgorithm, ...]] | None = None,
     overlap: Literal["", "exact", "stale"] = "",
     untagged: bool = False,
+    apart: bool = False,
 ) -> Lowered:
     """Lower a batch of the net as a compiler does, with numbers from 1000 for what is new."""
     parts, routes = plan.micro_batches(size), plan.routes(size)
@@ -172,6 +173,7 @@ def lower(
         plan, holdings, numbers, trained=trained, model=model, max_norm=max_norm,
         costs=EmulatedCosts(plan=plan, speeds=dict.fromkeys(plan.devices, 1.0) | dict(speeds or {})),
         untagged={number: members for members, number in numbers.groups.items()} if untagged else {},
+        hosts={device: f"host{device}" if apart else "host" for device in plan.devices},
     )  # fmt: skip
     windows = lowering.windows(job) if overlap else {}
     steady = {worker: found.steady for worker, found in windows.items()}

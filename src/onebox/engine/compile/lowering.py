@@ -159,7 +159,7 @@ class Lowering:
         actions: Sequence[Action],
         window: Window,
     ) -> StepRoutine:
-        row = self._row(worker, job, values, actions, builder)
+        row = self._row(worker, job, values, actions, builder, windowed=True)
         update = None if window == "fill" else WorkerUpdate(self._gradients, builder, worker, age=1)
         if self._numbers.previous:
             self._stale(row, job, worker, window, update)
@@ -267,6 +267,7 @@ class Lowering:
         builder: RoutineBuilder | None = None,
         *,
         exact: bool = False,
+        windowed: bool = False,
     ) -> WorkerProgramBuilder:
         return WorkerProgramBuilder(
             worker,
@@ -279,7 +280,7 @@ class Lowering:
             builder=builder or RoutineBuilder(self._numbers.new, self._numbers.program),
             actions=actions,
             coded=None if exact else self._coded,
-            far=self._far.get(worker, ()),
+            far=() if windowed else self._far.get(worker, ()),
         )
 
 

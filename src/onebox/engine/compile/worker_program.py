@@ -128,7 +128,7 @@ class WorkerProgramBuilder:
         self._asked = {(port, micro_batch - self._count) for port, micro_batch in self._handed}
         self._last = self._last_reads()
         self._coded = coded
-        self._far = () if self._handed else far  # in windows the order of messages is another module's
+        self._far = far
         self._arriving: dict[tuple[Port, int], tuple[int, TensorSpec]] = {}  # encoded values that are being received
 
     def _handed_on(self) -> tuple[tuple[Port, int], ...]:

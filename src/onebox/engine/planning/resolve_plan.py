@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -32,6 +32,9 @@ _LOG = logging.getLogger("onebox")
 
 _BUDGET_S, _DEFAULT_BUDGET_S = 5.0, 2.0
 """Seconds of a search that was requested, and of one that begins a run by default."""
+
+_WORTH_LINKS = 0.9
+"""Most of the best single host's time that a step over several may be predicted to take, unless it was asked for."""
 
 ALLOWED_PLANS = "allowed are a Plan, the path of a plan file, 'auto', and onebox.DataParallel(...)"
 """Advice for a wrong ``plan`` argument."""
@@ -163,6 +166,7 @@ class PlanRequest:
             lossy=self.lossy,
         )
         if self.by_default:
+            found = cautious(found, pool.devices)
             _LOG.warning("%s", explain_choice(found, pool.devices))
         else:
             _LOG.info("plan='auto': %s", found.plan.describe())
@@ -172,6 +176,26 @@ class PlanRequest:
 def default_plan(pool: Pool) -> DataParallel | Literal["auto"]:
     """Return the plan of a trainer without a request: data parallel on one host, the planner's over several."""
     return "auto" if len(distinct_hosts(pool.devices)) > 1 else DataParallel()
+
+
+def cautious(found: PlanningResult, devices: Sequence[DeviceInfo]) -> PlanningResult:
+    """Return a result whose plan uses one host if no plan over several is predicted to shorten a step by a tenth.
+
+    Links between hosts carry what others send, too, and take time of the processors at their ends, which predictions
+    do not have; nobody asked for them.
+
+    Args:
+        found: The plan, with the candidates that it was compared with.
+        devices: The devices of the pool.
+    """
+    hosts = {device: host for host, own in distinct_hosts(devices).items() for device in own}
+    near = [one for one in found.result.candidates if len({hosts[device] for device in one.plan.devices}) == 1]
+    fitting = [one for one in near if not one.refused and not one.shortfalls]
+    best = min(fitting, key=lambda one: one.step_s, default=None)
+    assert found.plan.predicted is not None
+    if best is None or found.plan.predicted.step_s <= _WORTH_LINKS * best.step_s:
+        return found
+    return replace(found, plan=best.plan)
 
 
 def explain_choice(found: PlanningResult, devices: Sequence[DeviceInfo]) -> str:

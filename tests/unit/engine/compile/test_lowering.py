@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
+from onebox.engine.compile.routine import StepRoutine
 from onebox.plan import Action, Plan, Prediction
 from onebox.wire.protocol.instructions import Ask, Call, Free, OptimizerStep, Receive, Reduce, Send, Step, references
 from onebox.wire.protocol.requests import StoredProgram
@@ -62,6 +64,37 @@ def check(lowered: Lowered, played: Played) -> None:
 def test_a_step_gives_what_one_process_gives(name: str, size: int) -> None:
     lowered = lower(PLANS[name], size)
     check(lowered, play(lowered, batch(size)))
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_values_from_other_hosts_are_received_several_actions_ahead(name: str) -> None:
+    near, far = (lower(PLANS[name], 12, apart=apart) for apart in (False, True))
+    check(far, play(far, batch(12)))
+    early, remote = 0, False
+    for worker, routine in far.routines.items():
+        before, now = (receive_places(found) for found in (near.routines[worker], routine))
+        assert before.keys() == now.keys()
+        assert all(now[value] <= place for value, place in before.items())
+        early += sum(now[value] < place for value, place in before.items())
+        remote |= bool(before)
+    assert bool(early) == remote
+
+
+def receive_places(routine: StepRoutine) -> dict[tuple[str, int], int]:
+    """Return the number of calls before each receive, by its action and sender, and its place among theirs."""
+    found, calls, count = dict[tuple[str, int], int](), 0, Counter[str]()
+    for step, label in zip(routine.steps, routine.labels, strict=True):
+        calls += isinstance(step, Call)
+        if isinstance(step, Receive):
+            found[label.name, count[label.name]] = calls
+            count[label.name] += 1
+    return found
+
+
+@pytest.mark.parametrize("more", [{"untagged": True}, {"overlap": "exact"}, {"overlap": "stale"}])
+def test_where_messages_have_an_order_it_is_kept_across_hosts(more: dict[str, Any]) -> None:
+    near, far = (lower(PLANS["gpipe"], 12, apart=apart, **more) for apart in (False, True))
+    assert [found.steps for found in near.routines.values()] == [found.steps for found in far.routines.values()]
 
 
 @given(st.sampled_from(sorted(PLANS)), st.integers(1, 6), st.randoms(use_true_random=False))

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from onebox.engine.planning.make_plan import PlanningResult
-from onebox.engine.planning.resolve_plan import default_plan, explain_choice
+from onebox.engine.planning.resolve_plan import cautious, default_plan, explain_choice
 from onebox.plan import DeviceSpec, Problem, search
 from onebox.pool import DeviceInfo, Pool
 from onebox.pool.devices import distinct_hosts
@@ -71,3 +72,22 @@ def test_the_choice_is_explained_in_a_line() -> None:
     candidates = tuple(one for one in alone.result.candidates if not one.label.startswith("data"))
     without = replace(alone, result=replace(alone.result, candidates=candidates))
     assert explain_choice(without, pair).endswith("; data parallel does not fit")
+
+
+@pytest.mark.parametrize(("bandwidth_bps", "used"), [(1e9, (0, 1)), (1.2e6, (0,))])
+def test_by_default_a_plan_over_two_hosts_is_taken_where_it_gains_a_tenth(
+    bandwidth_bps: float, used: tuple[int, ...]
+) -> None:
+    pair, found = devices(("red", "10.0.0.1"), ("green", "10.0.0.2")), planned(bandwidth_bps)
+    assert cautious(found, pair).plan.devices == used == found.plan.devices
+
+
+@pytest.mark.parametrize(("gain", "used"), [(0.05, (0,)), (0.15, (0, 1))])
+def test_a_small_gain_is_not_worth_a_link(gain: float, used: tuple[int, ...]) -> None:
+    pair, found = devices(("red", "10.0.0.1"), ("green", "10.0.0.2")), planned(1e9)
+    near = next(one for one in found.result.candidates if one.plan.devices == (0,))
+    assert found.plan.predicted is not None
+    predicted = msgspec.structs.replace(found.plan.predicted, step_s=(1 - gain) * near.step_s)
+    chosen = replace(found, plan=msgspec.structs.replace(found.plan, predicted=predicted))
+    assert cautious(chosen, pair).plan.devices == used
+    assert cautious(chosen, devices(("red", "10.0.0.1"), ("red", "10.0.0.1"))).plan.devices == (0, 1)
