@@ -1,17 +1,20 @@
-"""Links over a long way: several connections carry what one would, in the same order."""
+"""Links over a long way: where one connection does not fill them, several carry what it would, in the same order."""
 
 from __future__ import annotations
 
 import os
 import socket
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch.distributed as dist
 
 import onebox
+from onebox.wire.protocol.responses import GroupTraffic
 from onebox.worker.comm.gloo_forwarder import GlooForwarder, loopback_address
 from onebox.worker.comm.link_meter import LinkMeters
 from onebox.worker.comm.tls_mesh import MOST_CONNECTIONS, DuplexLink, connect_mesh
@@ -19,52 +22,31 @@ from tests.net.fleet import GRACE_S, MACHINES, Fleet
 from tests.net.hosts import Network
 from tests.net.training import alone, batch, outcome, parts, plans
 from tests.reference import assert_same
-from tests.unit.worker.comm.test_gloo_forwarder import endpoint, in_place
+from tests.unit.worker.comm.test_gloo_forwarder import acknowledged_bytes, endpoint, in_place
 from tests.unit.worker.comm.test_tls_mesh import WITHIN_S, Store
 
 DELAY_S = 0.04
+RATE_BPS = 100_000_000
+WINDOW_BYTES = 1 << 19
 
 
-def test_a_link_over_a_long_way_has_several_connections_and_one_order() -> None:
-    try:
-        network = Network(["here", "there"], delay_s=DELAY_S)
-    except RuntimeError as error:
-        pytest.skip(f"no cables that take their time here: {error}")
-    store, hosts = Store(), list(network.hosts.values())
+def test_a_link_that_windows_hold_back_has_several_connections_and_one_order() -> None:
+    with far_hosts() as network:
+        narrow(network, ("here", "there"))
+        passed = passed_on(network, 1 << 25)
+    assert all(each > 1 << 19 for each in passed.connections), "each carried a part"
+    assert 0.9 * (1 << 25) < passed.carried.size_bytes < 1.1 * (1 << 25), "of all connections"
+    assert 0 < passed.carried.busy_ns < 1e9 * (passed.lasted_s + 0.5), "of the one that was busy for longest"
 
-    def connect(rank: int) -> dict[int, DuplexLink]:
-        with hosts[rank].inside():
-            return connect_mesh(rank, 2, hosts[rank].address, store)
 
-    sent = b"".join(number.to_bytes(4) for number in range(1 << 21))
-    with network, ThreadPoolExecutor(2) as threads:
-        links = list(threads.map(connect, range(2)))
-        assert [len(way) for mesh in links for link in mesh.values() for way in link] == 4 * [MOST_CONNECTIONS]
-        meters = LinkMeters()
-        meter = meters.add(links[1][0].outgoing, 0, 0)
-        meters.take()
-        there = GlooForwarder(0, links[0], dist.HashStore())
-        here = GlooForwarder(1, links[1], dist.HashStore(), {0: meter})
-        begin_s = time.monotonic()
-        with socket.create_server((loopback_address(0), 0)) as listener:
-            listener.settimeout(WITHIN_S)
-            there.store.set("0", endpoint(0, listener.getsockname()[1]))
-            with socket.create_connection((loopback_address(0), in_place(here, 0)), WITHIN_S) as one:
-                sending = threads.submit(one.sendall, sent)
-                other, _ = listener.accept()
-                with other:
-                    other.settimeout(WITHIN_S)
-                    found = bytearray()
-                    while len(found) < len(sent) and (part := other.recv(1 << 16)):
-                        found += part
-                    sending.result(WITHIN_S)
-        lasted_s = time.monotonic() - begin_s
-        (carried,) = meters.take()
-        for forwarder in (here, there):
-            forwarder.close(WITHIN_S)
-    assert found == sent
-    assert 0.9 * len(sent) < carried.size_bytes < 1.1 * len(sent), "of all connections"
-    assert 0 < carried.busy_ns < 1e9 * (lasted_s + 0.5), "of the one that was busy for longest"
+def test_a_link_that_one_connection_fills_has_one() -> None:
+    with far_hosts() as network:
+        for host in network.hosts.values():
+            host.limit(RATE_BPS)
+        passed = passed_on(network, 1 << 24)
+    first, *others = passed.connections
+    assert first > 0.9 * (1 << 24)
+    assert max(others) < 1 << 16, "the handshake"
 
 
 @pytest.mark.long
@@ -87,6 +69,75 @@ def test_training_over_several_connections_has_the_result_of_one_process(tmp_pat
             between = sum(connections(process, network) for process in pool.process_ids)
     assert_same(found, alone(plan, steps))
     assert between >= 2 * len(MACHINES) * (len(MACHINES) - 1) * MOST_CONNECTIONS, "at both ends of each"
+
+
+class Passed(NamedTuple):
+    """Account of bytes that one Gloo has sent to another one.
+
+    Args:
+        connections: Bytes that each connection carried.
+        carried: What the meter says.
+        lasted_s: Time that it took.
+    """
+
+    connections: list[int]
+    carried: GroupTraffic
+    lasted_s: float
+
+
+def far_hosts() -> Network:
+    """Return two hosts with a long way between them."""
+    try:
+        return Network(["here", "there"], delay_s=DELAY_S)
+    except RuntimeError as error:
+        pytest.skip(f"no cables that take their time here: {error}")
+
+
+def narrow(network: Network, names: Iterable[str]) -> None:
+    """Let TCP connections of hosts have little on the way."""
+    for name in names:
+        for way in ("rmem", "wmem"):
+            setting = f"echo 4096 {WINDOW_BYTES} {WINDOW_BYTES} > /proc/sys/net/ipv4/tcp_{way}"
+            network[name].run("sh", "-c", setting).check_returncode()
+
+
+def passed_on(network: Network, size_bytes: int) -> Passed:
+    """Send so many bytes, which have to arrive as they are, from one Gloo to the other."""
+    store, hosts = Store(), list(network.hosts.values())
+
+    def connect(rank: int) -> dict[int, DuplexLink]:
+        with hosts[rank].inside():
+            return connect_mesh(rank, 2, hosts[rank].address, store)
+
+    sent = b"".join(number.to_bytes(4) for number in range(size_bytes // 4))
+    with ThreadPoolExecutor(2) as threads:
+        links = list(threads.map(connect, range(2)))
+        assert [len(way) for mesh in links for link in mesh.values() for way in link] == 4 * [MOST_CONNECTIONS]
+        meters = LinkMeters()
+        meter = meters.add(links[1][0].outgoing, 0, 0)
+        meters.take()
+        there = GlooForwarder(0, links[0], dist.HashStore())
+        here = GlooForwarder(1, links[1], dist.HashStore(), {0: meter})
+        begin_s = time.monotonic()
+        with socket.create_server((loopback_address(0), 0)) as listener:
+            listener.settimeout(WITHIN_S)
+            there.store.set("0", endpoint(0, listener.getsockname()[1]))
+            with socket.create_connection((loopback_address(0), in_place(here, 0)), WITHIN_S) as one:
+                sending = threads.submit(one.sendall, sent)
+                other, _ = listener.accept()
+                with other:
+                    other.settimeout(WITHIN_S)
+                    found = bytearray()
+                    while len(found) < len(sent) and (part := other.recv(1 << 16)):
+                        found += part
+                    sending.result(WITHIN_S)
+        lasted_s = time.monotonic() - begin_s
+        (carried,) = meters.take()
+        connections = [acknowledged_bytes(each) for each in links[1][0].outgoing]
+        for forwarder in (here, there):
+            forwarder.close(WITHIN_S)
+    assert found == sent
+    return Passed(connections, carried, lasted_s)
 
 
 def connections(process: int, network: Network) -> int:
