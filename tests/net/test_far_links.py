@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
+from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,6 +30,8 @@ from tests.unit.worker.comm.test_tls_mesh import WITHIN_S, Store
 DELAY_S = 0.04
 RATE_BPS = 100_000_000
 WINDOW_BYTES = 1 << 19
+FEW_BYTES = 1 << 16
+"""Of windows that hold back even a small model."""
 
 
 def test_a_link_that_windows_hold_back_has_several_connections_and_one_order() -> None:
@@ -57,6 +61,7 @@ def test_training_over_several_connections_has_the_result_of_one_process(tmp_pat
         pytest.skip(f"no cables that take their time here: {error}")
     plan, steps = plans()["data-parallel"], 3
     with network, Fleet(network, tmp_path) as fleet:
+        narrow(network, MACHINES, FEW_BYTES)
         for name in MACHINES:
             fleet.pair(name)
         fleet.start(MACHINES)
@@ -67,8 +72,10 @@ def test_training_over_several_connections_has_the_result_of_one_process(tmp_pat
         ):
             found = outcome(trainer, [trainer.step(*batch(step)) for step in range(steps)])
             between = sum(connections(process, network) for process in pool.process_ids)
+            used = [used_connections(network, name) for name in MACHINES]
     assert_same(found, alone(plan, steps))
     assert between >= 2 * len(MACHINES) * (len(MACHINES) - 1) * MOST_CONNECTIONS, "at both ends of each"
+    assert max(max(each.values()) for each in used) > 1, "of those to one peer"
 
 
 class Passed(NamedTuple):
@@ -93,11 +100,11 @@ def far_hosts() -> Network:
         pytest.skip(f"no cables that take their time here: {error}")
 
 
-def narrow(network: Network, names: Iterable[str]) -> None:
+def narrow(network: Network, names: Iterable[str], size_bytes: int = WINDOW_BYTES) -> None:
     """Let TCP connections of hosts have little on the way."""
     for name in names:
         for way in ("rmem", "wmem"):
-            setting = f"echo 4096 {WINDOW_BYTES} {WINDOW_BYTES} > /proc/sys/net/ipv4/tcp_{way}"
+            setting = f"echo 4096 {size_bytes} {size_bytes} > /proc/sys/net/ipv4/tcp_{way}"
             network[name].run("sh", "-c", setting).check_returncode()
 
 
@@ -138,6 +145,19 @@ def passed_on(network: Network, size_bytes: int) -> Passed:
             forwarder.close(WITHIN_S)
     assert found == sent
     return Passed(connections, carried, lasted_s)
+
+
+def used_connections(network: Network, name: str) -> Counter[str]:
+    """Return how many connections of a machine have carried more than a handshake, by the address that they lead to."""
+    listed = network[name].run("ss", "--tcp", "--numeric", "--info", "--oneline", "--no-header")
+    listed.check_returncode()
+    others = {network[other].address for other in MACHINES} - {network[name].address}
+    found: Counter[str] = Counter()
+    for line in listed.stdout.splitlines():
+        target = line.split()[4].rpartition(":")[0]
+        acknowledged = re.search(r"bytes_acked:(\d+)", line)
+        found[target] += target in others and acknowledged is not None and int(acknowledged[1]) > 1 << 14
+    return found
 
 
 def connections(process: int, network: Network) -> int:

@@ -31,8 +31,8 @@ _UNKNOWN_US = 1 << 31
 """Round trips from here up are no measurement: the kernel gives the largest number where it has none."""
 
 HELD_BACK = 0.2
-"""Share of the busy time from which on it counts that the window held a link back: it grows for a while in each
-connection."""
+"""Share of the busy time from which on it counts that the window held a link back: it is some hundredths on links that
+one connection fills, while windows grow."""
 
 JUDGED_TRIPS = 16
 """Round trips of busy time after which it is judged: longer than windows grow."""
