@@ -1,17 +1,22 @@
-"""Links over a long way: several connections carry what one would, in the same order."""
+"""Links over a long way: where one connection does not fill them, several carry what it would, in the same order."""
 
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
+from collections import Counter
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch.distributed as dist
 
 import onebox
+from onebox.wire.protocol.responses import GroupTraffic
 from onebox.worker.comm.gloo_forwarder import GlooForwarder, loopback_address
 from onebox.worker.comm.link_meter import LinkMeters
 from onebox.worker.comm.tls_mesh import MOST_CONNECTIONS, DuplexLink, connect_mesh
@@ -19,25 +24,100 @@ from tests.net.fleet import GRACE_S, MACHINES, Fleet
 from tests.net.hosts import Network
 from tests.net.training import alone, batch, outcome, parts, plans
 from tests.reference import assert_same
-from tests.unit.worker.comm.test_gloo_forwarder import endpoint, in_place
+from tests.unit.worker.comm.test_gloo_forwarder import acknowledged_bytes, endpoint, in_place
 from tests.unit.worker.comm.test_tls_mesh import WITHIN_S, Store
 
 DELAY_S = 0.04
+RATE_BPS = 100_000_000
+WINDOW_BYTES = 1 << 19
+FEW_BYTES = 1 << 16
+"""Of windows that hold back even a small model."""
 
 
-def test_a_link_over_a_long_way_has_several_connections_and_one_order() -> None:
+def test_a_link_that_windows_hold_back_has_several_connections_and_one_order() -> None:
+    with far_hosts() as network:
+        narrow(network, ("here", "there"))
+        passed = passed_on(network, 1 << 25)
+    assert all(each > 1 << 19 for each in passed.connections), "each carried a part"
+    assert 0.9 * (1 << 25) < passed.carried.size_bytes < 1.1 * (1 << 25), "of all connections"
+    assert 0 < passed.carried.busy_ns < 1e9 * (passed.lasted_s + 0.5), "of the one that was busy for longest"
+
+
+def test_a_link_that_one_connection_fills_has_one() -> None:
+    with far_hosts() as network:
+        for host in network.hosts.values():
+            host.limit(RATE_BPS)
+        passed = passed_on(network, 1 << 24)
+    first, *others = passed.connections
+    assert first > 0.9 * (1 << 24)
+    assert max(others) < 1 << 16, "the handshake"
+
+
+@pytest.mark.long
+def test_training_over_several_connections_has_the_result_of_one_process(tmp_path: Path) -> None:
     try:
-        network = Network(["here", "there"], delay_s=DELAY_S)
+        network = Network([*MACHINES, "client"], delay_s=DELAY_S)
     except RuntimeError as error:
         pytest.skip(f"no cables that take their time here: {error}")
+    plan, steps = plans()["data-parallel"], 3
+    with network, Fleet(network, tmp_path) as fleet:
+        narrow(network, MACHINES, FEW_BYTES)
+        for name in MACHINES:
+            fleet.pair(name)
+        fleet.start(MACHINES)
+        with (
+            fleet.client(),
+            onebox.open(fleet.spec(), threads=1, grace_s=GRACE_S) as pool,
+            onebox.Trainer(*parts(), pool=pool, plan=plan) as trainer,
+        ):
+            found = outcome(trainer, [trainer.step(*batch(step)) for step in range(steps)])
+            between = sum(connections(process, network) for process in pool.process_ids)
+            used = [used_connections(network, name) for name in MACHINES]
+    assert_same(found, alone(plan, steps))
+    assert between >= 2 * len(MACHINES) * (len(MACHINES) - 1) * MOST_CONNECTIONS, "at both ends of each"
+    assert max(max(each.values()) for each in used) > 1, "of those to one peer"
+
+
+class Passed(NamedTuple):
+    """Account of bytes that one Gloo has sent to another one.
+
+    Args:
+        connections: Bytes that each connection carried.
+        carried: What the meter says.
+        lasted_s: Time that it took.
+    """
+
+    connections: list[int]
+    carried: GroupTraffic
+    lasted_s: float
+
+
+def far_hosts() -> Network:
+    """Return two hosts with a long way between them."""
+    try:
+        return Network(["here", "there"], delay_s=DELAY_S)
+    except RuntimeError as error:
+        pytest.skip(f"no cables that take their time here: {error}")
+
+
+def narrow(network: Network, names: Iterable[str], size_bytes: int = WINDOW_BYTES) -> None:
+    """Let TCP connections of hosts have little on the way."""
+    for name in names:
+        for way in ("rmem", "wmem"):
+            setting = f"echo 4096 {size_bytes} {size_bytes} > /proc/sys/net/ipv4/tcp_{way}"
+            network[name].run("sh", "-c", setting).check_returncode()
+
+
+def passed_on(network: Network, size_bytes: int) -> Passed:
+    """Send so many bytes, which have to arrive as they are, from one Gloo to the other."""
     store, hosts = Store(), list(network.hosts.values())
 
     def connect(rank: int) -> dict[int, DuplexLink]:
         with hosts[rank].inside():
             return connect_mesh(rank, 2, hosts[rank].address, store)
 
-    sent = b"".join(number.to_bytes(4) for number in range(1 << 21))
-    with network, ThreadPoolExecutor(2) as threads:
+    sent = b"".join(number.to_bytes(4) for number in range(size_bytes // 4))
+    with ThreadPoolExecutor(2) as threads:
         links = list(threads.map(connect, range(2)))
         assert [len(way) for mesh in links for link in mesh.values() for way in link] == 4 * [MOST_CONNECTIONS]
         meters = LinkMeters()
@@ -60,33 +140,24 @@ def test_a_link_over_a_long_way_has_several_connections_and_one_order() -> None:
                     sending.result(WITHIN_S)
         lasted_s = time.monotonic() - begin_s
         (carried,) = meters.take()
+        connections = [acknowledged_bytes(each) for each in links[1][0].outgoing]
         for forwarder in (here, there):
             forwarder.close(WITHIN_S)
     assert found == sent
-    assert 0.9 * len(sent) < carried.size_bytes < 1.1 * len(sent), "of all connections"
-    assert 0 < carried.busy_ns < 1e9 * (lasted_s + 0.5), "of the one that was busy for longest"
+    return Passed(connections, carried, lasted_s)
 
 
-@pytest.mark.long
-def test_training_over_several_connections_has_the_result_of_one_process(tmp_path: Path) -> None:
-    try:
-        network = Network([*MACHINES, "client"], delay_s=DELAY_S)
-    except RuntimeError as error:
-        pytest.skip(f"no cables that take their time here: {error}")
-    plan, steps = plans()["data-parallel"], 3
-    with network, Fleet(network, tmp_path) as fleet:
-        for name in MACHINES:
-            fleet.pair(name)
-        fleet.start(MACHINES)
-        with (
-            fleet.client(),
-            onebox.open(fleet.spec(), threads=1, grace_s=GRACE_S) as pool,
-            onebox.Trainer(*parts(), pool=pool, plan=plan) as trainer,
-        ):
-            found = outcome(trainer, [trainer.step(*batch(step)) for step in range(steps)])
-            between = sum(connections(process, network) for process in pool.process_ids)
-    assert_same(found, alone(plan, steps))
-    assert between >= 2 * len(MACHINES) * (len(MACHINES) - 1) * MOST_CONNECTIONS, "at both ends of each"
+def used_connections(network: Network, name: str) -> Counter[str]:
+    """Return how many connections of a machine have carried more than a handshake, by the address that they lead to."""
+    listed = network[name].run("ss", "--tcp", "--numeric", "--info", "--oneline", "--no-header")
+    listed.check_returncode()
+    others = {network[other].address for other in MACHINES} - {network[name].address}
+    found: Counter[str] = Counter()
+    for line in listed.stdout.splitlines():
+        target = line.split()[4].rpartition(":")[0]
+        acknowledged = re.search(r"bytes_acked:(\d+)", line)
+        found[target] += target in others and acknowledged is not None and int(acknowledged[1]) > 1 << 14
+    return found
 
 
 def connections(process: int, network: Network) -> int:

@@ -9,8 +9,8 @@ of number r on all hosts, so that all agree who that is; ports are any that are 
 listens in place of the lower one, by an address that it puts into what Gloo reads from the store; the forwarder of the
 lower rank connects to its Gloo when the first bytes arrive.
 
-What Gloo writes goes in numbered chunks, each by the connection that has the fewest bytes queued, so that all those of
-a long link are full; the other end puts them in order.
+What Gloo writes goes in numbered chunks, each by the connection that has the fewest bytes queued, of those that are
+used (``link_meter.py``): one where it fills the link. The other end puts them in order.
 """
 
 from __future__ import annotations

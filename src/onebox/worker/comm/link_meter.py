@@ -5,6 +5,11 @@ The kernel counts the bytes that the other end has acknowledged, and the time in
 the processor's time that it takes is the longer one, and counts. Each burst also takes the round trip of its last
 acknowledgement, which says nothing of the rate. Of several connections to one worker, which are busy at the same time,
 the one that was busy for longest counts.
+
+Several are used only where one does not fill the link. The first carries everything until the kernel says that for much
+of the busy time it was the window that held back what was to be sent (``tcpi_rwnd_limited``, ``tcpi_sndbuf_limited``;
+since Linux 4.10), and not a queue on the way, in which all of the window waits where routers have long ones. Then there
+is one more, which is judged with the others in the same way.
 """
 
 from __future__ import annotations
@@ -19,19 +24,35 @@ from typing import NamedTuple
 
 from onebox.wire.protocol.responses import GroupTraffic
 
-_INFO = struct.Struct("=24xI92xQ16xII16xQ")  # unacked, bytes_acked, notsent_bytes, min_rtt, busy_time (linux/tcp.h)
+_INFO = struct.Struct("=24xI40xI48xQ16xII16xQQQ")
+"""Of ``linux/tcp.h``: unacked, rtt, bytes_acked, notsent_bytes, min_rtt, busy_time, rwnd_limited, sndbuf_limited."""
+
 _UNKNOWN_US = 1 << 31
 """Round trips from here up are no measurement: the kernel gives the largest number where it has none."""
+
+HELD_BACK = 0.2
+"""Share of the busy time from which on it counts that the window held a link back: it is some hundredths on links that
+one connection fills, while windows grow."""
+
+JUDGED_TRIPS = 16
+"""Round trips of busy time after which it is judged: longer than windows grow."""
+
+QUEUED = 2
+"""Ratio of the recent round trip to the shortest one from which on at least half of what is on the way waits in queues:
+the link is full, and the window that it fits into holds nothing back."""
 
 
 class _Counters(NamedTuple):
     """Fields of ``struct tcp_info``."""
 
     unacked: int
+    recent_trip_us: int
     acked_bytes: int
     unsent_bytes: int
     trip_us: int
     busy_us: int
+    receiver_limited_us: int
+    sender_limited_us: int
 
 
 class _Totals(NamedTuple):
@@ -50,6 +71,38 @@ class _Totals(NamedTuple):
     trips_ns: int = 0
 
 
+class UsedConnections:
+    """Decision of how many connections of a link are used: one at first, then more, never fewer.
+
+    Args:
+        most: Those that there are.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.count = 1
+        """The connections that are used; the first ones."""
+        self._most = most
+        self._busy_us = self._limited_us = 0  # when the time that is judged began
+
+    def judge(self, found: Sequence[_Counters]) -> None:
+        """Use one more if the window has held back those that are used.
+
+        Args:
+            found: The counters of those that are used.
+        """
+        if self.count == self._most or found[0].trip_us >= _UNKNOWN_US:
+            return
+        busy_us = sum(each.busy_us for each in found)
+        passed_us = busy_us - self._busy_us
+        if passed_us < JUDGED_TRIPS * found[0].trip_us * len(found):
+            return
+        limited_us = sum(each.receiver_limited_us + each.sender_limited_us for each in found)
+        full = max(each.recent_trip_us for each in found) >= QUEUED * found[0].trip_us
+        if not full and limited_us - self._limited_us >= HELD_BACK * passed_us:
+            self.count += 1
+        self._busy_us, self._limited_us = busy_us, limited_us
+
+
 class LinkMeter:
     """Meter of the connections to one peer, by way of which all is sent.
 
@@ -62,18 +115,20 @@ class LinkMeter:
     def __init__(self, connections: Sequence[ssl.SSLSocket], group: int, peer: int) -> None:
         self._group, self._peer = group, peer
         self._connections = connections
+        self._used = UsedConnections(len(connections))
         self._bursts = [0] * len(connections)
         self._writing_ns = [0] * len(connections)
         self._reported = [_Totals()] * len(connections)
 
     def send(self, data: bytes | memoryview) -> None:
-        """Send all of some data by the connection that has the fewest bytes that the network has not taken yet.
+        """Send all of some data by the used connection with the fewest bytes that the network has not taken yet.
 
         Raises:
             OSError: A connection has ended.
         """
         begin_ns = time.thread_time_ns()
-        found = [_counters(each) for each in self._connections]
+        found = [_counters(each) for each in self._connections[: self._used.count]]
+        self._used.judge(found)
         place = min(range(len(found)), key=lambda number: found[number].unsent_bytes)
         self._bursts[place] += not found[place].unacked and not found[place].unsent_bytes
         try:

@@ -3,8 +3,8 @@ client's rendezvous has handed to the other.
 
 Each worker makes a key of its own for the group, which never leaves it. A pair of workers has a connection for each
 direction, so that no two threads use one: OpenSSL's do not allow it. Over a long way it has several for each, as the
-kernel's window of one would fill a part of it only. Each rank connects to all others, and listens for them at one port,
-which it closes when all have come.
+kernel's window of one may fill a part of it only; until that shows, the first alone is used. Each rank
+connects to all others, and listens for them at one port, which it closes when all have come.
 
 Where a rank cannot connect to another one, the client connects to the listeners of both and relays: the same TLS goes
 through it, from end to end.

@@ -29,6 +29,12 @@ with socket.create_connection((sys.argv[1], int(sys.argv[2])), 30) as made:
 """
 
 
+def acknowledged_bytes(connection: socket.socket) -> int:
+    """Return how many bytes the other end of a connection has acknowledged, by ``struct tcp_info``."""
+    (found,) = struct.unpack_from("=Q", connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128), 120)
+    return int(found)
+
+
 def endpoint(rank: int, port: int) -> bytes:
     """Return an address as Gloo puts it into the store, between other bytes."""
     address = struct.pack("=H", socket.AF_INET) + struct.pack("!H", port) + socket.inet_aton(loopback_address(rank))
@@ -39,7 +45,7 @@ def endpoint(rank: int, port: int) -> bytes:
 def forwarders(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[GlooForwarder, GlooForwarder]]:
-    """Those of ranks 0 and 1, with so many connections in each direction."""
+    """Those of ranks 0 and 1, with so many connections in each direction, all of which are used."""
     store = Store()
     if request.param > 1:
         monkeypatch.setattr(tls_mesh, "WINDOW_BYTES", 1)  # which the shortest way is too long for
@@ -47,6 +53,8 @@ def forwarders(
         meshes = list(threads.map(lambda rank: connect_mesh(rank, 2, HERE, store), range(2)))
     assert all(len(way) == request.param for mesh in meshes for link in mesh.values() for way in link)
     made = tuple(GlooForwarder(rank, mesh, dist.HashStore()) for rank, mesh in enumerate(meshes))
+    for each in made:
+        each._channels[0]._meter._used.count = request.param  # as if windows had held back those before
     yield made[0], made[1]
     for each in made:
         each.close(0.0)
@@ -115,6 +123,8 @@ def test_bytes_arrive_in_both_directions_and_before_the_end(
                 found += part
             sending.result(WITHIN_S)
     assert found == data
+    (channel,) = forwarders[1]._channels
+    assert all(acknowledged_bytes(each) > 1 << 16 for each in channel._link.outgoing), "each carried a part"
 
 
 def test_the_end_of_one_connection_is_that_of_the_link(
@@ -128,9 +138,18 @@ def test_the_end_of_one_connection_is_that_of_the_link(
             assert other.recv(8) == b"sequence"
             (channel,) = forwarders[1]._channels
             socket.socket.shutdown(channel._link.outgoing[-1], socket.SHUT_RDWR)
-            with pytest.raises(ConnectionError):
-                for _ in range(1000):
-                    one.sendall(bytes(1 << 20))  # until others are full and the one that has ended is to be used
+            with ThreadPoolExecutor(1) as threads:
+                sending = threads.submit(
+                    one.sendall, bytes(1 << 28)
+                )  # others are full before, and that one is to be used
+                with contextlib.suppress(ConnectionError):
+                    assert not one.recv(1)
+                with contextlib.suppress(OSError):
+                    one.shutdown(
+                        socket.SHUT_RDWR
+                    )  # nobody may read any more, which the kernel says only if it can send
+                with pytest.raises(ConnectionError):
+                    sending.result(WITHIN_S)
             with contextlib.suppress(ConnectionError):
                 while other.recv(1 << 20):
                     pass

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from onebox.wire.protocol.responses import GroupTraffic
-from onebox.worker.comm.link_meter import LinkMeters
+from onebox.worker.comm.link_meter import HELD_BACK, JUDGED_TRIPS, LinkMeters, UsedConnections, _Counters
 from onebox.worker.comm.tls_mesh import DuplexLink, connect_mesh
 from tests.unit.worker.comm.test_tls_mesh import HERE, WITHIN_S, Store
 
@@ -84,3 +84,44 @@ def test_the_time_is_that_until_bytes_have_arrived_and_no_other(ends: tuple[Dupl
     found = carried(meters, size_bytes)
     busy_s = sum(each.busy_ns for each in found) / 1e9
     assert PAUSE_S * PAUSES / 4 < busy_s < lasted_s + 0.5
+
+
+TRIP_US = 40_000
+JUDGED_US = JUDGED_TRIPS * TRIP_US
+LIMITED_US = round(HELD_BACK * JUDGED_US)
+
+
+def counters(busy_us: int, receiver_limited_us: int = 0, sender_limited_us: int = 0) -> _Counters:
+    """Return what the kernel counts of a connection with a long way."""
+    return _Counters(0, TRIP_US, 0, 0, TRIP_US, busy_us, receiver_limited_us, sender_limited_us)
+
+
+@pytest.mark.parametrize("limited_us", [(LIMITED_US, 0), (0, LIMITED_US), (LIMITED_US // 2, -(-LIMITED_US // 2))])
+def test_one_more_connection_is_used_each_time_that_windows_held_back_those_that_are(
+    limited_us: tuple[int, int],
+) -> None:
+    used = UsedConnections(3)
+    used.judge([counters(JUDGED_US - 1, *limited_us)])
+    assert used.count == 1, "not for so long yet"
+    used.judge([counters(JUDGED_US, *limited_us)])
+    assert used.count == 2
+    judged = [counters(2 * JUDGED_US, *limited_us), counters(JUDGED_US)]
+    used.judge(judged)
+    assert used.count == 2, "not since there are two"
+    used.judge([each._replace(busy_us=each.busy_us + JUDGED_US) for each in judged])
+    assert used.count == 2
+    used.judge([counters(4 * JUDGED_US, *limited_us), counters(3 * JUDGED_US, *(2 * each for each in limited_us))])
+    assert used.count == 3
+    used.judge(3 * [counters(9 * JUDGED_US, 9 * JUDGED_US)])
+    assert used.count == 3, "there are no more"
+
+
+def test_one_connection_stays_alone_while_its_window_does_not_hold_it_back() -> None:
+    used = UsedConnections(4)
+    for number in range(1, 100):
+        used.judge([counters(number * JUDGED_US, number * (LIMITED_US - 1))])
+    assert used.count == 1
+    used.judge([counters(150 * JUDGED_US, 150 * JUDGED_US)._replace(recent_trip_us=2 * TRIP_US)])
+    assert used.count == 1, "the link is full"
+    used.judge([counters(200 * JUDGED_US, 200 * JUDGED_US)._replace(trip_us=(1 << 32) - 1)])
+    assert used.count == 1, "its way has not been measured"
