@@ -705,6 +705,7 @@ class IslandsSession:
             self._begin_outer()
         if self._owes_outer_steps:
             self.synchronize()
+            return divided(batch, self._present_shares)  # it may have lost an island
         return parts
 
     def _replace_provisional(self, batch: Batch) -> None:
@@ -875,19 +876,20 @@ class IslandsSession:
         """
         if self.outer.quorum is None:
             return True
-        start_s, punctual, most_s = time.monotonic(), self.membership.punctual, max(self.outer.grace_s, QUIET_S)
+        start_s, punctual = time.monotonic(), self.membership.punctual
         pending = set(replies.values())
         while pending and not any(_failed(reply) for reply in replies.values()):
             pending = wait(pending, SLICE_S).not_done
-            silent = [
-                place
-                for place in punctual
-                if max(self._pool.silence_s(worker) for worker in self.plans[place].devices) > most_s
-            ]
+            silent = [place for place in punctual if self._is_silent(place)]
             if pending and silent and len(punctual) - len(silent) >= self.outer.quorum:
                 self._go_on_without(silent, time.monotonic() - start_s)
                 return False
         return True
+
+    def _is_silent(self, place: int) -> bool:
+        """Return whether a worker of an island has given no sign of life for longer than the grace time."""
+        silence_s = max(self._pool.silence_s(worker) for worker in self.plans[place].devices)
+        return silence_s > max(self.outer.grace_s, QUIET_S)
 
     def _go_on_without(self, places: Collection[int], seconds: float) -> None:
         """Take islands for late; sums that need their parts are void, and begun anew without them.
@@ -916,7 +918,7 @@ class IslandsSession:
     def _gather(self) -> None:
         """Before an outer step, take late islands that have made their steps, and wait for a quorum of the others."""
         for place in self.membership.late:
-            if self._sessions[place].replies(0):
+            if self._sessions[place].replies(0) or self._is_silent(place):
                 continue
             start_s, at_s = time.monotonic(), time.time()
             try:

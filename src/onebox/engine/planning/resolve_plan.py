@@ -189,7 +189,13 @@ def cautious(found: PlanningResult, devices: Sequence[DeviceInfo]) -> PlanningRe
         devices: The devices of the pool.
     """
     hosts = {device: host for host, own in distinct_hosts(devices).items() for device in own}
-    near = [one for one in found.result.candidates if len({hosts[device] for device in one.plan.devices}) == 1]
+
+    def is_near(plan: Plan) -> bool:
+        return len({hosts[device] for device in plan.devices}) == 1
+
+    if is_near(found.plan):
+        return found
+    near = [one for one in found.result.candidates if is_near(one.plan)]
     fitting = [one for one in near if not one.refused and not one.shortfalls]
     best = min(fitting, key=lambda one: one.step_s, default=None)
     assert found.plan.predicted is not None

@@ -317,6 +317,8 @@ class _Connector:
             _close(made)
             if not isinstance(error, OSError):
                 raise
+            if made:  # some hosts limit the connections of one other
+                self._most = 1
             self._why = error.strerror or str(error)
             return None, reached
         return tuple(made), True
@@ -406,7 +408,14 @@ def _begin(
 
 def _settle(connection: ssl.SSLSocket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # routers forget connections that carry nothing
+    for option, value in _KEEP_ALIVE.items():
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
     connection.settimeout(None)
+
+
+_KEEP_ALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 6}
+"""Seconds until the first probe of an idle connection, and between two, and the number of probes without answer."""
 
 
 class _Pending:
