@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -119,6 +120,29 @@ def test_all_ranks_reach_each_other_and_nothing_listens_afterwards(store: Store,
     for mesh in meshes:
         for link in mesh.values():
             link.close()
+
+
+def test_a_host_that_refuses_further_connections_has_one(
+    store: Store, ranks: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a firewall does that limits the connections of one address."""
+    begin = tls_mesh._begin
+
+    def limited(raw: socket.socket, *args: Any) -> ssl.SSLSocket:
+        if args[-2]:  # a connection behind the first
+            raw.close()
+            raise ConnectionRefusedError("too many connections")
+        return begin(raw, *args)
+
+    monkeypatch.setattr(tls_mesh, "round_trip_s", lambda raw: 0.3)
+    monkeypatch.setattr(tls_mesh, "_begin", limited)
+    one, other = (each.result(WITHIN_S) for each in [ranks.submit(connect_mesh, n, 2, HERE, store) for n in range(2)])
+    assert works(one[1], other[0])
+    for link in (one[1], other[0]):
+        assert len(link.outgoing) == len(link.incoming) == 1
+        for found in (*link.outgoing, *link.incoming):
+            assert found.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE), "routers forget what is idle"
+        link.close()
 
 
 def test_idle_and_talking_strangers_are_closed_and_hold_up_nobody(
