@@ -36,7 +36,7 @@ it on a link without much latency."""
 
 _BURST_BYTES, _BURST_GROWTH, _PROBE_GROWTH = 64 << 10, 1.3, 4
 """Bytes that a link may pass at once, the ratio of consecutive sizes up to these, and beyond: at 1 Mbit/s and more a
-probe in one direction takes less than 0.4 s, also behind a burst."""
+probe in one direction takes less than 0.4 s, also behind a burst, and less than 60 latencies on a long way."""
 
 _BEHIND_BURST_S = 0.01
 """Seconds that the message before the last of a probe takes: it has used up the burst, and the last shows the rate."""

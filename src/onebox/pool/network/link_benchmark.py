@@ -74,7 +74,7 @@ def measure_links(pool: MeasuredPool, members: Sequence[int], rooms: Sequence[in
 def probe_links(
     pool: MeasuredPool, pairs: Iterable[tuple[int, int]], known: LinkSpeeds, rooms: Mapping[int, int]
 ) -> LinkSpeeds:
-    """Measure some links quickly, in both directions: a second a pair at most, from 1 Mbit/s up.
+    """Measure some links quickly, in both directions: a second a pair at most, from 1 Mbit/s up, on short ways.
 
     A link that seems slower than before is probed a second time: disturbances only make a measurement slower.
 
