@@ -30,7 +30,7 @@ from onebox.wire.gradient_codecs import encoded_spec, is_coded, padded_elements
 from onebox.wire.protocol.instructions import Ask, Free, Receive, Rename, Send
 
 _FAR_AHEAD, _FAR_BYTES = 16, 32 << 20
-"""Actions for which values from other hosts are received ahead, if those have no more bytes together."""
+"""Number of actions ahead for which values from other hosts are received, and the limit of their bytes together."""
 
 
 class ActionHook(Protocol):

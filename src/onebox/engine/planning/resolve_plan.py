@@ -181,8 +181,8 @@ def default_plan(pool: Pool) -> DataParallel | Literal["auto"]:
 def cautious(found: PlanningResult, devices: Sequence[DeviceInfo]) -> PlanningResult:
     """Return a result whose plan uses one host if no plan over several is predicted to shorten a step by a tenth.
 
-    Links between hosts carry what others send, too, and take time of the processors at their ends, which predictions
-    do not have; nobody asked for them.
+    Links between hosts carry the traffic of others, too, and cost processor time at both ends; predictions include
+    neither.
 
     Args:
         found: The plan, with the candidates that it was compared with.
