@@ -112,8 +112,9 @@ class Reference:
         return found
 
     def inner(self, batch: Any) -> tuple[float, float]:
-        """Make a step of each island."""
+        """Make a step of each island; keep the loss and samples of each."""
         loss = norm = 0.0
+        self.parts: dict[int, tuple[float, int]] = {}
         size, start = sizes_of(batch), 0
         for island, own in enumerate(apportion(size, list(self.weights))):
             if not own:
@@ -129,6 +130,7 @@ class Reference:
                 self.cuts[island],
                 lambda index, a=around: a(self.steps, index) if a else None,
             )
+            self.parts[island] = found, own
             loss += found * own / size
             norm += clipped(model, self.max_norm) * own / size
             for optimizer in optimizers:
