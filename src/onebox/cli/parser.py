@@ -85,6 +85,15 @@ on both:
 onebox pair COMMAND --help says more of each.
 """
 
+_TORCHRUN = "torchrun"
+_TORCHRUN_HELP = """usage: onebox torchrun [flags of onebox run] [flags of torchrun] SCRIPT [ARGUMENTS]
+
+The same as onebox run [flags] torchrun [flags] SCRIPT [ARGUMENTS], with a rank for each device of the pool unless
+--nproc-per-node says otherwise.
+
+  onebox torchrun --pool cpu*2 train.py
+"""
+
 _BARE = (*HELP, HELP_ALL, "--synchronous")
 """Flags of ``onebox run`` that take no value."""
 
@@ -94,6 +103,7 @@ _OVERVIEW = f"""onebox {__version__}: {_DESCRIPTION[0].lower()}{_DESCRIPTION[1:]
 
 on a pool of devices, of this machine or of others:
   run      an ordinary PyTorch script; what it calls cuda:0, cuda:1 … are the pool's devices
+  torchrun a distributed script, with a rank for each device
   train    a model, yours or one of onebox's; a run has a folder, from which it can be resumed
   plan     which device should compute what, and when
   memory   whether a model fits, and what would make it fit; nothing is run
@@ -132,6 +142,8 @@ def parse(arguments: Sequence[str]) -> Config:
     if arguments[0] in (*HELP, HELP_ALL, "--version"):
         print(f"onebox {__version__}" if arguments[0] == "--version" else _OVERVIEW.rstrip())
         raise SystemExit(0)
+    if arguments[0] == _TORCHRUN:
+        arguments = _as_run(arguments[1:])
     command = _command(arguments)
     own, script = _without_script(arguments)
     own = own[len(command.split()) :]
@@ -156,9 +168,8 @@ def _command(arguments: Sequence[str]) -> str:
     """
     first, second = arguments[0], arguments[1] if len(arguments) > 1 else ""
     if first not in _FIRST_WORDS:
-        raise UsageError(
-            f"there is no command {first!r}{nearest(first, _FIRST_WORDS)}; the commands are {', '.join(_FIRST_WORDS)}"
-        )
+        words = (*_FIRST_WORDS, _TORCHRUN)
+        raise UsageError(f"there is no command {first!r}{nearest(first, words)}; the commands are {', '.join(words)}")
     seconds = [command.split()[1] for command in OPTIONS if command.startswith(f"{first} ")]
     if not seconds:
         return first
@@ -188,6 +199,30 @@ def _without_script(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...
             return words[:position], tuple(words[position:])
         position += 1 if "=" in word or word in _BARE else 2
     return words, ()
+
+
+def _as_run(words: Sequence[str]) -> list[str]:
+    """Return the arguments of ``onebox torchrun`` as those of ``onebox run``.
+
+    Raises:
+        UsageError: There is no script.
+        SystemExit: Help was requested and has been printed.
+    """
+    flags = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(RunConfig)}
+    position = 0
+    while position < len(words) and words[position].partition("=")[0].replace("_", "-") in flags:
+        position += 1 if "=" in words[position] or words[position] in _BARE else 2
+    own, rest = list(words[:position]), list(words[position:])
+    if rest and rest[0] in (*HELP, HELP_ALL):
+        print(_TORCHRUN_HELP.rstrip())
+        raise SystemExit(0)
+    if not rest:
+        raise UsageError(
+            "a script is needed: onebox torchrun [flags] script.py [arguments]; see onebox torchrun --help"
+        )
+    if not any(word.partition("=")[0].replace("_", "-") == "--nproc-per-node" for word in rest):
+        rest = ["--nproc-per-node", "gpu", *rest]
+    return ["run", *own, "-m", "torch.distributed.run", *rest]
 
 
 def _checked(script: tuple[str, ...]) -> tuple[str, ...]:

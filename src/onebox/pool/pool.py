@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Literal, Self
 
+import msgspec
 import torch
 
 from onebox.cost import PoolProfile, load, store
@@ -58,6 +59,9 @@ class Pool:
     A context manager: leaving it ends all workers and closes all sockets.
     """
 
+    attached = False
+    """True for the pool of a parent process, whose devices other processes use, too."""
+
     def __init__(
         self,
         handles: Sequence[WorkerHandle],
@@ -68,6 +72,7 @@ class Pool:
         channel_latency_s: float = 0.0,
         channel_bandwidth_bps: float = math.inf,
         plain_links: bool = False,
+        first_number: int = 1,
     ) -> None:
         self.devices: tuple[DeviceInfo, ...] = tuple(devices)
         self.links: LinkMap = directed(links or {}, devices)
@@ -85,7 +90,9 @@ class Pool:
         self._recovering = threading.RLock()
         self._recoveries = 0
         self._losses: dict[int, tuple[int, OneboxError]] = {}  # of each worker the latest, with its recovery's number
-        self._numbers = itertools.count(1)
+        self.first_number = first_number
+        """The lowest number of a buffer or definition; lower ones are those of other processes that use the workers."""
+        self._numbers = itertools.count(first_number)
         self._owner = os.getpid()
         self._closed = False
         self._default_types: dict[int, torch.dtype] = {}
@@ -185,7 +192,7 @@ class Pool:
     def post(
         self,
         worker: int,
-        instructions: Sequence[Instruction],
+        instructions: Sequence[Instruction] | msgspec.Raw,
         frames: Sequence[Any] = (),
         *,
         answer: bool = False,
@@ -353,6 +360,38 @@ class Pool:
     def is_whole(self, group: int) -> bool:
         """Return whether a group is formed and, as far as is known, no member has left it."""
         return self._client_loop.serves(group)
+
+    def claim(self, worker: int) -> None:
+        """Reserve a device for the collectives of this process, among those that use the pool.
+
+        Raises:
+            UsageError: It is another one's.
+        """
+
+    def release(self, worker: int) -> None:
+        """End a claim of a device."""
+
+    def groups_of(self, worker: int) -> dict[int, tuple[int, ...]]:
+        """Return the groups that a worker is in, with their members.
+
+        Raises:
+            OneboxError: The pool is closed.
+        """
+        return self._client_loop.groups_of(worker)
+
+    def end_groups(self, groups: Mapping[int, Sequence[int]]) -> None:
+        """End groups of which a process that used them has ended: exchanges in them fail.
+
+        Args:
+            groups: Members by group.
+
+        Raises:
+            OneboxError: The pool is closed or broken.
+        """
+        self._client_loop.dissolve(groups)
+        self.interrupt_groups(groups)
+        for group, members in groups.items():
+            self.leave_group(group, members)
 
     def leave_group(self, group: int, workers: Sequence[int]) -> None:
         """Dissolve a group."""

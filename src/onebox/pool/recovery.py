@@ -162,7 +162,9 @@ class _Recovery:
                 break
             for worker in waiting:  # the peer that it waits for may have missed a message: the loss came in between
                 if worker in affected and now_s - since_s[worker] > _STILL_S:
-                    self.groups.update(self._client_loop.dissolve_groups(worker))
+                    own = self._client_loop.groups_of(worker)
+                    self._client_loop.dissolve(own)
+                    self.groups.update(own)
             for worker in waiting if self.groups else ():
                 self._client_loop.interrupt(worker, sorted(self.groups))
             late = wait(late, timeout=min(left_s, _AGAIN_S)).not_done

@@ -12,7 +12,7 @@ from onebox.vgpu.core.tensor import VirtualTensor
 from onebox.vgpu.cuda_alias import alias_cuda
 from onebox.vgpu.distributed.ranks import Ranks, spawn
 from onebox.vgpu.registration import install, uninstall
-from onebox.vgpu.runtime.context import attach, current_context
+from onebox.vgpu.runtime.context import attach, current_context, open_on_demand
 from onebox.worker import Fault
 
 
@@ -100,6 +100,12 @@ def open_devices(
     return pool
 
 
+def install_on_demand() -> None:
+    """Register ``vgpu`` as a device of PyTorch, and open the pool of ``ONEBOX_POOL`` when a device is first used."""
+    install()
+    open_on_demand()
+
+
 def set_synchronous(on: bool) -> None:
     """Set whether every operator is waited for, so that an error is raised at its own line; for debugging."""
     for queue in current_context().queues:
@@ -113,6 +119,7 @@ __all__ = [
     "alias_cuda",
     "attach",
     "install",
+    "install_on_demand",
     "open_devices",
     "set_synchronous",
     "spawn",

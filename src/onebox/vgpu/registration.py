@@ -112,9 +112,8 @@ def _flush_after_steps(patches: Patches) -> None:
 
 
 def _after_step(*_: Any) -> None:
-    if context.device_count():
-        for queue in context.current_context().queues:
-            queue.flush()
+    for queue in context.open_queues():
+        queue.flush()
 
 
 def _parallel(name: str = "") -> Any:

@@ -1,4 +1,4 @@
-"""``onebox run``: an ordinary script, with the devices of a pool as ``cuda:0 …``."""
+"""``onebox run``: an ordinary script, with the devices of a pool as ``cuda:0 …``, also in processes that it starts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import os
 import runpy
+import shutil
 import signal
 import sys
 import threading
@@ -21,10 +22,10 @@ from onebox.cli.tracebacks import without_own_frames
 from onebox.errors import UsageError
 from onebox.pool import Pool
 from onebox.pool.devices import DeviceInfo
+from onebox.pool.sharing import ADDRESS, PoolServer
 from onebox.stop_signals import RECENT, exit_status, handling
 from onebox.vgpu import open_devices, set_synchronous
 from onebox.vgpu.cuda_alias import alias_cuda
-from onebox.vgpu.runtime.context import device_count
 
 MODULE = "-m"
 """In place of a script: the next argument is the name of a module, as for Python itself."""
@@ -50,11 +51,31 @@ def run_script(config: RunConfig) -> int:
             print(f"onebox: {hosts}", file=sys.stderr, flush=True)
         alias_cuda()
         set_synchronous(config.synchronous)
+        server = _share(pool, synchronous=config.synchronous)
+        own = os.getpid()
         with _end_signals(pool, config.stop_within):
             status = _status_of(run)
-        for number in range(device_count() if status == OK else 0):  # none in a forked process that reaches this, too
-            torch.cuda.synchronize(number)
+            if os.getpid() != own:  # a forked process, which has nothing to wait for
+                return status
+            if status == OK:
+                status = _status_of(server.wait)  # a rank 0 may end before the others
+        if status == OK:
+            for number in range(len(pool)):
+                torch.cuda.synchronize(number)
         return status
+
+
+def _share(pool: Pool, *, synchronous: bool) -> PoolServer:
+    """Share a pool with the processes that the script starts, until it is closed."""
+    server = PoolServer(pool, synchronous=synchronous)
+    os.environ[ADDRESS] = server.address
+
+    def end() -> None:
+        os.environ.pop(ADDRESS, None)
+        server.close()
+
+    pool.closing.append(end)
+    return server
 
 
 @contextlib.contextmanager
@@ -70,7 +91,7 @@ def _arguments(words: tuple[str, ...]) -> Iterator[Callable[[], object]]:
     module = words[0] == MODULE
     name, *arguments = words[1:] if module else words
     if not module and not Path(name).exists():
-        raise UsageError(f"there is no script {name}; a path is needed, or -m and the name of a module")
+        name = _installed(name)
     argv, path = sys.argv, list(sys.path)
     sys.argv = [name, *arguments]
     if not sys.flags.safe_path:  # python -P: neither the folder of the script nor the current one
@@ -83,6 +104,22 @@ def _arguments(words: tuple[str, ...]) -> Iterator[Callable[[], object]]:
             yield lambda: runpy.run_path(os.path.abspath(name), run_name="__main__")
     finally:
         sys.argv, sys.path[:] = argv, path
+
+
+def _installed(name: str) -> str:
+    """Return the path of a command that is a Python script, such as ``torchrun`` or ``accelerate``.
+
+    Raises:
+        UsageError: There is none of this name.
+    """
+    found = shutil.which(name) if Path(name).name == name else None
+    if found is not None:
+        with open(found, "rb") as file:
+            if b"python" in file.readline(4096):
+                return found
+    raise UsageError(
+        f"there is no script {name}; a path is needed, a command in Python, or -m and the name of a module"
+    )
 
 
 def devices_by_host(devices: Sequence[DeviceInfo]) -> str:

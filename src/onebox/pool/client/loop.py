@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Generic, TypeVar
 
+import msgspec
 import psutil
 import zmq
 
@@ -129,7 +130,7 @@ class ClientLoop:
     def post(
         self,
         worker: int,
-        instructions: Sequence[Instruction],
+        instructions: Sequence[Instruction] | msgspec.Raw,
         frames: Sequence[Any] = (),
         *,
         answer: bool = False,
@@ -138,7 +139,7 @@ class ClientLoop:
 
         Args:
             worker: Its number.
-            instructions: The instructions, in order.
+            instructions: The instructions, in order; or their encoding, by another process of this client.
             frames: Raw elements of their tensors; must not be modified until the worker has replied.
             answer: Whether the worker is to reply; otherwise the future is done at once.
 
@@ -153,7 +154,8 @@ class ClientLoop:
             raise UsageError(f"there is no worker {worker}; this pool has 0 to {len(self._connections) - 1}")
         with self._lock:
             self._numbers += 1
-            header = encode(Envelope(self._numbers, answer, tuple(instructions)))
+            encoded: Any = instructions if isinstance(instructions, msgspec.Raw) else tuple(instructions)
+            header = encode(Envelope(self._numbers, answer, encoded))
             future = self._pending.promise(worker, self._numbers, answer=answer)
             size_bytes = sum(len(frame) for frame in frames)
             self.sent_bytes[worker] = self.sent_bytes.get(worker, 0) + size_bytes
@@ -237,9 +239,13 @@ class ClientLoop:
 
         self._call_in_loop(interrupt_waits)
 
-    def dissolve_groups(self, worker: int) -> list[int]:
-        """Dissolve the groups of a worker, notify those that wait in them for the client, and return the groups."""
-        return self._call_in_loop(lambda _: self._dissolve_groups(worker))
+    def groups_of(self, worker: int) -> dict[int, tuple[int, ...]]:
+        """Return the groups that a worker is in, with their members."""
+        return self._call_in_loop(lambda _: self._groups_of(worker))
+
+    def dissolve(self, groups: Collection[int]) -> None:
+        """Dissolve groups, and notify those that wait in them for the client."""
+        self._call_in_loop(lambda _: self._dissolve(groups))
 
     def miss(self, worker: int, error: OneboxError) -> None:
         """Note that a dropped worker is not replaced, until :meth:`replace` is called for it."""
@@ -392,12 +398,10 @@ class ClientLoop:
         self.lost.pop(worker, None)
         return members
 
-    def _dissolve_groups(self, worker: int) -> list[int]:
-        groups = self._groups.of(worker)
-        self._dissolve(groups)
-        return groups
+    def _groups_of(self, worker: int) -> dict[int, tuple[int, ...]]:
+        return {group: self._groups.members(group) for group in self._groups.of(worker)}
 
-    def _dissolve(self, groups: Sequence[int]) -> None:
+    def _dissolve(self, groups: Collection[int]) -> None:
         for group in groups:
             self._notify(self._groups.dissolve(group))
             self._end_relay(group)

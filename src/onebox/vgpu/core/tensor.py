@@ -37,7 +37,13 @@ class Handle:
 
     @shielded
     def __del__(self) -> None:
-        self.queue.dead.append(self.number)  # by any thread that collects it; the next record processes it
+        if self.number:
+            self.queue.dead.append(self.number)  # by any thread that collects it; the next record processes it
+
+    def pass_on(self) -> int:
+        """Return the number of the buffer, which another process will free."""
+        number, self.number = self.number, 0
+        return number
 
     def storage(self, size_bytes: int) -> VirtualStorage:
         """Return the storage of the buffer: the same one until the buffer has another size.

@@ -4,18 +4,16 @@ files, ranks and their collectives."""
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch.distributed import distributed_c10d
 
 from onebox.vgpu.cuda_alias.device_names import number_of, to_cuda, to_vgpu, to_vgpu_type
 from onebox.vgpu.cuda_alias.functions import yes
-from onebox.vgpu.distributed import process_group, ranks
+from onebox.vgpu.distributed import process_group
 from onebox.vgpu.integration import serialization
 from onebox.vgpu.integration.generators import VirtualGenerator
 from onebox.vgpu.patches import Patches
@@ -85,10 +83,7 @@ _SCRIPT_BACKEND = "nccl"
 
 
 def translate_distributed(patches: Patches) -> None:
-    """Make a script's ranks start as threads, and accept its names of backends."""
-    spawning = sys.modules["torch.multiprocessing.spawn"]
-    for owner in (torch.multiprocessing, spawning):
-        patches.set(owner, "spawn", ranks.spawn)
+    """Accept a script's names of backends."""
     backend = _script_name(distributed_c10d.get_backend)
     for module in (dist, distributed_c10d):
         patches.set(module, "get_backend", backend)

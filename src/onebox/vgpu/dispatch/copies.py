@@ -94,7 +94,7 @@ def transfer_all(tensors: Sequence[VirtualTensor], queues: Sequence[CommandQueue
         source.write_unwaited()
     pairs = [_straight(tensor) for tensor in tensors]
     straights = [straight for straight, _ in pairs]
-    if any(queue.pool is not source.pool for queue in queues):
+    if source.pool.attached or any(queue.pool is not source.pool for queue in queues):
         moved = [[upload(download(straight), queue)._handle for straight in straights] for queue in queues]
     else:
         moved = _moved(straights, source, queues)

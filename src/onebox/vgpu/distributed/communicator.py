@@ -118,6 +118,8 @@ def _claim(queue: CommandQueue) -> None:
         thread, count = _claims.get(queue, (own, 0))
         if thread != own:
             raise UsageError(f"{queue.device} is another rank's already: let each rank have devices of its own")
+        if not count:
+            queue.pool.claim(queue.worker)
         _claims[queue] = own, count + 1
 
 
@@ -126,6 +128,9 @@ def _release(queue: CommandQueue) -> None:
         thread, count = _claims.pop(queue, (0, 0))
         if count > 1:
             _claims[queue] = thread, count - 1
+        elif count:
+            with contextlib.suppress(OneboxError):  # nothing to release in a closed pool
+                queue.pool.release(queue.worker)
 
 
 def form(store: Any, name: str, queue: CommandQueue, rank: int, size: int) -> Communicator:

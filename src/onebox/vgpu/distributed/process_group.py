@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -80,14 +81,9 @@ def _issuing(call: Callable[..., list[PendingWrite]]) -> Callable[..., Collectiv
             self.write_unwaited()
             pairs = call(self, *args, **kwargs)
         targets = [target for target, _ in pairs]
-        return CollectiveWork(self, pairs, targets, [_queue(target).unwaited for target in targets])
+        return CollectiveWork(self, pairs, targets, [self._queue(target).unwaited for target in targets])
 
     return issue
-
-
-def _queue(tensor: Tensor) -> CommandQueue:
-    """Return the command queue of a tensor's device; of the thread's current one for a host tensor."""
-    return tensor._handle.queue if isinstance(tensor, VirtualTensor) else context.queue_of(torch.device("vgpu"))
 
 
 def _same(tensor: Tensor) -> PendingWrite:
@@ -97,8 +93,8 @@ def _same(tensor: Tensor) -> PendingWrite:
 class VirtualProcessGroup(_Base):
     """A process group over virtual devices; each rank belongs to a thread.
 
-    A rank's device is determined by its first collective, as with NCCL: that of the tensor, or the thread's current one
-    for a host tensor.
+    A rank's device is determined by its first collective, as with NCCL: that of the tensor; for a host tensor the one
+    that the rank has chosen, or that of its number on its host.
 
     Args:
         store: A key-value store that the ranks share.
@@ -141,13 +137,22 @@ class VirtualProcessGroup(_Base):
 
     # ---- tensors
 
+    def _queue(self, tensor: Tensor) -> CommandQueue:
+        """Return the command queue of a tensor's device; of the rank's one for a host tensor."""
+        if isinstance(tensor, VirtualTensor):
+            return tensor._handle.queue
+        if self._communicators and not context.has_chosen_device():
+            return next(iter(self._communicators))
+        return context.queue_of(torch.device("vgpu", context.device_of_rank(self._rank)))
+
     def _at(self, tensor: Tensor) -> Communicator:
         """Return the communicator of a tensor's device; formed with the first tensor there."""
-        queue = _queue(tensor)
+        queue = self._queue(tensor)
         found = self._communicators.get(queue)
         if found is None:
             self._formed += 1
-            found = form(self._store, f"devices{self._formed}", queue, self._rank, self._size)
+            restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun may keep the store over restarts
+            found = form(self._store, f"devices{self._formed}/{restarts}", queue, self._rank, self._size)
             self._communicators[queue] = found
         return found
 

@@ -26,6 +26,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.nn.parallel import DistributedDataParallel
 
 from onebox.errors import PeerLost, UsageError
+from onebox.pool.sharing import parent_address
 from onebox.vgpu.distributed import process_group
 from onebox.vgpu.distributed.thread_store import ThreadStore
 from onebox.vgpu.patches import Patch, Patches
@@ -255,7 +256,9 @@ def spawn(
     if nprocs < 1:
         raise UsageError(f"nprocs={nprocs}: at least one rank is needed")
     WORLDS.apply()
-    context.current_context().group()  # formed now, while no rank waits for another one
+    devices = context.current_context()
+    if not devices.pool.attached:
+        devices.group()  # formed now, while no rank waits for another one
     ranks = Ranks(fn, args, nprocs)
     if not join:
         return ranks
@@ -277,7 +280,8 @@ WORLDS = Patches((Patch(distributed_c10d, "_world", Worlds), _isolate))
 
 
 def beginning(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``torch.distributed.init_process_group``, to support ranks that are threads."""
+    """Wrap ``torch.distributed.init_process_group``, to support ranks that are threads, and GPU backends for those that
+    are processes."""
 
     @functools.wraps(original)
     def init_process_group(
@@ -291,6 +295,8 @@ def beginning(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> None:
         here = current()
         if here is None:
+            if parent_address() and "nccl" in str(backend):  # one rank of several processes that share a pool
+                backend = process_group.NAME
             original(backend, init_method, timeout, world_size, rank, store, **rest)
             return
         if store is None:

@@ -11,7 +11,6 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from onebox.errors import PoolError
 from onebox.vgpu.integration import generators
 from onebox.vgpu.integration.events import VirtualEvent as Event
 from onebox.vgpu.integration.events import VirtualStream as Stream
@@ -31,7 +30,7 @@ def is_available() -> bool:
 
 def is_initialized() -> bool:
     """Return whether a pool is open."""
-    return device_count() > 0
+    return bool(context.open_queues())
 
 
 def init() -> None:
@@ -44,11 +43,7 @@ def _lazy_init() -> None:
 
 def _is_in_bad_fork() -> bool:
     """Return whether this is a forked process whose parent has virtual devices."""
-    try:
-        current_context()
-    except PoolError as error:
-        return "forked" in str(error)
-    return False
+    return context.is_forked()
 
 
 def set_device(device: Device) -> None:

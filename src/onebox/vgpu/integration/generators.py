@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import weakref
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ from onebox.vgpu.dispatch.copies import transfer, upload
 from onebox.vgpu.dispatch.op_cache import sources
 from onebox.vgpu.runtime.command_queue import FIRST_SEED, CommandQueue
 from onebox.vgpu.runtime.context import queue_of, seeded_queues
-from onebox.wire import GeneratorSpec
+from onebox.wire import GeneratorSpec, TensorSpec, to_frame
 from onebox.wire.protocol.eager import KeepGenerator, SetGenerator
-from onebox.wire.protocol.requests import Define
+from onebox.wire.protocol.instructions import Free
+from onebox.wire.protocol.requests import Define, Put
 
 _plain: Any = torch._C.Generator
 
@@ -116,6 +118,8 @@ def read_state(queue: CommandQueue, number: int) -> Tensor:
         queue: Command queue of the device.
         number: The generator; 0 is the device's own.
     """
+    if not number and queue.unused:
+        return _state_of_unused(queue)
     buffer = queue.new_number()
     queue.flush([KeepGenerator(number, buffer)])
     return wrap(Handle(queue, buffer), dense(torch.uint8, (queue.state_bytes,)))
@@ -129,6 +133,13 @@ def write_state(queue: CommandQueue, number: int, state: Tensor) -> None:
         number: The generator; 0 is the device's own.
         state: The state, on any device.
     """
+    if not number and queue.unused:
+        host, buffer = state.detach().cpu().clone(), queue.new_number()
+        put = Put((buffer,), (TensorSpec("uint8", tuple(host.shape)),))
+        steps = (put, [to_frame(host)]), (SetGenerator(0, None, buffer), ()), (Free((buffer,)), ())
+        if queue.start_with(*steps):
+            _kept[queue] = host
+            return
     if not isinstance(state, VirtualTensor):
         here = upload(state, queue)
     else:  # not by an operator: this may be called where PyTorch's dispatcher must ignore tensor subclasses
@@ -136,10 +147,25 @@ def write_state(queue: CommandQueue, number: int, state: Tensor) -> None:
     queue.flush([SetGenerator(number, None, here._handle.number)])
 
 
+_kept: weakref.WeakKeyDictionary[CommandQueue, Tensor] = weakref.WeakKeyDictionary()
+"""States that were set for unused devices."""
+
+
+def _state_of_unused(queue: CommandQueue) -> Tensor:
+    """Return the state with which the first use of a device will begin, on the host."""
+    if queue in _kept:
+        return _kept[queue].clone()
+    if queue.pool.devices[queue.worker].kind == "cuda":  # seed and offset
+        return torch.tensor([queue.seed - (queue.seed >> 63 << 64), 0], dtype=torch.int64).view(torch.uint8)
+    return _plain("cpu").manual_seed(queue.seed).get_state()
+
+
 def seed_device(queue: CommandQueue, seed: int) -> None:
     """Seed the generator of a device."""
     queue.seed = _checked(seed)
-    queue.flush([SetGenerator(0, queue.seed)])
+    _kept.pop(queue, None)
+    if not queue.start_with((SetGenerator(0, queue.seed), ())):
+        queue.flush([SetGenerator(0, queue.seed)])
 
 
 def seed_all(seed: int) -> None:

@@ -16,9 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onebox.vgpu.core.tensor import VirtualTensor
+from onebox.pool.sharing import parent_address
+from onebox.vgpu.core.metadata import from_wire
+from onebox.vgpu.core.tensor import Handle, VirtualTensor, wrap
+from onebox.vgpu.dispatch.dispatch import launch
 from onebox.vgpu.patches import Patches
 from onebox.vgpu.runtime import context
+from onebox.wire import Strided
 
 PRIORITY = 5
 """Before those of PyTorch's own devices, one of which handles any PrivateUse1 device with real storages."""
@@ -134,10 +138,10 @@ def filling_afterwards(load: Any) -> Any:
 
 
 def add_to_pickle(patches: Patches) -> None:
-    """Register virtual tensors with ``torch.save`` and ``torch.load``, and refuse to send them to other processes."""
+    """Register virtual tensors with ``torch.save`` and ``torch.load``, and with queues between processes."""
     add_locations(patches, PRIORITY, _tag, restore)
     reducers: dict[Any, Any] = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
-    patches.put(reducers, VirtualTensor, _not_sent)
+    patches.put(reducers, VirtualTensor, _shared)
 
 
 def add_locations(patches: Patches, priority: int, tag: Any, restored: Any) -> None:
@@ -149,12 +153,45 @@ def add_locations(patches: Patches, priority: int, tag: Any, restored: Any) -> N
     patches.on_removal(lambda: registry.remove(entry))
 
 
-def _not_sent(tensor: VirtualTensor) -> Any:
-    """Refuse to send a tensor to another process, where it would arrive as a host tensor."""
-    raise NotImplementedError(
-        f"a tensor of {tensor.device} cannot be sent to another process: the devices are this one's alone; "
-        "send tensor.cpu()"
+def _shared(tensor: VirtualTensor) -> Any:
+    """Return the reduction of a tensor for another process that uses the same pool: it gets the same elements.
+
+    As with CUDA, what either of them writes the other reads. The buffer has a second number for the way, so that it is
+    there however long that takes; the receiver frees it.
+
+    Raises:
+        NotImplementedError: The devices are this process's alone.
+        RuntimeError: The tensor is a result that autograd would have to follow into another process.
+    """
+    if not parent_address():
+        raise NotImplementedError(
+            f"a tensor of {tensor.device} cannot be sent to another process: the devices are this one's alone; "
+            "send tensor.cpu(), or start the script by onebox run, which shares its devices"
+        )
+    if tensor.requires_grad and not tensor.is_leaf:
+        raise RuntimeError(
+            "a tensor that requires a gradient and is no leaf cannot be sent to another process, whose autograd would "
+            "not know how it was computed; send tensor.detach()"
+        )
+    alias = launch(tensor._handle.queue, torch.ops.aten.alias.default, tensor.detach())
+    queue, number = tensor._handle.queue, alias._handle.pass_on()
+    queue.flush(wait=True)  # it must exist when the receiver's message comes
+    return _received, (
+        queue.worker,
+        number,
+        alias._metadata.strided(),
+        tensor.requires_grad,
+        bool(getattr(tensor, "_is_param", False)),
     )
+
+
+def _received(worker: int, number: int, layout: Strided, requires_grad: bool, parameter: bool) -> Any:
+    """Return the tensor that another process has sent."""
+    queue = context.queue_of(torch.device("vgpu", worker))
+    passed = wrap(Handle(queue, number), from_wire(layout))  # the number is freed with it
+    with torch.no_grad():
+        made: Tensor = launch(queue, torch.ops.aten.alias.default, passed)
+    return torch.nn.Parameter(made, requires_grad) if parameter else made.requires_grad_(requires_grad)
 
 
 VirtualTensor.reducer = staticmethod(_reduce)

@@ -23,7 +23,7 @@ from onebox.vgpu.runtime.request_channel import RequestChannel
 from onebox.vgpu.runtime.trace_cache import Batcher, Record
 from onebox.vgpu.signals import shielded
 from onebox.wire import FREE, KernelSpec, SlotArgument, TensorSpec
-from onebox.wire.protocol.eager import Perform
+from onebox.wire.protocol.eager import Perform, SetGenerator
 from onebox.wire.protocol.instructions import Call, Free, Get
 from onebox.wire.protocol.requests import Define, Instruction
 from onebox.wire.protocol.responses import OperatorResult, Tensors
@@ -108,7 +108,10 @@ class CommandQueue:
         self.synchronous = False
         self.seed = FIRST_SEED
         self._ring = ring
-        self._next = FIRST
+        self._next = FIRST + pool.first_number - 1
+        self._start: list[tuple[Instruction, Sequence[Any]]] = []  # what precedes the first use
+        if pool.attached:
+            self._start.append((SetGenerator(0, FIRST_SEED), ()))
         self._size = CALLS
         self._first: list[tuple[Instruction, Sequence[Any]]] = []  # instructions that precede the calls, with frames
         self._frame_bytes = 0
@@ -297,6 +300,8 @@ class CommandQueue:
         with self.lock:
             if self.dead:
                 self._bury()
+            if self._start and (awaited or self._first or self._calls or last):
+                self._first, self._start = [*self._start, *self._first], []
             recorded: list[Instruction] = [instruction for instruction, _ in self._first]
             carried = [frame for _, brought in self._first for frame in brought]
             if self._calls:
@@ -349,15 +354,32 @@ class CommandQueue:
         (tensors,) = (result for result in answer.results if isinstance(result, Tensors))
         return tensors.specs[0], answer.frames[0]
 
+    @property
+    def unused(self) -> bool:
+        """True if other processes may use the device, and this one has not."""
+        return bool(self._start)
+
+    def start_with(self, *instructions: tuple[Instruction, Sequence[Any]]) -> bool:
+        """Replace the instructions, with their frames, that precede the first use of an unused device; return whether
+        it is one."""
+        with self.lock:
+            if self._start:
+                self._start = list(instructions)
+                return True
+            return False
+
     @shielded
     def synchronize(self) -> None:
-        """Wait until the worker has executed everything recorded.
+        """Wait until the worker has executed everything recorded; a device that others use may have nothing of it.
 
         Raises:
             OneboxError: It is gone; or an operator has failed since the last wait and was not reported.
         """
-        self.flush(wait=True)
-        self.channel.raise_failed()
+        with self.lock:
+            unused = self.unused and not self._calls and not self._first
+        if not unused:
+            self.flush(wait=True)
+            self.channel.raise_failed()
 
     def idle(self) -> bool:
         """Return whether the worker has executed everything recorded; sends what has not been sent."""
@@ -425,6 +447,10 @@ class IdleFlusher:
         self._bell.set()
         if self._thread is not None:
             self._thread.join(timeout=1.0)
+
+    def after_fork(self) -> None:
+        """Forget the thread, which a forked process lacks; another one is started when it is needed."""
+        self.__init__()  # type: ignore[misc]
 
     def _run(self) -> None:
         while True:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import threading
 import time
@@ -10,8 +11,9 @@ import weakref
 
 import torch
 
-from onebox.errors import PoolError, UsageError
-from onebox.pool import Pool
+from onebox.errors import OneboxError, PoolError, UsageError
+from onebox.pool import Pool, open_pool
+from onebox.pool.sharing import AttachedPool, parent_address
 from onebox.vgpu.runtime.command_queue import Buffer, CommandQueue, IdleFlusher
 from onebox.vgpu.runtime.current_device import patches_for
 
@@ -90,7 +92,9 @@ class DeviceContext:
 
 
 def _after_fork() -> None:
-    """Replace the locks of a forked process; another thread of its parent may have held them."""
+    """Replace the locks and threads of a forked process; another thread of its parent may have held them."""
+    _attaching[0] = threading.RLock()
+    idle.after_fork()
     for each in _open_contexts.values():
         each.transfers = threading.RLock()
         for queue in each.queues:
@@ -104,6 +108,8 @@ atexit.register(idle.end)
 _contexts: list[weakref.ref[DeviceContext]] = []
 _open_contexts: dict[int, DeviceContext] = {}
 _local = threading.local()
+_attaching = [threading.RLock()]
+_on_demand: list[bool] = []
 
 
 def attach(pool: Pool) -> DeviceContext:
@@ -120,20 +126,70 @@ def attach(pool: Pool) -> DeviceContext:
     return made
 
 
+def _newest() -> DeviceContext | None:
+    """Return the context of the pool that was opened last and is still open, perhaps by a process before a fork."""
+    while _contexts:
+        found = _contexts[-1]()
+        if found is not None and id(found.pool) in _open_contexts:
+            return found
+        _contexts.pop()
+    return None
+
+
 def current_context() -> DeviceContext:
-    """Return the context of the pool that was opened last and is still open.
+    """Return the context of the pool that was opened last and is still open; in a child of a process that shares its
+    pool, that of this pool, which is attached on first use.
 
     Raises:
         PoolError: There is none, or this is a forked process.
     """
-    while _contexts:
-        found = _contexts[-1]()
-        if found is not None and id(found.pool) in _open_contexts:
-            if found.owner != os.getpid():
-                raise PoolError("a forked process cannot use the virtual devices of its parent")
-            return found
-        _contexts.pop()
+    found = _newest()
+    if found is not None and found.owner == os.getpid():
+        return found
+    if parent_address():
+        return _attach_to_parent()
+    if found is None and _on_demand:
+        return _open_own()
+    if found is not None:
+        raise PoolError("a forked process cannot use the virtual devices of its parent")
     raise PoolError("there are no virtual devices; open a pool first: onebox.open()")
+
+
+def open_on_demand() -> None:
+    """Open the pool that the environment names, when devices are first used and there is no other one."""
+    _on_demand.append(True)
+
+
+def _open_own() -> DeviceContext:
+    with _attaching[0]:
+        found = _newest()
+        return attach(open_pool()) if found is None else found
+
+
+def _attach_to_parent() -> DeviceContext:
+    with _attaching[0]:
+        found = _newest()
+        if found is not None and found.owner == os.getpid():  # another thread was faster
+            return found
+        pool = AttachedPool(parent_address())
+        made = attach(pool)
+        pool.closing.insert(0, lambda: _send_recorded(made))
+        for queue in made.queues:
+            queue.synchronous = pool.synchronous
+        return made
+
+
+def _send_recorded(devices: DeviceContext) -> None:
+    """Send what was recorded and not sent, before a process ends whose parent's devices go on."""
+    for queue in devices.queues:
+        with contextlib.suppress(OneboxError):
+            queue.flush(pace=False)
+
+
+def is_forked() -> bool:
+    """Return whether this is a forked process whose parent has virtual devices, and has not used any itself."""
+    found = _newest()
+    return found is not None and found.owner != os.getpid()
 
 
 def device_count() -> int:
@@ -163,6 +219,20 @@ def set_current_device(number: int) -> None:
     if number:
         NUMBERED.apply()
     _local.device = number
+
+
+def has_chosen_device() -> bool:
+    """Return whether this thread has chosen its current device."""
+    return hasattr(_local, "device")
+
+
+def device_of_rank(rank: int) -> int:
+    """Return the device of a rank: this thread's current one if it was chosen, else by the number of the rank on its
+    host, as NCCL guesses it."""
+    if has_chosen_device():
+        return current_device()
+    local = os.environ.get("LOCAL_RANK", "")
+    return (int(local) if local.isdecimal() else rank) % max(1, device_count())
 
 
 def keep_to_device(number: int) -> None:

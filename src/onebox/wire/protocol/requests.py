@@ -15,7 +15,7 @@ from onebox.wire.protocol.groups import FormGroup, LeaveGroup, Reduced, Rendezvo
 from onebox.wire.protocol.instructions import GroupDelays, Options, Step
 from onebox.wire.protocol.snapshots import SlotInstruction, StateEntry
 
-PROTOCOL = 15
+PROTOCOL = 16
 """Version of everything in this file, in ``steps.py``, ``program.py`` and ``state.py``; both sides must agree."""
 
 
@@ -142,6 +142,18 @@ class SetNumerics(Message, frozen=True, tag="numerics"):
     cuda_graphs: bool = True
 
 
+class FreeRange(Message, frozen=True, tag="free-range"):
+    """Free all buffers and definitions whose numbers are in a range: those of a client process that has ended.
+
+    Args:
+        first: The first number.
+        end: The number after the last one.
+    """
+
+    first: int
+    end: int
+
+
 class Shutdown(Message, frozen=True, tag="bye"):
     """End the worker."""
 
@@ -157,6 +169,7 @@ Instruction = (
     | LeaveGroup
     | Retime
     | SetNumerics
+    | FreeRange
     | Rendezvous
     | Reduced
     | TicketCancelled

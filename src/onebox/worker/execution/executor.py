@@ -34,6 +34,7 @@ from onebox.wire.protocol.instructions import (
 )
 from onebox.wire.protocol.requests import (
     Define,
+    FreeRange,
     Instruction,
     OptimizerSpec,
     Put,
@@ -449,6 +450,13 @@ class Executor:
             self._undefine(number)
         return []
 
+    def _free_range(self, free: FreeRange, frames: Iterator[Any], resolve: Resolve) -> Sequence[Outcome]:
+        for number in self.store.within(free.first, free.end):
+            self.store.forget(number)
+        for number in [number for number in self._definitions if free.first <= number < free.end]:
+            self._undefine(number)
+        return []
+
     def _get(self, get: Get, frames: Iterator[Any], resolve: Resolve) -> Sequence[Outcome]:
         tensors = []
         for number in map(resolve, get.buffers):
@@ -558,6 +566,7 @@ class Executor:
         Put: _put,
         Call: _call,
         Free: _free,
+        FreeRange: _free_range,
         Get: _get,
         Ask: _ask,
         **dict.fromkeys(get_args(Communication), _exchange),

@@ -270,6 +270,11 @@ class BufferStore:
         if self._away and (away := self._away.pop(number, None)) is not None:
             away.drop(number)
 
+    def within(self, first: int, end: int) -> list[int]:
+        """Return the numbers in a range, its end excluded, that are not empty."""
+        tables: list[dict[int, Any]] = [self._tensors, self._pending, self._void, self._away]
+        return sorted({number for table in tables for number in table if first <= number < end})
+
     def rename(self, into: Mapping[int, int]) -> None:
         """Renumber buffers, all at once; buffers whose numbers are taken, and that get no others, end.
 

@@ -1,0 +1,270 @@
+"""The pool of the parent process, in a child: the parent forwards messages to the workers."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing.util
+import os
+import socket
+import threading
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from queue import SimpleQueue
+from typing import Any, Literal
+
+import msgspec
+
+from onebox.cost import PoolProfile
+from onebox.errors import OneboxError, PoolError, UsageError, WireError
+from onebox.pool.client.connection import WorkerReply
+from onebox.pool.errors import fail, raise_first
+from onebox.pool.pool import Pool
+from onebox.pool.sharing.message_stream import MessageStream
+from onebox.pool.sharing.messages import (
+    Attached,
+    Claim,
+    Detach,
+    Failed,
+    Form,
+    Leave,
+    Post,
+    Request,
+    decode_response,
+    encode_message,
+    to_error,
+)
+from onebox.wire import check_frames
+from onebox.wire.protocol.requests import Instruction
+
+ADDRESS = "ONEBOX_PARENT"
+"""Environment variable with the address of the parent's server."""
+
+_ATTACHED_S = 30.0
+"""Bound of the wait for the parent's first message."""
+
+_REPLY_S = 60.0
+"""Bound of a wait for the parent itself."""
+
+_JOIN_S = 10.0
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def parent_address() -> str:
+    """Return the address of the server of a parent process that shares its pool; empty where there is none."""
+    return os.environ.get(ADDRESS, "")
+
+
+class _ParentConnection:
+    """The connection to the parent: futures of requests, and a thread for each direction.
+
+    It has the part of the interface of :class:`~onebox.pool.client.loop.ClientLoop` that a child's pool uses.
+
+    Args:
+        address: Address of the parent's server.
+
+    Raises:
+        PoolError: There is no such server.
+    """
+
+    def __init__(self, address: str) -> None:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.connect(address)
+        except OSError as error:
+            connection.close()
+            raise PoolError(
+                f"the process that shares its devices with this one cannot be reached ({error.strerror} at {address}); "
+                f"if it has ended, start the script anew by onebox run"
+            ) from None
+        self._stream = MessageStream(connection)
+        self._requests: SimpleQueue[tuple[Request, Sequence[Any]] | None] = SimpleQueue()
+        self._futures: dict[int, Future[Any]] = {}
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._stopping = False
+        self.broken: OneboxError | None = None
+        """The error for which nothing can be posted any more."""
+        self.attached: Future[Attached] = Future()
+        self.sent_bytes: dict[int, int] = {}
+        self.lost: dict[int, OneboxError] = {}
+        self.missing: dict[int, OneboxError] = {}
+        self._reader = threading.Thread(target=self._read, name="onebox-parent-replies", daemon=True)
+        self._writer = threading.Thread(target=self._write, name="onebox-parent", daemon=True)
+        self._reader.start()
+        self._writer.start()
+
+    def post(
+        self,
+        worker: int,
+        instructions: Sequence[Instruction] | msgspec.Raw,
+        frames: Sequence[Any] = (),
+        *,
+        answer: bool = False,
+    ) -> Future[WorkerReply]:
+        """Send instructions to a worker; see :meth:`~onebox.pool.client.loop.ClientLoop.post`."""
+        check_frames(frames)
+        try:
+            encoded = msgspec.Raw(_encoder.encode(tuple(instructions)))
+        except (OverflowError, UnicodeEncodeError) as error:
+            raise WireError(f"a message that cannot be encoded: {error}") from None
+        self.sent_bytes[worker] = self.sent_bytes.get(worker, 0) + sum(len(frame) for frame in frames)
+        future: Future[WorkerReply] = self.ask(
+            lambda number: Post(number, worker, answer, encoded), frames, answer=answer
+        )
+        if not answer:
+            future.set_result(WorkerReply((), (), ()))
+        return future
+
+    def ask(self, request: Any, frames: Sequence[Any] = (), *, answer: bool = True) -> Future[Any]:
+        """Send a request, made for its number; return the future of its result."""
+        future: Future[Any] = Future()
+        with self._lock:
+            if self.broken is not None:
+                raise self.broken.with_traceback(None)
+            number = next(self._numbers)
+            if answer:
+                self._futures[number] = future
+            self._requests.put((request(number), frames))
+        return future
+
+    def stop(self, *last: Instruction) -> None:
+        """Send what is posted, and end the connection; the workers go on. Idempotent."""
+        with self._lock:
+            if self._stopping:
+                return
+            self._stopping = True
+            self.broken = self.broken or PoolError("the pool is closed; open another with onebox.open()")
+            self._requests.put((Detach(), ()))
+            self._requests.put(None)
+        self._writer.join(_JOIN_S)
+        self._stream.end()
+        self._reader.join(_JOIN_S)
+        self._give_up(self.broken)
+
+    # ---- the threads
+
+    def _write(self) -> None:
+        while (outgoing := self._requests.get()) is not None:
+            request, frames = outgoing
+            try:
+                self._stream.send(encode_message(request), frames)
+            except (OSError, WireError) as error:
+                self._give_up(PoolError(f"the process that shares its devices with this one has ended: {error}"))
+                return
+
+    def _read(self) -> None:
+        try:
+            while (found := self._stream.receive()) is not None:
+                self._take(*found)
+            self._give_up(PoolError("the process that shares its devices with this one has ended"))
+        except (msgspec.DecodeError, WireError) as error:
+            self._give_up(WireError(f"the process that shares its devices sent what is no response: {error}"))
+
+    def _take(self, header: bytearray, frames: Sequence[Any]) -> None:
+        response = decode_response(header)
+        if isinstance(response, Attached):
+            self.attached.set_result(response)
+            return
+        with self._lock:
+            future = self._futures.pop(response.number, None)
+        if future is None:
+            if isinstance(response, Failed):  # of a request without a reply
+                self._give_up(to_error(response))
+        elif isinstance(response, Failed):
+            fail(future, to_error(response))
+        elif response.group:
+            future.set_result(response.group)
+        else:
+            future.set_result(
+                WorkerReply(response.results, frames, response.times_ns, response.used_bytes, response.traffic)
+            )
+
+    def _give_up(self, error: OneboxError) -> None:
+        with self._lock:
+            self.broken = self.broken or error
+            futures, self._futures = list(self._futures.values()), {}
+        fail(self.attached, error)
+        for future in futures:
+            fail(future, error)
+
+
+class AttachedPool(Pool):
+    """The pool of the parent process, which forwards what this one sends to workers.
+
+    Its devices are measured, recovered and given back by the parent. Closing it frees what this process has on them.
+
+    Args:
+        address: Address of the parent's server.
+
+    Raises:
+        PoolError: The parent cannot be reached.
+    """
+
+    attached = True
+
+    def __init__(self, address: str) -> None:
+        self._parent = _ParentConnection(address)
+        try:
+            attached = self._parent.attached.result(_ATTACHED_S)
+        except FutureTimeout:
+            self._parent.stop()
+            raise PoolError(f"the process that shares its devices did not answer in {_ATTACHED_S:.0f} s") from None
+        connection: Any = self._parent
+        super().__init__(
+            (), (), connection, attached.devices, plain_links=attached.plain_links, first_number=attached.first
+        )
+        self.round_trip_s = attached.round_trip_s
+        self.synchronous = attached.synchronous
+        """Whether every operator is waited for."""
+        multiprocessing.util.Finalize(None, self.close, exitpriority=0)  # of a forked process, which has no atexit
+
+    def form_group(
+        self, workers: Sequence[int], via: Literal["workers", "client"], *, aside: bool = False, number: int = 0
+    ) -> int:
+        """Form a group of workers; see :meth:`Pool.form_group`.
+
+        Raises:
+            UsageError: It is not for transfers between workers; or see there.
+            OneboxError: The group could not be formed.
+        """
+        if via != "workers" or aside:
+            raise UsageError("a child process forms groups for transfers between workers only")
+        future = self._parent.ask(lambda number: Form(number, tuple(workers)))
+        (group,) = raise_first([future])
+        return int(group)
+
+    def leave_group(self, group: int, workers: Sequence[int]) -> None:
+        """Dissolve a group."""
+        self._parent.ask(lambda number: Leave(number, group, tuple(workers)))
+
+    def claim(self, worker: int) -> None:
+        """Reserve a device for the collectives of this process; see :meth:`Pool.claim`."""
+        self._wait(self._parent.ask(lambda number: Claim(number, worker, True)))
+
+    def release(self, worker: int) -> None:
+        """End a claim of a device."""
+        self._parent.ask(lambda number: Claim(number, worker, False))
+
+    def profile(self, *, fresh: bool = False, cache: bool = True, probe: Collection[int] = ()) -> PoolProfile:
+        """Raise an error: the devices are the parent's.
+
+        Raises:
+            UsageError: Always.
+        """
+        raise UsageError("the devices of a parent process cannot be measured here; open a pool with onebox.open()")
+
+    def recover_workers(self, *, seen: int | None = None, patience_s: float = 0.0) -> Any:
+        """Raise an error: the devices are the parent's.
+
+        Raises:
+            UsageError: Always.
+        """
+        raise UsageError("the parent process alone recovers its devices")
+
+    def _wait(self, future: Future[Any]) -> None:
+        try:
+            future.result(_REPLY_S)
+        except FutureTimeout:
+            raise PoolError(f"the process that shares its devices did not answer in {_REPLY_S:.0f} s") from None

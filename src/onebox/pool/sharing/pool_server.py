@@ -1,0 +1,324 @@
+"""The server that shares a pool with child processes, such as the ranks of ``torchrun``."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+import msgspec
+
+from onebox.errors import OneboxError, UsageError, WireError
+from onebox.pool.client.connection import WorkerReply
+from onebox.pool.pool import Pool
+from onebox.pool.sharing.message_stream import MessageStream
+from onebox.pool.sharing.messages import (
+    SPAN,
+    Attached,
+    Claim,
+    Detach,
+    Done,
+    Form,
+    Leave,
+    Post,
+    Request,
+    Response,
+    decode_request,
+    encode_message,
+    failed,
+)
+from onebox.wire.protocol.requests import FreeRange
+
+_CHILDREN = 256
+"""Most children at a time."""
+
+_JOIN_S = 5.0
+
+_SLICE_S = 0.2
+"""Ctrl-C ends a wait for children within this time."""
+
+_LOG = logging.getLogger("onebox")
+
+_Outgoing = tuple[Response, Sequence[Any]]
+
+
+class PoolServer:
+    """Shares a pool with the processes that this one starts, by a socket in a folder that only this user can enter.
+
+    Each child uses workers side by side with others; what it has there is freed when it ends, and groups that it was in
+    end with it. Collectives make a device one child's alone, as two processes' collectives on it could each wait for
+    what is behind the other.
+
+    Args:
+        pool: The pool; the caller closes the server before it.
+        synchronous: Whether children wait for every operator.
+    """
+
+    def __init__(self, pool: Pool, *, synchronous: bool = False) -> None:
+        self.pool = pool
+        self.synchronous = synchronous
+        self._folder = tempfile.mkdtemp(prefix="onebox-")  # mode 0700
+        self.address = os.path.join(self._folder, "pool")
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._children: dict[int, _Child] = {}
+        self._claims: dict[int, int] = {}  # from device to child
+        self._closed = False
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.bind(self.address)
+            self._socket.listen(_CHILDREN)
+        except BaseException:
+            self._socket.close()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+        self._thread = threading.Thread(target=self._accept, name="onebox-pool-server", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for the end of all children."""
+        while True:
+            with self._lock:
+                children = list(self._children.values())
+            if not children:
+                return
+            children[0].join(_SLICE_S)
+
+    def close(self) -> None:
+        """End the connections to all children, and remove the socket. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            children = list(self._children.values())
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends the wait for further ones
+        for child in children:
+            child.end()
+        self._thread.join(_JOIN_S)
+        for child in children:
+            child.join(_JOIN_S)
+        self._socket.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            with self._lock:
+                if self._closed or len(self._children) >= _CHILDREN:
+                    connection.close()
+                    continue
+                number = next(self._numbers)
+                self._children[number] = child = _Child(self, number, MessageStream(connection))
+            child.start()
+
+    # ---- called by children's threads
+
+    def claim(self, child: int, worker: int) -> None:
+        """Reserve a device for a child.
+
+        Raises:
+            UsageError: It is another one's, or is not there.
+        """
+        with self._lock:
+            self._require(child, worker)
+            self._claims[worker] = child
+
+    def release(self, child: int, worker: int) -> None:
+        """End a child's claim of a device."""
+        with self._lock:
+            if self._claims.get(worker) == child:
+                del self._claims[worker]
+
+    def require(self, child: int, worker: int) -> None:
+        """Require that a child may use a device.
+
+        Raises:
+            UsageError: It is another one's, or is not there.
+        """
+        with self._lock:
+            self._require(child, worker)
+
+    def _require(self, child: int, worker: int) -> None:
+        if not 0 <= worker < len(self.pool):
+            raise UsageError(f"there is no device {worker}; the pool has 0 to {len(self.pool) - 1}")
+        if self._claims.get(worker, child) != child:
+            raise UsageError(
+                f"device {worker} is used by the collectives of another process: let each rank have a device of its "
+                "own, as by torch.cuda.set_device(int(os.environ['LOCAL_RANK']))"
+            )
+
+    def forget(self, child: int) -> list[int]:
+        """Remove a child; return the devices that it had claimed."""
+        with self._lock:
+            self._children.pop(child, None)
+            found = [worker for worker, owner in self._claims.items() if owner == child]
+            for worker in found:
+                del self._claims[worker]
+            return found
+
+
+class _Child:
+    """The connection to one child process, with a thread for each direction.
+
+    Args:
+        server: The server.
+        number: Number of the child, from 1.
+        stream: The connection.
+    """
+
+    def __init__(self, server: PoolServer, number: int, stream: MessageStream) -> None:
+        self._server = server
+        self._pool = server.pool
+        self._number = number
+        self._stream = stream
+        self._outgoing: SimpleQueue[_Outgoing | None] = SimpleQueue()
+        self._used: set[int] = set()
+        name = f"onebox-child-{number}"
+        self._reader = threading.Thread(target=self._read, name=name, daemon=True)
+        self._writer = threading.Thread(target=self._write, name=f"{name}-replies", daemon=True)
+
+    def start(self) -> None:
+        """Start the threads."""
+        pool = self._pool
+        first = self._number * SPAN
+        self._outgoing.put(
+            (Attached(pool.devices, first, pool.round_trip_s, pool.plain_links, self._server.synchronous), ())
+        )
+        self._writer.start()
+        self._reader.start()
+
+    def end(self) -> None:
+        """End the connection."""
+        self._stream.end()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the end of the threads."""
+        self._reader.join(timeout_s)
+        self._writer.join(timeout_s)
+
+    # ---- the reader
+
+    def _read(self) -> None:
+        orderly = False
+        try:
+            while not orderly and (found := self._stream.receive()) is not None:
+                header, frames = found
+                request = decode_request(header)
+                orderly = isinstance(request, Detach)
+                self._serve(request, frames)
+        except (msgspec.DecodeError, WireError) as error:
+            _LOG.warning("a child process sent what is no request, and is given up: %s", error)
+        finally:
+            self._clean_up(orderly)
+            self._outgoing.put(None)
+
+    def _serve(self, request: Request, frames: Sequence[Any]) -> None:
+        if isinstance(request, Detach):
+            return
+        try:
+            match request:
+                case Post():
+                    self._server.require(self._number, request.worker)
+                    self._used.add(request.worker)
+                    future = self._pool.post(request.worker, request.instructions, frames, answer=request.answer)
+                    if request.answer:
+                        future.add_done_callback(partial(self._replied, request.number))
+                case Form():
+                    self._form(request)
+                case Leave():
+                    self._pool.leave_group(request.group, request.workers)
+                    self._outgoing.put((Done(request.number), ()))
+                case Claim():
+                    act = self._server.claim if request.held else self._server.release
+                    act(self._number, request.worker)
+                    self._outgoing.put((Done(request.number), ()))
+        except OneboxError as error:
+            self._outgoing.put((failed(request.number, error), ()))
+
+    def _replied(self, number: int, future: Future[WorkerReply]) -> None:
+        error = future.exception()
+        if error is not None:
+            self._outgoing.put((failed(number, error), ()))
+            return
+        reply = future.result()
+        done = Done(number, reply.results, reply.times_ns, reply.used_bytes, reply.traffic)
+        self._outgoing.put((done, reply.frames))
+
+    def _form(self, request: Form) -> None:
+        """Form a group, and reply when all members have."""
+        group = self._pool.new_number()
+        futures = self._pool.begin_group(request.workers, "workers", number=group)
+        left = itertools.count(1)
+
+        def joined(_: Future[WorkerReply]) -> None:
+            if next(left) < len(futures):
+                return
+            error = next((error for future in futures if (error := future.exception()) is not None), None)
+            if error is None:
+                self._outgoing.put((Done(request.number, group=group), ()))
+                return
+            with contextlib.suppress(OneboxError):
+                self._pool.leave_group(group, request.workers)
+            self._outgoing.put((failed(request.number, error), ()))
+
+        for future in futures:
+            future.add_done_callback(joined)
+
+    def _clean_up(self, orderly: bool) -> None:
+        """Free what the child has on workers, and end the groups that it was in.
+
+        Args:
+            orderly: Whether it has ended by itself; then what it has sent is executed before.
+        """
+        first = self._number * SPAN
+        free = FreeRange(first, first + SPAN)
+        for worker in self._server.forget(self._number):
+            with contextlib.suppress(OneboxError):
+                groups = self._pool.groups_of(worker)  # those of a process that takes its place are others
+                if orderly:
+                    done = self._pool.post(worker, [], answer=True)
+                    done.add_done_callback(partial(self._end_groups, groups))
+                else:
+                    self._pool.end_groups(groups)
+        for worker in self._used:
+            with contextlib.suppress(OneboxError):
+                self._pool.post(worker, [free])
+
+    def _end_groups(self, groups: Mapping[int, Sequence[int]], _: Future[WorkerReply]) -> None:
+        """End groups in a thread of its own, because this is called by that of the client's loop."""
+
+        def end() -> None:
+            with contextlib.suppress(OneboxError):
+                self._pool.end_groups(groups)
+
+        threading.Thread(target=end, name="onebox-end-groups", daemon=True).start()
+
+    # ---- the writer
+
+    def _write(self) -> None:
+        while (outgoing := self._outgoing.get()) is not None:
+            response, frames = outgoing
+            try:
+                self._stream.send(encode_message(response), frames)
+            except OSError:  # the child has ended, which the reader finds, too
+                break
+            except WireError as error:
+                _LOG.warning("a reply for a child process cannot be sent: %s", error)
+                break
+        self._stream.end()
+        self._reader.join()
+        self._stream.close()
