@@ -51,7 +51,8 @@ class RetiredGroups:
     """Groups of earlier plans, left once steps of the newest plan have read the data received through them.
 
     The first exact step reads all such data. Steps with stale weights compute with data distributed one step before,
-    and read the newest data in the second step.
+    and read the newest data in the second step. A member leaves when all of them have ended these steps: one that has
+    only sent would else be gone while a slow link still carries what another one waits for.
 
     Args:
         pool: The pool.
@@ -60,6 +61,8 @@ class RetiredGroups:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._groups: dict[int, tuple[Sequence[int], int]] = {}
+        self._read: dict[int, tuple[Sequence[int], list[Future[WorkerReply]]]] = {}
+        """Groups whose data these steps read, and the replies that show that they have ended."""
 
     def add(self, groups: Mapping[int, Sequence[int]], steps: int) -> None:
         """Schedule groups to be left after a number of further steps.
@@ -73,16 +76,22 @@ class RetiredGroups:
     @property
     def left(self) -> bool:
         """True if there are groups to leave."""
-        return bool(self._groups)
+        return bool(self._groups or self._read)
 
     def step(self) -> None:
-        """Record that a step has begun; groups that are not formed yet are left later.
+        """Record that a step has begun, and leave the groups that are no longer read; those that are not formed yet are
+        left later.
 
         Raises:
             OneboxError: The pool is broken.
         """
+        self.leave([group for group, (_, read) in self._read.items() if all(future.done() for future in read)])
         self._groups = {group: (members, steps - 1) for group, (members, steps) in self._groups.items()}
-        self.leave([group for group, (_, steps) in self._groups.items() if steps <= 0 and self._pool.is_formed(group)])
+        due = [group for group, (_, steps) in self._groups.items() if steps <= 0]
+        for group in filter(self._pool.is_formed, due):
+            members, _ = self._groups.pop(group)
+            there = [member for member in members if member not in self._pool.gone]
+            self._read[group] = members, [self._pool.post(member, (), answer=True) for member in there]
 
     def leave(self, groups: Collection[int] | None = None) -> None:
         """Leave some groups, or all.
@@ -90,9 +99,11 @@ class RetiredGroups:
         Raises:
             OneboxError: The pool is broken.
         """
-        for group in list(self._groups if groups is None else groups):
-            members, _ = self._groups.pop(group)
-            self._pool.leave_group(group, members)
+        retired = {group: members for known in (self._groups, self._read) for group, (members, _) in known.items()}
+        for group in list(retired if groups is None else groups):
+            self._groups.pop(group, None)
+            self._read.pop(group, None)
+            self._pool.leave_group(group, retired[group])
 
 
 def begin_group_formation(

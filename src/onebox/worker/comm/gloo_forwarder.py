@@ -44,6 +44,9 @@ _HEAD = struct.Struct("!II")
 
 _NUMBERS = 1 << 32
 
+_ACKNOWLEDGED_S = 0.002
+"""Interval of looks at whether a peer has acknowledged what was sent."""
+
 _STACK = 1 << 19
 """Of a thread that forwards: a worker's memory is limited, and a large group has many of them."""
 
@@ -95,7 +98,7 @@ class GlooForwarder:
             for channel in self._channels:
                 channel.start()
         except BaseException:
-            self.close(0.0)
+            self.close()
             for link in links.values():
                 link.close()
             raise
@@ -108,11 +111,17 @@ class GlooForwarder:
             if local == (self.address, self._gloo_port) and peer not in addresses:
                 shut_down(name)
 
-    def close(self, timeout_s: float) -> None:
-        """Forward what Gloo has written, as far as its peers read it within a time, and close everything."""
+    def drain(self, timeout_s: float) -> bool:
+        """Forward what Gloo has written, and nothing more; return whether all peers have taken it within a time."""
         end_s = time.monotonic() + timeout_s
         for channel in self._channels:
-            channel.close(end_s)
+            channel.finish()
+        return all(channel.finished(end_s) for channel in self._channels)
+
+    def close(self) -> None:
+        """Close everything; what has not been forwarded is lost."""
+        for channel in self._channels:
+            channel.close()
         self._channels.clear()
 
     def announced(self, value: bytes) -> None:
@@ -205,13 +214,24 @@ class _Channel:
         """Begin."""
         _start(self._encrypting)
 
-    def close(self, end_s: float) -> None:
-        """Forward what Gloo has written, until a time, and end."""
+    def finish(self) -> None:
+        """Forward what Gloo has written, and then end."""
+        if self._local is not None:
+            with suppress(OSError):
+                self._local.shutdown(socket.SHUT_RD)  # what has arrived can be read, and then comes the end
+
+    def finished(self, end_s: float) -> bool:
+        """Return whether everything was forwarded and the peer has acknowledged it, waiting until a time."""
+        if self._local is None:
+            return True
+        self._encrypting.join(max(0.0, end_s - time.monotonic()))
+        while (pending := self._meter.pending) and time.monotonic() < end_s:
+            time.sleep(_ACKNOWLEDGED_S)
+        return not (pending or self._encrypting.is_alive())
+
+    def close(self) -> None:
+        """End."""
         if self._encrypting.ident is not None:
-            if self._local is not None:
-                with suppress(OSError):
-                    self._local.shutdown(socket.SHUT_RD)  # what has arrived can be read, and then comes the end
-                self._encrypting.join(max(0.0, end_s - time.monotonic()))
             self._shut()
             self._encrypting.join()
         if self._decrypting is not None:

@@ -136,6 +136,14 @@ class LinkMeter:
         finally:
             self._writing_ns[place] += time.thread_time_ns() - begin_ns
 
+    @property
+    def pending(self) -> bool:
+        """True if the other end has not acknowledged all that was sent; not of connections that have ended."""
+        try:
+            return any(found.unacked or found.unsent_bytes for found in map(_counters, self._connections))
+        except OSError:
+            return False
+
     def take(self) -> GroupTraffic | None:
         """Return what has been carried since the last call; ``None`` if the connections are closed."""
         try:

@@ -33,7 +33,7 @@ from onebox.worker.memory.shared import SharedMemoryQuota
 from onebox.worker.progress import WorkerProgress
 from onebox.worker.system.cpu_affinity import threads_on_all_cores
 from onebox.worker.system.network_interfaces import NoAddress, bind_nccl, forwarded_address, listening_address
-from onebox.worker.system.tcp_connections import GroupSockets
+from onebox.worker.system.tcp_connections import ConnectionState, GroupSockets
 
 _HOST = accelerator_for("cpu")
 
@@ -106,6 +106,7 @@ class GroupManager:
                     self._emulated_links,
                     shared=self._shared,
                     network=self._network,
+                    connections=lambda: self._sockets.state(form.group),
                 )
                 self._groups[form.group] = group
             finally:
@@ -256,6 +257,7 @@ def form_group(
     *,
     shared: SharedMemoryQuota | None = None,
     network: GroupNetwork | None = None,
+    connections: Callable[[], ConnectionState] = lambda: ConnectionState(False, 0),
 ) -> WorkerGroup:
     """Join a group.
 
@@ -267,6 +269,7 @@ def form_group(
         emulated_links: State of this worker's emulated links.
         shared: Limit of the memory that it shares; none by default.
         network: Where workers of other hosts find this one, beside the group's address.
+        connections: Returns the state of the group's connections, once it has formed.
 
     Raises:
         RankLost: The others did not join in time.
@@ -278,7 +281,8 @@ def form_group(
     store = ChannelStore(channel, form.group, form.timeout_s)
 
     def by_sockets() -> GlooGroup:
-        return _by_sockets(form, store, accelerator, progress, network, ChannelRelay(channel, form.group))
+        relay = ChannelRelay(channel, form.group)
+        return _by_sockets(form, store, accelerator, progress, network, relay, connections)
 
     with progress.wait():
         if form.rank not in form.nccl:
@@ -345,6 +349,7 @@ def _by_sockets(
     progress: WorkerProgress,
     network: GroupNetwork | None,
     relay: ChannelRelay,
+    connections: Callable[[], ConnectionState],
 ) -> GlooGroup:
     if form.links:
         raise WireError("links can be emulated in groups of one Linux host with x86-64 only")
@@ -358,6 +363,6 @@ def _by_sockets(
         address = listening_address(form.address)
         require_reachable(form.rank, range(form.size), address, store, "gloo-reach")
     try:
-        return GlooGroup(form, store, accelerator, progress, address, links, network.meters)
+        return GlooGroup(form, store, accelerator, progress, address, links, network.meters, connections)
     except RuntimeError as error:
         raise RankLost(f"the group could not be formed: {str(error).splitlines()[0]}") from error

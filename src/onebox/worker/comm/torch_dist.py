@@ -36,10 +36,13 @@ from onebox.worker.comm.gloo_forwarder import GlooForwarder
 from onebox.worker.comm.link_meter import LinkMeter, LinkMeters
 from onebox.worker.comm.tls_mesh import DuplexLink
 from onebox.worker.progress import WorkerProgress
-from onebox.worker.system.tcp_connections import epoll_sets, listeners
+from onebox.worker.system.tcp_connections import ConnectionState, epoll_sets, listeners
 
 CLOSE_S = 5.0
-"""Longest wait of a leaving worker for its sends to be received."""
+"""Longest wait of a leaving worker for its sends to be received, without any byte of them."""
+
+_LOOK_S = 0.5
+"""Interval at which a wait looks at the connections."""
 
 _HEAD_BYTES = 16
 
@@ -225,11 +228,19 @@ class TorchDistGroup(ABC):
             sent: Whether nobody waits for it here.
         """
 
+    def _await(self, work: Any) -> None:
+        """Wait for an operation.
+
+        Raises:
+            RuntimeError: It has failed.
+        """
+        work.wait()
+
     def _finish(self, works: Sequence[Any], made: Callable[[], Tensor]) -> Finish:
         def finish() -> ReceivedTensor:
             with self._progress.wait():
                 for work in works:
-                    self._guard(work.wait)
+                    self._guard(functools.partial(self._await, work))
             return ReceivedTensor(made(), time.monotonic_ns())
 
         return finish
@@ -255,6 +266,7 @@ class GlooGroup(TorchDistGroup):
         links: Encrypted connections with the other ranks, closed with this group; ``None`` to connect without
             encryption.
         meters: The meters of this worker's connections.
+        connections: Returns the state of the group's connections, once it has formed.
     """
 
     def __init__(
@@ -266,8 +278,12 @@ class GlooGroup(TorchDistGroup):
         address: str,
         links: Mapping[int, DuplexLink] | None = None,
         meters: LinkMeters | None = None,
+        connections: Callable[[], ConnectionState] = lambda: ConnectionState(False, 0),
     ) -> None:
         self._store = store
+        self._connections = connections
+        self._waiters: list[_Waiter] = []
+        """Those that wait for nothing."""
         self._outgoing = _Outgoing()
         try:
             self._forwarder = None
@@ -284,7 +300,7 @@ class GlooGroup(TorchDistGroup):
         except BaseException:
             self._outgoing.drain(CLOSE_S)
             if self._forwarder is not None:
-                self._forwarder.close(0.0)
+                self._forwarder.close()
             raise
         super().__init__(form.rank, form.size, group, accelerator=accelerator, staged=True, progress=progress)
 
@@ -338,14 +354,33 @@ class GlooGroup(TorchDistGroup):
         if self._group is None:
             return
         with self._progress.wait():
-            self._outgoing.drain(CLOSE_S)
+            while_moving(self._outgoing.drain, self._connections)
         if hasattr(self._group, "abort"):
             self._group.abort()
         self._outgoing.close()
         self._group = None
+        for waiter in self._waiters:
+            waiter.close()
         if self._forwarder is not None:
             with self._progress.wait():
-                self._forwarder.close(CLOSE_S)
+                while_moving(self._forwarder.drain, self._connections)
+                self._forwarder.close()
+
+    def _await(self, work: Any) -> None:
+        """Wait for an operation, in a thread that is left behind where the wait cannot end: Gloo never gives up a
+        tensor of which a part had come when its connection ended.
+
+        Raises:
+            RuntimeError: It has failed; or a connection of the group has ended, and nothing comes over the others.
+        """
+        waiter = self._waiters.pop() if self._waiters else _Waiter()
+        waiter.begin(work)
+        if not while_moving(waiter.end, self._connections, even_if_open=True):
+            _left_behind.append(self._group)
+            waiter.close()
+            raise RuntimeError("a connection of the group ended, and with it the rest of what was to come")
+        self._waiters.append(waiter)
+        waiter.raise_failure()
 
     def _begin(self, call: Callable[[], Any], *tensors: Tensor, sent: bool = False) -> Any:
         """Begin an operation on a tensor and return its work."""
@@ -353,6 +388,73 @@ class GlooGroup(TorchDistGroup):
         if sent:
             self._outgoing.add(work, tensors)
         return work
+
+
+_left_behind: list[Any] = []
+"""Groups in which a thread waits that nothing ends: their destructors would wait for it."""
+
+
+def while_moving(
+    end: Callable[[float], bool], connections: Callable[[], ConnectionState], *, even_if_open: bool = False
+) -> bool:
+    """Wait for an end as long as bytes move over connections, at most :data:`CLOSE_S` without any; return whether it
+    has come.
+
+    Args:
+        end: Waits so many seconds for the end, and returns whether it has come.
+        connections: Returns the state of the connections.
+        even_if_open: Whether to wait without a bound as long as no connection has ended.
+    """
+    state, since_s = connections(), time.monotonic()
+    while not end(_LOOK_S):
+        before, state = state, connections()
+        if state != before or (even_if_open and not state.ended):
+            since_s = time.monotonic()
+        elif time.monotonic() - since_s >= CLOSE_S:
+            return False
+    return True
+
+
+class _Waiter:
+    """A thread that waits for operations, one at a time."""
+
+    def __init__(self) -> None:
+        self._begun: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[RuntimeError | None] = queue.SimpleQueue()
+        self._failure: RuntimeError | None = None
+        threading.Thread(target=self._run, name="onebox-received", daemon=True).start()
+
+    def begin(self, work: Any) -> None:
+        """Begin to wait for an operation."""
+        self._begun.put(work)
+
+    def end(self, timeout_s: float) -> bool:
+        """Return whether the operation has ended, waiting for it for a while."""
+        try:
+            self._failure = self._ended.get(timeout=timeout_s)
+        except queue.Empty:
+            return False
+        return True
+
+    def raise_failure(self) -> None:
+        """Raise the failure of the operation that has ended, if it has failed."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """Let the thread end, after its operation."""
+        self._begun.put(None)
+
+    def _run(self) -> None:
+        while (work := self._begun.get()) is not None:
+            failure = None
+            try:
+                work.wait()
+            except RuntimeError as error:
+                failure = error
+            del work
+            self._ended.put(failure)
 
 
 _creating = threading.Lock()
@@ -408,10 +510,11 @@ class _Outgoing:
         """Keep tensors until they have been sent."""
         self._queue.put((work, tensors))
 
-    def drain(self, timeout_s: float) -> None:
-        """Wait until everything is sent, with a timeout."""
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until everything is sent, with a timeout; return whether it is. Nothing is added from then on."""
         self._queue.put(None)
         self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def close(self) -> None:
         """Release everything, after pending sends have been aborted."""

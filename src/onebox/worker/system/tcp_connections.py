@@ -1,7 +1,8 @@
 """Sockets of groups, which can be shut down from another thread to end waits for a silent peer.
 
 Gloo waits for a peer until its connection ends, which does not happen if the host is disconnected or the process is
-stopped. Aborting a group does not end its waits; shutting down its connections does.
+stopped. Aborting a group does not end its waits; shutting down its connections does, but for a tensor of which a part
+has come, whose wait nothing ends.
 """
 
 from __future__ import annotations
@@ -9,14 +10,18 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from onebox.wire import socket_of
 
 _FOLDER = "/proc/self/fd"
+
+_MOVED = struct.Struct("=120xQQ")
+"""Of ``struct tcp_info`` in ``linux/tcp.h``: bytes_acked and bytes_received."""
 
 _scanning = threading.RLock()
 """Held while one thread looks at the sockets by duplicates of their descriptors: another one might find these in place
@@ -24,6 +29,18 @@ of the originals, and nothing a moment later."""
 
 Address = tuple[Any, ...]
 """An address with a port, as of :meth:`socket.socket.getsockname`."""
+
+
+class ConnectionState(NamedTuple):
+    """State of the connections of a group.
+
+    Args:
+        ended: Whether one of them has ended.
+        moved_bytes: Bytes that have come over the others, and that their other ends have acknowledged.
+    """
+
+    ended: bool
+    moved_bytes: int
 
 
 class GroupSockets:
@@ -43,6 +60,7 @@ class GroupSockets:
 
     def __init__(self) -> None:
         self._made: dict[int, dict[str, int]] = {}
+        self._connected: dict[int, frozenset[str]] = {}
         self._before: dict[str, int] = {}
         self._ports: set[int] = set()
         self._making: int | None = None
@@ -56,13 +74,26 @@ class GroupSockets:
         self._making = group
         try:
             yield
-            self._made[group] = self._new()
+            self._made[group] = made = self._new()
+            self._connected[group] = frozenset(own_connections().keys() & made.keys())
         finally:
             self._making = None
 
     def forget(self, group: int) -> None:
         """Record that a group has been closed."""
         self._made.pop(group, None)
+        self._connected.pop(group, None)
+
+    def state(self, group: int) -> ConnectionState:
+        """Return the state of a group's connections."""
+        made, open_ = self._made.get(group, {}), dict[str, int]()
+        with _scanning:
+            for name, descriptor in made.items():
+                with contextlib.suppress(OSError):
+                    if os.readlink(f"{_FOLDER}/{descriptor}") == name:
+                        open_[name] = descriptor
+            moved = sum(map(_moved_bytes, open_.values()))
+        return ConnectionState(not self._connected.get(group, frozenset()) <= open_.keys(), moved)
 
     def shut(self, group: int) -> int:
         """Shut down the connections of a group, and return their number; callable from any thread."""
@@ -115,6 +146,13 @@ def epoll_sets() -> dict[int, set[int]]:
                 lines = Path(f"/proc/self/fdinfo/{entry}").read_text(encoding="ascii").splitlines()
                 found[int(entry)] = {int(line.split()[1]) for line in lines if line.startswith("tfd:")}
     return found
+
+
+def _moved_bytes(descriptor: int) -> int:
+    """Return the bytes that have come over a TCP connection, and that its other end has acknowledged; 0 for others."""
+    with contextlib.suppress(OSError, struct.error), socket_of(descriptor) as found:
+        return sum(_MOVED.unpack(found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MOVED.size)))
+    return 0
 
 
 def _port(descriptor: int) -> tuple[int, bool]:

@@ -57,7 +57,7 @@ def forwarders(
         each._channels[0]._meter._used.count = request.param  # as if windows had held back those before
     yield made[0], made[1]
     for each in made:
-        each.close(0.0)
+        each.close()
 
 
 @pytest.fixture
