@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 import onebox
+from onebox.engine.state.checkpoint_files import find_save, read
 from onebox.engine.state.remote import RemoteState
 from onebox.errors import UsageError, WorkerDied
 from onebox.plan import Plan, Stage, apportion
@@ -594,6 +595,24 @@ def test_an_evaluation_before_the_first_step_does_not_fix_plans_and_shares(pools
     torch.testing.assert_close(found.losses, expected, rtol=0, atol=AGREE)
     for name, tensor in reference.tensors().items():
         torch.testing.assert_close(found.tensors[name], tensor, rtol=0, atol=AGREE)
+
+
+@pytest.mark.long
+def test_a_checkpoint_before_the_first_step_has_no_plans_of_an_evaluation(pools: Shelf, tmp_path: Path) -> None:
+    case, outer = CASES["mlp"], onebox.Outer(every=2)
+    batches, model = case.batches([12] * 3), case.model()
+    arguments: dict[str, Any] = {"pool": pools(3), "islands": [[0, 1], [2]], "outer": outer}
+    with onebox.Trainer(model, case.loss, OPTIMIZERS["sgd"](model), plan="auto", **arguments) as trainer:
+        trainer.evaluate(case.batches([5]))
+        trainer.save(tmp_path)
+    entry = read(find_save(tmp_path)).manifest.islands
+    assert entry is not None and entry.plans == () and entry.shares == ()
+    model = case.model()
+    with onebox.Trainer.resume(
+        tmp_path, model, case.loss, OPTIMIZERS["sgd"](model), plan="auto", **arguments
+    ) as trainer:
+        trainer.step(*batches[0])
+        assert all(plan.predicted for plan in trainer.island_plans)
 
 
 @pytest.mark.parametrize("overlap", [0, 3])

@@ -439,7 +439,7 @@ class TrainingSession:
         """Prepare a switch to another plan while steps go on; callable from any thread.
 
         Args:
-            plan: A plan with the same micro-batches.
+            plan: A plan with the same micro-batches, or others where the model's result does not depend on them.
 
         Returns:
             The argument of :meth:`adopt`; ``None`` if nothing runs yet.
@@ -451,11 +451,17 @@ class TrainingSession:
         ready, batch = self._ready, self.examples.largest
         if ready is None or batch is None:
             return None
-        check_successor(ready.plan, plan, batch.size)
+        check_successor(ready.plan, plan, batch.size, regroupable=lambda: self._regroupable(batch))
         windows = self.overlap.windows(self.steps_done)
         after = InstalledPlan(plan, batch, self._inputs, strict=True, before=ready, windows=windows)
         self.examples.require_room(after)  # installs the programs before they are needed
         return Migration(self._pool, self._remote, ready, after)
+
+    def _regroupable(self, batch: Batch) -> bool:
+        """Return whether samples may be in other micro-batches with the same result."""
+        assert self._ready is not None
+        size = max(part.size for part in self._ready.plan.micro_batches(batch.size))
+        return self.captures.traced(batch, size, train=True).regroupable
 
     def adopt(self, plan: Plan, prepared: Migration | None = None) -> MigrationReport:
         """Switch to another plan, from the next step on; state that stays in place is not moved.

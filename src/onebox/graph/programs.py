@@ -177,6 +177,11 @@ class TracedModel:
         return any(map(normalises_by_batch, self._joint.graph.nodes))
 
     @property
+    def regroupable(self) -> bool:
+        """Return whether samples may be in other micro-batches with the same result, but for rounding."""
+        return not (self.draws or self.by_batch)
+
+    @property
     def constants(self) -> Mapping[str, Tensor]:
         """The constant tensors of the graph, by name."""
         return self._joint.constants

@@ -7,7 +7,7 @@ them. State that stays is not touched, nothing passes through the client, and th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -283,21 +283,23 @@ def _check_placements(before: InstalledPlan, after: InstalledPlan) -> None:
             )
 
 
-def check_successor(before: Plan, after: Plan, batch: int) -> None:
+def check_successor(before: Plan, after: Plan, batch: int, *, regroupable: Callable[[], bool]) -> None:
     """Refuse a plan that cannot replace that of a run.
 
     Args:
         before: The plan of the run.
         after: The new plan.
         batch: Samples of a batch.
+        regroupable: Returns whether other micro-batches have the same result.
 
     Raises:
         UsageError: The plans are incompatible; the message names the difference.
     """
-    if before.micro_batches(batch) != after.micro_batches(batch):
+    if before.micro_batches(batch) != after.micro_batches(batch) and not regroupable():
         raise UsageError(
             f"the new plan has other micro-batches ({[part.size for part in after.micro_batches(batch)]}) than the one "
-            f"that runs ({[part.size for part in before.micro_batches(batch)]}): the loss curve would be another"
+            f"that runs ({[part.size for part in before.micro_batches(batch)]}): the loss curve would be another, "
+            "as the model draws random numbers or normalises by its batch"
         )
     for what in ("update", "optimizer"):
         old, new = getattr(before, what), getattr(after, what)

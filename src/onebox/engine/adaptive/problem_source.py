@@ -42,11 +42,13 @@ def problem_maker(
     """
 
     def make(plan: Plan, steps: list[StepMeasurement]) -> Problem:
-        if given is not None:
-            present = tuple(device for device in given.devices if device.number in pool.present)
-            return replace(given, devices=present, free_shares=False)
         batch = first()
         assert batch is not None
+        if given is not None:
+            present = tuple(device for device in given.devices if device.number in pool.present)
+            size = max(part.size for part in plan.micro_batches(batch.size))
+            regroupable = captures().traced(batch, size, train=True).regroupable
+            return replace(given, devices=present, free_shares=False, regroupable=regroupable)
         devices = [device for device in pool.devices if device.number in pool.present]
         size = plan.micro_batch or max(part.size for part in plan.micro_batches(batch.size))
         profile, _ = estimate_profile(captures(), batch, [size], optimizer, devices)

@@ -641,8 +641,8 @@ class IslandsSession:
         return IslandsEntry(
             devices=self.islands,
             outer=self.outer,
-            shares=self._shares,
-            plans=self.plans,
+            shares=self._shares if self._planned else (),  # not those of evaluations before the first step
+            plans=self.plans if self._planned else (),
             samples=self.membership.samples,
             due=self.membership.due,
         )

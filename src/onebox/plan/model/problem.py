@@ -197,6 +197,7 @@ class Problem:
         max_devices: Maximum number of devices; ``None`` is unlimited.
         free_shares: Whether a plan of one stage may make each replica's share one micro-batch, of any size up to the
             largest allowed one.
+        regroupable: Whether the samples of a run may be divided into other micro-batches from some step on.
         policies: Allowed activation policies; ``cpu`` stands for a part of a device's stage on its host's processor.
         cores: By name of a host, the cores that its workers share; a missing host has enough. Times were measured with
             all workers at work. With `t` threads of all of them and `u` of those that a plan uses, a processor's times
@@ -224,6 +225,7 @@ class Problem:
     max_stages: int | None = None
     max_devices: int | None = None
     free_shares: bool = True
+    regroupable: bool = False
     policies: tuple[ChainPolicy, ...] = ACTIVATION_POLICIES
     cores: Mapping[str, float] = field(default_factory=dict)
     preparing: Mapping[str, float] = field(default_factory=dict)

@@ -155,7 +155,7 @@ class ChangeSearch:
 
     def _staffed(self) -> Iterator[StageLayout]:
         """Yield layouts with a replica less or more, and layouts on one host: with the same stages where the host has
-        replicas of each, and with one stage. Micro-batches stay."""
+        replicas of each, and with one stage, whose micro-batches may be others where the problem allows that."""
         now = self._counted()
         if now is None or now.late or self._plan.optimizer == "sharded":
             return
@@ -177,9 +177,13 @@ class ChangeSearch:
             if not self._fixed and all(part.policy == "keep" for part in now.parts):
                 whole = now.parts[0]._replace(segments=tuple(range(len(self._problem.segments))), sends="none")
                 schedule = "1f1b" if now.schedule == "auto" else now.schedule
-                several = [own[:count]] if self._problem.replicable else []
-                for devices in (*([device] for device in own), *several):
-                    yield now._replace(parts=(_on(devices, whole),), schedule=schedule)
+                sizes = self._problem.micro_batches if self._problem.regroupable else (now.micro_batch,)
+                several = [own] if self._problem.replicable and len(own) > 1 else []
+                for devices, size in product((*([device] for device in own), *several), sizes):
+                    chosen = devices[: -(-self._problem.batch // size)] if size else devices[:count]
+                    found = now._replace(parts=(_on(chosen, whole),), schedule=schedule, micro_batch=size)
+                    if found.parts != now.parts:
+                        yield found
 
     def _counted(self) -> StageLayout | None:
         """Return the present layout with a size of its micro-batches, so that other devices may compute the same ones;

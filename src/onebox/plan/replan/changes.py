@@ -100,7 +100,7 @@ def changed_plan(plan: Plan, problem: Problem, proposal: ProposedChange) -> Plan
         memory_bytes=(),
         predicted=None,
     )
-    work, _ = CostModel(problem).work(layout, plan.micro_batches(problem.batch))
+    work, _ = CostModel(problem).work(layout, bare.micro_batches(problem.batch))
     return msgspec.structs.replace(
         bare,
         memory_bytes=tuple(limits.get(device, 0) for device in bare.devices) if limits else (),

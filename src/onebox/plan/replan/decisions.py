@@ -143,6 +143,8 @@ def describe_change(before: Plan, after: Plan, names: Sequence[str], batch: int)
     for number, (one, other) in enumerate(zip(before.stages, after.stages, strict=False)):
         if one.shares != other.shares and not parts:
             parts.append(_shares_text(number, other, after, batch))
+    if before.micro_batch != after.micro_batch:
+        parts.append(f"micro-batches are of {max(part.size for part in after.micro_batches(batch))} samples")
     if (before.schedule, before.table) != (after.schedule, after.table) and not parts:
         named = "a new order" if after.schedule == "table" else f"the order of {after.schedule}"
         parts.append(f"actions go in {named}")

@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from onebox.plan import CarriedBytes, DeviceSpec, Plan, Problem, ReplanController, SegmentValue, Stage, StepMeasurement
 from onebox.plan.replan.network_rates import TICK_S, LinkProbe, NetworkRates, ProbeResult
 from tests.unit.plan.problems import links, segment
-from tests.unit.plan.replan.simulated_cluster import State, measured, truth
+from tests.unit.plan.replan.simulated_cluster import State, measured, step_s, truth
 
 PLANNED_BPS = 1e9 / 8
 BATCH, MICRO_BATCH = 24, 4
@@ -128,6 +129,25 @@ def test_another_link_that_drops_while_a_decision_is_evaluated_is_not_left_for_l
     _, made = followed(lab("abc"), plan, 40, state)
     assert [len(after.devices) for _, _, after in made] == [2, 1]
     assert made[1][0] <= 29
+
+
+@pytest.mark.parametrize("regroupable", [False, True])
+def test_one_stage_on_one_host_has_the_micro_batches_that_suit_it_if_the_result_allows(regroupable: bool) -> None:
+    """Calls cost as much as samples, so that fewer micro-batches are quicker; with the link, the pipeline is back."""
+    problem = replace(
+        lab("ab", value_bytes=100_000), micro_batches=(2, MICRO_BATCH, 24), call_s=2e-3, regroupable=regroupable
+    )
+    plan = staged(problem, (0,), (1,))
+    controller, made = followed(problem, plan, 120, dropping((0, 1), 20, 40))
+    _, line, alone = made[0]
+    assert len(alone.stages) == len(alone.devices) == 1
+    assert alone.micro_batch == (24 if regroupable else MICRO_BATCH)
+    assert ("micro-batches are of 24 samples" in line) == regroupable
+    assert alone.predicted is not None and alone.predicted.batch == BATCH
+    usual = [msgspec.structs.replace(Plan.data_parallel([0], [1.0]), micro_batch=size) for size in (2, 4, 24)]
+    least_s = min(step_s(problem, each) for each in (usual if regroupable else usual[1:2]))
+    assert alone.predicted.step_s == pytest.approx(least_s, rel=0.02)
+    assert set(controller.plan.devices) == {0, 1} and controller.plan.micro_batch == MICRO_BATCH
 
 
 def test_a_pipeline_over_a_link_that_drops_goes_on_without_it_and_comes_back() -> None:
