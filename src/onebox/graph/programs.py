@@ -15,7 +15,7 @@ from onebox.graph.capture.export import Captured
 from onebox.graph.capture.joint import Joint, Port
 from onebox.graph.lower.element_types import require_types
 from onebox.graph.lower.loss_divisors import Divisor, loss_divisors, normalises_by_batch
-from onebox.graph.lower.lowering import arguments_of, canonical, fold_numbers, is_view, lower, random_positions
+from onebox.graph.lower.lowering import arguments_of, canonical, fold_numbers, is_view, lower, random_positions, varies
 from onebox.graph.lower.phases import Body, Division, Phase, PhaseKind, again, divide
 from onebox.graph.lower.segments import Segments, accumulates, find_segments, picks, root_of
 from onebox.graph.lower.small_programs import relaid, sum_alike
@@ -179,7 +179,7 @@ class TracedModel:
     @property
     def regroupable(self) -> bool:
         """Return whether samples may be in other micro-batches with the same result, but for rounding."""
-        return not (self.draws or self.by_batch)
+        return not (any(map(varies, self._positions)) or self.by_batch)
 
     @property
     def constants(self) -> Mapping[str, Tensor]:

@@ -176,7 +176,7 @@ class MeanLossCheck:
         If the model depends on micro-batches even in eval mode, only the loss function is compared.
         """
         traced = self._captures.traced(batch, size, train=True, probe=True)
-        if not traced.regroupable:
+        if traced.draws or traced.by_batch:
             alone = probe_loss(self._captures.recipe, batch)
             if alone is None:
                 raise CaptureError("the loss depends on chance, or its outputs are not by samples")

@@ -75,6 +75,18 @@ def draws(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and is_random(node.target)
 
 
+def varies(node: fx.Node) -> bool:
+    """Return whether the result of a node depends on random numbers; that of attention without dropout does not, though
+    it has a number among those that draw."""
+    if not draws(node):
+        return False
+    places = {argument.name: place for place, argument in enumerate(node.target._schema.arguments)}  # type: ignore[union-attr]
+    place = places.get("dropout_p")
+    if place is None:
+        return True
+    return bool(node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", 0.0))
+
+
 def random_positions(graph: fx.Graph) -> dict[fx.Node, int]:
     """Number the random operators of a whole graph, in its order.
 
