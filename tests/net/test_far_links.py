@@ -13,13 +13,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import onebox
+from onebox.wire import TensorSpec, from_frame, to_frame
+from onebox.wire.protocol.groups import LeaveGroup
+from onebox.wire.protocol.instructions import Get, Receive, Send
+from onebox.wire.protocol.requests import Put
 from onebox.wire.protocol.responses import GroupTraffic
 from onebox.worker.comm.gloo_forwarder import GlooForwarder, loopback_address
 from onebox.worker.comm.link_meter import LinkMeters
 from onebox.worker.comm.tls_mesh import MOST_CONNECTIONS, DuplexLink, connect_mesh
+from onebox.worker.comm.torch_dist import CLOSE_S
 from tests.net.fleet import GRACE_S, MACHINES, Fleet
 from tests.net.hosts import Network
 from tests.net.training import alone, batch, outcome, parts, plans
@@ -51,6 +57,27 @@ def test_a_link_that_one_connection_fills_has_one() -> None:
     first, *others = passed.connections
     assert first > 0.9 * (1 << 24)
     assert max(others) < 1 << 16, "the handshake"
+
+
+@pytest.mark.long
+def test_a_worker_that_leaves_a_group_stays_as_long_as_a_slow_link_carries_what_it_has_sent(tmp_path: Path) -> None:
+    """Longer than it waits for a link that carries nothing."""
+    rate_bps, numel = 8_000_000, 2_000_000
+    with Network([*MACHINES, "client"]) as network, Fleet(network, tmp_path) as fleet:
+        for name in MACHINES:
+            fleet.pair(name)
+        fleet.start(MACHINES)
+        with fleet.client(), onebox.open(fleet.spec(), threads=1, grace_s=GRACE_S, virtual_devices=False) as pool:
+            group = pool.form_group([0, 1], "workers")
+            for name in MACHINES:
+                network[name].limit(rate_bps)
+            assert 8 * 4 * numel / rate_bps > CLOSE_S
+            spec, sent, received = TensorSpec("float32", (numel,)), pool.new_number(), pool.new_number()
+            data = torch.arange(numel, dtype=torch.float32)
+            pool.post(0, [Put((sent,), (spec,)), Send(sent, group, 1), LeaveGroup(group)], [to_frame(data)])
+            asked = pool.post(1, [Receive(received, spec, group, 0), Get((received,))], answer=True)
+            assert torch.equal(from_frame(spec, asked.result(WITHIN_S).frames[0]), data)
+            pool.leave_group(group, [1])
 
 
 @pytest.mark.long
@@ -142,7 +169,8 @@ def passed_on(network: Network, size_bytes: int) -> Passed:
         (carried,) = meters.take()
         connections = [acknowledged_bytes(each) for each in links[1][0].outgoing]
         for forwarder in (here, there):
-            forwarder.close(WITHIN_S)
+            assert forwarder.drain(WITHIN_S)
+            forwarder.close()
     assert found == sent
     return Passed(connections, carried, lasted_s)
 

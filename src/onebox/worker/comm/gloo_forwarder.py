@@ -44,6 +44,9 @@ _HEAD = struct.Struct("!II")
 
 _NUMBERS = 1 << 32
 
+_LAST_MS = 100
+"""Time without anything more after which what Gloo had written has all been read."""
+
 _ACKNOWLEDGED_S = 0.002
 """Interval of looks at whether a peer has acknowledged what was sent."""
 
@@ -209,16 +212,18 @@ class _Channel:
         self._encrypting = threading.Thread(target=self._run, name=f"onebox-to-{peer}", daemon=True)
         self._decrypting: threading.Thread | None = None
         self._name = f"onebox-from-{peer}"
+        self._finishing = False
 
     def start(self) -> None:
         """Begin."""
         _start(self._encrypting)
 
     def finish(self) -> None:
-        """Forward what Gloo has written, and then end."""
-        if self._local is not None:
-            with suppress(OSError):
-                self._local.shutdown(socket.SHUT_RD)  # what has arrived can be read, and then comes the end
+        """Forward what Gloo has written, and then end: when it has closed its connection, or nothing more comes.
+
+        Ending the connection here would lose what the kernel has not passed on to its other end.
+        """
+        self._finishing = True
 
     def finished(self, end_s: float) -> bool:
         """Return whether everything was forwarded and the peer has acknowledged it, waiting until a time."""
@@ -263,7 +268,16 @@ class _Channel:
             OSError: A connection has ended.
         """
         buffer, number = memoryview(bytearray(_HEAD.size + _CHUNK)), 0
-        while size_bytes := local.recv_into(buffer[_HEAD.size :]):
+        written = select.poll()
+        written.register(local, select.POLLIN)
+        while True:
+            if not written.poll(_LAST_MS):
+                if self._finishing:
+                    return
+                continue
+            size_bytes = local.recv_into(buffer[_HEAD.size :])
+            if not size_bytes:
+                return
             _HEAD.pack_into(buffer, 0, number, size_bytes)
             self._meter.send(buffer[: _HEAD.size + size_bytes])
             number = (number + 1) % _NUMBERS
