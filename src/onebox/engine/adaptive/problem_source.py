@@ -9,7 +9,7 @@ from dataclasses import replace
 from onebox.engine.adaptive.controller import MakeProblem
 from onebox.engine.adaptive.profile_scaling import scale_profile, with_measured_links
 from onebox.engine.problem.estimate import estimate_links, estimate_profile
-from onebox.engine.problem.planner_problem import make_problem
+from onebox.engine.problem.planner_problem import allowed_sizes, make_problem
 from onebox.engine.workload.batch import Batch
 from onebox.engine.workload.captures import Captures
 from onebox.engine.workload.parameter_groups import Optimizers
@@ -44,25 +44,29 @@ def problem_maker(
     def make(plan: Plan, steps: list[StepMeasurement]) -> Problem:
         batch = first()
         assert batch is not None
+        size = min(batch.size, plan.micro_batch or max(part.size for part in plan.micro_batches(batch.size)))
+        planned = given is not None or plan.predicted is not None  # else its micro-batches are what the user wants
+        regroupable = planned and captures().traced(batch, size, train=True).regroupable
         if given is not None:
             present = tuple(device for device in given.devices if device.number in pool.present)
-            size = max(part.size for part in plan.micro_batches(batch.size))
-            regroupable = captures().traced(batch, size, train=True).regroupable
             return replace(given, devices=present, free_shares=False, regroupable=regroupable)
         devices = [device for device in pool.devices if device.number in pool.present]
-        size = plan.micro_batch or max(part.size for part in plan.micro_batches(batch.size))
-        profile, _ = estimate_profile(captures(), batch, [size], optimizer, devices)
+        known = {size, batch.size} if regroupable else {size}
+        profile, _ = estimate_profile(captures(), batch, sorted(known), optimizer, devices)
         links, sure = _links(pool)
+        larger = [each for each in allowed_sizes(batch.size) if each > size] if regroupable else []
         problem = make_problem(
-            scale_profile(profile, plan, steps, pool.devices),
+            scale_profile(profile, plan, steps, pool.devices, size),
             devices,
             with_measured_links(links, steps, sure),
             batch=batch.size,
-            micro_batches=(min(size, batch.size),),
+            micro_batches=(size, *larger),
             updates=(plan.update,),
             sharded=plan.optimizer == "sharded",
         )
-        return replace(problem, free_shares=False, cores={})  # measured step times include contention for cores
+        return replace(
+            problem, free_shares=False, cores={}, regroupable=regroupable
+        )  # measured step times include contention for cores
 
     return make
 

@@ -26,32 +26,37 @@ _Rows = Mapping[int, Sequence[float]]
 
 
 def scale_profile(
-    profile: ModelProfile, plan: Plan, steps: Sequence[StepMeasurement], devices: Sequence[DeviceInfo]
+    profile: ModelProfile, plan: Plan, steps: Sequence[StepMeasurement], devices: Sequence[DeviceInfo], size: int
 ) -> ModelProfile:
     """Return a profile scaled to measured stage times.
 
     Args:
-        profile: The model's profile for one micro-batch size.
+        profile: The model's profile, for the size of the plan's micro-batches and perhaps others, which are scaled by
+            the same factors.
         plan: The plan of the steps.
         steps: The measurements, of at least one step.
         devices: All devices of the pool.
+        size: Samples of the plan's micro-batches.
     """
     names = [segment.name for segment in profile.bytes.segments]
     stages = [[names.index(name) for name in stage.segments] or list(range(len(names))) for stage in plan.stages]
     times = {}
     for kind, found in profile.times.items():
-        own = found[-1]
+        own = next(each for each in found if each.size == size)
         measured = {device.number: device.speed for device in devices if device_type(device) == kind}
         factors = _factors(own, stages, plan, steps, measured)
         usual = median(factors.values()) if factors else 1.0
-        rows = [list(row) for row in own.seconds]
-        for stage, indices in enumerate(stages):
-            for index in indices:
-                for place, what in enumerate(_KINDS):
-                    rows[index][place] *= factors.get((stage, what), usual)
         update_s = _update_s(profile, stages, plan, steps, measured) or own.update_s
-        seconds = tuple((forward, inputs, weight) for forward, inputs, weight in rows)
-        times[kind] = (replace(own, seconds=seconds, update_s=update_s, call_s=0.0),)  # included in the measurement
+        scaled = []
+        for each in found:
+            rows = [list(row) for row in each.seconds]
+            for stage, indices in enumerate(stages):
+                for index in indices:
+                    for place, what in enumerate(_KINDS):
+                        rows[index][place] *= factors.get((stage, what), usual)
+            seconds = tuple((forward, inputs, weight) for forward, inputs, weight in rows)
+            scaled.append(replace(each, seconds=seconds, update_s=update_s, call_s=0.0))  # included in the measurement
+        times[kind] = tuple(scaled)
     return replace(profile, times=times)
 
 

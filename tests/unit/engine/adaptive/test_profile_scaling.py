@@ -54,13 +54,27 @@ def seen(**more: Any) -> StepMeasurement:
 
 
 def test_stages_take_what_they_took_at_the_speed_of_their_device() -> None:
-    (found,) = scale_profile(profile(), PLAN, [seen()] * 3, DEVICES).times["cpu"]
+    (found,) = scale_profile(profile(), PLAN, [seen()] * 3, DEVICES, 4).times["cpu"]
     a, b, c = found.seconds
     assert (a[0], b[0]) == pytest.approx((0.1, 0.3)), "in the proportions of the estimate"
     assert a[1] + a[2] + b[1] + b[2] == pytest.approx(1.6)
     assert c[0] == pytest.approx(3.0), "at full speed, of which the device has half"
     assert found.call_s == 0.0, "it is in what was measured"
     assert found.update_s == pytest.approx(0.3), "two of three parts in 0.2 s, or one at half speed in as long"
+
+
+def test_times_of_other_sizes_are_scaled_alike() -> None:
+    one = profile()
+    (known,) = one.times["cpu"]
+    larger = SegmentTimes(
+        size=16, seconds=((2.0, 4.0, 2.0), (6.0, 4.0, 6.0), (2.0, 2.0, 2.0)), update_s=1.0, call_s=1.0
+    )
+    for times in ((known, larger), (larger, known)):
+        both = ModelProfile(bytes=one.bytes, times={"cpu": times})
+        found = {each.size: each for each in scale_profile(both, PLAN, [seen()] * 3, DEVICES, 4).times["cpu"]}
+        assert found[4] == scale_profile(one, PLAN, [seen()] * 3, DEVICES, 4).times["cpu"][0]
+        for small, large in zip(found[4].seconds, found[16].seconds, strict=True):
+            assert large == pytest.approx([2 * seconds for seconds in small])
 
 
 def test_links_are_as_fast_as_long_messages_went_and_those_that_are_known_stay() -> None:
