@@ -64,9 +64,8 @@ def problem_maker(
             updates=(plan.update,),
             sharded=plan.optimizer == "sharded",
         )
-        return replace(
-            problem, free_shares=False, cores={}, regroupable=regroupable
-        )  # measured step times include contention for cores
+        # the times of steps include what workers lose to each other on common cores
+        return replace(problem, free_shares=False, cores={}, regroupable=regroupable)
 
     return make
 
