@@ -379,7 +379,10 @@ class GlooGroup(TorchDistGroup):
             _left_behind.append(self._group)
             waiter.close()
             raise RuntimeError("a connection of the group ended, and with it the rest of what was to come")
-        self._waiters.append(waiter)
+        if self._group is None:  # the group was left meanwhile
+            waiter.close()
+        else:
+            self._waiters.append(waiter)
         waiter.raise_failure()
 
     def _begin(self, call: Callable[[], Any], *tensors: Tensor, sent: bool = False) -> Any:
