@@ -18,9 +18,26 @@ WITHIN_S = 240.0
 
 TORCHRUN = ("torchrun", "--nproc-per-node")
 ACCELERATE = (
-    *("accelerate", "launch", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"),
+    *(
+        "accelerate",
+        "launch",
+        "--multi_gpu",
+        "--num_machines",
+        "1",
+        "--mixed_precision",
+        "no",
+        "--dynamo_backend",
+        "no",
+    ),
     "--num_processes",
 )
+
+BFLOAT16 = 0.015
+"""Tolerance in bfloat16, whose 8 bits round a loss of 4 by up to 0.008: autocast on the CPU computes other operators in
+float32 than autocast on a GPU."""
+
+HALF = 0.002
+"""Tolerance in float16, whose 11 bits round a loss of 4 by up to 0.001; the CPU computes in full precision."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +51,8 @@ class Case:
         script: The script, with its arguments.
         launcher: Command before the script, which has the number of devices as its last argument; empty for none.
         ranks: Whether there is a rank for each device.
-        plain: Arguments that differ on the CPU: old and new ones.
+        plain: Arguments that differ on the CPU: old and new ones, empty to leave one out.
+        plain_ranks: Whether there is a rank for each device on the CPU, by torchrun, though not on virtual devices.
         tolerance: Largest absolute difference of a loss.
         packages: Packages beside PyTorch whose versions count.
     """
@@ -46,6 +64,7 @@ class Case:
     launcher: tuple[str, ...] = ()
     ranks: bool = True
     plain: tuple[tuple[str, str], ...] = ()
+    plain_ranks: bool = False
     tolerance: float = 1e-5
     packages: tuple[str, ...] = ()
 
@@ -60,36 +79,45 @@ def _case(framework: str, name: str, devices: int, script: str, **more: Any) -> 
     return Case(framework=framework, name=name, devices=devices, script=(f"{words[0]}_script.py", *words[1:]), **more)
 
 
+def _accelerate(name: str, devices: int, flags: str = "", **more: Any) -> Case:
+    launch = {"launcher": ACCELERATE} if devices > 1 else {"ranks": False}
+    return _case("accelerate", name, devices, f"accelerate {flags}", packages=("accelerate",), **launch, **more)
+
+
+def _lightning(name: str, devices: int, **more: Any) -> Case:
+    return _case("lightning", name, devices, f"lightning {devices} {name}", packages=("lightning",), **more)
+
+
 def _transformers(name: str, devices: int, flags: str = "", **more: Any) -> Case:
-    return _case("transformers", name, devices, f"transformers {flags}", packages=("transformers",), **more)
+    packages = ("transformers", "accelerate", *(("peft",) if "--adapters" in flags else ()))
+    return _case("transformers", name, devices, f"transformers {flags}", packages=packages, **more)
 
 
 CASES = (
-    _case("torchrun", "ddp", 2, "torchrun", launcher=TORCHRUN),
-    _case("torchrun", "ddp", 4, "torchrun", launcher=TORCHRUN),
+    _case("torchrun", "DistributedDataParallel", 2, "torchrun", launcher=TORCHRUN),
+    _case("torchrun", "DistributedDataParallel", 4, "torchrun", launcher=TORCHRUN),
     _case("torch.multiprocessing", "spawn", 2, "spawn"),
     _case("torch.multiprocessing", "shared model", 1, "hogwild", ranks=False),
-    _case("accelerate", "script", 1, "accelerate", ranks=False, packages=("accelerate",)),
-    _case("accelerate", "launch", 2, "accelerate", launcher=ACCELERATE, packages=("accelerate",)),
-    _case(
-        "accelerate",
-        "bf16",
-        2,
-        "accelerate --mixed-precision bf16",
-        launcher=ACCELERATE,
-        packages=("accelerate",),
-        tolerance=0.02,
-    ),
-    _case("lightning", "auto", 1, "lightning 1 auto", packages=("lightning",)),
-    _case("lightning", "ddp", 2, "lightning 2 ddp", packages=("lightning",)),
-    _transformers("trainer", 1, "--batch 8"),
-    _transformers("bf16", 1, "--batch 8 --set bf16", tolerance=0.02),
+    _accelerate("python", 1),
+    _accelerate("launch", 2),
+    _accelerate("gradient accumulation", 2, "--accumulate 2"),
+    _accelerate("bf16", 2, "--mixed-precision bf16", tolerance=BFLOAT16),
+    _accelerate("fp16", 2, "--mixed-precision fp16", tolerance=HALF, plain=(("fp16", "no"),)),
+    _lightning("auto", 1),
+    _lightning("ddp", 2),
+    _transformers("Trainer", 1, "--batch 8"),
+    _transformers("bf16", 1, "--batch 8 --set bf16", tolerance=BFLOAT16),
+    _transformers("fp16", 1, "--batch 8 --set fp16", tolerance=HALF, plain=(("--set", ""), ("fp16", ""))),
     _transformers("gradient checkpointing", 1, "--batch 8 --set gradient_checkpointing"),
-    _transformers("torch.compile", 1, "--batch 8 --set torch_compile"),
-    _transformers("ddp", 2, "--batch 4", launcher=TORCHRUN),
-    _transformers("ddp", 4, "--batch 2", launcher=TORCHRUN),
-    _transformers("device_map", 2, "--batch 8 --device-map", ranks=False),
+    _transformers("torch_compile", 1, "--batch 8 --set torch_compile", plain=(("--set", ""), ("torch_compile", ""))),
+    _transformers("DistributedDataParallel", 2, "--batch 4", launcher=TORCHRUN),
+    _transformers("DistributedDataParallel", 4, "--batch 2", launcher=TORCHRUN),
+    _transformers("device_map", 2, "--batch 8 --layers 6 --device-map", ranks=False),
     _transformers("DataParallel", 2, "--batch 4", ranks=False, plain=(("4", "8"),)),
+    _transformers("DataParallel, classifier", 2, "--batch 4 --classifier", ranks=False, plain_ranks=True),
+    _transformers("LoRA", 1, "--batch 8 --adapters lora"),
+    _transformers("DoRA", 1, "--batch 8 --adapters dora"),
+    _transformers("LoRA, DistributedDataParallel", 2, "--batch 4 --adapters lora", launcher=TORCHRUN),
 )
 
 
@@ -111,17 +139,14 @@ class Outcome:
 def command(case: Case, *, virtual: bool) -> list[str]:
     """Return the command of a case, on virtual devices or on the CPU."""
     script = [str(FOLDER / case.script[0]), *case.script[1:]]
-    launcher = [*case.launcher, str(case.devices)] if case.launcher else []
-    if not virtual:
-        changes = dict(case.plain)
-        script = [changes.get(word, word) for word in script]
-        if case.launcher[:1] == ("accelerate",):
-            launcher = ["torchrun", "--nproc-per-node", str(case.devices)]
-        return [str(BIN / launcher[0]), *launcher[1:], *script] if launcher else [sys.executable, *script]
-    if case.launcher[:1] == ("accelerate",):
-        launcher[2:2] = ["--multi_gpu"]
-    pool = ["--pool", f"cpu*{case.devices}", "--threads", "1"]
-    return [str(BIN / "onebox"), "run", *pool, *launcher, *script]
+    if virtual:
+        launcher = [*case.launcher, str(case.devices)] if case.launcher else []
+        return [str(BIN / "onebox"), "run", "--pool", f"cpu*{case.devices}", "--threads", "1", *launcher, *script]
+    changes = dict(case.plain)
+    script = [word for word in (changes.get(word, word) for word in script) if word]
+    if case.launcher or case.plain_ranks:
+        return [str(BIN / TORCHRUN[0]), *TORCHRUN[1:], str(case.devices), *script]
+    return [sys.executable, *script]
 
 
 def run(case: Case, *, virtual: bool) -> Outcome:

@@ -120,6 +120,7 @@ _OWN: dict[str, Any] = {
 
 OF_SUBMODULES: dict[str, Any] = {
     "torch.cuda.nccl.is_available": functions.no,
+    "torch.cuda.nccl.version": functions.nccl_version,
     "torch.cuda.nvtx.mark": functions.nothing,
     "torch.cuda.nvtx.range": functions.Range,
     "torch.cuda.nvtx.range_end": functions.nothing,

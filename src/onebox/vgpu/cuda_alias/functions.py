@@ -74,6 +74,12 @@ def is_tf32_supported() -> bool:
     return device_module.get_device_capability()[0] >= _TENSOR_FLOAT32
 
 
+def nccl_version() -> tuple[int, int, int]:
+    """Return the first version of NCCL with everything that the workers' collectives do; PyTorch compares it before
+    DistributedDataParallel sends bfloat16, and logs it with errors."""
+    return (2, 10, 3)
+
+
 def get_arch_list() -> list[str]:
     """Return the client's CUDA architectures: none, workers have their own."""
     return []
