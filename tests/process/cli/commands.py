@@ -40,12 +40,12 @@ def running(arguments: Sequence[str], folder: Path) -> Iterator[subprocess.Popen
             process.kill()
 
 
-def read_until(process: subprocess.Popen[str], pattern: str) -> None:
-    """Read a command's output up to a line."""
+def read_until(process: subprocess.Popen[str], pattern: str) -> tuple[str, ...]:
+    """Read a command's output up to a line; return the groups of the pattern in it."""
     assert process.stdout is not None
     for line in process.stdout:
-        if re.search(pattern, line):
-            return
+        if found := re.search(pattern, line):
+            return found.groups()
     raise AssertionError(f"the command ended before it said {pattern!r}: {process.communicate()}")
 
 

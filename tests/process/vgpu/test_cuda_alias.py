@@ -225,6 +225,15 @@ def test_a_file_says_cuda_so_that_every_pytorch_can_map_it() -> None:
     assert pickle.loads(pickle.dumps(torch.ones(2, device="cuda:1"))).device == ONE
 
 
+def test_safetensors_are_loaded_onto_the_current_device(tmp_path: Path) -> None:
+    """Not onto the first one, which with a rank for each device may be another rank's."""
+    save_file({"x": torch.ones(2)}, tmp_path / "x.safetensors")
+    with torch.cuda.device(1):
+        assert load_file(tmp_path / "x.safetensors", device="cuda")["x"].device == ONE
+        assert load_file(tmp_path / "x.safetensors", device="cuda:0")["x"].device == ZERO
+        assert load_file(tmp_path / "x.safetensors")["x"].device == torch.device("cpu")
+
+
 def test_safetensors_see_tied_weights(tmp_path: Path) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -77,6 +78,19 @@ def translate_saved(patches: Patches) -> None:
         return serialization.restore(self, f"vgpu:{number_of(device)}")
 
     patches.set(torch.storage._StorageBase, "cuda", cuda)
+    patches.set(safetensors.torch, "safe_open", _on_current_device(safetensors.torch.safe_open))
+
+
+def _on_current_device(safe_open: Callable[..., Any]) -> Callable[..., Any]:
+    """Make ``cuda`` without a number the current device, for which safetensors has the first: with a rank for each
+    device that one may be another rank's."""
+
+    @functools.wraps(safe_open)
+    def opened(filename: Any, framework: str, device: Any = "cpu", **options: Any) -> Any:
+        place = f"cuda:{number_of(device)}" if device == "cuda" else device
+        return safe_open(filename, framework, device=place, **options)
+
+    return opened
 
 
 _SCRIPT_BACKEND = "nccl"

@@ -1,0 +1,41 @@
+"""Scripts that users start by torchrun, accelerate, Lightning and transformers: the same losses as on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.launchers.cases import CASES, Case, difference, run
+
+QUICK = ("torchrun DistributedDataParallel 2", "lightning ddp 2", "accelerate launch 2")
+"""Those of the short tier: a launcher of processes, one that starts them itself, and one with saved state."""
+
+
+def _marked(case: Case) -> object:
+    return pytest.param(case, id=case.title, marks=() if case.title in QUICK else pytest.mark.long)
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("case", map(_marked, CASES))
+def test_a_script_has_the_losses_of_the_cpu(case: Case) -> None:
+    ours, plain = run(case, virtual=True), run(case, virtual=False)
+    assert ours.ranks == (case.devices if case.ranks else 1)
+    assert difference(ours, plain) <= case.tolerance
+
+
+def test_the_quick_cases_are_cases() -> None:
+    assert set(QUICK) <= {case.title for case in CASES}
+    assert len({case.title for case in CASES}) == len(CASES)
+
+
+@pytest.mark.long
+def test_the_doubled_loss_of_a_classifier_is_that_of_transformers_on_the_cpu() -> None:
+    """Two ranks on the CPU log twice the loss of one process with the same batch, without any virtual device."""
+    (case,) = (each for each in CASES if each.name == "DataParallel, classifier")
+    doubled = run(case, virtual=False)
+    once = run(Case(framework="transformers", name="classifier", devices=1, script=_whole(case)), virtual=False)
+    assert doubled.losses[0] == pytest.approx(2 * once.losses[0], rel=1e-5)
+
+
+def _whole(case: Case) -> tuple[str, ...]:
+    """Return the script of a case with the batches of all devices on one."""
+    return tuple("8" if word == "4" else word for word in case.script)
