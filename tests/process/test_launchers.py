@@ -15,7 +15,7 @@ def _marked(case: Case) -> object:
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("case", map(_marked, CASES))
+@pytest.mark.parametrize("case", [_marked(case) for case in CASES])
 def test_a_script_has_the_losses_of_the_cpu(case: Case) -> None:
     ours, plain = run(case, virtual=True), run(case, virtual=False)
     assert ours.ranks == (case.devices if case.ranks else 1)

@@ -15,7 +15,7 @@ from onebox.wire.protocol.responses import LinkTraffic, Result
 SPAN = 1 << 44
 """Numbers of buffers and definitions of a process: child ``k`` has those from ``k * SPAN``, the parent lower ones."""
 
-Fact = str | int | None | tuple[int, int]
+Fact = str | bool | int | float | None | tuple[int, int]
 
 
 class Post(Message, frozen=True, tag="post"):
@@ -158,8 +158,16 @@ def failed(number: int, error: BaseException) -> Failed:
     """Return the message about an error."""
     if not isinstance(error, OneboxError):
         return Failed(number, "PoolError", f"{type(error).__name__}: {error}", {})
-    about = {name: value for name, value in vars(error).items() if isinstance(value, str | int | tuple | None)}
+    about = {name: value for name, value in vars(error).items() if _is_fact(value)}
     return Failed(number, type(error).__name__, str(error.args[0] if error.args else error), about)
+
+
+def _is_fact(value: object) -> bool:
+    try:
+        msgspec.convert(value, Fact)
+    except msgspec.ValidationError:
+        return False
+    return True
 
 
 def to_error(message: Failed) -> OneboxError:

@@ -11,7 +11,7 @@ from onebox.graph import add_all
 from onebox.wire import Many, Operator, Program, SlotArgument, TensorSpec, from_frame, spec_of, to_frame, with_deaths
 from onebox.wire.protocol.groups import FormGroup, LeaveGroup, Reduced, Rendezvous, TicketCancelled
 from onebox.wire.protocol.instructions import Ask, Call, Free, Get, OptimizerStep, Receive, Reduce, Send
-from onebox.wire.protocol.requests import Define, OptimizerSpec, Put, Routine, Run, Shutdown
+from onebox.wire.protocol.requests import Define, FreeRange, OptimizerSpec, Put, Routine, Run, Shutdown
 from onebox.wire.protocol.responses import Digest, OptimizerState, Scalars, WorkerMemory
 from onebox.wire.protocol.snapshots import Fill, Read, Remembered, Snapshot, StateEntry, Take, Write
 from onebox.worker.faults import Fault
@@ -594,3 +594,28 @@ def test_adding_up_takes_no_more_memory_than_the_sum(rig: Rig) -> None:
     rig.do(define(50, add_all([spec_of(X)])), Call(50, (1, 2), (1,), (0, 1)))
     assert torch.equal(rig.get(1), 2 * X)
     assert rig.machine.store.peak_bytes == 3 * 32
+
+
+# ---- what a client process leaves
+
+
+def test_the_buffers_and_definitions_of_a_range_are_freed(rig: Rig) -> None:
+    """Also those that are void; all others stay."""
+    rig.put(b1000=X, b1001=X, b2000=X)
+    rig.do(define(1100, RELU), define(2100, RELU), Call(1100, (1000,), (1002,)), Call(100, (77,), (1003,)))
+    assert len(rig.failures) == 1
+    rig.do(FreeRange(1000, 2000))
+    assert len(rig.failures) == 1
+    assert rig.used == 2 * X.nbytes
+    assert torch.equal(rig.get(1), X) and torch.equal(rig.get(2000), X)
+    assert [failure_of(rig, number).message for number in (1000, 1002, 1003)] == [
+        f"there is no buffer {number}" for number in (1000, 1002, 1003)
+    ]
+    rig.do(Call(2100, (2000,), (2001,)), Call(1100, (2000,), (2002,)))
+    assert torch.equal(rig.get(2001), X.relu())
+    assert "1100" in failure_of(rig, 2002).message
+
+
+def test_a_range_in_which_nothing_is_can_be_freed(rig: Rig) -> None:
+    rig.do(FreeRange(1000, 2000), FreeRange(5, 5))
+    assert rig.failures == [] and torch.equal(rig.get(1), X)

@@ -133,6 +133,10 @@ class Accounts(RuleBasedStateMachine):
             assert self.store.take(number) is held
             del self.held[number]
 
+    @rule(first=NUMBERS, end=st.integers(1, 7))
+    def within(self, first: int, end: int) -> None:
+        assert self.store.within(first, end) == sorted(number for number in self.held if first <= number < end)
+
     @rule(more=st.integers(0, 100))
     def charge(self, more: int) -> None:
         self.store.charge(more)
