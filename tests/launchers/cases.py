@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,8 @@ CASES = (
     _accelerate("fp16", 2, "--mixed-precision fp16", tolerance=HALF, plain=(("fp16", "no"),)),
     _lightning("auto", 1),
     _lightning("ddp", 2),
+    _lightning("ddp_spawn", 2),
+    _lightning("ddp_fork", 2),
     _transformers("Trainer", 1, "--batch 8"),
     _transformers("bf16", 1, "--batch 8 --set bf16", tolerance=BFLOAT16),
     _transformers("fp16", 1, "--batch 8 --set fp16", tolerance=HALF, plain=(("--set", ""), ("fp16", ""))),
@@ -192,4 +195,28 @@ def difference(ours: Outcome, plain: Outcome) -> float:
     return max(abs(a - b) for a, b in zip(ours.losses, plain.losses, strict=True))
 
 
-__all__ = ["CASES", "Case", "Outcome", "command", "difference", "run"]
+def table(versions: Mapping[str, str]) -> str:
+    """Return the cases as a table for people, in Markdown.
+
+    Args:
+        versions: Versions of packages by name.
+    """
+    found: dict[tuple[str, ...], list[str]] = {}
+    for case in CASES:
+        packages = ", ".join(f"{name} {versions[name]}" for name in case.packages or ("torch",))
+        key = (case.framework, case.name, packages, f"{case.tolerance:g}")
+        found.setdefault(key, []).append(str(case.devices))
+    rows = [
+        f"| {framework} | {name} | {', '.join(devices)} | {packages} | {tolerance} |"
+        for (framework, name, packages, tolerance), devices in found.items()
+    ]
+    return "\n".join(("| framework | what | devices | tested with | losses within |", "|---|---|---|---|---|", *rows))
+
+
+def pinned_versions() -> dict[str, str]:
+    """Return the versions of packages with which the cases are tested."""
+    lines = (FOLDER.parents[1] / "constraints.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if "==" in line)
+
+
+__all__ = ["CASES", "Case", "Outcome", "command", "difference", "run", "table", "pinned_versions"]

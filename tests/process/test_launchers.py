@@ -22,11 +22,6 @@ def test_a_script_has_the_losses_of_the_cpu(case: Case) -> None:
     assert difference(ours, plain) <= case.tolerance
 
 
-def test_the_quick_cases_are_cases() -> None:
-    assert set(QUICK) <= {case.title for case in CASES}
-    assert len({case.title for case in CASES}) == len(CASES)
-
-
 @pytest.mark.long
 def test_the_doubled_loss_of_a_classifier_is_that_of_transformers_on_the_cpu() -> None:
     """Two ranks on the CPU log twice the loss of one process with the same batch, without any virtual device."""

@@ -92,16 +92,12 @@ def test_a_rank_reads_data_by_processes_of_its_own(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.long
 def test_torchrun_needs_a_script(tmp_path: Path) -> None:
-    done = command(["torchrun", "--pool", "cpu*2"], tmp_path)
+    """Where flags of torchrun come, torchrun says so itself."""
+    done = command([*TORCHRUN, "--nproc-per-node", "2"], tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("onebox: a script is needed: onebox torchrun") and done.stderr.count("\n") == 1
-
-
-def test_torchrun_has_help(tmp_path: Path) -> None:
-    done = command(["torchrun", "--help"], tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("usage: onebox torchrun")
+    assert "usage: " in done.stderr and "training_script" in done.stderr
 
 
 # ---- tensors between processes

@@ -57,6 +57,21 @@ def test_what_follows_the_name_of_a_script_is_its_own(line: str, flags: dict[str
     assert parse(line.split()) == RunConfig(**flags, script=tuple(script.split()))
 
 
+@pytest.mark.parametrize(
+    ("line", "flags", "rest"),
+    [
+        ("torchrun x.py --pool y", {}, "--nproc-per-node gpu x.py --pool y"),
+        ("torchrun --pool cpu*2 --nproc-per-node 3 x.py", {"pool": "cpu*2"}, "--nproc-per-node 3 x.py"),
+        ("torchrun --threads=1 --nproc_per_node=3 x.py", {"threads": 1}, "--nproc_per_node=3 x.py"),
+        ("torchrun --synchronous --nnodes 1 -m x", {"synchronous": True}, "--nproc-per-node gpu --nnodes 1 -m x"),
+    ],
+)
+def test_torchrun_has_a_rank_for_each_device_unless_it_says_otherwise(
+    line: str, flags: dict[str, Any], rest: str
+) -> None:
+    assert parse(line.split()) == RunConfig(**flags, script=("-m", "torch.distributed.run", *rest.split()))
+
+
 def test_all_flags_of_train() -> None:
     line = (
         "train --data digits --model mlp --epochs 3 --batch 32 --optimizer sgd --lr 0.1 --weight-decay 0.001 "
@@ -233,6 +248,9 @@ def test_all_flags_of_memory() -> None:
         ("run -m", ["-m needs the name of a module"]),
         ("run --threads 0 x.py", ["--threads 0: allowed are 1 and more"]),
         ("run --pol cpu x.py", ["--pol", "perhaps --pool?"]),
+        ("torchrun", ["a script is needed", "onebox torchrun [flags] script.py"]),
+        ("torchrun --pool cpu*2", ["a script is needed"]),
+        ("torchrun --threads 0 x.py", ["--threads 0: allowed are 1 and more"]),
     ],
     ids=str,
 )
@@ -251,6 +269,8 @@ def test_what_is_wrong_is_one_line(line: str, parts: list[str]) -> None:
         "devices -h",
         "profile --help",
         "run --help",
+        "torchrun --help",
+        "torchrun --pool cpu -h",
         "pair --help",
         "pair accept --help",
         "pair list -h",
