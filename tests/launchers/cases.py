@@ -219,4 +219,4 @@ def pinned_versions() -> dict[str, str]:
     return dict(line.split("==") for line in lines if "==" in line)
 
 
-__all__ = ["CASES", "Case", "Outcome", "command", "difference", "run", "table", "pinned_versions"]
+__all__ = ["CASES", "Case", "Outcome", "command", "difference", "pinned_versions", "run", "table"]

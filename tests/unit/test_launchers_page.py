@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.launchers.cases import CASES, table, pinned_versions
+from tests.launchers.cases import CASES, pinned_versions, table
 
 PAGE = (Path(__file__).parents[2] / "docs" / "launchers.md").read_text()
 
