@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from onebox.errors import OneboxError, PoolError, UsageError
+from onebox.pool import Pool
+from onebox.pool.sharing import AttachedPool, PoolServer, pool_server
+from onebox.wire import TensorSpec
+from onebox.wire.protocol.instructions import Free, Get
+from onebox.wire.protocol.requests import Put
 from tests.process.cli.commands import POOL, WITHIN_S, assert_gone, command, read_until, running
+from tests.process.shelf import Shelf
 
 TORCHRUN = ("torchrun", *POOL)
 
@@ -20,20 +30,25 @@ def script(folder: Path, text: str) -> str:
 
 # ---- ranks
 
-RESTARTED = """
-import os, signal, torch, torch.distributed as dist
+RESTARTED = r"""
+import os, signal, time, torch, torch.distributed as dist
 rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 torch.cuda.set_device(rank)
 before = torch.cuda.memory_allocated()
 x = torch.full((1 << 20,), rank + 1.0, device="cuda")
 dist.init_process_group("nccl")
 dist.all_reduce(x)
-print(f"attempt {attempt} rank {rank} before {before} sum {x[0].item()}", flush=True)
+print(f"attempt {attempt} rank {rank} before {before} sum {x[0].item()}\n", end="", flush=True)
 while attempt == 0:
     if rank == 1:
+        if os.fork() == 0:  # such as a data loader, which ends a little later
+            for _ in range(600):
+                time.sleep(0.0 if os.path.exists("over") else 0.1)
+            os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
     dist.all_reduce(x)
     x.sum().item()
+open("over", "w").close()
 dist.destroy_process_group()
 """
 
@@ -65,7 +80,7 @@ def test_two_ranks_on_one_device_are_refused(tmp_path: Path) -> None:
     )
 
 
-FED = """
+FED = r"""
 import os, sys, torch
 from torch.utils.data import DataLoader, Dataset
 class Data(Dataset):
@@ -79,7 +94,7 @@ if __name__ == "__main__":
         for x in DataLoader(Data(), batch_size=2, num_workers=2, pin_memory=True, multiprocessing_context=how):
             layer(x.cuda(non_blocking=True)).sum().backward()
             total += x.cuda().sum().item()
-        print(how, total, layer.weight.grad.device, flush=True)
+        print(f"{how} {total} {layer.weight.grad.device}\n", end="", flush=True)
 """
 
 
@@ -255,3 +270,100 @@ def test_a_process_whose_pool_has_ended_gets_an_error(tmp_path: Path) -> None:
         printed, _ = process.communicate(timeout=WITHIN_S)
         assert printed.splitlines() == ["PoolError the process that shares its devices with this one has ended"]
         assert_gone(started)
+
+
+# ---- the server, and pools attached to it, in this process
+
+
+@pytest.fixture
+def server(pools: Shelf) -> Iterator[PoolServer]:
+    """A server of a pool of two workers."""
+    made = PoolServer(pools(2))
+    yield made
+    made.close()
+
+
+@contextlib.contextmanager
+def attached(server: PoolServer) -> Iterator[AttachedPool]:
+    pool = AttachedPool(server.address)
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
+def put(pool: Pool, worker: int) -> int:
+    """Put four bytes on a worker and return the number of their buffer."""
+    number = pool.new_number()
+    pool.post(worker, [Put((number,), (TensorSpec("uint8", (4,)),))], [b"\1\2\3\4"])
+    return number
+
+
+def got(pool: Pool, worker: int, number: int) -> bytes:
+    return bytes(pool.post(worker, [Get((number,))], answer=True).result(WITHIN_S).frames[0])
+
+
+def test_each_process_has_numbers_of_its_own(server: PoolServer) -> None:
+    with attached(server) as first, attached(server) as second:
+        ours, theirs = put(first, 0), put(second, 0)
+        assert ours != theirs and got(first, 0, ours) == got(second, 0, theirs)
+        second.close()
+        assert got(first, 0, ours) == b"\1\2\3\4"
+        with attached(server) as third, pytest.raises(OneboxError, match=f"there is no buffer {theirs}"):
+            got(third, 0, theirs)
+
+
+def test_a_device_is_one_process_s_alone_while_it_has_claimed_it(server: PoolServer) -> None:
+    with attached(server) as first, attached(server) as second:
+        number = put(first, 0)
+        second.claim(0)
+        with pytest.raises(UsageError, match="device 0 is used by the collectives of another process"):
+            first.claim(0)
+        with pytest.raises(UsageError, match="device 0 is used by the collectives of another process"):
+            got(first, 0, number)
+        assert got(first, 1, put(first, 1))
+        first.post(0, [Free((number,))])  # waits for nothing, so that it may come at any time
+        second.close()
+        first.claim(0)
+        with pytest.raises(OneboxError, match=f"there is no buffer {number}"):
+            got(first, 0, number)
+
+
+@pytest.mark.parametrize("worker", [-1, 2])
+def test_a_device_that_is_not_there_is_refused(server: PoolServer, worker: int) -> None:
+    with attached(server) as pool:
+        with pytest.raises(UsageError, match=f"there is no device {worker}; the pool has 0 to 1"):
+            pool.claim(worker)
+        with pytest.raises(UsageError, match=f"there is no device {worker}"):
+            pool.form_group((0, worker), "workers")
+        assert got(pool, 0, put(pool, 0))
+
+
+def test_too_many_processes_are_refused(server: PoolServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_server, "_CHILDREN", 1)
+    with attached(server) as pool:
+        with pytest.raises(PoolError, match="1 processes share the devices"), attached(server):
+            pass
+        assert got(pool, 0, put(pool, 0))
+
+
+def test_the_end_of_the_server_is_an_error_of_its_children(server: PoolServer) -> None:
+    with attached(server) as pool:
+        put(pool, 0)
+        server.close()
+        with pytest.raises(PoolError, match="has ended"):
+            while True:
+                pool.post(0, [], answer=True).result(WITHIN_S)
+    with pytest.raises(PoolError, match="cannot be reached"):
+        AttachedPool(server.address)
+
+
+def test_what_is_no_request_ends_its_child_alone(server: PoolServer, caplog: pytest.LogCaptureFixture) -> None:
+    with attached(server) as pool, socket.socket(socket.AF_UNIX) as foreign:
+        foreign.connect(server.address)
+        foreign.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        with contextlib.suppress(ConnectionResetError):
+            while foreign.recv(1 << 16):  # until the server ends it
+                pass
+        assert got(pool, 0, put(pool, 0))
+    assert "sent what is no request" in caplog.text

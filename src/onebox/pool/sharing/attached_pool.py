@@ -35,13 +35,11 @@ from onebox.pool.sharing.messages import (
     to_error,
 )
 from onebox.wire import check_frames
+from onebox.wire.protocol.instructions import Free
 from onebox.wire.protocol.requests import Instruction
 
 ADDRESS = "ONEBOX_PARENT"
 """Environment variable with the address of the parent's server."""
-
-_ATTACHED_S = 30.0
-"""Bound of the wait for the parent's first message."""
 
 _REPLY_S = 60.0
 """Bound of a wait for the parent itself."""
@@ -98,20 +96,22 @@ class _ParentConnection:
     def post(
         self,
         worker: int,
-        instructions: Sequence[Instruction] | msgspec.Raw,
+        instructions: Sequence[Instruction],
         frames: Sequence[Any] = (),
         *,
         answer: bool = False,
     ) -> Future[WorkerReply]:
         """Send instructions to a worker; see :meth:`~onebox.pool.client.loop.ClientLoop.post`."""
         check_frames(frames)
+        listed = tuple(instructions)
+        frees = bool(listed) and all(isinstance(each, Free) for each in listed)
         try:
-            encoded = msgspec.Raw(_encoder.encode(tuple(instructions)))
+            encoded = msgspec.Raw(_encoder.encode(listed))
         except (OverflowError, UnicodeEncodeError) as error:
             raise WireError(f"a message that cannot be encoded: {error}") from None
         self.sent_bytes[worker] = self.sent_bytes.get(worker, 0) + sum(len(frame) for frame in frames)
         future: Future[WorkerReply] = self.ask(
-            lambda number: Post(number, worker, answer, encoded), frames, answer=answer
+            lambda number: Post(number, worker, answer, frees, encoded), frames, answer=answer
         )
         if not answer:
             future.set_result(WorkerReply((), (), ()))
@@ -142,6 +142,8 @@ class _ParentConnection:
         self._stream.end()
         self._reader.join(_JOIN_S)
         self._give_up(self.broken)
+        if not (self._reader.is_alive() or self._writer.is_alive()):
+            self._stream.close()
 
     # ---- the threads
 
@@ -207,10 +209,10 @@ class AttachedPool(Pool):
     def __init__(self, address: str) -> None:
         self._parent = _ParentConnection(address)
         try:
-            attached = self._parent.attached.result(_ATTACHED_S)
-        except FutureTimeout:
+            attached: Attached = self._wait(self._parent.attached)
+        except BaseException:
             self._parent.stop()
-            raise PoolError(f"the process that shares its devices did not answer in {_ATTACHED_S:.0f} s") from None
+            raise
         connection: Any = self._parent
         super().__init__(
             (), (), connection, attached.devices, plain_links=attached.plain_links, first_number=attached.first
@@ -263,8 +265,8 @@ class AttachedPool(Pool):
         """
         raise UsageError("the parent process alone recovers its devices")
 
-    def _wait(self, future: Future[Any]) -> None:
+    def _wait(self, future: Future[Any]) -> Any:
         try:
-            future.result(_REPLY_S)
+            return future.result(_REPLY_S)
         except FutureTimeout:
             raise PoolError(f"the process that shares its devices did not answer in {_REPLY_S:.0f} s") from None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import struct
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +20,22 @@ _SMALL_BYTES = 1 << 16
 """Messages up to this size are sent by one call."""
 
 
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def close_in_forks(connection: socket.socket) -> None:
+    """Have a socket closed in forked processes, whose copies would keep it open after its owner was killed."""
+    _sockets.add(connection)
+
+
+def _close_copies() -> None:
+    for each in list(_sockets):
+        each.close()
+
+
+os.register_at_fork(after_in_child=_close_copies)
+
+
 class MessageStream:
     """Messages over a connected stream socket. One thread may send while another receives.
 
@@ -27,6 +45,7 @@ class MessageStream:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
+        close_in_forks(connection)
 
     def send(self, header: bytes, frames: Sequence[Any] = ()) -> None:
         """Send a message; waits while the peer does not read.

@@ -25,12 +25,14 @@ class Post(Message, frozen=True, tag="post"):
         number: Number of the request; the reply repeats it.
         worker: The worker.
         answer: Whether the worker is to reply.
+        frees: Whether they only free buffers, which a child may also do on a device that is another one's by now.
         instructions: Encoded instructions, which the parent forwards as they are.
     """
 
     number: int
     worker: int
     answer: bool
+    frees: bool
     instructions: msgspec.Raw
 
 

@@ -6,10 +6,9 @@ import contextlib
 import itertools
 import logging
 import os
-import shutil
 import socket
-import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -18,10 +17,11 @@ from typing import Any
 
 import msgspec
 
-from onebox.errors import OneboxError, UsageError, WireError
+from onebox.errors import OneboxError, PoolError, UsageError, WireError
 from onebox.pool.client.connection import WorkerReply
+from onebox.pool.launch.worker_process import SocketFolder
 from onebox.pool.pool import Pool
-from onebox.pool.sharing.message_stream import MessageStream
+from onebox.pool.sharing.message_stream import MessageStream, close_in_forks
 from onebox.pool.sharing.messages import (
     SPAN,
     Attached,
@@ -67,20 +67,21 @@ class PoolServer:
     def __init__(self, pool: Pool, *, synchronous: bool = False) -> None:
         self.pool = pool
         self.synchronous = synchronous
-        self._folder = tempfile.mkdtemp(prefix="onebox-")  # mode 0700
-        self.address = os.path.join(self._folder, "pool")
+        self._folder = SocketFolder()
+        self.address = os.path.join(self._folder.path, "pool")
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._children: dict[int, _Child] = {}
         self._claims: dict[int, int] = {}  # from device to child
         self._closed = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        close_in_forks(self._socket)
         try:
             self._socket.bind(self.address)
             self._socket.listen(_CHILDREN)
         except BaseException:
             self._socket.close()
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.close()
             raise
         self._thread = threading.Thread(target=self._accept, name="onebox-pool-server", daemon=True)
         self._thread.start()
@@ -109,21 +110,29 @@ class PoolServer:
         for child in children:
             child.join(_JOIN_S)
         self._socket.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.close()
 
     def _accept(self) -> None:
         while True:
             try:
                 connection, _ = self._socket.accept()
-            except OSError:
-                return
+            except OSError as error:
+                if self._closed:
+                    return
+                _LOG.warning("a child process cannot be let in: %s", error)  # no file descriptor is left
+                time.sleep(_SLICE_S)
+                continue
+            stream = MessageStream(connection)
             with self._lock:
-                if self._closed or len(self._children) >= _CHILDREN:
-                    connection.close()
+                full = len(self._children) >= _CHILDREN
+                if not full and not self._closed:
+                    number = next(self._numbers)
+                    self._children[number] = child = _Child(self, number, stream)
+                    child.start()
                     continue
-                number = next(self._numbers)
-                self._children[number] = child = _Child(self, number, MessageStream(connection))
-            child.start()
+            if full:
+                _refuse(stream)
+            stream.close()
 
     # ---- called by children's threads
 
@@ -152,9 +161,18 @@ class PoolServer:
         with self._lock:
             self._require(child, worker)
 
+    def require_devices(self, workers: Sequence[int]) -> None:
+        """Require that devices are there.
+
+        Raises:
+            UsageError: One is not.
+        """
+        for worker in workers:
+            if not 0 <= worker < len(self.pool):
+                raise UsageError(f"there is no device {worker}; the pool has 0 to {len(self.pool) - 1}")
+
     def _require(self, child: int, worker: int) -> None:
-        if not 0 <= worker < len(self.pool):
-            raise UsageError(f"there is no device {worker}; the pool has 0 to {len(self.pool) - 1}")
+        self.require_devices([worker])
         if self._claims.get(worker, child) != child:
             raise UsageError(
                 f"device {worker} is used by the collectives of another process: let each rank have a device of its "
@@ -169,6 +187,12 @@ class PoolServer:
             for worker in found:
                 del self._claims[worker]
             return found
+
+
+def _refuse(stream: MessageStream) -> None:
+    error = PoolError(f"{_CHILDREN} processes share the devices; let some of them end, and start this one again")
+    with contextlib.suppress(OSError):  # it has ended
+        stream.send(encode_message(failed(0, error)))
 
 
 class _Child:
@@ -232,7 +256,8 @@ class _Child:
         try:
             match request:
                 case Post():
-                    self._server.require(self._number, request.worker)
+                    if not request.frees:  # those wait for nothing
+                        self._server.require(self._number, request.worker)
                     self._used.add(request.worker)
                     future = self._pool.post(request.worker, request.instructions, frames, answer=request.answer)
                     if request.answer:
@@ -240,6 +265,7 @@ class _Child:
                 case Form():
                     self._form(request)
                 case Leave():
+                    self._server.require_devices(request.workers)
                     self._pool.leave_group(request.group, request.workers)
                     self._outgoing.put((Done(request.number), ()))
                 case Claim():
@@ -260,8 +286,14 @@ class _Child:
 
     def _form(self, request: Form) -> None:
         """Form a group, and reply when all members have."""
+        self._server.require_devices(request.workers)
         group = self._pool.new_number()
-        futures = self._pool.begin_group(request.workers, "workers", number=group)
+        try:
+            futures = self._pool.begin_group(request.workers, "workers", number=group)
+        except OneboxError:
+            with contextlib.suppress(OneboxError):
+                self._pool.leave_group(group, request.workers)
+            raise
         left = itertools.count(1)
 
         def joined(_: Future[WorkerReply]) -> None:

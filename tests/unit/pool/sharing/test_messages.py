@@ -43,7 +43,7 @@ def test_requests_survive_the_way(request_: Form | Leave | Claim | Detach) -> No
 
 def test_instructions_are_forwarded_as_they_are() -> None:
     instructions = msgspec.msgpack.encode([["free", [1, 2], []], {"any": b"thing"}])
-    post = decode_request(encode_message(Post(1, 0, True, msgspec.Raw(instructions))))
+    post = decode_request(encode_message(Post(1, 0, True, False, msgspec.Raw(instructions))))
     assert isinstance(post, Post) and bytes(post.instructions) == instructions
 
 
