@@ -1,0 +1,71 @@
+"""The entry point that PyTorch calls: nothing without the environment, devices on demand with it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LOOKS = """
+import sys, threading, torch
+print("onebox.vgpu" in sys.modules, len(threading.enumerate()))
+device = torch.accelerator.current_accelerator()
+print(device, torch.accelerator.is_available(), torch.accelerator.device_count())
+if device is not None:
+    model = torch.nn.Linear(4, 2).to(device)
+    model(torch.ones(3, 4, device=device)).sum().backward()
+    print(model.weight.grad.device, model.weight.grad.sum().item())
+"""
+
+OPENS = """
+import torch, onebox
+with onebox.open("cpu", threads=1) as pool:
+    print(len(pool), torch.accelerator.device_count())
+"""
+
+
+def run(text: str, folder: Path, pool: str | None) -> subprocess.CompletedProcess[str]:
+    """Run a script as ``python`` does, perhaps with a pool in its environment."""
+    (folder / "script.py").write_text(text)
+    environment = {name: value for name, value in os.environ.items() if name not in ("ONEBOX_POOL", "ONEBOX_PARENT")}
+    if pool is not None:
+        environment["ONEBOX_POOL"] = pool
+    return subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=folder,
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_a_script_that_asks_for_an_accelerator_finds_the_pool_of_the_environment(tmp_path: Path) -> None:
+    done = run(LOOKS, tmp_path, "cpu*2")
+    assert done.returncode == 0, done.stderr
+    before, found, used = done.stdout.splitlines()
+    assert before == "True 1", "nothing is opened before it is used"
+    assert (found, used) == ("vgpu True 2", "vgpu:0 24.0")
+
+
+@pytest.mark.long
+def test_without_the_variable_nothing_of_onebox_is_imported(tmp_path: Path) -> None:
+    done = run(LOOKS, tmp_path, None)
+    assert done.stdout.splitlines()[0] == "False 1", done.stderr
+
+
+@pytest.mark.long
+def test_a_script_that_opens_a_pool_itself_has_that_one(tmp_path: Path) -> None:
+    done = run(OPENS, tmp_path, "cpu*2")
+    assert done.stdout.split() == ["1", "1"], done.stderr
+
+
+@pytest.mark.long
+def test_a_pool_that_cannot_be_had_is_an_error_where_a_device_is_used(tmp_path: Path) -> None:
+    done = run("import torch; print('imported'); torch.ones(1, device='vgpu')", tmp_path, "cup*2")
+    assert (done.returncode, done.stdout) == (1, "imported\n")
+    assert "cup*2" in done.stderr
