@@ -95,7 +95,7 @@ def numeric_instructions(numerics: Numerics) -> tuple[SetNumerics, ...]:
     return () if found == SetNumerics() else (found,)
 
 
-def steps_in_flight(round_trip_s: float) -> int:
+def steps_in_flight(round_trip_s: float, step_s: float = 0.0) -> int:
     """Return the number of steps in flight.
 
     With one more step than fits into a round trip, the next one is always at the workers when a step ends; on a LAN
@@ -103,12 +103,15 @@ def steps_in_flight(round_trip_s: float) -> int:
 
     Args:
         round_trip_s: Round trip to the most distant worker.
+        step_s: Seconds of a step; 0 where unknown.
 
     Example:
         >>> [steps_in_flight(seconds) for seconds in (0.0, 0.001, 0.03, 1.0)]
         [2, 2, 5, 8]
+        >>> steps_in_flight(0.03, step_s=0.02), steps_in_flight(0.03, step_s=12.0)
+        (3, 2)
     """
-    return min(2 + int(round_trip_s / _SHORT_STEP_S), _MOST_STEPS)
+    return min(2 + int(round_trip_s / max(step_s, _SHORT_STEP_S)), _MOST_STEPS)
 
 
 def island_steps_in_flight(round_trip_s: float, every: int) -> int:

@@ -16,6 +16,7 @@ from onebox.engine.adaptive.measurements import step_context
 from onebox.engine.adaptive.migration import Migration, MigrationReport, check_successor
 from onebox.engine.adaptive.problem_source import problem_maker
 from onebox.engine.compile.compiler import CompiledStep
+from onebox.engine.config import steps_in_flight
 from onebox.engine.data.prefetch import BatchPrefetcher, UploadedBatch
 from onebox.engine.data.representative_batches import RepresentativeBatches
 from onebox.engine.install.deferred_replies import DeferredReplies
@@ -165,7 +166,7 @@ class TrainingSession:
         parcel = None if uploaded is None else self.uploads.claim(uploaded)
         number = self.steps_done
         prepared = self.recovery.run(lambda: self._prepare(batch, number))
-        self.wait(self._settings.in_flight - 1)
+        self.wait(self._most_in_flight - 1)
         if self.adaptive is not None:
             self.adaptive.between_steps(under_way=self._under_way)
         if self.recovery.ready and (self._pool.returning or self._away - self._pool.gone):
@@ -188,6 +189,12 @@ class TrainingSession:
         self.steps_done += 1
         self.recovery.once(lambda: self._begin(work, prepared))
         return result
+
+    @property
+    def _most_in_flight(self) -> int:
+        """Most steps in flight: in an adaptive run no more than long steps need, as a change of plan waits for all."""
+        most, step_s = self._settings.in_flight, 0.0 if self.adaptive is None else self.adaptive.step_s
+        return min(most, steps_in_flight(self._pool.round_trip_s, step_s)) if step_s else most
 
     def _retry(self, action: Callable[[], StepValues]) -> StepValues:
         """Read a step's values, again after each recovery."""

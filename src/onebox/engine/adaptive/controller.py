@@ -139,6 +139,8 @@ class AdaptiveController(StepObserver):
         context: Callable[[EndedStep, StepTrace], StepContext],
     ) -> None:
         self.decisions: tuple[AppliedDecision, ...] = ()
+        self.step_s = 0.0
+        """Seconds of the last step that was examined; 0 before."""
         self._run = run
         self._make_problem = make_problem
         self._batch = batch
@@ -264,6 +266,10 @@ class AdaptiveController(StepObserver):
                 self._changed.notify_all()
         return ""
 
+    def saw(self, seen: StepMeasurement) -> None:
+        """Record that a step has been examined."""
+        self.step_s = seen.step_s
+
     def probe(self, probe: LinkProbe) -> ProbeResult:
         """Measure a link that no step uses."""
         return self._run.probe(probe)
@@ -349,6 +355,7 @@ class _Work:
         if sum(part.size for part in step.whole.micro_batches) != (self._samples or self._owner.samples()):
             return
         seen = measure_step(step.whole, last.whole.trace)
+        self._owner.saw(seen)
         if self._follower is None or self._problem is None:
             self._passed += 1
             if self._passed > _FIRST:
