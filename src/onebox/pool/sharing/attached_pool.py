@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing.util
 import os
 import socket
 import threading
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from multiprocessing.util import Finalize
 from queue import SimpleQueue
 from typing import Any, Literal
 
@@ -220,7 +220,7 @@ class AttachedPool(Pool):
         self.round_trip_s = attached.round_trip_s
         self.synchronous = attached.synchronous
         """Whether every operator is waited for."""
-        multiprocessing.util.Finalize(None, self.close, exitpriority=0)  # of a forked process, which has no atexit
+        Finalize(None, self.close, exitpriority=0)  # of a process of multiprocessing, which has no atexit
 
     def form_group(
         self, workers: Sequence[int], via: Literal["workers", "client"], *, aside: bool = False, number: int = 0

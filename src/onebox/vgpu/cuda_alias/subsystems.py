@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import safetensors
 import safetensors.torch
 import torch
 import torch.distributed as dist
@@ -78,7 +79,7 @@ def translate_saved(patches: Patches) -> None:
         return serialization.restore(self, f"vgpu:{number_of(device)}")
 
     patches.set(torch.storage._StorageBase, "cuda", cuda)
-    patches.set(safetensors.torch, "safe_open", _on_current_device(safetensors.torch.safe_open))
+    patches.set(safetensors.torch, "safe_open", _on_current_device(safetensors.safe_open))
 
 
 def _on_current_device(safe_open: Callable[..., Any]) -> Callable[..., Any]:
