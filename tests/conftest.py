@@ -46,6 +46,7 @@ MODELLED = Path(__file__).parent / "modelled"
 
 LONGEST = (
     "tests/net/",
+    "tests/process/test_launchers.py",
     "tests/process/vgpu/test_examples.py",
     "tests/process/test_covering_array.py",
     "tests/process/cli/test_plan_command.py",

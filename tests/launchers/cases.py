@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 FOLDER = Path(__file__).parent
 BIN = Path(sys.executable).parent
 WITHIN_S = 240.0
@@ -164,22 +166,22 @@ def run(case: Case, *, virtual: bool) -> Outcome:
         environment["ACCELERATE_USE_CPU"] = "true"
     begin_s = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            done = subprocess.run(
-                command(case, virtual=virtual),
-                cwd=folder,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=WITHIN_S,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            raise RuntimeError(f"{case.title} took more than {WITHIN_S:.0f} s") from None
+        pipe = subprocess.PIPE
+        line = command(case, virtual=virtual)
+        with subprocess.Popen(line, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
+            try:
+                output, said = process.communicate(timeout=WITHIN_S)
+            except subprocess.TimeoutExpired:
+                raise RuntimeError(f"{case.title} took more than {WITHIN_S:.0f} s") from None
+            finally:
+                if process.poll() is None:  # with what it has started, of which launchers make sessions of their own
+                    for each in psutil.Process(process.pid).children(recursive=True):
+                        each.kill()
+                    process.kill()
     seconds = time.monotonic() - begin_s
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"losses"')]
-    if done.returncode or len(lines) != 1:
-        raise RuntimeError(f"{case.title} ended with {done.returncode}: {done.stdout[-1000:]} {done.stderr[-4000:]}")
+    lines = [line for line in output.splitlines() if line.startswith('{"losses"')]
+    if process.returncode or len(lines) != 1:
+        raise RuntimeError(f"{case.title} ended with {process.returncode}: {output[-1000:]} {said[-4000:]}")
     found = json.loads(lines[0])
     return Outcome(tuple(found["losses"]), found["ranks"], seconds)
 
