@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
 from onebox.errors import OneboxError, PoolError, UsageError
 from onebox.pool import Pool
 from onebox.pool.sharing import AttachedPool, PoolServer, pool_server
+from onebox.pool.sharing.message_stream import MessageStream
+from onebox.pool.sharing.messages import Post, encode_message
 from onebox.wire import TensorSpec
 from onebox.wire.protocol.instructions import Free, Get
 from onebox.wire.protocol.requests import Put
@@ -316,6 +321,7 @@ def test_each_process_has_numbers_of_its_own(server: PoolServer) -> None:
 def test_a_device_is_one_process_s_alone_while_it_has_claimed_it(server: PoolServer) -> None:
     with attached(server) as first, attached(server) as second:
         number = put(first, 0)
+        assert got(first, 0, number)  # so that it has come before the claim
         second.claim(0)
         with pytest.raises(UsageError, match="device 0 is used by the collectives of another process"):
             first.claim(0)
@@ -367,3 +373,34 @@ def test_what_is_no_request_ends_its_child_alone(server: PoolServer, caplog: pyt
                 pass
         assert got(pool, 0, put(pool, 0))
     assert "sent what is no request" in caplog.text
+
+
+def test_a_process_that_reads_nothing_holds_up_nobody(server: PoolServer) -> None:
+    with attached(server) as pool, socket.socket(socket.AF_UNIX) as deaf:
+        deaf.connect(server.address)
+        stream = MessageStream(deaf)
+        assert stream.receive() is not None
+        ones = bytes(1 << 22)
+        with attached(server) as other:
+            number = other.new_number()
+            other.post(0, [Put((number,), (TensorSpec("uint8", (len(ones),)),))], [ones])
+            instructions = msgspec.msgpack.encode([Get((number,))])
+            for request in range(1, 5):
+                stream.send(encode_message(Post(request, 0, True, False, msgspec.Raw(instructions))))
+            assert got(pool, 0, put(pool, 0)) == b"\1\2\3\4"
+        server.close()
+        assert not [each for each in threading.enumerate() if each.name.startswith("onebox-child")]
+
+
+def test_a_forked_process_does_not_use_the_connection_of_its_parent(server: PoolServer) -> None:
+    with attached(server) as pool:
+        if (child := os.fork()) == 0:
+            status = 1
+            try:
+                pool.claim(0)
+            except PoolError as error:
+                status = 0 if "a forked process cannot use" in str(error) else 2
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+        pool.claim(0)

@@ -198,9 +198,17 @@ class Pool:
         answer: bool = False,
     ) -> Future[WorkerReply]:
         """Send instructions to a worker; see :meth:`ClientLoop.post`."""
+        self.require_owner()
+        return self._client_loop.post(worker, instructions, frames, answer=answer)
+
+    def require_owner(self) -> None:
+        """Require that this is the process that has opened the pool.
+
+        Raises:
+            PoolError: This is a forked one, in which no thread serves the pool.
+        """
         if os.getpid() != self._owner:
             raise PoolError("a forked process cannot use its parent's pool; open one there with onebox.open()")
-        return self._client_loop.post(worker, instructions, frames, answer=answer)
 
     def send_default_type(self, worker: int) -> None:
         """Set a worker's default element type to that of this process.

@@ -233,21 +233,21 @@ class AttachedPool(Pool):
         """
         if via != "workers" or aside:
             raise UsageError("a child process forms groups for transfers between workers only")
-        future = self._parent.ask(lambda number: Form(number, tuple(workers)))
+        future = self._ask(lambda number: Form(number, tuple(workers)))
         (group,) = raise_first([future])
         return int(group)
 
     def leave_group(self, group: int, workers: Sequence[int]) -> None:
         """Dissolve a group."""
-        self._parent.ask(lambda number: Leave(number, group, tuple(workers)))
+        self._ask(lambda number: Leave(number, group, tuple(workers)))
 
     def claim(self, worker: int) -> None:
         """Reserve a device for the collectives of this process; see :meth:`Pool.claim`."""
-        self._wait(self._parent.ask(lambda number: Claim(number, worker, True)))
+        self._wait(self._ask(lambda number: Claim(number, worker, True)))
 
     def release(self, worker: int) -> None:
         """End a claim of a device."""
-        self._parent.ask(lambda number: Claim(number, worker, False))
+        self._ask(lambda number: Claim(number, worker, False))
 
     def profile(self, *, fresh: bool = False, cache: bool = True, probe: Collection[int] = ()) -> PoolProfile:
         """Raise an error: the devices are the parent's.
@@ -264,6 +264,10 @@ class AttachedPool(Pool):
             UsageError: Always.
         """
         raise UsageError("the parent process alone recovers its devices")
+
+    def _ask(self, request: Any) -> Future[Any]:
+        self.require_owner()
+        return self._parent.ask(request)
 
     def _wait(self, future: Future[Any]) -> Any:
         try:

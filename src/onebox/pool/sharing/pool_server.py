@@ -9,8 +9,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -179,14 +179,18 @@ class PoolServer:
                 "own, as by torch.cuda.set_device(int(os.environ['LOCAL_RANK']))"
             )
 
-    def forget(self, child: int) -> list[int]:
-        """Remove a child; return the devices that it had claimed."""
+    def release_all(self, child: int) -> list[int]:
+        """End all claims of a child; return the devices."""
         with self._lock:
-            self._children.pop(child, None)
             found = [worker for worker, owner in self._claims.items() if owner == child]
             for worker in found:
                 del self._claims[worker]
             return found
+
+    def forget(self, child: int) -> None:
+        """Remove a child of which nothing is left."""
+        with self._lock:
+            self._children.pop(child, None)
 
 
 def _refuse(stream: MessageStream) -> None:
@@ -318,26 +322,16 @@ class _Child:
         """
         first = self._number * SPAN
         free = FreeRange(first, first + SPAN)
-        for worker in self._server.forget(self._number):
+        for worker in self._server.release_all(self._number):
             with contextlib.suppress(OneboxError):
                 groups = self._pool.groups_of(worker)  # those of a process that takes its place are others
                 if orderly:
-                    done = self._pool.post(worker, [], answer=True)
-                    done.add_done_callback(partial(self._end_groups, groups))
-                else:
-                    self._pool.end_groups(groups)
+                    wait([self._pool.post(worker, [], answer=True)])
+                self._pool.end_groups(groups)
         for worker in self._used:
             with contextlib.suppress(OneboxError):
                 self._pool.post(worker, [free])
-
-    def _end_groups(self, groups: Mapping[int, Sequence[int]], _: Future[WorkerReply]) -> None:
-        """End groups in a thread of its own, because this is called by that of the client's loop."""
-
-        def end() -> None:
-            with contextlib.suppress(OneboxError):
-                self._pool.end_groups(groups)
-
-        threading.Thread(target=end, name="onebox-end-groups", daemon=True).start()
+        self._server.forget(self._number)
 
     # ---- the writer
 
