@@ -364,6 +364,13 @@ def test_the_end_of_the_server_is_an_error_of_its_children(server: PoolServer) -
         AttachedPool(server.address)
 
 
+def test_only_this_user_can_enter_the_folder_of_the_socket(server: PoolServer) -> None:
+    folder = Path(server.address).parent
+    assert folder.stat().st_mode & 0o777 == 0o700
+    server.close()
+    assert not folder.exists()
+
+
 def test_what_is_no_request_ends_its_child_alone(server: PoolServer, caplog: pytest.LogCaptureFixture) -> None:
     with attached(server) as pool, socket.socket(socket.AF_UNIX) as foreign:
         foreign.connect(server.address)

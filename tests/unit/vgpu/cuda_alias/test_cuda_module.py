@@ -119,6 +119,12 @@ def test_every_name_of_its_submodules_is_mapped_or_refused() -> None:
 
 
 @pytest.mark.usefixtures("aliased")
+def test_nccl_has_a_version_that_scripts_compare_and_join() -> None:
+    assert torch.cuda.nccl.version() >= (2, 10)  # from which DistributedDataParallel sends bfloat16
+    assert ".".join(map(str, torch.cuda.nccl.version())) == "2.10.3"
+
+
+@pytest.mark.usefixtures("aliased")
 def test_submodules_have_what_torch_cuda_has() -> None:
     assert torch.cuda.memory.memory_allocated is torch.cuda.memory_allocated
     assert torch.cuda.random.manual_seed is torch.cuda.manual_seed
