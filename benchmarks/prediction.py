@@ -69,22 +69,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--emulated", action="store_true", help="only plans on emulated devices")
     options = parser.parse_args()
-    real, emulated = on_cpus(options.rounds), on_sims(options.rounds) + over_slow_links(options.rounds)
+    real = [] if options.emulated else on_cpus(options.rounds)
+    slow = over_slow_links(options.rounds)
+    emulated = on_sims(options.rounds) + slow
     rows = real + emulated
     memory = [abs(expected / found - 1) for row in real for expected, found in row.memory]
-    orders = [rank_correlation(group) for group in (real, emulated)]
+    orders = [round(rank_correlation(group), 4) if group else None for group in (real, emulated)]
     result = {
         "mean_error": round(statistics.fmean(row.error for row in rows), 4),
         "spearman": round(rank_correlation(rows), 4),
-        "spearman_of_cpu_plans": round(orders[0], 4),
-        "spearman_of_emulated_plans": round(orders[1], 4),
-        "memory_error": round(max(memory), 4),
+        "spearman_of_cpu_plans": orders[0],
+        "spearman_of_emulated_plans": orders[1],
+        "mean_error_over_slow_links": round(statistics.fmean(row.error for row in slow), 4),
+        "memory_error": round(max(memory, default=0.0), 4),
         "plans": len(rows),
     }
     show(
         f"Predicted and measured, batch {BATCH}: mean error {result['mean_error']:.1%}, rank correlation "
-        f"{result['spearman']} ({orders[0]:.3f} of the CPU plans, {orders[1]:.3f} of the emulated ones), largest error "
+        f"{result['spearman']} ({orders[0]} of the CPU plans, {orders[1]} of the emulated ones), largest error "
         f"of memory {result['memory_error']:.2%}",
         ["plan", "devices", "predicted ms", "measured ms", "error", "memory error"],
         [
