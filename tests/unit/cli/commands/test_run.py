@@ -88,7 +88,7 @@ def test_modules_are_looked_for_in_the_current_folder(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("missing.py",), "there is no script missing.py; a path is needed, a command in Python, or -m and the name of a"),
+        (("missing.py",), "there is no script missing.py; a path is needed, a command in Python, or -m and"),
         (("-m", "missing"), "there is no module missing"),
         (("-m", "missing.inner"), "there is no module missing.inner"),
         (("-m", "..odd"), r"there is no module \.\.odd"),
