@@ -77,7 +77,8 @@ def test_the_files(made: Made) -> None:
     assert made.report["plan"] == json.loads((made.folder / "plan.json").read_text())
     assert made.report["candidates"][0]["label"] == "the best found"
     assert made.report["samples_per_s"] == pytest.approx(64 / made.plan.predicted.step_s)
-    assert [device["peak_bytes"] > 0 for device in made.report["devices"]] == [True, True]
+    used = [number in made.plan.devices for number in range(2)]  # how many pay depends on what the machine does besides
+    assert [device["peak_bytes"] > 0 for device in made.report["devices"]] == used
     assert "<!-- predicted: " in (made.folder / "plan.svg").read_text()
 
 

@@ -130,7 +130,8 @@ class _ParentConnection:
         return future
 
     def stop(self, *last: Instruction) -> None:
-        """Send what is posted, and end the connection; the workers go on. Idempotent."""
+        """Send what is posted, wait a while until the parent has freed what this process has on workers, and end the
+        connection. Idempotent."""
         with self._lock:
             if self._stopping:
                 return
@@ -139,6 +140,7 @@ class _ParentConnection:
             self._requests.put((Detach(), ()))
             self._requests.put(None)
         self._writer.join(_JOIN_S)
+        self._reader.join(_JOIN_S)  # the parent ends the connection
         self._stream.end()
         self._reader.join(_JOIN_S)
         self._give_up(self.broken)
