@@ -90,7 +90,7 @@ class Attached(Message, frozen=True, tag="attached"):
     synchronous: bool
 
 
-class Done(Message, frozen=True, tag="done"):
+class Replied(Message, frozen=True, tag="replied"):
     """Parent to child: a worker's reply, with the frames of its tensors; or the number of a group in ``group``."""
 
     number: int
@@ -117,7 +117,7 @@ class Failed(Message, frozen=True, tag="failed"):
     about: dict[str, Fact]
 
 
-Response = Attached | Done | Failed
+Response = Attached | Replied | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _requests = msgspec.msgpack.Decoder(Request)

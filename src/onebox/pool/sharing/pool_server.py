@@ -27,10 +27,10 @@ from onebox.pool.sharing.messages import (
     Attached,
     Claim,
     Detach,
-    Done,
     Form,
     Leave,
     Post,
+    Replied,
     Request,
     Response,
     decode_request,
@@ -271,11 +271,11 @@ class _Child:
                 case Leave():
                     self._server.require_devices(request.workers)
                     self._pool.leave_group(request.group, request.workers)
-                    self._outgoing.put((Done(request.number), ()))
+                    self._outgoing.put((Replied(request.number), ()))
                 case Claim():
                     act = self._server.claim if request.held else self._server.release
                     act(self._number, request.worker)
-                    self._outgoing.put((Done(request.number), ()))
+                    self._outgoing.put((Replied(request.number), ()))
         except OneboxError as error:
             self._outgoing.put((failed(request.number, error), ()))
 
@@ -285,7 +285,7 @@ class _Child:
             self._outgoing.put((failed(number, error), ()))
             return
         reply = future.result()
-        done = Done(number, reply.results, reply.times_ns, reply.used_bytes, reply.traffic)
+        done = Replied(number, reply.results, reply.times_ns, reply.used_bytes, reply.traffic)
         self._outgoing.put((done, reply.frames))
 
     def _form(self, request: Form) -> None:
@@ -305,7 +305,7 @@ class _Child:
                 return
             error = next((error for future in futures if (error := future.exception()) is not None), None)
             if error is None:
-                self._outgoing.put((Done(request.number, group=group), ()))
+                self._outgoing.put((Replied(request.number, group=group), ()))
                 return
             with contextlib.suppress(OneboxError):
                 self._pool.leave_group(group, request.workers)

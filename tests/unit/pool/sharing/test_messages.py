@@ -13,11 +13,11 @@ from onebox.errors import CaptureError, DeviceMemoryError, OneboxError, PoolErro
 from onebox.pool.sharing.messages import (
     Claim,
     Detach,
-    Done,
     Failed,
     Form,
     Leave,
     Post,
+    Replied,
     decode_request,
     decode_response,
     encode_message,
@@ -48,7 +48,7 @@ def test_instructions_are_forwarded_as_they_are() -> None:
 
 
 def test_a_reply_survives_the_way() -> None:
-    done = Done(5, (Digest(b"0f"),), (1, 2), (3,), (), 4)
+    done = Replied(5, (Digest(b"0f"),), (1, 2), (3,), (), 4)
     assert decode_response(encode_message(done)) == done
 
 
