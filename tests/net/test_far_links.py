@@ -169,7 +169,7 @@ def passed_on(network: Network, size_bytes: int) -> Passed:
         (carried,) = meters.take()
         connections = [acknowledged_bytes(each) for each in links[1][0].outgoing]
         for forwarder in (here, there):
-            assert forwarder.drain(WITHIN_S)
+            assert forwarder.drain(WITHIN_S) and forwarder.acknowledged(WITHIN_S)
             forwarder.close()
     assert found == sent
     return Passed(connections, carried, lasted_s)

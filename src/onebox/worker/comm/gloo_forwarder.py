@@ -115,11 +115,18 @@ class GlooForwarder:
                 shut_down(name)
 
     def drain(self, timeout_s: float) -> bool:
-        """Forward what Gloo has written, and nothing more; return whether all peers have taken it within a time."""
+        """Forward what Gloo has written, and nothing more; return whether the kernel has taken it within a time."""
         end_s = time.monotonic() + timeout_s
         for channel in self._channels:
             channel.finish()
         return all(channel.finished(end_s) for channel in self._channels)
+
+    def acknowledged(self, timeout_s: float) -> bool:
+        """Return whether all peers have acknowledged what was forwarded, waiting for a time."""
+        end_s = time.monotonic() + timeout_s
+        while (pending := any(channel.pending for channel in self._channels)) and time.monotonic() < end_s:
+            time.sleep(_ACKNOWLEDGED_S)
+        return not pending
 
     def close(self) -> None:
         """Close everything; what has not been forwarded is lost."""
@@ -226,13 +233,15 @@ class _Channel:
         self._finishing = True
 
     def finished(self, end_s: float) -> bool:
-        """Return whether everything was forwarded and the peer has acknowledged it, waiting until a time."""
-        if self._local is None:
-            return True
-        self._encrypting.join(max(0.0, end_s - time.monotonic()))
-        while (pending := self._meter.pending) and time.monotonic() < end_s:
-            time.sleep(_ACKNOWLEDGED_S)
-        return not (pending or self._encrypting.is_alive())
+        """Return whether everything was forwarded, waiting until a time."""
+        if self._local is not None:
+            self._encrypting.join(max(0.0, end_s - time.monotonic()))
+        return self._local is None or not self._encrypting.is_alive()
+
+    @property
+    def pending(self) -> bool:
+        """True if the peer has not acknowledged what was forwarded."""
+        return self._meter.pending
 
     def close(self) -> None:
         """End."""

@@ -282,6 +282,7 @@ class GlooGroup(TorchDistGroup):
     ) -> None:
         self._store = store
         self._connections = connections
+        self._given_up = False
         self._waiters: list[_Waiter] = []
         """Those that wait for nothing."""
         self._outgoing = _Outgoing()
@@ -346,15 +347,16 @@ class GlooGroup(TorchDistGroup):
         return self._finish(works, lambda: self._accelerator.to_device(tensor))
 
     def interrupt(self) -> None:
-        """Do nothing: waits end when the group's sockets are shut down
-        (:mod:`onebox.worker.system.tcp_connections`)."""
+        """Note that the group is given up: waits end when its sockets are shut down
+        (:mod:`onebox.worker.system.tcp_connections`), and nothing more comes or goes."""
+        self._given_up = True
 
     def close(self) -> None:
         """Leave the group when sends have been received, or after a timeout; waiting peers then fail at once."""
         if self._group is None:
             return
         with self._progress.wait():
-            while_moving(self._outgoing.drain, self._connections)
+            while_moving(self._outgoing.drain, self._connections, given_up=lambda: self._given_up)
         if hasattr(self._group, "abort"):
             self._group.abort()
         self._outgoing.close()
@@ -363,7 +365,9 @@ class GlooGroup(TorchDistGroup):
             waiter.close()
         if self._forwarder is not None:
             with self._progress.wait():
-                while_moving(self._forwarder.drain, self._connections)
+                if not self._given_up and while_moving(self._forwarder.drain, self._connections):
+                    # a link that carries nothing for a moment may be dead; the kernel goes on sending in any case
+                    while_moving(self._forwarder.acknowledged, self._connections, within_s=_LOOK_S)
                 self._forwarder.close()
 
     def _await(self, work: Any) -> None:
@@ -375,7 +379,7 @@ class GlooGroup(TorchDistGroup):
         """
         waiter = self._waiters.pop() if self._waiters else _Waiter()
         waiter.begin(work)
-        if not while_moving(waiter.end, self._connections, even_if_open=True):
+        if not while_moving(waiter.end, self._connections, even_if_open=True, given_up=lambda: self._given_up):
             _left_behind.append(self._group)
             waiter.close()
             raise RuntimeError("a connection of the group ended, and with it the rest of what was to come")
@@ -398,22 +402,30 @@ _left_behind: list[Any] = []
 
 
 def while_moving(
-    end: Callable[[float], bool], connections: Callable[[], ConnectionState], *, even_if_open: bool = False
+    end: Callable[[float], bool],
+    connections: Callable[[], ConnectionState],
+    *,
+    within_s: float = CLOSE_S,
+    even_if_open: bool = False,
+    given_up: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Wait for an end as long as bytes move over connections, at most :data:`CLOSE_S` without any; return whether it
-    has come.
+    """Wait for an end as long as bytes move over connections; return whether it has come.
 
     Args:
         end: Waits so many seconds for the end, and returns whether it has come.
         connections: Returns the state of the connections.
+        within_s: Longest wait without any byte.
         even_if_open: Whether to wait without a bound as long as no connection has ended.
+        given_up: Returns whether the connections are given up, so that nothing more moves.
     """
     state, since_s = connections(), time.monotonic()
     while not end(_LOOK_S):
+        if given_up():
+            return end(_LOOK_S)
         before, state = state, connections()
         if state != before or (even_if_open and not state.ended):
             since_s = time.monotonic()
-        elif time.monotonic() - since_s >= CLOSE_S:
+        elif time.monotonic() - since_s >= within_s:
             return False
     return True
 
