@@ -280,11 +280,12 @@ class _Channel:
         written = select.poll()
         written.register(local, select.POLLIN)
         while True:
-            if not written.poll(_LAST_MS):
-                if self._finishing:
+            try:
+                size_bytes = local.recv_into(buffer[_HEAD.size :], 0, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                if not written.poll(_LAST_MS) and self._finishing:
                     return
                 continue
-            size_bytes = local.recv_into(buffer[_HEAD.size :])
             if not size_bytes:
                 return
             _HEAD.pack_into(buffer, 0, number, size_bytes)
