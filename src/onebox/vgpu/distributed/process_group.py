@@ -1,4 +1,4 @@
-"""A process group of ``torch.distributed`` whose ranks are threads of one client, with a virtual device each.
+"""A process group of ``torch.distributed`` whose ranks, threads or processes, have a virtual device each.
 
 Its collectives are those of the workers. As with NCCL, the client does not wait for them: a device executes
 sequentially, and ``wait`` orders later operators after the collective.
@@ -91,7 +91,7 @@ def _same(tensor: Tensor) -> PendingWrite:
 
 
 class VirtualProcessGroup(_Base):
-    """A process group over virtual devices; each rank belongs to a thread.
+    """A process group over virtual devices; each rank belongs to a thread, or to a process that shares the pool.
 
     A rank's device is determined by its first collective, as with NCCL: that of the tensor; for a host tensor the one
     that the rank has chosen, or that of its number on its host.
