@@ -468,7 +468,7 @@ class TrainingSession:
         """Return whether samples may be in other micro-batches with the same result."""
         assert self._ready is not None
         size = max(part.size for part in self._ready.plan.micro_batches(batch.size))
-        return self.captures.traced(batch, size, train=True).regroupable
+        return self.captures.regroupable(batch, size)
 
     def adopt(self, plan: Plan, prepared: Migration | None = None) -> MigrationReport:
         """Switch to another plan, from the next step on; state that stays in place is not moved.

@@ -46,7 +46,7 @@ def problem_maker(
         assert batch is not None
         size = min(batch.size, plan.micro_batch or max(part.size for part in plan.micro_batches(batch.size)))
         planned = given is not None or plan.predicted is not None  # else its micro-batches are what the user wants
-        regroupable = planned and captures().traced(batch, size, train=True).regroupable
+        regroupable = planned and captures().regroupable(batch, size)
         if given is not None:
             present = tuple(device for device in given.devices if device.number in pool.present)
             return replace(given, devices=present, free_shares=False, regroupable=regroupable)

@@ -99,6 +99,18 @@ class Captures:
         self._families: dict[Hashable, _Family] = {}
         self._numbers: dict[Hashable, set[tuple[str, ...]]] = {}
 
+    def regroupable(self, batch: Batch, size: int) -> bool:
+        """Return whether samples of training may be in other micro-batches with the same result, but for rounding.
+
+        Args:
+            batch: A batch of the same kind.
+            size: Samples of the present micro-batches.
+
+        Raises:
+            CaptureError: The model cannot be captured.
+        """
+        return self.traced(batch, size, train=True).regroupable
+
     def traced(self, batch: Batch, size: int, *, train: bool, halves: bool = False, probe: bool = False) -> TracedModel:
         """Return the capture for micro-batches of a size.
 
