@@ -19,6 +19,11 @@ FOLDER = Path(__file__).parent
 BIN = Path(sys.executable).parent
 WITHIN_S = 240.0
 
+GLOO_ENDS = "terminate called without an active exception"
+"""A process with Gloo's threads may abort as it ends, after its last loss (pytorch/pytorch#190489). Ranks on virtual
+devices have no such threads and must not."""
+
+
 TORCHRUN = ("torchrun", "--nproc-per-node")
 ACCELERATE = (
     *(
@@ -180,7 +185,8 @@ def run(case: Case, *, virtual: bool) -> Outcome:
                     process.kill()
     seconds = time.monotonic() - begin_s
     lines = [line for line in output.splitlines() if line.startswith('{"losses"')]
-    if process.returncode or len(lines) != 1:
+    failed = process.returncode != 0 and (virtual or GLOO_ENDS not in said)
+    if failed or len(lines) != 1:
         raise RuntimeError(f"{case.title} ended with {process.returncode}: {output[-1000:]} {said[-4000:]}")
     found = json.loads(lines[0])
     return Outcome(tuple(found["losses"]), found["ranks"], seconds)
