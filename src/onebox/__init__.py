@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from onebox.engine.planning.memory_fit import estimate_memory
     from onebox.errors import OneboxError
     from onebox.feed import Feed
+    from onebox.frozen_weights import quantize_frozen
     from onebox.padding import Buckets
     from onebox.plan import Plan
     from onebox.pool import Link, Pool
@@ -51,6 +52,7 @@ __all__ = [
     "estimate_memory",
     "make_plan",
     "open",
+    "quantize_frozen",
 ]
 
 _HOMES = {
@@ -75,6 +77,7 @@ _HOMES = {
     "estimate_memory": "onebox.engine.planning.memory_fit",
     "make_plan": "onebox.engine.planning.make_plan",
     "open": "onebox.vgpu",
+    "quantize_frozen": "onebox.frozen_weights",
 }
 
 

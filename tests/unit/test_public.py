@@ -34,6 +34,7 @@ PUBLIC = [
     "estimate_memory",
     "make_plan",
     "open",
+    "quantize_frozen",
 ]
 
 

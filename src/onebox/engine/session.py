@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -420,6 +420,8 @@ class TrainingSession:
         Raises:
             OneboxError: The run cannot recover from a loss.
         """
+        if self._remote.change_by_hand(changes.tensors) and self.snapshots is not None:
+            self.recovery.run(self.snapshots.renew)  # with what these changes replace
         self._changes = changes if self._changes is None else self._changes.then(changes)
         self.recovery.run(self.write_changes)
         if self.snapshots is None:
@@ -575,7 +577,7 @@ class TrainingSession:
 
     # ---- recovery
 
-    def rebuild(self, copies: SnapshotLayout | None) -> str | None:
+    def rebuild(self, copies: SnapshotLayout | None, lost: Collection[int]) -> str | None:
         """Restore a state on the workers; see :class:`~onebox.engine.recovery.manager.RecoverableRun`."""
         self._written = None
         self.uploads.use(None)
@@ -585,7 +587,7 @@ class TrainingSession:
             with contextlib.suppress(OneboxError):
                 self._ready.close()
             self._ready = None
-        self._remote.reset(copies)
+        self._remote.reset(copies, lost)
         batch = self.examples.largest
         if self.plan is None or batch is None:
             return None

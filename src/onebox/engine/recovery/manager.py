@@ -36,9 +36,13 @@ _T = TypeVar("_T")
 class RecoverableRun(Protocol):
     """Interface of a run that recovery needs."""
 
-    def rebuild(self, copies: SnapshotLayout | None) -> str | None:
+    def rebuild(self, copies: SnapshotLayout | None, lost: Collection[int]) -> str | None:
         """Restore a state on the workers and prepare for steps; return a description of the new plan, if one was
         needed.
+
+        Args:
+            copies: A snapshot; ``None`` for the user's model alone.
+            lost: Workers whose state is gone.
 
         Raises:
             OneboxError: A worker was lost, or there is no plan for the remaining ones.
@@ -213,7 +217,7 @@ class RecoveryManager(Supervisor, StepObserver):
                 self._seen = healing.number
                 lost, replaced = lost | set(healing.lost), (replaced | set(healing.replaced)) - set(healing.gone)
                 self._check(restart, healing.lost, error)
-                plan = self._run.rebuild(restart.snapshot) or plan
+                plan = self._run.rebuild(restart.snapshot, lost) or plan
                 snapshots.wait(_AGAIN_S)
                 self._replay(restart)
                 self._run.write_changes()

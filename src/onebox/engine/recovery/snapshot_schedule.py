@@ -86,12 +86,24 @@ class SnapshotScheduler(StepObserver):
         Raises:
             OneboxError: Something failed on a worker.
         """
-        self.give_up()
         self._reachable = plan.plan.sync == "workers"
+        self._renew(again=True, wait=self._history.snapshot is None)
+
+    def renew(self) -> None:
+        """Replace the newest snapshot by one of the present state.
+
+        Raises:
+            OneboxError: Something failed on a worker.
+        """
+        self._overlap.end()
+        self._renew(again=False, wait=True)
+
+    def _renew(self, *, again: bool, wait: bool) -> None:
+        self.give_up()
         self._snapshots.form(reachable=self._reachable)
         self._snapshots.ask()
-        self._history.ask(again=True)
-        if self._history.snapshot is None:  # afterwards the user's model is no longer needed
+        self._history.ask(again=again)
+        if wait:
             self.wait(_PATIENCE_S)
             if self._refused:
                 self._forget()

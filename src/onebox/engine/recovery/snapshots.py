@@ -3,7 +3,8 @@
 Every worker copies its part within its own memory when a step has ended, at the cost of a memory copy. Parts that only
 one worker has are then sent to a buddy in the background, while steps go on. The snapshot is complete once all of these
 have arrived, and only then is the previous one dropped: whenever a worker is lost, one snapshot is complete. If there
-is no other worker to send to, the client fetches and keeps the part.
+is no other worker to send to, the client fetches and keeps the part. Parameters that no step changes are in no
+snapshot: a worker that lacks them after a loss gets them from the user's model again.
 
 Surviving replicas cannot continue from their own state without a snapshot: their states may be a step apart, because
 several steps are in flight; one may have changed its running statistics in an unfinished step; and an optimizer may
@@ -108,11 +109,10 @@ class SnapshotCoordinator:
         holdings = self._remote.holdings
         idle = [worker for worker in self._pool.present if worker not in holdings.devices]
         hosts = {device.number: device.host for device in self._pool.devices}
-        sizes = {name: self._remote.named.spec(name).size_bytes for name in holdings.replica_groups}
+        groups = {n: found for n, found in holdings.replica_groups.items() if n not in self._remote.constant}
+        sizes = {name: self._remote.named.spec(name).size_bytes for name in groups}
         workers = [*holdings.devices, *idle]
-        self._sendings = find_buddies(
-            holdings.replica_groups, sizes, workers, hosts, owners=holdings.owners, reachable=reachable
-        )
+        self._sendings = find_buddies(groups, sizes, workers, hosts, owners=holdings.owners, reachable=reachable)
         between = {worker: sending for worker, sending in self._sendings.items() if sending.buddy != CLIENT}
         for worker, sending in between.items():
             self._groups[worker] = group = self._pool.new_number()
@@ -140,7 +140,7 @@ class SnapshotCoordinator:
         Raises:
             OneboxError: The pool is broken.
         """
-        slot, parts = self._pool.new_number(), self._remote.parts()
+        slot, parts = self._pool.new_number(), self._remote.parts(constant=False)
         self._slots |= {(worker, slot) for worker in parts}
         asked = {}
         for worker, part in parts.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from onebox.engine.workload.named_state import (
     trained_names,
 )
 from onebox.engine.workload.parameter_groups import Optimizers, optimizers_in, options_of, training_of
+from onebox.errors import PoolError
 from onebox.graph import zeros
 from onebox.graph.shard.placements import shard_of
 from onebox.pool import Pool, WorkerReply, raise_first
@@ -85,6 +86,8 @@ class RemoteState:
         self._trained: dict[int, tuple[str, ...]] = {}
         self._owned: dict[int, tuple[str, ...]] = {}
         self._holdings: ShardingSpec | None = None
+        self._kept: ShardingSpec | None = None
+        self._by_hand: set[str] = set()
         self._sent_options: tuple[Options, ...] = ()
         self._first: Mapping[str, Tensor] = {}
         self._copies: SnapshotLayout | None = None
@@ -116,8 +119,8 @@ class RemoteState:
         Raises:
             OneboxError: The pool is broken or closed, or a worker was lost.
         """
-        before, self._holdings, copies = self._holdings, holdings, self._copies
-        present = _NOWHERE
+        before, self._holdings, copies = self._holdings or self._kept, holdings, self._copies
+        self._kept, present = None, _NOWHERE
         if before is not None:
             present = _tensor_layout(before, [name for name in before.holders if name not in before.placements])
             gone = released(_tensor_layout(before, before.holders), _tensor_layout(holdings, holdings.holders))
@@ -469,20 +472,49 @@ class RemoteState:
         """Number of the optimizer's definition."""
         return self._optimizer_number
 
-    def parts(self) -> dict[int, WorkerStateSpec]:
-        """Return each worker's part of the state."""
-        return worker_parts(self.holdings, self._trained, self.versions.keys if self.branched else ())
+    @property
+    def constant(self) -> frozenset[str]:
+        """Names of the parameters that no step changes. Snapshots need not contain them: the user's model does."""
+        return self.named.parameters - set(self.wanted) - self._by_hand
 
-    def reset(self, copies: SnapshotLayout | None) -> None:
-        """Free everything on the workers; the next upload comes from a snapshot or the user's model.
+    def change_by_hand(self, names: Iterable[str]) -> bool:
+        """Record that the user changes parameters and buffers; return whether a step could not have changed them."""
+        changed = self.constant & self.held & set(names)
+        self._by_hand |= changed
+        return bool(changed)
+
+    def parts(self, *, constant: bool = True) -> dict[int, WorkerStateSpec]:
+        """Return each worker's part of the state.
 
         Args:
-            copies: A snapshot; ``None`` for the user's model.
+            constant: Whether to include what no step changes.
+        """
+        keys, without = self.versions.keys if self.branched else (), frozenset() if constant else self.constant
+        return worker_parts(self.holdings, self._trained, keys, without=without)
+
+    def reset(self, copies: SnapshotLayout | None, lost: Collection[int] = ()) -> None:
+        """Free the state on the workers, except for what no step changes; the next upload comes from a snapshot and the
+        user's model.
+
+        Args:
+            copies: A snapshot; ``None`` for the user's model alone.
+            lost: Workers that have nothing any more.
 
         Raises:
+            PoolError: The user has just changed what no step changes, and the snapshot is from before.
             OneboxError: The pool is broken or closed.
         """
-        self.free()
+        changed = next((name for name in sorted(self._by_hand) if copies is not None and not copies.has(name)), None)
+        if changed is not None:
+            raise PoolError(
+                f"the run cannot go on: a worker was lost while {changed} was changed by hand, which no step changes "
+                "and no snapshot contains therefore; resume from the last checkpoint"
+            )
+        self._kept = self._constant_holdings(lost)
+        kept = self._kept
+        for worker in self._pool.present:
+            own = {self.named.numbers[name] for name in kept.held_by(worker, kept.holders)} if kept else set()
+            self._pool.post(worker, [Free(tuple(n for n in self._ledger if n not in own), tuple(self._ledger))])
         self._ledger = list(self.named.numbers.values())
         self._trained, self._owned, self._holdings = {}, {}, None
         self._sent_options, self._optimizer_number = (), 0
@@ -491,6 +523,16 @@ class RemoteState:
         self.branched = False
         if copies is not None:
             self.forget_first()
+
+    def _constant_holdings(self, lost: Collection[int]) -> ShardingSpec | None:
+        """Return where parameters that no step changes are, if the state was settled; those of split layers are not."""
+        if self._holdings is None or not self._trained:
+            return None
+        holdings = self._holdings
+        there = tuple(worker for worker in holdings.devices if worker in self._pool.present and worker not in lost)
+        names = [name for name in holdings.holders if name in self.constant and name not in holdings.placements]
+        holders = {name: tuple(w for w in holdings.holders[name] if w in there) for name in names}
+        return replace(holdings, devices=there, holders=holders)
 
     def use_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Set the parameters and buffers for the first upload, instead of the user's."""
@@ -518,7 +560,11 @@ class RemoteState:
 
 
 def worker_parts(
-    holdings: ShardingSpec, stepped: Mapping[int, tuple[str, ...]], keys: Iterable[str] = ()
+    holdings: ShardingSpec,
+    stepped: Mapping[int, tuple[str, ...]],
+    keys: Iterable[str] = (),
+    *,
+    without: Collection[str] = (),
 ) -> dict[int, WorkerStateSpec]:
     """Return the part of the state on each worker under a sharding spec.
 
@@ -526,10 +572,12 @@ def worker_parts(
         holdings: The sharding spec.
         stepped: Parameters that each worker's optimizer updates.
         keys: Keys of the versions of these.
+        without: Names that are left out.
     """
+    names = [name for name in holdings.holders if name not in without]
     return {
         worker: WorkerStateSpec(
-            names=holdings.held_by(worker, holdings.holders),
+            names=holdings.held_by(worker, names),
             trained=stepped.get(worker, ()),
             ranks={name: holdings.share(worker, name) for name in holdings.placements},
             versions=tuple((name, key) for key in keys for name in stepped.get(worker, ())),

@@ -1,10 +1,11 @@
 """Segments: the smallest parts of a model that a plan moves. Every node of its graph belongs to one.
 
 Forward is cut where a matrix of parameters (two dimensions or more: a weight, a kernel, an embedding) is read for the
-first time, or by another module than that of the segment; all nodes up to the next such place belong to the segment, so
-that a normalisation, an activation or a residual sum goes with the layer before it. The cuts depend on the structure
-alone, not on sizes, so that captures of one model for other shapes or in eval mode have the same segments, under the
-same names: the path of the module that begins them, with ``#2`` and so on where it begins several.
+first time, or by another module than that of the segment; integers, such as the codes of frozen weights, go with what
+reads them. All nodes up to the next such place belong to the segment, so that a normalisation, an activation or a
+residual sum goes with the layer before it. The cuts depend on the structure alone, not on sizes, so that captures of
+one model for other shapes or in eval mode have the same segments, under the same names: the path of the module that
+begins them, with ``#2`` and so on where it begins several.
 
 A node of backward belongs to the segment of the operator that it is the gradient of, by autograd's sequence numbers or,
 without them, to that of its neighbours. The programs are correct for any segments: a node in another segment costs a
@@ -57,8 +58,10 @@ def find_segments(joint: Joint, ahead: set[fx.Node]) -> Segments:
 
 def _cut(joint: Joint, forward: list[fx.Node]) -> tuple[dict[fx.Node, int], list[str]]:
     """Cut forward into segments; return the segment of each node, and the module that begins each segment."""
-    matrices = {node for node, port in joint.inputs if port.kind == "parameter" and node.meta["val"].dim() > 1}
-    buffers = {node for node, port in joint.inputs if port.kind == "buffer"}
+    integers = {node for node, port in joint.inputs if port.kind == "parameter" and _holds_integers(node)}
+    parameters = {node for node, port in joint.inputs if port.kind == "parameter"} - integers
+    matrices = {node for node in parameters if node.meta["val"].dim() > 1}
+    fixed = {node for node, port in joint.inputs if port.kind == "buffer"} | integers
     of: dict[fx.Node, int] = {}
     names: list[str] = []
     known: set[fx.Node] = set()
@@ -66,8 +69,8 @@ def _cut(joint: Joint, forward: list[fx.Node]) -> tuple[dict[fx.Node, int], list
     for node in forward:
         if is_view(node) and root_of(node).op != "call_function":
             continue  # a view of an input belongs to its reader
-        if _prepares(node, buffers, of):
-            continue  # so does a value of buffers alone, as it does in other captures of the model
+        if _prepares(node, fixed, of):
+            continue  # so does a value of buffers and integers alone, as it does in other captures of the model
         own = {root_of(argument) for argument in arguments_of(node)} & matrices
         path = _path(node)
         if not names:
@@ -86,11 +89,16 @@ def _cut(joint: Joint, forward: list[fx.Node]) -> tuple[dict[fx.Node, int], list
     return of, names or [_LOSS]
 
 
-def _prepares(node: fx.Node, buffers: Collection[fx.Node], of: Mapping[fx.Node, int]) -> bool:
-    """Return whether a value with readers is made of buffers alone, by nodes without a segment so far."""
+def _holds_integers(node: fx.Node) -> bool:
+    dtype = node.meta["val"].dtype
+    return not (dtype.is_floating_point or dtype.is_complex)
+
+
+def _prepares(node: fx.Node, fixed: Collection[fx.Node], of: Mapping[fx.Node, int]) -> bool:
+    """Return whether a value with readers is made of fixed inputs alone, by nodes without a segment so far."""
     sources = [root_of(argument) for argument in arguments_of(node)]
     read = any(user.op == "call_function" for user in node.users)
-    return read and bool(sources) and all(s in buffers or (s.op == "call_function" and s not in of) for s in sources)
+    return read and bool(sources) and all(s in fixed or (s.op == "call_function" and s not in of) for s in sources)
 
 
 def root_of(node: fx.Node) -> fx.Node:
