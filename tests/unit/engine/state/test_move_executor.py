@@ -169,7 +169,7 @@ def test_a_tensor_is_uploaded_and_downloaded(placement: Placement, columns: int)
     other = torch.arange(3)
     numbers, wholes = {"w": 1, "v": 2}, {"w": whole, "v": other}
     moves = plan_moves(StateLayout(parts={CLIENT: [StateItem(n, "", 0) for n in "wv"]}), layout)
-    upload(rigs.pool, moves, layout.placements, wholes, numbers)
+    upload(rigs.pool, moves, layout.placements, wholes.items(), numbers)
     for rank in range(2):
         assert torch.equal(rigs.rigs[rank].get(1), shard_of(whole, placement, rank))
         assert torch.equal(rigs.rigs[rank].get(2), other)
