@@ -222,10 +222,10 @@ class ClientState(StepObserver):
         """Upload local tensors, and the optimizer's state if it is given."""
         tensors = self._remote.named.tensors
         chosen = list(names)
+        self._note(chosen, fully=True)
         self._require_places(chosen)
         held = self._remote.held
         copies = {name: tensors[name].detach().to("cpu", copy=True) for name in chosen if name in held}
-        self._note(chosen, fully=True)
         self._have_news(chosen)
         self._run.change(StateChanges(tensors=copies, entries=entries))
 

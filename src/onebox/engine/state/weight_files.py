@@ -11,7 +11,7 @@ import itertools
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -82,7 +82,7 @@ def meta_parameters() -> Iterator[None]:
     Example:
         >>> import torch
         >>> with meta_parameters():
-        ...     model = torch.nn.Sequential(torch.nn.Linear(1 << 20, 1 << 20), torch.nn.BatchNorm1d(4))
+        ...     model = torch.nn.Sequential(torch.nn.Linear(4096, 4096), torch.nn.BatchNorm1d(4))
         >>> model[0].weight.device, model[1].running_var
         (device(type='meta'), tensor([1., 1., 1., 1.]))
     """
@@ -138,12 +138,14 @@ def load_weights(weights: Weights, model: nn.Module, state: NamedState) -> Store
         UsageError: The model has no such part.
         CheckpointError: The folder cannot be read, or does not fit the model; nothing has been written.
     """
+    part = _part_of(model, weights.module)
+    own = _own_values(part)
     stored = {
         name: each
         for name, each in _stored_in(Path(weights.path).expanduser()).items()
-        if not any(fnmatchcase(name, pattern) for pattern in weights.skip)
+        if name not in own and not any(fnmatchcase(name, pattern) for pattern in weights.skip)
     }
-    wanted = _names_in_files(weights, model, state)
+    wanted = _names_in_files(part, state, own)
     known = {candidate for names in wanted.values() for candidate in names}
     if strangers := sorted(set(stored) - known):
         raise CheckpointError(
@@ -175,37 +177,35 @@ def load_weights(weights: Weights, model: nn.Module, state: NamedState) -> Store
     return StoredWeights({name: each for name, each in found.items() if name not in here})
 
 
-def _names_in_files(weights: Weights, model: nn.Module, state: NamedState) -> dict[str, list[str]]:
-    """Return the names in files that each tensor of the state may have: those of tied tensors, too.
-
-    Buffers with values that a model does not save are left out.
-    """
+def _part_of(model: nn.Module, path: str) -> nn.Module:
     try:
-        part = model.get_submodule(weights.module)
+        return model.get_submodule(path)
     except AttributeError:
         names = [name for name, _ in model.named_children()]
-        raise UsageError(
-            f"module={weights.module!r}: the model has no such part; it has {', '.join(names) or 'none'}"
-        ) from None
+        raise UsageError(f"module={path!r}: the model has no such part; it has {', '.join(names) or 'none'}") from None
+
+
+def _names_in_files(part: nn.Module, state: NamedState, own_values: Collection[str]) -> dict[str, list[str]]:
+    """Return the names in files that each tensor of a part of the model may have: those of tied tensors, too."""
     places = {id(tensor): name for name, tensor in state.tensors.items()}
     found: dict[str, list[str]] = {}
-    hidden = _not_saved(part)
     for own, tensor in itertools.chain(
         part.named_parameters(remove_duplicate=False), part.named_buffers(remove_duplicate=False)
     ):
-        if id(tensor) in places and (tensor.is_meta or own not in hidden):
+        if id(tensor) in places and own not in own_values:
             bare = _PEFT_PARTS.sub("", own.removeprefix(_PEFT_PREFIX))
             names = found.setdefault(places[id(tensor)], [])
             names += [name for name in dict.fromkeys((own, bare)) if name not in names]
     return found
 
 
-def _not_saved(module: nn.Module) -> set[str]:
-    """Return the names of buffers that are no part of a module's state dict."""
+def _own_values(module: nn.Module) -> set[str]:
+    """Return the names of buffers with values that are no part of a module's state dict."""
     return {
         f"{path}.{name}" if path else name
         for path, part in module.named_modules(remove_duplicate=False)
         for name in part._non_persistent_buffers_set
+        if (buffer := part._buffers.get(name)) is not None and not buffer.is_meta
     }
 
 
