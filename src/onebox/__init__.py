@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from onebox.engine import Evaluation, StepLoss, Trainer, Weighted
     from onebox.engine.planning.make_plan import make_plan
     from onebox.engine.planning.memory_fit import estimate_memory
+    from onebox.engine.state.weight_files import meta_parameters
     from onebox.errors import OneboxError
     from onebox.feed import Feed
     from onebox.frozen_weights import quantize_frozen
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from onebox.plan import Plan
     from onebox.pool import Link, Pool
     from onebox.stop_signals import StopSignals
-    from onebox.trainer_options import DataParallel, Engine, Outer, Recovery, Staging, StaleGradients
+    from onebox.trainer_options import DataParallel, Engine, Outer, Recovery, Staging, StaleGradients, Weights
     from onebox.vgpu import open_devices as open
 
 __version__ = "0.1.0"
@@ -49,8 +50,10 @@ __all__ = [
     "StopSignals",
     "Trainer",
     "Weighted",
+    "Weights",
     "estimate_memory",
     "make_plan",
+    "meta_parameters",
     "open",
     "quantize_frozen",
 ]
@@ -74,8 +77,10 @@ _HOMES = {
     "StopSignals": "onebox.stop_signals",
     "Trainer": "onebox.engine",
     "Weighted": "onebox.engine",
+    "Weights": "onebox.trainer_options",
     "estimate_memory": "onebox.engine.planning.memory_fit",
     "make_plan": "onebox.engine.planning.make_plan",
+    "meta_parameters": "onebox.engine.state.weight_files",
     "open": "onebox.vgpu",
     "quantize_frozen": "onebox.frozen_weights",
 }

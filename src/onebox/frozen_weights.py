@@ -11,6 +11,9 @@ from torch.nn import functional
 
 from onebox.errors import UsageError
 
+_AT_ONCE = 1 << 20
+"""Elements that are quantised at once, which takes some 16 bytes for each."""
+
 FrozenFormat = Literal["int8", "int4"]
 
 _LEVELS: dict[str, float] = {"int8": -127.0, "int4": -8.0}
@@ -134,15 +137,15 @@ class QuantizedLinear(nn.Module):
         weight = layer.weight
         made = cls(layer.in_features, layer.out_features, stored, group, layer.bias, weight.device)
         if not weight.is_meta:
-            made.take(weight)
+            codes, scales = made.quantized(weight)
+            with torch.no_grad():
+                made.codes.copy_(codes)
+                made.scales.copy_(scales)
         return made.train(layer.training)
 
-    @torch.no_grad()
-    def take(self, weight: Tensor) -> None:
-        """Quantise a weight of shape [outputs, inputs]."""
-        codes, scales = quantized(weight, self.stored, self.group)
-        self.codes.copy_(codes)
-        self.scales.copy_(scales)
+    def quantized(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the codes and scales of a weight of shape [outputs, inputs]."""
+        return quantized(weight, self.stored, self.group)
 
     @property
     def weight(self) -> Tensor:
@@ -162,7 +165,7 @@ class QuantizedLinear(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
         weight = state_dict.get(f"{prefix}weight")
         if isinstance(weight, Tensor) and weight.shape == (self.out_features, self.in_features):
-            codes, scales = quantized(weight, self.stored, self.group)
+            codes, scales = self.quantized(weight)
             state_dict = {name: value for name, value in state_dict.items() if name != f"{prefix}weight"}
             state_dict |= {f"{prefix}codes": codes, f"{prefix}scales": scales}
         super()._load_from_state_dict(state_dict, prefix, *others)
@@ -180,7 +183,13 @@ def quantized(weight: Tensor, stored: FrozenFormat, group: int) -> tuple[Tensor,
         The codes, int8 of shape [outputs, inputs], or half as many columns with 4 bits; and the scales, of shape
         [outputs, groups].
     """
-    rows = weight.detach().reshape(weight.shape[0], -1, group).float()
+    parts = [_quantized(part, stored, group) for part in weight.detach().split(max(1, _AT_ONCE // weight.shape[1]))]
+    codes, scales = zip(*parts, strict=True)
+    return torch.cat(codes), torch.cat(scales)
+
+
+def _quantized(weight: Tensor, stored: FrozenFormat, group: int) -> tuple[Tensor, Tensor]:
+    rows = weight.reshape(weight.shape[0], -1, group).float()
     farthest = rows.gather(-1, rows.abs().argmax(-1, keepdim=True))
     level = _LEVELS[stored]
     scales = (farthest / level).to(_SCALE)

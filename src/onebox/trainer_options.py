@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from onebox.errors import UsageError
@@ -65,6 +66,31 @@ class DataParallel:
         if self.shard_optimizer and self.sync == "client":
             raise UsageError("shard_optimizer=True needs sync='workers': the client sums for all replicas or for none")
         object.__setattr__(self, "shares", _checked_shares(self.shares))
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights in a folder of safetensors files, as hubs have them, for a part of a model.
+
+    Args:
+        path: The folder, with ``model.safetensors`` or with several files and ``model.safetensors.index.json``; or one
+            file.
+        module: The part of the model whose names the files have, such as ``encoder``; empty for the whole model.
+        skip: Patterns of names in the files that are left out, such as ``lm_head.*``.
+
+    Raises:
+        UsageError: A value is not allowed.
+    """
+
+    path: str | Path
+    module: str = ""
+    skip: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.path, str | Path) or not isinstance(self.module, str):
+            raise UsageError(f"{self!r}: allowed are the path of a folder, and the name of a part of the model")
+        if isinstance(self.skip, str) or not all(isinstance(pattern, str) for pattern in self.skip):
+            raise UsageError(f"skip={self.skip!r}: allowed is a list of patterns, such as ['lm_head.*']")
 
 
 @dataclass(frozen=True, kw_only=True)

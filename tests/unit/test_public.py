@@ -31,8 +31,10 @@ PUBLIC = [
     "StopSignals",
     "Trainer",
     "Weighted",
+    "Weights",
     "estimate_memory",
     "make_plan",
+    "meta_parameters",
     "open",
     "quantize_frozen",
 ]

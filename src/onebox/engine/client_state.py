@@ -78,8 +78,7 @@ class ClientState(StepObserver):
     def stepped(self) -> None:
         """Record that a step has begun."""
         if self._partners():
-            trained, named = set(self._remote.wanted), self._remote.named
-            self._have_news(name for name in named.tensors if name in trained or name not in named.parameters)
+            self._have_news(self._in_training)
 
     def synchronized(self) -> None:
         """Record that outer steps without a step have changed the workers' state."""
@@ -89,10 +88,15 @@ class ClientState(StepObserver):
     def pull(self) -> None:
         """Copy parameters and buffers from the workers into the model.
 
+        Parameters on the meta device that are not trained stay there.
+
         Raises:
+            UsageError: Something that is trained is on the meta device; nothing has been written.
             OneboxError: A worker failed; the model may be partly written.
         """
-        run, tensors = self._run, self._remote.named.tensors
+        run, named = self._run, self._remote.named
+        self._require_places(self._in_training)
+        tensors = {name: tensor for name, tensor in named.tensors.items() if not tensor.is_meta}
         try:
             run.recovery.run(lambda: run.transfer.into(tensors))
         finally:
@@ -114,7 +118,8 @@ class ClientState(StepObserver):
         self._require_one_version(list(named.tensors))
         for partner in self._partners():
             self._seen[partner] = partner._newest
-        self._change(named.tensors, self._changed_optimizers())
+        here = [name for name, tensor in named.tensors.items() if not tensor.is_meta]
+        self._change(here, self._changed_optimizers())
         self._at = run.steps_done
 
     def release(self, *, keep: bool) -> None:
@@ -193,13 +198,34 @@ class ClientState(StepObserver):
                 "train with stale=None; nothing was done"
             )
 
+    @property
+    def _in_training(self) -> list[str]:
+        """Names of what training may change: the parameters of the optimizer, and buffers."""
+        trained, named = set(self._remote.wanted), self._remote.named
+        return [name for name in named.tensors if name in trained or name not in named.parameters]
+
+    def _require_places(self, names: Iterable[str]) -> None:
+        """Require that this process has memory for some tensors.
+
+        Raises:
+            UsageError: One is on the meta device.
+        """
+        lost = [name for name in names if self._remote.named.tensors[name].is_meta]
+        if lost:
+            raise UsageError(
+                f"{lost[0]}{f' and {len(lost) - 1} more' if len(lost) > 1 else ''}: on the meta device here, so that "
+                "no values can be written to the model or read from it: trainer.save_weights(folder) writes what the "
+                "workers have, file by file, and trainer.save(folder) a checkpoint; nothing was done"
+            )
+
     def _change(self, names: Iterable[str], entries: OptimizerEntries | None) -> None:
         """Upload local tensors, and the optimizer's state if it is given."""
         tensors = self._remote.named.tensors
         chosen = list(names)
+        self._note(chosen, fully=True)
+        self._require_places(chosen)
         held = self._remote.held
         copies = {name: tensors[name].detach().to("cpu", copy=True) for name in chosen if name in held}
-        self._note(chosen, fully=True)
         self._have_news(chosen)
         self._run.change(StateChanges(tensors=copies, entries=entries))
 
@@ -257,6 +283,7 @@ class ClientState(StepObserver):
             if id(tensor) in own and partner._news.get(name, 0) > seen
         }
         if theirs:
+            self._require_places(own[id(tensor)] for tensor in theirs.values())
             run.drain()
             run.wait(0)
             run.recovery.run(lambda: run.transfer.into(theirs))

@@ -47,8 +47,10 @@ from onebox.engine.state.checkpoint_restore import (
     resume_point,
     resumed_plan,
     resumed_reduction,
+    write_model,
 )
 from onebox.engine.state.remote import RemoteState
+from onebox.engine.state.weight_files import first_values
 from onebox.engine.steps.launch import StepSettings
 from onebox.engine.steps.link_use import LinkEvent, LinkUse
 from onebox.engine.steps.overlap_scheduler import with_staleness
@@ -56,7 +58,7 @@ from onebox.engine.steps.results import Evaluation, StepLoss, TraceEvent
 from onebox.engine.workload.batch import Batch, as_batch, as_pair
 from onebox.engine.workload.captures import Captures, CaptureSpec, target_type
 from onebox.engine.workload.loss_reduction import LossReduction, check_reduction, reduction_name
-from onebox.engine.workload.named_state import OptimizerEntries
+from onebox.engine.workload.named_state import OptimizerEntries, named_state
 from onebox.engine.workload.parameter_groups import Optimizers, mark_stepped
 from onebox.errors import UsageError
 from onebox.graph import Loss, Metrics, Precision
@@ -67,7 +69,17 @@ from onebox.plan.evaluate.islands import IslandsPrediction
 from onebox.plan.model.problem import Problem
 from onebox.plan_names import LossyPart
 from onebox.pool import Pool
-from onebox.trainer_options import DataParallel, Engine, Outer, Recovery, Staging, StaleGradients, checked_lossy
+from onebox.sizes import parse_size
+from onebox.trainer_options import (
+    DataParallel,
+    Engine,
+    Outer,
+    Recovery,
+    Staging,
+    StaleGradients,
+    Weights,
+    checked_lossy,
+)
 from onebox.wire.protocol.responses import WorkerMemory
 
 PlanArgument = Plan | str | Path | DataParallel | Literal["auto"]
@@ -133,9 +145,13 @@ class Trainer:
             parameters, and are joined by outer steps; see :class:`Outer` and docs/islands.md. ``plan`` then holds for
             each of them, or is a list with a plan for each.
         outer: The outer optimizer of islands; ``None`` for :class:`Outer` with its defaults.
+        weights: A folder of safetensors files, as hubs have them, or :class:`Weights` of one, for a part of the model.
+            Tensors of the model on the meta device (see :func:`meta_parameters`) are read from it one by one when the
+            workers need them, and take no memory in this process; others that it has are written into the model.
 
     Raises:
         UsageError: An argument is invalid.
+        CheckpointError: The folder of weights cannot be read, or does not fit the model.
 
     Example:
         >>> import torch, onebox
@@ -171,6 +187,7 @@ class Trainer:
         engine: Engine = Engine(),
         islands: Islands | None = None,
         outer: Outer | None = None,
+        weights: str | Path | Weights | None = None,
         _start: ResumePoint | None = None,
     ) -> None:
         check_numerics(seed, precision, clip_grad_norm)
@@ -221,7 +238,10 @@ class Trainer:
         )
         settings = with_staleness(settings, optimizer, stale, request.sample(len(pool)))
         self.stale = replace(stale, warm_up=settings.warm_up) if stale else None
-        self._remote = RemoteState(model, loss, optimizer, pool, _start.state if _start else None)
+        values = _first_values(weights, model, loss, _start)
+        if values and islands is not None:
+            raise UsageError("islands= need a model with values in this process; load the weights into it, on the CPU")
+        self._remote = RemoteState(model, loss, optimizer, pool, _start.state if _start else None, values)
         spec = CaptureSpec(
             model=model,
             loss=loss,
@@ -649,6 +669,31 @@ class Trainer:
         self.wait()
         return self._run.recovery.run(self._run.transfer.optimizer_state)
 
+    def save_weights(self, path: str | Path, *, shard: int | str = "5GB") -> None:
+        """Write the model's parameters and saved buffers into a folder as hubs have it, a few MiB in memory at a time.
+
+        The files are safetensors with the names of ``model.state_dict()``, and an index if there are several; tied
+        parameters are written once, under their first name.
+
+        Args:
+            path: The folder; created if missing. What else lies there stays.
+            shard: Most bytes of a file's tensors, as a number or as ``5GB``; a larger tensor has a file of its own.
+
+        Raises:
+            UsageError: The folder has weights already.
+            CheckpointError: They could not be written.
+            OneboxError: A step failed.
+        """
+        shard_bytes = parse_size("shard", shard) if isinstance(shard, str) else shard
+        if isinstance(shard_bytes, bool) or not isinstance(shard_bytes, int) or shard_bytes < 1:
+            raise UsageError(f"shard={shard!r}: allowed are a number of bytes, and a size such as '5GB'")
+        self._require_open()
+        self._client.bring()
+        self.wait()
+        run = self._run
+        transfer = run.whole_transfer if isinstance(run, IslandsSession) else run.transfer
+        run.recovery.run(lambda: write_model(Path(path), self.model, self._remote, transfer, shard_bytes))
+
     def save(self, path: str | Path, *, extra: Mapping[str, Any] | None = None, keep: int | None = 2) -> Path:
         """Write a checkpoint, atomically; a process killed meanwhile leaves the earlier ones intact.
 
@@ -809,6 +854,16 @@ class Trainer:
             raise UsageError("this trainer is closed; make another one on the pool")
         if self._run.error is not None:
             raise self._run.error
+
+
+def _first_values(
+    weights: str | Path | Weights | None, model: nn.Module, loss: Loss, start: ResumePoint | None
+) -> Mapping[str, Tensor]:
+    """Return the values of the tensors on the meta device, from a folder of weights or a checkpoint."""
+    state = named_state(model, loss, lambda: 0)
+    if start is None:
+        return first_values(weights, model, state)
+    return {name: start.weights[name] for name, tensor in state.tensors.items() if tensor.is_meta}
 
 
 def _folder_of(save: Path) -> Path:

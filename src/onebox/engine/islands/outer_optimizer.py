@@ -329,7 +329,7 @@ class OuterOptimizer:
         parts: dict[int, list[StateItem]] = {CLIENT: [StateItem(name, "", 0) for name in tensors]}
         after = {w: [StateItem(n, "", own.share(w, n)) for n in own.held_by(w, tensors)] for w in workers}
         moves = plan_moves(StateLayout(parts=parts), StateLayout(parts=after, placements=own.placements))
-        upload(self._pool, moves, own.placements, tensors, numbers, copy=True)
+        upload(self._pool, moves, own.placements, tensors.items(), numbers, copy=tensors)
 
     def _begin_codecs(self) -> None:
         """Give lossy codecs their residuals: none, or before the first step those of a checkpoint."""

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import json
 import math
 import re
-import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -31,6 +29,7 @@ from torch import Tensor
 
 from onebox.engine.state.partial_saves import remove_save, temporary_folder
 from onebox.engine.state.pieces import Key
+from onebox.engine.state.tensor_files import write_tensors
 from onebox.engine.workload.loss_reduction import ReductionName
 from onebox.errors import CheckpointError, UsageError
 from onebox.files import make_folder, sync
@@ -38,7 +37,7 @@ from onebox.graph import Precision
 from onebox.plan import Plan
 from onebox.plan_names import LossyPart
 from onebox.trainer_options import Engine, Outer, Recovery, Staging, StaleGradients
-from onebox.wire import DTYPES, TensorSpec, spec_of, to_frame
+from onebox.wire import DTYPES, TensorSpec, spec_of
 from onebox.wire.protocol.instructions import Options
 
 VERSION = 4
@@ -46,26 +45,6 @@ _MANIFEST = "manifest.json"
 _FILES = ("model.safetensors", "loss.safetensors", "optimizer.safetensors")
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _MANIFEST_BYTES = 256 << 20
-
-_TYPES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "int16": "I16",
-    "int32": "I32",
-    "int64": "I64",
-    "uint16": "U16",
-    "uint32": "U32",
-    "uint64": "U64",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float32": "F32",
-    "float64": "F64",
-    "complex64": "C64",
-}
-"""Element types by their safetensors names."""
-
-_HEADER_ALIGN_BYTES = 8
 
 
 class FileEntry(Struct, frozen=True, forbid_unknown_fields=True):
@@ -309,35 +288,11 @@ def _real(spec: TensorSpec) -> TensorSpec:
 
 
 def _write_tensors(file: Path, keys: Mapping[str, Key], contents: CheckpointContents) -> FileEntry:
-    """Write a safetensors file as its tensors arrive: the header follows from their specs.
-
-    The header is the length of a JSON object and the object itself; the elements follow, largest types first, so that
-    all are aligned (https://github.com/huggingface/safetensors, Format).
-    """
+    """Write a file as its tensors arrive."""
     specs = {name: _real(contents.specs[key]) for name, key in keys.items()}
-    names = sorted(specs, key=lambda name: (-DTYPES[specs[name].dtype].itemsize, name))
-    header, end = {}, 0
-    for name in names:
-        spec = specs[name]
-        if spec.dtype not in _TYPES:
-            raise CheckpointError(
-                f"{name} is of {spec}, which no safetensors file can hold: train without it", path=file
-            )
-        start, end = end, end + spec.size_bytes
-        header[name] = {"dtype": _TYPES[spec.dtype], "shape": list(spec.shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _HEADER_ALIGN_BYTES)
-    begin = [memoryview(struct.pack("<Q", len(text))), memoryview(text)]
-    elements = map(to_frame, contents.elements([keys[name] for name in names]))
-    digest, size_bytes = hashlib.sha256(), 0
-    with file.open("xb") as stream:
-        for part in itertools.chain(begin, elements):
-            stream.write(part)
-            digest.update(part)
-            size_bytes += len(part)
+    written = write_tensors(file, specs, lambda names: contents.elements([keys[name] for name in names]))
     sync(file)
-    assert size_bytes == sum(map(len, begin)) + end, f"{file} lacks something"
-    return FileEntry(file.name, size_bytes, digest.hexdigest())
+    return FileEntry(file.name, written.size_bytes, written.sha256)
 
 
 def saves(folder: Path) -> list[Path]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,9 +23,10 @@ from onebox.engine.state.checkpoint_files import (
     Manifest,
     NumberEntry,
 )
-from onebox.engine.state.pieces import Key
+from onebox.engine.state.pieces import Key, TensorSource
 from onebox.engine.state.remote import RESIDUAL, RemoteState, StartState
 from onebox.engine.state.transfer import StateTransfer
+from onebox.engine.state.weight_files import write_weights
 from onebox.engine.workload.loss_reduction import LossReduction, ReductionName
 from onebox.engine.workload.named_state import NamedState, named_state
 from onebox.engine.workload.parameter_groups import Optimizers, groups_of, optimizers_in
@@ -69,6 +70,13 @@ def contents(remote: RemoteState, transfer: StateTransfer, **settings: Any) -> C
         **settings,
     )
     specs = {key: source.spec for key, source in sources.items()} | {key: spec_of(t) for key, t in here.items()}
+    return CheckpointContents(manifest=manifest, specs=specs, elements=_elements(transfer, sources, here))
+
+
+def _elements(
+    transfer: StateTransfer, sources: Mapping[Key, TensorSource], here: Mapping[Key, Tensor]
+) -> Callable[[Sequence[Key]], Iterator[Tensor]]:
+    """Return the function that reads tensors from workers, or from this process."""
 
     def elements(keys: Sequence[Key]) -> Iterator[Tensor]:
         for away, run in itertools.groupby(keys, lambda key: key in sources):
@@ -77,7 +85,30 @@ def contents(remote: RemoteState, transfer: StateTransfer, **settings: Any) -> C
             else:
                 yield from (here[key].detach() for key in run)
 
-    return CheckpointContents(manifest=manifest, specs=specs, elements=elements)
+    return elements
+
+
+def write_model(folder: Path, model: nn.Module, remote: RemoteState, transfer: StateTransfer, shard_bytes: int) -> None:
+    """Write the weights of a model from the workers into a folder, under the names of its state dict.
+
+    Args:
+        folder: The folder; see :func:`write_weights`.
+        model: The model.
+        remote: The remote state.
+        transfer: The transfer that reads it.
+        shard_bytes: Most bytes of the tensors of a file.
+
+    Raises:
+        UsageError: The folder has weights already.
+        CheckpointError: It cannot be written.
+        OneboxError: A worker failed, or the pool is closed.
+    """
+    sources, here = transfer.sources(), transfer.not_held()
+    saved = {f"model.{name}" for name in model.state_dict()}
+    names = {name.removeprefix("model."): (name, "") for name in remote.named.tensors if name in saved}
+    specs = {name: remote.named.spec(key[0]) for name, key in names.items()}
+    elements = _elements(transfer, sources, here)
+    write_weights(folder, specs, lambda wanted: elements([names[each] for each in wanted]), shard_bytes=shard_bytes)
 
 
 Stored = Literal["stored"]
@@ -174,6 +205,7 @@ class ResumePoint:
         extra: Data saved with the checkpoint by the user.
         state: State of the optimizer, and versions of parameters.
         islands: The islands; ``None`` for a run without.
+        weights: Parameters and buffers.
     """
 
     step: int
@@ -183,6 +215,7 @@ class ResumePoint:
     extra: dict[str, Any]
     state: StartState
     islands: IslandsEntry | None = None
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def resume_point(checkpoint: Checkpoint, path: Path) -> ResumePoint:
@@ -211,11 +244,12 @@ def resume_point(checkpoint: Checkpoint, path: Path) -> ResumePoint:
         extra=manifest.extra,
         state=StartState(optimizer=remembered, versions=versions, residuals=residuals),
         islands=manifest.islands,
+        weights=checkpoint.state,
     )
 
 
 def restore(checkpoint: Checkpoint, model: nn.Module, loss: Any, optimizer: Optimizers) -> None:
-    """Overwrite a model's weights and the options of its optimizers with those of a checkpoint.
+    """Overwrite a model's weights, except on the meta device, and its optimizers' options with those of a checkpoint.
 
     Raises:
         CheckpointError: It belongs to another model or optimizer; nothing has been overwritten.
@@ -225,7 +259,7 @@ def restore(checkpoint: Checkpoint, model: nn.Module, loss: Any, optimizer: Opti
     _check_optimizer(checkpoint, optimizer, state)
     with torch.no_grad():
         for name, tensor in checkpoint.state.items():
-            state.tensors[name].copy_(tensor)
+            state.tensors[name].copy_(tensor)  # nothing is written on the meta device
     groups = [group for each in optimizers_in(optimizer) for group in each.param_groups]
     for group, entry in zip(groups, checkpoint.manifest.groups, strict=True):
         for key, value in entry.options.items():

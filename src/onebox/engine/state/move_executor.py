@@ -8,8 +8,8 @@ the parts of a snapshot that must be relayed are a small fraction of the state.
 from __future__ import annotations
 
 import itertools
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -29,6 +29,11 @@ from onebox.wire.protocol.snapshots import Extent, Read, Write, layout, pieces
 
 _AHEAD = 4
 """Requests of about 4 MiB in flight to the client: 300 MiB/s at a round trip of 50 ms."""
+
+_ANSWERED_BYTES = 16 << 20
+_UPLOADED_BYTES = 32 << 20
+"""Bytes uploaded to a worker after which an answer is requested, and most bytes whose answer is awaited while further
+tensors are read: small states are uploaded without waiting; of large ones few tensors are in the client's memory."""
 
 _CHANNEL = 0
 """Shared with steps: their earlier messages have been requested before, their later ones are requested after."""
@@ -76,11 +81,12 @@ def upload(
     pool: Pool,
     moves: Sequence[StateMove],
     placements: Mapping[str, Placement],
-    tensors: Mapping[str, Tensor],
+    tensors: Iterable[tuple[str, Tensor]],
     numbers: Mapping[str, int],
     *,
     there: bool = False,
-    copy: bool = False,
+    copy: Collection[str] = (),
+    wait: bool = False,
 ) -> None:
     """Upload parts of tensors of the client, one tensor after the other.
 
@@ -88,26 +94,63 @@ def upload(
         pool: The pool.
         moves: The moves.
         placements: Sharding of the names that are split.
-        tensors: The whole tensors, in the order of the uploads.
+        tensors: The whole tensors with their names, in the order of the uploads.
         numbers: The buffer of each.
         there: Whether the buffers exist.
-        copy: Whether tensors may change before they have been sent.
+        copy: Names of tensors that may change before they have been sent.
+        wait: Whether to wait for the workers when much is under way, so that of tensors which iteration reads only a
+            few are in memory.
 
     Raises:
-        OneboxError: The pool is broken or closed.
+        OneboxError: The pool is broken or closed; with ``wait``, also that a worker refuses a tensor.
     """
     by_name: dict[str, list[StateMove]] = {}
     for move in moves:
         by_name.setdefault(move.item.name, []).append(move)
-    for name, tensor in tensors.items():
+    under_way = _UploadWindow()
+    for name, tensor in tensors:
         frames: dict[StateItem, tuple[TensorSpec, memoryview]] = {}
         for move in by_name.get(name, ()):
             if move.item not in frames:
                 part = shard_of(tensor.detach(), placements.get(name, REPLICATE), move.item.rank)
-                part = part.clone() if copy and move.region is None else part
+                part = part.clone() if name in copy and move.region is None else part
                 frames[move.item] = spec_of(part), to_frame(part)
             spec, frame = frames[move.item]
-            pool.post(move.target, [Put((numbers[name],), (spec,), there=there)], [frame])
+            answer = wait and under_way.due(move.target, len(frame))
+            future = pool.post(move.target, [Put((numbers[name],), (spec,), there=there)], [frame], answer=answer)
+            if answer:
+                under_way.add(future, len(frame))
+        del tensor, frames
+        under_way.wait()
+
+
+class _UploadWindow:
+    """The uploads whose answers are awaited."""
+
+    def __init__(self) -> None:
+        self._since: Counter[int] = Counter()
+        self._awaited: deque[tuple[Future[WorkerReply], int]] = deque()
+
+    def due(self, worker: int, size_bytes: int) -> bool:
+        """Count an upload to a worker; return whether it is to be answered."""
+        self._since[worker] += size_bytes
+        if self._since[worker] < _ANSWERED_BYTES:
+            return False
+        self._since[worker] = 0
+        return True
+
+    def add(self, future: Future[WorkerReply], size_bytes: int) -> None:
+        """Add an upload that is answered."""
+        self._awaited.append((future, max(size_bytes, _ANSWERED_BYTES)))
+
+    def wait(self) -> None:
+        """Wait for the oldest answers until few bytes are under way.
+
+        Raises:
+            OneboxError: A worker refuses a tensor, or was lost.
+        """
+        while sum(size for _, size in self._awaited) > _UPLOADED_BYTES:
+            raise_first([self._awaited.popleft()[0]])
 
 
 # ---- to the client

@@ -261,6 +261,7 @@ def _as_torch_has(entries: Mapping[str, Any], parameter: Tensor, group: Mapping[
     Step counts and other scalars are on the CPU and have the default type, unless a kernel needs them on the device.
     """
     on_device = any(group.get(option) for option in _KERNEL_OPTIONS)
+    device = torch.device("cpu") if parameter.is_meta else parameter.device
     scalar = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
     found: dict[str, Any] = {}
     for key in sorted(entries, key=lambda key: (key != "step", key)):
@@ -268,9 +269,9 @@ def _as_torch_has(entries: Mapping[str, Any], parameter: Tensor, group: Mapping[
         if isinstance(value, Tensor):
             alone = not value.dim() and (key == "step" or bool(parameter.dim())) and value.is_floating_point()
             if not alone:
-                value = value.to(parameter.device)
+                value = value.to(device)
             elif on_device:
-                value = value.to(parameter.device, torch.float32)
+                value = value.to(device, torch.float32)
             else:
                 value = value.to(scalar)
         found[key] = value

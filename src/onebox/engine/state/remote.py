@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -71,13 +72,20 @@ class RemoteState:
         optimizer: The user's optimizer, or several; their state is uploaded.
         pool: The pool.
         start: Optimizer state, and versions of parameters, of a checkpoint; ``None`` for the optimizer's own state.
+        weights: Values of tensors on the meta device, each read when it is used; those without are zero.
 
     Raises:
         UsageError: An optimizer is not supported, or has tensors outside the model, or shares tensors with another one.
     """
 
     def __init__(
-        self, model: nn.Module, loss: Any, optimizer: Optimizers, pool: Pool, start: StartState | None = None
+        self,
+        model: nn.Module,
+        loss: Any,
+        optimizer: Optimizers,
+        pool: Pool,
+        start: StartState | None = None,
+        weights: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         self.optimizer = optimizer = optimizers_in(optimizer)
         self._pool = pool
@@ -104,6 +112,7 @@ class RemoteState:
         self.wanted = trained_names(self.named, optimizer)
         self.training = training_of(optimizer)
         self.remembered = start.optimizer if start else local_optimizer_state(optimizer, self.named)
+        self._weights = weights
 
     def new_number(self) -> int:
         """Return a number for an object that stays on the workers until the trainer is closed."""
@@ -129,9 +138,23 @@ class RemoteState:
         if copies is not None:
             for worker in holdings.devices:
                 self._fill(copies, worker, [n for n in holdings.held_by(worker, holdings.holders) if copies.has(n)])
-        tensors = {**self.named.tensors, **self._first}
-        own = {n: tensors[n] for n in holdings.holders if copies is None or not copies.has(n)}
-        upload(self._pool, self._moves(own, present), holdings.placements, own, self.named.numbers, copy=True)
+        own = [name for name in holdings.holders if copies is None or not copies.has(name)]
+        moves = self._moves(own, present)
+        moved = {move.item.name for move in moves}
+        values = ((n, self._first[n] if n in self._first else self.local(n)) for n in own if n in moved)
+        changing = [name for name in own if not self.named.tensors[name].is_meta]
+        upload(self._pool, moves, holdings.placements, values, self.named.numbers, copy=set(changing), wait=True)
+
+    def local(self, name: str) -> Tensor:
+        """Return a tensor as this process has it: the user's own or, for one on the meta device, its first value.
+
+        Raises:
+            CheckpointError: Its file cannot be read any more.
+        """
+        tensor = self.named.tensors[name]
+        if not tensor.is_meta:
+            return tensor
+        return self._weights[name] if name in self._weights else torch.zeros(tensor.shape, dtype=tensor.dtype)
 
     def _moves(self, names: Collection[str], present: StateLayout, key: str = "") -> tuple[StateMove, ...]:
         """Return the moves of tensors, or versions of them, from the client to the holders that lack them."""
@@ -150,7 +173,7 @@ class RemoteState:
             OneboxError: The pool is broken or closed.
         """
         moves = self._moves(changes, _NOWHERE)
-        upload(self._pool, moves, self.holdings.placements, changes, self.named.numbers, there=True)
+        upload(self._pool, moves, self.holdings.placements, changes.items(), self.named.numbers, there=True)
 
     def admit(self, holdings: ShardingSpec, tensors: Mapping[str, Tensor]) -> None:
         """Place parameters and buffers as a spec requires whose further workers hold copies of what others hold.
@@ -166,7 +189,7 @@ class RemoteState:
         self._holdings = holdings
         layout = _layout(holdings, {worker: holdings.held_by(worker, tensors) for worker in new})
         before = StateLayout(parts={CLIENT: [StateItem(name, "", 0) for name in tensors]})
-        upload(self._pool, plan_moves(before, layout), holdings.placements, tensors, self.named.numbers)
+        upload(self._pool, plan_moves(before, layout), holdings.placements, tensors.items(), self.named.numbers)
 
     def write_optimizer(self, entries: OptimizerEntries, *, host: bool) -> None:
         """Replace the whole optimizer state.
@@ -271,7 +294,7 @@ class RemoteState:
                     self._fill(copies, worker, holdings.held_by(worker, trained), key)
             else:
                 first, moves = {n: self.first_versions[n, key] for n in trained}, self._moves(trained, _NOWHERE, key)
-                upload(self._pool, moves, holdings.placements, first, numbers)
+                upload(self._pool, moves, holdings.placements, first.items(), numbers)
         for worker, stepped in self._trained.items():
             self._pool.post(worker, [self.versions.branch(self._optimizer_number, stepped, behind=1)])
         self.branched = True

@@ -104,9 +104,9 @@ class StateTransfer:
         return self._remote.tensor_sources()
 
     def not_held(self) -> dict[Key, Tensor]:
-        """Return the parameters and buffers that no worker holds; the user's own tensors are the state."""
+        """Return the parameters and buffers that no worker holds; those of this process are the state."""
         held = self._remote.held
-        return {(name, ""): tensor for name, tensor in self._remote.named.tensors.items() if name not in held}
+        return {(name, ""): self._remote.local(name) for name in self._remote.named.tensors if name not in held}
 
     def optimizer_state(self) -> OptimizerEntries:
         """Return the optimizer's state, as (parameter, key, value).

@@ -245,8 +245,8 @@ class _Attributes:
         path = self._paths.get(id(module))
         if path is None or isinstance(value, Tensor | nn.Module) or inspect.isroutine(value):
             return
-        if _is_torchs(module, name):
-            return
+        if _is_torchs(module, name) or inspect.isdatadescriptor(getattr(type(module), name, None)):
+            return  # of a property, the attributes that it reads are recorded
         source = WatchedValue(path, name)
         if source not in self.reads and source not in self.written:
             self.reads[source] = snapshot(value)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +30,7 @@ from onebox.engine.state.moves import CLIENT, StateItem, StateLayout, StateMove,
 from onebox.engine.state.pieces import find_tensor_sources
 from onebox.engine.state.snapshot_layout import SnapshotLayout, SnapshotLocation, behind_runs, join_runs
 from onebox.graph.shard.placements import REPLICATE, Placement, Shard, shard_of
+from onebox.pool import WorkerReply
 from onebox.wire import TensorSpec, from_frame, spec_of
 from onebox.wire.protocol.instructions import Get, OptimizerStep, Receive, Send
 from onebox.wire.protocol.requests import Define, OptimizerSpec
@@ -169,7 +174,7 @@ def test_a_tensor_is_uploaded_and_downloaded(placement: Placement, columns: int)
     other = torch.arange(3)
     numbers, wholes = {"w": 1, "v": 2}, {"w": whole, "v": other}
     moves = plan_moves(StateLayout(parts={CLIENT: [StateItem(n, "", 0) for n in "wv"]}), layout)
-    upload(rigs.pool, moves, layout.placements, wholes, numbers)
+    upload(rigs.pool, moves, layout.placements, wholes.items(), numbers)
     for rank in range(2):
         assert torch.equal(rigs.rigs[rank].get(1), shard_of(whole, placement, rank))
         assert torch.equal(rigs.rigs[rank].get(2), other)
@@ -242,3 +247,36 @@ def test_any_migration_is_in_one_order(data: st.DataObject) -> None:
                 received.insert(0, each)
                 assert "mismatch" in faults()
                 return
+
+
+def test_few_bytes_are_under_way_while_tensors_are_read() -> None:
+    """Workers that answer late: the next tensor is read when most of the bytes before it have arrived."""
+    size, count = 8 << 20, 12
+    late: deque[tuple[int, Future[WorkerReply]]] = deque()
+    most = 0
+
+    class Late(Rigs):
+        def post(
+            self, worker: int, instructions: Sequence[Any], frames: Sequence[Any] = (), *, answer: bool = False
+        ) -> Future[WorkerReply]:
+            future: Future[WorkerReply] = Future()
+            late.append((len(frames[0]), future))
+            if answer:
+                threading.Timer(0.05, arrive).start()
+            return future
+
+    def arrive() -> None:
+        while late:
+            late.popleft()[1].set_result(WorkerReply((), (), ()))
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal most
+        for number in range(count):
+            most = max(most, sum(size_bytes for size_bytes, _ in late))
+            yield f"w{number}", torch.zeros(size, dtype=torch.uint8)
+
+    names = {f"w{number}": number for number in range(count)}
+    items = [StateItem(name, "", 0) for name in names]
+    moves = plan_moves(StateLayout(parts={CLIENT: items}), StateLayout(parts={0: items}))
+    upload(Late(1).pool, moves, {}, tensors(), names, wait=True)
+    assert 0 < most <= (32 + 16) << 20, most

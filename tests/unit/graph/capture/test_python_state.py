@@ -78,6 +78,19 @@ def test_a_change_of_what_was_read_is_noticed(compute: Any, change: Callable[[An
     assert name in names(watch)
 
 
+def test_of_a_property_what_it_reads_is_watched() -> None:
+    class Rated(Line):
+        @property
+        def settings(self) -> dict[str, float]:
+            return {"rate": self.rates[0]}
+
+    model = Rated(lambda self, y: y * self.settings["rate"])
+    watch = reads(model)
+    assert names(watch) == []
+    model.rates[0] = 0.25
+    assert names(watch) == ["model.rates"]
+
+
 def test_what_was_not_read_may_change() -> None:
     model = Line(lambda self, y: y)
     watch = reads(model)
