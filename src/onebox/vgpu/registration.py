@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.utils._foreach_utils as foreach_utils
 from torch import nn
 from torch.cuda import nccl
-from torch.distributed import distributed_c10d
+from torch.distributed import device_mesh, distributed_c10d
 from torch.fx.experimental import proxy_tensor
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parallel import DistributedDataParallel
@@ -183,7 +183,7 @@ PATCHES = Patches(
             also=(_parallel(), _parallel(".data_parallel")),
         ),
         # torch.distributed
-        Patch(distributed_c10d, "init_process_group", ranks.beginning, also=(dist,)),
+        Patch(distributed_c10d, "init_process_group", ranks.beginning, also=(dist, device_mesh)),
         Patch(DistributedDataParallel, "__init__", ddp_reducer.noting),
         Patch(DistributedDataParallel, "_set_static_graph", ddp_reducer.noting),
         Patch(dist.Reducer, "_set_forward_pass_work_handle", ddp_reducer.keeping),

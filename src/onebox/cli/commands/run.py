@@ -107,12 +107,14 @@ def _arguments(words: tuple[str, ...]) -> Iterator[Callable[[], object]]:
 
 
 def _installed(name: str) -> str:
-    """Return the path of a command that is a Python script, such as ``torchrun`` or ``accelerate``.
+    """Return the path of a command that is a Python script, such as ``torchrun`` or ``accelerate``: one on the search
+    path, or else one that is installed beside this one.
 
     Raises:
         UsageError: There is none of this name.
     """
-    found = shutil.which(name) if Path(name).name == name else None
+    places = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
+    found = shutil.which(name, path=places) if Path(name).name == name else None
     if found is not None:
         with open(found, "rb") as file:
             if b"python" in file.readline(4096):

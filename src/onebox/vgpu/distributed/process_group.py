@@ -111,6 +111,24 @@ class VirtualProcessGroup(_Base):
         self._size = size
         self._formed = 0
         self._communicators: dict[CommandQueue, Communicator] = {}
+        self._names = ("", "")
+
+    def _set_group_name(self, name: str) -> None:
+        self._names = (name, self._names[1])
+
+    def _set_group_desc(self, description: str) -> None:
+        self._names = (self._names[0], description)
+
+    def getGroupName(self) -> str:
+        """Return the name by which functional collectives find the group; called by PyTorch's C++ code."""
+        return self._names[0]
+
+    def getGroupDesc(self) -> str:
+        """Return a description; called by PyTorch's C++ code."""
+        return self._names[1]
+
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
 
     def getBackendName(self) -> str:
         """Return the name of the backend; called by PyTorch's C++ code."""

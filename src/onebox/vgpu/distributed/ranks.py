@@ -295,8 +295,8 @@ def beginning(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> None:
         here = current()
         if here is None:
-            if parent_address() and "nccl" in str(backend):  # one rank of several processes that share a pool
-                backend = process_group.NAME
+            if parent_address():  # one rank of several processes that share a pool
+                backend = _backend(backend)
             original(backend, init_method, timeout, world_size, rank, store, **rest)
             return
         if store is None:

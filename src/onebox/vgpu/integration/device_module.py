@@ -29,8 +29,12 @@ def is_available() -> bool:
 
 
 def is_initialized() -> bool:
-    """Return whether a pool is open."""
-    return bool(context.open_queues())
+    """Return whether a pool is open and, in a process that shares one with others, a device was chosen or used.
+
+    A launcher's processes that have done neither get the device of their local rank from PyTorch's ``DeviceMesh``.
+    """
+    queues = context.open_queues()
+    return context.has_chosen_device() or any(queue.used or not queue.pool.attached for queue in queues)
 
 
 def init() -> None:

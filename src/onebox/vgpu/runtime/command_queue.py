@@ -108,7 +108,7 @@ class CommandQueue:
         self.synchronous = False
         self.seed = FIRST_SEED
         self._ring = ring
-        self._next = FIRST + pool.first_number - 1
+        self._next = self._begin = FIRST + pool.first_number - 1
         self._start: list[tuple[Instruction, Sequence[Any]]] = []  # what precedes the first use
         if pool.attached:
             self._start.append((SetGenerator(0, FIRST_SEED), ()))
@@ -119,6 +119,11 @@ class CommandQueue:
         self._rooms: set[int] = set()  # kernels that only allocate
         self._room = 0  # the buffer that the very last operator allocated, or none
         self._batches = Batcher(pool.new_number)
+
+    @property
+    def used(self) -> bool:
+        """True if an operator has had a result on the device."""
+        return self._next > self._begin
 
     # ---- recording
 

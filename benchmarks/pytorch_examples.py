@@ -1,0 +1,102 @@
+"""Do the scripts of pytorch/examples run on a pool as they are?
+
+Each is run under ``onebox run`` on two CPU workers, in a copy of its folder, with small numbers of epochs where it has
+such an option. torchvision is the stand-in beside this file, with digits in the place of MNIST. The text of
+word_language_model comes with the clone; a row whose data is absent is left out.
+
+    git clone https://github.com/pytorch/examples
+    python benchmarks/pytorch_examples.py examples
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from common import commit, finish, machine, show
+
+STANDINS = Path(__file__).parent / "standins"
+WITHIN_S = 300.0
+DEVICES = 2
+
+
+class Row(NamedTuple):
+    """A script.
+
+    Args:
+        folder: Its folder in the clone.
+        command: The script and its arguments, after ``onebox run``.
+        needs: A file of the folder without which it is left out.
+    """
+
+    folder: str
+    command: str
+    needs: str = ""
+
+
+RANKS = f"torchrun --nproc-per-node {DEVICES}"
+ROWS = (
+    Row("mnist", "main.py --epochs 1 --dry-run"),
+    Row("mnist_rnn", "main.py --epochs 1 --dry-run --accel"),
+    Row("mnist_forward_forward", "main.py --epochs 2 --train_size 500 --test_size 200"),
+    Row("mnist_hogwild", "main.py --epochs 1 --dry-run --cuda"),
+    Row("siamese_network", "main.py --epochs 1 --dry-run"),
+    Row("vae", "main.py --epochs 1"),
+    Row("dcgan", "main.py --dataset fake --accel --dry-run"),
+    Row("regression", "main.py"),
+    Row("word_language_model", "main.py --epochs 1 --dry-run --accel", "data/wikitext-2/train.txt"),
+    Row("word_language_model", "main.py --epochs 1 --dry-run --accel --model Transformer", "data/wikitext-2/train.txt"),
+    Row("distributed/ddp", f"{RANKS} example.py"),
+    Row("distributed/ddp-tutorial-series", f"{RANKS} multigpu_torchrun.py 2 1"),
+)
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("clone", type=Path, help="folder of a clone of pytorch/examples")
+    parser.add_argument("--json", action="store_true", help="print one JSON object last")
+    options = parser.parse_args()
+    found, table, left_out = {}, [], []
+    for row in ROWS:
+        name = f"{row.folder} {row.command}"
+        if row.needs and not (options.clone / row.folder / row.needs).is_file():
+            left_out.append(name)
+            continue
+        begin_s = time.monotonic()
+        status, said = run(options.clone / row.folder, row.command)
+        seconds = round(time.monotonic() - begin_s, 1)
+        found[name] = {"works": status == 0, "seconds": seconds, "said": said}
+        table.append([row.folder, row.command, "works" if status == 0 else f"fails ({status})", f"{seconds}"])
+    show("Scripts of pytorch/examples on two CPU workers", ["folder", "command", "", "seconds"], table)
+    failed = sum(not each["works"] for each in found.values())
+    result = {"works": len(found) - failed, "failed": failed, "left_out": left_out, "rows": found}
+    finish({**result, "machine": machine(), "commit": commit()}, as_json=options.json)
+
+
+def run(folder: Path, command: str) -> tuple[int, str]:
+    """Run a script in a copy of its folder; return its exit status and the last line that it printed."""
+    environment = os.environ | {"PYTHONPATH": str(STANDINS), "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}
+    with tempfile.TemporaryDirectory() as place:
+        copy = shutil.copytree(folder, Path(place) / folder.name)
+        line = [sys.executable, "-m", "onebox", "run", "--pool", f"cpu*{DEVICES}", "--threads", "1", *command.split()]
+        pipe = subprocess.PIPE
+        with subprocess.Popen(line, cwd=copy, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
+            try:
+                printed, said = process.communicate(timeout=WITHIN_S)
+            except subprocess.TimeoutExpired:
+                process.terminate()  # it ends what it has started
+                printed, said = process.communicate(timeout=60)
+    lines = [line for line in (printed if process.returncode == 0 else said).splitlines() if line.strip(" =")]
+    return process.returncode, lines[-1].strip() if lines else ""
+
+
+if __name__ == "__main__":
+    main()
