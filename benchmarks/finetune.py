@@ -102,9 +102,9 @@ def main() -> None:
     error = loss_error(options.stored)
     show(
         f"{parameters / 1e6:.0f} million parameters, frozen ones in {options.stored}; {options.workers} CPU workers",
-        ["device", "budget", "frozen weights", "forecast", "peak"],
+        ["device", "budget", "forecast", "peak"],
         [
-            [str(place), *(size_text(found[key][place]) for key in ("budgets", "held", "forecast", "peaks"))]
+            [str(place), *(size_text(found[key][place]) for key in ("budgets", "forecast", "peaks"))]
             for place in range(options.workers)
         ],
     )
@@ -119,6 +119,7 @@ def main() -> None:
         "frozen_over_budget": round(found["frozen_bytes"] / max(found["budgets"]), 4),
         "step_s": round(found["step_s"], 3),
         "begin_s": round(found["begin_s"], 1),
+        "plan_s": round(found["plan_s"], 1),
         "losses": found["losses"],
         "plan": found["plan"],
         "machine": machine(),
@@ -249,39 +250,35 @@ def client(options: argparse.Namespace) -> dict[str, Any]:
     frozen = [each for each in model.parameters() if not each.requires_grad]
     frozen_bytes = sum(each.nbytes for each in frozen)
     budget = int(options.budget * frozen_bytes)
-    found: dict[str, Any] = {}
-    with onebox.open(f"cpu*{options.workers}", threads=1, memory=f"{budget >> 10}KiB") as pool:
+    found: dict[str, Any] = {"frozen_bytes": frozen_bytes}
 
-        def train() -> None:
+    def opened() -> onebox.Pool:
+        return onebox.open(f"cpu*{options.workers}", threads=1, memory=f"{budget >> 10}KiB")
+
+    def train() -> None:
+        rows = batches(size)
+        first, begin_s = next(rows), time.monotonic()
+        with opened() as pool:  # of its own, for measuring takes memory, too
+            plan = onebox.make_plan(model, loss_of, optimizer_of(model), *first, pool=pool).plan
+        found["plan_s"], found["plan"] = time.monotonic() - begin_s, plan.describe()
+        with (
+            opened() as pool,
+            onebox.Trainer(
+                model, loss_of, optimizer_of(model), pool=pool, plan=plan, weights=folder, loss_reduction="mean"
+            ) as trainer,
+        ):
             begin_s = time.monotonic()
-            rows = batches(size)
-            trainer = onebox.Trainer(
-                model, loss_of, optimizer_of(model), pool=pool, plan="auto", weights=folder, loss_reduction="mean"
-            )
-            try:
-                first = next(rows)
-                losses = [trainer.step(*first).item()]
-                found["begin_s"], begin_s = time.monotonic() - begin_s, time.monotonic()
-                losses += [trainer.step(*next(rows)).item() for _ in range(options.steps - 1)]
-                found["step_s"] = (time.monotonic() - begin_s) / max(1, options.steps - 1)
-                found["losses"] = [round(loss, 4) for loss in losses]
-                found["peaks"] = [each.peak_bytes for each in trainer.memory()]
-                forecast = trainer.predicted_memory(*first)
-                found["forecast"] = [forecast[place] for place in range(options.workers)]
-                found["plan"] = trainer.plan.describe()
-                holders = trainer._run.installed.holdings.holders
-                named = trainer._run._remote.named
-                constant = trainer._run._remote.constant
-                found["held"] = [
-                    sum(named.spec(name).size_bytes for name in constant if place in holders.get(name, ()))
-                    for place in range(options.workers)
-                ]
-            finally:
-                trainer.close()
+            losses = [trainer.step(*first).item()]
+            found["begin_s"], begin_s = time.monotonic() - begin_s, time.monotonic()
+            losses += [trainer.step(*next(rows)).item() for _ in range(options.steps - 1)]
+            found["step_s"] = (time.monotonic() - begin_s) / max(1, options.steps - 1)
+            found["losses"] = [round(loss, 4) for loss in losses]
+            found["peaks"] = [each.peak_bytes for each in trainer.memory()]
+            forecast = trainer.predicted_memory(*first)
+            found["forecast"] = [forecast[place] for place in range(options.workers)]
+            found["budgets"] = [device.memory_bytes for device in pool.devices]
 
-        found["frozen_bytes"] = frozen_bytes
-        found["client_bytes"] = extra(train)
-        found["budgets"] = [device.memory_bytes for device in pool.devices]
+    found["client_bytes"] = extra(train)
     return found
 
 
