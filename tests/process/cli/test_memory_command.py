@@ -143,6 +143,7 @@ def test_a_config_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings(SAYING)
 def test_configs_that_are_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,5 +163,10 @@ def test_configs_that_are_none(
     )
     (tmp_path / "own.py").write_text("raise SystemExit('foreign code has run')\n")
     assert "no language model can be made of it" in refusal(str(broken))
+    path = config_of(tmp_path / "llama", max_position_embeddings=16)
+    assert f"--tokens 17: the model in {path} takes at most 16" in refusal(str(path), "--tokens", "17")
+    odd = config_of(tmp_path / "odd", head_dim=8)
+    text = refusal(str(odd), "--lora", "2", "--frozen", "int8")
+    assert "--frozen int8: group=64" in text and "has 32 inputs" in text
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert refusal(str(broken)).endswith("pip install transformers\n")

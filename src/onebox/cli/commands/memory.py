@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import warnings
 from pathlib import Path
 from types import ModuleType
@@ -108,8 +109,14 @@ def _language_job(config: MemoryConfig, path: Path) -> tuple[str, tuple[nn.Modul
     if config.lora is not None:
         title += f", {trained:,} of them trained, the others in {config.frozen or str(dtype).removeprefix('torch.')}"
     if config.frozen in ("int8", "int4"):
-        quantize_frozen(model, config.frozen)
-    tokens = torch.zeros(config.batch, config.tokens or _TOKENS, dtype=torch.int64)
+        try:
+            quantize_frozen(model, config.frozen)
+        except UsageError as error:
+            raise UsageError(f"--frozen {config.frozen}: {error}") from None
+    most = getattr(found, "max_position_embeddings", None) or math.inf
+    if config.tokens is not None and config.tokens > most:
+        raise UsageError(f"--tokens {config.tokens}: the model in {path} takes at most {most}")
+    tokens = torch.zeros(config.batch, config.tokens or int(min(_TOKENS, most)), dtype=torch.int64)
     job = model.train(), _next_token_loss, make_optimizer(config, model), {"input_ids": tokens}, tokens
     return f"{title}, samples of {tokens.shape[1]} tokens", job
 
