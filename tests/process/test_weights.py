@@ -387,11 +387,7 @@ def test_adapters_of_peft_are_trained_pulled_and_read_by_it(pools: Shelf, tmp_pa
         CheckpointError, match=r"has nothing for 'model.base_model.model.* in the model, without values"
     ):
         onebox.Trainer(model, token_loss, adam(model), pool=pools(2), weights=tmp_path / "hub")
-    for module in model.modules():
-        if isinstance(module, peft.tuners.lora.LoraLayer):
-            module.lora_A.to_empty(device="cpu")
-            module.lora_B.to_empty(device="cpu")
-            module.reset_lora_parameters("default", init_lora_weights=True)
+    give_values(model)
     adapters = {name: tensor for name, tensor in model.state_dict().items() if not tensor.is_meta}
     assert adapters and all("lora_" in name for name in adapters)
 
@@ -415,3 +411,47 @@ def test_adapters_of_peft_are_trained_pulled_and_read_by_it(pools: Shelf, tmp_pa
     for (inputs, _), other in zip(token_batches(), token_batches(), strict=True):
         found, wanted = read(**inputs).logits, reference(**other[0]).logits
         assert torch.allclose(found, wanted, rtol=0, atol=AGREE)
+
+
+def give_values(model: nn.Module) -> None:
+    """Give the adapters of a model on the meta device the values that PEFT begins with."""
+    import peft
+
+    for module in model.modules():
+        if isinstance(module, peft.tuners.lora.LoraLayer):
+            module.lora_A.to_empty(device="cpu")
+            module.lora_B.to_empty(device="cpu")
+            module.reset_lora_parameters("default", init_lora_weights=True)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT reads it of transformers' models
+@pytest.mark.parametrize("stored", ["int8", "int4"])
+def test_frozen_weights_are_quantised_as_they_are_read(tmp_path: Path, stored: Any) -> None:
+    import peft
+    import transformers
+
+    torch.manual_seed(0)
+    base = transformers.AutoModelForCausalLM.from_config(llama(), dtype=torch.float64)
+    base.save_pretrained(tmp_path / "hub", max_shard_size="8KB")
+    with onebox.meta_parameters():
+        model = transformers.AutoModelForCausalLM.from_config(llama(), dtype=torch.float64)
+    adapters = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+    model, reference = peft.get_peft_model(model, adapters), peft.get_peft_model(base, adapters)
+    changed = [onebox.quantize_frozen(each, stored, group=8) for each in (model, reference)]
+    assert changed[0] == changed[1]
+    assert len(changed[0]) == 2 * 7
+    give_values(model)
+    trained = {name: tensor for name, tensor in model.state_dict().items() if "lora_" in name}
+    reference.load_state_dict(trained, strict=False)
+    expected = train(reference, token_loss, adam(reference), token_batches(), in_fours)
+    with onebox.open("cpu*2", threads=1) as pool:
+        arguments: dict[str, Any] = {"plan": segments_of(model, pool, tmp_path / "hub"), "recovery": onebox.Recovery()}
+        arguments |= {"loss_reduction": "mean", "weights": tmp_path / "hub"}
+        trainer = onebox.Trainer(model, token_loss, adam(model), pool=pool, **arguments)
+        losses = [trainer.step(*batch).item() for batch in token_batches()]
+        os.kill(pool.process_ids[1], signal.SIGKILL)
+        assert trainer.step(*token_batches()[0]).item() < losses[0]  # what it had is read, and quantised, again
+        assert len(trainer.recoveries) == 1
+        trainer.close()
+    assert losses == pytest.approx(expected.losses, abs=AGREE)

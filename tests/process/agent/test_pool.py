@@ -72,6 +72,30 @@ def test_training_over_two_agents_gives_the_result_of_one_process(pool: Pool, sy
     assert_same(Outcome(losses=losses, norms=[], tensors=tensors), expected)
 
 
+@pytest.mark.long
+def test_a_model_that_fits_no_device_of_other_hosts_is_planned_by_estimated_times(
+    hosts: tuple[Host, Host], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It cannot be measured there as a whole, and lies on both in the end."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(512, 512) for _ in range(8)]  # of a MiB each, with gradients and momenta four
+    model = torch.nn.Sequential(*layers).double()
+    optimizer = torch.optim.Adam(model.parameters())
+    x, y = torch.randn(4, 512, dtype=torch.float64), torch.randn(4, 512, dtype=torch.float64)
+    loss = torch.nn.functional.mse_loss
+    addresses = ",".join(f"{host.address}/cpu" for host in hosts)
+    with (
+        onebox.open(addresses, threads=1, memory="48MiB") as pool,
+        onebox.Trainer(model, loss, optimizer, pool=pool, plan="auto") as trainer,
+    ):
+        first, second = float(trainer.step(x, y)), float(trainer.step(x, y))
+        assert trainer.plan is not None
+        assert set(trainer.plan.devices) == {0, 1}
+        assert len(trainer.plan.stages) > 1
+    assert second < first
+    assert "the model fits no single device, where it would be measured: its times are estimated for" in caplog.text
+
+
 def test_tensors_go_from_host_to_host(pool: Pool) -> None:
     x_BD = torch.arange(6.0, dtype=torch.float64, device="vgpu:0").reshape(2, 3)
     y_BD = (x_BD.to("vgpu:1") + 1).to("vgpu:0") * x_BD

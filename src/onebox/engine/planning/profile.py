@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,13 +23,14 @@ from onebox.cost import load, store
 from onebox.cost.model_profile import AS_CAPTURED, ModelBytes, ModelProfile, SegmentTimes, SegmentVariant
 from onebox.engine.config import check_precision, numeric_instructions, resolved_numerics, steps_in_flight
 from onebox.engine.data.prefetch import BatchPrefetcher
+from onebox.engine.problem.estimate import estimate_profile
 from onebox.engine.problem.planner_problem import CachedTimes, device_type, divided_bytes, times_key
 from onebox.engine.problem.stage_formats import compared, ways_of
 from onebox.engine.session import TrainingSession
 from onebox.engine.state.remote import RemoteState
 from onebox.engine.steps.launch import StepSettings
 from onebox.engine.steps.results import TraceEvent
-from onebox.engine.workload.batch import as_batch
+from onebox.engine.workload.batch import Batch, as_batch
 from onebox.engine.workload.captures import Captures, CaptureSpec, target_type
 from onebox.engine.workload.parameter_groups import Optimizers
 from onebox.errors import DeviceMemoryError, UsageError
@@ -37,6 +39,8 @@ from onebox.plan import Action, Plan, Schedule, Stage
 from onebox.pool import DeviceInfo, Pool, open_pool
 from onebox.pool.backends.local import LOCAL_HOST
 from onebox.trainer_options import Numerics, Staging
+
+_LOG = logging.getLogger("onebox")
 
 _WARM = 2
 _STEPS = 6
@@ -88,11 +92,12 @@ def profile_model(
         cache: Whether to use the user's cache, keyed by graph, devices and torch version.
 
     Returns:
-        The profile, and the captured model.
+        The profile, and the captured model. If the model does not fit one device, its times are estimated from its
+        operations and bytes, and from the measured speeds of the devices.
 
     Raises:
         UsageError: A size exceeds the batch.
-        OneboxError: The model cannot be captured, or does not fit.
+        OneboxError: The model cannot be captured.
     """
     batch = as_batch(inputs, targets)
     if not sizes or min(sizes) < 1 or max(sizes) > batch.size:
@@ -113,7 +118,10 @@ def profile_model(
             key = runs.key(pool)
             known = load(key, CachedTimes) if cache and not fresh else None
             if known is None:
-                known = CachedTimes(times=place.measure(runs))
+                try:
+                    known = CachedTimes(times=place.measure(runs))
+                except DeviceMemoryError:
+                    return _estimated(runs.captures, batch, sizes, optimizer, pool, fresh=fresh)
                 store(key, known) if cache else None
             for kind, found in known.times.items():
                 measured.setdefault(kind, []).append(found)
@@ -137,6 +145,9 @@ class _Place:
         try:
             return runs.measure(self._pool, self._devices)
         except DeviceMemoryError:
+            kinds = {(self._pool.devices[device].kind, self._pool.devices[device].host) for device in self._devices}
+            if kinds != {("cpu", LOCAL_HOST)}:
+                raise
             self._pool = self._stack.enter_context(_roomier(self._pool, self._devices))
             self._devices = list(range(len(self._pool)))
             return runs.measure(self._pool, self._devices)
@@ -159,19 +170,21 @@ def _alike(device: DeviceInfo) -> tuple[Any, ...]:
 
 
 def _roomier(pool: Pool, devices: Sequence[int]) -> Pool:
-    """Return workers like those of a pool, without the memory limit that excludes a model.
-
-    Raises:
-        UsageError: They are not CPU workers of this machine.
-    """
-    kinds = {(pool.devices[device].kind, pool.devices[device].host) for device in devices}
-    if kinds != {("cpu", "localhost")}:
-        raise UsageError(
-            "the model does not fit one device with two micro-batches, so it cannot be measured there; "
-            "give smaller micro_batches"
-        )
+    """Return CPU workers of this machine like those of a pool, without the memory limit that excludes a model."""
     names = ",".join(f"cpu@{pool.devices[d].speed}" if pool.devices[d].speed < 1 else "cpu" for d in devices)
     return open_pool(names, threads=pool.devices[devices[0]].threads)
+
+
+def _estimated(
+    captures: Captures | None, batch: Batch, sizes: Sequence[int], optimizer: Optimizers, pool: Pool, *, fresh: bool
+) -> tuple[ModelProfile, Captures]:
+    """Return a profile with estimated times, and the captured model."""
+    assert captures is not None
+    with contextlib.suppress(UsageError):  # devices with too little memory to be measured
+        pool.profile(fresh=fresh)
+    profile, basis = estimate_profile(captures, batch, sizes, optimizer, pool.devices)
+    _LOG.warning("the model fits no single device, where it would be measured: its times are %s", basis)
+    return profile, captures
 
 
 class _Runs:

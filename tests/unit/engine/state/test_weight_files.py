@@ -306,3 +306,51 @@ def test_what_fails_while_it_is_written_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(onebox.OneboxError, match="lost"):
         write_weights(tmp_path / "hub", {"w": spec_of(torch.ones(3))}, elements, shard_bytes=1)
     assert list((tmp_path / "hub").iterdir()) == []
+
+
+# ---- frozen weights as integers
+
+
+def quantised(layer: nn.Module) -> nn.Module:
+    model = nn.ModuleDict({"first": nn.Linear(32, 4), "second": layer.requires_grad_(False)})
+    onebox.quantize_frozen(model, "int4", group=16)
+    return model
+
+
+def test_codes_and_scales_follow_from_the_weight_in_a_file(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = quantised(nn.Linear(32, 4))
+    stored = {name: tensor for name, tensor in model.state_dict().items() if "second" not in name}
+    weight = torch.randn(4, 32)
+    path = folder(tmp_path / "hub", {**stored, "second.weight": weight, "second.bias": torch.ones(4)})
+    with onebox.meta_parameters():
+        empty = quantised(nn.Linear(32, 4))
+    codes, scales = empty["second"].quantized(weight)  # type: ignore[index, operator]
+    for _ in range(2):  # each access reads anew, in any order
+        found = read(path, empty)
+        assert torch.equal(found["model.second.scales"], scales)
+        assert torch.equal(found["model.second.codes"], codes)
+        assert torch.equal(found["model.second.bias"], torch.ones(4))
+    assert not read(path, model)
+    assert torch.equal(model["second"].codes, codes)  # type: ignore[index, arg-type]
+
+
+def test_a_weight_that_cannot_be_quantised_is_refused(tmp_path: Path) -> None:
+    with onebox.meta_parameters():
+        empty = quantised(nn.Linear(32, 4, bias=False))
+    rest = {"first.weight": torch.zeros(4, 32), "first.bias": torch.zeros(4)}
+    for number, (weight, message) in enumerate(
+        [
+            (
+                torch.zeros(4, 16),
+                r"second.weight in .* has the shape \[4, 16\], and second.weight in the model \[4, 32\]",
+            ),
+            (
+                torch.zeros(4, 32, dtype=torch.int32),
+                r"second.weight in .* is of int32, and second.weight in the model of f",
+            ),
+        ]
+    ):
+        path = folder(tmp_path / f"hub{number}", {**rest, "second.weight": weight})
+        with pytest.raises(CheckpointError, match=message):
+            read(path, empty)
