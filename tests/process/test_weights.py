@@ -179,6 +179,24 @@ def test_weights_come_again_after_a_loss_and_planning_needs_none(tmp_path: Path)
 
 
 @pytest.mark.long
+def test_a_file_that_is_away_for_a_while(pools: Shelf, tmp_path: Path) -> None:
+    path = written(tmp_path / "hub", ordinary())
+    (last,) = path.glob("model-00003-*")
+    model = on_meta()
+    with onebox.Trainer(
+        model, loss, adam(model), pool=pools(2), plan=SPLIT, loss_reduction="mean", weights=path
+    ) as trainer:
+        last.rename(tmp_path / "away")
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match=r"model-00003-.* cannot be read any more"):
+                trainer.step(*batches()[0])
+        (tmp_path / "away").rename(last)
+        losses = [trainer.step(*batch).item() for batch in batches()]
+    reference = ordinary()
+    assert losses == pytest.approx(train(reference, loss, adam(reference), batches(), in_fours).losses, abs=AGREE)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("make", "message"),
     [
