@@ -168,5 +168,10 @@ def test_configs_that_are_none(
     odd = config_of(tmp_path / "odd", head_dim=8)
     text = refusal(str(odd), "--lora", "2", "--frozen", "int8")
     assert "--frozen int8: group=64" in text and "has 32 inputs" in text
+    import transformers
+
+    transformers.MambaConfig(vocab_size=256, hidden_size=64, num_hidden_layers=1).save_pretrained(tmp_path / "mamba")
+    text = refusal(str(tmp_path / "mamba"), "--lora", "2")
+    assert text.startswith("onebox: --lora 2: PEFT has no adapters for mamba: ")
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert refusal(str(broken)).endswith("pip install transformers\n")

@@ -103,7 +103,11 @@ def _language_job(config: MemoryConfig, path: Path) -> tuple[str, tuple[nn.Modul
             raise UsageError(f"--config {path}: no language model can be made of it: {said}") from None
         if config.lora is not None:
             peft = _imported("peft", f"--lora {config.lora}")
-            model = peft.get_peft_model(model, peft.LoraConfig(r=config.lora, target_modules="all-linear"))
+            try:
+                model = peft.get_peft_model(model, peft.LoraConfig(r=config.lora, target_modules="all-linear"))
+            except ValueError as error:
+                said = " ".join(str(error).split())
+                raise UsageError(f"--lora {config.lora}: PEFT has no adapters for {found.model_type}: {said}") from None
     count, trained = (sum(p.numel() for p in model.parameters() if p.requires_grad or every) for every in (True, False))
     title = f"{found.model_type} of {count:,} parameters in {path}"
     if config.lora is not None:
