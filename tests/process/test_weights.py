@@ -179,6 +179,24 @@ def test_weights_come_again_after_a_loss_and_planning_needs_none(tmp_path: Path)
 
 
 @pytest.mark.long
+def test_a_file_that_is_away_for_a_while(pools: Shelf, tmp_path: Path) -> None:
+    path = written(tmp_path / "hub", ordinary())
+    (last,) = path.glob("model-00003-*")
+    model = on_meta()
+    with onebox.Trainer(
+        model, loss, adam(model), pool=pools(2), plan=SPLIT, loss_reduction="mean", weights=path
+    ) as trainer:
+        last.rename(tmp_path / "away")
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match=r"model-00003-.* cannot be read any more"):
+                trainer.step(*batches()[0])
+        (tmp_path / "away").rename(last)
+        losses = [trainer.step(*batch).item() for batch in batches()]
+    reference = ordinary()
+    assert losses == pytest.approx(train(reference, loss, adam(reference), batches(), in_fours).losses, abs=AGREE)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -306,19 +324,33 @@ def test_loading_and_writing_take_less_than_two_files(tmp_path: Path) -> None:
 # ---- transformers and PEFT
 
 
-def llama(**settings: Any) -> Any:
+SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "use_cache": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+OWN_SIZES: dict[str, dict[str, Any]] = {
+    "GPT2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "OPT": {"ffn_dim": 24, "word_embed_proj_dim": 16, "dropout": 0.0, "attention_dropout": 0.0},
+    "Bloom": {"n_layer": 2, "n_head": 2},
+    "Gemma2": {"head_dim": 8},
+    "Phi3": {"resid_pdrop": 0.0},
+}
+"""Settings by other names, and dropout off."""
+
+
+def config_of(family: str, **settings: Any) -> Any:
     import transformers  # takes seconds
 
-    return transformers.LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        use_cache=False,
-        **settings,
-    )
+    return getattr(transformers, f"{family}Config")(**SIZES | OWN_SIZES.get(family, {}) | settings)
 
 
 def token_batches() -> list[tuple[dict[str, Tensor], Tensor]]:
@@ -346,11 +378,19 @@ def segments_of(model: nn.Module, pool: onebox.Pool, path: Path) -> Plan:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_folder_that_transformers_has_written(pools: Shelf, tmp_path: Path, tied: bool) -> None:
+@pytest.mark.parametrize(
+    ("family", "tied"),
+    [
+        ("Llama", True),
+        ("Llama", False),
+        *((name, True) for name in ("GPT2", "Qwen2", "Mistral", "Gemma2", "OPT", "Bloom")),
+        ("Phi3", False),
+    ],
+)
+def test_a_folder_that_transformers_has_written(pools: Shelf, tmp_path: Path, family: str, tied: bool) -> None:
     import transformers
 
-    config = llama(tie_word_embeddings=tied)
+    config = config_of(family, tie_word_embeddings=tied)
     torch.manual_seed(0)
     reference = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
     reference.save_pretrained(tmp_path / "hub", max_shard_size="8KB")
@@ -376,7 +416,7 @@ def test_adapters_of_peft_are_trained_pulled_and_read_by_it(pools: Shelf, tmp_pa
     import peft
     import transformers
 
-    config = llama()
+    config = config_of("Llama")
     torch.manual_seed(0)
     base = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
     base.save_pretrained(tmp_path / "hub", max_shard_size="8KB")
@@ -432,10 +472,10 @@ def test_frozen_weights_are_quantised_as_they_are_read(tmp_path: Path, stored: A
     import transformers
 
     torch.manual_seed(0)
-    base = transformers.AutoModelForCausalLM.from_config(llama(), dtype=torch.float64)
+    base = transformers.AutoModelForCausalLM.from_config(config_of("Llama"), dtype=torch.float64)
     base.save_pretrained(tmp_path / "hub", max_shard_size="8KB")
     with onebox.meta_parameters():
-        model = transformers.AutoModelForCausalLM.from_config(llama(), dtype=torch.float64)
+        model = transformers.AutoModelForCausalLM.from_config(config_of("Llama"), dtype=torch.float64)
     adapters = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
     model, reference = peft.get_peft_model(model, adapters), peft.get_peft_model(base, adapters)
     changed = [onebox.quantize_frozen(each, stored, group=8) for each in (model, reference)]

@@ -177,7 +177,19 @@ def test_all_flags_of_memory() -> None:
         out=Path("plan.json"),
         report=Path("r.json"),
     )
-    assert parse(["memory", "--plan", "p.json"]) == MemoryConfig(plan=Path("p.json"))
+    assert parse(["memory", "--plan", "p.json"]) == MemoryConfig(plan="p.json")
+
+
+def test_a_language_model_is_asked_about_with_the_best_plan() -> None:
+    line = "memory --config llama/config.json --tokens 128 --lora 16 --frozen int4 --batch 4 --pool sim*2"
+    config = parse(line.split())
+    assert config == MemoryConfig(
+        config=Path("llama/config.json"), tokens=128, lora=16, frozen="int4", batch=4, pool="sim*2"
+    )
+    assert config.plan_asked == "auto"
+    assert MemoryConfig().plan_asked == MemoryConfig(config=Path("c"), micro_batch=2).plan_asked == "data-parallel"
+    assert MemoryConfig(plan="auto").plan_asked == "auto"
+    assert MemoryConfig(config=Path("c"), plan="p.json").plan_asked == "p.json"
 
 
 @pytest.mark.parametrize(
@@ -239,6 +251,15 @@ def test_all_flags_of_memory() -> None:
         ("memory --gflops 100", ["--gflops and --bandwidth go together", "give both"]),
         ("memory --gflops -1 --bandwidth 2", ["--gflops -1.0: allowed are numbers above 0"]),
         ("memory --memory", ["--memory needs a value"]),
+        ("memory --lora 8", ["--lora 8 is for a language model; it needs --config"]),
+        ("memory --tokens 8", ["--tokens 8 is for a language model; it needs --config"]),
+        ("memory --config c --frozen int8", ["--frozen int8: without adapters no weight is frozen; give --lora, too"]),
+        ("memory --config c --lora 0", ["--lora 0: allowed are 1 and more"]),
+        ("memory --config c --tokens 1", ["--tokens 1: allowed are 2 and more"]),
+        ("memory --config c --lora 8 --frozen int2", ["int2"]),
+        ("memory --config c --model mlp", ["--config c and --model mlp: give one of them"]),
+        ("memory --config c --data mnist:x", ["--config c and --data mnist:x: give one of them"]),
+        ("memory --plan auto --micro-batch 8", ["--plan auto and --micro-batch 8: a plan says that itself"]),
         ("plan --memory --budget 2", ["--memory needs a value"]),
         ("run --sync x.py", ["--sync"]),
         ("train --plan p.json --micro-batch 8", ["--plan p.json and --micro-batch 8", "give one of them"]),

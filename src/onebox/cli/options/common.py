@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
@@ -34,6 +34,9 @@ PlanFile = Annotated[str | None, tyro.conf.arg(metavar="FILE|auto|data-parallel"
 Ints = Annotated[str | None, tyro.conf.arg(metavar="INT,INT,...", help_behavior_hint="")]
 Names = Annotated[str | None, tyro.conf.arg(metavar="NAME,NAME,...", help_behavior_hint="")]
 IslandList = Annotated[str | None, tyro.conf.arg(metavar="auto|INT,.../INT,...", help_behavior_hint="")]
+Frozen = Annotated[
+    Literal["bf16", "int8", "int4"] | None, tyro.conf.arg(metavar="{bf16,int8,int4}", help_behavior_hint="")
+]
 Folder = Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")]
 Text = Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")]
 Address = Annotated[str | None, tyro.conf.arg(metavar="ADDRESS", help_behavior_hint="")]

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -17,7 +17,7 @@ from onebox.engine.memory.timeline import MemoryPeak, MemoryTimeline, memory_pea
 from onebox.engine.planning.bisection import LargestFit, find_largest
 from onebox.engine.planning.resolve_plan import plan_of
 from onebox.engine.problem.estimate import estimate_links, estimate_profile
-from onebox.engine.problem.memory_search import search_within, with_peaks
+from onebox.engine.problem.memory_search import search_sharing, search_within, short_of_memory, with_peaks
 from onebox.engine.problem.planner_problem import allowed_sizes, make_problem, measured_sizes
 from onebox.engine.workload.batch import Batch, as_batch
 from onebox.engine.workload.captures import Captures, CaptureSpec, target_type
@@ -69,6 +69,7 @@ class FitReport:
         plan: The plan in question.
         batch: Samples per step.
         devices: The devices.
+        segments: Names of the model's segments, in their order.
         peaks: Peak of each device of the plan, and the contents of its memory then.
         curves: Memory of each device of the plan over the step.
         largest: Largest batch that fits the plan.
@@ -81,6 +82,7 @@ class FitReport:
     plan: Plan
     batch: int
     devices: tuple[DeviceInfo, ...]
+    segments: tuple[str, ...]
     peaks: Mapping[int, MemoryPeak]
     curves: Mapping[int, MemoryTimeline]
     largest: LargestFit
@@ -110,7 +112,7 @@ def estimate_memory(
     memory: Memory | None = None,
     pool: str | Pool = "auto",
     threads: int | None = None,
-    plan: Plan | str | Path | DataParallel = DataParallel(),
+    plan: Plan | str | Path | DataParallel | Literal["auto"] = DataParallel(),
     precision: Precision = "fp32",
     fuse: bool = False,
     clip_grad_norm: float | None = None,
@@ -133,7 +135,7 @@ def estimate_memory(
         pool: The devices: of this machine, or emulated stand-ins such as ``sim*2``; or an open pool.
         threads: CPU threads of each device.
         plan: The plan in question, or data parallel over all devices, whose shares follow from the devices' speeds
-            unless they are given.
+            unless they are given; with ``auto`` the best plan that fits, or data parallel if none does.
         precision: As for :class:`Trainer`.
         fuse: Likewise.
         clip_grad_norm: Likewise.
@@ -157,8 +159,7 @@ def estimate_memory(
     devices = pool.devices if isinstance(pool, Pool) else expected_devices(pool, threads=threads, memory=memory)
     if isinstance(pool, Pool) and (memory is not None or threads is not None):
         raise UsageError("an open pool has its memory and threads already; leave memory and threads out")
-    given = Plan.read(plan) if isinstance(plan, str | Path) else plan
-    asked = _asked(given, devices)
+    asked = None if plan == "auto" else _asked(Plan.read(plan) if isinstance(plan, str | Path) else plan, devices)
     captures = _captures(model, loss, optimizer, devices, precision, fuse=fuse)
     job = TrainingJob(
         captures=captures,
@@ -212,19 +213,33 @@ class _Question:
         self._job = job
         self._budgets = {device.number: device.memory_bytes for device in job.devices}
 
-    def answer(self, plan: Plan, rates: DeviceRates | None, budget_s: float) -> FitReport:
-        """Return the complete result."""
-        contents = self._job.contents(plan)
+    def answer(self, plan: Plan | None, rates: DeviceRates | None, budget_s: float) -> FitReport:
+        """Return the complete result for a plan, or for the best one."""
+        if plan is not None:
+            found = self._report(plan)
+            return found if found.fits else self._with_ways(found, rates, budget_s)
+        problem, basis = self._problem(allowed_sizes(self._job.batch.size, None), rates)
+        shares = len(self._job.devices) > 1 and short_of_memory(problem)
+        try:
+            best = (search_sharing if shares else search_within)(problem, self._job.count, budget_s)[1]
+        except PlanError as error:
+            return replace(self._report(_asked(DataParallel(), self._job.devices)), basis=basis, refusal=str(error))
+        assert best.predicted is not None
+        return replace(self._report(best), step_s=best.predicted.step_s, basis=basis)
+
+    def _report(self, plan: Plan) -> FitReport:
+        """Return the memory of a plan, and the largest batch that fits it."""
+        batch, contents = self._job.batch, self._job.contents(plan)
         peaks = {device: memory_peak(device, found) for device, found in contents.items()}
-        found = FitReport(
+        return FitReport(
             plan=plan,
-            batch=self._job.batch.size,
+            batch=batch.size,
             devices=tuple(self._job.devices),
+            segments=self._job.captures.segments(batch, max(part.size for part in plan.micro_batches(batch.size))),
             peaks=peaks,
             curves={device: memory_timeline(device, one) for device, one in contents.items()},
             largest=self._largest(plan, {device: peak.size_bytes for device, peak in peaks.items()}),
         )
-        return found if found.fits else self._with_ways(found, rates, budget_s)
 
     def _largest(self, plan: Plan, known: Mapping[int, int]) -> LargestFit:
         """Find the largest batch that fits."""

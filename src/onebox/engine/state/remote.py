@@ -28,7 +28,7 @@ from onebox.engine.workload.named_state import (
     trained_names,
 )
 from onebox.engine.workload.parameter_groups import Optimizers, optimizers_in, options_of, training_of
-from onebox.errors import PoolError
+from onebox.errors import CheckpointError, PoolError
 from onebox.graph import zeros
 from onebox.graph.shard.placements import shard_of
 from onebox.pool import Pool, WorkerReply, raise_first
@@ -126,6 +126,7 @@ class RemoteState:
             holdings: The sharding spec.
 
         Raises:
+            CheckpointError: A file cannot be read any more; nothing counts as present then.
             OneboxError: The pool is broken or closed, or a worker was lost.
         """
         before, self._holdings, copies = self._holdings or self._kept, holdings, self._copies
@@ -143,7 +144,11 @@ class RemoteState:
         moved = {move.item.name for move in moves}
         values = ((n, self._first[n] if n in self._first else self.local(n)) for n in own if n in moved)
         changing = [name for name in own if not self.named.tensors[name].is_meta]
-        upload(self._pool, moves, holdings.placements, values, self.named.numbers, copy=set(changing), wait=True)
+        try:
+            upload(self._pool, moves, holdings.placements, values, self.named.numbers, copy=set(changing), wait=True)
+        except CheckpointError:
+            self._holdings = None
+            raise
 
     def local(self, name: str) -> Tensor:
         """Return a tensor as this process has it: the user's own or, for one on the meta device, its first value.
