@@ -133,6 +133,8 @@ class Trainer:
             parameters, and are joined by outer steps; see :class:`Outer` and docs/islands.md. ``plan`` then holds for
             each of them, or is a list with a plan for each.
         outer: The outer optimizer of islands; ``None`` for :class:`Outer` with its defaults.
+        step: Number of steps that model and optimizer have behind them, in a run that is not resumed from a checkpoint
+            of a trainer: steps are numbered, and random numbers drawn, from there on.
 
     Raises:
         UsageError: An argument is invalid.
@@ -171,9 +173,12 @@ class Trainer:
         engine: Engine = Engine(),
         islands: Islands | None = None,
         outer: Outer | None = None,
+        step: int = 0,
         _start: ResumePoint | None = None,
     ) -> None:
         check_numerics(seed, precision, clip_grad_norm)
+        if not isinstance(step, int) or step < 0:
+            raise UsageError(f"step={step!r}: allowed are whole numbers from 0 up")
         check_reduction(loss_reduction)
         require_buckets(pad)
         _require_group("stale", stale, StaleGradients | None, "StaleGradients(...), and None for exact steps")
@@ -247,13 +252,19 @@ class Trainer:
                 BatchPrefetcher(pool, staging.ahead_bytes, staging.cache_bytes),
                 recovery=chosen_recovery(pool, recovery),
                 adaptive=adaptive,
-                step=_start.step if _start else 0,
+                step=_start.step if _start else step,
                 saved=_start.path if _start else None,
             )
         else:
             check_islands(stale=stale, recovery=recovery, adaptive=adaptive, overlap=engine.overlap)
             self._run = self._islands_session(
-                islands, outer or Outer(), [replace(request, plan=each) for each in given], captures, settings, _start
+                islands,
+                outer or Outer(),
+                [replace(request, plan=each) for each in given],
+                captures,
+                settings,
+                step=_start.step if _start else step,
+                start=_start,
             )
         self._client = ClientState(self._run, self._remote, model, loss)
         usual = islands is not None or request.plan in [
@@ -275,6 +286,8 @@ class Trainer:
         requests: Sequence[PlanRequest],
         captures: Captures,
         settings: StepSettings,
+        *,
+        step: int,
         start: ResumePoint | None,
     ) -> IslandsSession:
         """Return the session of islands, new or from a checkpoint."""
@@ -312,7 +325,7 @@ class Trainer:
             settings,
             self.staging,
             recovery=island_recovery(pool, self.recovery, outer),
-            step=start.step if start else 0,
+            step=step,
             start=parts,
             saved=start.path if start else None,
         )

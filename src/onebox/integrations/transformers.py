@@ -1,0 +1,357 @@
+"""The ``Trainer`` of transformers with planned steps."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from onebox.engine import StepLoss, Trainer, Weighted
+from onebox.errors import UsageError
+from onebox.integrations.planned_run import PlannedOptions, pool_for_run
+from onebox.pool import Pool
+
+_NEEDED = ("_inner_training_loop", "_wrap_model", "_maybe_log_save_evaluate", "_finalize_training", "_get_grad_norm")
+"""Methods of transformers' ``Trainer`` that are overridden, and of which not all are in versions before 5."""
+
+_Inputs = dict[str, Any]
+
+
+class PlannedTrainer(transformers.Trainer):
+    """A ``Trainer`` of transformers whose steps run on a pool by a plan.
+
+    Each update is one step of a :class:`onebox.Trainer`: forward, loss, backward, clipping and the optimizer run on the
+    workers. Data, callbacks, logs, schedulers, checkpoints and resuming are those of transformers. What
+    ``compute_loss`` does, also that of a subclass, is captured; see docs/capture.md. Micro-batches are the plan's:
+    ``per_device_train_batch_size`` times ``gradient_accumulation_steps`` is the batch of a step on all devices
+    together.
+
+    The model in this process has the present weights at each evaluation and save, and when training has ended. While
+    training, an evaluation of the loss alone runs on the pool; one with metrics runs in this process.
+
+    Args:
+        *arguments: As for ``transformers.Trainer``.
+        pool: A pool from :func:`onebox.open`, or a specification for it: that pool is open while ``train`` runs.
+        **more: Arguments of ``transformers.Trainer``, and these of :class:`onebox.Trainer`: ``plan``, ``adaptive``,
+            ``loss_reduction``, ``pad``, ``stale``, ``lossy``, ``recovery``, ``staging``, ``engine``. A loss that divides
+            by ``num_items_in_batch``, as those of language models do, needs no ``loss_reduction``.
+
+    Raises:
+        UsageError: Training arguments ask for something that a plan does not do.
+
+    Example:
+        >>> import onebox, torch, transformers
+        >>> from onebox.integrations.transformers import PlannedTrainer
+        >>> config = transformers.GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=1)
+        >>> data = [{"input_ids": torch.arange(8) + i, "labels": torch.arange(8) + i} for i in range(8)]
+        >>> args = transformers.TrainingArguments("run", max_steps=2, save_strategy="no", report_to=[], use_cpu=True)
+        >>> trainer = PlannedTrainer(  # doctest: +SKIP
+        ...     transformers.GPT2LMHeadModel(config), args, train_dataset=data, pool="cpu*2"
+        ... )
+        >>> trainer.train()  # doctest: +SKIP
+    """
+
+    def __init__(self, *arguments: Any, pool: Pool | str | None = None, **more: Any) -> None:
+        _require_version()
+        names = PlannedOptions.__annotations__
+        self._options = PlannedOptions(**{name: more.pop(name) for name in names if name in more})  # type: ignore[typeddict-item]
+        self._pool = pool
+        self._run = contextlib.ExitStack()
+        """Owner of the pool and the trainer below, while training."""
+        self._planned: Trainer | None = None
+        self._by_items = False
+        """Whether the loss divides by ``num_items_in_batch``, and so is a sum over samples."""
+        self._batches: list[_Inputs] = []
+        """Batches of the update that has not begun."""
+        self._losses: list[tuple[int, StepLoss]] = []
+        """Losses that are not logged yet, with the global step before each."""
+        self._latest: StepLoss | None = None
+        super().__init__(*arguments, **more)
+        _require_plain(self)
+
+    @property
+    def planned(self) -> Trainer | None:
+        """The trainer that runs the steps; ``None`` before the first one, and after training."""
+        return self._planned
+
+    # ---- the loop of transformers
+
+    def _inner_training_loop(self, *arguments: Any, **named: Any) -> Any:
+        self._batches, self._losses, self._latest = [], [], None
+        try:
+            with self._run:
+                return super()._inner_training_loop(*arguments, **named)
+        finally:
+            self._planned = None
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        """Return the module that is captured, which accelerate does not prepare."""
+        if not self.is_in_train:
+            return super()._wrap_model(model, training, dataloader)
+        if not isinstance(self.model_wrapped, _ComputeLoss) or self.model_wrapped.model is not self.model:
+            self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
+            return _ComputeLoss(self)
+        return self.model_wrapped
+
+    def training_step(
+        self, model: nn.Module, inputs: _Inputs, num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Begin a step with the last batch of an update.
+
+        Returns:
+            Zero: the loss is added when it is logged, so that steps are not waited for.
+        """
+        model.train()
+        self._batches.append(dict(self._prepare_inputs(inputs)))
+        if self.accelerator.sync_gradients:
+            batches, self._batches = self._batches, []
+            self._step(model, batches, num_items_in_batch)
+        return torch.zeros((), device=self.args.device)
+
+    def _clip_grad_norm(self, model: nn.Module) -> None:
+        """Do nothing: the workers clip."""
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> StepLoss | None:
+        """Return what knows the norm of the gradients; it is read when it is logged."""
+        return self._latest
+
+    def _maybe_log_save_evaluate(self, tr_loss: Tensor, grad_norm: Any, *more: Any, **named: Any) -> None:
+        if self.control.should_log:
+            self._collect(tr_loss)
+            grad_norm = None if grad_norm is None else grad_norm.gradient_norm
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *more, **named)
+
+    def _finalize_training(self, *arguments: Any, **named: Any) -> Any:
+        self._collect(self._tr_loss)
+        self._pull()
+        return super()._finalize_training(*arguments, **named)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model with its present weights."""
+        self._pull()
+        super().save_model(output_dir, _internal_call)
+
+    # ---- evaluation
+
+    def evaluation_loop(
+        self, dataloader: Any, description: str, prediction_loss_only: bool | None = None, *more: Any, **named: Any
+    ) -> Any:
+        """Evaluate on the pool if the loss is all that is asked for, else in this process."""
+        alone = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        if not alone or type(self).prediction_step is not PlannedTrainer.prediction_step:
+            self._pull()
+        return super().evaluation_loop(dataloader, description, prediction_loss_only, *more, **named)
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: _Inputs,
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Any, Any, Any]:
+        """Return the loss of a batch, computed on the pool, or loss, logits and labels, computed in this process."""
+        labelled = bool(self.label_names) and all(inputs.get(name) is not None for name in self.label_names)
+        if not isinstance(model, _ComputeLoss):
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if not (prediction_loss_only and labelled):
+            with self.accelerator.autocast():
+                return super().prediction_step(model.model, inputs, prediction_loss_only, ignore_keys)
+        batch = dict(self._prepare_inputs(inputs))
+        items = self._get_num_items_in_batch([batch], self.args.device)
+        planned = self._planned_for(model, batch, items)
+        found = planned.evaluate([self._as_pair(batch, items, None)])
+        return torch.tensor(found.loss, dtype=torch.float64), None, None
+
+    # ---- steps
+
+    def _step(self, model: nn.Module, batches: Sequence[_Inputs], items: Tensor | int | None) -> None:
+        """Begin the step of an update."""
+        planned = self._planned_for(model, batches[0], items)
+        whole = self.loss_is_scaled_for_ga
+        if whole is None:
+            whole = (self.model_accepts_loss_kwargs and items is not None) or self.compute_loss_func is not None
+        scale = 1.0 if whole else 1 / self.current_gradient_accumulation_steps
+        if len(batches) > 1 and not self._summed:
+            _require_equal_parts(batches, self._options.get("loss_reduction"))
+            scale *= len(batches)  # the mean over all samples is the mean of the batches' means
+        inputs, targets = self._as_pair(_joined(batches), items, None if scale == 1.0 else scale)
+        self._latest = planned.step(inputs, targets)
+        self._losses.append((self.state.global_step, self._latest))
+
+    @property
+    def _summed(self) -> bool:
+        """Whether the loss of several batches is the sum of theirs."""
+        return self._by_items or self._options.get("loss_reduction") == "sum"
+
+    def _as_pair(self, batch: _Inputs, items: Tensor | int | None, scale: float | None) -> tuple[Any, Any]:
+        """Return inputs and targets of the captured module."""
+        size = next((leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)), 0)
+        each = None if items is None else torch.as_tensor(items).reshape(1).expand(size)
+        if not isinstance(self._options.get("loss_reduction"), Weighted):
+            return (batch, each, scale), None
+        labels = tuple(batch.get(name) for name in self.label_names)
+        return (batch, each, scale), labels[0] if len(labels) == 1 else labels
+
+    def _planned_for(self, model: nn.Module, batch: _Inputs, items: Tensor | int | None) -> Trainer:
+        """Return the trainer that runs the steps, made for the first batch."""
+        if self._planned is None:
+            options = dict(self._options)
+            self._by_items = items is not None and self._divides_by_items(batch)
+            if options.get("loss_reduction") is None and self._by_items:
+                options["loss_reduction"] = "sum"
+            self._planned = self._run.enter_context(
+                Trainer(
+                    model,
+                    _as_it_is,
+                    getattr(self.optimizer, "optimizer", self.optimizer),
+                    pool=self._run.enter_context(pool_for_run(self._pool)),
+                    precision="bf16" if self.args.bf16 else "fp32",
+                    clip_grad_norm=self.args.max_grad_norm or float("inf"),  # the norm is logged in any case
+                    seed=self.args.seed,
+                    step=self.state.global_step,
+                    **options,  # type: ignore[arg-type]
+                )
+            )
+        return self._planned
+
+    def _divides_by_items(self, batch: _Inputs) -> bool:
+        """Return whether the loss depends on ``num_items_in_batch``; nothing is computed."""
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad():
+            inputs = pytree.tree_map_only(Tensor, mode.from_tensor, batch)
+            items = torch.ones((), requires_grad=True)
+            try:
+                loss = self.compute_loss(self.model, inputs, num_items_in_batch=items)
+                (found,) = torch.autograd.grad(loss, items, allow_unused=True)
+            except Exception:  # what cannot be captured is refused by the capture, which says why
+                return False
+        return found is not None
+
+    def _collect(self, total: Tensor) -> None:
+        """Add the losses that have not been logged to a total, as the loop of transformers does after each step."""
+        for step, loss in self._losses:
+            value = torch.tensor(loss.item(), dtype=torch.float64, device=total.device)
+            if self.args.logging_nan_inf_filter and not torch.isfinite(value):
+                value = total / (1 + step - self._globalstep_last_logged)
+            total += value
+        self._losses = []
+
+    def _pull(self) -> None:
+        if self._planned is not None:
+            self._planned.pull()
+
+
+class _ComputeLoss(nn.Module):
+    """``compute_loss`` of a trainer with its model, from inputs to the loss.
+
+    Args:
+        trainer: The trainer.
+    """
+
+    def __init__(self, trainer: PlannedTrainer) -> None:
+        super().__init__()
+        self.model = trainer.model
+        self._compute_loss = trainer.compute_loss
+
+    def forward(self, inputs: Mapping[str, Any], items: Tensor | None, scale: float | None) -> Tensor:
+        """Return the loss.
+
+        Args:
+            inputs: Those of the model.
+            items: ``num_items_in_batch`` for each sample; ``None`` for none.
+            scale: A factor of the loss; ``None`` for none.
+        """
+        loss = self._compute_loss(self.model, dict(inputs), num_items_in_batch=None if items is None else items[0])
+        return loss if scale is None else loss * scale
+
+
+def _as_it_is(loss: Tensor, _: Any) -> Tensor:
+    return loss
+
+
+def _joined(batches: Sequence[_Inputs]) -> _Inputs:
+    """Return batches as one.
+
+    Raises:
+        UsageError: They differ in more than their first dimension.
+    """
+    if len(batches) == 1:
+        return batches[0]
+    leaves, nesting = zip(*map(pytree.tree_flatten, batches), strict=True)
+    shapes = {tuple(leaf.shape[1:] if isinstance(leaf, Tensor) else leaf for leaf in each) for each in leaves}
+    if len(set(nesting)) > 1 or len(shapes) > 1:
+        raise UsageError(
+            f"the {len(batches)} batches of an update differ in more than their number of samples, such as in the "
+            "length of sequences; a planned step takes them as one: pad all to one length (in data_collator, or when "
+            "the data is prepared), or set gradient_accumulation_steps=1 and a larger per_device_train_batch_size"
+        )
+    joined = [torch.cat(each) if isinstance(each[0], Tensor) else each[0] for each in zip(*leaves, strict=True)]
+    return pytree.tree_unflatten(joined, nesting[0])
+
+
+def _require_equal_parts(batches: Sequence[_Inputs], reduction: Any) -> None:
+    """Require that the mean over all samples of an update is the mean of its batches' means.
+
+    Raises:
+        UsageError: It is not.
+    """
+    if isinstance(reduction, Weighted):
+        raise UsageError(
+            "loss_reduction=Weighted(...) and gradient_accumulation_steps: transformers averages the batches of an "
+            "update with equal weights, whatever their labels; set gradient_accumulation_steps=1 and a larger "
+            "per_device_train_batch_size"
+        )
+    sizes = [[leaf.shape[0] for leaf in pytree.tree_leaves(each) if isinstance(leaf, Tensor)][0] for each in batches]
+    if len(set(sizes)) > 1:
+        raise UsageError(
+            f"the batches of an update have {sizes} samples, and transformers averages them with equal weights; set "
+            "dataloader_drop_last=True, or gradient_accumulation_steps=1 and a larger per_device_train_batch_size"
+        )
+
+
+def _require_version() -> None:
+    """Require a transformers with the methods that are overridden.
+
+    Raises:
+        UsageError: It is another one.
+    """
+    if not all(hasattr(transformers.Trainer, name) for name in _NEEDED):
+        raise UsageError(f"PlannedTrainer needs transformers 5; this is {transformers.__version__}")
+
+
+def _require_plain(trainer: PlannedTrainer) -> None:
+    """Require that a trainer asks for nothing that a plan does not do.
+
+    Raises:
+        UsageError: It does; the message says what to change.
+    """
+    args, kind = trainer.args, type(trainer)
+    refused = {
+        f"the device {args.device}: the model stays in this process's memory, and the pool has the devices; set "
+        "use_cpu=True": args.device.type != "cpu",
+        f"{args.world_size} processes: one process drives all devices of the pool; start the script without a "
+        "launcher": args.world_size > 1,
+        "fp16=True: gradients are not scaled on the workers; set bf16=True, or neither": args.fp16,
+        "auto_find_batch_size=True: the plan is made for one batch; set per_device_train_batch_size": (
+            args.auto_find_batch_size
+        ),
+        "FSDP: the plan divides the model; leave fsdp out": trainer.is_fsdp_enabled,
+        "DeepSpeed: the plan divides the model; leave deepspeed out": trainer.is_deepspeed_enabled,
+        "parallelism_config: the plan divides the model; leave it out": (
+            getattr(args, "parallelism_config", None) is not None
+        ),
+        f"{kind.__name__}.training_step, which a plan replaces; override compute_loss, which is captured": (
+            kind.training_step is not PlannedTrainer.training_step
+        ),
+    }
+    for what, found in refused.items():
+        if found:
+            raise UsageError(f"PlannedTrainer does not do {what}")
+
+
+__all__ = ["PlannedTrainer"]
