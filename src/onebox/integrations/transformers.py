@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,8 +39,8 @@ class PlannedTrainer(transformers.Trainer):
         *arguments: As for ``transformers.Trainer``.
         pool: A pool from :func:`onebox.open`, or a specification for it: that pool is open while ``train`` runs.
         **more: Arguments of ``transformers.Trainer``, and these of :class:`onebox.Trainer`: ``plan``, ``adaptive``,
-            ``loss_reduction``, ``pad``, ``stale``, ``lossy``, ``recovery``, ``staging``, ``engine``. A loss that divides
-            by ``num_items_in_batch``, as those of language models do, needs no ``loss_reduction``.
+            ``loss_reduction``, ``pad``, ``stale``, ``lossy``, ``recovery``, ``staging``, ``engine``. A loss that
+            divides by ``num_items_in_batch``, as those of language models do, needs no ``loss_reduction``.
 
     Raises:
         UsageError: Training arguments ask for something that a plan does not do.
@@ -191,8 +191,7 @@ class PlannedTrainer(transformers.Trainer):
 
     def _as_pair(self, batch: _Inputs, items: Tensor | int | None, scale: float | None) -> tuple[Any, Any]:
         """Return inputs and targets of the captured module."""
-        size = next((leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)), 0)
-        each = None if items is None else torch.as_tensor(items).reshape(1).expand(size)
+        each = None if items is None else torch.as_tensor(items).reshape(1).expand(_size(batch))
         if not isinstance(self._options.get("loss_reduction"), Weighted):
             return (batch, each, scale), None
         labels = tuple(batch.get(name) for name in self.label_names)
@@ -201,33 +200,33 @@ class PlannedTrainer(transformers.Trainer):
     def _planned_for(self, model: nn.Module, batch: _Inputs, items: Tensor | int | None) -> Trainer:
         """Return the trainer that runs the steps, made for the first batch."""
         if self._planned is None:
-            options = dict(self._options)
-            self._by_items = items is not None and self._divides_by_items(batch)
+            options: dict[str, Any] = dict(self._options)
+            optimizer: Any = self.optimizer
+            self._by_items = items is not None and self._divides_by_items(model, batch)
             if options.get("loss_reduction") is None and self._by_items:
                 options["loss_reduction"] = "sum"
             self._planned = self._run.enter_context(
                 Trainer(
                     model,
                     _as_it_is,
-                    getattr(self.optimizer, "optimizer", self.optimizer),
+                    getattr(optimizer, "optimizer", optimizer),  # accelerate wraps it
                     pool=self._run.enter_context(pool_for_run(self._pool)),
                     precision="bf16" if self.args.bf16 else "fp32",
                     clip_grad_norm=self.args.max_grad_norm or float("inf"),  # the norm is logged in any case
                     seed=self.args.seed,
                     step=self.state.global_step,
-                    **options,  # type: ignore[arg-type]
+                    **options,
                 )
             )
         return self._planned
 
-    def _divides_by_items(self, batch: _Inputs) -> bool:
+    def _divides_by_items(self, model: nn.Module, batch: _Inputs) -> bool:
         """Return whether the loss depends on ``num_items_in_batch``; nothing is computed."""
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad():
             inputs = pytree.tree_map_only(Tensor, mode.from_tensor, batch)
-            items = torch.ones((), requires_grad=True)
+            items = torch.ones(1, requires_grad=True)
             try:
-                loss = self.compute_loss(self.model, inputs, num_items_in_batch=items)
-                (found,) = torch.autograd.grad(loss, items, allow_unused=True)
+                (found,) = torch.autograd.grad(model(inputs, items, None), items, allow_unused=True)
             except Exception:  # what cannot be captured is refused by the capture, which says why
                 return False
         return found is not None
@@ -255,8 +254,9 @@ class _ComputeLoss(nn.Module):
 
     def __init__(self, trainer: PlannedTrainer) -> None:
         super().__init__()
+        assert isinstance(trainer.model, nn.Module)
         self.model = trainer.model
-        self._compute_loss = trainer.compute_loss
+        self._compute_loss: Callable[..., Any] = trainer.compute_loss
 
     def forward(self, inputs: Mapping[str, Any], items: Tensor | None, scale: float | None) -> Tensor:
         """Return the loss.
@@ -266,12 +266,19 @@ class _ComputeLoss(nn.Module):
             items: ``num_items_in_batch`` for each sample; ``None`` for none.
             scale: A factor of the loss; ``None`` for none.
         """
-        loss = self._compute_loss(self.model, dict(inputs), num_items_in_batch=None if items is None else items[0])
+        loss: Tensor = self._compute_loss(
+            self.model, dict(inputs), num_items_in_batch=None if items is None else items[0]
+        )
         return loss if scale is None else loss * scale
 
 
 def _as_it_is(loss: Tensor, _: Any) -> Tensor:
     return loss
+
+
+def _size(batch: _Inputs) -> int:
+    """Return the number of samples of a batch."""
+    return next((leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)), 0)
 
 
 def _joined(batches: Sequence[_Inputs]) -> _Inputs:
@@ -306,7 +313,7 @@ def _require_equal_parts(batches: Sequence[_Inputs], reduction: Any) -> None:
             "update with equal weights, whatever their labels; set gradient_accumulation_steps=1 and a larger "
             "per_device_train_batch_size"
         )
-    sizes = [[leaf.shape[0] for leaf in pytree.tree_leaves(each) if isinstance(leaf, Tensor)][0] for each in batches]
+    sizes = [_size(each) for each in batches]
     if len(set(sizes)) > 1:
         raise UsageError(
             f"the batches of an update have {sizes} samples, and transformers averages them with equal weights; set "
