@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
+
+from torch import Tensor
 
 from onebox.engine.trainer import PlanArgument
-from onebox.engine.workload.loss_reduction import LossReduction
+from onebox.engine.workload.loss_reduction import LossReduction, Weighted
 from onebox.padding import Buckets
 from onebox.plan.model.problem import Problem
 from onebox.plan_names import LossyPart
@@ -45,3 +47,13 @@ def pool_for_run(pool: Pool | str | None) -> Iterator[Pool]:
         return
     with open_pool(*(() if pool is None else (pool,))) as opened:
         yield opened
+
+
+def loss_as_it_is(loss: Tensor, _: Any) -> Tensor:
+    """Return the loss that a captured module has computed."""
+    return loss
+
+
+def targets_for(options: PlannedOptions, targets: Any) -> Any:
+    """Return targets of a batch where a loss reduction is to read them; ``None`` where nothing reads them."""
+    return targets if isinstance(options.get("loss_reduction"), Weighted) else None

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from onebox.engine import StepLoss, Trainer, Weighted
 from onebox.errors import UsageError
-from onebox.integrations.planned_run import PlannedOptions, pool_for_run
+from onebox.integrations.planned_run import PlannedOptions, loss_as_it_is, pool_for_run, targets_for
 from onebox.pool import Pool
 
 _NEEDED = ("_inner_training_loop", "_wrap_model", "_maybe_log_save_evaluate", "_finalize_training", "_get_grad_norm")
@@ -30,7 +30,7 @@ class PlannedTrainer(transformers.Trainer):
     workers. Data, callbacks, logs, schedulers, checkpoints and resuming are those of transformers. What
     ``compute_loss`` does, also that of a subclass, is captured; see docs/capture.md. Micro-batches are the plan's:
     ``per_device_train_batch_size`` times ``gradient_accumulation_steps`` is the batch of a step on all devices
-    together.
+    together. docs/launchers.md has an example.
 
     The model in this process has the present weights at each evaluation and save, and when training has ended. While
     training, an evaluation of the loss alone runs on the pool; one with metrics runs in this process.
@@ -44,17 +44,6 @@ class PlannedTrainer(transformers.Trainer):
 
     Raises:
         UsageError: Training arguments ask for something that a plan does not do.
-
-    Example:
-        >>> import onebox, torch, transformers
-        >>> from onebox.integrations.transformers import PlannedTrainer
-        >>> config = transformers.GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=1)
-        >>> data = [{"input_ids": torch.arange(8) + i, "labels": torch.arange(8) + i} for i in range(8)]
-        >>> args = transformers.TrainingArguments("run", max_steps=2, save_strategy="no", report_to=[], use_cpu=True)
-        >>> trainer = PlannedTrainer(  # doctest: +SKIP
-        ...     transformers.GPT2LMHeadModel(config), args, train_dataset=data, pool="cpu*2"
-        ... )
-        >>> trainer.train()  # doctest: +SKIP
     """
 
     def __init__(self, *arguments: Any, pool: Pool | str | None = None, **more: Any) -> None:
@@ -192,10 +181,8 @@ class PlannedTrainer(transformers.Trainer):
     def _as_pair(self, batch: _Inputs, items: Tensor | int | None, scale: float | None) -> tuple[Any, Any]:
         """Return inputs and targets of the captured module."""
         each = None if items is None else torch.as_tensor(items).reshape(1).expand(_size(batch))
-        if not isinstance(self._options.get("loss_reduction"), Weighted):
-            return (batch, each, scale), None
         labels = tuple(batch.get(name) for name in self.label_names)
-        return (batch, each, scale), labels[0] if len(labels) == 1 else labels
+        return (batch, each, scale), targets_for(self._options, labels[0] if len(labels) == 1 else labels)
 
     def _planned_for(self, model: nn.Module, batch: _Inputs, items: Tensor | int | None) -> Trainer:
         """Return the trainer that runs the steps, made for the first batch."""
@@ -208,7 +195,7 @@ class PlannedTrainer(transformers.Trainer):
             self._planned = self._run.enter_context(
                 Trainer(
                     model,
-                    _as_it_is,
+                    loss_as_it_is,
                     getattr(optimizer, "optimizer", optimizer),  # accelerate wraps it
                     pool=self._run.enter_context(pool_for_run(self._pool)),
                     precision="bf16" if self.args.bf16 else "fp32",
@@ -270,10 +257,6 @@ class _ComputeLoss(nn.Module):
             self.model, dict(inputs), num_items_in_batch=None if items is None else items[0]
         )
         return loss if scale is None else loss * scale
-
-
-def _as_it_is(loss: Tensor, _: Any) -> Tensor:
-    return loss
 
 
 def _size(batch: _Inputs) -> int:

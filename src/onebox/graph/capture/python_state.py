@@ -120,8 +120,15 @@ class PythonStateGuard:
 
 
 def _attribute(module: nn.Module, name: str) -> Any:
+    """Return an attribute, also one that the class computes; that of a parameter, buffer or submodule is missing."""
     own = vars(module)
-    return own[name] if name in own else getattr(type(module), name, MISSING)
+    found = own[name] if name in own else getattr(type(module), name, MISSING)
+    if not isinstance(found, property):
+        return found
+    try:
+        return found.__get__(module)
+    except AttributeError:
+        return MISSING
 
 
 def _is_torchs(module: nn.Module, name: str) -> bool:
@@ -135,7 +142,7 @@ def _is_kept(module: nn.Module, name: str) -> bool:
     return (
         name[:2] == "__"
         or any(name in own.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules"))
-        or _attribute(module, name) is not MISSING  # a property that raises the error itself
+        or hasattr(type(module), name)  # a property that raises the error itself
     )
 
 

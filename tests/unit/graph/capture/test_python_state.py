@@ -78,6 +78,19 @@ def test_a_change_of_what_was_read_is_noticed(compute: Any, change: Callable[[An
     assert name in names(watch)
 
 
+def test_a_property_is_watched_by_its_value() -> None:
+    class Halved(Line):
+        @property
+        def half(self) -> float:
+            return self.schedule.rate / 2
+
+    model = Halved(lambda self, y: y * self.half)
+    watch = reads(model)
+    assert names(watch) == []
+    model.schedule.rate = 1.0
+    assert "model.half" in names(watch)
+
+
 def test_what_was_not_read_may_change() -> None:
     model = Line(lambda self, y: y)
     watch = reads(model)
