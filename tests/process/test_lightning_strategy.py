@@ -220,6 +220,39 @@ def test_the_loss_of_a_worker_is_not_noticed(tmp_path: Path, caplog: pytest.LogC
     require_same(ours, Run(tmp_path / "plain"), EXACT)
 
 
+class Failing(callbacks.Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 4:
+            raise ZeroDivisionError
+
+
+@pytest.mark.long
+def test_a_run_that_fails_leaves_the_present_weights(tmp_path: Path) -> None:
+    found = []
+    for strategy in (OneboxStrategy("cpu*2"), "auto"):
+        module = Digits().double()
+        torch.manual_seed(0)
+        for parameter in module.parameters():
+            nn.init.uniform_(parameter)
+        with pytest.raises(ZeroDivisionError):
+            Run(tmp_path, strategy, module=module, callbacks=[Failing()])
+        found.append(list(module.parameters()))
+    assert max((a - b).abs().max().item() for a, b in zip(*found, strict=True)) <= EXACT
+
+
+@pytest.mark.long
+def test_a_strategy_serves_further_runs(tmp_path: Path, pools: Shelf) -> None:
+    strategy = OneboxStrategy(pools(2))
+    ours, plain = Run(tmp_path / "ours", strategy), Run(tmp_path / "plain")
+    loader = DataLoader(TensorDataset(torch.ones(8, 8), torch.zeros(8, dtype=torch.int64)), batch_size=8)
+    for each in (ours, plain):
+        each.trainer.fit_loop.max_epochs = 3
+        each.trainer.fit(each.module, loader, loader)
+        (again,) = each.trainer.validate(each.module, loader, verbose=False)
+        each.notes.found += again.values()
+    require_same(ours, plain, EXACT)
+
+
 class Manual(Digits):
     def __init__(self) -> None:
         super().__init__()

@@ -328,6 +328,56 @@ def test_a_pool_that_is_named_is_open_while_training(tmp_path: Path) -> None:
     assert max((a - b).abs().max().item() for a, b in pairs) <= 1e-9
 
 
+class Interrupting(transformers.TrainerCallback):
+    def on_step_end(self, arguments: Any, state: Any, *_: Any, **__: Any) -> None:
+        if state.global_step == 3:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.long
+def test_a_run_that_is_interrupted_leaves_the_present_weights_and_can_begin_again(tmp_path: Path) -> None:
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), max_steps=6, save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True
+    )
+    found = []
+    for kind, more in ((PlannedTrainer, {"pool": "cpu*2"}), (transformers.Trainer, {})):
+        trainer = kind(language_model(), arguments, train_dataset=Texts(), eval_dataset=Texts(), **more)
+        trainer.add_callback(Interrupting)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        interrupted = [parameter.detach().clone() for parameter in trainer.model.parameters()]
+        trainer.remove_callback(Interrupting)
+        before = trainer.evaluate()["eval_loss"]  # in this process
+        trainer.train()
+        found.append((before, trainer.evaluate()["eval_loss"], interrupted))
+    ours, plain = found
+    assert ours[:2] == pytest.approx(plain[:2], abs=SINGLE)
+    assert plain[1] < plain[0]
+    assert max((a - b).abs().max().item() for a, b in zip(ours[2], plain[2], strict=True)) <= 1e-9
+
+
+def first_labels(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """Return a mean over those first labels of texts that are predicted."""
+    return nn.functional.cross_entropy(outputs.logits[:, 0], labels[:, -1])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("micro_batch", [12, 1])
+def test_a_mean_over_labels_is_one_whatever_the_micro_batches(micro_batch: int, tmp_path: Path, pools: Shelf) -> None:
+    """A micro-batch without a label is refused: transformers would divide by the labels of the batch."""
+    labels = onebox.Weighted(lambda labels: (labels[:, -1] != -100).sum())
+    settings = {"per_device_train_batch_size": 24, "train_sampling_strategy": "sequential", "eval_strategy": "no"}
+    more = {"compute_loss_func": first_labels, "settings": settings}
+    plan = onebox.DataParallel(micro_batch=micro_batch)
+    planned = {"pool": pools(2), "plan": plan, "loss_reduction": labels, **more}
+    if micro_batch == 1:
+        with pytest.raises(onebox.OneboxError, match="is 0 for a micro-batch: its loss is a mean over nothing"):
+            run(PlannedTrainer, tmp_path / "ours", **planned)
+        return
+    ours = run(PlannedTrainer, tmp_path / "ours", **planned)
+    require_same(ours, run(transformers.Trainer, tmp_path / "plain", **more), EXACT)
+
+
 class OwnStep(PlannedTrainer):
     def training_step(self, *arguments: Any, **named: Any) -> Tensor:
         return super().training_step(*arguments, **named)

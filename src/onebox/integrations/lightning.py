@@ -16,7 +16,14 @@ from torch import Tensor, nn
 
 from onebox.engine import Trainer
 from onebox.errors import UsageError
-from onebox.integrations.planned_run import PlannedOptions, loss_as_it_is, pool_for_run, targets_for
+from onebox.integrations.planned_run import (
+    PlannedOptions,
+    close_after_error,
+    loss_as_it_is,
+    pool_for_run,
+    targets_for,
+    trainer_arguments,
+)
 from onebox.pool import Pool
 
 _GRADIENT_HOOKS = ("backward", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
@@ -104,7 +111,8 @@ class OneboxStrategy(SingleDeviceStrategy):
         super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Free everything on the pool after an error."""
+        """Bring the weights, as far as possible, and free everything on the pool."""
+        close_after_error(self._planned)
         run, self._run, self._planned, self._calls = self._run, contextlib.ExitStack(), None, None
         run.__exit__(type(exception), exception, exception.__traceback__)
 
@@ -163,7 +171,7 @@ class OneboxStrategy(SingleDeviceStrategy):
                     clip_grad_norm=trainer.gradient_clip_val or None,
                     seed=torch.initial_seed() % (1 << 63),
                     step=trainer.global_step,
-                    **self._options,
+                    **trainer_arguments(self._options),
                 )
             )
         return self._calls, self._planned

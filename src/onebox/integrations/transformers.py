@@ -14,7 +14,14 @@ from torch.utils import _pytree as pytree
 
 from onebox.engine import StepLoss, Trainer, Weighted
 from onebox.errors import UsageError
-from onebox.integrations.planned_run import PlannedOptions, loss_as_it_is, pool_for_run, targets_for
+from onebox.integrations.planned_run import (
+    PlannedOptions,
+    close_after_error,
+    loss_as_it_is,
+    pool_for_run,
+    targets_for,
+    trainer_arguments,
+)
 from onebox.pool import Pool
 
 _NEEDED = ("_inner_training_loop", "_wrap_model", "_maybe_log_save_evaluate", "_finalize_training", "_get_grad_norm")
@@ -53,6 +60,7 @@ class PlannedTrainer(transformers.Trainer):
         self._pool = pool
         self._run = contextlib.ExitStack()
         """Owner of the pool and the trainer below, while training."""
+        self._running = False
         self._planned: Trainer | None = None
         self._by_items = False
         """Whether the loss divides by ``num_items_in_batch``, and so is a sum over samples."""
@@ -72,16 +80,20 @@ class PlannedTrainer(transformers.Trainer):
     # ---- the loop of transformers
 
     def _inner_training_loop(self, *arguments: Any, **named: Any) -> Any:
-        self._batches, self._losses, self._latest = [], [], None
+        self._batches, self._losses, self._latest, self._running = [], [], None, True
         try:
             with self._run:
-                return super()._inner_training_loop(*arguments, **named)
+                try:
+                    return super()._inner_training_loop(*arguments, **named)
+                except BaseException:
+                    close_after_error(self._planned)
+                    raise
         finally:
-            self._planned = None
+            self._planned, self._running = None, False
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """Return the module that is captured, which accelerate does not prepare."""
-        if not self.is_in_train:
+        if not self._running:
             return super()._wrap_model(model, training, dataloader)
         if not isinstance(self.model_wrapped, _ComputeLoss) or self.model_wrapped.model is not self.model:
             self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
@@ -151,6 +163,7 @@ class PlannedTrainer(transformers.Trainer):
         if not (prediction_loss_only and labelled):
             with self.accelerator.autocast():
                 return super().prediction_step(model.model, inputs, prediction_loss_only, ignore_keys)
+        model.train()  # the state in which it is captured for steps: an evaluation is in eval mode by itself
         batch = dict(self._prepare_inputs(inputs))
         items = self._get_num_items_in_batch([batch], self.args.device)
         planned = self._planned_for(model, batch, items)
@@ -187,7 +200,7 @@ class PlannedTrainer(transformers.Trainer):
     def _planned_for(self, model: nn.Module, batch: _Inputs, items: Tensor | int | None) -> Trainer:
         """Return the trainer that runs the steps, made for the first batch."""
         if self._planned is None:
-            options: dict[str, Any] = dict(self._options)
+            options = trainer_arguments(self._options)
             optimizer: Any = self.optimizer
             self._by_items = items is not None and self._divides_by_items(model, batch)
             if options.get("loss_reduction") is None and self._by_items:
