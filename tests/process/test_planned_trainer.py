@@ -212,6 +212,11 @@ CASES: dict[str, tuple[int, float, dict[str, Any]]] = {
     "label smoothing": (2, SINGLE, {"settings": {"label_smoothing_factor": 0.1}}),
     "no clipping": (2, EXACT, {"compute_loss_func": loss_of_tokens, "settings": {"max_grad_norm": 0.0}}),
     "a classifier": (2, EXACT, {"model": classifier, "data": Texts(classes=True)}),
+    "a classifier, stated as a mean": (
+        2,
+        EXACT,
+        {"model": classifier, "data": Texts(classes=True), "loss_reduction": "mean"},
+    ),
     "a classifier, accumulated": (
         2,
         EXACT,
@@ -241,7 +246,7 @@ CASES: dict[str, tuple[int, float, dict[str, Any]]] = {
 def test_other_runs_log_what_those_of_transformers_log(case: str, tmp_path: Path, pools: Shelf) -> None:
     workers, tolerance, more = CASES[case]
     ours = run(PlannedTrainer, tmp_path / "ours", pool=pools(workers), **{"plan": onebox.DataParallel()} | more)
-    more = {name: value for name, value in more.items() if name != "plan"}
+    more = {name: value for name, value in more.items() if name not in ("plan", "loss_reduction")}
     require_same(ours, run(transformers.Trainer, tmp_path / "plain", **more), tolerance)
 
 
@@ -259,6 +264,29 @@ def test_a_loss_of_a_subclass_is_captured(tmp_path: Path, pools: Shelf) -> None:
     plan = onebox.DataParallel(micro_batch=3)
     ours = run(PlannedPenalised, tmp_path / "ours", pool=pools(2), plan=plan, **more)
     require_same(ours, run(Penalised, tmp_path / "plain", **more), EXACT)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("more", "times"),
+    [
+        ({}, 9),
+        ({"model": classifier, "data": Texts(classes=True)}, 0),
+        ({"model": classifier, "data": Texts(classes=True), "loss_reduction": "mean"}, 9),
+    ],
+)
+def test_a_loss_is_evaluated_on_the_pool_where_micro_batches_are_known_to_make_it_up(
+    more: dict[str, Any], times: int, tmp_path: Path, pools: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate, found = onebox.Trainer.evaluate, []
+
+    def counted(trainer: onebox.Trainer, batches: Any) -> onebox.Evaluation:
+        found.append(evaluate(trainer, batches))
+        return found[-1]
+
+    monkeypatch.setattr(onebox.Trainer, "evaluate", counted)
+    run(PlannedTrainer, tmp_path, pool=pools(2), **more)
+    assert len(found) == times
 
 
 @pytest.mark.long
@@ -400,12 +428,18 @@ def test_what_a_plan_does_not_do_is_refused_at_once(
         kind(language_model(), arguments, pool="cpu*2")
 
 
+def penalised(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """Return a loss of which only a part is divided by the items, as of a mixture of experts."""
+    return loss_of_tokens(outputs, labels, num_items_in_batch) + 0.01 * outputs.logits.square().mean()
+
+
 REFUSED_BATCHES: dict[str, tuple[dict[str, Any], str]] = {
     "lengths": ({"data": Texts(lengths=True)}, "the 2 batches of an update differ .* pad all to one length"),
     "sizes": (
         {"model": classifier, "data": Texts(22, classes=True)},
         r"the batches of an update have \[6, 4\] samples",
     ),
+    "parts": ({"compute_loss_func": penalised}, "a part of the loss is divided by num_items_in_batch, and another"),
     "adafactor": ({"settings": {"optim": "adafactor"}}, "no optimizer that workers run"),
 }
 

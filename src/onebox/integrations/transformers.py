@@ -39,8 +39,9 @@ class PlannedTrainer(transformers.Trainer):
     ``per_device_train_batch_size`` times ``gradient_accumulation_steps`` is the batch of a step on all devices
     together. docs/launchers.md has an example.
 
-    The model in this process has the present weights at each evaluation and save, and when training has ended. While
-    training, an evaluation of the loss alone runs on the pool; one with metrics runs in this process.
+    While training, evaluations of the loss alone run on the pool if micro-batches are known to make it up: for language
+    models, and with ``loss_reduction="mean"`` or ``"sum"``. Others run in this process. The model in this process has
+    the present weights at each save, at each evaluation in this process, and when training has ended.
 
     Args:
         *arguments: As for ``transformers.Trainer``.
@@ -143,9 +144,9 @@ class PlannedTrainer(transformers.Trainer):
     def evaluation_loop(
         self, dataloader: Any, description: str, prediction_loss_only: bool | None = None, *more: Any, **named: Any
     ) -> Any:
-        """Evaluate on the pool if the loss is all that is asked for, else in this process."""
+        """Evaluate on the pool if a loss is asked for that micro-batches make up, else in this process."""
         alone = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        if not alone or type(self).prediction_step is not PlannedTrainer.prediction_step:
+        if not alone or not self._composed or type(self).prediction_step is not PlannedTrainer.prediction_step:
             self._pull()
         return super().evaluation_loop(dataloader, description, prediction_loss_only, *more, **named)
 
@@ -157,18 +158,18 @@ class PlannedTrainer(transformers.Trainer):
         ignore_keys: list[str] | None = None,
     ) -> tuple[Any, Any, Any]:
         """Return the loss of a batch, computed on the pool, or loss, logits and labels, computed in this process."""
-        labelled = bool(self.label_names) and all(inputs.get(name) is not None for name in self.label_names)
         if not isinstance(model, _ComputeLoss):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        if not (prediction_loss_only and labelled):
-            with self.accelerator.autocast():
-                return super().prediction_step(model.model, inputs, prediction_loss_only, ignore_keys)
-        model.train()  # the state in which it is captured for steps: an evaluation is in eval mode by itself
-        batch = dict(self._prepare_inputs(inputs))
-        items = self._get_num_items_in_batch([batch], self.args.device)
-        planned = self._planned_for(model, batch, items)
-        found = planned.evaluate([self._as_pair(batch, items, None)])
-        return torch.tensor(found.loss, dtype=torch.float64), None, None
+        if prediction_loss_only and self.label_names and all(inputs.get(name) is not None for name in self.label_names):
+            batch = dict(self._prepare_inputs(inputs))
+            items = self._get_num_items_in_batch([batch], self.args.device)
+            planned = self._planned_for(model, batch, items)
+            if self._composed:
+                model.train()  # the state in which it is captured for steps: an evaluation is in eval mode by itself
+                found = planned.evaluate([self._as_pair(batch, items, None)])
+                return torch.tensor(found.loss, dtype=torch.float64), None, None
+        with self.accelerator.autocast():
+            return super().prediction_step(model.model, inputs, prediction_loss_only, ignore_keys)
 
     # ---- steps
 
@@ -191,6 +192,11 @@ class PlannedTrainer(transformers.Trainer):
         """Whether the loss of several batches is the sum of theirs."""
         return self._by_items or self._options.get("loss_reduction") == "sum"
 
+    @property
+    def _composed(self) -> bool:
+        """Whether micro-batches are known to make up any batch's loss; steps are checked, and evaluations are not."""
+        return self._summed or self._options.get("loss_reduction") == "mean"
+
     def _as_pair(self, batch: _Inputs, items: Tensor | int | None, scale: float | None) -> tuple[Any, Any]:
         """Return inputs and targets of the captured module."""
         each = None if items is None else torch.as_tensor(items).reshape(1).expand(_size(batch))
@@ -202,7 +208,7 @@ class PlannedTrainer(transformers.Trainer):
         if self._planned is None:
             options = trainer_arguments(self._options)
             optimizer: Any = self.optimizer
-            self._by_items = items is not None and self._divides_by_items(model, batch)
+            self._by_items = items is not None and self._is_by_items(model, batch)
             if options.get("loss_reduction") is None and self._by_items:
                 options["loss_reduction"] = "sum"
             self._planned = self._run.enter_context(
@@ -220,16 +226,27 @@ class PlannedTrainer(transformers.Trainer):
             )
         return self._planned
 
-    def _divides_by_items(self, model: nn.Module, batch: _Inputs) -> bool:
-        """Return whether the loss depends on ``num_items_in_batch``; nothing is computed."""
+    def _is_by_items(self, model: nn.Module, batch: _Inputs) -> bool:
+        """Return whether the loss divides by ``num_items_in_batch``; nothing is computed.
+
+        Raises:
+            UsageError: Only a part of it does, so that it is neither a sum nor a mean over samples.
+        """
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad():
             inputs = pytree.tree_map_only(Tensor, mode.from_tensor, batch)
             items = torch.ones(1, requires_grad=True)
             try:
-                (found,) = torch.autograd.grad(model(inputs, items, None), items, allow_unused=True)
+                divided, others = divided_by(model(inputs, items, None), items)
             except Exception:  # what cannot be captured is refused by the capture, which says why
                 return False
-        return found is not None
+        if divided and others and "loss_reduction" not in self._options:
+            raise UsageError(
+                "a part of the loss is divided by num_items_in_batch, and another part is not, such as a penalty or an "
+                "auxiliary loss of experts: it is neither a sum nor a mean over samples, of which micro-batches could "
+                'be put together. Divide all of it, or say loss_reduction="sum" to add up the micro-batches\' losses '
+                "all the same"
+            )
+        return divided
 
     def _collect(self, total: Tensor) -> None:
         """Add the losses that have not been logged to a total, as the loop of transformers does after each step."""
@@ -315,6 +332,51 @@ def _require_equal_parts(batches: Sequence[_Inputs], reduction: Any) -> None:
             f"the batches of an update have {sizes} samples, and transformers averages them with equal weights; set "
             "dataloader_drop_last=True, or gradient_accumulation_steps=1 and a larger per_device_train_batch_size"
         )
+
+
+def divided_by(loss: Tensor, divisor: Tensor) -> tuple[bool, bool]:
+    """Return whether a part of a loss is divided by a tensor, and whether another part is not.
+
+    Args:
+        loss: The loss, with its graph of gradients.
+        divisor: A leaf of the graph.
+
+    Example:
+        >>> x, n = torch.ones(3, requires_grad=True), torch.ones((), requires_grad=True)
+        >>> divided_by(2 * (x.sum() / n), n), divided_by(x.sum() / n + x.mean(), n), divided_by(x.mean(), n)
+        ((True, False), (True, True), (False, True))
+    """
+    root, leaf = (torch.autograd.graph.get_gradient_edge(each).node for each in (loss, divisor))
+    alone = _made_of(root, leaf)
+    divided, others, seen, waiting = False, False, {root}, [root]
+    while waiting:
+        node = waiting.pop()
+        below = [each for each, _ in node.next_functions if each is not None]
+        if node.name().startswith(("DivBackward", "MulBackward")) and any(each in alone for each in below):
+            divided = True
+            continue
+        others = others or (not below and node is not leaf)
+        waiting += [each for each in below if each not in seen]
+        seen.update(below)
+    return divided, others
+
+
+def _made_of(root: Any, leaf: Any) -> set[Any]:
+    """Return the nodes of a graph of gradients that depend on one leaf alone."""
+    found, seen, waiting = {leaf}, set(), [root]
+    while waiting:
+        node = waiting[-1]
+        below = [each for each, _ in node.next_functions if each is not None]
+        left = [each for each in below if each not in seen]
+        if node not in seen and left:
+            seen.add(node)
+            waiting += left
+            continue
+        seen.add(node)
+        waiting.pop()
+        if below and all(each in found for each in below):
+            found.add(node)
+    return found
 
 
 def _require_version() -> None:
