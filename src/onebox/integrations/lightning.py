@@ -251,6 +251,7 @@ class _Calls:
 
     def __init__(self, module: lightning.LightningModule) -> None:
         self._module = module
+        self._trainer = _SameTrainer(module.trainer)
         self._now: list[tuple[str, Any, dict[str, Any]]] = []
         self.latest: tuple[torch.dtype, _Logged] = torch.float32, ()
         """Type of the loss, and what is logged, by the latest capture."""
@@ -284,7 +285,7 @@ class _Calls:
     def recorded(self) -> Iterator[None]:
         """Let the module log here, and refuse what it reads of its trainer."""
         own = vars(self._module)
-        trainer, own["_trainer"], own["log"] = own["_trainer"], _SameTrainer(own["_trainer"]), self.log
+        trainer, own["_trainer"], own["log"] = own["_trainer"], self._trainer, self.log
         try:
             yield
         finally:
