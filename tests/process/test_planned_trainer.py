@@ -58,6 +58,21 @@ class Texts(Dataset[dict[str, Tensor]]):
         return {"input_ids": tokens, "labels": labels}
 
 
+def padded(texts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return texts of several lengths as a batch, on the left or on the right by their lengths."""
+    longest = max(len(text["input_ids"]) for text in texts)
+
+    def filled(tensor: Tensor, value: int) -> Tensor:
+        missing = longest - len(tensor)
+        return nn.functional.pad(tensor, (missing, 0) if missing % 2 else (0, missing), value=value)
+
+    return {
+        "input_ids": torch.stack([filled(text["input_ids"], 0) for text in texts]),
+        "attention_mask": torch.stack([filled(torch.ones_like(text["input_ids"]), 0) for text in texts]),
+        "labels": torch.stack([filled(text["labels"], -100) for text in texts]),
+    }
+
+
 def language_model(dropout: float = 0.0, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     config = transformers.GPT2Config(
@@ -229,6 +244,17 @@ CASES: dict[str, tuple[int, float, dict[str, Any]]] = {
             "compute_loss_func": loss_of_tokens,
             "data": Texts(22),
             "settings": {"max_steps": -1, "num_train_epochs": 2, "eval_strategy": "epoch", "logging_steps": 3},
+        },
+    ),
+    "lengths": (2, EXACT, {"compute_loss_func": loss_of_tokens, "data": Texts(lengths=True), "data_collator": padded}),
+    "lengths, accumulated": (
+        2,
+        EXACT,
+        {
+            "compute_loss_func": loss_of_tokens,
+            "data": Texts(lengths=True),
+            "data_collator": padded,
+            "settings": {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 2},
         },
     ),
     "bf16": (2, HALF, {"settings": {"bf16": True}}),
@@ -434,7 +460,10 @@ def penalised(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> T
 
 
 REFUSED_BATCHES: dict[str, tuple[dict[str, Any], str]] = {
-    "lengths": ({"data": Texts(lengths=True)}, "the 2 batches of an update differ .* pad all to one length"),
+    "lengths": (
+        {"data": Texts(lengths=True)},
+        "input_ids of the 2 batches of an update differs .* pad all batches to one length",
+    ),
     "sizes": (
         {"model": classifier, "data": Texts(22, classes=True)},
         r"the batches of an update have \[6, 4\] samples",

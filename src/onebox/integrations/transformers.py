@@ -183,9 +183,17 @@ class PlannedTrainer(transformers.Trainer):
         if len(batches) > 1 and not self._summed:
             _require_equal_parts(batches, self._options.get("loss_reduction"))
             scale *= len(batches)  # the mean over all samples is the mean of the batches' means
-        inputs, targets = self._as_pair(_joined(batches), items, None if scale == 1.0 else scale)
+        inputs, targets = self._as_pair(_joined(batches, self._padding), items, None if scale == 1.0 else scale)
         self._latest = planned.step(inputs, targets)
         self._losses.append((self.state.global_step, self._latest))
+
+    @property
+    def _padding(self) -> Mapping[str, int]:
+        """What batches of texts are padded with, as by the collators of transformers."""
+        places = self.processing_class, getattr(self.model, "config", None)
+        known = (getattr(place, "pad_token_id", None) for place in places)
+        ignored = {"attention_mask": 0, "token_type_ids": 0, "position_ids": 0, "labels": -100, "shift_labels": -100}
+        return {"input_ids": next((number for number in known if number is not None), 0), **ignored}
 
     @property
     def _summed(self) -> bool:
@@ -294,24 +302,44 @@ def _size(batch: _Inputs) -> int:
     return next((leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)), 0)
 
 
-def _joined(batches: Sequence[_Inputs]) -> _Inputs:
-    """Return batches as one.
+def _joined(batches: Sequence[_Inputs], padding: Mapping[str, int]) -> _Inputs:
+    """Return batches as one; shorter sequences are padded on the right where a mask says so to the model.
+
+    Args:
+        batches: The batches.
+        padding: By name, what tensors of sequences are padded with.
 
     Raises:
-        UsageError: They differ in more than their first dimension.
+        UsageError: They differ in more than the number and the lengths of samples.
     """
     if len(batches) == 1:
         return batches[0]
-    leaves, nesting = zip(*map(pytree.tree_flatten, batches), strict=True)
-    shapes = {tuple(leaf.shape[1:] if isinstance(leaf, Tensor) else leaf for leaf in each) for each in leaves}
-    if len(set(nesting)) > 1 or len(shapes) > 1:
-        raise UsageError(
-            f"the {len(batches)} batches of an update differ in more than their number of samples, such as in the "
-            "length of sequences; a planned step takes them as one: pad all to one length (in data_collator, or when "
-            "the data is prepared), or set gradient_accumulation_steps=1 and a larger per_device_train_batch_size"
-        )
-    joined = [torch.cat(each) if isinstance(each[0], Tensor) else each[0] for each in zip(*leaves, strict=True)]
-    return pytree.tree_unflatten(joined, nesting[0])
+    found = {}
+    for name, first in batches[0].items():
+        values = [batch.get(name) for batch in batches]
+        if not isinstance(first, Tensor):
+            tensors = any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(values))
+            alike = not tensors and all(value == first for value in values)
+        else:
+            alike = all(isinstance(value, Tensor) and value.dim() == first.dim() for value in values)
+            if alike and first.dim() == 2 and name in padding and "attention_mask" in batches[0]:
+                values = _padded(values, padding[name])
+            alike = alike and len({value.shape[1:] for value in values}) == 1
+        if not alike:
+            raise UsageError(
+                f"{name} of the {len(batches)} batches of an update differs in more than the number of samples, and a "
+                "planned step takes them as one: pad all batches to one length, let them have an attention_mask by "
+                "which they can be padded, or set gradient_accumulation_steps=1 and a larger "
+                "per_device_train_batch_size"
+            )
+        found[name] = torch.cat(values) if isinstance(first, Tensor) else first
+    return found
+
+
+def _padded(tensors: Sequence[Tensor], value: int) -> list[Tensor]:
+    """Return tensors [B, T] of the same length."""
+    longest = max(tensor.shape[1] for tensor in tensors)
+    return [nn.functional.pad(tensor, (0, longest - tensor.shape[1]), value=value) for tensor in tensors]
 
 
 def _require_equal_parts(batches: Sequence[_Inputs], reduction: Any) -> None:
