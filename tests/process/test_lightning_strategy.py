@@ -43,20 +43,19 @@ def quiet() -> Iterator[None]:
 
 
 class Digits(lightning.LightningModule):
-    """A classifier that logs its loss twice, and a number."""
+    """A classifier that logs its loss twice."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.net = nn.Sequential(
             nn.Linear(8, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)
         )
-        self.factor = 2
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         samples, labels = batch
         loss = nn.functional.cross_entropy(self.net(samples), labels)
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        self.log_dict({"again": loss.detach(), "factor": self.factor}, on_step=True)
+        self.log("loss", loss, on_step=True, on_epoch=True, batch_size=len(samples))
+        self.log_dict({"again": loss.detach()}, on_step=True)
         return loss
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
@@ -78,7 +77,7 @@ class Notes(callbacks.Callback):
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         found = trainer.callback_metrics
-        self.found += [found[name].item() for name in ("loss_step", "again", "factor")]
+        self.found += [found[name].item() for name in ("loss_step", "again")]
         self.found.append(trainer.optimizers[0].param_groups[0]["lr"])
 
     def on_validation_end(self, trainer: Any, *_: Any) -> None:
@@ -104,7 +103,7 @@ class Run:
         self, folder: Path, strategy: Any = "auto", *, module: Any = None, resume: Path | None = None, **more: Any
     ) -> None:
         lightning.seed_everything(0)
-        data = TensorDataset(torch.randn(48, 8), torch.randint(0, 4, (48,)))
+        data = TensorDataset(torch.randn(45, 8), torch.randint(0, 4, (45,)))  # the last batch is a smaller one
         self.notes, self.module = Notes(), module or Digits()
         saver = callbacks.ModelCheckpoint(dirpath=folder, filename="{epoch}", every_n_epochs=1, save_top_k=-1)
         given = {"precision": "64-true", "gradient_clip_val": 0.1, "max_epochs": 2, **more}
@@ -281,6 +280,19 @@ class Several(Digits):
         return loss
 
 
+class Counting(Digits):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        self.log("rate", 0.5)
+        return super().training_step(batch, batch_idx)
+
+
+class Weighing(Digits):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("more", loss, batch_size=3)
+        return loss
+
+
 class Indexed(Digits):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         return super().training_step(batch, batch_idx) * (batch_idx + 1)
@@ -313,6 +325,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         "it reads the weights in each step",
     ),
     "other values": (Several, {}, "logs 'more', which is not the loss"),
+    "numbers": (Counting, {}, "logs 'rate', which is not the loss"),
+    "sizes": (Weighing, {}, "logs 'more' with batch_size=3 for 4 samples"),
     "index": (Indexed, {}, "uses batch_idx, but is captured once"),
     "epoch": (Aged, {}, "reads trainer.current_epoch, but is captured once"),
     "outputs": (Talking, {}, "returns a dict of loss, outputs; .* return a tensor"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, Unpack
 
 import lightning
@@ -13,6 +13,7 @@ from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from onebox.engine import Trainer
 from onebox.errors import UsageError
@@ -37,10 +38,9 @@ class OneboxStrategy(SingleDeviceStrategy):
     """A strategy of Lightning whose training steps run on a pool by a plan.
 
     Each batch is one step of a :class:`onebox.Trainer`: ``training_step``, backward, clipping and the optimizer run on
-    the workers. ``training_step`` is captured; see docs/capture.md: of what it logs, only the loss and plain numbers
-    can be logged, and nothing that changes from step to step but its batch can be read. Data, callbacks, loggers,
-    schedulers, checkpoints and resuming are those of Lightning. Validation, testing and prediction run in this process.
-    docs/launchers.md has an example.
+    the workers. ``training_step`` is captured; see docs/capture.md: it can log the loss alone, and read nothing that
+    changes from step to step but its batch. Data, callbacks, loggers, schedulers, checkpoints and resuming are those of
+    Lightning. Validation, testing and prediction run in this process. docs/launchers.md has an example.
 
     The module in this process has the present weights at each validation, each checkpoint, the end of each epoch, and
     when training has ended.
@@ -134,10 +134,10 @@ class OneboxStrategy(SingleDeviceStrategy):
             calls, planned = self._planned_for(module, trainer, indexed=bool(more))
             with calls.recorded():
                 value = planned.step((batch,), targets_for(self._options, batch)).item()
-        dtype, logged = calls.latest
-        loss = torch.tensor(value, dtype=dtype)
-        for name, found, named in logged:
-            module.log(name, loss if found is _LOSS else found, **named)
+        loss = torch.tensor(value, dtype=calls.dtype)
+        for name, named in calls.logged:
+            own = {} if named.get("batch_size") is None else {"batch_size": _size(batch)}
+            module.log(name, loss, **{**named, **own})
         return loss
 
     def backward(self, closure_loss: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -192,10 +192,6 @@ class OneboxStrategy(SingleDeviceStrategy):
         """Validate with the present weights."""
         self.pull()
 
-    def on_train_end(self) -> None:
-        """Leave the module with the trained weights."""
-        self.pull()
-
 
 class _PresentWeights(callbacks.Callback):
     """The first callback: at the end of an epoch and of training the others find the present weights.
@@ -216,11 +212,8 @@ class _PresentWeights(callbacks.Callback):
         self._strategy.pull()
 
 
-_LOSS = object()
-"""Stands for the loss among the values that are logged."""
-
-_Logged = Sequence[tuple[str, Any, dict[str, Any]]]
-"""Name, value and options of each call of ``log``."""
+_Logged = list[tuple[str, dict[str, Any]]]
+"""Name and options of each call of ``log``, whose value is the loss."""
 
 
 class _TrainingStep(nn.Module):
@@ -239,7 +232,7 @@ class _TrainingStep(nn.Module):
 
     def forward(self, batch: Any) -> Tensor:
         """Return the loss of a batch."""
-        return self.calls.of(lambda: self.module.training_step(batch, *self._more))
+        return self.calls.of(lambda: self.module.training_step(batch, *self._more), _size(batch))
 
 
 class _Calls:
@@ -253,11 +246,24 @@ class _Calls:
         self._module = module
         self._trainer = _SameTrainer(module.trainer)
         self._now: list[tuple[str, Any, dict[str, Any]]] = []
-        self.latest: tuple[torch.dtype, _Logged] = torch.float32, ()
-        """Type of the loss, and what is logged, by the latest capture."""
+        self._latest: list[tuple[torch.dtype, _Logged]] = []
 
-    def of(self, step: Callable[[], Any]) -> Tensor:
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the loss."""
+        return self._latest[-1][0]
+
+    @property
+    def logged(self) -> _Logged:
+        """Calls of ``log``."""
+        return self._latest[-1][1]
+
+    def of(self, step: Callable[[], Any], size: int) -> Tensor:
         """Return the loss of a step, and note what it logs.
+
+        Args:
+            step: Calls ``training_step``.
+            size: Number of samples that it is given.
 
         Raises:
             UsageError: It returns or logs something else than the loss.
@@ -268,13 +274,23 @@ class _Calls:
         if not isinstance(loss, Tensor):
             what = f"a dict of {', '.join(map(str, found))}" if isinstance(found, Mapping) else type(found).__name__
             raise UsageError(f"training_step returns {what}; a planned step has the loss alone: return a tensor")
-        logged = [(name, self._value(name, value, loss), named) for name, value, named in self._now]
-        if self.latest[1] not in ((), logged):
-            raise UsageError(
-                f"training_step logs {_names(logged)}, and with an earlier batch {_names(self.latest[1])}; it has to "
-                "log the same with each"
-            )
-        self.latest = loss.dtype, logged
+        logged = []
+        for name, value, named in self._now:
+            if not isinstance(value, Tensor) or not torch._C._is_alias_of(value, loss):  # type: ignore[attr-defined]
+                raise UsageError(
+                    f"training_step logs {name!r}, which is not the loss that it returns: a planned step brings the "
+                    "loss alone from the workers; log other values in validation_step or in on_train_batch_end, or run "
+                    "the module on virtual devices (onebox run)"
+                )
+            if named.get("batch_size") not in (None, size):
+                raise UsageError(
+                    f"training_step logs {name!r} with batch_size={named['batch_size']} for {size} samples; give their "
+                    "number, or leave it out"
+                )
+            logged.append((name, named))
+        if self._latest and [name for name, _ in logged] != [name for name, _ in self.logged]:
+            raise UsageError("training_step logs other names with this batch than with an earlier one; log the same")
+        self._latest[:] = [(loss.dtype, logged)]
         return loss
 
     def log(self, name: str, value: Any, prog_bar: bool = False, **named: Any) -> None:
@@ -291,17 +307,6 @@ class _Calls:
         finally:
             own["_trainer"] = trainer
             del own["log"]
-
-    @staticmethod
-    def _value(name: str, value: Any, loss: Tensor) -> Any:
-        if isinstance(value, bool | int | float):
-            return value
-        if isinstance(value, Tensor) and torch._C._is_alias_of(value, loss):  # type: ignore[attr-defined]
-            return _LOSS
-        raise UsageError(
-            f"training_step logs {name!r}, which is not the loss that it returns: a planned step brings the loss alone "
-            "from the workers; log other values in validation_step, or run the module on virtual devices (onebox run)"
-        )
 
 
 class _SameTrainer:
@@ -337,8 +342,9 @@ class _BatchIndex:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _names(logged: _Logged) -> str:
-    return ", ".join(name for name, _, _ in logged) or "nothing"
+def _size(batch: Any) -> int:
+    """Return the number of samples of a batch."""
+    return next((leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 0)
 
 
 def _require_one_batch(trainer: lightning.Trainer) -> None:

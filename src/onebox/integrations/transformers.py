@@ -316,7 +316,7 @@ def _joined(batches: Sequence[_Inputs], padding: Mapping[str, int]) -> _Inputs:
         return batches[0]
     found = {}
     for name, first in batches[0].items():
-        values = [batch.get(name) for batch in batches]
+        values: list[Any] = [batch.get(name) for batch in batches]
         if not isinstance(first, Tensor):
             tensors = any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(values))
             alike = not tensors and all(value == first for value in values)
