@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import onebox
 from onebox.engine.workload.batch import as_batch
+from onebox.errors import UsageError
 from onebox.plan import Plan, Stage
 from onebox.pool import Fault, open_pool
 from tests.process.shelf import Shelf
@@ -341,8 +342,9 @@ def test_what_a_plan_does_not_do_is_refused_before_a_step(case: str, tmp_path: P
     module, more, said = REFUSED[case]
     made = module()
     before = [parameter.clone() for parameter in made.double().parameters()]
-    with pytest.raises(onebox.OneboxError, match=said):
+    with pytest.raises(UsageError, match=said) as caught:
         Run(tmp_path, OneboxStrategy(pools(2)), module=made, **more)
+    assert "\n" not in str(caught.value), "one sentence, not one inside another"
     assert all(torch.equal(a, b) for a, b in zip(before, made.parameters(), strict=True))
 
 
