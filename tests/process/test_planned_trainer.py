@@ -224,6 +224,7 @@ CASES: dict[str, tuple[int, float, dict[str, Any]]] = {
     "one device": (1, EXACT, {"compute_loss_func": loss_of_tokens}),
     "the planner's plan": (2, EXACT, {"compute_loss_func": loss_of_tokens, "plan": "auto"}),
     "the model's own loss": (2, SINGLE, {}),
+    "float32": (2, SINGLE, {"model": lambda: language_model().float(), "settings": {"learning_rate": 1e-3}}),
     "label smoothing": (2, SINGLE, {"settings": {"label_smoothing_factor": 0.1}}),
     "no clipping": (2, EXACT, {"compute_loss_func": loss_of_tokens, "settings": {"max_grad_norm": 0.0}}),
     "a classifier": (2, EXACT, {"model": classifier, "data": Texts(classes=True)}),
