@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -165,31 +165,47 @@ def run(case: Case, *, virtual: bool) -> Outcome:
     Raises:
         RuntimeError: It failed, or took too long.
     """
-    settings = {"OMP_NUM_THREADS": "1", "RANKS": str(case.devices), "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
-    environment = {**os.environ, **settings}
-    if not virtual:
-        environment["ACCELERATE_USE_CPU"] = "true"
+    plain = {} if virtual else {"ACCELERATE_USE_CPU": "true"}
+    settings = {"RANKS": str(case.devices), **plain}
     begin_s = time.monotonic()
+    found = result_of(case.title, command(case, virtual=virtual), settings, may_abort=not virtual)
+    return Outcome(tuple(found["losses"]), found["ranks"], time.monotonic() - begin_s)
+
+
+def result_of(
+    title: str, line: Sequence[str], settings: Mapping[str, str], *, may_abort: bool = False
+) -> dict[str, Any]:
+    """Run a command with one thread, and return the JSON object with losses that it prints.
+
+    Args:
+        title: Name of the command in errors.
+        line: The command.
+        settings: Environment variables.
+        may_abort: Whether it may abort as it ends, in Gloo's threads.
+
+    Raises:
+        RuntimeError: It failed, or took too long.
+    """
+    path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": path, **settings}
     with tempfile.TemporaryDirectory() as folder:
         pipe = subprocess.PIPE
-        line = command(case, virtual=virtual)
         with subprocess.Popen(line, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
             try:
                 output, said = process.communicate(timeout=WITHIN_S)
             except subprocess.TimeoutExpired:
-                raise RuntimeError(f"{case.title} took more than {WITHIN_S:.0f} s") from None
+                raise RuntimeError(f"{title} took more than {WITHIN_S:.0f} s") from None
             finally:
                 if process.poll() is None:  # with what it has started, of which launchers make sessions of their own
                     for each in psutil.Process(process.pid).children(recursive=True):
                         each.kill()
                     process.kill()
-    seconds = time.monotonic() - begin_s
     lines = [line for line in output.splitlines() if line.startswith('{"losses"')]
-    failed = process.returncode != 0 and (virtual or GLOO_ENDS not in said)
+    failed = process.returncode != 0 and not (may_abort and GLOO_ENDS in said)
     if failed or len(lines) != 1:
-        raise RuntimeError(f"{case.title} ended with {process.returncode}: {output[-1000:]} {said[-4000:]}")
-    found = json.loads(lines[0])
-    return Outcome(tuple(found["losses"]), found["ranks"], seconds)
+        raise RuntimeError(f"{title} ended with {process.returncode}: {output[-1000:]} {said[-4000:]}")
+    found: dict[str, Any] = json.loads(lines[0])
+    return found
 
 
 def difference(ours: Outcome, plain: Outcome) -> float:
@@ -227,4 +243,16 @@ def pinned_versions() -> dict[str, str]:
     return dict(line.split("==") for line in lines if "==" in line)
 
 
-__all__ = ["CASES", "Case", "Outcome", "command", "difference", "pinned_versions", "run", "table"]
+__all__ = [
+    "BIN",
+    "CASES",
+    "FOLDER",
+    "Case",
+    "Outcome",
+    "command",
+    "difference",
+    "pinned_versions",
+    "result_of",
+    "run",
+    "table",
+]

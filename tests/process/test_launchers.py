@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from tests.launchers.cases import CASES, Case, difference, run
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "launchers.py"
 
 QUICK = ("torchrun DistributedDataParallel 2", "lightning ddp 2", "accelerate launch 2")
 """Those of the short tier: a launcher of processes, one that starts them itself, and one with saved state."""
@@ -29,6 +36,29 @@ def test_the_doubled_loss_of_a_classifier_is_that_of_transformers_on_the_cpu() -
     doubled = run(case, virtual=False)
     once = run(Case(framework="transformers", name="classifier", devices=1, script=_whole(case)), virtual=False)
     assert doubled.losses[0] == pytest.approx(2 * once.losses[0], rel=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["even", "uneven"])
+def test_planned_steps_are_compared_with_those_of_data_parallel(name: str) -> None:
+    line = [
+        sys.executable,
+        str(BENCHMARK),
+        "--only",
+        f"planned {name}",
+        "--rounds",
+        "1",
+        "--steps",
+        "5",
+        "--width",
+        "32",
+    ]
+    done = subprocess.run([*line, "--json"], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["failed"] == 0, result
+    assert result[f"planned_over_dataparallel_{name}"] > 0
+    assert len(result["rows"]) == 1
 
 
 def _whole(case: Case) -> tuple[str, ...]:

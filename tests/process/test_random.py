@@ -71,3 +71,24 @@ def test_evaluation_draws_nothing(pools: Shelf) -> None:
     batches = CASE.batches([6, 5])
     with onebox.Trainer(model, CASE.loss, adamw(model), pool=pools(2), seed=4) as trainer:
         assert trainer.evaluate(batches) == trainer.evaluate(batches)
+
+
+def test_a_trainer_goes_on_drawing_where_the_steps_before_ended(pools: Shelf, alone: Outcome) -> None:
+    model, losses = CASE.model(), []
+    optimizer = adamw(model)
+    batches = CASE.batches(SIZES)
+    for step, part in ((0, batches[:2]), (2, batches[2:])):
+        options = grouped(pool=pools(2), micro_batch=3, seed=1)
+        with onebox.Trainer(model, CASE.loss, optimizer, **options, step=step) as trainer:
+            losses += [float(trainer.step(*batch)) for batch in part]
+            assert trainer.steps_done == step + len(part)
+            trainer.pull()
+            tensors = trainer.tensors()
+    assert_same(Outcome(losses=losses, norms=[], tensors=tensors), alone)
+
+
+@pytest.mark.parametrize("step", [-1, 1.0, "2"])
+def test_what_is_no_number_of_steps_is_refused(step: object, pools: Shelf) -> None:
+    model = CASE.model()
+    with pytest.raises(onebox.OneboxError, match=f"step={step!r}: allowed are whole numbers from 0 up"):
+        onebox.Trainer(model, CASE.loss, adamw(model), pool=pools(1), step=step)  # type: ignore[arg-type]

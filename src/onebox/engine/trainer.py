@@ -148,6 +148,8 @@ class Trainer:
         weights: A folder of safetensors files, as hubs have them, or :class:`Weights` of one, for a part of the model.
             Tensors of the model on the meta device (see :func:`meta_parameters`) are read from it one by one when the
             workers need them, and take no memory in this process; others that it has are written into the model.
+        step: Number of steps that model and optimizer have behind them, in a run that is not resumed from a checkpoint
+            of a trainer: steps are numbered, and random numbers drawn, from there on.
 
     Raises:
         UsageError: An argument is invalid.
@@ -188,9 +190,11 @@ class Trainer:
         islands: Islands | None = None,
         outer: Outer | None = None,
         weights: str | Path | Weights | None = None,
+        step: int = 0,
         _start: ResumePoint | None = None,
     ) -> None:
         check_numerics(seed, precision, clip_grad_norm)
+        step = _first_step(step, _start)
         check_reduction(loss_reduction)
         require_buckets(pad)
         _require_group("stale", stale, StaleGradients | None, "StaleGradients(...), and None for exact steps")
@@ -238,9 +242,7 @@ class Trainer:
         )
         settings = with_staleness(settings, optimizer, stale, request.sample(len(pool)))
         self.stale = replace(stale, warm_up=settings.warm_up) if stale else None
-        values = _first_values(weights, model, loss, _start)
-        if values and islands is not None:
-            raise UsageError("islands= need a model with values in this process; load the weights into it, on the CPU")
+        values = _first_values(weights, model, loss, _start, islands)
         self._remote = RemoteState(model, loss, optimizer, pool, _start.state if _start else None, values)
         spec = CaptureSpec(
             model=model,
@@ -267,13 +269,19 @@ class Trainer:
                 BatchPrefetcher(pool, staging.ahead_bytes, staging.cache_bytes),
                 recovery=chosen_recovery(pool, recovery),
                 adaptive=adaptive,
-                step=_start.step if _start else 0,
+                step=step,
                 saved=_start.path if _start else None,
             )
         else:
             check_islands(stale=stale, recovery=recovery, adaptive=adaptive, overlap=engine.overlap)
             self._run = self._islands_session(
-                islands, outer or Outer(), [replace(request, plan=each) for each in given], captures, settings, _start
+                islands,
+                outer or Outer(),
+                [replace(request, plan=each) for each in given],
+                captures,
+                settings,
+                step=step,
+                start=_start,
             )
         self._client = ClientState(self._run, self._remote, model, loss)
         usual = islands is not None or request.plan in [
@@ -295,6 +303,8 @@ class Trainer:
         requests: Sequence[PlanRequest],
         captures: Captures,
         settings: StepSettings,
+        *,
+        step: int,
         start: ResumePoint | None,
     ) -> IslandsSession:
         """Return the session of islands, new or from a checkpoint."""
@@ -332,7 +342,7 @@ class Trainer:
             settings,
             self.staging,
             recovery=island_recovery(pool, self.recovery, outer),
-            step=start.step if start else 0,
+            step=step,
             start=parts,
             saved=start.path if start else None,
         )
@@ -856,14 +866,29 @@ class Trainer:
             raise self._run.error
 
 
+def _first_step(step: int, start: ResumePoint | None) -> int:
+    """Return the number of steps that are done already."""
+    if not isinstance(step, int) or step < 0:
+        raise UsageError(f"step={step!r}: allowed are whole numbers from 0 up")
+    return start.step if start else step
+
+
 def _first_values(
-    weights: str | Path | Weights | None, model: nn.Module, loss: Loss, start: ResumePoint | None
+    weights: str | Path | Weights | None,
+    model: nn.Module,
+    loss: Loss,
+    start: ResumePoint | None,
+    islands: Islands | None,
 ) -> Mapping[str, Tensor]:
     """Return the values of the tensors on the meta device, from a folder of weights or a checkpoint."""
     state = named_state(model, loss, lambda: 0)
     if start is None:
-        return first_values(weights, model, state)
-    return {name: start.weights[name] for name, tensor in state.tensors.items() if tensor.is_meta}
+        values = first_values(weights, model, state)
+    else:
+        values = {name: start.weights[name] for name, tensor in state.tensors.items() if tensor.is_meta}
+    if values and islands is not None:
+        raise UsageError("islands= need a model with values in this process; load the weights into it, on the CPU")
+    return values
 
 
 def _folder_of(save: Path) -> Path:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from onebox.errors import CaptureError
+from onebox.errors import CaptureError, OneboxError
 from onebox.graph.capture.attention import WholeAttention
 from onebox.graph.capture.host_devices import HostDevices, on_host
 from onebox.graph.capture.joint import Joint, trace
@@ -304,7 +304,7 @@ def capture(
                 varying=varying or {},
                 device_type=device_type,
             )
-        except CaptureError:
+        except OneboxError:  # says what is the matter
             raise
         except Exception as error:
             raise explain(error, name, layer=module.calls.failed_in) from error

@@ -1,0 +1,6 @@
+"""Trainers of other frameworks whose steps a :class:`onebox.Trainer` runs by a plan: Lightning, transformers.
+
+Each module imports its framework, and users import it by its own name; nothing else of onebox needs one of them.
+"""
+
+__all__: list[str] = []
