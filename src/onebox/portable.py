@@ -10,7 +10,6 @@ import contextlib
 import os
 import signal
 import socket
-import stat
 import sys
 import threading
 from collections.abc import Callable
@@ -44,14 +43,14 @@ def require_linux(what: str, instead: str) -> None:
     """Require a system that workers and agents run on.
 
     Args:
-        what: What has been asked for.
+        what: A clause that says what runs there.
         instead: What to do on another system.
 
     Raises:
         UsageError: This is another system.
     """
     if not LINUX:
-        raise UsageError(f"{what}: that runs on Linux alone, and this machine has {SYSTEM}; {instead}")
+        raise UsageError(f"{what} on Linux alone, and this machine has {SYSTEM}; {instead}")
 
 
 class Wakeup:
@@ -144,10 +143,10 @@ def access_of_others(about: os.stat_result) -> OthersAccess:
     """
     if sys.platform == "win32":
         return OthersAccess(owned=False, readable=False, writable=False)
-    mode = stat.S_IMODE(about.st_mode)
-    return OthersAccess(
-        owned=about.st_uid not in (os.geteuid(), 0), readable=bool(mode & 0o077), writable=bool(mode & 0o022)
-    )
+    else:
+        mode = about.st_mode
+        owned = about.st_uid not in (os.geteuid(), 0)
+        return OthersAccess(owned=owned, readable=bool(mode & 0o077), writable=bool(mode & 0o022))
 
 
 def lock_file(descriptor: int) -> None:
@@ -167,9 +166,7 @@ def lock_file(descriptor: int) -> None:
 
 def open_to_read(path: str | os.PathLike[str]) -> int:
     """Open a file for :func:`read_at`, without a wait for the other end of a pipe; return its descriptor."""
-    if sys.platform == "win32":
-        return os.open(path, os.O_RDONLY | os.O_BINARY)
-    return os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    return os.open(path, os.O_RDONLY | (os.O_BINARY if sys.platform == "win32" else os.O_NONBLOCK))
 
 
 def read_at(descriptor: int, size_bytes: int, offset: int) -> bytes:

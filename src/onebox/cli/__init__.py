@@ -86,7 +86,7 @@ def _command(config: object) -> Callable[[Any], int | None]:
 
     command, name = next((command, name) for command, (kind, name) in COMMANDS.items() if kind is type(config))
     if command == "serve":
-        require_linux("onebox serve", "run it on a machine with Linux, and pair this one with it by 'onebox pair'")
+        require_linux("'onebox serve' runs", "run it where the devices are; 'onebox pair' lets this machine use them")
     module = importlib.import_module(f"onebox.cli.commands.{command.split()[0]}")
     function: Callable[[Any], int | None] = getattr(module, name)
     return function

@@ -52,7 +52,7 @@ def require_local_workers(spec: str) -> None:
         UsageError: It has another system than Linux.
     """
     require_linux(
-        f"pool {spec!r} asks for devices of this machine, which workers would own",
+        f"pool {spec!r} asks for workers of this machine, which run",
         "name hosts with Linux where 'onebox serve' runs, such as 'hostA' or 'hostB:7171/cuda:0', with which "
         "'onebox pair connect HOST' pairs this machine; ONEBOX_POOL may name them for 'auto'",
     )

@@ -112,6 +112,8 @@ def _instructions() -> dict[str, str]:
 def _missing() -> list[str]:
     missing = [f"{name} is not installed, which onebox needs" for name in _PACKAGES if _version(name) is None]
     missing += [f"{name} is not installed, {why}" for name, why in _EXTRAS.items() if _version(name) is None]
+    if not LINUX:
+        return missing
     if not torch.version.cuda:
         missing.append("CUDA: this torch is built without it; workers run on CPUs")
     elif not torch.cuda.is_available():
