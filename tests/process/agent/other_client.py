@@ -45,9 +45,11 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(12, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 4)).double()
 
 
-def feed(folder: Path) -> Feed:
+def feed(folder: Path, by: Any = "auto") -> Feed:
     """Return batches from files; a transform that draws, which Linux would run in processes."""
-    return Feed(NumpyFiles(folder / "x.npy", folder / "y.npy"), batch_size=BATCH, seed=5, transform=noisy)
+    return Feed(
+        NumpyFiles(folder / "x.npy", folder / "y.npy"), batch_size=BATCH, seed=5, transform=noisy, process_by=by
+    )
 
 
 def noisy(sample: Any) -> Tensor:
@@ -134,7 +136,7 @@ def main(spec: str, place: str) -> None:
     for name in "cpu*2", "auto", "sim*2", "model":
         found[name] = refusal(lambda name=name: onebox.open(name))  # type: ignore[misc]
     found["file of hosts"] = refusal(lambda: onebox.open("C:\\keys\\hosts.toml"))
-    found["processes"] = refusal(lambda: next(iter(Feed([1, 2], batch_size=1, process_by="processes").epoch(0))))
+    found["processes"] = refusal(lambda: next(iter(feed(folder, "processes").epoch(0))))
     found["stopped"] = stopped()
     print(json.dumps(found))
 
