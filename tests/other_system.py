@@ -181,9 +181,10 @@ _OWN: dict[str, dict[str, dict[str, object]]] = {
 def install(platform: str) -> None:
     """Take away, for the rest of this process, what another system has not; before onebox is imported."""
     assert not any(name.partition(".")[0] == "onebox" for name in sys.modules), "onebox has been imported"
-    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # which would import onebox
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # it would import onebox
     for name in _IMPORTED:
         importlib.import_module(name)
+    del os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"]
     views: dict[str, Any] = {"msvcrt": _msvcrt()} if platform == "win32" else {}
     real_import = builtins.__import__
 
