@@ -22,7 +22,7 @@ class OutputConsole(Console):
 
     def __init__(self, *, highlight: bool = True, quiet: bool = False) -> None:
         super().__init__(highlight=highlight, quiet=quiet)
-        if isinstance(sys.stdout, io.TextIOWrapper):
+        if isinstance(sys.stdout, io.TextIOWrapper) and not self.encoding.startswith("utf"):
             sys.stdout.reconfigure(errors="replace")
 
     def on_broken_pipe(self) -> None:
