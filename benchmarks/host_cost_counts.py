@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import onebox
 from onebox.errors import WorkerDied
-from onebox.pool.backends.local import LOCAL_HOST
+from onebox.pool.discovery import LOCAL_HOST
 from onebox.pool.errors import WorkerLocation
 from onebox.pool.open import connect_pool
 from onebox.wire import new_keys

@@ -33,7 +33,8 @@ from onebox.agent.sessions import NEW_S
 from onebox.errors import WireError
 from onebox.pool.backends.compatibility import own_versions
 from onebox.pool.errors import WorkerLocation
-from onebox.pool.launch.worker_process import SocketFolder, WorkerProcess
+from onebox.pool.launch.socket_folder import SocketFolder
+from onebox.pool.launch.worker_process import WorkerProcess
 from onebox.wire import KeyPair, configure, decode_worker_message, encode, new_keys
 from onebox.wire.protocol.agents import (
     TOKEN_BYTES,

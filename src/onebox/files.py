@@ -6,6 +6,8 @@ import os
 import secrets
 from pathlib import Path
 
+from onebox.portable import sync
+
 
 def put_file(path: Path, content: bytes, *, private: bool = True) -> None:
     """Put a file in place whole or not at all; other writers of it do not disturb.
@@ -19,7 +21,7 @@ def put_file(path: Path, content: bytes, *, private: bool = True) -> None:
         OSError: It cannot be written; an earlier one is unchanged.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     descriptor = os.open(temporary, flags, 0o600 if private else 0o666)
     try:
         with open(descriptor, "wb") as file:
@@ -46,14 +48,4 @@ def make_folder(path: Path) -> None:
     path.mkdir(exist_ok=True)  # an error for a file
 
 
-def sync(path: Path) -> None:
-    """Wait until a file, or the entries of a folder, are on disk.
-
-    Raises:
-        OSError: They cannot be written.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+__all__ = ["make_folder", "put_file", "sync"]

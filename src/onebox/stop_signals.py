@@ -13,6 +13,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
 
 from onebox.errors import UsageError
+from onebox.portable import END_SIGNALS, wake_main_thread
 
 CLOSING_S = 5.0
 """A further signal within this time is ignored while a program closes down; workers have ended by then."""
@@ -144,9 +145,7 @@ class StopSignals:
         with self._lock:
             if not self._left and self.signal is not None:
                 self.expired = True
-                main = threading.main_thread().ident
-                assert main is not None
-                signal.pthread_kill(main, self.signal)
+                wake_main_thread(self.signal)
 
     def _end(self) -> None:
         if self.signal is signal.SIGINT:
@@ -179,10 +178,10 @@ def handling(handler: Callable[[int, FrameType | None], object]) -> Iterator[dic
             handler(number, frame)
         else:
             signal.signal(number, before[number])
-            os.kill(os.getpid(), number)
+            signal.raise_signal(number)
 
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in END_SIGNALS:
             earlier = signal.getsignal(number)
             if earlier not in (signal.SIG_IGN, None):  # None: not set by Python
                 before[number] = earlier

@@ -16,11 +16,11 @@ from onebox.agent.lease_processes import LeaseForkServer, LeaseIsolation, LeaseP
 from onebox.errors import PoolError, UsageError
 from onebox.pool.errors import WorkerLocation
 from onebox.pool.launch.cpu_affinity import CoreAllocator
-from onebox.pool.launch.worker_process import START_S, WorkerProcess
+from onebox.pool.launch.worker_process import WorkerProcess
 from onebox.reaping import KILLED_S, has_ended
 from onebox.wire import new_keys
 from onebox.wire.protocol.agents import Started
-from onebox.worker import Ports, WorkerConfig
+from onebox.worker import START_S, Ports, WorkerConfig
 
 STARTS = 4
 """Workers of a lease that are started in one turn: one start takes some ten milliseconds."""

@@ -15,6 +15,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -22,6 +23,7 @@ from typing import Any
 
 from onebox.cli.exit_status import BROKEN_PIPE, FAILED, INTERRUPTED, OK, USAGE, Exit, Interrupted
 from onebox.errors import CheckpointError, DataError, OneboxError, UsageError
+from onebox.portable import require_linux
 from onebox.sizes import size_text
 from onebox.stop_signals import RECENT, handling
 
@@ -83,6 +85,8 @@ def _command(config: object) -> Callable[[Any], int | None]:
     from onebox.cli.parser import COMMANDS
 
     command, name = next((command, name) for command, (kind, name) in COMMANDS.items() if kind is type(config))
+    if command == "serve":
+        require_linux("'onebox serve' runs", "run it where the devices are; 'onebox pair' lets this machine use them")
     module = importlib.import_module(f"onebox.cli.commands.{command.split()[0]}")
     function: Callable[[Any], int | None] = getattr(module, name)
     return function
@@ -124,7 +128,7 @@ def _interruptible(*, ends: bool) -> Iterator[None]:
 def _explain_full(error: OSError) -> str:
     """Return a message about a disk that is full."""
     what = error.filename if error.filename and error.errno in _FULL else "a file"
-    folders = {"temporary files": os.environ.get("TMPDIR", "/tmp"), "this folder": str(Path.cwd())}
+    folders = {"temporary files": tempfile.gettempdir(), "this folder": str(Path.cwd())}
     free = ", ".join(f"{size_text(shutil.disk_usage(path).free)} in {path} ({name})" for name, path in folders.items())
     return (
         f"the disk is full: {what} could not be written ({error.strerror}). Free there is {free}. Make room, or write "

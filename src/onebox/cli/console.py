@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import sys
 from collections.abc import Callable, Iterable
 
 from rich.console import Console, RenderableType
@@ -13,7 +15,15 @@ UNLIMITED = 10_000
 
 
 class OutputConsole(Console):
-    """Standard output; a closed pipe raises BrokenPipeError, also from tables and bars."""
+    """Standard output; a closed pipe raises BrokenPipeError, also from tables and bars.
+
+    Characters that its encoding lacks are replaced: that of Windows has few, where the output goes to a file or a pipe.
+    """
+
+    def __init__(self, *, highlight: bool = True, quiet: bool = False) -> None:
+        super().__init__(highlight=highlight, quiet=quiet)
+        if isinstance(sys.stdout, io.TextIOWrapper) and not self.encoding.startswith("utf"):
+            sys.stdout.reconfigure(errors="replace")
 
     def on_broken_pipe(self) -> None:
         """Re-raise the error that is being handled; rich itself would end the program here."""

@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from onebox.files import put_file
+from onebox.portable import access_of_others
 
 FORMAT = 1
 """Version of the files: other versions count as missing."""
@@ -115,9 +116,10 @@ def _own(folder: Path) -> None:
         OSError: It is missing or belongs to another user.
     """
     about = folder.lstat()
-    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
+    others = access_of_others(about)
+    if not stat.S_ISDIR(about.st_mode) or others.owned:
         raise PermissionError(f"{folder} is no folder of this user")
-    if about.st_mode & 0o077:
+    if others.readable:
         folder.chmod(0o700)
 
 

@@ -10,7 +10,7 @@ import torch
 from onebox.errors import UsageError
 from onebox.graph import Precision
 from onebox.pool import Pool
-from onebox.pool.backends.local import LOCAL_HOST
+from onebox.pool.discovery import LOCAL_HOST
 from onebox.trainer_options import MatmulPrecision, Numerics, Outer, Recovery
 from onebox.wire.protocol.requests import SetNumerics
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 import weakref
 from collections.abc import Callable, Generator
@@ -23,6 +22,7 @@ from onebox.feed.prepare.randomness import ProcessBy
 from onebox.feed.prepare.skip_log import SkipLog
 from onebox.feed.sample_ids import namespace
 from onebox.padding import Buckets
+from onebox.portable import usable_cores
 
 
 class Epoch:
@@ -232,7 +232,7 @@ class Feed:
         """
         if self._last is None:
             return "no batch has been asked for yet"
-        line = bottleneck_line(*self._last, self._cores or len(os.sched_getaffinity(0)), limit)
+        line = bottleneck_line(*self._last, self._cores or usable_cores(), limit)
         return f"{line}; {self.skipped}" if self.skipped.in_epoch else line
 
     @property

@@ -12,10 +12,10 @@ import torch
 
 from onebox.errors import PoolError
 from onebox.pool.backends.base import WorkerHandle
-from onebox.pool.backends.local import LOCAL_HOST
-from onebox.pool.launch.worker_process import START_S
+from onebox.pool.discovery import LOCAL_HOST
 from onebox.wire.protocol.requests import PROTOCOL
 from onebox.wire.protocol.responses import NO_INSTRUCTION_SETS, Hello, InstructionSets
+from onebox.worker import START_S
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -11,9 +10,13 @@ import torch
 
 from onebox.errors import UsageError
 from onebox.pool.spec_suggestion import suggestion
+from onebox.portable import require_linux, usable_cores
 
 MOST_CPU_WORKERS = 4
 """Without accelerators, one CPU worker a core up to this number."""
+
+LOCAL_HOST = "localhost"
+"""Name of this machine in a pool."""
 
 _GRAMMAR = (
     "'auto', or a list such as 'cuda', 'cuda:0,cuda:1', 'cpu', 'cpu*3' (three CPU workers), 'cuda,cpu'; and emulated: "
@@ -42,9 +45,22 @@ class DeviceRequest:
     sharing: int = 1
 
 
+def require_local_workers(spec: str) -> None:
+    """Require that workers can run on this machine.
+
+    Raises:
+        UsageError: It has another system than Linux.
+    """
+    require_linux(
+        f"pool {spec!r} asks for workers of this machine, which run",
+        "name hosts with Linux where 'onebox serve' runs, such as 'hostA' or 'hostB:7171/cuda:0', with which "
+        "'onebox pair connect HOST' pairs this machine; ONEBOX_POOL may name them for 'auto'",
+    )
+
+
 def cores() -> int:
     """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+    return usable_cores()
 
 
 def requested_devices(spec: str = "auto", threads: int | None = None) -> list[DeviceRequest]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Collection, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from onebox.errors import DeviceMemoryError, OneboxError, OperatorError, PeerLost, WireError
+from onebox.portable import LINUX
 from onebox.wire.protocol.responses import WorkerFailure
 
 T = TypeVar("T")
@@ -60,6 +62,17 @@ class WorkerLocation:
     def __str__(self) -> str:
         return f"worker {self.worker} ({self.device} on {self.host})"
 
+
+def how_it_ended(status: int | None) -> str:
+    """Describe the end of a worker's process by its exit status; its host has Linux, whatever this machine has."""
+    if status is None or status >= 0:
+        return f"ended with exit status {status}"
+    name = f", {signal.Signals(-status).name}" if LINUX else ""
+    memory = " (so does the kernel when memory runs out)" if -status == _KILLED else ""
+    return f"was ended by signal {-status}{name}{memory}"
+
+
+_KILLED = 9  # SIGKILL
 
 _DATA = re.compile(
     r"out of bounds|out of range|must have the same dtype|same reduction dim|shapes cannot be multiplied|"

@@ -8,9 +8,8 @@ from pathlib import Path
 import torch
 
 from onebox.errors import UsageError
-from onebox.pool.backends.local import LOCAL_HOST
 from onebox.pool.devices import DeviceInfo
-from onebox.pool.discovery import DeviceRequest, cores, requested_devices
+from onebox.pool.discovery import LOCAL_HOST, DeviceRequest, cores, requested_devices, require_local_workers
 from onebox.pool.spec import LocalPart, asked_parts
 from onebox.sizes import Memory, parse_budgets
 from onebox.wire import codecs
@@ -43,6 +42,8 @@ def expected_devices(
                 "they have, such as sim*2 with a memory of 24GiB"
             )
         requests = requested_devices(part.devices, part.threads or threads)
+        if any(request.device != "sim" for request in requests):
+            require_local_workers(part.devices)
         for request, quota in zip(requests, (part.memory or budgets).of(len(requests)), strict=True):
             found.append(_described(len(found), request, quota))
     return tuple(found)

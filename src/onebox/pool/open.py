@@ -15,14 +15,12 @@ from pathlib import Path
 from onebox.errors import UsageError
 from onebox.pool.backends.agents.agent_socket import own_address
 from onebox.pool.backends.agents.agent_source import AgentSource, acquire_all, paired_agent
-from onebox.pool.backends.base import WorkerHandle, WorkerSource, end_all
-from onebox.pool.backends.local import LOCAL_HOST, LocalSource
+from onebox.pool.backends.base import LOOPBACK, LocalWorker, WorkerHandle, WorkerSource, end_all
 from onebox.pool.client.loop import ClientLoop
 from onebox.pool.core_usage import explain_overcommitment
 from onebox.pool.devices import explain_links, welcome
-from onebox.pool.discovery import requested_devices
+from onebox.pool.discovery import LOCAL_HOST, requested_devices, require_local_workers
 from onebox.pool.errors import raise_first
-from onebox.pool.launch.worker_process import WorkerProcess
 from onebox.pool.network.emulated import LinkMap
 from onebox.pool.pool import Pool
 from onebox.pool.spec import AgentPart, RayPart, asked_parts
@@ -102,7 +100,7 @@ def make_sources(
     agents = [part for part in parts if isinstance(part, AgentPart)]
     for agent in agents:
         paired_agent(agent.address)
-    address = _address_towards(agents) if len(parts) > len(agents) else WorkerProcess.address
+    address = _address_towards(agents) if len(parts) > len(agents) else LOOPBACK
     found: list[WorkerSource] = []
     for part in parts:
         if isinstance(part, RayPart):
@@ -118,6 +116,9 @@ def make_sources(
         if isinstance(limits, AgentPart):
             found.append(AgentSource(limits, grace_s=grace_s))
         else:
+            require_local_workers(limits.devices)
+            from onebox.pool.backends.local import LocalSource  # Linux alone has what it starts workers with
+
             requests = requested_devices(limits.devices, limits.threads)
             quotas = (limits.memory or budgets).of(len(requests), LOCAL_HOST if len(parts) > 1 else "the pool")
             found.append(LocalSource(requests, quotas=quotas, faults=faults, address=address))
@@ -138,7 +139,7 @@ def _address_towards(agents: Sequence[AgentPart]) -> str:
     """Return the address at which workers of other hosts reach those of this one: that from which it reaches agents."""
     addresses = [own_address(agent.address) for agent in agents]
     outside = [address for address in addresses if not ip_address(address.partition("%")[0]).is_loopback]
-    return next(iter([*outside, *addresses]), WorkerProcess.address)
+    return next(iter([*outside, *addresses]), LOOPBACK)
 
 
 def connect_pool(
@@ -180,7 +181,7 @@ def connect_pool(
         pool = Pool(
             handles, sources, client_loop, devices, links, channel_latency_s, channel_bandwidth_bps, plain_links
         )
-        if channel_latency_s or not all(isinstance(source, LocalSource) for source in sources):
+        if channel_latency_s or not all(isinstance(handle, LocalWorker) for handle in handles):
             pool.round_trip_s = _round_trip_s(pool)
         undo.pop_all()
     crowded = explain_overcommitment(pool.cores)

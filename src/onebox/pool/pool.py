@@ -21,12 +21,11 @@ import torch
 from onebox.cost import PoolProfile, load, store
 from onebox.errors import OneboxError, PoolError, UsageError, WorkerDied
 from onebox.pool.backends.base import HostedWorker, RestartableSource, WorkerHandle, WorkerSource, end_all
-from onebox.pool.backends.local import LOCAL_HOST
 from onebox.pool.client.connection import WorkerReply
 from onebox.pool.client.loop import ClientLoop
 from onebox.pool.core_usage import HostCores, host_cores
 from onebox.pool.devices import DeviceInfo, nccl_ranks, welcome
-from onebox.pool.discovery import cores
+from onebox.pool.discovery import LOCAL_HOST, cores
 from onebox.pool.errors import raise_first
 from onebox.pool.network.client_bandwidth import ClientBandwidth
 from onebox.pool.network.emulated import LinkMap, changed, directed, outgoing

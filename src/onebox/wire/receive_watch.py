@@ -4,13 +4,15 @@ libzmq hands over a message of several parts when the last one has come, and unt
 bytes: its limits are those of one part, and of complete messages in a queue. So the kernel's count of the bytes that
 came over a TCP connection is read, and a connection that brings too many of them without a message is shut down, on
 which libzmq frees what it holds of it. Sockets of one machine have no such count: at their other end is a process that
-the user of this one has started.
+the user of this one has started. Nor have connections on another system than Linux, where no count is kept: a client
+there leaves it to the workers that it has leased to complete their messages.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import math
 import os
 import select
@@ -27,8 +29,6 @@ _BEGINNINGS = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED
 _ENDS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 _BATCH = 64
 _CHECK_S = 1e-4  # time for each connection from one check to the next: some twenty times what it takes
-
-_libc = ctypes.CDLL(None)
 
 _RECEIVED = slice(128, 136)  # tcpi_bytes_received of struct tcp_info (linux/tcp.h), since Linux 4.1
 
@@ -83,7 +83,8 @@ class ReceiveWatch:
         self._connection_bytes = connection_bytes
         self._total_bytes = max(total_bytes, connection_bytes)
         self._idle_bps = idle_bps
-        self._epoll = select.epoll()
+        self._closed = False
+        self._epoll = select.epoll() if hasattr(select, "epoll") else None
         self._base: dict[int, tuple[int, float]] = {}  # bytes up to the last message, and the time, by descriptor
         self._pending: dict[int, int] = {}
         self._fresh: set[int] = set()
@@ -94,7 +95,8 @@ class ReceiveWatch:
     @property
     def descriptor(self) -> int:
         """A descriptor that is readable when many bytes come over a connection, until :meth:`check`; a few may come
-        unnoticed."""
+        unnoticed. Linux only."""
+        assert self._epoll is not None
         return self._epoll.fileno()
 
     @property
@@ -136,6 +138,8 @@ class ReceiveWatch:
 
         Many connections are not looked at each time, as each takes some microseconds.
         """
+        if self._epoll is None:
+            return []
         self._epoll.poll(0)
         if now_s < self._next_s:
             return []
@@ -171,13 +175,15 @@ class ReceiveWatch:
 
     def close(self) -> None:
         """End the monitor; before the socket is closed. Idempotent."""
-        if not self._epoll.closed:
-            self._epoll.close()
+        if not self._closed:
+            self._closed = True
+            if self._epoll is not None:
+                self._epoll.close()
             self._socket.disable_monitor()
             self.monitor.close(0)
 
     def _add(self, descriptor: int, now_s: float) -> None:
-        if _received_bytes(descriptor) is None:
+        if self._epoll is None or _received_bytes(descriptor) is None:
             return
         with contextlib.suppress(OSError):  # closed meanwhile
             self._epoll.register(descriptor, select.EPOLLIN | select.EPOLLET)
@@ -186,8 +192,9 @@ class ReceiveWatch:
     def _forget(self, descriptor: int) -> None:
         self._base.pop(descriptor, None)
         self._pending.pop(descriptor, None)
-        with contextlib.suppress(OSError, ValueError):  # the kernel forgets a closed descriptor by itself
-            self._epoll.unregister(descriptor)
+        if self._epoll is not None:
+            with contextlib.suppress(OSError, ValueError):  # the kernel forgets a closed descriptor by itself
+                self._epoll.unregister(descriptor)
 
 
 def connection_of(part: zmq.Frame) -> int:
@@ -212,13 +219,18 @@ def socket_of(descriptor: int) -> sockets.socket:
         raise
 
 
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
 def _received_bytes(descriptor: int) -> int | None:
     """Return the bytes that a TCP connection has brought; ``None`` if it has ended, or is a socket of this machine.
 
     No object is made for it, which would need another descriptor: a stranger may have used them up.
     """
     info, size = ctypes.create_string_buffer(_RECEIVED.stop), ctypes.c_uint32(_RECEIVED.stop)
-    failed = _libc.getsockopt(descriptor, sockets.IPPROTO_TCP, sockets.TCP_INFO, info, ctypes.byref(size))
+    failed = _libc().getsockopt(descriptor, sockets.IPPROTO_TCP, sockets.TCP_INFO, info, ctypes.byref(size))
     return None if failed or size.value < _RECEIVED.stop else int.from_bytes(info.raw[_RECEIVED], "little")
 
 
@@ -226,12 +238,12 @@ def _shut(descriptor: int) -> str | None:
     """Shut down a connection; return the peer's address, or ``None`` if it has ended."""
     listens, size = ctypes.c_int(), ctypes.c_uint32(ctypes.sizeof(ctypes.c_int))
     option = sockets.SOL_SOCKET, sockets.SO_ACCEPTCONN, ctypes.byref(listens), ctypes.byref(size)
-    if _libc.getsockopt(descriptor, *option) or listens.value:
+    if _libc().getsockopt(descriptor, *option) or listens.value:
         return None
     address = "unknown"
     with contextlib.suppress(OSError), socket_of(descriptor) as found:
         address = str(found.getpeername()[0])
-    return None if _libc.shutdown(descriptor, sockets.SHUT_RDWR) else address
+    return None if _libc().shutdown(descriptor, sockets.SHUT_RDWR) else address
 
 
 __all__ = ["SMALL_BYTES", "ConnectionEvent", "Overrun", "ReceiveWatch", "connection_of", "socket_of"]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from onebox.worker.optimizer.delay_compensation import AHEAD, LAST_UPDATE, PREDICTS, REMEMBERS, momentum_of
     from onebox.worker.optimizer.native import ALLOWED as OPTIMIZERS
     from onebox.worker.optimizer.native import for_each_group
-    from onebox.worker.process.main import Ports, WorkerConfig
+    from onebox.worker.process.config import START_S, Ports, WorkerConfig
 
 __all__ = [
     "AHEAD",
@@ -21,6 +21,7 @@ __all__ = [
     "OPTIMIZERS",
     "PREDICTS",
     "REMEMBERS",
+    "START_S",
     "Fault",
     "Ports",
     "WorkerConfig",
@@ -34,9 +35,10 @@ _HOMES = {
     "LAST_UPDATE": ("onebox.worker.optimizer.delay_compensation", "LAST_UPDATE"),
     "PREDICTS": ("onebox.worker.optimizer.delay_compensation", "PREDICTS"),
     "REMEMBERS": ("onebox.worker.optimizer.delay_compensation", "REMEMBERS"),
+    "START_S": ("onebox.worker.process.config", "START_S"),
     "Fault": ("onebox.worker.faults", "Fault"),
-    "Ports": ("onebox.worker.process.main", "Ports"),
-    "WorkerConfig": ("onebox.worker.process.main", "WorkerConfig"),
+    "Ports": ("onebox.worker.process.config", "Ports"),
+    "WorkerConfig": ("onebox.worker.process.config", "WorkerConfig"),
     "for_each_group": ("onebox.worker.optimizer.native", "for_each_group"),
     "momentum_of": ("onebox.worker.optimizer.delay_compensation", "momentum_of"),
 }

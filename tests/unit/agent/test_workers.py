@@ -22,10 +22,10 @@ from onebox.agent.workers import (
 )
 from onebox.errors import PoolError, WorkerDied
 from onebox.pool.errors import WorkerLocation
-from onebox.pool.launch.worker_process import START_S, worker_environment
+from onebox.pool.launch.worker_process import worker_environment
 from onebox.pool.launch.worker_user import WorkerUser
 from onebox.wire import new_keys
-from onebox.worker import Ports, WorkerConfig
+from onebox.worker import START_S, Ports, WorkerConfig
 
 SHARE = Share(device="cpu", threads=1, memory_bytes=64)
 

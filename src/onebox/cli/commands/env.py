@@ -15,8 +15,7 @@ from onebox import __version__
 from onebox.cli.console import OutputConsole
 from onebox.cli.options.pools import EnvConfig
 from onebox.extras import PACKAGES
-from onebox.worker.sandbox import landlock
-from onebox.worker.sandbox.confine import confinement
+from onebox.portable import LINUX, SYSTEM, usable_cores
 from onebox.worker.system.instruction_sets import VARIABLES, mkl_architecture, used_instruction_sets
 
 _PACKAGES = (
@@ -32,6 +31,8 @@ _PACKAGES = (
 _EXTRAS = {package.distribution: f"for {package.purpose}: {package.remedy}" for package in PACKAGES} | {
     "transformers": "for the tests: pip install 'onebox[test]'"
 }
+
+_ELSEWHERE = {"none": f"workers run on Linux, and this machine has {SYSTEM}; a client here uses those of agents"}
 
 
 def show_environment(config: EnvConfig) -> None:
@@ -82,7 +83,7 @@ def _version(package: str) -> str | None:
 
 
 def _devices() -> list[str]:
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     memory_gib = psutil.virtual_memory().total / 2**30
     lines = [f"cpu: {cores} cores for this process, {memory_gib:.1f} GiB"]
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
@@ -95,6 +96,8 @@ def _devices() -> list[str]:
 
 def _instructions() -> dict[str, str]:
     """Return the instruction sets that libraries use here, by the libraries' names, and their limits."""
+    if not LINUX:
+        return _ELSEWHERE
     found = used_instruction_sets()
     limits = ", ".join(f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ)
     return {
@@ -109,6 +112,8 @@ def _instructions() -> dict[str, str]:
 def _missing() -> list[str]:
     missing = [f"{name} is not installed, which onebox needs" for name in _PACKAGES if _version(name) is None]
     missing += [f"{name} is not installed, {why}" for name, why in _EXTRAS.items() if _version(name) is None]
+    if not LINUX:
+        return missing
     if not torch.version.cuda:
         missing.append("CUDA: this torch is built without it; workers run on CPUs")
     elif not torch.cuda.is_available():
@@ -122,6 +127,11 @@ def _missing() -> list[str]:
 
 def _confinement() -> dict[str, str]:
     """Return the rights that workers on this machine give up before they accept a client."""
+    if not LINUX:
+        return _ELSEWHERE
+    from onebox.worker.sandbox import landlock  # of Linux
+    from onebox.worker.sandbox.confine import confinement
+
     abi = landlock.version()
     found = {"Landlock": f"version {abi} of its interface" if abi else "none"}
     found |= confinement()
@@ -133,7 +143,7 @@ def _loose(held: dict[str, str]) -> list[str]:
     """Return advice about tighter confinement of workers."""
     off = {part: text.removeprefix("off: ") for part, text in held.items() if text.startswith("off: ")}
     loose = [f"workers, {part}: {why}" for part, why in off.items()]
-    if os.geteuid() == 0:
+    if LINUX and os.geteuid() == 0:
         loose.append(
             "workers: this user is root, as workers of its own pools are; those of onebox serve have other users"
         )

@@ -22,7 +22,8 @@ from onebox.cli.tracebacks import without_own_frames
 from onebox.errors import UsageError
 from onebox.pool import Pool
 from onebox.pool.devices import DeviceInfo
-from onebox.pool.sharing import ADDRESS, PoolServer
+from onebox.pool.sharing import ADDRESS, UNSHARED, PoolServer
+from onebox.portable import UNIX_SOCKETS
 from onebox.stop_signals import RECENT, exit_status, handling
 from onebox.vgpu import open_devices, set_synchronous
 from onebox.vgpu.cuda_alias import alias_cuda
@@ -57,7 +58,7 @@ def run_script(config: RunConfig) -> int:
             status = _status_of(run)
             if os.getpid() != own:  # a forked process, which has nothing to wait for
                 return status
-            if status == OK:
+            if status == OK and server is not None:
                 status = _status_of(server.wait)  # a rank 0 may end before the others
         if status == OK:
             for number in range(len(pool)):
@@ -65,14 +66,16 @@ def run_script(config: RunConfig) -> int:
         return status
 
 
-def _share(pool: Pool, *, synchronous: bool) -> PoolServer:
-    """Share a pool with the processes that the script starts, until it is closed."""
-    server = PoolServer(pool, synchronous=synchronous)
-    os.environ[ADDRESS] = server.address
+def _share(pool: Pool, *, synchronous: bool) -> PoolServer | None:
+    """Share a pool with the processes that the script starts, until it is closed; ``None`` where this system has no
+    sockets for it, so that they get an error when they use a device."""
+    server = PoolServer(pool, synchronous=synchronous) if UNIX_SOCKETS else None
+    os.environ[ADDRESS] = UNSHARED if server is None else server.address
 
     def end() -> None:
         os.environ.pop(ADDRESS, None)
-        server.close()
+        if server is not None:
+            server.close()
 
     pool.closing.append(end)
     return server

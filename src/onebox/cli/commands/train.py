@@ -25,7 +25,7 @@ from onebox.errors import OneboxError, UsageError
 from onebox.feed import Data, Feed
 from onebox.plan import Simulation
 from onebox.pool import Pool, open_pool
-from onebox.pool.backends.local import LOCAL_HOST
+from onebox.pool.discovery import LOCAL_HOST
 from onebox.pool.spec import POOL_VARIABLE
 from onebox.report import MetricsLog, Progress, RunFolder, rewind_metrics, summary_line
 from onebox.stop_signals import StopSignals, exit_status

@@ -163,7 +163,7 @@ def check_model(name: str | None, loss: str | None) -> None:
         if reference is None or (reference in BUILT_IN_MODELS and flag == "--model"):
             continue
         module, colon, path = reference.partition(":")
-        if module.endswith(".py") or "/" in module:
+        if module.endswith(".py") or "/" in module or "\\" in reference:
             raise UsageError(
                 f"{flag} {reference}: a module is named as in an import, without .py and with dots between folders"
             )

@@ -37,7 +37,7 @@ from onebox.errors import DeviceMemoryError, UsageError
 from onebox.graph import Loss, ModelPrograms, Precision
 from onebox.plan import Action, Plan, Schedule, Stage
 from onebox.pool import DeviceInfo, Pool, open_pool
-from onebox.pool.backends.local import LOCAL_HOST
+from onebox.pool.discovery import LOCAL_HOST
 from onebox.trainer_options import Numerics, Staging
 
 _LOG = logging.getLogger("onebox")

@@ -21,8 +21,8 @@ from onebox.plan import SCHEDULES, Links, UpdateAt
 from onebox.plan.model.problem import HOST_BPS, ComputeTime, DeviceSpec, Problem, Segment, SegmentValue, Tie
 from onebox.plan_names import ACTIVATION_POLICIES, ChainPolicy
 from onebox.pool import DeviceInfo
-from onebox.pool.backends.local import LOCAL_HOST
 from onebox.pool.core_usage import busy_threads
+from onebox.pool.discovery import LOCAL_HOST
 from onebox.trainer_options import Numerics
 
 _SENSIBLE = 32

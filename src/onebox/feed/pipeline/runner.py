@@ -8,7 +8,6 @@ nothing is polled.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 import warnings
@@ -23,6 +22,7 @@ from onebox.feed.pipeline.counters import CONSUMER, StageCounters, StageTally, b
 from onebox.feed.pipeline.fork_server import StageForkServer
 from onebox.feed.pipeline.stages import StageFailure, StageSpec, stage_error, timeout_error
 from onebox.feed.pipeline.state import PipelineState, WorkItem
+from onebox.portable import usable_cores
 
 __all__ = ["Pipeline", "StageSpec"]
 
@@ -83,7 +83,7 @@ class Pipeline:
         self._iterator: Iterator[Any] | None = None
         self._called: dict[int, int] = {}  # numbers of the items
         self._specs = tuple(stages)
-        self._cores = cores if cores is not None else max(1, len(os.sched_getaffinity(0)) - 1)
+        self._cores = cores if cores is not None else max(1, usable_cores() - 1)
         limits = [spec.begin if spec.concurrency == "auto" else spec.concurrency for spec in stages]
         self._flow = PipelineState(limits, ahead=ahead, limit_bytes=limit_bytes)
         self._lock = threading.RLock()  # garbage collection, at any place, may close the pipeline that it runs in

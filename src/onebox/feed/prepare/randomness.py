@@ -7,7 +7,6 @@ undetected; it should take a ``generator``, or the feed be given ``process_by="p
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from torch import Tensor
 from onebox.errors import DataError, UsageError
 from onebox.feed.prepare.preparation import Preparation
 from onebox.feed.seeding import draws
+from onebox.portable import LINUX, SYSTEM
 
 ProcessBy = Literal["threads", "processes", "auto"]
 
@@ -110,12 +110,11 @@ def choose_workers(
         The preparation, and the kind of its workers.
 
     Raises:
-        UsageError: Processes are requested, and this system cannot fork.
+        UsageError: Processes are requested, on another system than Linux.
     """
-    forks = hasattr(os, "fork")
-    if by == "processes" and not forks:
-        raise UsageError("process_by='processes' needs a system that can fork, which this one cannot; say 'threads'")
-    wanted = habits.draws and forks and (may_be_late or habits.plain)
+    if by == "processes" and not LINUX:
+        raise UsageError(f"process_by='processes' needs Linux, and this machine has {SYSTEM}; say 'threads'")
+    wanted = habits.draws and LINUX and (may_be_late or habits.plain)
     if by == "processes" or (by == "auto" and wanted):
         late = may_be_late and (habits.reading or not habits.encoded)
         return replace(preparation, globals="owned", late=late), "processes"

@@ -10,6 +10,9 @@ from onebox.errors import WorkerDied
 from onebox.pool.errors import WorkerLocation
 from onebox.worker import Ports
 
+LOOPBACK = "127.0.0.1"
+"""The address of this machine at which the peers of its workers find them, where all are on it."""
+
 
 class WorkerHandle(Protocol):
     """Handle of a worker's process: a child of this process, or one that an agent or a cluster has started."""
@@ -119,4 +122,12 @@ def end_all(handles: Sequence[WorkerHandle], *, grace_s: float) -> None:
         handle.close(grace_s=max(0.0, end_s - time.monotonic()))
 
 
-__all__ = ["HostedWorker", "LocalWorker", "RestartableSource", "WorkerHandle", "WorkerSource", "end_all"]
+__all__ = [
+    "LOOPBACK",
+    "HostedWorker",
+    "LocalWorker",
+    "RestartableSource",
+    "WorkerHandle",
+    "WorkerSource",
+    "end_all",
+]

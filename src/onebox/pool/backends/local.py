@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
-from onebox.pool.backends.base import WorkerHandle, end_all
-from onebox.pool.discovery import DeviceRequest
+from onebox.pool.backends.base import LOOPBACK, WorkerHandle, end_all
+from onebox.pool.discovery import LOCAL_HOST, DeviceRequest
 from onebox.pool.errors import WorkerLocation
 from onebox.pool.launch.cpu_affinity import CoreAllocator
 from onebox.pool.launch.fork_server import OWN
-from onebox.pool.launch.worker_process import SocketFolder, WorkerProcess
+from onebox.pool.launch.socket_folder import SocketFolder
+from onebox.pool.launch.worker_process import WorkerProcess
 from onebox.wire import new_keys
 from onebox.worker import Fault, WorkerConfig
-
-LOCAL_HOST = "localhost"
-"""Name of this machine in a pool."""
 
 
 class LocalSource:
@@ -38,7 +36,7 @@ class LocalSource:
         *,
         quotas: Sequence[int] = (),
         faults: Mapping[int, Sequence[Fault]] | None = None,
-        address: str = WorkerProcess.address,
+        address: str = LOOPBACK,
     ) -> None:
         self._address = address
         self._requests = requests

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import threading
 import time
 from collections import deque
@@ -30,6 +29,7 @@ from onebox.pool.client.relay import Relay
 from onebox.pool.client.relay_routes import RelayRoutes
 from onebox.pool.errors import AFTERWARDS, WorkerLocation, fail
 from onebox.pool.liveness import Liveness
+from onebox.portable import Wakeup
 from onebox.wire import KeyPair, Restarted, check_frames, decode_worker_message, encode
 from onebox.wire.protocol.requests import Envelope, Instruction
 from onebox.wire.protocol.responses import (
@@ -95,7 +95,7 @@ class ClientLoop:
         self._message_bytes = max(LEAST_MESSAGE_BYTES, psutil.virtual_memory().total // MESSAGE_SHARE)
         self._outbox: DelayQueue[tuple[int, list[Any]]] = DelayQueue(latency_s, bandwidth_bps)
         self._inbox: DelayQueue[tuple[WorkerConnection, Sequence[Any]]] = DelayQueue(latency_s)
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wakeup = Wakeup()
         self._pending = PendingReplies()
         self._lock = threading.Lock()
         self._numbers = 0
@@ -160,7 +160,7 @@ class ClientLoop:
             size_bytes = sum(len(frame) for frame in frames)
             self.sent_bytes[worker] = self.sent_bytes.get(worker, 0) + size_bytes
             self._outbox.put((worker, [header, *frames]), time.monotonic(), len(header) + size_bytes)
-            os.eventfd_write(self._bell, 1)  # under the lock: stop() closes the descriptor
+            self._wakeup.set()  # under the lock: stop() closes the descriptor
         return future
 
     def form(self, group: int, members: Sequence[int]) -> None:
@@ -273,7 +273,7 @@ class ClientLoop:
             if self._stopping or not self._thread.is_alive():
                 raise self._closing_error()
             done = self._loop_calls.add(action)
-            os.eventfd_write(self._bell, 1)
+            self._wakeup.set()
         return call_result(done, _JOIN_S)
 
     def stop(self, *last: Instruction) -> None:
@@ -291,7 +291,7 @@ class ClientLoop:
                 for worker in self._connections:
                     self._outbox.put((worker, [header]), 0.0)
             self._pending.close(self._closing_error())
-            os.eventfd_write(self._bell, 1)
+            self._wakeup.set()
         if self._thread.ident is not None:
             self._thread.join(timeout=_JOIN_S)
         if not self._thread.is_alive():  # a hung thread still uses the sockets, and closes them when it ends
@@ -308,7 +308,7 @@ class ClientLoop:
             if self._closed:
                 return
             self._closed = True
-            os.close(self._bell)
+            self._wakeup.close()
         self._relay.close()
         for connection in self._connections.values():
             connection.close_watches()
@@ -328,13 +328,13 @@ class ClientLoop:
     def _serve(self) -> None:
         try:
             poller = zmq.Poller()
-            poller.register(self._bell, zmq.POLLIN)
+            poller.register(self._wakeup.descriptor, zmq.POLLIN)
             for connection in self._connections.values():
                 connection.register(poller)
             while not self._stopping:
                 ready = dict(poller.poll(self._patience_ms()))
-                if self._bell in ready:
-                    os.eventfd_read(self._bell)
+                if self._wakeup.descriptor in ready:
+                    self._wakeup.clear()
                 self._loop_calls.run(poller)
                 self._send(self._outbox.take(time.monotonic()))
                 turn_s = max(LEAST_TURN_S, TURN_S / max(1, len(self._connections)))

@@ -6,7 +6,6 @@ A file is replaced atomically, and writers hold a lock.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import stat
 import time
@@ -18,6 +17,7 @@ import msgspec
 
 from onebox.errors import UsageError
 from onebox.files import put_file
+from onebox.portable import access_of_others, lock_file
 
 MOST_BYTES = 1 << 20
 """Size limit of one file."""
@@ -56,23 +56,25 @@ def _check_folder(folder: Path) -> None:
     about = folder.stat()
     if not stat.S_ISDIR(about.st_mode):
         raise UsageError(f"{folder} is no folder; keys are kept in one, which ONEBOX_CONFIG may name")
-    if about.st_uid not in (os.geteuid(), 0):
+    others = access_of_others(about)
+    if others.owned:
         raise UsageError(f"{folder} belongs to another user; name a folder of your own in ONEBOX_CONFIG")
-    if about.st_mode & 0o022:
+    if others.writable:
         raise UsageError(f"other users can put keys into {folder}; end that with: chmod 700 {folder}")
 
 
 def _check_mode(path: Path, about: os.stat_result, *, secret: bool) -> None:
     if not stat.S_ISREG(about.st_mode):
         raise UsageError(f"{path} is no plain file")
-    if about.st_uid not in (os.geteuid(), 0):
+    others = access_of_others(about)
+    if others.owned:
         raise UsageError(f"{path} belongs to another user; delete it and pair again")
-    if secret and about.st_mode & 0o077:
+    if secret and others.readable:
         raise UsageError(
             f"other users can read the secret key in {path}: delete it and pair again; or, if nobody can have read "
             f"it, end that with: chmod 600 {path}"
         )
-    if about.st_mode & 0o022:
+    if others.writable:
         raise UsageError(f"other users can write to {path}: check what is in it, and end that with: chmod 600 {path}")
 
 
@@ -86,7 +88,7 @@ def changing(path: Path) -> Iterator[Path]:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_folder(path.parent)
-        descriptor = os.open(path.parent / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(path.parent / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             _lock(descriptor, path.parent)
             yield path
@@ -100,7 +102,7 @@ def _lock(descriptor: int, folder: Path) -> None:
     end_s = time.monotonic() + _LOCK_S
     while True:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(descriptor)
             return
         except BlockingIOError:
             if time.monotonic() > end_s:

@@ -5,27 +5,21 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import shutil
-import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import msgspec
 
 from onebox.errors import PoolError, WorkerDied
-from onebox.pool.errors import AFTERWARDS, WorkerLocation
+from onebox.pool.errors import AFTERWARDS, WorkerLocation, how_it_ended
 from onebox.pool.launch.fork_server import ForkedWorker, WorkerSpawner
 from onebox.pool.launch.stderr_tail import StderrTail
 from onebox.pool.launch.worker_user import WorkerUser
 from onebox.reaping import KILLED_S, end_process
-from onebox.worker import Ports, WorkerConfig
+from onebox.worker import START_S, Ports, WorkerConfig
 from onebox.worker.system.process_watch import disk_reads
-
-START_S = 90.0
-"""How long a worker may take until its ports are bound, mostly for the import of torch."""
 
 _UNKNOWN = "ended with or after its fork server, the process onebox-fork-srv, which would have said how"
 
@@ -51,32 +45,6 @@ _FAMILIES = (
     "TORCH_",
 )
 """Environment variables of a worker: those of the system, and the families of Python's and PyTorch's libraries."""
-
-_LONGEST = 70
-"""Longest path of a parent folder, in bytes, that leaves room for our folder and a socket in it."""
-
-
-class SocketFolder:
-    """A folder that only this user can enter, in which workers of this machine bind their sockets.
-
-    Its path is short, because that of a socket has 107 bytes at most (``unix(7)``).
-
-    Raises:
-        PoolError: No such folder can be created.
-    """
-
-    def __init__(self) -> None:
-        candidates = dict.fromkeys((tempfile.gettempdir(), "/tmp", "/dev/shm"))
-        places = [place for place in candidates if len(os.fsencode(place)) <= _LONGEST]
-        for place in places:
-            with contextlib.suppress(OSError):
-                self.path = tempfile.mkdtemp(prefix="onebox-", dir=place)  # created with mode 0700
-                return
-        raise PoolError(f"no folder for sockets can be made in {', '.join(places)}: let one of them be writable")
-
-    def close(self) -> None:
-        """Remove the folder; existing connections stay. Idempotent."""
-        shutil.rmtree(self.path, ignore_errors=True)
 
 
 class WorkerProcess:
@@ -229,14 +197,6 @@ class WorkerProcess:
         else:
             os.close(self.descriptor)
         self._stderr.close()
-
-
-def how_it_ended(status: int | None) -> str:
-    """Describe the end of a process by its exit status."""
-    if status is None or status >= 0:
-        return f"ended with exit status {status}"
-    memory = " (so does the kernel when memory runs out)" if status == -signal.SIGKILL else ""
-    return f"was ended by signal {-status}, {signal.Signals(-status).name}{memory}"
 
 
 def worker_environment(threads: int, account: WorkerUser | None = None) -> dict[str, str]:

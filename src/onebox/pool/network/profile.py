@@ -6,7 +6,6 @@ import contextlib
 import datetime
 import logging
 import math
-import os
 import platform
 import statistics
 import time
@@ -27,6 +26,7 @@ from onebox.pool.network.emulated import LinkMap
 from onebox.pool.network.link_benchmark import LinkSpeeds, measure_links, probe_links, tables
 from onebox.pool.network.measured_pool import MeasuredPool
 from onebox.pool.network.transport_paths import shares_memory
+from onebox.portable import usable_cores
 from onebox.sizes import bit_rate_text, size_text
 from onebox.wire import TensorSpec
 from onebox.wire.protocol.instructions import Ask, Call, Evict, Free, Offload, Prefetch, Step
@@ -55,7 +55,7 @@ def profile_key(devices: Sequence[DeviceInfo], links: LinkMap, *, plain_links: b
         plain_links: Whether connections between hosts are not encrypted.
     """
     emulated = sorted((source, target, link) for (source, target), link in links.items())
-    here = platform.node(), len(os.sched_getaffinity(0))
+    here = platform.node(), usable_cores()
     alike = [replace(device, host_free_bytes=0) for device in devices]  # differs at every start
     return key_of("pool", FORMAT, str(torch.__version__), here, alike, emulated, shares_memory(), plain_links)
 

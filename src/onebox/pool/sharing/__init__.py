@@ -4,7 +4,7 @@ The devices stay the parent's: it alone has sockets to workers, and forwards wha
 numbers of its own for buffers and definitions, so that several can use one worker.
 """
 
-from onebox.pool.sharing.attached_pool import ADDRESS, AttachedPool, parent_address
+from onebox.pool.sharing.attached_pool import ADDRESS, UNSHARED, AttachedPool, parent_address
 from onebox.pool.sharing.pool_server import PoolServer
 
-__all__ = ["ADDRESS", "AttachedPool", "PoolServer", "parent_address"]
+__all__ = ["ADDRESS", "UNSHARED", "AttachedPool", "PoolServer", "parent_address"]

@@ -34,12 +34,16 @@ from onebox.pool.sharing.messages import (
     encode_message,
     to_error,
 )
+from onebox.portable import SYSTEM
 from onebox.wire import check_frames
 from onebox.wire.protocol.instructions import Free
 from onebox.wire.protocol.requests import Instruction
 
 ADDRESS = "ONEBOX_PARENT"
 """Environment variable with the address of the parent's server."""
+
+UNSHARED = "unshared"
+"""Its value where the parent has devices, and this system no sockets to share them by."""
 
 _REPLY_S = 60.0
 """Bound of a wait for the parent itself."""
@@ -67,6 +71,11 @@ class _ParentConnection:
     """
 
     def __init__(self, address: str) -> None:
+        if address == UNSHARED:
+            raise PoolError(
+                f"the process that started this one has the devices, and cannot share them on {SYSTEM}: let the script "
+                "use them in one process; with torchrun and the like, start onebox run on a machine with Linux"
+            )
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connection.connect(address)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import struct
 import weakref
@@ -11,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from onebox.errors import WireError
+from onebox.portable import after_fork_in_child
 from onebox.wire.protocol.codec import FRAME_BYTES, FRAMES, HEADER_BYTES
 
 _PREFIX = struct.Struct("<II")
@@ -33,7 +33,7 @@ def _close_copies() -> None:
         each.close()
 
 
-os.register_at_fork(after_in_child=_close_copies)
+after_fork_in_child(_close_copies)
 
 
 class MessageStream:

@@ -19,7 +19,7 @@ import msgspec
 
 from onebox.errors import OneboxError, PoolError, UsageError, WireError
 from onebox.pool.client.connection import WorkerReply
-from onebox.pool.launch.worker_process import SocketFolder
+from onebox.pool.launch.socket_folder import SocketFolder
 from onebox.pool.pool import Pool
 from onebox.pool.sharing.message_stream import MessageStream, close_in_forks
 from onebox.pool.sharing.messages import (

@@ -14,6 +14,7 @@ import torch
 from onebox.errors import OneboxError, PoolError, UsageError
 from onebox.pool import Pool, open_pool
 from onebox.pool.sharing import AttachedPool, parent_address
+from onebox.portable import after_fork_in_child
 from onebox.vgpu.runtime.command_queue import Buffer, CommandQueue, IdleFlusher
 from onebox.vgpu.runtime.current_device import patches_for
 
@@ -101,7 +102,7 @@ def _after_fork() -> None:
             queue.after_fork()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+after_fork_in_child(_after_fork)
 
 idle = IdleFlusher()
 atexit.register(idle.end)

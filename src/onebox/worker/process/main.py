@@ -22,7 +22,6 @@ import msgspec
 import psutil
 import torch
 import zmq
-from msgspec import Struct
 
 from onebox.errors import WireError
 from onebox.forking import signal_at_end_of_parent
@@ -51,9 +50,10 @@ from onebox.worker.execution.errors import describe_failure, require_device
 from onebox.worker.execution.executor import Executor
 from onebox.worker.execution.numerics import CUBLAS_BUFFERS
 from onebox.worker.execution.pending_reply import Outcome, PendingReply
-from onebox.worker.faults import Fault, FaultInjector
+from onebox.worker.faults import FaultInjector
 from onebox.worker.memory.buffers import Poisoned
 from onebox.worker.memory.host import HOST_SHARE
+from onebox.worker.process.config import Ports, WorkerConfig
 from onebox.worker.process.heartbeat import HeartbeatThread
 from onebox.worker.sandbox.confine import confine, confine_sockets, failures
 from onebox.worker.system.cpu_affinity import use_cores
@@ -85,72 +85,12 @@ _POLL_S = 1e-4
 _PR_SET_NAME = 15
 
 
-class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """Configuration of a worker, written to its standard input by its parent as one line of JSON.
-
-    Args:
-        device: ``cpu``, ``cuda:k`` or ``sim``.
-        threads: Threads that operators may use.
-        public: The worker's public key.
-        secret: Its secret key.
-        client: The public key of the one client.
-        address: Bind address: an IP address, for TCP; or a folder of this machine, for sockets in it.
-        quota_bytes: Most bytes of buffers; 0 for no limit.
-        faults: For tests.
-        speed: Fraction of a CPU's full speed; for ``sim``, the divisor of costs.
-        first_port: First of the allowed TCP ports, with ``last_port``; 0 for any. Beside the two of the channel, the
-            listeners of groups that form take one of them if it is free.
-        last_port: Last of the allowed TCP ports.
-        owner: Process id of the owner with which it ends; 0 for its parent.
-        cores: Cores of its operators; empty for any.
-        sharing: Workers of its pool on its GPU; each has an equal part of the memory unless it has a quota.
-        advertise: The address of this host at which workers of others connect to this one; empty for ``address``, or
-            for what the client says where that is a folder: it is on this machine then, and has started this worker.
-    """
-
-    device: str
-    threads: int
-    public: str
-    secret: str
-    client: str
-    address: str = "127.0.0.1"
-    quota_bytes: int = 0
-    faults: tuple[Fault, ...] = ()
-    speed: float = 1.0
-    first_port: int = 0
-    last_port: int = 0
-    owner: int = 0
-    cores: tuple[int, ...] = ()
-    sharing: int = 1
-    advertise: str = ""
-
-    @property
-    def group_address(self) -> str:
-        """The address at which workers of other hosts connect to this one; empty for the client's choice."""
-        return self.advertise or ("" if self.address.startswith("/") else self.address)
-
-    @property
-    def group_network(self) -> GroupNetwork:
-        """Addresses by which a group that forms finds this worker: at ports of the range from
-        which those of the channel are taken, and at the bound address if the advertised one is a router's."""
-        bound = "" if self.address.startswith("/") or ip_address(self.address).is_unspecified else self.address
-        ports = self.ports[::-1] or SystemRandom().sample(DYNAMIC_PORTS, _GROUP_PORTS)  # the channel takes the first
-        return GroupNetwork(bound=bound, ports=ports)
-
-    @property
-    def ports(self) -> range:
-        """Allowed TCP ports; empty for any."""
-        return range(self.first_port, self.last_port + 1) if self.first_port else range(0)
-
-    def __repr__(self) -> str:  # without the secret
-        return f"WorkerConfig(device={self.device!r}, threads={self.threads}, address={self.address!r})"
-
-
-class Ports(Struct, frozen=True, forbid_unknown_fields=True):
-    """Reply of a worker on its standard output, as one line of JSON: the endpoints that it has bound."""
-
-    commands: str
-    heartbeats: str
+def _group_network(config: WorkerConfig) -> GroupNetwork:
+    """Return the addresses by which a group that forms finds this worker: at ports of the range from which those of the
+    channel are taken, and at the bound address if the advertised one is a router's."""
+    own = config.address.startswith("/") or ip_address(config.address).is_unspecified
+    ports = config.ports[::-1] or SystemRandom().sample(DYNAMIC_PORTS, _GROUP_PORTS)  # the channel takes the first
+    return GroupNetwork(bound="" if own else config.address, ports=ports)
 
 
 class WorkerServer:
@@ -172,7 +112,7 @@ class WorkerServer:
             faults=FaultInjector(config.faults),
             between=self._send_complete,
             address=config.group_address,
-            network=config.group_network,
+            network=_group_network(config),
         )
         self._watcher = HeartbeatThread(
             self._context,

@@ -7,8 +7,6 @@ import time
 
 _PR_SET_TIMERSLACK = 29
 
-_libc = ctypes.CDLL(None, use_errno=True)
-
 
 def sleep_until(end_ns: int) -> None:
     """Sleep until a time of the monotonic clock."""
@@ -18,4 +16,4 @@ def sleep_until(end_ns: int) -> None:
 
 def wake_on_time() -> None:
     """Make this thread's sleeps end on time, not up to 50 µs later to save power."""
-    _libc.prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1), 0, 0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1), 0, 0, 0)

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,7 +16,7 @@ import pytest
 from onebox.errors import PoolError, WorkerDied
 from onebox.pool.errors import WorkerLocation
 from onebox.pool.launch import worker_process as module
-from onebox.pool.launch.worker_process import SocketFolder, WorkerProcess
+from onebox.pool.launch.worker_process import WorkerProcess
 from onebox.wire import new_keys
 from onebox.worker import Ports, WorkerConfig
 from tests import leaks
@@ -68,29 +65,6 @@ def worker(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[tu
     started.heard.close()
     os.close(started.says)
     os.close(started.stderr)
-
-
-@pytest.mark.parametrize("temporary", ["short", "too long for a socket", "not there"])
-def test_sockets_get_a_folder_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temporary: str) -> None:
-    places = {"short": "/tmp", "too long for a socket": str(tmp_path / ("x" * 90)), "not there": "/nowhere"}
-    (tmp_path / ("x" * 90)).mkdir()
-    monkeypatch.setattr(tempfile, "gettempdir", lambda: places[temporary])
-    folder = SocketFolder()
-    assert stat.S_IMODE(os.stat(folder.path).st_mode) == 0o700
-    assert len(f"{folder.path}/{'x' * 16}") < 107
-    Path(folder.path, "socket").touch()
-    for _ in range(2):
-        folder.close()
-        assert not Path(folder.path).exists()
-
-
-def test_no_place_for_sockets_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(prefix: str, dir: str) -> str:
-        raise PermissionError(dir)
-
-    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
-    with pytest.raises(PoolError, match=r"no folder for sockets .* /dev/shm: let one of them be writable"):
-        SocketFolder()
 
 
 def test_keys_go_through_a_pipe_and_nowhere_else(worker: tuple[WorkerProcess, Any], config: WorkerConfig) -> None:

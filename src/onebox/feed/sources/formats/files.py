@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from onebox.errors import DataError, UsageError
+from onebox.portable import open_to_read, read_at
 
 MAX_NAMES = 100_000  # limit of one pattern: more shards than any known data set has
 MAX_FILE_BYTES = 1 << 28  # limit of one sample: a thousand times a usual picture
@@ -118,12 +119,12 @@ def read_file(path: str | os.PathLike[str], *, sample: object = None, max_bytes:
 def read_part(fd: int, size_bytes: int, offset: int) -> bytes:
     """Read up to a number of bytes of an open file at an offset, fewer only at its end; the file position is not
     used."""
-    part = os.pread(fd, size_bytes, offset)
+    part = read_at(fd, size_bytes, offset)
     if len(part) == size_bytes or not part:
         return part
     parts = [part]  # a signal interrupted it, or the file system returns less at a time
     while part and (missing := size_bytes - sum(map(len, parts))):
-        part = os.pread(fd, missing, offset + size_bytes - missing)
+        part = read_at(fd, missing, offset + size_bytes - missing)
         parts.append(part)
     return b"".join(parts)
 
@@ -138,7 +139,7 @@ def open_regular(path: str | os.PathLike[str], *, sample: object = None) -> int:
         DataError: It is a folder, a pipe or a device, on which a read might block for ever.
         OSError: It cannot be opened.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    fd = open_to_read(path)
     if stat.S_ISREG(os.fstat(fd).st_mode):
         return fd
     os.close(fd)

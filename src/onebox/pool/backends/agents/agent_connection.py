@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import queue
 import threading
 import time
@@ -22,6 +21,7 @@ from onebox.pool.backends.agents.keep_alive import CUT_S, KeepAlive
 from onebox.pool.backends.agents.remote_worker import RemoteWorker
 from onebox.pool.backends.compatibility import mismatch, own_versions
 from onebox.pool.errors import SLICE_S
+from onebox.portable import Wakeup
 from onebox.wire import KeyPair
 from onebox.wire.protocol.agents import (
     GRACE_S,
@@ -108,7 +108,7 @@ class AgentConnection:
         self.key = key
         self._client = client
         self._socket = AgentSocket(address, key, mine)
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wakeup = Wakeup()
         self._lock = threading.Lock()
         self._outbox: deque[bytes] = deque()
         self._asked: dict[int, _Asked] = {}
@@ -215,7 +215,7 @@ class AgentConnection:
             for number in [number for number, asked in self._asked.items() if isinstance(asked.request, Lease)]:
                 self._leave(number)
             self._stopping = True
-            os.eventfd_write(self._bell, 1)
+            self._wakeup.set()
         self._thread.join(_JOIN_S)
 
     @property
@@ -242,7 +242,7 @@ class AgentConnection:
 
     def _post(self, request: Request) -> None:
         self._outbox.append(encode_agent(request))
-        os.eventfd_write(self._bell, 1)
+        self._wakeup.set()
 
     def _answer(self, asked: _Asked, kind: type[T], timeout_s: float) -> T:
         try:
@@ -306,19 +306,19 @@ class AgentConnection:
         finally:
             with self._lock:
                 self._stopping = True
-                os.close(self._bell)
+                self._wakeup.close()
             self._socket.close()
             self._lose(PoolError(f"the connection to the agent at {self.address} is closed"))
 
     def _serve(self) -> None:
         poller = zmq.Poller()
-        for source in (self._bell, self._socket.socket, self._socket.monitor):
+        for source in (self._wakeup.descriptor, self._socket.socket, self._socket.monitor):
             poller.register(source, zmq.POLLIN)
         while not self._stopping:
             ready = dict(poller.poll(int(1000 * self._contact.patience_s(time.monotonic())) + 1))
             self._contact.wake(time.monotonic())
-            if self._bell in ready:
-                os.eventfd_read(self._bell)
+            if self._wakeup.descriptor in ready:
+                self._wakeup.clear()
             self._watch()
             for _ in range(_BATCH):
                 if (frame := self._socket.receive()) is None:

@@ -40,8 +40,8 @@ def client_name() -> str:
     """Return the name of this client for others: ``user@host``."""
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # a user without a name, as in a container
-        user = str(os.getuid())
+    except (KeyError, OSError, ImportError):  # a user without a name, as in a container
+        user = str(os.getuid()) if hasattr(os, "getuid") else "unknown"
     return f"{user}@{platform.node() or 'unknown'}"
 
 

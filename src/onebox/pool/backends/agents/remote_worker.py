@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 import time
 from dataclasses import replace
 
 from onebox.errors import PoolError, WorkerDied
-from onebox.pool.errors import AFTERWARDS, WorkerLocation
-from onebox.pool.launch.worker_process import how_it_ended
+from onebox.pool.errors import AFTERWARDS, WorkerLocation, how_it_ended
+from onebox.portable import Wakeup
 from onebox.wire.protocol.agents import Started
 from onebox.worker import Ports
 
@@ -48,7 +47,8 @@ class RemoteWorker:
         self._last_words = ""
         self._end = ""
         self._closed = False
-        self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wakeup = Wakeup()
+        self.descriptor = self._wakeup.descriptor
 
     def number(self, worker: int) -> None:
         """Set its number in the pool."""
@@ -110,7 +110,7 @@ class RemoteWorker:
         with self._lock:
             if not self._closed:
                 self._closed = True
-                os.close(self.descriptor)
+                self._wakeup.close()
 
     def _tell(self, end: str, exit_status: int | None, last_words: str) -> None:
         with self._lock:
@@ -118,4 +118,4 @@ class RemoteWorker:
                 return
             self._end, self._exit_status, self._last_words = end, exit_status, last_words
             if not self._closed:
-                os.eventfd_write(self.descriptor, 1)
+                self._wakeup.set()

@@ -10,6 +10,7 @@ import os
 import select
 import socket
 import subprocess
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import Struct
@@ -18,11 +19,13 @@ from onebox.errors import OneboxError, WorkerDied
 from onebox.extras import import_extra
 from onebox.pool.backends.compatibility import own_versions
 from onebox.pool.errors import WorkerLocation
-from onebox.pool.launch.worker_process import WorkerProcess
 from onebox.reaping import end_process
 from onebox.wire import new_keys
 from onebox.wire.protocol.agents import SoftwareVersions
 from onebox.worker import WorkerConfig
+
+if TYPE_CHECKING:
+    from onebox.pool.launch.worker_process import WorkerProcess
 
 _DRIVER_S = 10.0
 """Bound of the GPU driver's answer about memory."""
@@ -122,6 +125,8 @@ class WorkerActor:
             quota_bytes=order.quota_bytes,
             owner=os.getpid(),
         )
+        from onebox.pool.launch.worker_process import WorkerProcess  # of Linux, unlike the client's half
+
         self._process = WorkerProcess(WorkerLocation(worker=order.worker, host=order.host, device=order.device), config)
         self._launch += 1
         return _text(Launched(self._launch, self._process.pid, pair.public))

@@ -32,7 +32,7 @@ from onebox.pool.backends.ray.ray_spec import (
 )
 from onebox.pool.backends.ray.ray_workers import ActorMonitor, RayWorker
 from onebox.pool.errors import WorkerLocation
-from onebox.pool.launch.worker_process import START_S
+from onebox.worker import START_S
 
 RESTARTS = -1
 """Ray restarts a failed actor without limit, on another node where its own is gone. A restarted actor has no worker: it

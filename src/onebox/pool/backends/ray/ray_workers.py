@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from typing import Any
@@ -14,9 +13,9 @@ from onebox.errors import PoolError, WorkerDied
 from onebox.pool.backends.ray.actor import BoundPorts, Launched, NodeReport, WorkerExit
 from onebox.pool.backends.ray.ray_connection import error_summary, nodes
 from onebox.pool.errors import AFTERWARDS, WorkerLocation
-from onebox.pool.launch.worker_process import START_S
 from onebox.pool.liveness import Liveness
-from onebox.worker import Ports
+from onebox.portable import Wakeup
+from onebox.worker import START_S, Ports
 
 _END_S = 5.0
 """How long the end of a worker by its actor is waited for."""
@@ -48,7 +47,8 @@ class RayWorker:
         self.node = node
         self.address = node.address
         self.pid = launched.process
-        self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wakeup = Wakeup()
+        self.descriptor = self._wakeup.descriptor
         self.closed = False
         self._ray = ray
         self._actor = actor
@@ -87,7 +87,7 @@ class RayWorker:
         self._ended.wait(grace_s)
         with self._lock:
             self.closed = True
-            os.close(self.descriptor)
+            self._wakeup.close()
         with contextlib.suppress(Exception):  # of many types; it may be gone, and the cluster, too
             ended = self._actor.end.remote(self._launch)
             self._ray.get(ended, timeout=_END_S)  # so that its process is gone, where its node can be reached
@@ -122,7 +122,7 @@ class RayWorker:
                 self._error = error or self._gone(why)
                 self._ended.set()
             if not self.closed:
-                os.eventfd_write(self.descriptor, 1)
+                self._wakeup.set()
 
     def _as_error(self, ended: WorkerExit) -> WorkerDied:
         return WorkerDied(
