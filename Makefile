@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
-BENCHMARKS := $(patsubst %,benchmarks/%.py,opening remote eager coverage correctness lengths scaling replicas memory hybrid prediction pipeline adaptive staleness transfers recovery feed security operator_fuzz simd links slow_links launchers)
+BENCHMARKS := $(patsubst %,benchmarks/%.py,opening remote eager coverage correctness lengths scaling replicas memory hybrid prediction pipeline adaptive staleness transfers recovery feed security operator_fuzz simd links slow_links launchers finetune)
 
 # Of hypothesis, for the long tier: long (random examples) or repeatable (as many, the same each time).
 PROFILE ?= long
