@@ -168,7 +168,8 @@ def open_to_read(path: str | os.PathLike[str]) -> int:
     """Open a file for :func:`read_at`, without a wait for the other end of a pipe; return its descriptor."""
     if sys.platform == "win32":
         return os.open(path, os.O_RDONLY | os.O_BINARY)
-    return os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    else:
+        return os.open(path, os.O_RDONLY | os.O_NONBLOCK)
 
 
 def read_at(descriptor: int, size_bytes: int, offset: int) -> bytes:
