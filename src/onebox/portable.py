@@ -1,4 +1,4 @@
-"""What a client uses of an operating system, in one form for Linux, macOS and Windows.
+"""Functions of an operating system that a client uses, in one form for Linux, macOS and Windows.
 
 Workers and agents run on Linux, and use Linux itself. tests/unit/test_portable.py lists their modules, and checks that
 all others use only what each of the three systems has.

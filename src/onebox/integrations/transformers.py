@@ -189,7 +189,7 @@ class PlannedTrainer(transformers.Trainer):
 
     @property
     def _padding(self) -> Mapping[str, int]:
-        """What batches of texts are padded with, as by the collators of transformers."""
+        """Padding values of batches of texts, as the collators of transformers use them."""
         places = self.processing_class, getattr(self.model, "config", None)
         known = (getattr(place, "pad_token_id", None) for place in places)
         ignored = {"attention_mask": 0, "token_type_ids": 0, "position_ids": 0, "labels": -100, "shift_labels": -100}
@@ -197,12 +197,12 @@ class PlannedTrainer(transformers.Trainer):
 
     @property
     def _summed(self) -> bool:
-        """Whether the loss of several batches is the sum of theirs."""
+        """True if the loss of several batches is the sum of theirs."""
         return self._by_items or self._options.get("loss_reduction") == "sum"
 
     @property
     def _composed(self) -> bool:
-        """Whether micro-batches are known to make up any batch's loss; steps are checked, and evaluations are not."""
+        """True if micro-batches are known to make up any batch's loss; steps are checked, and evaluations are not."""
         return self._summed or self._options.get("loss_reduction") == "mean"
 
     def _as_pair(self, batch: _Inputs, items: Tensor | int | None, scale: float | None) -> tuple[Any, Any]:

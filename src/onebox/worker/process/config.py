@@ -1,4 +1,4 @@
-"""What a worker and its parent send each other: its configuration, and the endpoints that it has bound."""
+"""Messages between a worker and its parent: its configuration, and the endpoints that it has bound."""
 
 from __future__ import annotations
 
