@@ -128,6 +128,10 @@ CASES = (
     _transformers("LoRA", 1, "--batch 8 --adapters lora"),
     _transformers("DoRA", 1, "--batch 8 --adapters dora"),
     _transformers("LoRA, DistributedDataParallel", 2, "--batch 4 --adapters lora", launcher=TORCHRUN),
+    _case("trl", "SFTTrainer", 1, "trl", ranks=False, packages=("trl", "transformers")),
+    _case("trl", "SFTTrainer", 2, "trl --batch 4", launcher=TORCHRUN, packages=("trl", "transformers")),
+    _case("diffusers", "UNet2DModel", 1, "diffusers", ranks=False, packages=("diffusers", "accelerate")),
+    _case("diffusers", "UNet2DModel", 2, "diffusers", launcher=ACCELERATE, packages=("diffusers", "accelerate")),
 )
 
 
