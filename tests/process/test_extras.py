@@ -77,7 +77,7 @@ from onebox.cli import main
 
 def walk(package):
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
-        if not module.name.endswith("__main__"):
+        if not module.name.endswith(("__main__", "onebox.integrations")):  # these need frameworks, which are no extras
             found = importlib.import_module(module.name)
             if module.ispkg:
                 walk(found)
