@@ -125,7 +125,7 @@ def test_a_simulation_without_details_and_a_step_without_events_are_refused() ->
 
 
 def test_no_window_and_no_global_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)  # which other tests' packages may have imported
+    monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)  # of other tests
     draw_simulation(foreseen(plan())[1], tmp_path / "plan.png")
     assert "matplotlib.pyplot" not in sys.modules
 
