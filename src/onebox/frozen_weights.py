@@ -73,6 +73,7 @@ def quantize_frozen(
         name: module
         for name, module in model.named_modules()
         if type(module) is nn.Linear
+        and isinstance(module._parameters.get("weight"), nn.Parameter)  # and not what a reparametrisation computes
         and not module.weight.requires_grad
         and holders[id(module.weight)] == 1
         and name.rpartition(".")[2] not in skip
@@ -88,6 +89,8 @@ def quantize_frozen(
                 f"group={group}: {name} has {module.in_features} inputs; allowed are even divisors of that: give "
                 f"another one, or skip={(name.rpartition('.')[2],)!r}"
             )
+        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+            raise UsageError(f"{name} has hooks, which its replacement has not: remove them, or leave it out by skip=")
     made = {id(module): QuantizedLinear.of(module, stored, group) for module in found.values()}
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if id(module) in made:

@@ -107,6 +107,13 @@ def test_what_cannot_be_quantised_is_refused_and_left() -> None:
     assert all(type(layer) is nn.Linear for layer in model)
     with pytest.raises(UsageError, match="no linear layer has a frozen weight of its own: freeze the model first"):
         onebox.quantize_frozen(nn.Sequential(nn.Linear(64, 64)))
+    hooked = nn.Sequential(nn.Linear(64, 64).requires_grad_(False))
+    hooked[0].register_forward_hook(lambda module, inputs, outputs: 2 * outputs)
+    with pytest.raises(UsageError, match="0 has hooks, which its replacement has not"):
+        onebox.quantize_frozen(hooked)
+    normed = nn.utils.parametrizations.weight_norm(nn.Linear(64, 64).requires_grad_(False))
+    with pytest.raises(UsageError, match="no linear layer has a frozen weight of its own"):
+        onebox.quantize_frozen(nn.Sequential(normed))
 
 
 @pytest.mark.parametrize("stored", FORMATS)

@@ -52,11 +52,15 @@ class ClientState(StepObserver):
         self._news: dict[str, int] = {}
         """Time at which shared tensors were last trained or changed here, on a clock that all trainers share."""
         self._seen: weakref.WeakKeyDictionary[ClientState, int] = weakref.WeakKeyDictionary()
+        self._kept: weakref.WeakSet[ClientState] = weakref.WeakSet()
+        """Trainers of shared tensors whose changes the snapshots of this one contain."""
+        self._pulled: Collection[str] | None = None
         self._said = False
         self._optimizers = OptimizersOnWorkers(
             remote.optimizer, remote.named, self._fetch_optimizers, lambda: self._run.steps_done
         )
         run.subscribe(self)
+        remote.edited = self._edited
         _OPEN.add(self)
 
     # ---- called by the trainer
@@ -98,7 +102,7 @@ class ClientState(StepObserver):
         self._require_places(self._in_training)
         tensors = {name: tensor for name, tensor in named.tensors.items() if not tensor.is_meta}
         try:
-            run.recovery.run(lambda: run.transfer.into(tensors))
+            self._write(run, tensors)
         finally:
             self._note(tensors, fully=True)
         if run.begun:
@@ -112,13 +116,14 @@ class ClientState(StepObserver):
             OneboxError: A worker failed.
         """
         run, named = self._run, self._remote.named
-        self._detector.changed(fully=False)  # adopts replaced buffers, refuses replaced parameters
+        changed = self._detector.changed(fully=True)  # adopts replaced buffers, refuses replaced parameters
         if not run.begun:
             return
         self._require_one_version(list(named.tensors))
         for partner in self._partners():
             self._seen[partner] = partner._newest
-        here = [name for name, tensor in named.tensors.items() if not tensor.is_meta]
+        known = self._remote.constant.difference(changed)  # the workers have these
+        here = [name for name, tensor in named.tensors.items() if not tensor.is_meta and name not in known]
         self._change(here, self._changed_optimizers())
         self._at = run.steps_done
 
@@ -222,8 +227,12 @@ class ClientState(StepObserver):
         """Upload local tensors, and the optimizer's state if it is given."""
         tensors = self._remote.named.tensors
         chosen = list(names)
+        try:
+            self._require_places(chosen)
+        except UsageError:
+            self._note([name for name in chosen if tensors[name].is_meta], fully=True)
+            raise
         self._note(chosen, fully=True)
-        self._require_places(chosen)
         held = self._remote.held
         copies = {name: tensors[name].detach().to("cpu", copy=True) for name in chosen if name in held}
         self._have_news(chosen)
@@ -234,6 +243,18 @@ class ClientState(StepObserver):
         if self._at < 0:
             self._detector.note(fully=True)
             self._at = self._run.steps_done
+
+    def _write(self, run: TrainerSession, tensors: Mapping[str, Tensor]) -> None:
+        """Write what the workers have into tensors of the model."""
+        self._pulled = self._edited()
+        try:
+            run.recovery.run(lambda: run.transfer.into(tensors))
+        finally:
+            self._pulled = None
+
+    def _edited(self) -> Collection[str]:
+        """Return the tensors that the user has changed in this process; while others are written, those before."""
+        return self._detector.changed(fully=False) if self._pulled is None else self._pulled
 
     def _note(self, names: Collection[str], *, fully: bool) -> None:
         """Record the present tensors, for all trainers that share them."""
@@ -268,9 +289,20 @@ class ClientState(StepObserver):
     def _exchange(self) -> None:
         """Take over the results of other trainers of shared tensors since the last exchange."""
         for partner in self._partners():
+            self._keep_changes_of(partner)
+            partner._keep_changes_of(self)
             seen = self._seen.get(partner, 0)
             if partner._newest > seen and partner._run.begun:
                 self._take_from(partner, seen)
+
+    def _keep_changes_of(self, partner: ClientState) -> None:
+        """Have snapshots contain what another trainer trains, and this one does not, before that has changed it."""
+        if partner in self._kept or not self._run.begun:
+            return
+        tensors = partner._remote.named.tensors
+        theirs = {id(tensors[name]) for name in partner._in_training}
+        self._run.keep([name for name, tensor in self._remote.named.tensors.items() if id(tensor) in theirs])
+        self._kept.add(partner)
 
     def _take_from(self, partner: ClientState, seen: int) -> None:
         """Take over another trainer's results for shared tensors since a time."""
@@ -286,7 +318,7 @@ class ClientState(StepObserver):
             self._require_places(own[id(tensor)] for tensor in theirs.values())
             run.drain()
             run.wait(0)
-            run.recovery.run(lambda: run.transfer.into(theirs))
+            partner._write(run, theirs)
             shared = {own[id(tensor)]: tensor for tensor in theirs.values()}
             self._note(shared, fully=self._in_step)
             self._say(shared)

@@ -420,12 +420,23 @@ class TrainingSession:
         Raises:
             OneboxError: The run cannot recover from a loss.
         """
-        if self._remote.change_by_hand(changes.tensors) and self.snapshots is not None:
-            self.recovery.run(self.snapshots.renew)  # with what these changes replace
+        self.keep(changes.tensors)  # with what these changes replace
         self._changes = changes if self._changes is None else self._changes.then(changes)
         self.recovery.run(self.write_changes)
         if self.snapshots is None:
             self._changes = None
+
+    def keep(self, names: Collection[str]) -> None:
+        """Have snapshots contain parameters and buffers from now on that steps could not change so far.
+
+        Args:
+            names: Those that are about to change otherwise than by a step.
+
+        Raises:
+            OneboxError: The run cannot recover from a loss.
+        """
+        if self._remote.change_by_hand(names) and self.snapshots is not None:
+            self.recovery.run(self.snapshots.renew)
 
     def write_changes(self) -> None:
         """Upload the user changes since the last step, unless the workers have them."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import signal
 import time
@@ -54,10 +56,13 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     ]
 
 
+def two_stages(names: tuple[str, ...], cut: int) -> Plan:
+    first = Stage(segments=names[:cut], replicas=((0,),), shares=(1.0,))
+    return Plan(stages=(first, Stage(segments=names[cut:], replicas=((1,),), shares=(1.0,))), micro_batch=4)
+
+
 def pipelined(model: nn.Module) -> Plan:
-    names = TracedModel(capture(model, functional.cross_entropy, batches()[0]), backward=True).segments
-    first = Stage(segments=names[:6], replicas=((0,),), shares=(1.0,))
-    return Plan(stages=(first, Stage(segments=names[6:], replicas=((1,),), shares=(1.0,))), micro_batch=4)
+    return two_stages(TracedModel(capture(model, functional.cross_entropy, batches()[0]), backward=True).segments, 6)
 
 
 PLANS: dict[str, Callable[[nn.Module], Plan]] = {
@@ -194,8 +199,89 @@ def test_a_loss_in_the_very_moment_of_such_a_change_is_final(pool: onebox.Pool) 
             halve(trainer.model)
             kill(pool, 1)
 
-    with pytest.raises(PoolError, match=r"a worker was lost while model\.2\.base\.weight was changed by hand"):
+    with pytest.raises(PoolError, match=r"the run cannot go on: model\.2\.base\.weight was changed by hand"):
         run(pool, "stages", before)
+
+
+@pytest.mark.long
+def test_a_change_that_the_workers_have_not_got_is_never_taken_for_what_they_had(pool: onebox.Pool) -> None:
+    """The change is made without a pull, and a loss is noticed before anything could have refused it."""
+    model = adapted()
+    trainer = trainer_on(pool, "replicas", model)
+    losses = [trainer.step(*batch) for batch in batches()[:3]]
+    trainer.wait()
+    halve(model)
+    kill(pool, 1)
+    with pytest.raises(PoolError, match=r"model\.2\.base\.weight was changed by hand"):
+        trainer.memory()
+        trainer.pull()
+    assert all(float(loss) > 0 for loss in losses)
+    with contextlib.suppress(PoolError):
+        trainer.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("worker", [0, 1])
+def test_a_loss_while_they_move_to_other_workers(pool: onebox.Pool, worker: int) -> None:
+    """None counts as present then, whether it had arrived or not."""
+
+    def adopting(number: int, trainer: onebox.Trainer, *, blow: bool) -> None:
+        if number == 4:
+            names = trainer.plan.stages[0].segments + trainer.plan.stages[1].segments  # type: ignore[union-attr]
+            trainer._run.adopt(two_stages(names, 9))  # type: ignore[union-attr]
+            if blow:
+                kill(pool, worker)
+
+    undisturbed, expected = run(pool, "stages", functools.partial(adopting, blow=False))
+    losses, found = run(pool, "stages", functools.partial(adopting, blow=True))
+    assert losses == undisturbed
+    for key, tensor in expected.items():
+        assert torch.equal(found[key], tensor), key
+
+
+@pytest.mark.long
+def test_what_another_trainer_trains_is_in_snapshots(pool: onebox.Pool) -> None:
+    """Two trainers of one model train different layers of it, in turn; a worker is lost in the turn of the second."""
+    plain = disturbed = None
+    for blow in (False, True):
+        model = adapted()
+        trained = [each for each in model.parameters() if each.requires_grad]
+        first, second = trained[: len(trained) // 2], trained[len(trained) // 2 :]
+        trainers = [
+            onebox.Trainer(
+                model,
+                functional.cross_entropy,
+                torch.optim.AdamW(part, lr=1e-2),
+                pool=pool,
+                plan=PLANS["replicas"](model),
+                recovery=onebox.Recovery(snapshot_every=50),
+            )
+            for part in (first, second)
+        ]
+        losses = []
+        for number, batch in enumerate(batches()):
+            if number == 6 and blow:
+                kill(pool, 1)
+            losses.append(float(trainers[number // 3 % 2].step(*batch)))
+        for trainer in trainers:
+            trainer.close()
+        plain, disturbed = (losses, disturbed) if not blow else (plain, losses)
+    assert disturbed == plain
+
+
+@pytest.mark.long
+def test_pushing_a_model_does_not_put_them_into_snapshots(pool: onebox.Pool) -> None:
+    model = adapted()
+    with trainer_on(pool, "replicas", model) as trainer:
+        trainer.step(*batches()[0])
+        trainer.pull()
+        trainer.push()
+        state = trainer._run._remote  # type: ignore[union-attr]
+        assert "model.2.base.weight" in state.constant
+        halve(model)
+        trainer.push()
+        assert "model.2.base.weight" not in state.constant
+        assert "model.3.base.weight" in state.constant
 
 
 def halve(model: nn.Module) -> None:

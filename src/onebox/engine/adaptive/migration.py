@@ -120,6 +120,7 @@ class Migration:
         if written is None or written.branched != remote.branched:
             self.ask()
             written = self._write(self._answers())
+        remote.begin_move()
         asked = self.after.form()
         if written.forms:
             asked.append(begin_group_formation(self._pool, written.members, "workers", written.group))

@@ -671,6 +671,21 @@ class IslandsSession:
             with self._surviving(), self.recovery.voiding("a change by hand"):
                 self._optimizer.write(changes.tensors)
 
+    def keep(self, names: Collection[str]) -> None:
+        """Have snapshots of all islands contain parameters and buffers that steps could not change so far.
+
+        Args:
+            names: Those that are about to change otherwise than by a step.
+
+        Raises:
+            OneboxError: A worker was lost.
+        """
+        for place in self.membership.present:
+            try:
+                self._sessions[place].keep(names)
+            except RECOVERABLE as error:
+                self.recovery.lose(error, place)
+
     # ---- setting up
 
     def _set_up(self, batch: Batch, *, steps: bool) -> tuple[Batch | None, ...]:

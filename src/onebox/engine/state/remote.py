@@ -28,7 +28,7 @@ from onebox.engine.workload.named_state import (
     trained_names,
 )
 from onebox.engine.workload.parameter_groups import Optimizers, optimizers_in, options_of, training_of
-from onebox.errors import CheckpointError, PoolError
+from onebox.errors import PoolError
 from onebox.graph import zeros
 from onebox.graph.shard.placements import shard_of
 from onebox.pool import Pool, WorkerReply, raise_first
@@ -95,7 +95,10 @@ class RemoteState:
         self._owned: dict[int, tuple[str, ...]] = {}
         self._holdings: ShardingSpec | None = None
         self._kept: ShardingSpec | None = None
+        self._uploaded: ShardingSpec | None = None
         self._by_hand: set[str] = set()
+        self.edited: Callable[[], Collection[str]] = tuple
+        """Returns the tensors that the user has changed in this process, but not on the workers."""
         self._sent_options: tuple[Options, ...] = ()
         self._first: Mapping[str, Tensor] = {}
         self._copies: SnapshotLayout | None = None
@@ -126,11 +129,11 @@ class RemoteState:
             holdings: The sharding spec.
 
         Raises:
-            CheckpointError: A file cannot be read any more; nothing counts as present then.
-            OneboxError: The pool is broken or closed, or a worker was lost.
+            CheckpointError: A file cannot be read any more.
+            OneboxError: The pool is broken or closed, or a worker was lost. After any error nothing counts as present.
         """
         before, self._holdings, copies = self._holdings or self._kept, holdings, self._copies
-        self._kept, present = None, _NOWHERE
+        self._kept, self._uploaded, present = None, None, _NOWHERE
         if before is not None:
             present = _tensor_layout(before, [name for name in before.holders if name not in before.placements])
             gone = released(_tensor_layout(before, before.holders), _tensor_layout(holdings, holdings.holders))
@@ -146,7 +149,7 @@ class RemoteState:
         changing = [name for name in own if not self.named.tensors[name].is_meta]
         try:
             upload(self._pool, moves, holdings.placements, values, self.named.numbers, copy=set(changing), wait=True)
-        except CheckpointError:
+        except BaseException:
             self._holdings = None
             raise
 
@@ -260,6 +263,7 @@ class RemoteState:
         """
         self._optimizer_number = number
         self.settle(self.holdings, trained, versions)
+        self._uploaded = self._holdings
         self._sent_options = options_of(self.optimizer)
         futures = []
         for worker, held in self._trained.items():
@@ -339,6 +343,10 @@ class RemoteState:
         self._trained = {worker: names for worker, names in stepped.items() if names}
         self._owned = {worker: holdings.owned_by(worker, trained) for worker in self._trained}
         self._sent_options = ()  # a new definition may have the options of an earlier step
+
+    def begin_move(self) -> None:
+        """Record that parts of the state are about to move between workers: after a loss, none counts as present."""
+        self._uploaded = None
 
     def define_residuals(self, wanted: Mapping[str, PlacedCodecState]) -> None:
         """Make the state of lossy codecs: as before a first step, or that of a checkpoint if it is for the same plan.
@@ -529,22 +537,24 @@ class RemoteState:
             lost: Workers that have nothing any more.
 
         Raises:
-            PoolError: The user has just changed what no step changes, and the snapshot is from before.
+            PoolError: The user has changed what no step changes, and the snapshot is from before.
             OneboxError: The pool is broken or closed.
         """
-        changed = next((name for name in sorted(self._by_hand) if copies is not None and not copies.has(name)), None)
-        if changed is not None:
-            raise PoolError(
-                f"the run cannot go on: a worker was lost while {changed} was changed by hand, which no step changes "
-                "and no snapshot contains therefore; resume from the last checkpoint"
-            )
+        if copies is not None:
+            edited = self._by_hand.union(self.constant.intersection(self.edited()))
+            changed = next((name for name in sorted(edited & self.held) if not copies.has(name)), None)
+            if changed is not None:
+                raise PoolError(
+                    f"the run cannot go on: {changed} was changed by hand, which no step changes and the last snapshot "
+                    "does not contain therefore, and a worker was lost; resume from the last checkpoint"
+                )
         self._kept = self._constant_holdings(lost)
         kept = self._kept
         for worker in self._pool.present:
             own = {self.named.numbers[name] for name in kept.held_by(worker, kept.holders)} if kept else set()
             self._pool.post(worker, [Free(tuple(n for n in self._ledger if n not in own), tuple(self._ledger))])
         self._ledger = list(self.named.numbers.values())
-        self._trained, self._owned, self._holdings = {}, {}, None
+        self._trained, self._owned, self._holdings, self._uploaded = {}, {}, None, None
         self._sent_options, self._optimizer_number = (), 0
         self._copies = copies
         self.first_residuals, self._residuals = {}, {}
@@ -553,10 +563,10 @@ class RemoteState:
             self.forget_first()
 
     def _constant_holdings(self, lost: Collection[int]) -> ShardingSpec | None:
-        """Return where parameters that no step changes are, if the state was settled; those of split layers are not."""
-        if self._holdings is None or not self._trained:
+        """Return where parameters that no step changes are since an upload; those of split layers are left out."""
+        holdings = self._uploaded
+        if holdings is None:
             return None
-        holdings = self._holdings
         there = tuple(worker for worker in holdings.devices if worker in self._pool.present and worker not in lost)
         names = [name for name in holdings.holders if name in self.constant and name not in holdings.placements]
         holders = {name: tuple(w for w in holdings.holders[name] if w in there) for name in names}

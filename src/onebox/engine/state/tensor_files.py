@@ -47,12 +47,14 @@ class StoredTensor(NamedTuple):
         name: Its name there.
         dtype: Its element type as the file names it.
         shape: Its shape.
+        version: Identity of the file and of its last change.
     """
 
     file: Path
     name: str
     dtype: str
     shape: tuple[int, ...]
+    version: tuple[int, ...] = ()
 
     @property
     def spec(self) -> TensorSpec | None:
@@ -66,6 +68,11 @@ class StoredTensor(NamedTuple):
             CheckpointError: The file has become another one.
         """
         try:
+            if self.version not in ((), _version(self.file)):
+                raise CheckpointError(
+                    f"{self.file} is another file by now: leave the weights as they are while they are trained with",
+                    path=self.file,
+                )
             with safe_open(self.file, "pt") as opened:
                 tensor: Tensor = opened.get_tensor(self.name)
         except (SafetensorError, OSError, ValueError) as error:
@@ -82,14 +89,20 @@ def stored_tensors(file: Path) -> dict[str, StoredTensor]:
         CheckpointError: It cannot be read, or is no safetensors file.
     """
     try:
+        version = _version(file)
         with safe_open(file, "pt") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 # no dict
             return {
-                name: StoredTensor(file, name, str(each.get_dtype()), tuple(each.get_shape()))
+                name: StoredTensor(file, name, str(each.get_dtype()), tuple(each.get_shape()), version)
                 for name, each in slices.items()
             }
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{file} is no safetensors file, or is cut short: {error}", path=file) from None
+
+
+def _version(file: Path) -> tuple[int, ...]:
+    found = file.stat()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 class WrittenFile(NamedTuple):

@@ -11,6 +11,7 @@ import itertools
 import logging
 import re
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -86,13 +87,17 @@ class _QuantizedWeight:
 
     def codes(self) -> Tensor:
         """Return the codes; the scales, which are small, are kept until they are asked for."""
-        codes, self._scales = self._layer.quantized(self._stored.read())
+        codes, self._scales = self._quantized()
         return codes
 
     def scales(self) -> Tensor:
         """Return the scales."""
         scales, self._scales = self._scales, None
-        return self._layer.quantized(self._stored.read())[1] if scales is None else scales
+        return self._quantized()[1] if scales is None else scales
+
+    def _quantized(self) -> tuple[Tensor, Tensor]:
+        codes, scales = self._layer.quantized(self._stored.read())
+        return codes.to(self._layer.codes.dtype), scales.to(self._layer.scales.dtype)
 
 
 @contextlib.contextmanager
@@ -111,11 +116,16 @@ def meta_parameters() -> Iterator[None]:
         (device(type='meta'), tensor([1., 1., 1., 1.]))
     """
     own = threading.get_ident()
+    made: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
 
     def moved(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if threading.get_ident() != own or parameter is None or parameter.is_meta or is_lazy(parameter):
             return None
-        return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        known, on_meta = made.get(id(parameter), (None, None))
+        if known is None or known() is not parameter:  # one that another module has already stays the same for both
+            on_meta = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+            made[id(parameter)] = weakref.ref(parameter), on_meta
+        return on_meta
 
     handle = register_module_parameter_registration_hook(moved)  # type: ignore[arg-type] # may return a parameter
     try:
@@ -265,7 +275,7 @@ def _require_alike(there: Sequence[StoredTensor]) -> None:
     """Require that stored tensors which are one in the model have the same elements."""
     first, *others = there
     for other in others:
-        same = first[2:] == other[2:]
+        same = (first.dtype, first.shape) == (other.dtype, other.shape)
         if same and first.spec is not None:
             one, two = (each.read().reshape(-1).view(torch.uint8) for each in (first, other))
             chunks = zip(one.split(_CHUNK_BYTES), two.split(_CHUNK_BYTES), strict=True)

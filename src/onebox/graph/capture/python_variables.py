@@ -157,7 +157,8 @@ def functions_of(modules: Sequence[nn.Module]) -> Iterator[Any]:
     """Yield the users' functions that modules call: their own methods, functions that they hold, and hooks."""
     for base in {base: None for module in modules for base in type(module).__mro__}:
         if _is_followed_class(base):
-            yield from (value for value in vars(base).values() if inspect.isfunction(value))
+            own = (value.fget if isinstance(value, property) else value for value in vars(base).values())
+            yield from (value for value in own if inspect.isfunction(value))
     for module in modules:
         yield from (each for each in vars(module).values() if callable(each) and not isinstance(each, nn.Module))
         for hooks in (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks):

@@ -248,7 +248,7 @@ def test_a_file_that_changes_is_noticed(tmp_path: Path) -> None:
     model = on_meta()
     values = first_values(path, model, named_state(model, None, lambda: 0))
     save_file({name: tensor.double() for name, tensor in weights_of().items()}, path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"has changed: norm.bias is float64"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is another file by now"):
         _ = values["model.norm.bias"]
     (path / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="cannot be read any more"):
@@ -354,3 +354,29 @@ def test_a_weight_that_cannot_be_quantised_is_refused(tmp_path: Path) -> None:
         path = folder(tmp_path / f"hub{number}", {**rest, "second.weight": weight})
         with pytest.raises(CheckpointError, match=message):
             read(path, empty)
+
+
+# ---- what changes meanwhile
+
+
+def test_a_file_that_has_been_replaced_is_not_read(tmp_path: Path) -> None:
+    path = folder(tmp_path / "hub", weights_of(), several=False)
+    found = first_values(path, (model := on_meta()), named_state(model, None, lambda: 0))
+    assert torch.equal(found["model.table.weight"], weights_of()["table.weight"])
+    folder(tmp_path / "other", weights_of(1), several=False)
+    (tmp_path / "other" / "model.safetensors").replace(path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is another file by now"):
+        _ = found["model.table.weight"]
+
+
+def test_a_parameter_that_two_modules_share_is_one_on_the_meta_device() -> None:
+    class Holder(nn.Module):
+        def __init__(self, weight: nn.Parameter) -> None:
+            super().__init__()
+            self.weight = weight
+
+    with onebox.meta_parameters():
+        shared = nn.Parameter(torch.ones(3))
+        one, other = Holder(shared), Holder(shared)
+    assert one.weight is other.weight
+    assert one.weight.is_meta

@@ -91,6 +91,21 @@ def test_of_a_property_what_it_reads_is_watched() -> None:
     assert names(watch) == ["model.rates"]
 
 
+FACTORS = {"half": 0.5}
+
+
+def test_of_a_property_the_globals_that_it_reads_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Scaled(Line):
+        @property
+        def factor(self) -> float:
+            return FACTORS["half"]
+
+    watch = reads(Scaled(lambda self, y: y * self.factor))
+    assert names(watch) == []
+    monkeypatch.setitem(FACTORS, "half", 0.25)
+    assert names(watch) == ["FACTORS"]
+
+
 def test_what_was_not_read_may_change() -> None:
     model = Line(lambda self, y: y)
     watch = reads(model)
