@@ -15,7 +15,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -128,7 +127,8 @@ def _interruptible(*, ends: bool) -> Iterator[None]:
 def _explain_full(error: OSError) -> str:
     """Return a message about a disk that is full."""
     what = error.filename if error.filename and error.errno in _FULL else "a file"
-    folders = {"temporary files": tempfile.gettempdir(), "this folder": str(Path.cwd())}
+    temporary = os.environ.get("TMPDIR") or os.environ.get("TEMP") or "/tmp"  # gettempdir() would try to write
+    folders = {"temporary files": temporary, "this folder": str(Path.cwd())}
     free = ", ".join(f"{size_text(shutil.disk_usage(path).free)} in {path} ({name})" for name, path in folders.items())
     return (
         f"the disk is full: {what} could not be written ({error.strerror}). Free there is {free}. Make room, or write "

@@ -67,6 +67,8 @@ class OneboxStrategy(SingleDeviceStrategy):
         precision_plugin: Precision | None = None,
         **options: Unpack[PlannedOptions],
     ) -> None:
+        if not hasattr(callbacks, "WeightAveraging"):
+            raise UsageError(f"OneboxStrategy needs Lightning 2.6; this is {lightning.__version__}")
         super().__init__("cpu", checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
         unknown = sorted(set(options) - set(PlannedOptions.__annotations__))
         if unknown:
@@ -78,6 +80,7 @@ class OneboxStrategy(SingleDeviceStrategy):
         """Owner of the pool and the trainer below, while training."""
         self._planned: Trainer | None = None
         self._calls: _Calls | None = None
+        self._stepping = False
 
     @property
     def planned(self) -> Trainer | None:
@@ -128,6 +131,11 @@ class OneboxStrategy(SingleDeviceStrategy):
         assert module is not None
         trainer = module.trainer
         _require_one_batch(trainer)
+        if not self._stepping:
+            raise UsageError(
+                "optimizer_step of the module calls its closure without the optimizer's step, and a planned step is "
+                "both: call optimizer.step(closure=optimizer_closure) for each batch"
+            )
         with contextlib.ExitStack() as contexts:
             if self._precision == "fp32":
                 contexts.enter_context(self.precision_plugin.train_step_context())
@@ -146,7 +154,11 @@ class OneboxStrategy(SingleDeviceStrategy):
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *_: Any, **__: Any) -> Any:
         """Make the step, of which the optimizer's is a part."""
-        return closure()
+        self._stepping = True
+        try:
+            return closure()
+        finally:
+            self._stepping = False
 
     @property
     def _precision(self) -> str | None:
@@ -188,13 +200,15 @@ class OneboxStrategy(SingleDeviceStrategy):
         self.pull()
         return super().lightning_module_state_dict()
 
-    def on_validation_start(self) -> None:
-        """Validate with the present weights."""
-        self.pull()
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load weights, from which the next step begins anew, as after a search for a learning rate."""
+        self._close()
+        super().load_model_state_dict(checkpoint, strict)
 
 
 class _PresentWeights(callbacks.Callback):
-    """The first callback: at the end of an epoch and of training the others find the present weights.
+    """The first callback: before validation, and at the end of an epoch and of training, the others find the present
+    weights.
 
     Args:
         strategy: The strategy.
@@ -202,6 +216,10 @@ class _PresentWeights(callbacks.Callback):
 
     def __init__(self, strategy: OneboxStrategy) -> None:
         self._strategy = strategy
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Bring the weights."""
+        self._strategy.pull()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Bring the weights."""
@@ -300,13 +318,16 @@ class _Calls:
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
         """Let the module log here, and refuse what it reads of its trainer."""
-        own = vars(self._module)
-        trainer, own["_trainer"], own["log"] = own["_trainer"], self._trainer, self.log
+        inner = [each for each in self._module.modules() if isinstance(each, lightning.LightningModule)]
+        before = [(vars(each), vars(each)["_trainer"]) for each in inner]
+        for own, _ in before:
+            own |= {"_trainer": self._trainer, "log": self.log}
         try:
             yield
         finally:
-            own["_trainer"] = trainer
-            del own["log"]
+            for own, trainer in before:
+                own["_trainer"] = trainer
+                del own["log"]
 
 
 class _SameTrainer:

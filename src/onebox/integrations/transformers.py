@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ from onebox.pool import Pool
 
 _NEEDED = ("_inner_training_loop", "_wrap_model", "_maybe_log_save_evaluate", "_finalize_training", "_get_grad_norm")
 """Methods of transformers' ``Trainer`` that are overridden, and of which not all are in versions before 5."""
+
+_FIXED = ("max_steps", "num_train_epochs", "train_batch_size", "is_world_process_zero", "is_local_process_zero")
+"""Parts of a trainer's state that are the same in each step."""
 
 _Inputs = dict[str, Any]
 
@@ -70,6 +74,8 @@ class PlannedTrainer(transformers.Trainer):
         self._losses: list[tuple[int, StepLoss]] = []
         """Losses that are not logged yet, with the global step before each."""
         self._latest: StepLoss | None = None
+        self._pulled_at = -1
+        """Global step of the weights that the model in this process has."""
         super().__init__(*arguments, **more)
         _require_plain(self)
 
@@ -166,8 +172,13 @@ class PlannedTrainer(transformers.Trainer):
             planned = self._planned_for(model, batch, items)
             if self._composed:
                 model.train()  # the state in which it is captured for steps: an evaluation is in eval mode by itself
-                found = planned.evaluate([self._as_pair(batch, items, None)])
+                try:
+                    found = planned.evaluate([self._as_pair(batch, items, None)])
+                finally:
+                    model.eval()
                 return torch.tensor(found.loss, dtype=torch.float64), None, None
+        if self._pulled_at != self.state.global_step:
+            self._pull()
         with self.accelerator.autocast():
             return super().prediction_step(model.model, inputs, prediction_loss_only, ignore_keys)
 
@@ -175,6 +186,12 @@ class PlannedTrainer(transformers.Trainer):
 
     def _step(self, model: nn.Module, batches: Sequence[_Inputs], items: Tensor | int | None) -> None:
         """Begin the step of an update."""
+        if len(batches) > self.current_gradient_accumulation_steps:
+            raise UsageError(
+                f"an update has {len(batches)} batches for gradient_accumulation_steps="
+                f"{self.args.gradient_accumulation_steps}: some are left from an epoch of unknown length; give "
+                "the data set a length, or set gradient_accumulation_steps=1"
+            )
         planned = self._planned_for(model, batches[0], items)
         whole = self.loss_is_scaled_for_ga
         if whole is None:
@@ -217,8 +234,17 @@ class PlannedTrainer(transformers.Trainer):
             options = trainer_arguments(self._options)
             optimizer: Any = self.optimizer
             self._by_items = items is not None and self._is_by_items(model, batch)
-            if options.get("loss_reduction") is None and self._by_items:
+            if options.get("loss_reduction", "sum") not in (None, "sum") and self._by_items:
+                raise UsageError(
+                    f"loss_reduction={options['loss_reduction']!r}: the loss divides by num_items_in_batch, so that "
+                    "micro-batches add up; leave loss_reduction out"
+                )
+            if self._by_items:
                 options["loss_reduction"] = "sum"
+            if (pad := options.get("pad")) is not None and pad.tensors is None:
+                texts = [name for name, value in batch.items() if isinstance(value, Tensor) and value.dim() == 2]
+                values = {f"inputs[0]['{name}']": self._padding.get(name, pad.value) for name in texts}
+                options["pad"] = replace(pad, tensors=values)
             self._planned = self._run.enter_context(
                 Trainer(
                     model,
@@ -268,6 +294,36 @@ class PlannedTrainer(transformers.Trainer):
     def _pull(self) -> None:
         if self._planned is not None:
             self._planned.pull()
+            self._pulled_at = self.state.global_step
+
+    @contextlib.contextmanager
+    def _captured(self) -> Iterator[None]:
+        """Refuse reads of what changes from step to step."""
+        own, state = vars(self), self.state
+        own["state"] = _SameState(state)
+        try:
+            yield
+        finally:
+            own["state"] = state
+
+
+class _SameState:
+    """The state of a trainer while its loss is captured: only what is the same in each step can be read.
+
+    Args:
+        state: The state.
+    """
+
+    def __init__(self, state: transformers.TrainerState) -> None:
+        self._state = state
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _FIXED:
+            return getattr(self._state, name)
+        raise UsageError(
+            f"compute_loss reads state.{name}, but is captured once and not called with each step: give what changes "
+            "as part of the batch, or as an attribute of the model that a callback sets"
+        )
 
 
 class _ComputeLoss(nn.Module):
@@ -282,6 +338,7 @@ class _ComputeLoss(nn.Module):
         assert isinstance(trainer.model, nn.Module)
         self.model = trainer.model
         self._compute_loss: Callable[..., Any] = trainer.compute_loss
+        self._context: Callable[[], contextlib.AbstractContextManager[None]] = trainer._captured
 
     def forward(self, inputs: Mapping[str, Any], items: Tensor | None, scale: float | None) -> Tensor:
         """Return the loss.
@@ -291,9 +348,10 @@ class _ComputeLoss(nn.Module):
             items: ``num_items_in_batch`` for each sample; ``None`` for none.
             scale: A factor of the loss; ``None`` for none.
         """
-        loss: Tensor = self._compute_loss(
-            self.model, dict(inputs), num_items_in_batch=None if items is None else items[0]
-        )
+        with self._context():
+            loss: Tensor = self._compute_loss(
+                self.model, dict(inputs), num_items_in_batch=None if items is None else items[0]
+            )
         return loss if scale is None else loss * scale
 
 
