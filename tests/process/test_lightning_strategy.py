@@ -81,6 +81,9 @@ class Notes(callbacks.Callback):
         self.found += [found[name].item() for name in ("loss_step", "again")]
         self.found.append(trainer.optimizers[0].param_groups[0]["lr"])
 
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self.found += [parameter.sum().item() for parameter in pl_module.parameters()]
+
     def on_validation_end(self, trainer: Any, *_: Any) -> None:
         self.found += [trainer.callback_metrics[name].item() for name in ("val_loss", "accuracy")]
 
@@ -309,6 +312,25 @@ class Talking(Digits):
         return {"loss": super().training_step(batch, batch_idx), "outputs": batch[0]}
 
 
+class Halving(Digits):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+
+
+class Nested(Digits):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * self.inner(batch[0])
+
+
+class Inner(lightning.LightningModule):
+    def forward(self, inputs: Tensor) -> Any:
+        return self.global_step + 1
+
+
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "manual": (Manual, {"gradient_clip_val": None}, "automatic_optimization=False: a plan makes whole steps"),
     "own clipping": (Clipping, {}, "configure_gradient_clipping of a module: .* set gradient_clip_val"),
@@ -330,6 +352,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "sizes": (Weighing, {}, "logs 'more' with batch_size=3 for 4 samples"),
     "index": (Indexed, {}, "uses batch_idx, but is captured once"),
     "epoch": (Aged, {}, "reads trainer.current_epoch, but is captured once"),
+    "closure alone": (Halving, {}, "calls its closure without the optimizer's step"),
+    "epoch of a child": (Nested, {}, "reads trainer.global_step, but is captured once"),
     "outputs": (Talking, {}, "returns a dict of loss, outputs; .* return a tensor"),
 }
 

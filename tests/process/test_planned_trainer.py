@@ -128,6 +128,13 @@ class Penalised(transformers.Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+class Annealed(PlannedTrainer):
+    """A trainer whose loss depends on the number of steps."""
+
+    def compute_loss(self, *arguments: Any, **named: Any) -> Any:
+        return super().compute_loss(*arguments, **named) * (1 + self.state.global_step)
+
+
 class PlannedPenalised(PlannedTrainer):
     compute_loss = Penalised.compute_loss
     loss_is_scaled_for_ga = False
@@ -433,6 +440,17 @@ def test_a_mean_over_labels_is_one_whatever_the_micro_batches(micro_batch: int, 
     require_same(ours, run(transformers.Trainer, tmp_path / "plain", **more), EXACT)
 
 
+@pytest.mark.long
+def test_buckets_pad_texts_as_the_collators_do(tmp_path: Path, pools: Shelf) -> None:
+    """Labels beyond the end of a text are none, and the losses are those of shorter texts."""
+    settings = {"train_sampling_strategy": "sequential", "eval_strategy": "no"}
+    more = {"data": Texts(lengths=True), "data_collator": padded, "compute_loss_func": loss_of_tokens}
+    more |= {"settings": settings}
+    plan = onebox.DataParallel(micro_batch=3)
+    ours = run(PlannedTrainer, tmp_path / "ours", pool=pools(2), plan=plan, pad=onebox.Buckets(multiple=6), **more)
+    require_same(ours, run(transformers.Trainer, tmp_path / "plain", **more), EXACT)
+
+
 class OwnStep(PlannedTrainer):
     def training_step(self, *arguments: Any, **named: Any) -> Tensor:
         return super().training_step(*arguments, **named)
@@ -470,6 +488,11 @@ REFUSED_BATCHES: dict[str, tuple[dict[str, Any], str]] = {
         r"the batches of an update have \[6, 4\] samples",
     ),
     "parts": ({"compute_loss_func": penalised}, "a part of the loss is divided by num_items_in_batch, and another"),
+    "mean": (
+        {"loss_reduction": "mean"},
+        "loss_reduction='mean': the loss divides by num_items_in_batch, so that micro-batches add up; leave",
+    ),
+    "annealed": ({"kind": Annealed}, r"compute_loss reads state.global_step, but is captured once"),
     "adafactor": ({"settings": {"optim": "adafactor"}}, "no optimizer that workers run"),
 }
 
@@ -486,4 +509,4 @@ def test_batches_that_are_not_one_step_are_refused(case: str, tmp_path: Path, po
     }
     more = {**more, "settings": settings | more.get("settings", {})}
     with pytest.raises(onebox.OneboxError, match=said):
-        run(PlannedTrainer, tmp_path, pool=pools(2), **more)
+        run(more.pop("kind", PlannedTrainer), tmp_path, pool=pools(2), **more)

@@ -12,8 +12,8 @@ GUARD = """
 import os, pathlib, sys
 
 def imported():
-    module = sys.modules.get("onebox.worker.process.main")
-    return hasattr(module, "main")  # its last name: all imports are done
+    last = {"onebox.worker.process.main": "main", "onebox.engine.trainer": "Trainer"}  # of a worker, and of the script
+    return any(hasattr(sys.modules.get(module), name) for module, name in last.items())  # so all imports are done
 
 def refuse(event, arguments):
     if event == "pickle.find_class" and imported():
