@@ -19,6 +19,7 @@ from onebox.engine import Trainer
 from onebox.errors import UsageError
 from onebox.integrations.planned_run import (
     PlannedOptions,
+    SameInEachStep,
     close_after_error,
     loss_as_it_is,
     pool_for_run,
@@ -262,7 +263,8 @@ class _Calls:
 
     def __init__(self, module: lightning.LightningModule) -> None:
         self._module = module
-        self._trainer = _SameTrainer(module.trainer)
+        reader = "training_step", "trainer"
+        self._trainer = SameInEachStep(module.trainer, _FIXED, reader, "module that a hook")
         self._now: list[tuple[str, Any, dict[str, Any]]] = []
         self._latest: list[tuple[torch.dtype, _Logged]] = []
 
@@ -328,25 +330,6 @@ class _Calls:
             for own, trainer in before:
                 own["_trainer"] = trainer
                 del own["log"]
-
-
-class _SameTrainer:
-    """The trainer of a module while ``training_step`` is captured: only what is the same in each step can be read.
-
-    Args:
-        trainer: The trainer.
-    """
-
-    def __init__(self, trainer: lightning.Trainer) -> None:
-        self._trainer = trainer
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _FIXED:
-            return getattr(self._trainer, name)
-        raise UsageError(
-            f"training_step reads trainer.{name}, but is captured once and not called with each step: give what "
-            "changes as part of the batch, or as an attribute of the module that a hook sets"
-        )
 
 
 class _BatchIndex:

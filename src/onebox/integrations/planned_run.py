@@ -36,6 +36,29 @@ class PlannedOptions(TypedDict, total=False):
     engine: Engine
 
 
+class SameInEachStep:
+    """An object of a framework while a step is captured: only what is the same in each step can be read.
+
+    Args:
+        of: The object.
+        allowed: Names of the attributes that can be read.
+        reader: The function that is captured, and the name that it reads the object by, for the error.
+        holder: Where a value that changes may be kept instead, for the error.
+    """
+
+    def __init__(self, of: Any, allowed: Collection[str], reader: tuple[str, str], holder: str) -> None:
+        self._of, self._allowed, self._reader, self._holder = of, allowed, reader, holder
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._allowed:
+            return getattr(self._of, name)
+        function, place = self._reader
+        raise UsageError(
+            f"{function} reads {place}.{name}, but is captured once and not called with each step: give what changes "
+            f"as part of the batch, or as an attribute of the {self._holder} sets"
+        )
+
+
 @contextlib.contextmanager
 def pool_for_run(pool: Pool | str | None) -> Iterator[Pool]:
     """Return the pool of a run: a given one, which stays open, or one that is opened for the run.

@@ -17,6 +17,7 @@ from onebox.engine import StepLoss, Trainer, Weighted
 from onebox.errors import UsageError
 from onebox.integrations.planned_run import (
     PlannedOptions,
+    SameInEachStep,
     close_after_error,
     loss_as_it_is,
     pool_for_run,
@@ -300,30 +301,11 @@ class PlannedTrainer(transformers.Trainer):
     def _captured(self) -> Iterator[None]:
         """Refuse reads of what changes from step to step."""
         own, state = vars(self), self.state
-        own["state"] = _SameState(state)
+        own["state"] = SameInEachStep(state, _FIXED, ("compute_loss", "state"), "model that a callback")
         try:
             yield
         finally:
             own["state"] = state
-
-
-class _SameState:
-    """The state of a trainer while its loss is captured: only what is the same in each step can be read.
-
-    Args:
-        state: The state.
-    """
-
-    def __init__(self, state: transformers.TrainerState) -> None:
-        self._state = state
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _FIXED:
-            return getattr(self._state, name)
-        raise UsageError(
-            f"compute_loss reads state.{name}, but is captured once and not called with each step: give what changes "
-            "as part of the batch, or as an attribute of the model that a callback sets"
-        )
 
 
 class _ComputeLoss(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import tempfile
 import threading
@@ -75,13 +76,20 @@ def warm(own_folder: None) -> None:
         trainer.step(*batch(0)).item()
 
 
-@pytest.fixture(autouse=True)
-def nothing_left(warm: None) -> Iterator[None]:
-    """Fail a test that leaves a process, thread, descriptor or file behind."""
-    gc.collect()  # what tests of other files have left to it
+@contextlib.contextmanager
+def leaving_nothing() -> Iterator[None]:
+    """Fail if a process, thread, descriptor or file is left behind."""
     before = belongings()
     yield
     end_s = time.monotonic() + SETTLE_S
     while (after := belongings()) != before and time.monotonic() < end_s:
         time.sleep(0.02)
     assert after == before, (before.descriptors - after.descriptors, after.descriptors - before.descriptors)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(warm: None) -> Iterator[None]:
+    """Fail a test that leaves something behind."""
+    gc.collect()  # what tests of other files have left to it
+    with leaving_nothing():
+        yield

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,7 +19,7 @@ from onebox.errors import PoolError
 from onebox.graph import TracedModel, capture
 from onebox.plan import Plan, Stage
 from onebox.pool import open_pool
-from tests.process.faults.conftest import SETTLE_S, belongings
+from tests.process.faults.conftest import leaving_nothing
 
 SIZE = 64
 STEPS = 9
@@ -77,12 +76,8 @@ MORE = (("stages", 1), ("replicas", 0), ("replicas", 1))
 @pytest.fixture(autouse=True, scope="module")
 def nothing_left(warm: None) -> Iterator[None]:
     """Fail if these tests leave something behind; a pool that heals is another one after each of them."""
-    before = belongings()
-    yield
-    end_s = time.monotonic() + SETTLE_S
-    while (after := belongings()) != before and time.monotonic() < end_s:
-        time.sleep(0.02)
-    assert after == before
+    with leaving_nothing():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ from onebox.pool import Fault, open_pool
 from onebox.pool.backends.local import LocalSource
 from onebox.wire.protocol.instructions import Ask
 from tests.models import CASES, OPTIMIZERS
-from tests.process.faults.conftest import SETTLE_S, belongings
+from tests.process.faults.conftest import SETTLE_S, leaving_nothing
 from tests.process.stages import staged
 from tests.trainer_arguments import grouped
 
@@ -173,12 +173,8 @@ KINDS = {
 @pytest.fixture(autouse=True, scope="module")
 def nothing_left(warm: None) -> Iterator[None]:
     """Fail if these tests leave something behind; a pool that heals is another one after each of them."""
-    before = belongings()
-    yield
-    end_s = time.monotonic() + SETTLE_S
-    while (after := belongings()) != before and time.monotonic() < end_s:
-        time.sleep(0.02)
-    assert after == before, (before.descriptors - after.descriptors, after.descriptors - before.descriptors)
+    with leaving_nothing():
+        yield
 
 
 @pytest.fixture(scope="module")

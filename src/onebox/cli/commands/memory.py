@@ -34,8 +34,11 @@ from onebox.report.tables.plan import stage_table
 _WIDTH = 60
 _OPERATOR_S = 5e-6
 
-_FAULTY = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError)
-"""Errors of transformers and PEFT, beside the usual ones, at configurations that no model can be made of."""
+_FAULTY = (
+    *(ArithmeticError, AssertionError, AttributeError, ImportError),
+    *(LookupError, OSError, RuntimeError, TypeError, ValueError),
+)
+"""Errors of transformers and PEFT at configurations that no model can be made of."""
 
 _TOKENS = 512
 """Tokens of a sample of a language model."""
@@ -101,14 +104,14 @@ def _language_job(config: MemoryConfig, path: Path) -> tuple[str, tuple[nn.Modul
             found.use_cache = False
             with meta_parameters():
                 model = transformers.AutoModelForCausalLM.from_config(found, dtype=dtype, trust_remote_code=False)
-        except (*_FAULTY, RuntimeError, TypeError, ValueError) as error:
+        except _FAULTY as error:
             said = " ".join(str(error).split())
             raise UsageError(f"--config {path}: no language model can be made of it: {said}") from None
         if config.lora is not None:
             peft = _imported("peft", f"--lora {config.lora}")
             try:
                 model = peft.get_peft_model(model, peft.LoraConfig(r=config.lora, target_modules="all-linear"))
-            except (*_FAULTY, RuntimeError, TypeError, ValueError) as error:
+            except _FAULTY as error:
                 said = " ".join(str(error).split())
                 raise UsageError(f"--lora {config.lora}: PEFT has no adapters for {found.model_type}: {said}") from None
     count, trained = (sum(p.numel() for p in model.parameters() if p.requires_grad or every) for every in (True, False))
