@@ -5,14 +5,13 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
-BENCHMARKS := $(patsubst %,benchmarks/%.py,opening remote eager coverage correctness lengths scaling replicas memory hybrid prediction pipeline adaptive staleness transfers recovery feed security operator_fuzz simd links slow_links launchers finetune)
 
 # Of hypothesis, for the long tier: long (random examples) or repeatable (as many, the same each time).
 PROFILE ?= long
 LONG = -m "long or hypothesis" --hypothesis-profile $(PROFILE)
 TOGETHER = -q --numprocesses auto --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-all net gpu lint bench soak clean
+.PHONY: demo test test-all net browser gpu lint docs figures package compose-check bench soak clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -35,7 +34,11 @@ test-all: $(VENV)/.stamp-test
 net: $(VENV)/.stamp-test
 	$(BIN)/pytest -q tests/net
 
-# On a machine with GPUs: all checks of them within half an hour, and a report in runs (docs/gpu.md). An environment that
+# The page in a real browser: Debian's package chromium. SCREENSHOTS=docs/images renews the pictures in the pages.
+browser: $(VENV)/.stamp-test
+	ONEBOX_SCREENSHOTS=$(SCREENSHOTS) $(BIN)/pytest -q tests/browser
+
+# On a machine with GPUs: all checks of them within half an hour, and a report in runs (docs/how-to/gpu.md). An environment that
 # has PyTorch and the packages is used instead of .venv by  make gpu PYTHON_ENV=FOLDER;  arguments come in ARGS.
 gpu: $(if $(PYTHON_ENV),,$(VENV)/.stamp-test)
 	$(or $(PYTHON_ENV),$(VENV))/bin/python -m tests.gpu_run $(ARGS)
@@ -46,15 +49,33 @@ lint: $(VENV)/.stamp-test
 	$(BIN)/mypy --num-workers 2
 	$(BIN)/lint-imports --no-logo
 
+# The site, into build/site, without a network; a warning is an error.
+docs: $(VENV)/.stamp-test
+	$(BIN)/python -m sphinx -W -n -b html -d build/trees docs build/site
+
+# One table of all figures that have a target; each benchmark ends within five minutes, or is ended.
 bench: $(VENV)/.stamp-test
-	@for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+	$(BIN)/python benchmarks/verdicts.py
 
 # For the night: half an hour and more.
 soak: $(VENV)/.stamp-test
 	$(BIN)/python benchmarks/soak.py
 
+# The pictures of README and docs, from recorded values.
+figures: $(VENV)/.stamp-test
+	$(BIN)/python docs/figures/draw.py
+
+# Wheel and source distribution in dist, installed into a fresh environment and tried there from outside the sources. The
+# environment downloads what it needs; with  ARGS=--outer  it uses the packages of .venv.
+package: $(VENV)/.stamp-test
+	$(BIN)/python -m tests.package_run --dist dist $(ARGS)
+
+# The image and the compose file in docker, without an engine.
+compose-check: $(VENV)/.stamp-test
+	$(BIN)/pytest -q tests/unit/test_containers.py
+
 clean:
-	rm -rf $(VENV) dist runs .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build dist runs .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.stamp-run: $(VENV)/.stamp-torch pyproject.toml constraints.txt

@@ -1,9 +1,11 @@
 """How close does the feed come to its slowest stage, with stages that sleep, and with pictures and a network?
 
-Three questions, each a table:
+Four questions, each a table:
 
 - 20 ms read | 20 ms process | 20 ms compute over 60 batches, in turn with torchdata.nodes and PyTorch's DataLoader.
   What cannot be undercut is (60 + 2) x 20 ms. Beside it, what the pipeline itself costs for each item and stage.
+- How long a process that bounds the run sleeps between its batches, beside a loop that keeps the interpreter's lock.
+  This is no clock's time but the scheduler's account of the process: a busy machine does not change it.
 - CIFAR-10's JPEGs into a network on a CPU worker, and on emulated devices that sleep: the time of a step against that
   of the slowest stage alone, each stage by itself in the same round.
 - What of a step's time its caller spends on bringing the batch on its way, with the feed's upload and without.
@@ -20,6 +22,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from common import finish, show, spread
 from feed_training import SIDES, Training
@@ -44,7 +47,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30, help="steps of a round, each with a batch of pictures")
     parser.add_argument("--data", type=Path, default=Path(os.environ.get("ONEBOX_TEST_DATA", DATA)))
     options = parser.parse_args()
-    result = sleeping(options.rounds)
+    result = sleeping(options.rounds) | between_batches(options.rounds)
     if (options.data / "cifar10-train.tar").exists():
         result |= training(options.data, options.rounds, options.steps)
     else:
@@ -163,6 +166,57 @@ def item_us(by: Any, count: int) -> float:
         for _ in ready:
             pass
         return (time.perf_counter() - begin) / (count - 1) / len(stages) * 1e6
+
+
+# ---- a process beside a loop that computes
+
+
+def compute(for_s: float) -> None:
+    """Compute for a while, without a release of the interpreter's lock."""
+    end_s = time.thread_time() + for_s
+    while time.thread_time() < end_s:
+        pass
+
+
+def files(number: int) -> tuple[tuple[int, bytes], ...]:
+    """Read a batch of 200 short files."""
+    return tuple((index, bytes(900)) for index in range(200))
+
+
+def process_files(samples: tuple[tuple[int, bytes], ...]) -> int:
+    """Process a batch for 10 ms."""
+    compute(0.010)
+    return len(samples)
+
+
+def between_batches(rounds: int) -> dict[str, float]:
+    """Measure how long the process sleeps for each batch."""
+    found = [asleep_ms(100) for _ in range(rounds)]
+    rows = [["10 ms of processing | 4 ms of the loop", spread(found, 2)]]
+    show("A process that bounds the run, beside a loop: median (least to most)", ["batch", "ms asleep"], rows)
+    return {"process_asleep_ms": round(statistics.median(found), 3)}
+
+
+def asleep_ms(count: int) -> float:
+    """Return how long the process sleeps for each batch: the time in which it neither runs nor waits for a core."""
+    stages = [StageSpec("read", files), StageSpec("process", process_files, 1, "processes")]
+    with Pipeline(range(count + 20), stages) as ready:
+        for _ in range(10):
+            next(ready)
+        child = max(psutil.Process().children(recursive=True), key=lambda each: each.cpu_times().user)
+        before = account_s(child.pid)
+        for _ in range(count):
+            next(ready)
+            compute(0.004)
+        after = account_s(child.pid)
+    passed_s, scheduled_s = (end - begin for begin, end in zip(before, after, strict=True))
+    return (passed_s - scheduled_s) / count * 1e3
+
+
+def account_s(process: int) -> tuple[float, float]:
+    """Return the time, and for how long of it a process ran or waited for a core."""
+    running_ns, waiting_ns, _ = Path(f"/proc/{process}/schedstat").read_text().split()
+    return time.perf_counter(), (int(running_ns) + int(waiting_ns)) / 1e9
 
 
 # ---- pictures and a network

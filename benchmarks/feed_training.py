@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -34,18 +34,22 @@ class Side:
         name: For people.
         devices: What is opened.
         step_s: What emulated devices take for a step; 0 for real ones.
+        by: What processes samples.
     """
 
     key: str
     name: str
     devices: str
     step_s: float = 0.0
+    by: Literal["threads", "processes"] = "threads"
 
 
 SIDES = (
     Side(key="cpu", name="a CPU worker, one thread", devices="cpu"),
     Side(key="sim", name="2 emulated devices of 60 ms a step", devices="sim*2", step_s=0.060),
     Side(key="process", name="2 emulated devices of 5 ms a step", devices="sim*2", step_s=0.005),
+    Side(key="cpu_processes", name="a CPU worker; by processes", devices="cpu", by="processes"),
+    Side(key="process_processes", name="2 of 5 ms; by processes", devices="sim*2", step_s=0.005, by="processes"),
 )
 
 
@@ -85,13 +89,13 @@ class Training:
     """A network that is trained on CIFAR-10's JPEGs.
 
     Args:
-        side: By what.
+        side: The devices, and what processes samples.
         data: The folder with the archives.
         stack: Ends what is begun here.
     """
 
     def __init__(self, side: Side, data: Path, stack: ExitStack) -> None:
-        self.source = Cifar10(data)
+        self.source, self._by = Cifar10(data), side.by
         torch.manual_seed(0)
         model = Network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -128,7 +132,7 @@ class Training:
 
     def fed(self, steps: int, epoch: int) -> tuple[float, float]:
         """Return seconds of a step with the feed, and the share of uploading."""
-        with Feed(self.source, batch_size=BATCH, seed=0, process_by="threads", upload=self.trainer.upload) as feed:
+        with Feed(self.source, batch_size=BATCH, seed=0, process_by=self._by, upload=self.trainer.upload) as feed:
             return self._steps(((uploaded, None) for uploaded in feed.epoch(epoch)), steps)
 
     def alone(self, steps: int, epoch: int) -> tuple[dict[str, float], tuple[float, float]]:

@@ -27,7 +27,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import onebox
-from onebox.graph import TracedModel, capture
+from onebox.graph import TracedModel
+from onebox.graph.capture.export import capture
 from onebox.plan import Plan, Stage
 from onebox.sizes import size_text
 

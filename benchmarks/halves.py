@@ -24,7 +24,8 @@ from torch import nn
 
 import onebox
 from onebox.engine.partition import value_chunks
-from onebox.graph import TracedModel, capture
+from onebox.graph import TracedModel
+from onebox.graph.capture.export import capture
 from onebox.plan import Plan, Prediction, Stage
 from onebox.pool import Link
 

@@ -19,7 +19,8 @@ from common import show, spread
 from torch import Tensor, nn
 from torch.nn import functional
 
-from onebox.graph import NamedProgram, Phase, Port, TracedModel, capture
+from onebox.graph import NamedProgram, Phase, Port, TracedModel
+from onebox.graph.capture.export import capture
 from onebox.worker.accelerator import HostAccelerator
 from onebox.worker.programs import interpreter
 from onebox.worker.programs.graphs import GraphMemory

@@ -17,7 +17,8 @@ from common import finish, show
 from torch import Tensor, nn
 
 import onebox
-from onebox.graph import TracedModel, capture
+from onebox.graph import TracedModel
+from onebox.graph.capture.export import capture
 from onebox.plan import Plan, Stage
 
 BATCH = 32

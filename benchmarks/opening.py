@@ -17,7 +17,9 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -68,6 +70,7 @@ def main() -> None:
             result |= {f"{name}: s": statistics.median(seconds), f"{name}: cpu_s": statistics.median(processor)}
     show("Opening a pool of CPU workers", ["workers", "started", "seconds", "CPU seconds"], rows)
     result |= show_first_steps(options.rounds)
+    result |= show_commands(options.rounds)
     finish(result, as_json=options.json)
 
 
@@ -90,6 +93,24 @@ def show_first_steps(rounds: int) -> dict[str, float]:
         for side, of in columns.items()
         for name, values in zip(("s", "cpu_s", "mb"), of, strict=True)
     }
+
+
+def show_commands(rounds: int) -> dict[str, float]:
+    """Print what a script that imports PyTorch takes, by plain Python and under ``onebox run``; return the medians."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "script.py"
+        script.write_text("import torch\n")
+        under = [sys.executable, "-m", "onebox", "run", "--pool", "cpu*2", "--threads", "1", str(script)]
+        commands = {"python": [sys.executable, str(script)], "onebox run": under}
+        found: dict[str, list[float]] = {side: [] for side in commands}
+        for _ in range(rounds):
+            for side, command in commands.items():
+                begin_s = time.monotonic()
+                subprocess.run(command, timeout=120, check=True)
+                found[side].append(time.monotonic() - begin_s)
+    found["difference"] = [under - plain for plain, under in zip(*found.values(), strict=True)]
+    show("A script that imports PyTorch", ["", "seconds"], [[side, spread(values)] for side, values in found.items()])
+    return {"start_s_over_python": statistics.median(found["difference"])}
 
 
 def measure(workers: int) -> dict[str, tuple[float, float]]:

@@ -15,7 +15,8 @@ from common import Peer
 from pipeline_models import STAGES_PER_DEVICE, Case, place, sgd
 
 import onebox
-from onebox.graph import TracedModel, capture
+from onebox.graph import TracedModel
+from onebox.graph.capture.export import capture
 from onebox.plan import Plan, Prediction, Stage
 
 Run = Callable[[int], float]

@@ -6,28 +6,55 @@ emulated links: the stages' times are given, and what is measured is whether the
 says. Two pairs of these are joined by slow links, over which they train in exact steps, with lossy messages, and as
 islands. Memory is predicted from buffer lifetimes alone, and compared with the workers' own accounting (on CPU
 workers; a worker's peak is that of one plan in a pool of its own).
+
+With ``--disturbed`` the CPU plans are predicted and run beside a process that keeps half of a core busy
+(:mod:`disturbance`): in each round all of them from one profile, then a few steps of each in turn.
+
+- ``disturbed_error``: mean relative error of the predicted median of a step;
+- ``inside_interval``: share of the steps inside their predicted interval, the 10th to the 90th percentile;
+- ``order_correlation``: Spearman's coefficient of predicted and measured medians, the mean of the rounds;
+- ``chosen_over_idle``: measured step of the plan that is predicted to be the fastest, the mean of the rounds, over that
+  of the plan that a profile without the disturbance makes the fastest.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 import torch
 from common import finish, show, spread
+from disturbance import disturbance
 from torch import Tensor, nn
 
 import onebox
+from onebox.cost.model_profile import ModelProfile
 from onebox.engine.planning.make_plan import pool_links
 from onebox.engine.planning.profile import profile_model
 from onebox.engine.problem.planner_problem import make_problem
-from onebox.graph import TracedModel, capture
-from onebox.plan import ASYNC, ComputeTime, DeviceSpec, Links, Plan, Problem, Segment, SegmentValue, Stage, predict
+from onebox.engine.problem.stage_formats import with_formats
+from onebox.graph import TracedModel
+from onebox.graph.capture.export import capture
+from onebox.plan import (
+    ASYNC,
+    ComputeTime,
+    DeviceSpec,
+    Links,
+    Plan,
+    Prediction,
+    Problem,
+    Segment,
+    SegmentValue,
+    Stage,
+    predict,
+)
 from onebox.pool import Link
 
 BATCH = 64
@@ -70,7 +97,11 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--emulated", action="store_true", help="only plans on emulated devices")
+    parser.add_argument("--disturbed", action="store_true", help="only plans on CPU workers, beside a disturbing load")
     options = parser.parse_args()
+    if options.disturbed:
+        finish(beside_load(options.rounds), as_json=options.json)
+        return
     real = [] if options.emulated else on_cpus(options.rounds)
     slow = over_slow_links(options.rounds)
     emulated = on_sims(options.rounds) + slow
@@ -108,9 +139,12 @@ def main() -> None:
 
 def rank_correlation(rows: Sequence[Row]) -> float:
     """Return Spearman's coefficient of predicted and measured times."""
-    return statistics.correlation(
-        _ranks([row.predicted_s for row in rows]), _ranks([statistics.median(row.measured_s) for row in rows])
-    )
+    return correlation([row.predicted_s for row in rows], [statistics.median(row.measured_s) for row in rows])
+
+
+def correlation(one: Sequence[float], other: Sequence[float]) -> float:
+    """Return Spearman's coefficient of two series."""
+    return statistics.correlation(_ranks(one), _ranks(other))
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
@@ -161,9 +195,136 @@ def on_cpus(rounds: int) -> list[Row]:
             profile, _ = profile_model(model, LOSS, optimizer, *data(), pool=pool, sizes=[size], cache=False)
             links = pool_links(pool)
             problem = make_problem(profile, pool.devices, links, batch=BATCH, micro_batches=(size,))
+            plan = with_formats(plan, profile, pool.devices)  # noqa: PLW2901
         prediction, _ = predict(problem, plan)
         rows.append(Row("cpu*2", name, prediction.step_s, *run_on_cpus(plan, rounds)))
     return rows
+
+
+@dataclass
+class DisturbedRow:
+    """One plan beside a disturbing process.
+
+    Args:
+        name: What it is.
+        idle_s: Seconds of a step, as predicted without the disturbance.
+        predicted: Prediction of each round.
+        measured_s: Seconds of each step of each round.
+    """
+
+    name: str
+    idle_s: float
+    predicted: list[Prediction]
+    measured_s: list[list[float]]
+
+    @property
+    def medians_s(self) -> list[float]:
+        """Measured medians of each round."""
+        return list(map(statistics.median, self.measured_s))
+
+    @property
+    def errors(self) -> list[float]:
+        """Error of each round's median, as a part of the measured one."""
+        return [own.step_s / median_s - 1 for own, median_s in zip(self.predicted, self.medians_s, strict=True)]
+
+    @property
+    def inside(self) -> list[bool]:
+        """Return for each step whether it was inside the predicted interval."""
+        bounds = [own.interval_s or (own.step_s, own.step_s) for own in self.predicted]
+        return [low <= each <= high for (low, high), own in zip(bounds, self.measured_s, strict=True) for each in own]
+
+    def cells(self) -> list[str]:
+        """Return its row of the table."""
+        predicted_ms = [1e3 * own.step_s for own in self.predicted]
+        around = [
+            [end / own.step_s - 1 for end in own.interval_s] for own in self.predicted if own.interval_s is not None
+        ]
+        ends = [statistics.median(each) for each in zip(*around, strict=True)]
+        return [
+            self.name,
+            f"{1e3 * self.idle_s:.1f}",
+            spread(predicted_ms, 1),
+            " to ".join(f"{end:+.0%}" for end in ends),
+            percentiles([each for own in self.measured_s for each in own]),
+            f"{statistics.fmean(self.errors):+.1%}",
+        ]
+
+
+def beside_load(rounds: int) -> dict[str, Any]:
+    """Predict and run plans on two CPU workers beside a disturbing process; print the table, return the figures."""
+    model, optimizer = fresh()
+    plans = cpu_plans(TracedModel(capture(model, LOSS, data()), backward=True).segments)
+    with onebox.open("cpu*2", threads=1) as pool, ExitStack() as stack:
+        alone, profile = cpu_problem(model, optimizer, pool, plans)
+        plans = [(name, with_formats(plan, profile, pool.devices)) for name, plan in plans]
+        rows = [DisturbedRow(name, predict(alone, plan)[0].step_s, [], []) for name, plan in plans]
+        trainers = [stack.enter_context(cpu_trainer(pool, plan)) for _, plan in plans]
+        for trainer in trainers:
+            timed(trainer, data(), 0)
+        stack.enter_context(disturbance())
+        for _ in range(rounds):
+            problem, _ = cpu_problem(model, optimizer, pool, plans)
+            for row, (_, plan), trainer in zip(rows, plans, trainers, strict=True):
+                row.predicted.append(predict(problem, plan)[0])
+                row.measured_s.append(ends_apart(trainer, data(), STEPS))
+    typical_s = [statistics.median(row.medians_s) for row in rows]
+    of_idle_s = typical_s[min(range(len(rows)), key=lambda number: rows[number].idle_s)]
+    of_chosen_s = [
+        typical_s[min(range(len(rows)), key=lambda number: rows[number].predicted[turn].step_s)]
+        for turn in range(rounds)
+    ]
+    orders = [
+        correlation([row.predicted[turn].step_s for row in rows], [row.medians_s[turn] for row in rows])
+        for turn in range(rounds)
+    ]
+    result = {
+        "disturbed_error": round(statistics.fmean(abs(error) for row in rows for error in row.errors), 4),
+        "inside_interval": round(statistics.fmean(step for row in rows for step in row.inside), 4),
+        "order_correlation": round(statistics.fmean(orders), 4),
+        "chosen_over_idle": round(statistics.fmean(own / of_idle_s for own in of_chosen_s), 4),
+        "plans": len(rows),
+        "rounds": rounds,
+    }
+    show(
+        f"Predicted and measured beside a disturbing process: mean error {result['disturbed_error']:.1%}, "
+        f"{result['inside_interval']:.0%} of the steps inside the interval, rank correlation "
+        f"{result['order_correlation']}, chosen plan {result['chosen_over_idle']} x that of the idle profile",
+        ["plan", "idle ms", "predicted ms", "interval", "measured ms", "error"],
+        [row.cells() for row in rows],
+    )
+    return result
+
+
+def percentiles(seconds: Sequence[float]) -> str:
+    """Return the median of times in milliseconds, with the 10th and the 90th percentile."""
+    cuts = statistics.quantiles(seconds, n=10, method="inclusive")
+    return f"{1e3 * statistics.median(seconds):.1f} ({1e3 * cuts[0]:.1f} to {1e3 * cuts[-1]:.1f})"
+
+
+def cpu_problem(
+    model: nn.Module, optimizer: torch.optim.Optimizer, pool: onebox.Pool, plans: Sequence[tuple[str, Plan]]
+) -> tuple[Problem, ModelProfile]:
+    """Return the planner's problem and its basis, a new profile with the micro-batches of some plans."""
+    sizes = sorted({plan.micro_batch for _, plan in plans if plan.micro_batch is not None})
+    profile, _ = profile_model(model, LOSS, optimizer, *data(), pool=pool, sizes=sizes, cache=False)
+    return make_problem(profile, pool.devices, pool_links(pool), batch=BATCH, micro_batches=sizes), profile
+
+
+def cpu_trainer(pool: onebox.Pool, plan: Plan) -> onebox.Trainer:
+    """Return a trainer of the net."""
+    model, optimizer = fresh()
+    return onebox.Trainer(model, LOSS, optimizer, pool=pool, plan=plan, engine=onebox.Engine(check_every=0))
+
+
+def ends_apart(trainer: onebox.Trainer, batch: tuple[Tensor, Tensor], steps: int, *, warm: int = 2) -> list[float]:
+    """Return the seconds from the end of each step to that of the next, after some warm-up steps."""
+    losses, ends_s = [trainer.step(*batch)], []
+    for _ in range(warm + steps):
+        losses.append(trainer.step(*batch))
+        losses[-2].item()
+        ends_s.append(time.perf_counter())
+    losses[-1].item()
+    return [later - earlier for earlier, later in itertools.pairwise(ends_s)][warm - 1 :]
 
 
 def cpu_plans(names: Sequence[str]) -> list[tuple[str, Plan]]:
@@ -194,11 +355,7 @@ def staged(parts: Sequence[Sequence[str]], devices: Sequence[int], schedule: str
 
 def run_on_cpus(plan: Plan, rounds: int) -> tuple[list[float], list[tuple[int, int]]]:
     """Return the seconds of a step, the median of each round, and the memory of each device."""
-    model, optimizer = fresh()
-    with (
-        onebox.open("cpu*2", threads=1) as pool,
-        onebox.Trainer(model, LOSS, optimizer, pool=pool, plan=plan, engine=onebox.Engine(check_every=0)) as trainer,
-    ):
+    with onebox.open("cpu*2", threads=1) as pool, cpu_trainer(pool, plan) as trainer:
         seconds = timed(trainer, data(), rounds)
         expected = trainer.predicted_memory(*data())
         used = trainer.memory()

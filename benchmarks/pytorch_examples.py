@@ -1,11 +1,12 @@
-"""Do the scripts of pytorch/examples run on a pool as they are?
+"""Do the scripts of pytorch/examples, and timm's train.py, run on a pool as they are?
 
 Each is run under ``onebox run`` on two CPU workers, in a copy of its folder, with small numbers of epochs where it has
-such an option. torchvision is the stand-in beside this file, with digits in the place of MNIST. The text of
-word_language_model comes with the clone; a row whose data is absent is left out.
+such an option. torchvision is the stand-in beside this file, with digits in the place of MNIST; timm trains on digits
+in files. The text of word_language_model comes with the clone; a row whose data is absent is left out.
 
     git clone https://github.com/pytorch/examples
-    python benchmarks/pytorch_examples.py examples
+    git clone https://github.com/huggingface/pytorch-image-models
+    python benchmarks/pytorch_examples.py examples --timm pytorch-image-models
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common import commit, finish, machine, show
+from PIL import Image
+
+from onebox.feed.datasets.in_memory import load_digits
 
 STANDINS = Path(__file__).parent / "standins"
 WITHIN_S = 300.0
@@ -58,34 +62,61 @@ ROWS = (
 )
 
 
+TIMM = (
+    "train.py --data-dir digits --model resnet18 --num-classes 10 --img-size 32 --batch-size 16 --epochs 1 "
+    "--warmup-epochs 0 --workers 1 --no-aug"
+)
+TIMM_ROWS = (
+    Row("", TIMM, "train.py"),
+    Row("", f"{TIMM} --no-prefetcher", "train.py"),
+    Row("", f"{RANKS} {TIMM}", "train.py"),
+)
+PICTURES = 64
+
+
 def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("clone", type=Path, help="folder of a clone of pytorch/examples")
+    parser.add_argument("--timm", type=Path, help="folder of a clone of huggingface/pytorch-image-models")
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
     options = parser.parse_args()
     found, table, left_out = {}, [], []
-    for row in ROWS:
-        name = f"{row.folder} {row.command}"
-        if row.needs and not (options.clone / row.folder / row.needs).is_file():
+    rows = [(options.clone / row.folder, row) for row in ROWS]
+    rows += [(options.timm, row) for row in TIMM_ROWS if options.timm]
+    for folder, row in rows:
+        name = f"{folder.name} {row.command}"
+        if row.needs and not (folder / row.needs).is_file():
             left_out.append(name)
             continue
         begin_s = time.monotonic()
-        status, said = run(options.clone / row.folder, row.command)
+        status, said = run(folder, row.command, digits=row in TIMM_ROWS)
         seconds = round(time.monotonic() - begin_s, 1)
         found[name] = {"works": status == 0, "seconds": seconds, "said": said}
-        table.append([row.folder, row.command, "works" if status == 0 else f"fails ({status})", f"{seconds}"])
-    show("Scripts of pytorch/examples on two CPU workers", ["folder", "command", "", "seconds"], table)
+        table.append([folder.name, row.command, "works" if status == 0 else f"fails ({status})", f"{seconds}"])
+    show("Scripts on two CPU workers", ["folder", "command", "", "seconds"], table)
     failed = sum(not each["works"] for each in found.values())
     result = {"works": len(found) - failed, "failed": failed, "left_out": left_out, "rows": found}
     finish({**result, "machine": machine(), "commit": commit()}, as_json=options.json)
 
 
-def run(folder: Path, command: str) -> tuple[int, str]:
-    """Run a script in a copy of its folder; return its exit status and the last line that it printed."""
+def write_digits(folder: Path) -> None:
+    """Write pictures of digits into a folder for each label, for training and for validation."""
+    digits = load_digits()
+    for name, part in (("train", digits.train), ("validation", digits.test)):
+        for number in range(PICTURES):
+            path = folder / name / str(int(part.labels[number])) / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(part.images[number, 0].numpy()).convert("RGB").resize((32, 32)).save(path)
+
+
+def run(folder: Path, command: str, *, digits: bool = False) -> tuple[int, str]:
+    """Run a script in a copy of its folder, beside pictures of digits; return its exit status and last line."""
     environment = os.environ | {"PYTHONPATH": str(STANDINS), "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}
     with tempfile.TemporaryDirectory() as place:
-        copy = shutil.copytree(folder, Path(place) / folder.name)
+        copy = shutil.copytree(folder, Path(place) / folder.name, ignore=shutil.ignore_patterns(".git"))
+        if digits:
+            write_digits(copy / "digits")
         line = [sys.executable, "-m", "onebox", "run", "--pool", f"cpu*{DEVICES}", "--threads", "1", *command.split()]
         pipe = subprocess.PIPE
         with subprocess.Popen(line, cwd=copy, env=environment, stdout=pipe, stderr=pipe, text=True) as process:

@@ -23,7 +23,8 @@ from common import BATCH, batches, finish, make, show, spread
 from torch import nn
 
 import onebox
-from onebox.graph import TracedModel, capture
+from onebox.graph import TracedModel
+from onebox.graph.capture.export import capture
 from onebox.plan import Plan, Stage
 
 WARM_STEPS = 12

@@ -21,7 +21,8 @@ import torch
 from slow_links_sides import SIDES, Setting, serve
 
 import onebox
-from onebox.graph import TracedModel, capture
+from onebox.graph import TracedModel
+from onebox.graph.capture.export import capture
 from onebox.plan import Plan, Stage
 
 

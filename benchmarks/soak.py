@@ -51,7 +51,8 @@ from onebox.engine.install.installed_plan import InstalledPlan
 from onebox.engine.state.checkpoint_files import read
 from onebox.engine.steps.observer import StepObserver
 from onebox.errors import CheckpointError
-from onebox.graph import TracedModel, capture
+from onebox.graph import TracedModel
+from onebox.graph.capture.export import capture
 from onebox.plan import Plan, Stage
 from onebox.pool.backends.agents.remote_worker import RemoteWorker
 from onebox.pool.keys.keyring import KnownAgent, remember_agent

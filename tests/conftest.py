@@ -36,6 +36,7 @@ settings.load_profile("short")  # --hypothesis-profile, where it is given, is lo
 
 TOGETHER = {
     "tests/net/": "network",
+    "tests/browser/": "browser",
     "tests/process/cluster/": "cluster",
     "tests/process/cli/test_train.py": "undisturbed run",
     "tests/process/cli/test_broken_runs.py": "undisturbed run",
@@ -57,6 +58,7 @@ LONGEST = (
     "tests/process/cluster/",
     "tests/process/agent/",
     "tests/process/cli/",
+    "tests/browser/",
     "tests/process/vgpu/test_coverage.py",
     "tests/process/vgpu/test_faults.py",
     "tests/process/test_rivals_refuse.py",

@@ -38,7 +38,7 @@ def train_late(
         optimizer: Over the model's parameters.
         batches: (inputs, targets) of each step.
         cut: From the samples of a batch to those of each micro-batch.
-        delay: What is done about late gradients, by the formulas of docs/staleness.md; with ``predict``,
+        delay: What is done about late gradients, by the formulas of docs/concepts/staleness.md; with ``predict``,
             ``extrapolate`` and ``both`` for SGD with momentum and optimizers of Adam's kind.
         max_norm: For clipping.
         warm_up: So many steps before are exact.

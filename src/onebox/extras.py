@@ -31,7 +31,7 @@ class OptionalPackage(NamedTuple):
 
 
 PACKAGES = (
-    OptionalPackage("matplotlib", "matplotlib", "plot", "figures of schedules and of memory"),
+    OptionalPackage("matplotlib", "matplotlib", "plot", "figures of plans, memory and pools"),
     OptionalPackage("PIL", "pillow", "images", "pictures in files"),
     OptionalPackage("prometheus_client", "prometheus-client", "agent", "onebox serve --metrics-port"),
     OptionalPackage("lz4", "lz4", "compression", "batches compressed on slow links"),
@@ -41,7 +41,7 @@ PACKAGES = (
     OptionalPackage("torchdata", "torchdata", "data", "graphs of torchdata.nodes"),
     OptionalPackage("ray", "ray", "cluster", "pools on a Ray cluster"),
 )
-"""All of them, in the order in which README lists the extras."""
+"""All of them, in the order of the extras in pyproject.toml."""
 
 
 def import_extra(name: str, user: str) -> ModuleType:

@@ -1,4 +1,4 @@
-"""Numbers of bytes as people write and read them: sizes, and the budgets of several devices."""
+"""Numbers of bytes and of seconds as people write and read them, and the memory budgets of several devices."""
 
 from __future__ import annotations
 
@@ -50,6 +50,15 @@ def size_text(size_bytes: int) -> str:
     return f"{size_bytes / 2**20:.0f} MiB" if size_bytes >= 2**20 else f"{size_bytes} bytes"
 
 
+def bytes_text(size_bytes: int) -> str:
+    """Format a number of bytes with three digits, in a suitable unit; whole bytes below one KiB."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size_bytes >= unit:
+            value = size_bytes / unit
+            return f"{value:,.0f} {name}" if value >= 99.95 else f"{value:.3g} {name}"
+    return f"{size_bytes} B"
+
+
 def bit_rate_text(bytes_per_s: float) -> str:
     """Say a rate in bits per second, as those of networks are given.
 
@@ -62,6 +71,18 @@ def bit_rate_text(bytes_per_s: float) -> str:
         return "more than a Tbit/s"
     value, unit = (mega / 1e3, "Gbit/s") if mega >= 1e3 else (mega, "Mbit/s")
     return f"{value:.2g} {unit}" if value < 10 else f"{value:.0f} {unit}"
+
+
+def time_text(seconds: float) -> str:
+    """Format a time with three significant digits, in microseconds, milliseconds or seconds."""
+    for least, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if seconds >= least * 0.9995:
+            return f"{_digits(seconds / least)} {unit}"
+    return "0 µs" if seconds < 5e-10 else f"{_digits(seconds * 1e6)} µs"
+
+
+def _digits(value: float) -> str:
+    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
 
 
 def enough_text(size_bytes: int) -> str:

@@ -153,6 +153,56 @@ class StopSignals:
         raise SystemExit(self.status)
 
 
+class InterruptibleClock:
+    """A monotonic clock that the first Ctrl-C within its context sets to infinity: every deadline has passed then.
+
+    A second Ctrl-C has its earlier effect. Only in the main thread; elsewhere, and where Ctrl-C is ignored, it is an
+    ordinary clock.
+
+    Args:
+        enabled: Whether Ctrl-C has this effect.
+
+    Attributes:
+        interrupted: True after the first Ctrl-C.
+
+    Example:
+        >>> with InterruptibleClock() as clock:
+        ...     end_s = clock() + 0.01
+        ...     while clock() < end_s:
+        ...         pass
+        >>> clock.interrupted
+        False
+    """
+
+    def __init__(self, enabled: bool = True) -> None:
+        self._enabled = enabled
+        self.interrupted = False
+        self._handlers = contextlib.ExitStack()
+        self._earlier: dict[int, Any] = {}
+
+    def __call__(self) -> float:
+        """Return the time in seconds."""
+        return math.inf if self.interrupted else time.monotonic()
+
+    def __enter__(self) -> Self:
+        if self._enabled:
+            self._earlier = {number: signal.getsignal(number) for number in END_SIGNALS}  # before one can come
+            self._handlers.enter_context(handling(self._handle))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._handlers.close()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and not self.interrupted:
+            self.interrupted = True
+        elif callable(earlier := self._earlier[number]):
+            earlier(number, frame)
+        else:  # the system's own
+            signal.signal(number, earlier)
+            signal.raise_signal(number)
+
+
 class _WaitEnded(BaseException):
     """Ends a wait; not an ``Exception``, which whoever waits might handle."""
 

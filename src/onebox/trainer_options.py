@@ -102,8 +102,8 @@ class StaleGradients:
 
     Args:
         correction: Correction of the late gradients: ``none``, ``predict`` (computing with predicted weights),
-            ``extrapolate``, ``lookahead``, ``both``, ``feedback`` (see docs/staleness.md), or ``auto``, which depends
-            on the optimizer and logs the choice and its reason.
+            ``extrapolate``, ``lookahead``, ``both``, ``feedback`` (formulas in
+            docs/concepts/staleness.md), or ``auto``, which depends on the optimizer and logs the choice and its reason.
         warm_up: Number of exact steps at the beginning, where weights change fastest; without it 100, which is logged.
 
     Raises:
@@ -139,7 +139,7 @@ class Outer:
             step; the rest are the global ones.
         compression: Codec of the outer gradients that islands send each other: ``none``, ``bf16``, ``int8``, or
             ``e3m0`` with four bits a value (Streaming DiLoCo). They are decoded and summed in the parameters' type, and
-            what is lost is added to the next ones (error feedback, arXiv:2508.15706). See docs/compression.md.
+            what is lost is added to the next ones (error feedback, arXiv:2508.15706). See docs/how-to/compression.md.
         state: Place of the global parameters, the momentum, and what the codec has lost, between two outer steps: the
             ``device`` or the ``host`` of each worker that exchanges outer gradients. The result is the same.
         shares: Each island's share of the batch: ``auto`` (equal for islands of alike devices, else measured),
@@ -316,8 +316,9 @@ class Engine:
         in_flight: Most steps in flight; without it as many as keep the workers busy: two on one machine or a LAN, up to
             eight with long round trips or islands.
         overlap: Overlap a part of the averaging and of the update of each exact step with the next one, just before its
-            parameters are read, and send large values in chunks where that is predicted to pay (docs/topology.md). The
-            result is bitwise the same, except for the last bit of matrix products of chunks.
+            parameters are read, and send large values in chunks where that is predicted to pay
+            (docs/concepts/topology.md). The result is bitwise the same, except for the last bit of matrix products of
+            chunks.
         fuse: Fuse activations that the model composes of several operators, such as GELU in Hugging Face's GPT-2: fewer
             passes over memory, and fewer tensors kept for backward. Results differ by rounding.
         trace: Time the workers' instructions, for :meth:`Trainer.events`.

@@ -14,7 +14,8 @@ from torch import nn
 
 import onebox
 from onebox.engine import TraceEvent
-from onebox.graph import TracedModel, capture
+from onebox.graph import TracedModel
+from onebox.graph.capture.export import capture
 from onebox.plan import Plan, Stage
 
 pytestmark = pytest.mark.gpu

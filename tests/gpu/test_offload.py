@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import onebox
-from onebox.graph import TracedModel, capture
+from onebox.graph import TracedModel
+from onebox.graph.capture.export import capture
 from onebox.plan import ActivationPolicy, Plan, Stage
 from onebox.wire import TensorSpec
 from onebox.wire.protocol.instructions import Call, Evict, Free, Offload, Prefetch

@@ -11,7 +11,8 @@ import torch
 
 import onebox
 from onebox.errors import OneboxError
-from onebox.graph import TracedModel, capture
+from onebox.graph import TracedModel
+from onebox.graph.capture.export import capture
 from onebox.plan import Plan, Stage
 from onebox.pool import raise_first
 from onebox.wire import TensorSpec, to_frame

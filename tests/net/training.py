@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import onebox
 from onebox.engine.recovery.policy import RecoveryRecord
-from onebox.graph import TracedModel, capture
+from onebox.graph import TracedModel
+from onebox.graph.capture.export import capture
 from onebox.plan import Plan, Stage
 from tests import reference
 from tests.reference import Outcome

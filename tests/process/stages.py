@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import onebox
-from onebox.graph import TracedModel, capture
+from onebox.graph import TracedModel
+from onebox.graph.capture.export import capture
 from onebox.plan import Plan, Prediction, Schedule, Stage, named_schedule
 from tests.models import CASES, OPTIMIZERS
 from tests.reference import Outcome, drawing, train

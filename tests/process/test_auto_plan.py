@@ -16,10 +16,14 @@ import torch
 from torch import Tensor, nn
 
 import onebox
+from onebox.engine import session as session_module
 from onebox.engine import trainer as trainer_module
 from onebox.engine.planning import resolve_plan
 from onebox.engine.session import TrainingSession
+from onebox.engine.workload.batch import Batch
+from onebox.engine.workload.captures import Captures
 from onebox.errors import PlanError, UsageError
+from onebox.graph import TracedModel
 from onebox.plan import ASYNC, predict
 from tests.models import CASES
 from tests.process.shelf import Shelf
@@ -64,6 +68,49 @@ def test_the_result_is_that_of_one_process(
         assert trainer.plan is not None
         if plan.micro_batch is not None:
             assert trainer.plan.micro_batch == plan.micro_batch
+
+
+def test_an_adaptive_run_follows_the_problem_of_its_plan(pools: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments measured one by one are better than times of stages that are divided among them."""
+    made, followed, found = resolve_plan.make_plan, session_module.problem_maker, []
+
+    def plan(*args: Any, **options: Any) -> Any:
+        found.append(made(*args, **options))
+        return found[-1]
+
+    asked: list[Any] = []
+
+    def follow(*args: Any) -> Any:
+        asked.append(args[-1])
+        return followed(*args)
+
+    monkeypatch.setattr(resolve_plan, "make_plan", plan)
+    monkeypatch.setattr(session_module, "problem_maker", follow)
+    case = CASES["mlp"]
+    model = case.model()
+    with onebox.Trainer(model, case.loss, sgd(model), pool=pools(2), plan="auto", adaptive=True) as trainer:
+        trainer.step(*case.batches([8])[0]).item()
+    assert asked[0]() is found[0].problem
+
+
+@pytest.mark.parametrize("name", ["mlp", "dropping"])
+def test_the_run_begins_with_the_captures_of_planning(name: str, pools: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[int, bool, bool]] = []
+    original = Captures._capture
+
+    def capture(own: Captures, batch: Batch, size: int, *, train: bool, probe: bool = False) -> TracedModel:
+        made.append((size, train, probe))
+        return original(own, batch, size, train=train, probe=probe)
+
+    monkeypatch.setattr(Captures, "_capture", capture)
+    case = CASES[name]
+    model = case.model()
+    with onebox.Trainer(model, case.loss, sgd(model), pool=pools(2), plan="auto") as trainer:
+        trainer.step(*case.batches([8])[0]).item()
+        assert trainer.plan is not None
+        sizes = {part.size for part in trainer.plan.micro_batches(8)}
+    assert len(made) == len(set(made))
+    assert {(size, True, False) for size in sizes} <= set(made)
 
 
 def test_stale_gradients_get_a_plan_that_they_can_use(pools: Shelf) -> None:

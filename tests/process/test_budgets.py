@@ -14,7 +14,8 @@ import onebox
 from onebox.engine.memory.simulator import peak_of
 from onebox.engine.workload.batch import as_batch
 from onebox.errors import DeviceMemoryError, PlanError, UsageError
-from onebox.graph import TracedModel, capture
+from onebox.graph import TracedModel
+from onebox.graph.capture.export import capture
 from onebox.plan import Plan, Stage
 from onebox.pool import raise_first
 from onebox.sizes import enough_text, size_text

@@ -16,7 +16,8 @@ from torch import nn
 
 import onebox
 from onebox.engine.partition import phase_programs, value_chunks
-from onebox.graph import NamedProgram, TracedModel, capture
+from onebox.graph import NamedProgram, TracedModel
+from onebox.graph.capture.export import capture
 from onebox.plan import ASYNC, Plan, Prediction, Stage
 from onebox.pool import Link
 from tests.models import CASES, OPTIMIZERS

@@ -14,7 +14,8 @@ from torch.nn import functional
 
 import onebox
 from onebox.errors import UsageError
-from onebox.graph import TracedModel, capture
+from onebox.graph import TracedModel
+from onebox.graph.capture.export import capture
 from onebox.plan import Plan, Stage
 from tests.process.shelf import Shelf
 from tests.reference import Outcome, assert_same, state_of, train

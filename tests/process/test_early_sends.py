@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 import onebox
 from onebox.engine.partition import early_send
-from onebox.graph import TracedModel, capture
+from onebox.graph import TracedModel
+from onebox.graph.capture.export import capture
 from onebox.plan import Plan, Prediction, Stage
 from onebox.pool import Link
 from tests.process.shelf import Shelf

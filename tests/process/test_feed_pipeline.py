@@ -331,6 +331,29 @@ def test_what_processes_take_of_processors_is_counted():
     assert process.cpu_s <= process.busy_s
 
 
+def test_a_process_has_its_next_item_before_it_has_finished_one(tmp_path):
+    let_go, pulled = tmp_path / "go", []
+
+    def work(number):
+        while not let_go.exists():
+            time.sleep(0.005)
+        return number
+
+    def items():
+        for number in range(8):
+            pulled.append(number)
+            yield number
+
+    specs = [StageSpec("read", lambda number: number), StageSpec("process", work, 1, "processes")]
+    with Pipeline(items(), specs) as ready:
+        end_s = time.monotonic() + PATIENCE_S
+        while len(pulled) < 4:  # two at the process, and two that are read
+            assert time.monotonic() < end_s, pulled
+            time.sleep(0.005)
+        let_go.touch()
+        assert list(ready) == list(range(8))
+
+
 @pytest.mark.long
 def test_it_may_begin_in_any_thread():
     found: list[Any] = []

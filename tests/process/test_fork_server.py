@@ -26,8 +26,8 @@ from onebox.pool import open_pool
 from onebox.pool.backends import local as local_module
 from onebox.pool.errors import WorkerLocation
 from onebox.pool.launch import fork_server as fork_server_module
-from onebox.pool.launch.fork_server import ForkedWorker, ForkServerProcess, ForkServers, inheritance
-from onebox.pool.launch.worker_process import WorkerProcess, worker_environment
+from onebox.pool.launch.fork_server import ForkedWorker, ForkServerProcess, ForkServers, inheritance, worker_environment
+from onebox.pool.launch.worker_process import WorkerProcess
 from onebox.pool.launch.worker_user import WorkerUser, lease_users
 from onebox.wire import new_keys
 from onebox.worker import WorkerConfig
@@ -281,6 +281,27 @@ def test_more_environments_than_are_kept_get_processes_of_their_own(
 ) -> None:
     monkeypatch.setattr(fork_server_module, "MOST", 0)
     assert ForkServers().spawn_worker(worker_environment(1), words) is None
+
+
+@pytest.mark.long
+def test_a_fork_server_that_is_expected_is_the_one_that_forks(words: IO[bytes]) -> None:
+    made = ForkServers()
+    made.expect(worker_environment(1))
+    (early,) = made._found.values()
+    worker = made.spawn_worker(worker_environment(1), words)
+    assert worker is not None and end(worker) == 1
+    assert [*made._found.values()] == [early]
+    made.close()
+
+
+@pytest.mark.long
+def test_a_fork_server_without_workers_is_not_waited_for() -> None:
+    """It may still be importing PyTorch, as where a command fails early."""
+    made = ForkServers()
+    made.expect(worker_environment(1))
+    (server,) = made._found.values()
+    made.close()
+    assert server._process.returncode == -signal.SIGKILL
 
 
 @pytest.mark.long

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import onebox
+from onebox.engine.workload import captures
 from onebox.errors import UsageError
 from onebox.plan import Plan, Stage
 from tests.process.shelf import Shelf
@@ -415,6 +416,56 @@ def test_of_a_model_that_draws_random_numbers_the_loss_alone_is_checked(pools: S
                 continue
             with pytest.raises(UsageError, match="It looks like a sum over samples"):
                 trainer.step(inputs, inputs)
+
+
+@pytest.mark.parametrize(
+    ("layers", "samples", "micro_batch", "expected"),
+    [
+        ([], 8, 4, [(4, "train"), (2, "train")]),
+        ([], 6, 4, [(4, "train"), (2, "train")]),  # both are of training
+        ([nn.Dropout(0.5)], 8, 4, [(4, "train"), (4, "evaluate"), (2, "evaluate")]),
+        ([nn.BatchNorm1d(8)], 8, 4, [(4, "train"), (4, "evaluate"), (2, "evaluate")]),
+    ],
+)
+def test_the_check_uses_captures_of_training_if_eval_mode_is_no_different(
+    layers: Sequence[nn.Module],
+    samples: int,
+    micro_batch: int,
+    expected: Sequence[tuple[int, str]],
+    pools: Shelf,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[tuple[int, str]] = []
+    original = captures.capture
+
+    def capture(model: nn.Module, loss: Loss, example: tuple[Any, Any], **options: Any) -> Any:
+        made.append((len(example[1]), options["mode"]))
+        return original(model, loss, example, **options)
+
+    monkeypatch.setattr(captures, "capture", capture)
+    model, plan = mlp(*layers), onebox.DataParallel(micro_batch=micro_batch)
+    with onebox.Trainer(model, functional.cross_entropy, sgd(model), pool=pools(1), plan=plan) as trainer:
+        for batch in batches([samples, samples]):
+            assert trainer.step(*batch).item() > 0
+    assert made == expected
+
+
+class Balanced(nn.Module):
+    """A loss that, in training, has a part that is no mean over samples."""
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        loss = functional.cross_entropy(outputs, targets)
+        return loss + outputs.mean(0).square().sum() if self.training else loss
+
+
+@pytest.mark.long
+def test_what_is_computed_in_training_alone_is_checked(pools: Shelf) -> None:
+    model, plan = mlp(), onebox.DataParallel(micro_batch=2)
+    with (
+        onebox.Trainer(model, Balanced(), sgd(model), pool=pools(1), plan=plan) as trainer,
+        pytest.raises(UsageError, match="the loss is no mean over samples"),
+    ):
+        trainer.step(*batches([8])[0])
 
 
 def test_with_mean_nothing_is_refused(pools: Shelf) -> None:

@@ -1,10 +1,9 @@
-"""Every command and snippet of README and docs is run."""
+"""Every command and snippet of README and docs is run, tutorials from an empty folder, and the site is built."""
 
 from __future__ import annotations
 
+import os
 import re
-import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,25 +14,47 @@ import pytest
 from tests import warm
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCKS = [
-    (page.name, *block) for page in PAGES for block in re.findall(r"```(\w+)\n(.*?)```", page.read_text(), re.DOTALL)
-]
+README = ROOT / "README.md"
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+PAGES = [README, *sorted(set((ROOT / "docs").rglob("*.md")) - set(TUTORIALS))]
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def blocks_of(page: Path) -> list[tuple[str, str]]:
+    """Return the kind and the text of each block of code of a page."""
+    return re.findall(r"```(\w+)\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+def commands_in(text: str) -> list[str]:
+    """Return the commands of a block of shell, without comments."""
+    lines = re.sub(r"\s+#.*", "", text.replace("\\\n", " ")).splitlines()
+    return [" ".join(line.split()) for line in lines if line.strip()]
+
+
+BLOCKS = [(name_of(page), *block) for page in PAGES for block in blocks_of(page)]
 SNIPPETS = [(page, text) for page, kind, text in BLOCKS if kind == "python"]
-WRITTEN = [
-    [words for line in text.replace("\\\n", " ").splitlines() if (words := shlex.split(line, comments=True))]
-    for _, kind, text in BLOCKS
-    if kind == "sh"
-]
+SCRIPTS = [text for _, kind, text in BLOCKS if kind == "sh"]
+WRITTEN = [commands_in(text) for text in SCRIPTS]
 COMMANDS = [
-    block
-    for place, block in enumerate(WRITTEN)
+    text
+    for place, (text, block) in enumerate(zip(SCRIPTS, WRITTEN, strict=True))
     if not any(block == other[: len(block)] for other in WRITTEN[:place] + WRITTEN[place + 1 :] if other != block)
     and block not in WRITTEN[:place]
 ]
-"""For each block its commands, of which later ones may need what earlier ones have written; but for blocks that another
-one repeats or begins with."""
+"""The blocks of shell, of which later commands may need what earlier ones have written; but for blocks that another one
+repeats or begins with."""
 
+PREAMBLE = f"""
+set -euo pipefail
+make() {{ command make --dry-run --directory "{ROOT}" "$@"; }}
+onebox() {{ "{sys.executable}" -m onebox "$@"; }}
+python() {{ "{sys.executable}" "$@"; }}
+"""
+"""Definitions of what blocks call: this onebox and this Python, and of make what it would run, as running the tests
+inside of the tests would not end."""
 
 OTHERS_WARNINGS = ["-W", "ignore:`isinstance(treespec:FutureWarning"]
 """What the tested Lightning does that the newest tested PyTorch warns of."""
@@ -49,9 +70,39 @@ def run_snippet(text: str, folder: Path, *, fresh: bool = False) -> str:
     return done.stdout
 
 
+def run_commands(text: str, folder: Path, timeout_s: float = 500) -> str:
+    """Run a block of shell in a folder and return its output; a command that fails ends it."""
+    environment = os.environ | {"COLUMNS": "120"}
+    done = subprocess.run(
+        ["bash", "-c", PREAMBLE + text],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert done.returncode == 0, f"{text}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    return done.stdout + done.stderr
+
+
+def lay_out(folder: Path) -> None:
+    """Put into a folder what blocks outside of tutorials use: examples, environment, and files of the reader's own."""
+    (folder / "examples").symlink_to(ROOT / "examples")
+    (folder / ".venv").symlink_to(sys.prefix)
+    for own, example in (
+        ("train.py", "mnist_cnn.py"),
+        ("digits.csv.gz", "digits.csv.gz"),
+        ("own_model.py", "trainer/own_model.py"),
+    ):
+        (folder / own).write_bytes((ROOT / "examples" / example).read_bytes())
+
+
 def test_there_is_something_to_run() -> None:
     assert [page for page, _ in SNIPPETS].count("README.md") == 1
-    assert {command[0] for block in COMMANDS for command in block} == {"make", "onebox"}
+    assert len(SNIPPETS) > 15 and len(COMMANDS) > 5
+    assert len(README.read_text().splitlines()) <= 150
 
 
 @pytest.mark.long
@@ -60,6 +111,7 @@ def test_snippet(snippet: str, tmp_path: Path) -> None:
     assert run_snippet(snippet, tmp_path).strip()
 
 
+@pytest.mark.long
 def test_the_short_interface(tmp_path: Path) -> None:
     """What README itself shows."""
     (snippet,) = (text for page, text in SNIPPETS if page == "README.md")
@@ -71,22 +123,56 @@ def test_the_short_interface(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("block", COMMANDS, ids=lambda block: " ".join(block[0]))
-def test_commands(block: list[list[str]], tmp_path: Path) -> None:
-    shutil.copy(ROOT / "examples" / "mnist_cnn.py", tmp_path / "train.py")  # any script of the reader's own
-    shutil.copy(ROOT / "examples" / "digits.csv.gz", tmp_path)
-    shutil.copy(ROOT / "examples" / "trainer" / "own_model.py", tmp_path)
-    for program, *arguments in block:
-        # of make what it would run: running the tests inside the tests would not end
-        make = program == "make"
-        start = ["make", "--dry-run"] if make else [sys.executable, "-m", "onebox"]
-        done = subprocess.run(
-            [*start, *arguments],
-            cwd=ROOT if make else tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=500,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.strip()
+@pytest.mark.parametrize("block", COMMANDS, ids=lambda block: commands_in(block)[0])
+def test_commands(block: str, tmp_path: Path) -> None:
+    lay_out(tmp_path)
+    assert run_commands(block, tmp_path).strip()
+
+
+def masked(text: str) -> str:
+    """Return output with one sign for each number, in which runs and machines differ."""
+    return " ".join(re.sub(r"\d[\d,.:]*|\b(?:nan|inf)\b", "#", text).split())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "page", [page for page in TUTORIALS if page.stem not in ("index", "two-machines")], ids=lambda page: page.stem
+)
+def test_tutorial(page: Path, tmp_path: Path) -> None:
+    """A file has the name that comes last before its block; output is compared with all but its numbers and tables.
+
+    Two machines are in ``tests/net/test_tutorial.py``.
+    """
+    said, ran = "", 0
+    for before, kind, text in re.findall(r"(.*?)```(\w+)\n(.*?)```", page.read_text(), re.DOTALL):
+        if kind == "python":
+            (tmp_path / re.findall(r"`(\w+\.py)`", before)[-1]).write_text(text)
+        elif kind == "sh":
+            said, ran = run_commands(text, tmp_path), ran + 1
+        else:
+            assert kind == "text", kind
+            lines = [
+                line for line in text.splitlines() if line.strip() and line[0] not in "┏┃┡│├└" and "..." not in line
+            ]
+            missing = [line for line in lines if masked(line) not in masked(said)]
+            assert not missing, f"{missing} in\n{said}"
+    assert ran > 1
+
+
+@pytest.mark.long
+def test_the_site_is_built_without_a_warning_and_asks_for_nothing_else(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    built = subprocess.run(
+        [sys.executable, "-m", "sphinx", "-W", "-n", "-q", "-b", "html", "-d", tmp_path / "trees", ROOT / "docs", site],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert built.returncode == 0, built.stderr
+    pages = sorted(site.rglob("*.html"))
+    assert {page.relative_to(site).as_posix() for page in pages} >= {"index.html", "tutorials/first-run.html"}
+    remote = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*\b(?:src|href)=[\"']?(?:https?:)?//[^>]*>")
+    assert not [tag for page in pages for tag in remote.findall(page.read_text())]
+    styles = "".join(style.read_text() for style in site.rglob("*.css"))
+    assert not re.findall(r"@import[^;]*//|url\([\"']?(?:https?:)?//", styles)

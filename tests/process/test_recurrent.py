@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import onebox
-from onebox.graph import TracedModel, capture
+from onebox.graph import TracedModel
+from onebox.graph.capture.export import capture
 from onebox.plan import Plan, Stage
 from tests.models import CLASSES, adamw
 from tests.process.shelf import Shelf

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits as bce
 
 import onebox
-from onebox.graph import TracedModel, capture
+from onebox.graph import TracedModel
+from onebox.graph.capture.export import capture
 from onebox.plan import Plan, Stage
 from tests.process.shelf import Shelf
 from tests.reference import AGREE

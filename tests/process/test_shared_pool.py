@@ -45,6 +45,8 @@ x = torch.full((1 << 20,), rank + 1.0, device="cuda")
 dist.init_process_group("nccl")
 dist.all_reduce(x)
 print(f"attempt {attempt} rank {rank} before {before} sum {x[0].item()}\n", end="", flush=True)
+dist.all_reduce(x)
+x.sum().item()  # the other rank has printed, too
 while attempt == 0:
     if rank == 1:
         if os.fork() == 0:  # such as a data loader, which ends a little later

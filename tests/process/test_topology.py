@@ -11,7 +11,8 @@ from msgspec.structs import replace
 from torch import nn
 
 import onebox
-from onebox.graph import TracedModel, capture
+from onebox.graph import TracedModel
+from onebox.graph.capture.export import capture
 from onebox.plan import (
     ComputeTime,
     DeviceSpec,
@@ -93,6 +94,14 @@ def planned_bytes(problem: Problem, plan: Plan) -> int:
     edges = stage_work(problem, plan).edges
     across = [edge for edge in edges if HOST[devices[edge.source]] != HOST[devices[edge.target]]]
     return sum(edge.forward_bytes + edge.backward_bytes for edge in across) * (BATCH // MICRO_BATCH)
+
+
+def test_links_that_are_alike_have_the_speeds_of_one(pool: Pool) -> None:
+    profile = measure_pool(pool)
+    links = {(a, b): profile.link(a, b) for a, row in profile.latency_s.items() for b in row}
+    assert len(links) == 12
+    apart = {links[pair] for pair in links if HOST[pair[0]] != HOST[pair[1]]}
+    assert len(apart) == len(set(links.values()) - apart) == 2, "those of two links, in either direction"
 
 
 def test_what_goes_over_the_uplink_is_what_the_plan_says_and_less_than_with_eyes_shut(pool: Pool) -> None:

@@ -31,7 +31,7 @@ from tests.recorded.inner import (
 )
 
 NEVER_S = 1e6
-EFFORT = 40_000
+EFFORT = 100_000
 """Actions to simulate: about a second."""
 
 KINDS = {"quick": 1.0, "half": 0.5, "slow": 0.25}

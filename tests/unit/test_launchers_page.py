@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.launchers.cases import CASES, pinned_versions, table
 
-PAGE = (Path(__file__).parents[2] / "docs" / "launchers.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "launchers.md").read_text()
 
 
 def test_the_table_has_the_cases() -> None:

@@ -63,12 +63,27 @@ def test_every_row_of_the_threats_names_a_test_that_exists() -> None:
             folder = found.parent
 
 
-@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "CHANGELOG.md", "README.md", "THREATS.md", "examples/README.md"])
+PAGES = [
+    *("CONTRIBUTING.md", "CHANGELOG.md", "README.md", "THREATS.md", "examples/README.md"),
+    *(str(page.relative_to(ROOT)) for page in sorted((ROOT / "docs").rglob("*.md"))),
+]
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_paths_and_links_of_a_page_exist(page: str) -> None:
     text = (ROOT / page).read_text()
     paths = re.findall(r"`((?:src|tests|benchmarks|docs)/[\w./-]*)`", text)
-    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^):]+)\)", text)]
     missing = [path for path in paths if not (ROOT / path).exists()]
-    missing += [link for link in links if link and not ((ROOT / page).parent / link).exists()]
+    for link in re.findall(r"\]\(([^):]+)\)", text):
+        name, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / name if name else ROOT / page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            missing.append(link)
     assert missing == []
-    assert paths or links or page == "CHANGELOG.md"

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from onebox.errors import UsageError
-from onebox.stop_signals import RECENT, StopSignals, handling
+from onebox.stop_signals import RECENT, InterruptibleClock, StopSignals, handling
 
 SIGNALS = [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 
@@ -160,3 +160,28 @@ sys.exit(stop.status)
         process.terminate()
         said, _ = process.communicate(timeout=60)
     assert (said, process.returncode) == ("saved\n", 143)
+
+
+def test_the_first_ctrl_c_sets_a_clock_to_infinity() -> None:
+    with InterruptibleClock() as clock:
+        assert clock() < math.inf and not clock.interrupted
+        come(signal.SIGINT)
+        assert clock() == math.inf and clock.interrupted
+    with clock, pytest.raises(KeyboardInterrupt):  # a second one, in another part of the same work
+        come(signal.SIGINT)
+
+
+def test_other_signals_have_their_effect_under_a_clock() -> None:
+    came: list[int] = []
+    with handling(lambda number, _frame: came.append(number)), InterruptibleClock() as clock:
+        come(signal.SIGTERM)
+        assert came == [signal.SIGTERM] and not clock.interrupted
+        come(signal.SIGINT)
+        come(signal.SIGINT)
+    assert came == [signal.SIGTERM, signal.SIGINT] and clock.interrupted
+
+
+def test_a_clock_that_is_not_enabled_leaves_ctrl_c_as_it_is() -> None:
+    with pytest.raises(KeyboardInterrupt), InterruptibleClock(False) as clock:
+        come(signal.SIGINT)
+    assert not clock.interrupted

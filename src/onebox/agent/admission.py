@@ -1,6 +1,7 @@
 """Admission: offers, limits and requests, and the allocation of shares. Pure.
 
-A GPU is leased by its memory: exclusively, or in part, shared with others. The CPU is leased by cores and memory.
+A GPU is leased by its memory: exclusively, or in part, shared with others; so is an emulated device. The CPU is leased
+by cores and memory.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ GPU_SHARES = 64
 WANTS = 256
 """The most devices of one request."""
 
-_DEVICE = re.compile(r"cpu|cuda(?::(?:0|[1-9]\d{0,2}))?")
+NUMBERED = ("cuda", "sim")
+"""Kinds of devices of which each has a number; a want of the kind alone means any of them."""
+
+_DEVICE = re.compile(rf"cpu|(?:{'|'.join(NUMBERED)})(?::(?:0|[1-9]\d{{0,2}}))?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +35,7 @@ class Offered:
     """A device that an agent offers.
 
     Args:
-        device: ``cuda:K``, or ``cpu`` for all cores that are offered.
+        device: ``cuda:K``, ``sim:K``, or ``cpu`` for all cores that are offered.
         name: Product name.
         memory_bytes: Offered memory.
         threads: Offered cores; for a GPU, those that each of its workers may use.
@@ -46,8 +50,8 @@ class Offered:
     threads: int
 
     def __post_init__(self) -> None:
-        if not _DEVICE.fullmatch(self.device) or self.device == "cuda":
-            raise UsageError(f"an offer of {self.device!r}; allowed are cpu and cuda:K, such as cuda:0")
+        if not _DEVICE.fullmatch(self.device) or self.device in NUMBERED:
+            raise UsageError(f"an offer of {self.device!r}; allowed are cpu, cuda:K and sim:K, such as cuda:0")
         if self.memory_bytes < 1 or self.threads < 1:
             raise UsageError(
                 f"an offer of {self.device} with {self.memory_bytes} bytes and {self.threads} cores: at least 1 of each"
@@ -91,7 +95,7 @@ class Share:
     """A device, or a part of it, for one worker.
 
     Args:
-        device: ``cuda:K`` or ``cpu``.
+        device: ``cuda:K``, ``sim:K`` or ``cpu``.
         threads: Threads of its CPU operators.
         memory_bytes: The most bytes of its buffers.
     """
@@ -154,8 +158,8 @@ def fit(wants: Sequence[Want], room: Mapping[str, Room], offers: Mapping[str, Of
     """Return a share for each want, or None where there is not enough room for all of them.
 
     ``cuda`` is any GPU that no other want of the request has: exclusive, the smallest free one; shared, the one with
-    the least sufficient room. Wants of a whole GPU are placed first, then the larger ones, so shares are found whenever
-    they exist.
+    the least sufficient room; ``sim`` likewise. Wants of a whole GPU are placed first, then the larger ones, so shares
+    are found whenever they exist.
 
     Args:
         wants: Wants returned by :func:`settled`.
@@ -168,7 +172,7 @@ def fit(wants: Sequence[Want], room: Mapping[str, Room], offers: Mapping[str, Of
     order = sorted(range(len(wants)), key=lambda number: _urgency(wants[number]))
     for number in order:
         want = wants[number]
-        choice = [want.device] if want.device != "cuda" else _by_size(left, offers, used)
+        choice = [want.device] if want.device not in NUMBERED else _by_size(want.device, left, offers, used)
         shares = (_share(want, offers[device]) for device in choice)
         share = next((share for share in shares if _fits(want, share, left[share.device], offers)), None)
         if share is None:
@@ -213,8 +217,11 @@ def lacking(wants: Sequence[Want], room: Mapping[str, Room], offers: Mapping[str
 
 def reach(wants: Sequence[Want], offers: Mapping[str, Offered]) -> frozenset[str]:
     """Return the devices that a request might get."""
-    gpus = [device for device in offers if device != "cpu"]
-    return frozenset(device for want in wants for device in (gpus if want.device == "cuda" else [want.device]))
+    return frozenset(
+        device
+        for want in wants
+        for device in (_of_kind(want.device, offers) if want.device in NUMBERED else [want.device])
+    )
 
 
 def explain_invalid(request: Lease) -> str | None:
@@ -235,7 +242,7 @@ def explain_invalid(request: Lease) -> str | None:
 def _check(want: Want, offers: Mapping[str, Offered]) -> None:
     """Require that a want could be met without other leases."""
     if not _DEVICE.fullmatch(want.device):
-        raise UsageError(f"{want.device[:40]!r} is no device; allowed are cpu, cuda and cuda:K, such as cuda:0")
+        raise UsageError(f"{want.device[:40]!r} is no device; allowed are cpu, cuda, sim, cuda:K and sim:K")
     if want.threads < 0 or want.memory_bytes < 0:
         raise UsageError(
             f"{want.device} with {want.threads} threads and {want.memory_bytes} bytes; allowed is 0 or more"
@@ -268,15 +275,20 @@ def _chosen(want: Want, offer: Offered, threads: int) -> Want:
 
 def _urgency(want: Want) -> tuple[int, int]:
     """Return a sort key for placement: wants without a choice first, then whole GPUs, then the larger ones."""
-    if want.device != "cuda":
+    if want.device not in NUMBERED:
         return 0, 0
     return (1, 0) if want.memory_bytes == 0 else (2, -want.memory_bytes)
 
 
-def _by_size(room: Mapping[str, Room], offers: Mapping[str, Offered], but: set[str]) -> list[str]:
-    """Return the GPUs that are not in ``but``, those with the least room first."""
-    gpus = [device for device in offers if device != "cpu" and device not in but]
-    return sorted(gpus, key=lambda device: room[device].memory_bytes)
+def _of_kind(kind: str, offers: Mapping[str, Offered]) -> list[str]:
+    """Return the numbered devices of a kind."""
+    return [device for device in offers if device.startswith(f"{kind}:")]
+
+
+def _by_size(kind: str, room: Mapping[str, Room], offers: Mapping[str, Offered], but: set[str]) -> list[str]:
+    """Return the devices of a kind that are not in ``but``, those with the least room first."""
+    found = [device for device in _of_kind(kind, offers) if device not in but]
+    return sorted(found, key=lambda device: room[device].memory_bytes)
 
 
 def _share(want: Want, offer: Offered) -> Share:
@@ -301,6 +313,7 @@ def _listing(offers: Mapping[str, Offered]) -> str:
 
 
 __all__ = [
+    "NUMBERED",
     "WANTS",
     "ClientLimits",
     "Offered",

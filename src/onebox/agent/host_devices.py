@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import psutil
@@ -9,8 +10,9 @@ import torch
 
 from onebox.agent.admission import Offered
 from onebox.errors import UsageError
-from onebox.pool.discovery import cores, requested_devices
+from onebox.pool.discovery import cores, gpu_count, requested_devices
 from onebox.worker.device import ComputeDevice
+from onebox.worker.emulated import MEMORY_BYTES
 
 _FRESH_S = 1.0
 
@@ -21,7 +23,8 @@ def offered_devices(
     """Return the devices that this host offers.
 
     Args:
-        spec: ``auto`` for all GPUs and the CPU; or a list such as ``cuda:0,cuda:1``, ``cuda`` or ``cuda:0,cpu``.
+        spec: ``auto`` for all GPUs and the CPU; or a list such as ``cuda:0,cuda:1``, ``cuda`` or ``cuda:0,cpu``; with
+            ``sim*N``, emulated devices, numbered from 0.
         threads: Limit of the offered cores; all that this process may use when ``None``. Workers of a GPU may use an
             equal share of them.
         memory_bytes: Limit of each device's offered memory; all when ``None``.
@@ -34,14 +37,18 @@ def offered_devices(
     if memory_bytes is not None and memory_bytes < 1:
         raise UsageError(f"{memory_bytes} bytes of memory are to be offered; at least 1 is needed")
     if spec.strip() == "auto":
-        spec = "cuda,cpu" if torch.cuda.is_available() and torch.cuda.device_count() else "cpu"
+        spec = "cuda,cpu" if gpu_count() else "cpu"
     requests = requested_devices(spec, threads)
-    names = [request.device for request in requests]
-    if len(set(names)) < len(names) or "sim" in names or any(request.speed != 1 for request in requests):
+    emulated = itertools.count()
+    names = [f"sim:{next(emulated)}" if request.device == "sim" else request.device for request in requests]
+    if len(set(names)) < len(names) or any(request.speed != 1 for request in requests):
         raise UsageError(f"{spec!r} cannot be offered; name each device once, such as 'cuda:0,cuda:1,cpu', without @")
     most = threads or cores()
-    gpus = sum(name != "cpu" for name in names)
-    return [_offered(name, most if name == "cpu" else max(1, most // gpus), memory_bytes) for name in names]
+    each = {"cpu": most, "cuda": max(1, most // max(1, sum(name.startswith("cuda") for name in names))), "sim": 1}
+    kinds = [name.partition(":")[0] for name in names]
+    if not each.keys() >= set(kinds):  # modelled accelerators, which are for tests
+        raise UsageError(f"{spec!r} cannot be offered; allowed are cpu, cuda, cuda:K and sim*N")
+    return [_offered(name, each[kind], memory_bytes) for name, kind in zip(names, kinds, strict=True)]
 
 
 def _offered(name: str, threads: int, memory_bytes: int | None) -> Offered:
@@ -50,6 +57,8 @@ def _offered(name: str, threads: int, memory_bytes: int | None) -> Offered:
             ComputeDevice("cpu", torch.get_num_threads()).product_name(),
             int(psutil.virtual_memory().total),
         )
+    elif name.startswith("sim"):
+        product, memory = "emulated", MEMORY_BYTES
     else:
         properties = torch.cuda.get_device_properties(torch.device(name))
         product, memory = properties.name, int(properties.total_memory)

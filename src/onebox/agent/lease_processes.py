@@ -24,8 +24,7 @@ from onebox.agent.admission import Share
 from onebox.agent.cgroups import LeaseCgroup, LeaseCgroups
 from onebox.errors import UsageError
 from onebox.forking import ForkServerEnded, SpawnFailed
-from onebox.pool.launch.fork_server import ForkedWorker, ForkServerProcess
-from onebox.pool.launch.worker_process import worker_environment
+from onebox.pool.launch.fork_server import ForkedWorker, ForkServerProcess, worker_environment
 from onebox.pool.launch.worker_user import LeaseUsers, RunningProcess, WorkerUser, running_process, running_processes
 
 _SPAWN_S = 2.0

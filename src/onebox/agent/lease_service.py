@@ -175,7 +175,8 @@ class LeaseService:
     def _end(self, end: End, now_s: float) -> None:
         """End the workers of a lease, and notify its client unless the client ended it."""
         started = self._ready.pop(end.lease, None) is not None
-        self._workers.end(end.lease, RELEASE_S if end.cause == "released" else 0.0, now_s)
+        # workers that still start have no client that could ask them to end
+        self._workers.end(end.lease, RELEASE_S if end.cause == "released" and started else 0.0, now_s)
         self._record(_EVENTS[end.cause], end.client, now_s, lease=end.lease, reason=end.why)
         if end.cause == "failed" and not started:
             self._send(end.client, Refused(self._granted[end.lease].number, "failed", end.why), now_s)

@@ -283,6 +283,18 @@ class Leases:
             load: Maps a device to the fraction of time that it was busy; -1 where unknown.
         """
         room = self._room()
+        holders: dict[str, list[Holder]] = {device: [] for device in self._offers}
+        for lease, held, share in self._shares():
+            holders[share.device].append(
+                Holder(
+                    held.client.name,
+                    lease,
+                    share.memory_bytes,
+                    max(0.0, now_s - held.since_s),
+                    share.threads,
+                    max(0.0, now_s - self._heard.get(held.client, now_s)),
+                )
+            )
         return (
             tuple(
                 Offer(
@@ -291,18 +303,7 @@ class Leases:
                     offer.memory_bytes,
                     offer.threads,
                     room[offer.device].memory_bytes,
-                    tuple(
-                        Holder(
-                            held.client.name,
-                            lease,
-                            share.memory_bytes,
-                            max(0.0, now_s - held.since_s),
-                            share.threads,
-                            max(0.0, now_s - self._heard.get(held.client, now_s)),
-                        )
-                        for lease, held, share in self._shares()
-                        if share.device == offer.device
-                    ),
+                    tuple(holders[offer.device]),
                     load(offer.device),
                     room[offer.device].threads,
                 )

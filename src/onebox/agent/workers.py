@@ -170,8 +170,13 @@ class Workers:
 
     @property
     def pressed(self) -> bool:
-        """True when :meth:`attend` has more to do at once."""
-        return any(crew.to_start and not crew.fork_server.descriptors() for crew in self._crews.values())
+        """True when :meth:`attend` has more to do at once: workers to start, or a lease that ends before it has any."""
+        return any(
+            crew.ended_s is None and not crew.workers
+            if crew.ending
+            else crew.to_start and not crew.fork_server.descriptors()
+            for crew in self._crews.values()
+        )
 
     def descriptors(self) -> Iterator[int]:
         """Yield the file descriptors that are readable when :meth:`attend` has work."""
@@ -278,7 +283,7 @@ class Workers:
             share = crew.to_start.popleft()
             keys = new_keys()
             config = WorkerConfig(
-                share.device,
+                "sim" if share.device.startswith("sim") else share.device,  # its number counts for the lease alone
                 share.threads,
                 keys.public,
                 keys.secret,

@@ -1,5 +1,6 @@
-"""The commands ``onebox train``, ``plan``, ``memory``, ``run``, ``devices``, ``profile`` and ``env``; and ``serve``,
-``pair``, ``status`` and ``logs`` for pools of several machines.
+"""The commands ``onebox train``, ``plan``, ``memory``, ``run``, ``devices``, ``profile``, ``env`` and
+``completion``; ``serve``, ``pair``, ``status`` and ``logs`` for pools of several machines; and ``watch`` for a page in
+a browser.
 
 An error is one message on standard error and an exit status: 2 for invalid input (a flag, a folder, a damaged file), 1
 for a failure during the command, 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP.
@@ -22,7 +23,7 @@ from typing import Any
 
 from onebox.cli.exit_status import BROKEN_PIPE, FAILED, INTERRUPTED, OK, USAGE, Exit, Interrupted
 from onebox.errors import CheckpointError, DataError, OneboxError, UsageError
-from onebox.portable import require_linux
+from onebox.portable import LINUX, require_linux
 from onebox.sizes import size_text
 from onebox.stop_signals import RECENT, handling
 
@@ -74,9 +75,26 @@ def _run(arguments: Sequence[str]) -> int:
     from onebox.cli.parser import parse
 
     config = parse(arguments)
+    _expect_workers(config)
     with _importing():
         command = _command(config)
     return command(config) or OK
+
+
+def _expect_workers(config: object) -> None:
+    """Start the fork server of a command's CPU workers of this machine, which imports PyTorch while this process does.
+
+    An invalid pool is reported later, by the command.
+    """
+    from onebox.cli.options.estimates import MemoryConfig  # of the command that opens no pool
+
+    pool, threads = getattr(config, "pool", ""), getattr(config, "threads", None)
+    if LINUX and pool.startswith("cpu") and not isinstance(config, MemoryConfig):
+        from onebox.pool.discovery import requested_devices
+        from onebox.pool.launch.fork_server import OWN, worker_environment
+
+        with contextlib.suppress(UsageError):
+            OWN.expect(worker_environment(requested_devices(pool, threads)[0].threads))
 
 
 def _command(config: object) -> Callable[[Any], int | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +16,9 @@ from onebox.pool.backends.agents.agent_source import connect_agent, paired_agent
 from onebox.pool.keys.keyring import known_agents
 from onebox.pool.spec import AgentPart, Part, asked_parts
 from onebox.report import HostState
+
+_CLOSE_S = 1.0
+"""Bound of the wait for connections to close; a hung one is closed by the end of the process."""
 
 
 def parts_of(spec: str) -> tuple[Part, ...]:
@@ -77,23 +81,33 @@ def connected(addresses: Sequence[str]) -> Iterator[list[AgentConnection]]:
 
 
 class HostWatch:
-    """Queries one agent repeatedly, in a thread that :meth:`close` ends.
+    """Queries one agent repeatedly while its state is read, in a thread that :meth:`close` ends.
 
     Args:
         address: Its address.
         every_s: Seconds between two queries.
+        log_lines: Number of the newest lines of its log that are queried, too.
     """
 
-    def __init__(self, address: str, every_s: float) -> None:
-        self.state = HostState(address=address)
-        """The latest state."""
+    def __init__(self, address: str, every_s: float, *, log_lines: int = 0) -> None:
+        self._state = HostState(address=address)
+        self.lines: tuple[str, ...] = ()
+        """The latest lines of its log."""
         self.looked = threading.Event()
         """Set after the first query."""
+        self._log_lines = log_lines
+        self._wanted = threading.Event()
         self._every_s = every_s
         self._ended = threading.Event()
         self._line: AgentConnection | None = None
         self._thread = threading.Thread(target=self._run, name=f"onebox-look-{address}", daemon=True)
         self._thread.start()
+
+    @property
+    def state(self) -> HostState:
+        """The latest state."""
+        self._wanted.set()
+        return self._state
 
     def close(self, *, within_s: float) -> None:
         """End the thread; a query in progress runs to its end, if this process lives as long.
@@ -102,28 +116,43 @@ class HostWatch:
             within_s: Bound of the wait for that.
         """
         self._ended.set()
+        self._wanted.set()
         self._thread.join(within_s)
 
     def _run(self) -> None:
         try:
             while not self._ended.is_set():
-                self.state = self._look()
+                self._state = self._look()
                 self.looked.set()
-                self._ended.wait(self._every_s)
+                self._wanted.clear()
+                if not self._ended.wait(self._every_s):
+                    self._wanted.wait()
         finally:
             self._part()
 
     def _look(self) -> HostState:
-        address = self.state.address
+        address = self._state.address
         try:
             if self._line is None:
                 self._line = connect_agent(address)
-            return HostState(address=address, host=self._line.introduced.host, stock=self._line.inspect())
+            state = HostState(address=address, host=self._line.introduced.host, stock=self._line.inspect())
+            if self._log_lines:
+                self.lines = tuple(self._line.read_log(self._log_lines))
+            return state
         except OneboxError as error:
             self._part()
-            return HostState(address=address, host=self.state.host, problem=str(error))
+            return HostState(address=address, host=self._state.host, problem=str(error))
 
     def _part(self) -> None:
         if self._line is not None:
             self._line.close()
             self._line = None
+
+
+def close_watches(watches: Sequence[HostWatch]) -> None:
+    """End some queries at once."""
+    end_s = time.monotonic() + _CLOSE_S
+    for watch in watches:
+        watch.close(within_s=0.0)
+    for watch in watches:
+        watch.close(within_s=max(0.0, end_s - time.monotonic()))

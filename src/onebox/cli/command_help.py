@@ -25,7 +25,8 @@ def print_help(kind: type[Any], command: str, *, full: bool) -> None:
     """Print the help on a command.
 
     Args:
-        kind: The class of its options; its attribute ``EVERYDAY``, if it has one, names those that come first.
+        kind: The class of its options; its attribute ``EVERYDAY``, if it has one, names those that come first, and
+            ``EXAMPLES`` has command lines.
         command: The command.
         full: Whether to print the other options, too.
     """
@@ -41,11 +42,13 @@ def print_help(kind: type[Any], command: str, *, full: bool) -> None:
             else (one.name, hints[one.name], dataclasses.field(kw_only=True))
             for one in shown
         ],
-        namespace={"__doc__": _documentation(kind)},
+        namespace={"__doc__": documentation(kind)},
     )
+    examples = "".join(f"\n  {line}" for line in getattr(kind, "EXAMPLES", ()))
     summary = (inspect.getdoc(kind) or "").partition("\n\nArgs:")[0] + more
     columns = min(shutil.get_terminal_size().columns, _WIDEST)
     description = "\n\n".join(textwrap.fill(paragraph, columns) for paragraph in summary.split("\n\n"))
+    description += f"\n\nexamples:{examples}" if examples else ""
     shown_help = io.TextIOWrapper(io.BytesIO(), encoding=sys.stdout.encoding)
     try:
         with contextlib.redirect_stdout(shown_help):
@@ -62,7 +65,7 @@ def _divided(kind: type[Any]) -> tuple[list[dataclasses.Field[Any]], list[datacl
     return [fields[name] for name in names], [field for name, field in fields.items() if name not in names]
 
 
-def _documentation(kind: type[Any]) -> str:
+def documentation(kind: type[Any]) -> str:
     """Return a docstring with the arguments of a class, of its bases, and of the groups that it has options of."""
     sections = []
     for each in (*getattr(kind, "GROUPS", ()), *reversed(kind.__mro__)):  # the last word on an option counts

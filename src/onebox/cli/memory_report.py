@@ -11,13 +11,14 @@ from typing import Any
 from onebox.cli.console import OutputConsole
 from onebox.cli.options.jobs import JobConfig
 from onebox.cli.planning import PlanForecast, job_of
+from onebox.drawing import MemoryRow
 from onebox.engine import Trainer
 from onebox.engine.memory.timeline import MemoryTimeline
 from onebox.engine.planning.memory_fit import estimate_memory
 from onebox.feed import Data
 from onebox.plan import Plan, PolicyReason, explain_policies
 from onebox.pool import Pool, raise_first
-from onebox.report.figures.memory_figure import MemoryRow, measured_rows, predicted_rows
+from onebox.report.figures.memory_figure import measured_rows, predicted_rows
 from onebox.report.tables.memory import (
     MemoryComparison,
     activation_policy_table,

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from onebox.drawing import check_suffix
 from onebox.errors import UsageError
+from onebox.extras import import_extra
 from onebox.files import put_file
 from onebox.report.run.json_files import to_json
 
@@ -19,6 +21,18 @@ def check_target(flag: str, path: Path | None) -> None:
     """
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         raise UsageError(f"{flag} {path}: a file in an existing folder is needed")
+
+
+def check_figure(path: Path | None) -> None:
+    """Require that ``--figure`` can be drawn and written.
+
+    Raises:
+        UsageError: It cannot, or matplotlib is not installed.
+    """
+    check_target("--figure", path)
+    if path is not None:
+        check_suffix(path)
+        import_extra("matplotlib", "--figure")
 
 
 def give_json(data: Mapping[str, Any], *, printed: bool, path: Path | None) -> None:

@@ -13,7 +13,7 @@ import tyro
 
 from onebox import __version__
 from onebox.cli.command_help import HELP, HELP_ALL, print_help
-from onebox.cli.options.agents import LogsConfig, ServeConfig, StatusConfig
+from onebox.cli.options.agents import LogsConfig, ServeConfig, StatusConfig, WatchConfig
 from onebox.cli.options.common import nearest
 from onebox.cli.options.estimates import MemoryConfig
 from onebox.cli.options.jobs import PlanConfig, TrainConfig
@@ -25,7 +25,7 @@ from onebox.cli.options.pairing import (
     PairListConfig,
     PairRemoveConfig,
 )
-from onebox.cli.options.pools import DevicesConfig, EnvConfig, ProfileConfig, RunConfig
+from onebox.cli.options.pools import CompletionConfig, DevicesConfig, EnvConfig, ProfileConfig, RunConfig
 from onebox.cli.options.run_config import changed_for_resume, read_config
 from onebox.errors import UsageError
 
@@ -40,7 +40,9 @@ Config = (
     | ServeConfig
     | PairConfig
     | StatusConfig
+    | WatchConfig
     | LogsConfig
+    | CompletionConfig
 )
 
 COMMANDS: dict[str, tuple[type[Config], str]] = {
@@ -57,8 +59,10 @@ COMMANDS: dict[str, tuple[type[Config], str]] = {
     "pair remove": (PairRemoveConfig, "pair"),
     "pair forget": (PairForgetConfig, "pair"),
     "status": (StatusConfig, "show_status"),
+    "watch": (WatchConfig, "watch"),
     "logs": (LogsConfig, "show_log"),
     "env": (EnvConfig, "show_environment"),
+    "completion": (CompletionConfig, "print_completion"),
 }
 """The options of each command, of one word or two, and the name of its function, in the module of
 :mod:`onebox.cli.commands` that has the name of the first word."""
@@ -88,13 +92,15 @@ onebox pair COMMAND --help says more of each.
 _TORCHRUN = "torchrun"
 _TORCHRUN_HELP = """usage: onebox torchrun [flags of onebox run] [flags of torchrun] SCRIPT [ARGUMENTS]
 
-The same as onebox run [flags] torchrun [flags] SCRIPT [ARGUMENTS], with a rank for each device of the pool unless
---nproc-per-node says otherwise.
+The same as onebox run [flags] torchrun [flags] SCRIPT [ARGUMENTS], with a rank for each device of
+the pool unless --nproc-per-node says otherwise.
 
+examples:
   onebox torchrun --pool cpu*2 train.py
+  onebox torchrun --pool lab1,lab2 --nproc-per-node 4 train.py --epochs 1
 """
 
-_BARE = (*HELP, HELP_ALL, "--synchronous")
+_BARE = (*HELP, HELP_ALL, "--synchronous", "--page")
 """Flags of ``onebox run`` that take no value."""
 
 _DESCRIPTION = "Every GPU that you can reach, as one box for training PyTorch models."
@@ -116,7 +122,12 @@ several machines:
   status   who has what, who waits, how busy it is
   logs     the newest lines of an agent's log
 
-  env      versions, what this machine has, and what is missing
+in a browser:
+  watch    a run, or agents; train, run and serve with --page show what they do
+
+onebox itself:
+  env        versions, what this machine has, and what is missing
+  completion the script with which bash, zsh or fish completes command lines
 
 onebox COMMAND --help shows the usual options of each, --help-all the rest.
 

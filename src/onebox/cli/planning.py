@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from onebox.cli.options.jobs import DATA_PARALLEL, JobConfig, PlanConfig, StalenessConfig, TrainConfig
 from onebox.cli.options.run_config import read_config
 from onebox.cli.output_files import write_output
-from onebox.cli.run_setup import make_loss, make_model, make_optimizer
+from onebox.cli.training.run_setup import make_loss, make_model, make_optimizer
 from onebox.engine import Trainer
 from onebox.engine.islands.division import Islands
 from onebox.engine.memory.forecast import TrainingJob
@@ -54,6 +54,10 @@ _TESTED, _TESTED_BATCHES = 256, 8
 """Samples of a batch of held-out data, and most such batches, that the loss of a probe is for."""
 
 
+INTERRUPTED = "interrupted: the search has ended, with the best plan so far"
+"""The message after Ctrl-C during a search."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanForecast:
     """A plan with its prediction.
@@ -66,6 +70,7 @@ class PlanForecast:
         delays: Compensation of late gradients, if any.
         islands: The plans of islands, if they were asked for.
         modes: Exact, compressed and island training, as far as they were asked for.
+        interrupted: Whether Ctrl-C has ended the search.
     """
 
     plan: Plan
@@ -75,6 +80,7 @@ class PlanForecast:
     delays: GroupDelays = "none"
     islands: IslandsPlanning | None = None
     modes: tuple[TrainingMode, ...] = ()
+    interrupted: bool = False
 
     @property
     def shortfall(self) -> str:
@@ -113,7 +119,7 @@ def search_plan(
     islands: Islands | None = None,
     outer: Outer | None = None,
 ) -> PlanForecast:
-    """Measure, and search for the best plan.
+    """Measure, and search for the best plan; Ctrl-C ends the search with the best one so far.
 
     Args:
         config: The options, resolved.
@@ -151,6 +157,7 @@ def search_plan(
         lossy=config.lossy_parts,
         islands=islands,
         outer=outer,
+        interruptible=True,
     )
     _, simulation = predict(planned.problem, planned.plan, overlap=overlap)  # with details, which a search leaves out
     return PlanForecast(
@@ -161,6 +168,7 @@ def search_plan(
         delays=delays_of(job[2], config.correction),
         islands=planned.islands,
         modes=planned.modes,
+        interrupted=planned.interrupted,
     )
 
 
@@ -325,6 +333,8 @@ def plan_of_run(
             ]
             sizes = [size] if size else None
             found = search_plan(config, data, pool, micro_batches=sizes, policies=policies, overlap=config.overlap)
+        if found.interrupted:
+            say(INTERRUPTED)
         plan, simulation = found.plan, found.simulation
     else:
         plan = Plan.read(Path(config.plan).expanduser())

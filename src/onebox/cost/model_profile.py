@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from msgspec import Struct
 
 
@@ -105,16 +107,37 @@ AS_CAPTURED = SegmentVariant()
 """As captured."""
 
 
+class Slowdown(_Part, frozen=True):
+    """Distribution of a machine's slowdown: the time of a slice of measured steps over that of undisturbed ones.
+
+    Args:
+        low: 10th percentile.
+        median: 50th percentile.
+        high: 90th percentile.
+        slices: Number of slices.
+    """
+
+    low: float
+    median: float
+    high: float
+    slices: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low <= self.median <= self.high < math.inf or self.slices < 1:
+            raise ValueError(f"{self}: its quantiles are positive, finite and ascending, of at least one slice")
+
+
 class SegmentTimes(_Part, frozen=True):
     """Measured times on one type of device at full speed, for one size of a micro-batch.
 
     Args:
         size: Samples of the micro-batch.
-        seconds: For each segment: forward, input gradient, weight gradient.
+        seconds: For each segment: forward, input gradient, weight gradient, at the median slowdown of the machine.
         update_s: The optimizer step over all parameters.
         call_s: Seconds of an action beside its operators.
         ways: ``seconds`` of each measured variant; those above are then of each segment's fastest. Empty where there
             was only one.
+        slowdown: Slowdown of the machine meanwhile; ``None`` if there were too few slices, or the times are estimates.
     """
 
     size: int
@@ -122,6 +145,7 @@ class SegmentTimes(_Part, frozen=True):
     update_s: float
     call_s: float
     ways: tuple[tuple[SegmentVariant, tuple[tuple[float, float, float], ...]], ...] = ()
+    slowdown: Slowdown | None = None
 
 
 class ModelProfile(_Part, frozen=True):

@@ -127,7 +127,8 @@ def _reachable(devices: Sequence[int], known: Iterable[tuple[int, int]]) -> list
     """Return the connected components of the devices."""
     home = {device: device for device in devices}
     for a, b in known:
-        home = _joined(home, a, b)
+        if home[a] != home[b]:
+            home = _joined(home, a, b)
     return [[device for device in devices if home[device] == place] for place in dict.fromkeys(home.values())]
 
 

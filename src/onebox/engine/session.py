@@ -23,6 +23,7 @@ from onebox.engine.install.deferred_replies import DeferredReplies
 from onebox.engine.install.installed_plan import InstalledPlan, InstallInputs
 from onebox.engine.memory.initial_contents import BytesBeside, no_bytes_beside
 from onebox.engine.memory.simulator import InitialContents
+from onebox.engine.problem.planner_problem import ResolvedPlan
 from onebox.engine.recovery.manager import RecoveryManager
 from onebox.engine.recovery.replan import ReplanWorkload, enlarged_plan, out_of_devices, replan_devices
 from onebox.engine.recovery.snapshot_schedule import SnapshotScheduler
@@ -80,7 +81,7 @@ class TrainingSession:
     def __init__(
         self,
         pool: Pool,
-        resolve_plan: Callable[[Captures, Batch], Plan],
+        resolve_plan: Callable[[Captures, Batch], ResolvedPlan],
         captures: Captures,
         remote: RemoteState,
         settings: StepSettings,
@@ -119,7 +120,10 @@ class TrainingSession:
             checkpoint=saved,
             workers=workers,
         )
-        self.adaptive = self._adaptive_controller(adaptive, pool) if adaptive else None
+        self._given = adaptive if isinstance(adaptive, Problem) else None
+        self._problem = self._given
+        """The problem that the first plan solves, if it is known."""
+        self.adaptive = self._adaptive_controller(pool) if adaptive else None
         self._resolve_plan = resolve_plan
         self._next_plan: Plan | None = None
         """The plan that is to be installed; none before it is resolved."""
@@ -147,9 +151,14 @@ class TrainingSession:
         observers = self.snapshots, self.recovery, self.traces, self.adaptive, self.overlap
         self._observers: list[StepObserver] = [each for each in observers if each is not None]
 
-    def _adaptive_controller(self, adaptive: bool | Problem, pool: Pool) -> AdaptiveController:
-        known = adaptive if isinstance(adaptive, Problem) else None
-        make = problem_maker(pool, lambda: self.captures, self._remote.optimizer, lambda: self.examples.largest, known)
+    def _adaptive_controller(self, pool: Pool) -> AdaptiveController:
+        make = problem_maker(
+            pool,
+            lambda: self.captures,
+            self._remote.optimizer,
+            lambda: self.examples.largest,
+            lambda: self._problem,
+        )
         context = functools.partial(step_context, pool=pool)
         return AdaptiveController(self, make, lambda: self.examples.samples, context)
 
@@ -370,6 +379,10 @@ class TrainingSession:
         """Return the workers' activity in the last steps; see :meth:`Trainer.events`."""
         return self.traces.events()
 
+    def newest_events(self) -> list[TraceEvent]:
+        """Return the workers' activity in the newest step."""
+        return self.traces.newest_events()
+
     @property
     def links(self) -> tuple[LinkUse, ...]:
         """The use of links between hosts so far; see :attr:`Trainer.links`."""
@@ -517,17 +530,18 @@ class TrainingSession:
             return ProbeResult(probe, 0, 0.0)
         return ProbeResult(probe, sent.size_bytes, sent.busy_ns / 1e9)
 
-    def begin_with(self, plan: Plan, batch: Batch) -> None:
+    def begin_with(self, resolved: ResolvedPlan, batch: Batch) -> None:
         """Replace the plan of evaluations before the first step; it may have other micro-batches.
 
         Args:
-            plan: The plan.
+            resolved: The plan.
             batch: The first training batch.
 
         Raises:
             OneboxError: The plan cannot take over, and the previous one stays; or the run cannot recover from a loss.
         """
-        ready = self._ready
+        plan, ready = resolved.plan, self._ready
+        self._problem = self._given or resolved.problem
         if ready is None:
             self._next_plan = plan
         elif plan != ready.plan:
@@ -634,7 +648,10 @@ class TrainingSession:
         """
         if self._ready is None:
             self._pool.follow_default_type()
-            plan = self._next_plan or self._resolve_plan(self.captures, batch)
+            plan = self._next_plan
+            if plan is None:
+                resolved = self._resolve_plan(self.captures, batch)
+                plan, self._problem = resolved.plan, self._given or resolved.problem
             installed = InstalledPlan(plan, batch, self._inputs, strict=True, steps=steps)
             self.uploads.use(installed)
             with self._pool.order:

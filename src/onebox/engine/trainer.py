@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 
 from torch import Tensor, nn
 
+from onebox.drawing import notebook
 from onebox.engine.adaptive.controller import AppliedDecision
 from onebox.engine.adaptive.problem_source import check_adaptive
 from onebox.engine.client_state import ClientState
@@ -53,8 +54,10 @@ from onebox.engine.state.remote import RemoteState
 from onebox.engine.state.weight_files import first_values
 from onebox.engine.steps.launch import StepSettings
 from onebox.engine.steps.link_use import LinkEvent, LinkUse
+from onebox.engine.steps.observer import StepObserver
 from onebox.engine.steps.overlap_scheduler import with_staleness
 from onebox.engine.steps.results import Evaluation, StepLoss, TraceEvent
+from onebox.engine.steps.step_chart import measured_chart
 from onebox.engine.workload.batch import Batch, as_batch, as_pair
 from onebox.engine.workload.captures import Captures, CaptureSpec, target_type
 from onebox.engine.workload.loss_reduction import LossReduction, check_reduction, reduction_name
@@ -92,9 +95,9 @@ class Trainer:
     The loss is computed for each micro-batch; ``loss_reduction`` defines how these make up the batch's loss.
 
     Args:
-        model: A module. Its forward is traced once for each shape of inputs, not run with each step; docs/capture.md
-            describes the consequences for code that reads or changes Python's state. A tuple of inputs is spread over
-            its arguments, a dict over its keyword arguments.
+        model: A module. Its forward is traced once for each shape of inputs, not run with each step;
+            docs/concepts/capture.md describes the consequences for code that reads or changes Python's state. A tuple
+            of inputs is spread over its arguments, a dict over its keyword arguments.
         loss: Maps (outputs, targets) to a scalar: a mean over samples, unless ``loss_reduction`` differs.
         optimizer: An optimizer of ``torch.optim`` over the model's parameters, or a list of several over disjoint
             parameters, such as Muon for matrices and AdamW for the rest; parameters in none are not trained. The
@@ -127,23 +130,23 @@ class Trainer:
             samples, and a batch that violates this is refused before its step. ``"mean"``: the same without a check.
             ``"sum"``: the loss is a sum over samples. ``onebox.Weighted(fn)``: it is a mean over another quantity, such
             as tokens that are not ignored or weighted classes; ``fn`` maps the targets of a slice of a batch to the
-            divisor of the slice's loss; see docs/losses.md.
+            divisor of the slice's loss; see docs/concepts/numerics.md.
         pad: Pads the batches of steps, uploads and evaluations to a few sizes, each of which is captured once, before
-            any other processing; see docs/capture.md.
+            any other processing; see docs/concepts/capture.md.
         stale: Stale gradients; ``None`` for exact steps.
         lossy: Parts of the traffic that may be compressed with a loss, which changes the result; see
-            docs/compression.md. A plan may name codecs for ``gradients``, which replicas exchange, and for
+            docs/how-to/compression.md. A plan may name codecs for ``gradients``, which replicas exchange, and for
             ``activations``, with their gradients, between stages; ``auto`` takes one where it is predicted to save at
             least a tenth of the step.
         recovery: Recovery from the loss of workers; ``None`` for none, and ``auto`` for recovery if agents or a Ray
             cluster run some of the workers, and none if all are processes of this machine. With islands the others go
-            on without one that has lost a worker, until it is back; see docs/islands.md.
+            on without one that has lost a worker, until it is back; see docs/how-to/islands.md.
         staging: Memory of each device for batches sent ahead and for cached samples.
         engine: Execution of steps.
         islands: Devices of each island, such as ``[[0, 1], [2, 3]]``, or ``auto`` for the groups of near devices that
             measured links show; ``None`` for exact steps. Islands train by themselves, each with its own copy of the
-            parameters, and are joined by outer steps; see :class:`Outer` and docs/islands.md. ``plan`` then holds for
-            each of them, or is a list with a plan for each.
+            parameters, and are joined by outer steps; see :class:`Outer` and docs/how-to/islands.md. ``plan`` then
+            holds for each of them, or is a list with a plan for each.
         outer: The outer optimizer of islands; ``None`` for :class:`Outer` with its defaults.
         weights: A folder of safetensors files, as hubs have them, or :class:`Weights` of one, for a part of the model.
             Tensors of the model on the meta device (see :func:`meta_parameters`) are read from it one by one when the
@@ -429,9 +432,9 @@ class Trainer:
     def _begin(self, run: TrainingSession, batch: Batch) -> None:
         """Replace the plan of evaluations before the first step by one that is made for a training batch."""
         while self._provisional is not None:
-            plan = run.recovery.run(lambda: self._request.resolve(self.pool, self._remote, self.captures, batch))
-            run.begin_with(plan, batch)
-            if run.plan == plan or self.pool.gone:  # else a recovery from a loss has kept the provisional plan
+            resolved = run.recovery.run(lambda: self._request.resolve(self.pool, self._remote, self.captures, batch))
+            run.begin_with(resolved, batch)
+            if run.plan == resolved.plan or self.pool.gone:  # else a recovery from a loss has kept the provisional plan
                 self._provisional = None
 
     def synchronize(self) -> None:
@@ -487,6 +490,28 @@ class Trainer:
         return self._run.evaluate((self._batch(*as_pair(item)) for item in batches), list(self._metrics))
 
     # ---- observation
+
+    def _repr_html_(self) -> str:
+        """Return the trainer as a notebook shows it: its plan, its progress, and the newest step over time.
+
+        Nothing is waited for: it shows as much as workers have reported.
+        """
+        plan = self.plan
+        told = "no plan yet: it follows with the first step" if plan is None else plan.describe()
+        counts = {
+            "steps": self.steps_done,
+            "recoveries": len(self.recoveries),
+            "changes of the plan": len([each for each in self.decisions if not each.refused]),
+            "islands": len(self.island_plans),
+        }
+        rows = [(name, count) for name, count in counts.items() if count or name == "steps"]
+        events = self._run.newest_events()
+        done = max((event.step for event in events if event.track == "compute"), default=None)
+        hosts = [device.host for device in self.pool.devices]
+        svg = "" if done is None else notebook.step_svg(measured_chart(events, done, hosts=hosts))
+        stages = "" if plan is None else plan.stages_html()
+        title = f"Trainer of {type(self.model).__name__} on {len(self.pool)} devices"
+        return notebook.card(title, notebook.text(told), notebook.table((), rows), stages, svg)
 
     @property
     def steps_done(self) -> int:
@@ -590,6 +615,10 @@ class Trainer:
         batch = self._batch(inputs, targets)
         contents = self._run.contents(batch)
         return {device: memory_timeline(device, found) for device, found in contents.items()}
+
+    def subscribe(self, observer: StepObserver) -> None:
+        """Call an observer at the events of all later steps; with islands, of those of the first one."""
+        self._run.subscribe(observer)
 
     def events(self) -> list[TraceEvent]:
         """Return the workers' activity in the last steps, for a timeline; empty without ``trace``."""

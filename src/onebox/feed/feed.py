@@ -65,8 +65,8 @@ class Feed:
     that resumes from any position gets the batches of an uninterrupted one.
 
     Args:
-        source: The data: a :class:`Source` or :class:`Stream`, or anything that :func:`as_source` accepts: any PyTorch
-            data set or loader, an iterable of batches, and more.
+        source: The data: a :class:`~onebox.feed.Source` or :class:`~onebox.feed.Stream`, or anything that
+            :func:`~onebox.feed.as_source` accepts: any PyTorch data set or loader, an iterable of batches, and more.
         batch_size: Samples in a batch; none for a stream whose items are batches.
         seed: Determines, with the epoch, the order of the samples, and, with the sample, its random numbers.
         shuffle: Whether to use a new order each epoch, rather than the source's own. A stream has its own order.

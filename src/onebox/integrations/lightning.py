@@ -39,9 +39,9 @@ class OneboxStrategy(SingleDeviceStrategy):
     """A strategy of Lightning whose training steps run on a pool by a plan.
 
     Each batch is one step of a :class:`onebox.Trainer`: ``training_step``, backward, clipping and the optimizer run on
-    the workers. ``training_step`` is captured; see docs/capture.md: it can log the loss alone, and read nothing that
-    changes from step to step but its batch. Data, callbacks, loggers, schedulers, checkpoints and resuming are those of
-    Lightning. Validation, testing and prediction run in this process. docs/launchers.md has an example.
+    the workers. ``training_step`` is captured (docs/concepts/capture.md): it can log the loss alone, and read nothing
+    that changes from step to step but its batch. Data, callbacks, loggers, schedulers, checkpoints and resuming are
+    those of Lightning. Validation, testing and prediction run in this process. docs/how-to/launchers.md has an example.
 
     The module in this process has the present weights at each validation, each checkpoint, the end of each epoch, and
     when training has ended.

@@ -40,9 +40,9 @@ class PlannedTrainer(transformers.Trainer):
 
     Each update is one step of a :class:`onebox.Trainer`: forward, loss, backward, clipping and the optimizer run on the
     workers. Data, callbacks, logs, schedulers, checkpoints and resuming are those of transformers. What
-    ``compute_loss`` does, also that of a subclass, is captured; see docs/capture.md. Micro-batches are the plan's:
-    ``per_device_train_batch_size`` times ``gradient_accumulation_steps`` is the batch of a step on all devices
-    together. docs/launchers.md has an example.
+    ``compute_loss`` does, also that of a subclass, is captured (docs/concepts/capture.md). Micro-batches are the
+    plan's: ``per_device_train_batch_size`` times ``gradient_accumulation_steps`` is the batch of a step on all devices
+    together. docs/how-to/launchers.md has an example.
 
     While training, evaluations of the loss alone run on the pool if micro-batches are known to make it up: for language
     models, and with ``loss_reduction="mean"`` or ``"sum"``. Others run in this process. The model in this process has

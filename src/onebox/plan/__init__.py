@@ -23,6 +23,7 @@ from onebox.plan.search.result import PlanCandidate, SearchResult
 from onebox.plan.search.search import search
 from onebox.plan.simulate.steady_state import simulate_steady_state
 from onebox.plan.simulate.step import ActionSpan, Simulation, Transfer, UpdateSpan, simulate
+from onebox.plan.simulate.step_chart import simulated_chart
 from onebox.plan.simulate.text_timeline import draw_timeline
 from onebox.plan.simulate.validate import validate
 from onebox.plan_names import ACTIVATION_POLICIES, ASYNC, NAMED, SCHEDULES, ChainPolicy, Sync, UpdateAt
@@ -93,6 +94,7 @@ __all__ = [
     "shares_from_speeds",
     "simulate",
     "simulate_steady_state",
+    "simulated_chart",
     "stage_work",
     "steady_window",
     "unrolled",

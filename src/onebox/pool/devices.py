@@ -38,7 +38,7 @@ class DeviceInfo:
         nccl: Whether it is a GPU whose worker has NCCL.
         gpu: Identity of a GPU, equal for several workers on it and for its MIG slices; empty where unknown.
         instructions: Instruction sets of the processor that its worker uses.
-        cores: Cores of its host that its worker may use, shared or not; see :attr:`onebox.pool.Pool.cores`.
+        cores: Cores of its host that its worker may use, shared or not; see :attr:`onebox.Pool.cores`.
         codecs: Compression codecs that its worker accepts for frames.
         host_bytes: Host memory that its worker may use for offloaded optimizer state and activations; 0 where unknown.
         host_free_bytes: Free memory of its host when its worker started; 0 where unknown. Ignored by comparisons.

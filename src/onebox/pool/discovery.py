@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections import Counter
 from dataclasses import dataclass
-
-import torch
 
 from onebox.errors import UsageError
 from onebox.pool.spec_suggestion import suggestion
@@ -63,6 +62,16 @@ def cores() -> int:
     return usable_cores()
 
 
+def gpu_count() -> int:
+    """Return the number of this machine's GPUs, also while ``torch.cuda`` stands for virtual devices, whose functions
+    wrap PyTorch's own.
+    """
+    import torch
+
+    available, count = map(inspect.unwrap, (torch.cuda.is_available, torch.cuda.device_count))
+    return count() if available() else 0
+
+
 def requested_devices(spec: str = "auto", threads: int | None = None) -> list[DeviceRequest]:
     """Turn a specification into the workers to start.
 
@@ -78,9 +87,10 @@ def requested_devices(spec: str = "auto", threads: int | None = None) -> list[De
     """
     if threads is not None and threads < 1:
         raise UsageError(f"threads={threads}: a worker needs at least one thread")
-    accelerators = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    whole = spec.strip()
+    accelerators = gpu_count() if whole == "auto" or "cuda" in whole else 0
     found: list[tuple[str, float]] = []
-    for part in _default(accelerators) if spec.strip() == "auto" else spec.split(","):
+    for part in _default(accelerators) if whole == "auto" else spec.split(","):
         found += _expand(part.strip(), spec, accelerators)
     processors, cards = (sum(name.startswith(kind) for name, _ in found) for kind in (("cpu", "model"), "cuda"))
     shares = {

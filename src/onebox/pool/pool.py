@@ -12,13 +12,15 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import msgspec
 import torch
 
 from onebox.cost import PoolProfile, load, store
+from onebox.drawing import save, topology_figure
 from onebox.errors import OneboxError, PoolError, UsageError, WorkerDied
 from onebox.pool.backends.base import HostedWorker, RestartableSource, WorkerHandle, WorkerSource, end_all
 from onebox.pool.client.connection import WorkerReply
@@ -33,11 +35,15 @@ from onebox.pool.network.profile import measure_pool, profile_key, renew_links
 from onebox.pool.network.transport_paths import explain_unshared, shares_memory
 from onebox.pool.reclaim import Reclaimer
 from onebox.pool.recovery import PATIENCE_S, RecoveryReport, recover_workers
+from onebox.pool.topology_view import places_of, pool_html
 from onebox.wire import dtype_name
 from onebox.wire.protocol.eager import DefaultType
 from onebox.wire.protocol.groups import FormGroup, LeaveGroup, Retime
 from onebox.wire.protocol.requests import Instruction, Shutdown
 from onebox.wire.protocol.responses import Hello
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _LOG = logging.getLogger("onebox")
 
@@ -74,7 +80,9 @@ class Pool:
         first_number: int = 1,
     ) -> None:
         self.devices: tuple[DeviceInfo, ...] = tuple(devices)
+        """The devices, in the order of their numbers."""
         self.links: LinkMap = directed(links or {}, devices)
+        """The emulated links of each direction."""
         self.channel_latency_s = channel_latency_s
         self.channel_bandwidth_bps = channel_bandwidth_bps
         self.plain_links = plain_links
@@ -126,6 +134,27 @@ class Pool:
 
     def __repr__(self) -> str:
         return f"<onebox.Pool of {', '.join(device.device for device in self.devices)}>"
+
+    def _repr_html_(self) -> str:
+        """Return the pool as a notebook shows it."""
+        return pool_html(self.devices, self.profiled)
+
+    def figure(self, path: str | Path | None = None) -> Figure:
+        """Return a figure of the hosts, their devices, and the links between them.
+
+        Links are as wide as they are fast once :meth:`profile` has measured them, or planning has.
+
+        Args:
+            path: A file for it, a ``.png``, ``.svg`` or ``.pdf``.
+
+        Raises:
+            UsageError: The file cannot be written.
+            MissingExtra: Matplotlib is not installed.
+        """
+        found = topology_figure(*places_of(self.devices, self.profiled))
+        if path is not None:
+            save(found, path)
+        return found
 
     @property
     def process_ids(self) -> tuple[int, ...]:
@@ -334,7 +363,7 @@ class Pool:
         """Return the speeds of the devices and of the links between them, and the groups of near devices.
 
         Measured once: the profile of such a pool is kept on disk, in the user's cache folder. Measuring takes a second
-        or two for a few devices; nothing else should run on them meanwhile.
+        or two for a few devices; nothing else should run on them meanwhile. Of links that are alike one is measured.
 
         Args:
             fresh: Whether to measure again a known pool.

@@ -24,14 +24,14 @@ POOL_VARIABLE = "ONEBOX_POOL"
 GRAMMAR = (
     "'auto'; a list with devices of this machine such as 'cuda', 'cuda:0', 'cpu', 'cpu*3' (and emulated 'cpu@0.5', "
     "'sim*4@2') and of hosts where 'onebox serve' runs such as 'hostA', 'hostB:7171', 'hostA/cuda:0', 'hostA/cuda*2', "
-    "'hostA/cpu*2'; 'ray' or 'ray://HOST:PORT'; or a file 'NAME.toml'"
+    "'hostA/cpu*2', 'hostA/sim*4'; 'ray' or 'ray://HOST:PORT'; or a file 'NAME.toml'"
 )
 
 THIS_MACHINE = "local"
 """Address of this machine in a file of hosts."""
 
 _LOCAL = re.compile(r"(?:auto|cpu|cuda|sim|model)(?![\w.-])", re.ASCII)
-_DEVICE = re.compile(r"auto|cpu(?:\*[1-9]\d{0,2})?|cuda(?::\d{1,3}|\*[1-9]\d{0,2})?", re.ASCII)
+_DEVICE = re.compile(r"auto|cpu(?:\*[1-9]\d{0,2})?|(?:cuda|sim)(?::\d{1,3}|\*[1-9]\d{0,2})?", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,8 @@ class AgentPart:
 
     Args:
         address: ``HOST`` or ``HOST:PORT``, as written.
-        devices: ``auto``, ``cpu``, ``cpu*N``, ``cuda`` (all), ``cuda:K`` or ``cuda*N`` (any N), in order.
+        devices: ``auto``, ``cpu``, ``cpu*N``, ``cuda`` (all), ``cuda:K`` or ``cuda*N`` (any N), in order; and
+            ``sim`` in the place of ``cuda``, for emulated devices that it offers.
         threads: Threads of each worker; ``None`` for the agent's choice.
         memory: Limit of each worker's buffers in bytes, in the order of the devices; where not specified, a whole GPU
             or the agent's default.
@@ -139,7 +140,7 @@ def _part(text: str, spec: str) -> LocalPart | AgentPart:
 
 def _device(device: str, text: str, spec: str) -> str:
     if not _DEVICE.fullmatch(device):
-        allowed = "of another host cpu, cpu*N, cuda (all), cuda:K, cuda*N (any N) or auto"
+        allowed = "of another host cpu, cpu*N, cuda (all), cuda:K, cuda*N (any N), auto, or sim likewise"
         raise UsageError(f"pool {spec!r} is not understood at {text!r}: it asks for {device!r}; allowed: {allowed}")
     return device
 
@@ -252,17 +253,18 @@ def wants(part: AgentPart, offers: Sequence[Offer]) -> tuple[Want, ...]:
 
 
 def _expand(device: str, address: str, offers: Sequence[Offer]) -> list[str]:
-    cards = [offer.device for offer in offers if offer.device.startswith("cuda")]
     cores = sum(offer.threads for offer in offers if offer.device == "cpu")
     name, _, count = device.partition("*")
+    kind = "cuda" if name == "auto" else name.partition(":")[0]
+    numbered = [offer.device for offer in offers if offer.device.startswith(f"{kind}:")]
     if name == "auto":
-        found = cards or ["cpu"] * min(cores, MOST_CPU_WORKERS)
+        found = numbered or ["cpu"] * min(cores, MOST_CPU_WORKERS)
     elif name == "cpu":
         found = ["cpu"] * int(count or 1) if cores else []
     elif count:
-        found = ["cuda"] * int(count) if int(count) <= len(cards) else []
+        found = [kind] * int(count) if int(count) <= len(numbered) else []
     else:
-        found = cards if name == "cuda" else [card for card in cards if card == name]
+        found = numbered if name == kind else [each for each in numbered if each == name]
     if not found:
         offered = ", ".join(offer.device for offer in offers) or "nothing"
         raise UsageError(f"{address} has no {device} to lease; it offers {offered}")

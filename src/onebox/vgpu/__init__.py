@@ -42,7 +42,7 @@ def open_devices(
             order of the list. For ``auto`` the environment variable ``ONEBOX_POOL`` may say something else.
         threads: Threads of each worker; an equal share of its host's cores when ``None``.
         memory: The most bytes that each device's buffers may take, as bytes or text such as ``2GiB``; different ones as
-            :func:`~onebox.sizes.parse_budgets` reads them, or in a file of hosts where the pool has several hosts. An
+            a list or a dict by numbers of devices, or in a file of hosts where the pool has several hosts. An
             operator that needs more fails with :class:`~onebox.errors.DeviceMemoryError`. When ``None``, there is no
             limit but the device's; on another host a GPU alone or a CPU worker's share of the memory. A GPU's
             allocator is held to an eighth and 64 MiB more, for what operators need in passing.

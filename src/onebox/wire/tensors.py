@@ -59,6 +59,11 @@ def to_frame(tensor: Tensor) -> memoryview:
     return memoryview(np.from_dlpack(dense.view(torch.uint8)))  # type: ignore[arg-type]
 
 
+def elements_of(tensor: Tensor) -> tuple[TensorSpec, memoryview]:
+    """Return the spec and the elements of a tensor; see :func:`to_frame`."""
+    return spec_of(tensor), to_frame(tensor)
+
+
 def rows_of(tensor: Tensor, first: int, rows: int) -> Tensor:
     """Return rows of a tensor, by index of its first dimension; the whole tensor if ``rows`` is 0.
 

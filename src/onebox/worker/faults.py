@@ -6,13 +6,12 @@ import os
 import signal
 import time
 from collections import Counter
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
 from msgspec import Struct
 
-from onebox.worker.accelerator import DeviceFailed
-from onebox.worker.progress import WorkerProgress
+if TYPE_CHECKING:  # the configuration of a worker holds faults, and what starts workers needs no PyTorch
+    from onebox.worker.progress import WorkerProgress
 
 
 class Fault(Struct, frozen=True, forbid_unknown_fields=True):
@@ -62,6 +61,10 @@ class FaultInjector:
         elif kind == "error":
             raise RuntimeError("injected fault")
         elif kind == "memory":
+            import torch
+
             raise torch.OutOfMemoryError("injected fault: out of memory")
         elif kind == "device":
+            from onebox.worker.accelerator import DeviceFailed
+
             raise DeviceFailed("injected fault: device-side assert triggered")

@@ -84,6 +84,19 @@ def test_a_lease_brings_workers_that_let_its_client_in_and_nobody_else(shared: H
 
 
 @pytest.mark.long
+def test_emulated_devices_are_leased_by_their_numbers() -> None:
+    offers = [Offered(device=f"sim:{number}", name="emulated", memory_bytes=1 << 30, threads=1) for number in range(3)]
+    with house(*offers) as made:
+        client = made.client("ana")
+        leased = client.lease(Want("sim:1"), Want("sim"))
+        assert [worker.device for worker in leased.workers] == ["sim:1", "sim:0"]
+        assert all(greeted(worker.commands, worker.key, client.keys, 30) for worker in leased.workers)
+        client.ask(Want("sim"), Want("sim"), wait=False)
+        assert client.take(Refused).kind == "busy"
+        release(client, leased.lease)
+
+
+@pytest.mark.long
 def test_one_worker_of_a_lease_can_be_given_back_even_if_it_hangs(shared: House) -> None:
     client, other = shared.client("ana"), shared.client("ben")
     leased = client.lease(HALF, HALF)

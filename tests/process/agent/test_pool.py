@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import signal
@@ -78,7 +79,8 @@ def test_a_model_that_fits_no_device_of_other_hosts_is_planned_by_estimated_time
 ) -> None:
     """It cannot be measured there as a whole, and lies on both in the end."""
     torch.manual_seed(0)
-    layers = [torch.nn.Linear(512, 512) for _ in range(8)]  # of a MiB each, with gradients and momenta four
+    widths = [512, 520, 504, 528, 496, 536, 488, 544, 512]  # equal layers would be measured by one of them
+    layers = [torch.nn.Linear(*pair) for pair in itertools.pairwise(widths)]  # of 2 MiB, with gradients and momenta 8
     model = torch.nn.Sequential(*layers).double()
     optimizer = torch.optim.Adam(model.parameters())
     x, y = torch.randn(4, 512, dtype=torch.float64), torch.randn(4, 512, dtype=torch.float64)

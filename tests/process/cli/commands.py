@@ -69,7 +69,7 @@ def metrics(run: Path) -> list[dict[str, Any]]:
     """Return the records of a run, without what depends on the clock."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [
-        {key: value for key, value in record.items() if key != "samples_per_s"}
+        {key: value for key, value in record.items() if key not in ("samples_per_s", "time")}
         for record in records
         if record["event"] != "feed"
     ]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,12 @@ import msgspec
 import pytest
 from PIL import Image
 
+import onebox.engine.problem.memory_search
 from onebox.cli import main
-from onebox.plan import Plan, Stage
-from onebox.report.tables.text import time_text
+from onebox.cli.planning import INTERRUPTED
+from onebox.plan import Plan, SearchResult, Stage, search
+from onebox.sizes import time_text
+from onebox.stop_signals import RECENT
 from tests.process.cli.commands import POOL, command, metrics
 
 JOB = ("--model", "mlp", "--data", "digits", *POOL)
@@ -178,6 +183,53 @@ def test_too_small_devices_are_an_error_that_says_what_would_help(
     text = capsys.readouterr().err
     assert "no plan fits" in text and "misses device" in text and "What would help" in text
     assert not (tmp_path / "p.json").exists()
+
+
+@pytest.fixture
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Press Ctrl-C when a search begins; return the number of times."""
+    pressed: list[int] = []
+
+    def pressing(*problem: Any, **named: Any) -> SearchResult:
+        pressed.append(len(pressed) + 1)
+        signal.raise_signal(signal.SIGINT)
+        return search(*problem, **named)
+
+    monkeypatch.setattr("onebox.engine.problem.memory_search.search", pressing)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # the background of a shell ignores it
+    yield pressed
+    signal.signal(signal.SIGINT, before)
+    RECENT.forget()
+
+
+@pytest.mark.long
+def test_ctrl_c_ends_a_search_with_the_best_plan_so_far(
+    interrupted: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, run = tmp_path / "plan.json", tmp_path / "run"
+    assert main(["plan", *JOB, "--micro-batches", "16,32", "--budget", "600", "--out", str(out)]) == 0
+    assert Plan.read(out).predicted is not None
+    assert capsys.readouterr().out.count(INTERRUPTED) == 1
+    assert main(["train", *JOB, "--plan", "auto", "--epochs", "1", "--run", str(run)]) == 0
+    assert capsys.readouterr().out.count(INTERRUPTED) == 1
+    assert interrupted == [1, 2]
+    assert Plan.read(run / "plan.json").predicted is not None
+
+
+@pytest.mark.long
+def test_a_second_ctrl_c_ends_the_command(
+    interrupted: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    once = onebox.engine.problem.memory_search.search
+
+    def twice(*problem: Any, **named: Any) -> SearchResult:
+        signal.raise_signal(signal.SIGINT)
+        return once(*problem, **named)
+
+    monkeypatch.setattr("onebox.engine.problem.memory_search.search", twice)
+    assert main(["plan", *JOB, "--budget", "600", "--out", str(tmp_path / "plan.json")]) == 130
+    assert interrupted == [1] and not list(tmp_path.iterdir())
+    assert INTERRUPTED not in capsys.readouterr().out
 
 
 def test_a_plan_that_does_not_fit_is_shown_and_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

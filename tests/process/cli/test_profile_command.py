@@ -74,10 +74,12 @@ def test_a_worker_that_dies_is_named(cache: Path) -> None:
 
 
 def test_tables_and_file_measured_once(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    done = command(["profile", *SMALL, "--report", "p.json"], tmp_path)
+    done = command(["profile", *SMALL, "--report", "p.json", "--figure", "p.svg"], tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     for part in ("sim*", "* emulated", "latency in µs", "bandwidth in GB/s", "localhost", "--fresh measures anew"):
         assert part in done.stdout
+    assert "figure p.svg" in done.stdout
+    assert "<svg" in (tmp_path / "p.svg").read_text()
     found = msgspec.json.decode((tmp_path / "p.json").read_bytes(), type=PoolProfile)
     assert len(found.devices) == 2
     (path,) = kept(cache)
@@ -105,6 +107,7 @@ def test_tables_and_file_measured_once(tmp_path: Path, cache: Path, capsys: pyte
         (["--threads", "0"], "--threads 0: allowed are 1 and more"),
         (["--report", "nowhere/p.json"], "--report nowhere/p.json: a file in an existing folder"),
         (["--report", "."], "--report .: a file in an existing folder"),
+        (["--figure", "p.jpg"], "allowed are .png, .svg, .pdf"),
     ],
     ids=str,
 )

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import subprocess
+import sys
+import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -56,6 +60,21 @@ def test_a_script_is_the_main_module(tmp_path: Path) -> None:
         "late 3.0",
         "last 4.0",
     ]
+
+
+IMPORTS = """
+import sys, psutil
+needless = "torch._dynamo", "sympy", "matplotlib", "onebox.plan", "onebox.engine"
+print(*(name for name in needless if name in sys.modules))
+print(*(child.name() for child in psutil.Process().children()))
+"""
+
+
+def test_a_script_waits_for_nothing_that_it_does_not_need(tmp_path: Path) -> None:
+    """The compiler of PyTorch and the planner take seconds to import. One fork server is started, early."""
+    line = [sys.executable, "-m", "onebox", "run", *ONE, str(script(tmp_path, IMPORTS))]  # nothing is imported before
+    done = subprocess.run(line, capture_output=True, text=True, timeout=WITHIN_S, check=True)
+    assert done.stdout.splitlines() == ["", "onebox-fork-srv"], done.stderr
 
 
 @pytest.mark.long
@@ -208,6 +227,22 @@ def test_an_error_that_nobody_reads_fails_the_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_an_error_that_nobody_reads_is_the_end_on_the_page(tmp_path: Path) -> None:
+    waits = "import os, time\nwhile not os.path.exists('go'):\n    time.sleep(0.05)\n"
+    script(tmp_path, LATE.partition("print(y)")[0] + waits)
+    with running(["run", *ONE, "--page", "script.py"], tmp_path) as process:
+        assert process.stderr is not None
+        url = next(found[1] for line in process.stderr if (found := re.search(r"page at (\S+)", line)))
+        with urllib.request.urlopen(f"{url}events", timeout=WITHIN_S) as events:
+            heads = []
+            for line in events:
+                if line.startswith(b"data: {") and (head := json.loads(line[6:]).get("head")):
+                    heads.append((head["state"], head["text"]))
+                    (tmp_path / "go").touch()
+        assert heads == [("running", ""), ("failed", "the script has ended with status 1")]
+
+
+@pytest.mark.long
 def test_a_device_with_too_little_memory(tmp_path: Path) -> None:
     script(
         tmp_path,
@@ -244,7 +279,7 @@ def test_ctrl_c_ends_script_and_workers(tmp_path: Path) -> None:
         _, said = process.communicate(timeout=WITHIN_S)
         assert process.returncode in (130, -signal.SIGINT)  # Python may end itself by the signal; a shell says 130
         assert said.startswith("Traceback") and said.endswith("KeyboardInterrupt\n") and "in <module>" in said
-        assert "onebox/" not in said
+        assert "src/onebox/" not in said
         assert_gone(workers)
 
 
@@ -318,7 +353,7 @@ def test_a_worker_that_dies_is_an_error_of_the_line_that_needs_it(tmp_path: Path
         _, said = process.communicate(timeout=WITHIN_S)
         assert process.returncode == 1
         assert "in <module>" in said and "WorkerDied" in said and "worker 1" in said
-        assert "onebox/" not in said.split("last words")[0].replace("onebox.errors", "")
+        assert "src/onebox/" not in said.split("last words")[0].replace("onebox.errors", "")
         assert_gone(workers)
 
 

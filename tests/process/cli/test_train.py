@@ -42,7 +42,7 @@ def test_it_learns(undisturbed: Run) -> None:
 
 def test_the_run_folder(undisturbed: Run) -> None:
     names = {path.name for path in undisturbed.folder.iterdir()}
-    assert names == {"config.json", "metrics.jsonl", "checkpoint", "timeline.json", "summary.json"}
+    assert names == {"config.json", "status.json", "metrics.jsonl", "checkpoint", "timeline.json", "summary.json"}
 
 
 def test_the_configuration_is_resolved(undisturbed: Run) -> None:

@@ -16,7 +16,8 @@ from torch.nn import functional
 
 import onebox
 from onebox.errors import PoolError
-from onebox.graph import TracedModel, capture
+from onebox.graph import TracedModel
+from onebox.graph.capture.export import capture
 from onebox.plan import Plan, Stage
 from onebox.pool import open_pool
 from tests.process.faults.conftest import leaving_nothing

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 import onebox
 from onebox.engine.recovery.policy import RecoveryRecord
 from onebox.errors import PoolError, UsageError, WorkerDied
-from onebox.graph import TracedModel, capture
+from onebox.graph import TracedModel
+from onebox.graph.capture.export import capture
 from onebox.plan import Plan, Stage
 from onebox.pool import Fault, open_pool
 from onebox.pool.backends.local import LocalSource

@@ -21,7 +21,8 @@ from onebox.engine.state.checkpoint_files import read
 from onebox.engine.steps.launch import StepRequest
 from onebox.engine.steps.observer import StepObserver
 from onebox.errors import CheckpointError, OneboxError, PlanError, PoolError
-from onebox.graph import TracedModel, capture
+from onebox.graph import TracedModel
+from onebox.graph.capture.export import capture
 from onebox.plan import Plan, Stage
 from onebox.pool import Fault, open_pool
 from onebox.pool.backends.local import LocalSource

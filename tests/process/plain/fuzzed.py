@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import onebox
-from onebox.graph import TracedModel, capture
+from onebox.graph import TracedModel
+from onebox.graph.capture.export import capture
 from onebox.plan import Plan, Stage
 from onebox.vgpu import attach
 from tests.trainer_arguments import grouped

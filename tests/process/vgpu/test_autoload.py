@@ -20,6 +20,50 @@ if device is not None:
     print(model.weight.grad.device, model.weight.grad.sum().item())
 """
 
+ACCELERATES = """
+import torch
+import accelerate
+made = accelerate.Accelerator()
+model = torch.nn.Linear(4, 2)
+model, optimizer = made.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+made.backward(model(torch.ones(3, 4, device=made.device)).sum())
+optimizer.step()
+print(made.device, torch.accelerator.current_accelerator(), torch.cuda.device_count())
+print(next(model.parameters()).grad.device, next(model.parameters()).grad.sum().item())
+"""
+
+ASKS = """
+import importlib.util, sys, torch
+found = importlib.util.find_spec("accelerate")
+print(found is not None, torch.accelerator.current_accelerator(), "accelerate" in sys.modules)
+import accelerate
+print(torch.accelerator.current_accelerator(), type(accelerate.__spec__.loader).__name__)
+"""
+
+LIGHTNING = """
+import torch
+import lightning
+
+class Model(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 2)
+
+    def training_step(self, batch, index):
+        print(batch.device)
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+trainer = lightning.Trainer(
+    devices=1, max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+    enable_model_summary=False,
+)
+trainer.fit(Model(), torch.utils.data.DataLoader(torch.ones(4, 4), batch_size=4))
+print(trainer.strategy.root_device, torch.cuda.device_count())
+"""
+
 OPENS = """
 import torch, onebox
 with onebox.open("cpu", threads=1) as pool:
@@ -69,3 +113,19 @@ def test_a_pool_that_cannot_be_had_is_an_error_where_a_device_is_used(tmp_path: 
     done = run("import torch; print('imported'); torch.ones(1, device='vgpu')", tmp_path, "cup*2")
     assert (done.returncode, done.stdout) == (1, "imported\n")
     assert "cup*2" in done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("script", "lines"), [
+    (ACCELERATES, ["cuda cuda 2", "cuda:0 24.0"]),
+    (LIGHTNING, ["cuda:0", "cuda:0 2"]),
+    (ASKS, ["True vgpu False", "cuda SourceFileLoader"]),
+])  # fmt: skip
+def test_frameworks_that_know_cuda_alone_find_the_pool_of_the_environment(
+    script: str, lines: list[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("accelerate")
+    pytest.importorskip("lightning")
+    done = run(script, tmp_path, "cpu*2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == lines

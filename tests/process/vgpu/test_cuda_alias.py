@@ -106,6 +106,10 @@ def test_types_of_old_scripts() -> None:
     assert LEGACY.LongTensor([[1, 2]]).tolist() == [[1, 2]] and LEGACY.FloatTensor().numel() == 0
     assert LEGACY.FloatTensor(np.ones(2)).dtype == torch.float32
     assert x.cuda().new(2, 3).device == ZERO
+    there = x.cuda(1)
+    assert [made.device for made in (there.new(2), there.new([1.0]), there.new(), there.new_tensor([1]))] == [ONE] * 4
+    assert there.new(2, device=None).device == there.new_tensor([1], device=None).device == ONE
+    assert [made.device for made in (there.new(x.cuda()), there.new([1.0], device="cuda:0"))] == [ZERO] * 2
     torch.set_default_tensor_type("torch.cuda.DoubleTensor")
     try:
         made = torch.ones(1)

@@ -55,7 +55,7 @@ def test_cores_that_nobody_named_are_shared_equally() -> None:
     [
         ([], "a request for 0 devices; allowed are 1 to 256"),
         ([Want("cpu")] * 257, "257 devices"),
-        ([Want("tpu")], "'tpu' is no device; allowed are cpu, cuda and cuda:K"),
+        ([Want("tpu")], "'tpu' is no device; allowed are cpu, cuda, sim, cuda:K and sim:K"),
         ([Want("cuda:01")], "no device"),
         ([Want("cpu", -1)], "-1 threads"),
         ([Want("cuda:7")], "cuda:7 is not offered; offered is cpu \\(100 bytes, 4 cores\\), cuda:0 \\(8 bytes"),
@@ -76,6 +76,18 @@ def test_a_request_reaches_every_gpu_or_the_one_that_it_names() -> None:
     all_ = offers(CPU, gpu(0), gpu(1))
     assert reach([Want("cuda")], all_) == {"cuda:0", "cuda:1"}
     assert reach([Want("cuda:1"), Want("cpu")], all_) == {"cuda:1", "cpu"}
+
+
+def test_an_emulated_device_is_never_given_for_a_gpu_nor_the_other_way_round() -> None:
+    emulated = [Offered(device=f"sim:{number}", name="emulated", memory_bytes=4, threads=1) for number in range(2)]
+    all_ = offers(gpu(0), *emulated)
+    assert reach([Want("sim")], all_) == {"sim:0", "sim:1"}
+    found = fit(settled([Want("sim"), Want("sim"), Want("cuda")], all_), all_room(all_), all_)
+    assert found is not None
+    assert [share.device for share in found] == ["sim:0", "sim:1", "cuda:0"]
+    for wants in ([Want("cuda")] * 2, [Want("sim")] * 3):
+        with pytest.raises(UsageError, match="do not fit together"):
+            settled(wants, all_)
 
 
 @pytest.mark.parametrize("bad", [{"device": "cuda"}, {"device": "sim"}, {"memory_bytes": 0}, {"threads": 0}])

@@ -46,15 +46,22 @@ def test_all_gpus_and_the_cpu_are_offered_or_what_is_named() -> None:
     ]
 
 
+def test_emulated_devices_are_offered_where_they_are_named() -> None:
+    offers = offered_devices("sim*3,cpu", threads=2)
+    assert [(offer.device, offer.threads) for offer in offers] == [("sim:0", 1), ("sim:1", 1), ("sim:2", 1), ("cpu", 2)]
+    assert offered_devices("sim", memory_bytes=1 << 20)[0].memory_bytes == 1 << 20
+
+
 @pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize(
     ("spec", "caps", "what"),
     [
         ("cpu,cpu", {}, "name each device once"),
         ("cpu*2", {}, "name each device once"),
+        ("model:3", {}, "'model:3' cannot be offered; allowed are cpu, cuda"),
         ("cuda,cuda:0", {}, "name each device once"),
         ("cpu@0.5", {}, "without @"),
-        ("sim", {}, "cannot be offered"),
+        ("sim@2", {}, "without @"),
         ("cuda:2", {}, "this machine has 2 CUDA devices"),
         ("tpu", {}, "not understood"),
         ("cpu", {"threads": 10**6}, f"may use 1 to {cores()}"),

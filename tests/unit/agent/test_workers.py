@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 
 from onebox.agent import workers as module
-from onebox.agent.admission import Share
+from onebox.agent.admission import ClientLimits, Offered, Share
 from onebox.agent.lease_processes import LeaseIsolation
+from onebox.agent.lease_service import LeaseService
+from onebox.agent.leases import Client, Leases
+from onebox.agent.log_rate_limit import Reporter
 from onebox.agent.workers import (
     LEAVE_S,
     STARTS,
@@ -22,9 +25,10 @@ from onebox.agent.workers import (
 )
 from onebox.errors import PoolError, WorkerDied
 from onebox.pool.errors import WorkerLocation
-from onebox.pool.launch.worker_process import worker_environment
+from onebox.pool.launch.fork_server import worker_environment
 from onebox.pool.launch.worker_user import WorkerUser
 from onebox.wire import new_keys
+from onebox.wire.protocol.agents import AgentResponse, Done, Lease, Leased, Release, Want
 from onebox.worker import START_S, Ports, WorkerConfig
 
 SHARE = Share(device="cpu", threads=1, memory_bytes=64)
@@ -169,6 +173,42 @@ def test_a_worker_that_does_not_start_is_news_once(fakes: list[Fake], how: str) 
     assert workers.attend(ready, START_S + 2) == []
     workers.end(1, 0.0, START_S + 2)
     assert workers.attend({one.descriptor, two.descriptor}, START_S + 2) == [LeaseClosed(1)]
+
+
+def test_a_lease_that_ends_before_it_has_workers_is_over_at_once(
+    fakes: list[Fake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeForkServer, "ready", False)
+    workers = started(1)
+    assert not fakes and not workers.pressed
+    workers.end(1, 1.0, 2.0)
+    assert workers.pressed
+    assert workers.attend(set(), 2.0) == [LeaseClosed(1)]
+    assert not workers.pressed
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_workers_of_a_lease_given_back_may_end_by_themselves_if_they_have_started(
+    fakes: list[Fake], ready: bool
+) -> None:
+    offer = Offered(device="cpu", name="a CPU", memory_bytes=64, threads=1)
+    workers = Workers(host="lab", bind="0.0.0.0", advertise="192.0.2.7", isolation=LeaseIsolation())
+    sent: list[AgentResponse] = []
+    service = LeaseService(
+        Leases([offer], ClientLimits()),
+        workers,
+        lambda client, message, now_s: sent.append(message),
+        Reporter(lambda event, **fields: None),
+    )
+    ana = Client("a" * 40, b"1", "ana")
+    service.lease(ana, Lease(1, (Want("cpu"),), new_keys().public), 0.0)
+    if ready:
+        service.attend({fakes[0].outlet}, 0.5)
+        assert isinstance(sent[0], Leased)
+    service.release(ana, Release(2, request=1), 1.0)
+    assert fakes[0].killed == (not ready)
+    service.attend({fakes[0].descriptor}, 1.1)
+    assert sent[-1] == Done(2)
 
 
 def test_what_does_not_end_by_itself_is_killed_after_a_while(fakes: list[Fake]) -> None:

@@ -103,11 +103,22 @@ def test_connections_are_closed_where_one_is_not_had(lines: list[Line]) -> None:
 
 def test_a_watch_goes_on_when_an_agent_is_gone(lines: list[Line]) -> None:
     watch = HostWatch("fickle:7171", 0.01)
-    wait_for(lambda: len(lines) >= 3)  # each is lost at its second look
+    wait_for(lambda: watch.state.address != "" and len(lines) >= 3)  # each is lost at its second look
     wait_for(lambda: watch.state.problem == "the agent is gone")
     assert watch.state.host == "lab"
     wait_for(lambda: watch.state.stock is not None)
     watch.close(within_s=10)
+
+
+def test_a_watch_asks_only_while_its_state_is_read_and_ends_while_it_does_not_ask(lines: list[Line]) -> None:
+    watch = HostWatch("lab:7171", 0.01, log_lines=1)
+    wait_for(watch.looked.is_set)
+    threading.Event().wait(0.2)
+    assert lines[0].looks == 1 and watch.lines == ('{"event": "started"}',)
+    wait_for(lambda: watch.state.stock is not None and lines[0].looks > 3)
+    threading.Event().wait(0.1)
+    watch.close(within_s=10)
+    assert lines[0].closed.is_set()
 
 
 def test_status_of_agents_some_of_which_do_not_answer(lines: list[Line], capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 
 import pytest
 
@@ -39,8 +40,25 @@ def test_everyday_options_are_first_and_the_others_on_request(command: str, caps
     )
     assert said == [flag for flag in everyday if flag in full]
     assert full[: len(said)] == said
-    hidden = {"--host", "--client", "--script"}  # given without a flag
+    hidden = {"--host", "--client", "--script", "--shell", "--target"}  # given without a flag
     assert set(full) == set(flags) - hidden
+
+
+@pytest.mark.parametrize("command", OPTIONS)
+def test_examples_are_valid_command_lines(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(f"{command} --help", capsys)
+    for example in getattr(OPTIONS[command], "EXAMPLES", ()):
+        assert f"\n  {example}\n" in text
+        program, *words = shlex.split(example.partition(" > ")[0])
+        assert program == "onebox" and words[: len(command.split())] == command.split()
+        if "--resume" not in words:  # which reads the run's folder
+            assert isinstance(parse(words), OPTIONS[command])
+
+
+def test_every_command_has_an_example() -> None:
+    """But those that take nothing, or a name."""
+    without = {command for command, kind in OPTIONS.items() if not getattr(kind, "EXAMPLES", ())}
+    assert without == {"pair list", "pair remove", "pair forget", "env"}
 
 
 def test_an_option_is_explained_in_one_paragraph(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from onebox.agent.metrics import AgentMetrics
 from onebox.wire.protocol.agents import Offer, Stock
 
 ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs" / "failures.md").read_text()
+PAGE = (ROOT / "docs" / "how-to" / "failures.md").read_text()
 CODE = "\n".join(path.read_text() for path in sorted((ROOT / "src").rglob("*.py")))
 TEXTS = [text for row in re.findall(r"^\| `(.+?)` \|", PAGE, re.MULTILINE) for text in [row.partition("` …")[0]]]
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 from onebox.cli import main
 from onebox.cli.options.jobs import TrainConfig
 from onebox.cli.options.pools import ProfileConfig
-from onebox.cli.run_setup import accuracy, make_loss, make_model, run_folder
+from onebox.cli.training.run_setup import accuracy, make_loss, make_model, run_folder
 from onebox.errors import UsageError
 from onebox.feed import load_dataset
 

@@ -14,7 +14,8 @@ import onebox
 from onebox.engine.compile import compiler, lowering
 from onebox.engine.compile.order_check import fault_text
 from onebox.errors import PlanError
-from onebox.graph import TracedModel, capture
+from onebox.graph import TracedModel
+from onebox.graph.capture.export import capture
 from onebox.plan import Plan, Stage
 from onebox.wire.protocol.groups import FormGroup
 from onebox.wire.protocol.instructions import Receive

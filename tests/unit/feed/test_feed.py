@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import threading
 import weakref
 from collections.abc import Iterable
@@ -170,12 +171,30 @@ def test_decoding_that_draws_is_seen():
     assert all(value[0] % 1 for inputs, _ in whole for value in inputs)
 
 
-def test_the_generators_of_the_process_are_put_back():
-    before = torch.get_rng_state()
+@pytest.mark.parametrize("by", ["threads", "processes"])
+def test_the_generators_of_the_process_are_put_back(by):
+    before, pythons = torch.get_rng_state(), random.getstate()
 
-    epochs(Feed(Numbers(6), batch_size=2, transform=all_globals, process_by="threads"), 0, 1)
+    epochs(Feed(Numbers(6), batch_size=2, transform=all_globals, process_by=by), 0, 1)
 
     assert torch.equal(torch.get_rng_state(), before)
+    assert random.getstate() == pythons
+
+
+def test_processes_seed_every_sample_of_a_transform_and_nothing_where_there_is_none():
+    def seed_of(x: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(torch.initial_seed() % 1_000_003)
+
+    class Seeds(Numbers):
+        def decode(self, raw: bytes, index: int) -> tuple[torch.Tensor, int]:
+            return torch.tensor(torch.initial_seed() % 1_000_003), index
+
+    def made(source: Numbers, **options: Any) -> list[int]:
+        ((seeds, _),) = epochs(Feed(source, batch_size=3, process_by="processes", **options), 0, 1)
+        return seeds
+
+    assert len(set(made(Numbers(3), transform=seed_of))) == 3  # it may draw for samples that were not looked at
+    assert made(Seeds(3)) == [torch.initial_seed() % 1_000_003] * 3
 
 
 def test_the_position_counts_what_was_handed_out():

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
-from onebox.graph import ModelPrograms, Port, TracedModel, capture
+from onebox.graph import ModelPrograms, Port, TracedModel
+from onebox.graph.capture.export import capture
 from onebox.wire import ATTENTION, ATTENTION_BACKWARD, Many, Operator, Program, SlotArgument, TensorSpec
 from onebox.worker.programs.interpreter import CompiledProgram
 from onebox.worker.progress import WorkerProgress

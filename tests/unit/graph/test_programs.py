@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -11,11 +12,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from onebox.errors import UsageError
-from onebox.graph import ModelPrograms, Phase, Port, TracedModel, capture
+from onebox.graph import TRACING, ModelPrograms, Phase, Port, TracedModel
+from onebox.graph.capture.export import capture
+from onebox.graph.lower.phases import Division
 from tests.models import CASES
 from tests.reference import call
 from tests.unit.graph.staged import (
@@ -395,3 +398,34 @@ def test_a_gradient_is_made_where_its_parameter_is_read_whatever_it_is_the_sum_o
     model = check_division(traced, [names[:8], names[8:]], whole(traced))
     positions = Port("gradient", "model.vit.embeddings.position_embeddings")
     assert [positions in model.of(stage, "B").outputs for stage in (0, 1)] == [True, False]
+
+
+def test_no_garbage_is_collected_within_a_trace() -> None:
+    assert gc.isenabled()
+    with TRACING:
+        with TRACING:
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with TRACING:
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_each_output_is_placed_once_however_many_phases_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced = traced_case("mlp").model
+    placed: list[Port] = []
+    original = Division.phase_of_output
+
+    def counted(division: Division, node: fx.Node, port: Port, early: set[fx.Node] | None) -> Phase:
+        placed.append(port)
+        return original(division, node, port, early)
+
+    monkeypatch.setattr(Division, "phase_of_output", counted)
+    traced.divide([[name] for name in traced.segments])
+    assert len(traced.segments) > 2
+    assert max(Counter(placed).values()) == 2  # with backward whole, and in halves

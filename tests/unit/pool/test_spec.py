@@ -15,6 +15,7 @@ from onebox.wire.protocol.agents import Offer, Want
 
 CPU = Offer("cpu", "cores", 8 << 30, 6, 8 << 30)
 CARDS = tuple(Offer(f"cuda:{index}", "card", 1 << 30, 2, 1 << 30) for index in (0, 1, 3))
+SIMS = tuple(Offer(f"sim:{index}", "emulated", 1 << 30, 1, 1 << 30) for index in (0, 1))
 
 
 def agent(address: str, *devices: str) -> AgentPart:
@@ -55,7 +56,7 @@ def test_parts_in_the_order_of_the_specification(spec: str, expected: list[Part]
         ("cpu,hostA:0", "not understood at 'hostA:0'"),
         ("hostA:70000", "not understood at 'hostA:70000'"),
         ("hostA/", "it asks for ''; allowed: of another host cpu, cpu"),
-        ("hostA/sim", "it asks for 'sim'"),
+        ("hostA/sim@2", "it asks for 'sim@2'"),
         ("hostA/cpu@0.5", "it asks for 'cpu@0.5'"),
         ("hostA/cuda:0*2", "it asks for"),
         ("hostA/cpu*0", "it asks for"),
@@ -126,7 +127,7 @@ def test_a_file_of_hosts() -> None:
         ("[[hosts]]\naddress = 'a'\nmemory = ['1k', 'much']", "memory of a much: allowed are bytes"),
         ("[[hosts]]\naddress = 'a'\nmemory = []", "memory of a .*a list of them"),
         ("[[hosts]]\naddress = 'a b'", "'a b' is no address of an agent"),
-        ("[[hosts]]\naddress = 'a'\ndevices = 'sim'", "it asks for 'sim'"),
+        ("[[hosts]]\naddress = 'a'\ndevices = 'sim@2'", "it asks for 'sim@2'"),
         ("[[hosts]]\naddress = 'a'\ndevices = []", "wants no device of a"),
         ("[[hosts]]\naddress = 'a'\n[[hosts]]\naddress = 'a:7171'", "devices of a in two places"),
     ],
@@ -144,6 +145,9 @@ def test_files_that_are_wrong(text: str, message: str) -> None:
         (["cuda"], [CPU, *CARDS], ["cuda:0", "cuda:1", "cuda:3"]),
         (["cuda:3", "cpu*2"], [CPU, *CARDS], ["cuda:3", "cpu", "cpu"]),
         (["cuda*2"], CARDS, ["cuda", "cuda"]),
+        (["sim*2", "cuda:3"], [*CARDS, *SIMS], ["sim", "sim", "cuda:3"]),
+        (["sim"], [*CARDS, *SIMS], ["sim:0", "sim:1"]),
+        (["sim:1"], SIMS, ["sim:1"]),
     ],
 )
 def test_what_is_leased(devices: list[str], offers: list[Offer], expected: list[str]) -> None:
@@ -170,6 +174,7 @@ def test_cpu_workers_share_the_cores() -> None:
         (["cuda:2"], CARDS, "hostA has no cuda:2 to lease; it offers cuda:0, cuda:1, cuda:3"),
         (["cuda"], [CPU], "hostA has no cuda to lease; it offers cpu"),
         (["cuda*4"], CARDS, "no cuda"),
+        (["sim*4"], [*CARDS, *SIMS], "no sim"),
         (["cpu"], CARDS, "no cpu to lease"),
         (["auto"], [], "it offers nothing"),
         (["cuda", "cuda:1"], CARDS, "cuda:1 of hostA is asked for twice"),

@@ -146,7 +146,7 @@ def test_uploads_of_any_size_arrive_whole(dtype: torch.dtype) -> None:
 
 
 def test_a_block_is_written_again_only_after_its_copies() -> None:
-    device = LateDevice(copy_s=0.005)
+    device = LateDevice(copy_s=0.1)  # longer than this process is held up between two uploads
     ring = UploadRing(device, block_bytes=1024, blocks=2)
     with device.kernels():
         for _ in range(6):

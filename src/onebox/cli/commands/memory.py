@@ -19,7 +19,7 @@ from onebox.cli.options.estimates import MemoryConfig
 from onebox.cli.options.jobs import DATA_PARALLEL
 from onebox.cli.output_files import check_target, give_json
 from onebox.cli.planning import job_of, write_plan
-from onebox.cli.run_setup import load_data, make_optimizer
+from onebox.cli.training.run_setup import load_data, make_optimizer
 from onebox.cost.estimate import DeviceRates
 from onebox.engine.planning.memory_fit import FitReport, estimate_memory
 from onebox.engine.state.weight_files import meta_parameters

@@ -13,23 +13,21 @@ from onebox.cli.console import OutputConsole
 from onebox.cli.memory_report import MemoryReport, make_memory_report, memory_data, print_memory
 from onebox.cli.options.common import PoolOptions
 from onebox.cli.options.jobs import IslandsConfig, JobConfig, PlanConfig, StalenessConfig
-from onebox.cli.output_files import check_target, give_json
-from onebox.cli.planning import PlanForecast, predict_plan, probe_modes, search_plan, write_plan
-from onebox.cli.run_setup import load_data
+from onebox.cli.output_files import check_figure, check_target, give_json
+from onebox.cli.planning import INTERRUPTED, PlanForecast, predict_plan, probe_modes, search_plan, write_plan
+from onebox.cli.training.run_setup import load_data
 from onebox.cli.user_code import import_functions
 from onebox.cost import link_age_line
 from onebox.engine.planning.training_modes import IslandsPlanning
 from onebox.engine.workload.delay_compensation import extra_copies, predicts
 from onebox.errors import UsageError
-from onebox.extras import import_extra
 from onebox.plan import Plan, as_data, draw_timeline, in_flight_of, stage_work, steady_window
 from onebox.plan.evaluate.modes import TrainingMode
 from onebox.pool import Pool, open_pool
 from onebox.report import candidate_table, mode_table, plan_device_table, stage_table, summary_line
-from onebox.report.figures.canvas import check_suffix
 from onebox.report.figures.memory_figure import draw_memory
 from onebox.report.figures.step_figure import draw_simulation
-from onebox.report.tables.plan import rejection_reason
+from onebox.report.tables.plan import noise_line, rejection_reason
 from onebox.report.tables.topology import topology_line
 from onebox.trainer_options import Outer
 
@@ -68,6 +66,8 @@ def show_plan(config: PlanConfig) -> None:
                 islands=config.island_devices,
                 outer=config.outer,
             )
+            if found.interrupted:
+                console.write_line(INTERRUPTED)
             if config.probe is not None:
                 found = probe_modes(config.resolved(), data, pool, found, console.write_line)
         print_plan(found, pool, console)
@@ -98,6 +98,8 @@ def print_plan(found: PlanForecast, pool: Pool, console: OutputConsole) -> None:
     console.write_line(
         summary_line(found.plan) + (", with emulated devices" if emulated & set(found.plan.devices) else "")
     )
+    if found.candidates and (line := noise_line(found.candidates)):
+        console.write_line(line)
     if found.plan.late:
         console.write_line(staleness_line(found))
     if line := topology_line(found.problem, found.plan):
@@ -227,11 +229,9 @@ def command_line(
 
 def _check_targets(config: PlanConfig) -> None:
     """Require that output files can be written, before time is spent on their contents."""
-    for flag, path in (("--out", config.out), ("--figure", config.figure), ("--report", config.report)):
+    for flag, path in (("--out", config.out), ("--report", config.report)):
         check_target(flag, path)
-    if config.figure is not None:
-        check_suffix(config.figure)
-        import_extra("matplotlib", "--figure")
+    check_figure(config.figure)
 
 
 def _write_files(

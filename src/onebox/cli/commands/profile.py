@@ -11,9 +11,9 @@ from onebox.cli.commands.devices import print_devices
 from onebox.cli.console import UNLIMITED, OutputConsole
 from onebox.cli.options.jobs import JobConfig
 from onebox.cli.options.pools import ProfileConfig
-from onebox.cli.output_files import check_target, give_json
+from onebox.cli.output_files import check_figure, check_target, give_json
 from onebox.cli.planning import job_of
-from onebox.cli.run_setup import load_data
+from onebox.cli.training.run_setup import load_data
 from onebox.cli.user_code import import_functions
 from onebox.cost import PoolProfile, link_age_line
 from onebox.cost.model_profile import ModelProfile
@@ -30,6 +30,7 @@ def show_profile(config: ProfileConfig) -> None:
         OneboxError: The pool cannot be opened, or a worker failed.
     """
     check_target("--report", config.report)
+    check_figure(config.figure)
     import_functions(config)
     with open_pool(config.pool, threads=config.threads, memory=config.memory, plain_links=config.plain_links) as pool:
         profile = pool.profile(fresh=config.fresh, cache=not config.no_cache)
@@ -38,6 +39,9 @@ def show_profile(config: ProfileConfig) -> None:
         _print_tables(pool, profile, console)
         for table in segment_tables(model) if model is not None else ():
             console.print(table)
+        if config.figure is not None:
+            pool.figure(config.figure)
+            console.write_line(f"figure {config.figure}")
     if config.json or config.report is not None:
         give_json(_as_data(profile, model), printed=config.json, path=config.report)
 

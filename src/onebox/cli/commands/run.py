@@ -53,6 +53,7 @@ def run_script(config: RunConfig) -> int:
         alias_cuda()
         set_synchronous(config.synchronous)
         server = _share(pool, synchronous=config.synchronous)
+        finish = _show(pool, config) if config.page else None
         own = os.getpid()
         with _end_signals(pool, config.stop_within):
             status = _status_of(run)
@@ -60,10 +61,40 @@ def run_script(config: RunConfig) -> int:
                 return status
             if status == OK and server is not None:
                 status = _status_of(server.wait)  # a rank 0 may end before the others
-        if status == OK:
-            for number in range(len(pool)):
-                torch.cuda.synchronize(number)
+        shown = FAILED
+        try:
+            if status == OK:
+                for number in range(len(pool)):
+                    torch.cuda.synchronize(number)
+            shown = status
+        finally:
+            if finish is not None:
+                finish(shown)
         return status
+
+
+def _show(pool: Pool, config: RunConfig) -> Callable[[int], None]:
+    """Show a pool on a page until it is closed, and print the address.
+
+    Returns:
+        A function that records the exit status of the script on the page.
+
+    Raises:
+        UsageError: The port is taken.
+    """
+    from onebox.report.page import serve_page
+    from onebox.report.page.live_run import ScriptPool
+
+    name = config.script[config.script[0] == MODULE]  # without its arguments, which may be secret
+    source = ScriptPool(name, pool)
+    page = serve_page(source, port=config.page_port)
+    pool.closing.append(page.close)
+    print(f"onebox: page at {page.url}", file=sys.stderr, flush=True)
+
+    def finish(status: int) -> None:
+        source.finish("ended" if status == OK else "failed", f"the script has ended with status {status}")
+
+    return finish
 
 
 def _share(pool: Pool, *, synchronous: bool) -> PoolServer | None:

@@ -76,11 +76,36 @@ def serve(config: ServeConfig) -> None:
             )
             stack.enter_context(metrics)
             _say(f"metrics at {metrics.url}")
+        if config.page:
+            stack.enter_context(_page(agent, journal, config.page_port))
         _say(f"agent at {agent.endpoint.removeprefix('tcp://')}, fingerprint {fingerprint(keys.public)}")
         if users is None and os.geteuid() == 0:
             _say("workers run as root: a hole in a library would be one in this machine; leave --allow-root out")
         _say(f"offers {_listing(offers)} to {_people(len(clients))}; Ctrl-C ends it and its workers")
         agent.run()
+
+
+def _page(agent: Agent, journal: Journal, port: int) -> contextlib.AbstractContextManager[object]:
+    """Serve the page of this host, and print its address.
+
+    Raises:
+        UsageError: The port is taken.
+    """
+    from onebox.report import HostState
+    from onebox.report.page import serve_page
+    from onebox.report.page.host_offers import JOURNAL_LINES, HostOffers
+
+    address, host = agent.endpoint.removeprefix("tcp://"), socket.gethostname()
+    page = serve_page(
+        HostOffers(
+            lambda: [HostState(address=address, host=host, stock=agent.stock())],
+            lambda: journal.last(JOURNAL_LINES),
+            here=True,
+        ),
+        port=port,
+    )
+    _say(f"page at {page.url}")
+    return page
 
 
 class UsageFaults:

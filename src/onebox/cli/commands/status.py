@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from onebox.cli.agent_watch import HostWatch, addresses_of
+from onebox.cli.agent_watch import HostWatch, addresses_of, close_watches
 from onebox.cli.console import OutputConsole
 from onebox.cli.exit_status import FAILED, Exit
 from onebox.cli.options.agents import StatusConfig
@@ -20,9 +20,6 @@ from onebox.report import HostState, status_lines, status_table
 
 _LOOK_S = 20.0
 """Bound of the first query: longer than a connection and a query may take."""
-
-_PART_S = 1.0
-"""Bound of the wait for connections to close; a hung one is closed by the end of the process."""
 
 _DRAW_S = 0.25
 
@@ -44,11 +41,7 @@ def show_status(config: StatusConfig) -> None:
         else:
             _live(watches, console)
     finally:
-        for watch in watches:
-            watch.close(within_s=0.0)
-        end_s = time.monotonic() + _PART_S
-        for watch in watches:
-            watch.close(within_s=max(0.0, end_s - time.monotonic()))
+        close_watches(watches)
 
 
 def _first(watches: Sequence[HostWatch]) -> list[HostState]:

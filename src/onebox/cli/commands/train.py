@@ -16,9 +16,10 @@ from onebox.cli.exit_status import FAILED, Exit, Interrupted, interruption
 from onebox.cli.options.jobs import DATA_PARALLEL, TrainConfig
 from onebox.cli.options.run_config import to_stored
 from onebox.cli.planning import plan_of_run, write_plan
-from onebox.cli.run_setup import StartedRun, load_data, run_folder, start_run
-from onebox.cli.run_summary import print_outcome, write_outcome
-from onebox.cli.training_loop import TrainingLoop
+from onebox.cli.training.run_page import shown_run
+from onebox.cli.training.run_setup import StartedRun, load_data, run_folder, start_run
+from onebox.cli.training.run_summary import print_outcome, write_outcome
+from onebox.cli.training.training_loop import TrainingLoop
 from onebox.cli.user_code import import_functions
 from onebox.engine.workload.delay_compensation import choose_delays
 from onebox.errors import OneboxError, UsageError
@@ -67,7 +68,9 @@ def train(config: TrainConfig) -> None:
             write_plan(folder.plan, plan, "--plan")
         rewind_metrics(folder.metrics, step=begun.trainer.steps_done, epochs=begun.standing.position.epoch)
         with MetricsLog(folder.metrics) as log:
-            _run(_loop(config, folder, data, begun, log, console), pool, console, expected)
+            loop = _loop(config, folder, data, begun, log, console)
+            with shown_run(loop, say=console.write_line):
+                _run(loop, pool, console, expected)
 
 
 def _check_shares(config: TrainConfig, pool: Pool) -> None:

@@ -11,14 +11,19 @@ import tyro
 from onebox.cli.options.common import (
     Address,
     Bytes,
+    Duration,
     File,
     Flag,
+    Ids,
     Int,
+    IpAddress,
+    PoolSpec,
     PortRange,
     Seconds,
     Text,
     at_least,
     check_ip,
+    check_page,
     check_port,
 )
 from onebox.errors import UsageError
@@ -42,7 +47,8 @@ class ServeConfig:
     as JSON lines.
 
     Args:
-        devices: Devices to offer: auto (all GPUs and the CPU), or a list such as cuda:0,cuda:1 or cuda,cpu.
+        devices: Devices to offer: auto (all GPUs and the CPU), or a list such as cuda:0,cuda:1 or cuda,cpu; sim*8
+            offers eight emulated devices, which only sleep.
         memory: Limit of the offered memory of each device, such as 20GiB; without it all.
         cores: Limit of the offered cores; without it all that this process may use.
         bind: IP address to listen on: 0.0.0.0 for all of this machine's, 127.0.0.1 for this machine alone.
@@ -55,11 +61,13 @@ class ServeConfig:
         max_cores_per_client: The most cores that one client may have; 0 for no limit.
         max_lease: Seconds after which a lease ends, in use or not; without it there is no limit.
         user: User whose groups workers have, such as those that may use GPUs, if root starts this.
-        user_ids: User ids for workers, if root starts this: each lease has one of its own, which is nobody's else.
+        user_ids: User ids for workers, if root starts this: each lease has one of its own, which nobody else has.
         allow_root: Let workers run as root, as in a container that has no other user.
         journal: A file for the JSON lines, too; onebox logs also shows its earlier lines.
         metrics_port: Serve metrics for Prometheus on this port, 0 for any free one; without it there are none.
         metrics_address: IP address for metrics. They are not encrypted; everybody who can reach it can read them.
+        page: Show this machine's devices on a page in a browser, at an address of this machine that is printed.
+        page_port: Port of that page; 0 for any free one.
 
     Raises:
         UsageError: A value is out of range.
@@ -67,10 +75,16 @@ class ServeConfig:
 
     EVERYDAY: ClassVar = ("devices", "memory", "cores", "port", "user", "worker_ports", "advertise")
 
-    devices: str = "auto"
+    EXAMPLES: ClassVar = (
+        "onebox serve",
+        "onebox serve --devices cuda:0 --memory 20GiB --cores 8 --worker-ports 7200-7299",
+        "onebox serve --advertise 192.168.1.7 --metrics-port 9400",
+    )
+
+    devices: PoolSpec = "auto"
     memory: Bytes = None
     cores: Int = None
-    bind: str = "0.0.0.0"
+    bind: IpAddress = "0.0.0.0"
     port: int = AGENT_PORT
     worker_ports: PortRange = None
     advertise: Address = None
@@ -79,11 +93,13 @@ class ServeConfig:
     max_cores_per_client: int = 0
     max_lease: Seconds = None
     user: Text = None
-    user_ids: str = USER_IDS
+    user_ids: Ids = USER_IDS
     allow_root: Flag = False
     journal: File = None
     metrics_port: Int = None
-    metrics_address: str = "127.0.0.1"
+    metrics_address: IpAddress = "127.0.0.1"
+    page: Flag = False
+    page_port: int = 0
 
     def __post_init__(self) -> None:
         at_least(0, max_devices_per_client=self.max_devices_per_client, max_cores_per_client=self.max_cores_per_client)
@@ -92,6 +108,7 @@ class ServeConfig:
         check_port("metrics-port", self.metrics_port, least=0)
         check_ip("bind", self.bind)
         check_ip("metrics-address", self.metrics_address)
+        check_page(page=self.page, port=self.page_port)
         if self.max_lease is not None and not 0 < self.max_lease < math.inf:
             raise UsageError(f"--max-lease {self.max_lease}: allowed are seconds above 0")
         _ = self.memory_bytes, self.client_memory_bytes, self.port_range, self.user_id_range
@@ -149,14 +166,45 @@ class StatusConfig:
         UsageError: A value is out of range.
     """
 
-    pool: str = "auto"
+    EXAMPLES: ClassVar = ("onebox status", "onebox status --pool lab1,lab2:7171 --once --json")
+
+    pool: PoolSpec = "auto"
     once: Flag = False
     json: Flag = False
-    interval: float = 1.0
+    interval: Duration = 1.0
 
     def __post_init__(self) -> None:
         if not 0.1 <= self.interval <= 3600:
             raise UsageError(f"--interval {self.interval}: allowed are 0.1 to 3600 seconds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchConfig:
+    """Show agents, or a training run from its folder, on a page in a browser, until Ctrl-C.
+
+    The page is read-only. It is served on this machine alone, at an address that is printed, with a token in it. A run
+    that is to be shown with all it does is started with onebox train --page.
+
+    Args:
+        target: Hosts where onebox serve runs, such as lab1,lab2:7171; or the folder of a run, which may go on or have
+            ended; without it the newest run in ./runs.
+        port: Port of the page; 0 for any free one.
+        open: Open the page in the browser of this machine, too.
+
+    Raises:
+        UsageError: A value is out of range.
+    """
+
+    EXAMPLES: ClassVar = ("onebox watch", "onebox watch runs/digits --open", "onebox watch lab1,lab2 --port 8000")
+
+    target: Annotated[
+        str | None, tyro.conf.Positional, tyro.conf.arg(metavar="HOST|RUN_FOLDER", help_behavior_hint="")
+    ] = None
+    port: int = 0
+    open: Flag = False
+
+    def __post_init__(self) -> None:
+        check_port("port", self.port, least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +218,8 @@ class LogsConfig:
     Raises:
         UsageError: A value is out of range.
     """
+
+    EXAMPLES: ClassVar = ("onebox logs lab1 --lines 200",)
 
     host: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="HOST[:PORT]")]
     lines: int = 50

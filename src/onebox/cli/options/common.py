@@ -22,12 +22,18 @@ _Group = TypeVar("_Group", DataParallel, StaleGradients, Recovery, Engine)
 
 BUILT_IN_MODELS = ("mlp", "cnn", "resnet", "gpt")
 
+PoolSpec = Annotated[str, tyro.conf.arg(metavar="SPEC")]
+DataSpec = Annotated[str, tyro.conf.arg(metavar="NAME[:PATH]")]
 Model = Annotated[str, tyro.conf.arg(metavar="NAME")]
 OwnFunction = Annotated[str | None, tyro.conf.arg(metavar="MODULE:FUNCTION", help_behavior_hint="")]
 
 Int = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
 Float = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")]
 Seconds = Annotated[float | None, tyro.conf.arg(metavar="SECONDS", help_behavior_hint="")]
+Duration = Annotated[float, tyro.conf.arg(metavar="SECONDS")]
+IpAddress = Annotated[str, tyro.conf.arg(metavar="ADDRESS")]
+Concurrency = Annotated[str, tyro.conf.arg(metavar="INT|auto")]
+Shares = Annotated[str, tyro.conf.arg(metavar="auto|equal|measured|FLOAT,...")]
 Bytes = Annotated[str | None, tyro.conf.arg(metavar="BYTES", help_behavior_hint="")]
 File = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")]
 PlanFile = Annotated[str | None, tyro.conf.arg(metavar="FILE|auto|data-parallel", help_behavior_hint="")]
@@ -40,6 +46,7 @@ Frozen = Annotated[
 Folder = Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")]
 Text = Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")]
 Address = Annotated[str | None, tyro.conf.arg(metavar="ADDRESS", help_behavior_hint="")]
+Ids = Annotated[str, tyro.conf.arg(metavar="FIRST-LAST")]
 PortRange = Annotated[str | None, tyro.conf.arg(metavar="FIRST-LAST", help_behavior_hint="")]
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")]
 
@@ -63,7 +70,7 @@ class PoolOptions:
         UsageError: A value is out of range.
     """
 
-    pool: str = "auto"
+    pool: PoolSpec = "auto"
     threads: Int = None
     memory: Bytes = None
     plain_links: Flag = False
@@ -209,6 +216,21 @@ def check_port(name: str, port: int | None, *, least: int) -> None:
     if port is not None and not least <= port <= 65535:
         free = ", and 0 for any that is free" if least == 0 else ""
         raise UsageError(f"{_flag(name)} {port}: allowed are 1 to 65535{free}")
+
+
+def check_page(*, page: bool, port: int) -> None:
+    """Require a valid port of a page, if there is one.
+
+    Args:
+        page: Whether there is a page.
+        port: Its port; 0 for any free one.
+
+    Raises:
+        UsageError: The port is invalid, or given without a page.
+    """
+    check_port("page-port", port, least=0)
+    if port and not page:
+        raise UsageError(f"--page-port {port} is for a page; it needs --page")
 
 
 def check_ip(name: str, address: str) -> None:

@@ -47,6 +47,10 @@ class MemoryConfig(JobConfig):
         UsageError: A value is out of range, or two contradict each other.
     """
 
+    EXAMPLES: ClassVar = (
+        "onebox memory --model resnet --batch 256 --memory 2GiB",
+        "onebox memory --config llama/config.json --lora 16 --frozen int4 --memory 16GiB --out plan.json",
+    )
     GROUPS: ClassVar[tuple[type, ...]] = (DataParallel,)
     EVERYDAY: ClassVar = (
         "data",

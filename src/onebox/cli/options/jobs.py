@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import ClassVar, Literal, Self, TypeVar, cast
 
 from onebox.cli.options.common import (
+    Concurrency,
+    DataSpec,
+    Duration,
     File,
     Flag,
     Float,
@@ -25,8 +28,10 @@ from onebox.cli.options.common import (
     OwnFunction,
     PlanFile,
     PoolOptions,
+    Shares,
     at_least,
     check_model,
+    check_page,
     group_of,
     not_negative,
     positive,
@@ -77,9 +82,10 @@ class JobConfig(PoolOptions):
     """Model, data and devices: the options that planning and training share.
 
     Args:
-        data: Data set: digits (comes with onebox), mnist:FOLDER (IDX files), cifar10:FOLDER (tar files), or
-            pictures that are read on demand: folder:PATH (a folder for each class), tar:PATTERN (WebDataset's layout)
-            or parquet:PATTERN; for these, a test set follows after a comma.
+        data: Data set: digits (comes with onebox), mnist:FOLDER (IDX files), cifar10:FOLDER (tar files or the
+            binary version), or pictures that are read on demand: folder:PATH (a folder for each class; PATH/train and
+            PATH/val if there are such), tar:TRAIN[,TEST] (WebDataset's layout) or parquet:TRAIN[,TEST]; without
+            samples to test on, every fifth is taken.
         image_size: Height and width to which pictures of folder, tar and parquet are resized and cropped at their
             centre; without it those of the first picture.
         model: The model: mlp, cnn, resnet (18 layers), gpt (reads an image row by row), or your own with
@@ -99,7 +105,7 @@ class JobConfig(PoolOptions):
         UsageError: A value is out of range, or two contradict each other.
     """
 
-    data: str = "digits"
+    data: DataSpec = "digits"
     image_size: Int = None
     model: Model = "cnn"
     loss: OwnFunction = None
@@ -200,7 +206,8 @@ class IslandsConfig(StalenessConfig):
         outer_compression: Codec of the outer gradients: none, bf16, int8, or e3m0 with four bits a value.
         outer_state: Place of the global parameters and the outer momentum between two outer steps: device or host.
         outer_quorum: Islands that the others always wait for; without it all. It needs --recover on, or other machines.
-        outer_grace_s: With --outer-quorum, seconds after that until an island is late and the others go on without it.
+        outer_grace_s: With --outer-quorum, seconds to wait for the other islands once the quorum has made its steps;
+            then they are late and the rest go on.
         outer_shares: Share of the batch of each island: auto, equal, measured, or weights such as 3,1.
 
     Raises:
@@ -217,8 +224,8 @@ class IslandsConfig(StalenessConfig):
     outer_compression: OuterCodec = Outer.compression
     outer_state: StateAt = Outer.state
     outer_quorum: Int = Outer.quorum
-    outer_grace_s: float = Outer.grace_s
-    outer_shares: str = "auto"
+    outer_grace_s: Duration = Outer.grace_s
+    outer_shares: Shares = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -302,6 +309,8 @@ class TrainConfig(IslandsConfig):
         read: Number of batches that are read at once, or auto, within the cores that workers leave free.
         process: Number of batches that are decoded at once; likewise.
         on_error: Handling of a broken sample: stop, or skip it.
+        page: Show the run on a page in a browser, at an address of this machine that is printed.
+        page_port: Port of that page; 0 for any free one.
 
     Raises:
         UsageError: A value is out of range, or two contradict each other.
@@ -320,6 +329,14 @@ class TrainConfig(IslandsConfig):
         "plan",
         "run",
         "resume",
+        "page",
+    )
+
+    EXAMPLES: ClassVar = (
+        "onebox train --pool cpu*2 --data digits --model cnn --epochs 3",
+        "onebox train --pool lab1,lab2 --data cifar10:data --model resnet --plan auto --run runs/first",
+        "onebox train --resume runs/first --epochs 20",
+        "onebox train --data folder:pictures --image-size 64 --model my_models:make",
     )
 
     epochs: int = 12
@@ -331,21 +348,24 @@ class TrainConfig(IslandsConfig):
     sync: Sync = DataParallel.sync
     update: UpdateAt = DataParallel.update
     shard_optimizer: Flag = DataParallel.shard_optimizer
-    shares: str = "auto"
+    shares: Shares = "auto"
     run: Folder = None
     resume: Folder = None
     save_every: Int = None
-    stop_within: float = 20.0
+    stop_within: Duration = 20.0
     every: int = 20
     recover: Literal["auto", "on", "off"] = "auto"
     snapshot_every: Int = Recovery.snapshot_every
     adaptive: Flag = False
-    read: str = "auto"
-    process: str = "auto"
+    read: Concurrency = "auto"
+    process: Concurrency = "auto"
     on_error: Literal["stop", "skip"] = "stop"
+    page: Flag = False
+    page_port: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_page(page=self.page, port=self.page_port)
         _ = self.readers, self.processors
         at_least(1, epochs=self.epochs, save_every=self.save_every, every=self.every)
         _ = self.data_parallel, self.recovery, self.engine
@@ -490,12 +510,18 @@ class PlanConfig(IslandsConfig):
         "json",
     )
 
+    EXAMPLES: ClassVar = (
+        "onebox plan --pool cpu,cpu@0.5 --model gpt --out plan.json --figure plan.svg",
+        "onebox plan --check plan.json --pool cpu,cpu@0.5 --model gpt",
+        "onebox plan --pool lab1,lab2 --model my_models:make --batch 256 --memory 20GiB --show-memory",
+    )
+
     micro_batches: Ints = None
     schedules: Names = None
     policies: Names = None
     update: Literal["device", "host", "auto"] = "device"
     preparing: float = 0.0
-    budget: float = 5.0
+    budget: Duration = 5.0
     fresh: Flag = False
     probe: Int = None
     check: File = None

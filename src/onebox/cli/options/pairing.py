@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import tyro
 
-from onebox.cli.options.common import Text, check_ip, check_port
+from onebox.cli.options.common import IpAddress, Text, check_ip, check_port
 
 PAIRING_PORT = 7172
 
@@ -29,7 +29,9 @@ class PairAcceptConfig:
         UsageError: A value is out of range.
     """
 
-    bind: str = "0.0.0.0"
+    EXAMPLES: ClassVar = ("onebox pair accept", "onebox pair accept --bind 192.168.1.7 --pairing-port 7300")
+
+    bind: IpAddress = "0.0.0.0"
     pairing_port: int = PAIRING_PORT
 
     def __post_init__(self) -> None:
@@ -49,6 +51,8 @@ class PairConnectConfig:
     Raises:
         UsageError: A value is out of range.
     """
+
+    EXAMPLES: ClassVar = ("onebox pair connect lab1", "onebox pair connect 192.168.1.7:7171 --name ana")
 
     host: _Address
     name: Text = None

@@ -1,4 +1,4 @@
-"""The options of the commands that inspect a pool, or run a script on it."""
+"""The options of the commands that inspect a pool, or run a script on it; and of ``env`` and ``completion``."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from typing import Annotated, ClassVar, Literal
 import tyro
 
 from onebox.cli.options.common import (
+    DataSpec,
+    Duration,
     File,
     Flag,
     Ints,
     OwnFunction,
     PoolOptions,
+    PoolSpec,
     Text,
     check_model,
+    check_page,
     not_negative,
     read_sizes,
 )
@@ -35,6 +39,8 @@ class DevicesConfig(PoolOptions):
         UsageError: A value is out of range.
     """
 
+    EXAMPLES: ClassVar = ("onebox devices --pool cpu*2", "onebox devices --pool lab1,lab2/cuda:0 --json")
+
     json: Flag = False
 
 
@@ -54,6 +60,7 @@ class ProfileConfig(PoolOptions):
         precision: Precision of the model: fp32, bf16 for autocast, or auto to measure its matrix products in both.
         fresh: Measure again, even if there are earlier measurements, and keep the new ones.
         no_cache: Measure without reading or writing the cache.
+        figure: Draw the hosts, their devices and the links between them into this file, a .png, .svg or .pdf.
         json: Print the profile as JSON instead of the tables.
         report: Write the profile as JSON into this file.
 
@@ -61,15 +68,21 @@ class ProfileConfig(PoolOptions):
         UsageError: A value is out of range.
     """
 
-    EVERYDAY: ClassVar = ("pool", "model", "fresh", "json")
+    EVERYDAY: ClassVar = ("pool", "model", "fresh", "figure", "json")
+
+    EXAMPLES: ClassVar = (
+        "onebox profile --pool lab1,lab2 --figure topology.svg",
+        "onebox profile --pool cpu*2 --model resnet --micro-batches 8,32",
+    )
 
     model: Text = None
     loss: OwnFunction = None
-    data: str = "digits"
+    data: DataSpec = "digits"
     micro_batches: Ints = None
     precision: Literal["fp32", "bf16", "auto"] = "fp32"
     fresh: Flag = False
     no_cache: Flag = False
+    figure: File = None
     json: Flag = False
     report: File = None
 
@@ -99,20 +112,30 @@ class RunConfig(PoolOptions):
             Ray cluster, ray; a file NAME.toml; emulated ones: cpu@0.5.
         synchronous: Wait for each operator, so that an error is raised at its own line; slow, for debugging.
         stop_within: Seconds that the script has to end after SIGTERM or SIGHUP, which raise SystemExit in it.
+        page: Show the pool on a page in a browser, at an address of this machine that is printed.
+        page_port: Port of that page; 0 for any free one.
         script: The script, or -m and a module, and its arguments.
 
     Raises:
         UsageError: A value is out of range.
     """
 
-    pool: str = "auto"
+    EXAMPLES: ClassVar = (
+        "onebox run --pool cpu*2 --threads 1 train.py --epochs 1",
+        "onebox run --pool lab1,lab2 -m package.train --epochs 1",
+    )
+
+    pool: PoolSpec = "auto"
     synchronous: Flag = False
-    stop_within: float = 20.0
+    stop_within: Duration = 20.0
+    page: Flag = False
+    page_port: int = 0
     script: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         not_negative(stop_within=self.stop_within)
+        check_page(page=self.page, port=self.page_port)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,3 +147,22 @@ class EnvConfig:
     """
 
     json: Flag = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionConfig:
+    """Print the script with which a shell completes the commands, options and values of onebox.
+
+    For zsh, the folder of the script is in fpath before compinit is called in ~/.zshrc.
+
+    Args:
+        shell: The shell: bash, zsh or fish.
+    """
+
+    EXAMPLES: ClassVar = (
+        "onebox completion bash > ~/.local/share/bash-completion/completions/onebox",
+        "onebox completion zsh > ~/.zfunc/_onebox",
+        "onebox completion fish > ~/.config/fish/completions/onebox.fish",
+    )
+
+    shell: Annotated[Literal["bash", "zsh", "fish"], tyro.conf.Positional]

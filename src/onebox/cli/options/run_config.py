@@ -10,7 +10,7 @@ import msgspec
 from onebox.cli.options.jobs import TrainConfig
 from onebox.errors import UsageError
 
-_NOT_STORED = ("run", "resume")
+_NOT_STORED = ("run", "resume", "page", "page_port")
 _MAY_CHANGE = (
     *("epochs", "pool", "threads", "memory", "plan", "sync", "update", "shares", "save_every", "stop_within", "every"),
     *("recover", "snapshot_every", "adaptive", "islands", "read", "process", "on_error"),

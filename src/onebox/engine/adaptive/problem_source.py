@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from onebox.engine.adaptive.controller import MakeProblem
-from onebox.engine.adaptive.profile_scaling import scale_profile, with_measured_links
+from onebox.engine.adaptive.profile_scaling import scale_profile, slowdowns_together, with_measured_links
 from onebox.engine.problem.estimate import estimate_links, estimate_profile
 from onebox.engine.problem.planner_problem import allowed_sizes, make_problem
 from onebox.engine.workload.batch import Batch
@@ -25,7 +25,7 @@ def problem_maker(
     captures: Callable[[], Captures],
     optimizer: Optimizers,
     first: Callable[[], Batch | None],
-    given: Problem | None,
+    planned: Callable[[], Problem | None],
 ) -> MakeProblem:
     """Return the builder of the problem that a run's plan solves.
 
@@ -38,18 +38,26 @@ def problem_maker(
         captures: Returns the captured model.
         optimizer: The user's optimizer.
         first: Returns a typical batch.
-        given: The problem, if the plan comes from the planner.
+        planned: Returns the problem, if the plan comes from the planner.
     """
 
     def make(plan: Plan, steps: list[StepMeasurement]) -> Problem:
-        batch = first()
+        given, batch = planned(), first()
         assert batch is not None
         size = min(batch.size, plan.micro_batch or max(part.size for part in plan.micro_batches(batch.size)))
-        planned = given is not None or plan.predicted is not None  # else its micro-batches are what the user wants
-        regroupable = planned and captures().regroupable(batch, size)
+        chosen = given is not None or plan.predicted is not None  # else its micro-batches are what the user wants
+        regroupable = chosen and captures().regroupable(batch, size)
         if given is not None:
             present = tuple(device for device in given.devices if device.number in pool.present)
-            return replace(given, devices=present, free_shares=False, regroupable=regroupable)
+            now = replace(
+                given,
+                devices=present,
+                batch=batch.size,
+                micro_batches=tuple(each for each in given.micro_batches if each <= batch.size) or (batch.size,),
+                free_shares=False,
+                regroupable=regroupable,
+            )
+            return replace(now, together=slowdowns_together(now, plan, steps))
         devices = [device for device in pool.devices if device.number in pool.present]
         known = {size, batch.size} if regroupable else {size}
         profile, _ = estimate_profile(captures(), batch, sorted(known), optimizer, devices)

@@ -18,10 +18,16 @@ from onebox.cost.model_profile import ModelProfile, SegmentTimes
 from onebox.engine.adaptive.measurements import JITTER_S
 from onebox.engine.problem.planner_problem import device_type
 from onebox.plan import Links, Plan
+from onebox.plan.model.cost_model import CostModel
+from onebox.plan.model.layout import layout_of
+from onebox.plan.model.problem import Problem
 from onebox.plan.replan.measurements import StepMeasurement
 from onebox.pool import DeviceInfo
 
 _KINDS = ("F", "I", "W")
+_SHARED = 1.03
+"""Factor of the planned times from which a host counts as slower than by itself; less is the noise of measurements."""
+
 _Rows = Mapping[int, Sequence[float]]
 
 
@@ -58,6 +64,43 @@ def scale_profile(
             scaled.append(replace(each, seconds=seconds, update_s=update_s, call_s=0.0))  # included in the measurement
         times[kind] = tuple(scaled)
     return replace(profile, times=times)
+
+
+def slowdowns_together(problem: Problem, plan: Plan, steps: Sequence[StepMeasurement]) -> dict[str, float]:
+    """Return the factors by which the processors of each host exceed their planned times; none unless all hosts do.
+
+    Hosts are profiled one at a time. Where each of them takes longer in the first steps of a run, they share something,
+    as virtual machines of one machine do, and each by itself takes the planned time. Where they are slow for another
+    reason, a change of plan that counts on that time is undone.
+
+    Args:
+        problem: The problem that the plan was made for.
+        plan: The plan of the steps.
+        steps: The measurements, of at least one step.
+    """
+    used = [device for device in problem.devices if device.number in plan.devices]
+    hosts = {device.host for device in used}
+    if len(hosts) < 2 or len(used) < len(plan.devices) or not all(device.processor for device in used):
+        return {}
+    work, _ = CostModel(problem).work(layout_of(problem, plan), plan.micro_batches(problem.batch))
+    factors: dict[int, list[float]] = {}
+    for step in steps:
+        sums: dict[int, list[float]] = {}
+        for task, took in step.actions.items():
+            stage, device = work.stages[task.stage], task.device
+            expected = {"F": stage.forward_s, "I": stage.input_s, "W": stage.weight_s}
+            kinds = ("I", "W") if task.kind == "B" else (task.kind,)
+            both = sums.setdefault(device, [0.0, 0.0])
+            both[0] += took.mean_s * took.actions
+            both[1] += sum(expected[kind][device] for kind in kinds) * took.actions
+        for device, (measured_s, planned_s) in sums.items():
+            if planned_s:
+                factors.setdefault(device, []).append(measured_s / planned_s)
+    slowdowns = {
+        host: min((_typical(factors.get(device.number, [1.0])) for device in used if device.host == host), default=1.0)
+        for host in hosts
+    }
+    return slowdowns if min(slowdowns.values()) > _SHARED else {}
 
 
 def _typical(found: Sequence[float]) -> float:

@@ -32,7 +32,7 @@ from onebox.graph import ModelPrograms
 from onebox.plan import MicroBatch, Plan
 from onebox.pool import DeviceInfo
 from onebox.pool.network.emulated import LinkMap
-from onebox.wire import DTYPES
+from onebox.wire import DTYPES, TensorSpec, elements_of
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,6 +73,13 @@ class CompiledStep:
             return self.travelling.tensor(batch, self.micro_batches, micro_batch)
         other, cut = self.replaced(batch, micro_batch, leaf), self.micro_batches[micro_batch]
         return batch.leaves[leaf][cut.start : cut.start + cut.size] if other is None else other
+
+    def elements_of(self, batch: Batch, micro_batch: int, leaf: int) -> tuple[TensorSpec, memoryview]:
+        """Return the spec and the elements of what :meth:`leaf_of` returns."""
+        if self.travelling is not None:
+            return elements_of(self.leaf_of(batch, micro_batch, leaf))
+        cut = self.micro_batches[micro_batch]
+        return batch.elements(leaf, cut.start, cut.size)
 
     def of(self, window: Window) -> Mapping[int, StepRoutine]:
         """Return the routine of each worker for a kind of window; all kinds are the same where steps do not overlap."""

@@ -11,7 +11,7 @@ from onebox.engine.compile.compiler import CompiledStep
 from onebox.engine.data.compression import BatchCompression
 from onebox.engine.workload.batch import Batch
 from onebox.pool import Pool
-from onebox.wire import spec_of, to_frame
+from onebox.wire import TensorSpec, elements_of
 from onebox.wire.protocol.requests import Instruction, Put
 
 
@@ -44,13 +44,14 @@ def worker_batch(
         worker: The worker.
         packing: The compression.
     """
-    parts = [compiled.leaf_of(batch, micro_batch, leaf) for micro_batch, leaf in compiled.routines[worker].leaves]
-    if not parts:
+    leaves = compiled.routines[worker].leaves
+    if not leaves:
         return WorkerBatch(bindings=(), size_bytes=0)
-    put, frames = put_packed(pool, parts, [leaf for _, leaf in compiled.routines[worker].leaves], worker, packing)
+    parts = [compiled.elements_of(batch, micro_batch, leaf) for micro_batch, leaf in leaves]
+    put, frames = put_packed(pool, parts, [leaf for _, leaf in leaves], worker, packing)
     return WorkerBatch(
         bindings=put.buffers,
-        size_bytes=sum(part.nbytes for part in parts),
+        size_bytes=sum(spec.size_bytes for spec, _ in parts),
         instructions=(put,),
         frames=tuple(frames),
     )
@@ -61,24 +62,32 @@ def put_leaves(pool: Pool, leaves: Sequence[Tensor]) -> tuple[Put, list[memoryvi
 
     Elements of dense tensors are not copied: do not write to them until the worker has received them.
     """
-    put = Put(tuple(pool.new_number() for _ in leaves), tuple(spec_of(leaf) for leaf in leaves))
-    return put, [to_frame(leaf) for leaf in leaves]
+    parts = [elements_of(leaf) for leaf in leaves]
+    return _put(pool, parts), [frame for _, frame in parts]
+
+
+def _put(pool: Pool, parts: Sequence[tuple[TensorSpec, memoryview]]) -> Put:
+    return Put(tuple(pool.new_number() for _ in parts), tuple(spec for spec, _ in parts))
 
 
 def put_packed(
-    pool: Pool, tensors: Sequence[Tensor], leaves: Sequence[int], worker: int, packing: BatchCompression
+    pool: Pool,
+    parts: Sequence[tuple[TensorSpec, memoryview]],
+    leaves: Sequence[int],
+    worker: int,
+    packing: BatchCompression,
 ) -> tuple[Put, list[memoryview | bytes]]:
     """Return the instruction that uploads tensors into new buffers, and their elements as sent.
 
     Args:
         pool: The pool.
-        tensors: The tensors, which must not be written to until the worker has received them.
+        parts: Spec and elements of each tensor; they must not be written to until the worker has received them.
         leaves: Index in the batch of each tensor.
         worker: The receiver.
         packing: The compression.
     """
-    put, frames = put_leaves(pool, tensors)
-    packed = [packing.packed(worker, leaf, frame) for leaf, frame in zip(leaves, frames, strict=True)]
+    put = _put(pool, parts)
+    packed = [packing.packed(worker, leaf, frame) for leaf, (_, frame) in zip(leaves, parts, strict=True)]
     if any(codec for codec, _ in packed):
         put = Put(put.buffers, put.specs, tuple(codec or "" for codec, _ in packed))
     return put, [frame for _, frame in packed]

@@ -22,7 +22,18 @@ from onebox.engine.data.compression import BatchCompression
 from onebox.engine.workload.batch import Batch
 from onebox.errors import OneboxError
 from onebox.pool import Pool
-from onebox.wire import Argument, DType, Items, KernelSpec, OwnDevice, SlotArgument, Strided, TensorSpec, spec_of
+from onebox.wire import (
+    Argument,
+    DType,
+    Items,
+    KernelSpec,
+    OwnDevice,
+    SlotArgument,
+    Strided,
+    TensorSpec,
+    elements_of,
+    spec_of,
+)
 from onebox.wire.protocol.eager import Operate
 from onebox.wire.protocol.instructions import Free
 from onebox.wire.protocol.requests import Define, Instruction, Put
@@ -117,7 +128,7 @@ class SampleCache:
             if leaf in self._slabs[worker] and compiled.replaced(batch, micro_batch, leaf) is None:
                 number, more, elements = self._assembled(worker, leaf, tensor, samples, packing)
             else:
-                put, elements = put_packed(self._pool, [tensor], [leaf], worker, packing)
+                put, elements = put_packed(self._pool, [elements_of(tensor)], [leaf], worker, packing)
                 number, more = put.buffers[0], [put]
             bindings.append(number)
             instructions += more
@@ -203,7 +214,7 @@ class SampleCache:
     ) -> tuple[int, list[Instruction], list[memoryview | bytes]]:
         """Return the buffer that samples are uploaded to, and fill free rows of the slab with them."""
         slab = self._slabs[worker][leaf]
-        put, frames = put_packed(self._pool, [tensor], [leaf], worker, packing)
+        put, frames = put_packed(self._pool, [elements_of(tensor)], [leaf], worker, packing)
         made: list[Instruction] = [put]
         rows = slab.admit(samples) if len(set(samples)) == len(samples) else None  # a repeated sample travels again
         if rows is not None:

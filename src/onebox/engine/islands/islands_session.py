@@ -29,6 +29,7 @@ from onebox.engine.islands.outer_layout import due_fragments
 from onebox.engine.islands.outer_optimizer import OuterOptimizer, outer_state_bytes
 from onebox.engine.islands.prediction import outer_schedule, predict_islands
 from onebox.engine.memory.simulator import InitialContents
+from onebox.engine.problem.planner_problem import ResolvedPlan
 from onebox.engine.recovery.supervisor import RECOVERABLE, first_line, interrupted
 from onebox.engine.session import TrainingSession
 from onebox.engine.state.checkpoint_files import IslandsEntry
@@ -176,7 +177,7 @@ class IslandsSession:
         settings = self._settings
         return TrainingSession(
             self._pool,
-            functools.partial(self._plan_of, place),
+            lambda captures, batch: ResolvedPlan(plan=self.plans[place]),
             self.captures,
             self._states[place],
             dataclasses.replace(settings, seed=island_seed(settings.seed, place)),
@@ -189,9 +190,6 @@ class IslandsSession:
             ),
             workers=self.islands[place],
         )
-
-    def _plan_of(self, island: int, captures: Captures, batch: Batch) -> Plan:
-        return self.plans[island]
 
     @property
     def error(self) -> Exception | None:
@@ -596,6 +594,10 @@ class IslandsSession:
         """Return the workers' activity in the last steps; see :meth:`Trainer.events`."""
         return [event for session in self._there for event in session.events()]
 
+    def newest_events(self) -> list[TraceEvent]:
+        """Return the workers' activity in the newest step of each island."""
+        return [event for session in self._there for event in session.newest_events()]
+
     @property
     def links(self) -> tuple[LinkUse, ...]:
         """The use of links between hosts so far, of all islands together; see :attr:`Trainer.links`."""
@@ -734,7 +736,7 @@ class IslandsSession:
             if part is None:
                 raise self._without_samples(batch, found.shares)
             try:
-                self._sessions[place].begin_with(found.plans[place], self.captures.stamped(part))
+                self._sessions[place].begin_with(ResolvedPlan(plan=found.plans[place]), self.captures.stamped(part))
             except RECOVERABLE as error:
                 self.recovery.lose(error, place)
         self.plans, self._shares, self._planned = found.plans, found.shares, True

@@ -107,7 +107,7 @@ class IslandsRequest:
             shares = [1.0] * len(self.islands) if asked == "equal" else [float(share) for share in asked]
         parts = divided(batch, shares)
         plans = tuple(
-            request.resolve(pool, state, captures, part or batch, devices)
+            request.resolve(pool, state, captures, part or batch, devices).plan
             for request, part, devices in zip(requests, parts, self.islands, strict=True)
         )
         if asked == "auto":

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from torch import nn
 
 from onebox.cost import DeviceGroups, PoolProfile
 from onebox.cost.model_profile import ModelProfile
+from onebox.drawing import notebook, save, step_figure
 from onebox.engine.config import chosen_recovery
 from onebox.engine.islands.division import Islands, check_shares, chosen_islands
 from onebox.engine.memory.forecast import MemoryForecast, TrainingJob
@@ -20,11 +22,12 @@ from onebox.engine.problem.memory_search import search_sharing, search_within, s
 from onebox.engine.problem.planner_problem import allowed_sizes, make_problem, measured_sizes
 from onebox.engine.problem.stage_formats import with_formats
 from onebox.engine.workload.batch import as_batch
+from onebox.engine.workload.captures import Captures
 from onebox.engine.workload.delay_compensation import delays_of, extra_copies
 from onebox.engine.workload.parameter_groups import Optimizers
 from onebox.errors import UsageError
 from onebox.graph import Loss, Precision
-from onebox.plan import Links, Plan, UpdateAt, predict
+from onebox.plan import Links, Plan, UpdateAt, predict, simulated_chart
 from onebox.plan.evaluate.lossy import best_of
 from onebox.plan.evaluate.modes import TrainingMode
 from onebox.plan.model.problem import DeviceSpec, Problem
@@ -33,7 +36,11 @@ from onebox.plan_names import ACTIVATION_POLICIES, ChainPolicy, GradientCodec, L
 from onebox.pool import DeviceInfo, Pool
 from onebox.pool.devices import host_uplinks
 from onebox.sizes import Memory, parse_budgets
+from onebox.stop_signals import InterruptibleClock
 from onebox.trainer_options import Numerics, Outer, StaleGradients, checked_lossy
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +54,8 @@ class PlanningResult:
         profile: The model's profile.
         islands: The plans of islands, if they were asked for.
         modes: Exact, compressed and island training beside each other, as far as they were asked for.
+        captures: The captured model, with which a trainer that has asked for the plan begins.
+        interrupted: Whether Ctrl-C has ended the search.
     """
 
     plan: Plan
@@ -55,6 +64,29 @@ class PlanningResult:
     profile: ModelProfile
     islands: IslandsPlanning | None = None
     modes: tuple[TrainingMode, ...] = ()
+    captures: Captures | None = field(default=None, repr=False)
+    interrupted: bool = False
+
+    def figure(self, path: str | Path | None = None) -> Figure:
+        """Return a figure of the predicted step: computation, transfers and sums of each device over time.
+
+        Args:
+            path: A file for it, a ``.png``, ``.svg`` or ``.pdf``.
+
+        Raises:
+            UsageError: The file cannot be written.
+            MissingExtra: Matplotlib is not installed.
+        """
+        chart = simulated_chart(predict(self.problem, self.plan)[1])
+        found = step_figure([chart], title=self.plan.describe())
+        if path is not None:
+            save(found, path)
+        return found
+
+    def _repr_html_(self) -> str:
+        """Return the plan as a notebook shows it, with its step over time."""
+        svg = notebook.step_svg(simulated_chart(predict(self.problem, self.plan)[1]))
+        return notebook.card("Planned", notebook.text(self.plan.describe()), self.plan.stages_html(), svg)
 
 
 def make_plan(
@@ -82,6 +114,7 @@ def make_plan(
     lossy: Collection[LossyPart] = (),
     islands: Islands | None = None,
     outer: Outer | None = None,
+    interruptible: bool = False,
 ) -> PlanningResult:
     """Find the best plan for a model, a batch and a pool.
 
@@ -118,6 +151,8 @@ def make_plan(
             the step is predicted to gain a tenth by it.
         islands: As for :class:`Trainer`: plans for islands are searched for, too, each of which fits its devices.
         outer: As for :class:`Trainer`.
+        interruptible: Whether the first Ctrl-C during the search ends it with the best plan so far. While nothing that
+            fits is known, the search goes on; a second Ctrl-C raises ``KeyboardInterrupt`` as usual.
 
     Raises:
         UsageError: The batch cannot be divided as asked, the optimizer does not support the correction, the budgets
@@ -178,29 +213,41 @@ def make_plan(
     def exact(plan: Plan) -> MemoryForecast:
         return job.count(formatted(plan, profile, pool.devices))
 
-    if shard_optimizer and len(chosen) > 1 and short_of_memory(problem):
-        result, plan, problem = search_sharing(problem, exact, budget_s)
-    else:
-        result, plan = search_within(problem, exact, budget_s)
+    with InterruptibleClock(interruptible) as clock:
+        if shard_optimizer and len(chosen) > 1 and short_of_memory(problem):
+            result, plan, problem = search_sharing(problem, exact, budget_s, clock)
+        else:
+            result, plan = search_within(problem, exact, budget_s, clock)
     if lossy and len(pool) > 1:
         problem = with_coding_speeds(problem, pool, fresh=fresh)
         result, plan = _with_codecs(problem, plan, result, exact, lossy)
     joined = None
     if groups is not None:
-        joined = plan_islands(
-            problem,
-            job,
-            groups,
-            outer or Outer(),
-            micro_batches=micro_batches,
-            finish=lambda found: _limited(formatted(found, profile, pool.devices), budgets),
-            budget_s=budget_s,
-            confirmed=chosen_recovery(pool, "auto") is not None,
-        )
+        with clock:
+            joined = plan_islands(
+                problem,
+                job,
+                groups,
+                outer or Outer(),
+                micro_batches=micro_batches,
+                finish=lambda found: _limited(formatted(found, profile, pool.devices), budgets),
+                budget_s=budget_s,
+                confirmed=chosen_recovery(pool, "auto") is not None,
+                clock=clock,
+            )
     plan = _limited(formatted(plan, profile, pool.devices), budgets)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     modes = training_modes(problem, plan, result, lossy=lossy, islands=joined, parameters=parameters)
-    return PlanningResult(plan=plan, result=result, problem=problem, profile=profile, islands=joined, modes=modes)
+    return PlanningResult(
+        plan=plan,
+        result=result,
+        problem=problem,
+        profile=profile,
+        islands=joined,
+        modes=modes,
+        captures=captures,
+        interrupted=clock.interrupted,
+    )
 
 
 def _checked_islands(islands: Islands | None, outer: Outer | None, pool: Pool, *, alone: bool) -> DeviceGroups | None:

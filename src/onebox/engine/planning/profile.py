@@ -2,7 +2,8 @@
 
 Profiling runs the model like training does: its plan has one stage for each segment, all on one device, and a table
 that runs them in sequence. All devices of a host train at once, so that cores, caches and memory are shared as in real
-training; of hosts that are alike, one does.
+training; of hosts that are alike, one does. Of segments with equal programs, such as those of the blocks of a
+transformer, the first and the last are trained, and stand for the others.
 """
 
 from __future__ import annotations
@@ -20,11 +21,18 @@ from msgspec.structs import replace
 from torch import nn
 
 from onebox.cost import load, store
-from onebox.cost.model_profile import AS_CAPTURED, ModelBytes, ModelProfile, SegmentTimes, SegmentVariant
+from onebox.cost.model_profile import (
+    AS_CAPTURED,
+    ModelBytes,
+    ModelProfile,
+    SegmentTimes,
+    SegmentVariant,
+    Slowdown,
+)
 from onebox.engine.config import check_precision, numeric_instructions, resolved_numerics, steps_in_flight
 from onebox.engine.data.prefetch import BatchPrefetcher
 from onebox.engine.problem.estimate import estimate_profile
-from onebox.engine.problem.planner_problem import CachedTimes, device_type, divided_bytes, times_key
+from onebox.engine.problem.planner_problem import CachedTimes, ResolvedPlan, device_type, divided_bytes, times_key
 from onebox.engine.problem.stage_formats import compared, ways_of
 from onebox.engine.session import TrainingSession
 from onebox.engine.state.remote import RemoteState
@@ -34,7 +42,8 @@ from onebox.engine.workload.batch import Batch, as_batch
 from onebox.engine.workload.captures import Captures, CaptureSpec, target_type
 from onebox.engine.workload.parameter_groups import Optimizers
 from onebox.errors import DeviceMemoryError, UsageError
-from onebox.graph import Loss, ModelPrograms, Precision
+from onebox.graph import Loss, ModelPrograms, Precision, TracedModel
+from onebox.graph.repeats import ShortenedModel, alike_stages, remaining
 from onebox.plan import Action, Plan, Schedule, Stage
 from onebox.pool import DeviceInfo, Pool, open_pool
 from onebox.pool.discovery import LOCAL_HOST
@@ -42,15 +51,28 @@ from onebox.trainer_options import Numerics, Staging
 
 _LOG = logging.getLogger("onebox")
 
-_WARM = 2
-_STEPS = 6
-_LONG_S = 0.6
-_MOST = 60
-"""Most measured steps. At least six steps are measured after two warm-up steps, and more until the least time is
-reached."""
+_LONG_S, _MOST = 0.6, 60
+"""Seconds of measured steps in a format that are enough, and the most steps of a format. One step may be enough."""
 
-_VISIT = 4
-"""Steps in one format before the next one takes its turn."""
+_PATIENCE_S = 3.0
+"""Seconds of a format for which short steps are measured until there are enough slices for quantiles."""
+
+_FIRST = 2
+"""Warm-up steps; one where the second step is long enough."""
+
+_LEAST_SLICE, _MOST_SLICE = 2, 8
+"""Bounds of the steps of a slice, which has the samples of a batch: slices spread as steps of training do."""
+
+_FEWEST_SLICES = 8
+"""Slices from which the quantiles of a machine's slowdown are known; with fewer there are only medians."""
+
+_TOGETHER = 0.25
+"""Part of a device's memory up to which copies of the model for all sizes are there at once; else one size follows the
+other."""
+
+_UNDISTURBED = 0.25
+"""Quantile of an action's times that counts as undisturbed: beside a load of one process a quarter of short actions
+runs without an interruption."""
 
 _MICRO_BATCHES = 2
 """Micro-batches per step, so that gradients are accumulated as in a pipeline."""
@@ -103,31 +125,32 @@ def profile_model(
     if not sizes or min(sizes) < 1 or max(sizes) > batch.size:
         raise UsageError(f"micro-batches of {list(sizes)} samples: allowed are 1 to {batch.size}, the batch")
     check_precision(precision)
-    measured: dict[str, list[SegmentTimes]] = {}
     numerics = resolved_numerics(numerics)
-    runs: _Runs | None = None
+    runs: list[_Runs] = []
+    for size in sorted(set(sizes)):
+        samples = torch.arange(size * _MICRO_BATCHES) % batch.size
+        small = batch.structure.nest([leaf[samples] for leaf in batch.leaves])
+        captures = runs[-1].captures if runs else None
+        runs.append(_Runs(model, loss, optimizer, small, size, batch.size, precision, fuse, numerics, captures))
+        runs[-1].prepare(pool)
+    keys = [one.key(pool) for one in runs]
+    known = [load(key, CachedTimes) if cache and not fresh else None for key in keys]
+    missing = [number for number, times in enumerate(known) if times is None]
     with contextlib.ExitStack() as stack:
-        place = _Place(pool, stack)
-        for size in sorted(set(sizes)):
-            samples = torch.arange(size * _MICRO_BATCHES) % batch.size
-            small = batch.structure.nest([leaf[samples] for leaf in batch.leaves])
-            runs = _Runs(
-                model, loss, optimizer, small, size, precision, fuse, numerics, runs.captures if runs else None
-            )
-            runs.prepare(pool)
-            key = runs.key(pool)
-            known = load(key, CachedTimes) if cache and not fresh else None
-            if known is None:
-                try:
-                    known = CachedTimes(times=place.measure(runs))
-                except DeviceMemoryError:
-                    return _estimated(runs.captures, batch, sizes, optimizer, pool, fresh=fresh)
-                store(key, known) if cache else None
-            for kind, found in known.times.items():
-                measured.setdefault(kind, []).append(found)
-    assert runs is not None
-    assert runs.captures is not None
-    return ModelProfile(bytes=runs.bytes(), times={k: tuple(found) for k, found in measured.items()}), runs.captures
+        try:
+            found = _Place(pool, stack).measure([runs[number] for number in missing])
+        except DeviceMemoryError:
+            return _estimated(runs[-1].captures, batch, sizes, optimizer, pool, fresh=fresh)
+    for number, times in zip(missing, found, strict=True):
+        known[number] = CachedTimes(times=times)
+        store(keys[number], known[number]) if cache else None
+    measured: dict[str, list[SegmentTimes]] = {}
+    for each in known:
+        for kind, own in each.times.items() if each is not None else ():
+            measured.setdefault(kind, []).append(own)
+    last = runs[-1]
+    assert last.captures is not None
+    return ModelProfile(bytes=last.bytes(), times={k: tuple(v) for k, v in measured.items()}), last.captures
 
 
 class _Place:
@@ -138,19 +161,21 @@ class _Place:
         self._stack = stack
         self._devices = measured_devices(pool.devices)
 
-    def measure(self, runs: _Runs) -> dict[str, SegmentTimes]:
-        """Return the times of each type of device."""
+    def measure(self, runs: Sequence[_Runs]) -> list[dict[str, SegmentTimes]]:
+        """Return the times of each type of device, for each of some runs."""
+        if not runs:
+            return []
         if not self._devices:
             self._pool, self._devices = self._stack.enter_context(open_pool("cpu", threads=1)), [0]
         try:
-            return runs.measure(self._pool, self._devices)
+            return _measure(runs, self._pool, self._devices)
         except DeviceMemoryError:
             kinds = {(self._pool.devices[device].kind, self._pool.devices[device].host) for device in self._devices}
             if kinds != {("cpu", LOCAL_HOST)}:
                 raise
             self._pool = self._stack.enter_context(_roomier(self._pool, self._devices))
             self._devices = list(range(len(self._pool)))
-            return runs.measure(self._pool, self._devices)
+            return _measure(runs, self._pool, self._devices)
 
 
 def measured_devices(devices: Sequence[DeviceInfo]) -> list[int]:
@@ -187,6 +212,157 @@ def _estimated(
     return profile, captures
 
 
+def _measure(runs: Sequence[_Runs], pool: Pool, devices: Sequence[int]) -> list[dict[str, SegmentTimes]]:
+    """Train on each device at once, in each size and promising format in turn; return the times by type of device."""
+    formats = [_Format(own, way, pool, used) for own in runs for way, used in own.sides(pool, devices).items()]
+    sizes = runs[0].bytes()
+    state_bytes = sum(segment.state_bytes for segment in sizes.segments) + sum(tie.state_bytes for tie in sizes.ties)
+    copies_bytes = state_bytes * sum(len(one.devices) for one in formats)
+    together = copies_bytes <= _TOGETHER * min(pool.devices[device].memory_bytes for device in devices)
+    turns = [formats] if together else [[one for one in formats if one.runs is own] for own in runs]
+    try:
+        for taking_turns in turns:
+            _train(taking_turns)
+    except DeviceMemoryError:
+        if len(formats) == 1:
+            raise
+        for one in formats:  # the copies of the model do not fit beside each other
+            _train([one])
+    slowdowns: dict[str, list[float]] = {}
+    for one in formats:
+        for kind, factors in one.slowdowns.items():
+            slowdowns.setdefault(kind, []).extend(factors)
+    found = []
+    for own in runs:
+        by_way = {one.way: one.times(slowdowns) for one in formats if one.runs is own}
+        kinds = {kind: {way: t[kind] for way, t in by_way.items() if kind in t} for kind in by_way[AS_CAPTURED]}
+        found.append({kind: compared(ways) for kind, ways in kinds.items()})
+    return found
+
+
+def _train(formats: Sequence[_Format]) -> None:
+    """Train in slices, each format in turn, until they were measured for long enough."""
+    with contextlib.ExitStack() as stack:
+        for one in formats:
+            stack.enter_context(one)
+        for one in formats:
+            one.warm_up()
+        start_s, short, slices = time.monotonic(), [one for one in formats if not one.enough], 0
+        while short and time.monotonic() - start_s < (
+            (_PATIENCE_S if slices < _FEWEST_SLICES else _LONG_S) * len(formats)
+        ):
+            slices += len(short)
+            for one in short:
+                one.slice()
+            short = [one for one in short if not one.enough]
+        for one in formats:
+            one.evaluate()
+
+
+class _Format:
+    """The measurement of one size of micro-batches in one format, on all of its devices at once.
+
+    As a context manager it closes its sessions.
+
+    Args:
+        runs: The size.
+        way: The format.
+        pool: The pool.
+        devices: The devices.
+    """
+
+    def __init__(self, runs: _Runs, way: SegmentVariant, pool: Pool, devices: Sequence[int]) -> None:
+        self.runs = runs
+        self.way = way
+        self.slowdowns: dict[str, list[float]] = {}
+        """Slowdowns of each slice, by type of device; those of the slowest device of a type, as steps end with it."""
+        self.enough = False
+        self._pool = pool
+        self.devices = devices
+        self._sessions: list[TrainingSession] = []
+        self._visits: list[range] = []
+        """Steps that followed one another without a pause: the warm-up, then a slice each."""
+        self._times: dict[str, SegmentTimes] = {}
+
+    def __enter__(self) -> _Format:
+        self._visits, self._sessions = [], []
+        try:
+            for device in self.devices:
+                self._sessions.append(self.runs.session(self._pool, device, self.way))
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for session in self._sessions:
+            with contextlib.suppress(Exception):  # the pool may be broken
+                session.close()
+
+    def warm_up(self) -> None:
+        """Train the first steps; if they are long, the last one of them is enough."""
+        self._step(_FIRST + any(self._pool.devices[device].kind == "cuda" for device in self.devices))
+        # the second one of a GPU captures its graphs; the quickest, as something may have disturbed one of them
+        self.enough = min(_step_s(session.traces.events()) for session in self._sessions) >= _LONG_S
+
+    def slice(self) -> None:
+        """Train one slice."""
+        self._step(min(self.runs.slice_steps, _MOST - self._visits[-1].stop))
+        self.enough = self._visits[-1].stop >= _MOST
+
+    def _step(self, steps: int) -> None:
+        for _ in range(steps):
+            for session in self._sessions:
+                session.step(as_batch(*self.runs.small))
+        for session in self._sessions:
+            session.drain()
+            session.wait(0)
+        first = self._visits[-1].stop if self._visits else 0
+        self._visits.append(range(first, first + steps))
+
+    def evaluate(self) -> None:
+        """Compute undisturbed times and slowdowns from the traces."""
+        slices = self._visits[1:] or [self._visits[0][-1:]]
+        every = [session.traces.events() for session in self._sessions]
+        # The least gap is that of the slowest device, for which the others wait.
+        between_s = min(_between_s(own, self._visits, slices[0].start) for own in every)
+        found: dict[str, list[SegmentTimes]] = {}
+        factors: dict[str, list[list[float]]] = {}
+        for events, device in zip(every, self.devices, strict=True):
+            info, own = self._pool.devices[device], [event for event in events if event.step >= slices[0].start]
+            undisturbed = self.runs.undisturbed(own)
+            kind = device_type(info)
+            found.setdefault(kind, []).append(self.runs.times(own, undisturbed, info.speed, between_s))
+            factors.setdefault(kind, []).append(
+                [self.runs.slowdown([event for event in own if event.step in steps], undisturbed) for steps in slices]
+            )
+        self._times = {kind: _median_of(times) for kind, times in found.items()}
+        self.slowdowns = {kind: list(map(max, zip(*each, strict=True))) for kind, each in factors.items()}
+
+    def times(self, slowdowns: Mapping[str, Sequence[float]]) -> dict[str, SegmentTimes]:
+        """Return the times of each type of device at the median of its slowdowns."""
+        return {kind: at_median(times, slowdowns[kind]) for kind, times in self._times.items()}
+
+
+def at_median(undisturbed: SegmentTimes, slowdowns: Sequence[float]) -> SegmentTimes:
+    """Return the times of segments at the median slowdown of a machine.
+
+    Args:
+        undisturbed: The times without other programs.
+        slowdowns: Slowdown of each slice.
+    """
+    median = statistics.median(slowdowns)
+    seconds = tuple(
+        (forward * median, inputs * median, weights * median) for forward, inputs, weights in undisturbed.seconds
+    )
+    if len(slowdowns) < _FEWEST_SLICES:
+        return replace(undisturbed, seconds=seconds)
+    cuts = statistics.quantiles(slowdowns, n=10, method="inclusive")
+    low, high = min(cuts[0], median), max(cuts[-1], median)  # equal slowdowns differ by rounding
+    slowdown = Slowdown(low=low, median=median, high=high, slices=len(slowdowns))
+    return replace(undisturbed, seconds=seconds, slowdown=slowdown)
+
+
 class _Runs:
     """Profiling runs for one size of a micro-batch.
 
@@ -201,13 +377,15 @@ class _Runs:
         optimizer: Optimizers,
         small: tuple[Any, Any],
         size: int,
+        batch: int,
         precision: Precision,
         fuse: bool,
         numerics: Numerics,
         captures: Captures | None,
     ) -> None:
         self._arguments = (model, loss, optimizer)
-        self._small = small
+        self.small = small
+        self.slice_steps = min(max(-(-batch // (size * _MICRO_BATCHES)), _LEAST_SLICE), _MOST_SLICE)
         self._size = size
         self._precision = precision
         self._fuse = fuse
@@ -216,6 +394,9 @@ class _Runs:
         self._names: tuple[str, ...] = ()
         self._bytes: ModelBytes | None = None
         self._programs: ModelPrograms | None = None
+        self._alike: Sequence[Sequence[int]] = ()
+        self._groups: Sequence[int] = ()
+        """Group of equal segments of each stage."""
 
     def prepare(self, pool: Pool) -> None:
         """Capture the model."""
@@ -233,15 +414,15 @@ class _Runs:
                 reduction="mean",  # weights make no difference to time
             )
             self.captures = Captures(recipe)
-        self._names = self.captures.segments(as_batch(*self._small), self._size)
+        self._names = self.captures.segments(as_batch(*self.small), self._size)
 
     def key(self, pool: Pool) -> str:
         """Return the cache key of the times, with everything that they depend on."""
         optimizer = self._arguments[2]
         return times_key(self.bytes().graph, pool.devices, optimizer, self._size, self._precision, self._numerics)
 
-    def measure(self, pool: Pool, devices: Sequence[int]) -> dict[str, SegmentTimes]:
-        """Train on each device at once, in each promising format; return the times of each type of device."""
+    def sides(self, pool: Pool, devices: Sequence[int]) -> dict[SegmentVariant, list[int]]:
+        """Return the devices to measure each promising format on."""
         self.bytes()
         assert self._programs is not None
         sides: dict[SegmentVariant, list[int]] = {}
@@ -249,65 +430,32 @@ class _Runs:
             alike = [device for device in devices if pool.devices[device].kind == kind]
             for way in ways_of(kind, [pool.devices[device] for device in alike], self._programs, self._precision):
                 sides.setdefault(way, []).extend(alike)
-        try:
-            found = self._measure(pool, sides)
-        except DeviceMemoryError:
-            if len(sides) == 1:
-                raise
-            found = {way: self._measure(pool, {way: own})[way] for way, own in sides.items()}
-        kinds = {
-            kind: {way: times[kind] for way, times in found.items() if kind in times} for kind in found[AS_CAPTURED]
-        }
-        return {kind: compared(by_way) for kind, by_way in kinds.items()}
+        self._shorten(narrow=any(way.bf16 for way in sides))
+        return sides
 
-    def _measure(
-        self, pool: Pool, sides: Mapping[SegmentVariant, Sequence[int]]
-    ) -> dict[SegmentVariant, dict[str, SegmentTimes]]:
-        """Train on devices, alternating between formats; return the times of each type of device by format."""
-        sessions: dict[SegmentVariant, list[TrainingSession]] = {way: [] for way in sides}
-        try:
-            for way, devices in sides.items():
-                for device in devices:
-                    sessions[way].append(self._session(pool, device, way))
-            start_s, steps = time.monotonic(), 0
-            while steps < _WARM + _STEPS or (time.monotonic() - start_s < _LONG_S * len(sides) and steps < _MOST):
-                for own in sessions.values():
-                    self._visit(own)
-                steps += _VISIT
-            return {way: self._found(pool, devices, sessions[way]) for way, devices in sides.items()}
-        finally:
-            for session in itertools.chain.from_iterable(sessions.values()):
-                with contextlib.suppress(Exception):  # the pool may be broken
-                    session.close()
-
-    def _visit(self, sessions: Sequence[TrainingSession]) -> None:
-        """Train some steps on all devices at once."""
-        for _ in range(_VISIT):
-            for session in sessions:
-                session.step(as_batch(*self._small))
-        for session in sessions:
-            session.drain()
-            session.wait(0)
-
-    def _found(
-        self, pool: Pool, devices: Sequence[int], sessions: Sequence[TrainingSession]
-    ) -> dict[str, SegmentTimes]:
-        """Return the measurements of one format."""
-        found: dict[str, list[SegmentTimes]] = {}
-        events = [[event for event in session.traces.events() if event.step >= _WARM] for session in sessions]
-        between_s = min(map(_between_s, events))  # of the slowest device: the others wait for it here
-        for own, device in zip(events, devices, strict=True):
-            info = pool.devices[device]
-            found.setdefault(device_type(info), []).append(self._times(own, info.speed, between_s))
-        return {kind: _median_of(times) for kind, times in found.items()}
-
-    def _session(self, pool: Pool, device: int, way: SegmentVariant) -> TrainingSession:
+    def _shorten(self, *, narrow: bool) -> None:
+        """Find the segments with equal programs, in bfloat16 as well if that is measured."""
         assert self.captures is not None
-        plan = _one_by_one(self._names, device, self._size, way)
+        assert self._programs is not None
+        variants = [self._programs]
+        if narrow:
+            traced = self.captures.traced(as_batch(*self.small), self._size, train=True, halves=True)
+            stages = [[name] for name in self._names]
+            variants.append(traced.divide(stages, narrow=range(len(stages))))
+        self._alike = alike_stages(*variants)
+        group_of = {segment: group for group, segments in enumerate(self._alike) for segment in segments}
+        self._groups = [group_of[segment] for segment in remaining(self._alike)]
+
+    def session(self, pool: Pool, device: int, way: SegmentVariant) -> TrainingSession:
+        """Return a session that trains on a device in a format."""
+        assert self.captures is not None
+        names = [self._names[number] for number in remaining(self._alike)]
+        plan = _one_by_one(names, device, self._size, way)
+        whole = len(names) == len(self._names)
         return TrainingSession(
             pool,
-            lambda captures, batch: plan,
-            self.captures,
+            lambda captures, batch: ResolvedPlan(plan=plan),
+            self.captures if whole else _ShortenedCaptures(self.captures, self._alike),
             RemoteState(*self._arguments, pool),
             StepSettings(
                 seed=0,
@@ -321,28 +469,61 @@ class _Runs:
             recovery=None,
         )
 
-    def _times(self, events: Sequence[TraceEvent], speed: float, between_s: float) -> SegmentTimes:
+    def undisturbed(self, events: Sequence[TraceEvent]) -> dict[tuple[str, int], float]:
+        """Return the undisturbed seconds of each kind of action, for each group of equal segments."""
         by_action: dict[tuple[str, int], list[float]] = {}
         for event in events:
             if event.action is not None:
-                key = (event.action.kind, event.action.stage)
-                by_action.setdefault(key, []).append((event.end_ns - event.start_ns) / 1e9 * speed)
+                by_action.setdefault(self._key(event.action), []).append(_seconds(event))
+        return {key: _low_quantile(seconds) for key, seconds in by_action.items()}
 
-        def taken(kind: str, index: int) -> float:
-            return _typical(by_action.get((kind, index), [_LEAST_S]))
+    def slowdown(self, events: Sequence[TraceEvent], undisturbed: Mapping[tuple[str, int], float]) -> float:
+        """Return the time of some actions relative to the undisturbed ones."""
+        pairs = [
+            (_seconds(event), undisturbed[self._key(event.action)]) for event in events if event.action is not None
+        ]
+        taken_s, least_s = (sum(seconds) for seconds in zip(*pairs, strict=True))
+        return taken_s / max(least_s, _LEAST_S)
 
-        sums = _named(events, "accumulate", speed)
+    def _key(self, action: Action) -> tuple[str, int]:
+        """Return the kind of an action, and the group of equal segments that its stage stands for."""
+        return action.kind, self._groups[action.stage]
+
+    def times(
+        self,
+        events: Sequence[TraceEvent],
+        undisturbed: Mapping[tuple[str, int], float],
+        speed: float,
+        between_s: float,
+    ) -> SegmentTimes:
+        """Return the undisturbed times of all segments."""
+        typical = {key: seconds * speed for key, seconds in undisturbed.items()}
+        trained = remaining(self._alike)
+        group_of = {stage: group for group, stages in enumerate(self._alike) for stage in stages}
         parameters = [segment.parameter_bytes for segment in self.bytes().segments]
-        parts = [found / max(1, sum(parameters)) for found in parameters]  # fractions of the accumulation cost
+        sums_s = _typical(_named(events, "accumulate", speed)) * len(trained)
+        part_s = sums_s / max(1, sum(parameters[stage] for stage in trained))  # of the accumulation, per byte
+        groups = [group_of[stage] for stage in range(len(parameters))]
         return SegmentTimes(
             size=self._size,
             seconds=tuple(
-                (taken("F", index), taken("I", index), taken("W", index) + part * _typical(sums) * len(self._names))
-                for index, part in enumerate(parts)
+                (
+                    typical.get(("F", group), _LEAST_S),
+                    typical.get(("I", group), _LEAST_S),
+                    typical.get(("W", group), _LEAST_S) + part_s * own_bytes,
+                )
+                for group, own_bytes in zip(groups, parameters, strict=True)
             ),
-            update_s=_typical(_named(events, "optimizer", speed)) + between_s * speed,
+            update_s=_typical(_named(events, "optimizer", speed)) * self._all_updates() + between_s * speed,
             call_s=_call_s(events),
         )
+
+    def _all_updates(self) -> float:
+        """Return the bytes of all trained parameters relative to those of the segments that are trained here."""
+        known, trained = self.bytes(), set(remaining(self._alike))
+        every = [(segment.parameter_bytes, {number}) for number, segment in enumerate(known.segments)]
+        every += [(tie.parameter_bytes, set(tie.segments)) for tie in known.ties]
+        return sum(size for size, _ in every) / max(1, sum(size for size, stages in every if stages & trained))
 
     def bytes(self) -> ModelBytes:
         """Return the sizes that follow from the graph alone."""
@@ -352,9 +533,27 @@ class _Runs:
 
     def _count(self) -> ModelBytes:
         assert self.captures is not None
-        programs, found = divided_bytes(self.captures, as_batch(*self._small), self._size, self._arguments[2])
+        programs, found = divided_bytes(self.captures, as_batch(*self.small), self._size, self._arguments[2])
         self._programs = programs
         return found
+
+
+class _ShortenedCaptures(Captures):
+    """Captures of a model without repeats.
+
+    Args:
+        whole: Captures of the model.
+        alike: Groups of its segments with equal programs.
+    """
+
+    def __init__(self, whole: Captures, alike: Sequence[Sequence[int]]) -> None:
+        super().__init__(whole.recipe)
+        self._whole = whole
+        self._alike = alike
+
+    def traced(self, batch: Batch, size: int, *, train: bool, halves: bool = False, probe: bool = False) -> TracedModel:
+        """Return the capture for micro-batches of a size."""
+        return ShortenedModel(self._whole.traced(batch, size, train=train, halves=halves, probe=probe), self._alike)
 
 
 def _one_by_one(names: Sequence[str], device: int, size: int, way: SegmentVariant) -> Plan:
@@ -377,7 +576,18 @@ def _one_by_one(names: Sequence[str], device: int, size: int, way: SegmentVarian
 
 def _named(events: Iterable[TraceEvent], name: str, speed: float) -> list[float]:
     """Return the durations of the events of a name, at full speed."""
-    return [(event.end_ns - event.start_ns) / 1e9 * speed for event in events if event.name == name] or [0.0]
+    return [_seconds(event) * speed for event in events if event.name == name] or [0.0]
+
+
+def _seconds(event: TraceEvent) -> float:
+    return (event.end_ns - event.start_ns) / 1e9
+
+
+def _low_quantile(seconds: Sequence[float]) -> float:
+    """Return the quantile of times that counts as undisturbed."""
+    ordered, place = sorted(seconds), _UNDISTURBED * (len(seconds) - 1)
+    below = ordered[int(place)]
+    return max(below + (place % 1) * (ordered[min(int(place) + 1, len(ordered) - 1)] - below), _LEAST_S)
 
 
 def _typical(seconds: Sequence[float]) -> float:
@@ -386,14 +596,36 @@ def _typical(seconds: Sequence[float]) -> float:
     return statistics.fmean(kept)
 
 
-def _between_s(events: Iterable[TraceEvent]) -> float:
-    """Return the median time between the end of a step and the start of the next, mainly the upload of a batch."""
+def _spans_ns(events: Iterable[TraceEvent]) -> dict[int, tuple[int, int]]:
+    """Return start and end of each step."""
     spans: dict[int, tuple[int, int]] = {}
     for event in events:
         start, end = spans.get(event.step, (event.start_ns, event.end_ns))
         spans[event.step] = (min(start, event.start_ns), max(end, event.end_ns))
-    ordered = [spans[step] for step in sorted(spans)]
-    gaps = [(later[0] - earlier[1]) / 1e9 for earlier, later in itertools.pairwise(ordered)]
+    return spans
+
+
+def _step_s(events: Iterable[TraceEvent]) -> float:
+    """Return the seconds of the last step."""
+    start_ns, end_ns = max(_spans_ns(events).items())[1]
+    return (end_ns - start_ns) / 1e9
+
+
+def _between_s(events: Iterable[TraceEvent], visits: Sequence[range], first: int) -> float:
+    """Return the median time between the end of a step and the start of the next, mainly the upload of a batch.
+
+    Args:
+        events: What a worker did.
+        visits: Steps that followed one another without a pause.
+        first: The first step before which it counts.
+    """
+    spans = _spans_ns(events)
+    gaps = [
+        (spans[step][0] - spans[step - 1][1]) / 1e9
+        for steps in visits
+        for step in steps[1:]
+        if step >= first and {step, step - 1} <= spans.keys()
+    ]
     return max(0.0, statistics.median(gaps)) if gaps else 0.0
 
 

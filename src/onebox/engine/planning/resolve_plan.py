@@ -13,6 +13,7 @@ import torch
 from onebox.engine.planning.device_shares import resolve_device_shares
 from onebox.engine.planning.make_plan import PlanningResult, make_plan
 from onebox.engine.planning.profile import profile_model
+from onebox.engine.problem.planner_problem import ResolvedPlan
 from onebox.engine.problem.stage_formats import with_formats
 from onebox.engine.state.remote import RemoteState
 from onebox.engine.workload.batch import Batch
@@ -101,7 +102,7 @@ class PlanRequest:
 
     def resolve(
         self, pool: Pool, remote: RemoteState, captures: Captures, batch: Batch, among: Sequence[int] | None = None
-    ) -> Plan:
+    ) -> ResolvedPlan:
         """Return the requested plan.
 
         Devices are measured where the request leaves shares, formats or the plan open, unless one of them has been
@@ -120,7 +121,7 @@ class PlanRequest:
             OneboxError: The model cannot be captured, does not fit, or a worker failed.
         """
         if isinstance(self.plan, Plan):
-            return self.plan
+            return ResolvedPlan(plan=self.plan)
         asked = self.plan if isinstance(self.plan, DataParallel) else DataParallel(micro_batch=self.micro_batch)
         if self.plan == "auto" and not pool.gone:
             try:
@@ -137,12 +138,12 @@ class PlanRequest:
             shares = resolve_device_shares(asked.shares, pool, captures, batch, remote, among)
         plan = plan_of(asked, devices, shares)
         if captures.recipe.precision == "auto" and not pool.gone:
-            return _with_measured_formats(plan, pool, captures, remote, batch)
-        return plan
+            plan = _with_measured_formats(plan, pool, captures, remote, batch)
+        return ResolvedPlan(plan=plan)
 
     def _searched(
         self, pool: Pool, remote: RemoteState, captures: Captures, batch: Batch, among: Sequence[int] | None
-    ) -> Plan:
+    ) -> ResolvedPlan:
         """Return the best plan for the first batch whose steps may overlap as the run's do."""
         recipe = captures.recipe
         late = self.stale is not None
@@ -170,7 +171,9 @@ class PlanRequest:
             _LOG.warning("%s", explain_choice(found, pool.devices))
         else:
             _LOG.info("plan='auto': %s", found.plan.describe())
-        return found.plan
+        if found.captures is not None:
+            captures.adopt(found.captures, batch, max(part.size for part in found.plan.micro_batches(batch.size)))
+        return ResolvedPlan(plan=found.plan, problem=found.problem)
 
 
 def default_plan(pool: Pool) -> DataParallel | Literal["auto"]:

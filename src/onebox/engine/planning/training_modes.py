@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -54,6 +55,7 @@ def plan_islands(
     finish: Callable[[Plan], Plan],
     budget_s: float,
     confirmed: bool,
+    clock: Callable[[], float] = time.monotonic,
 ) -> IslandsPlanning:
     """Search for the best plan of each island, for its share of the batch.
 
@@ -67,6 +69,7 @@ def plan_islands(
         finish: Returns a plan with its formats.
         budget_s: Time limit of all searches in seconds.
         confirmed: Whether sums are applied only once all islands have them, as with recovery.
+        clock: Returns the time in seconds.
 
     Raises:
         UsageError: An island gets no sample.
@@ -82,7 +85,7 @@ def plan_islands(
         shares = shares_from_speeds(speeds) if shares != "equal" else [1.0] * len(islands)
     each_s, plans = budget_s / len(islands), list[Plan]()
     for own, exact in _parts(problem, job, islands, outer, shares, micro_batches, finish, confirmed):
-        plans.append(finish(search_within(own, exact, each_s)[1]))
+        plans.append(finish(search_within(own, exact, each_s, clock)[1]))
     if open_:
         predictions = [plan.predicted for plan in plans if plan.predicted is not None]
         shares = shares_from_speeds([each.batch / each.step_s for each in predictions])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from msgspec import Struct
 
 from onebox.cost import ACCELERATOR_BPS, key_of
-from onebox.cost.model_profile import ModelBytes, ModelProfile, SegmentTimes
+from onebox.cost.model_profile import ModelBytes, ModelProfile, SegmentTimes, Slowdown
 from onebox.engine.config import numeric_instructions
 from onebox.engine.problem.segment_bytes import model_bytes
 from onebox.engine.workload.batch import Batch
@@ -17,7 +18,7 @@ from onebox.engine.workload.named_state import footprints, named_state, update_b
 from onebox.engine.workload.parameter_groups import Optimizers, elements_of
 from onebox.errors import UsageError
 from onebox.graph import ModelPrograms, Precision
-from onebox.plan import SCHEDULES, Links, UpdateAt
+from onebox.plan import SCHEDULES, Links, Plan, UpdateAt
 from onebox.plan.model.problem import HOST_BPS, ComputeTime, DeviceSpec, Problem, Segment, SegmentValue, Tie
 from onebox.plan_names import ACTIVATION_POLICIES, ChainPolicy
 from onebox.pool import DeviceInfo
@@ -30,6 +31,19 @@ _SENSIBLE = 32
 
 _MOST = 256
 """Most micro-batches per batch that are considered."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedPlan:
+    """A plan, and the problem that it solves.
+
+    Args:
+        plan: The plan.
+        problem: The planner's problem; ``None`` if the plan does not come from the planner.
+    """
+
+    plan: Plan
+    problem: Problem | None = None
 
 
 class CachedTimes(Struct, frozen=True, forbid_unknown_fields=True):
@@ -113,9 +127,9 @@ def allowed_sizes(batch: int, asked: Sequence[int] | None = None) -> tuple[int, 
 
 
 def measured_sizes(batch: int, allowed: Sequence[int]) -> tuple[int, ...]:
-    """Return the sizes to measure: the smallest and the largest sensible ones, and one in between."""
+    """Return the sizes to measure: the smallest and the largest sensible ones, between which times are linear."""
     sensible = [size for size in allowed if -(-batch // size) <= _SENSIBLE] or list(allowed)
-    return tuple(sorted({sensible[0], sensible[len(sensible) // 2], sensible[-1]}))
+    return tuple(sorted({sensible[0], sensible[-1]}))
 
 
 def make_problem(
@@ -154,6 +168,7 @@ def make_problem(
     """
     size = profile.bytes.size
     times = {kind: found for kind, found in profile.times.items() if found}
+    real = {device_type(device) for device in devices if device.kind != "sim"}  # emulated steps do not vary
     return Problem(
         segments=tuple(_segment(profile, index, size) for index in range(len(profile.bytes.segments))),
         devices=tuple(map(_device, devices)),
@@ -167,11 +182,34 @@ def make_problem(
         policies=tuple(policies),
         cores={device.host: device.cores for device in devices if device.cores},
         preparing={LOCAL_HOST: preparing},
+        load=_load(devices, {kind: found[-1].slowdown for kind, found in times.items()}),
+        spread={
+            kind: (slowdown.low / slowdown.median, slowdown.high / slowdown.median)
+            for kind, found in times.items()
+            if (slowdown := found[-1].slowdown) is not None and kind in real
+        },
         updates=tuple(updates),
         staleness=staleness,
         versions=versions,
         sharded=sharded,
     )
+
+
+def _load(devices: Sequence[DeviceInfo], slowdowns: Mapping[str, Slowdown | None]) -> dict[str, float]:
+    """Return by host the cores that other programs wanted while a model was measured.
+
+    They share the cores fairly with the workers, so that `t` busy threads of these were `(t + load) / t` times slower
+    than alone. Only workers that leave no core free show that: with free cores a slowdown has other causes, which using
+    fewer devices does not remove.
+    """
+    found = {}
+    for host in dict.fromkeys(device.host for device in devices if device.cores):
+        own = [device for device in devices if device.host == host and device.cores]
+        threads = sum(_device(device).threads for device in own)
+        slowdown = slowdowns.get("cpu")
+        if slowdown is not None and threads >= max(device.cores for device in own):
+            found[host] = threads * max(0.0, slowdown.median - 1)
+    return found
 
 
 def _device(device: DeviceInfo) -> DeviceSpec:

@@ -2,8 +2,8 @@
 
 Used if the user does not set ``loss_reduction``, before a batch has any effect, in two ways. The divisor of the loss is
 computed from the targets of each batch: it must be proportional to the samples of each micro-batch. And once for each
-batch structure, the workers compute losses and gradients of some samples, together and in two halves: in eval mode, as
-batch norm and dropout depend on micro-batches.
+batch structure, the workers compute losses and gradients of some samples, together and in parts: in eval mode where
+training depends on micro-batches, as with batch norm and dropout.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _TOLERANCES = {"float64": 1e-9, "float32": 2e-3, "float16": 3e-2, "bfloat16": 1e
 its gradient, which may be small compared with the gradients of single samples."""
 
 _LEAST = 4
-"""Samples to compare with their halves, if available: some models treat a single sample differently."""
+"""Samples to compare with their parts, if available: some models treat a single sample differently."""
 
 _EXACT = 1e-6
 """Relative tolerance of the loss's divisor: sums of a few non-negative numbers."""
@@ -112,7 +112,9 @@ class MeanLossCheck:
     def probe(
         self, batch: Batch, micro_batches: Sequence[MicroBatch], ready: InstalledPlan, packing: BatchCompression
     ) -> None:
-        """Compare the loss of some samples, and the norm of its gradient, with those of their halves.
+        """Compare the loss of some samples, and the norm of its gradient, with those of their parts.
+
+        Samples and parts are of sizes that are captured already, if possible, and halves otherwise.
 
         Args:
             batch: The batch.
@@ -124,10 +126,9 @@ class MeanLossCheck:
             UsageError: They differ by more than rounding.
             OneboxError: Something failed on a worker, or it was lost.
         """
-        most = max(_LEAST, *(part.size for part in micro_batches))
-        for size in dict.fromkeys(min(each, batch.size) // 2 * 2 for each in (most, _LEAST, 2)):
+        for size, part in self._sizes(batch, max(part.size for part in micro_batches)):
             try:
-                compared = self._compare(_spread(batch, size), size, ready, packing)
+                compared = self._compare(_spread(batch, size), size, part, ready, packing)
             except (CaptureError, OperatorError) as error:
                 _LOG.warning("%s (%s)", _UNKNOWN, str(error).splitlines()[0])
                 if isinstance(error, OperatorError) and not ready.plan.whole:
@@ -137,6 +138,14 @@ class MeanLossCheck:
                 compared.require()
                 break
         self._probed.add((str(batch.structure), tuple((leaf.dim(), leaf.dtype) for leaf in batch.leaves)))
+
+    def _sizes(self, batch: Batch, most: int) -> list[tuple[int, int]]:
+        """Return numbers of samples, and of their parts, in the order in which they are to be compared."""
+        known = self._captures.sizes(batch) if self._captures.computes_as_in_eval_mode(batch) else ()
+        pairs = [(size, part) for size in known if size >= _LEAST for part in known if 1 < part < size]
+        pairs = [(size, part) for size, part in pairs if not size % part]
+        halves = [min(size, batch.size) // 2 for size in (max(most, _LEAST), _LEAST, 2)]
+        return list(dict.fromkeys([*pairs, *((2 * half, half) for half in halves)]))
 
     # ---- the divisor of the loss
 
@@ -169,9 +178,9 @@ class MeanLossCheck:
     # ---- the comparison on workers
 
     def _compare(
-        self, batch: Batch, size: int, ready: InstalledPlan, packing: BatchCompression
-    ) -> HalvesComparison | None:
-        """Return what some samples make together, and what their halves make; ``None`` where there is no room.
+        self, batch: Batch, size: int, part: int, ready: InstalledPlan, packing: BatchCompression
+    ) -> PartsComparison | None:
+        """Return what some samples make together, and what their parts make; ``None`` where there is no room.
 
         If the model depends on micro-batches even in eval mode, only the loss function is compared.
         """
@@ -181,17 +190,16 @@ class MeanLossCheck:
             if alone is None:
                 raise CaptureError("the loss depends on chance, or its outputs are not by samples")
             (loss, norm), (parts_loss, parts_norm) = alone.whole, alone.halves
-            tolerance = tolerance_of(alone.types)
-            return HalvesComparison(samples=size, loss=(loss, parts_loss), norm=(norm, parts_norm), tolerance=tolerance)
-        whole, halves = ready.probe(batch, [size]), ready.probe(batch, [size // 2] * 2)
-        if whole is None or halves is None:
-            return None
-        (loss, norm), (parts_loss, parts_norm) = (self._run(batch, probe, packing) for probe in (whole, halves))
-        return HalvesComparison(
-            samples=size,
-            loss=(loss, parts_loss),
-            norm=(norm, parts_norm),
-            tolerance=tolerance_of(_types([*whole.models, *halves.models])),
+            part = size // 2
+            types: Collection[str] = alone.types
+        else:
+            whole, parts = ready.probe(batch, [size]), ready.probe(batch, [part] * (size // part))
+            if whole is None or parts is None:
+                return None
+            (loss, norm), (parts_loss, parts_norm) = (self._run(batch, probe, packing) for probe in (whole, parts))
+            types = _types([*whole.models, *parts.models])
+        return PartsComparison(
+            samples=size, part=part, loss=(loss, parts_loss), norm=(norm, parts_norm), tolerance=tolerance_of(types)
         )
 
     def _run(self, batch: Batch, probe: Probe, packing: BatchCompression) -> tuple[float, float]:
@@ -223,17 +231,19 @@ class MeanLossCheck:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HalvesComparison:
-    """Comparison of samples together with two halves weighted by samples.
+class PartsComparison:
+    """Comparison of samples together with their parts, weighted by samples.
 
     Args:
         samples: Number of samples.
-        loss: Loss of the samples together and in halves.
+        part: Number of samples of a part.
+        loss: Loss of the samples together and in parts.
         norm: 2-norm of the gradients, likewise.
         tolerance: Relative tolerance.
     """
 
     samples: int
+    part: int
     loss: tuple[float, float]
     norm: tuple[float, float]
     tolerance: float
@@ -252,12 +262,13 @@ class HalvesComparison:
         if self.same:
             return
         likely = ""
-        if alike(self.loss[0], 2 * self.loss[1], 10 * self.tolerance):
+        count = self.samples // self.part
+        if alike(self.loss[0], count * self.loss[1], 10 * self.tolerance):
             likely = ' It looks like a sum over samples (reduction="sum").'
         raise UsageError(
             f"the loss is no mean over samples: that of {self.samples} samples is {self.loss[0]:.6g} and the 2-norm of "
-            f"its gradient {self.norm[0]:.6g}, but their two halves, weighted by samples as micro-batches are, give "
-            f"{self.loss[1]:.6g} and {self.norm[1]:.6g}.{likely} {_WAYS_OUT.format(example='')}"
+            f"its gradient {self.norm[0]:.6g}, but {count} parts of {self.part}, weighted by samples as micro-batches "
+            f"are, give {self.loss[1]:.6g} and {self.norm[1]:.6g}.{likely} {_WAYS_OUT.format(example='')}"
         )
 
 

@@ -79,13 +79,17 @@ class StepLoss(LateNumber):
     them later. Where the exact type ``float`` is required, convert it: ``json.dumps(log, default=float)``,
     ``torch.tensor([float(loss) for loss in losses])`` (or ``torch.stack(losses)``).
 
-    Args:
-        step: The step.
-        retry: Calls a function; if it fails, restarts the step and calls the function again, or raises the error.
-        drain: Applies the gradients and waits for that, if it would happen in the next step.
+    :meth:`onebox.Trainer.step` makes it.
     """
 
     def __init__(self, step: int, retry: Retry, drain: Callable[[], None] = lambda: None) -> None:
+        """Begin without a value.
+
+        Args:
+            step: The step.
+            retry: Calls a function; if it fails, restarts the step and calls the function again, or raises the error.
+            drain: Applies the gradients and waits for that, if it would happen in the next step.
+        """
         self.step = step
         self._retry = retry
         self._drain = drain

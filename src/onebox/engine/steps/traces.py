@@ -63,11 +63,19 @@ class StepTraces(StepObserver):
         """Those of the plan in use, which is the last, and of earlier plans with steps in flight."""
 
     def __iter__(self) -> Iterator[StepTrace]:
-        return iter(self._steps)
+        return iter(tuple(self._steps))  # others may look while steps end
 
     def events(self) -> list[TraceEvent]:
-        """Return what the workers did in the last steps, for a timeline."""
-        return [event for trace in self._steps for event in trace.events()]
+        """Return what the workers did in the last steps, for a timeline; callable from any thread."""
+        return [event for trace in self for event in trace.events()]
+
+    def newest_events(self) -> list[TraceEvent]:
+        """Return what the workers did in the newest step in which they computed; callable from any thread."""
+        traces = tuple(self)
+        for newest in reversed(traces):
+            if any(label.track == "compute" for labels, _, _ in newest.workers.values() for label in labels):
+                return [event for trace in traces if trace.step == newest.step for event in trace.events()]
+        return []
 
     def draining(self, open_: LaunchedStep) -> Traced:
         """Return the receiver of the replies to a drain that is about to be requested."""

@@ -6,6 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from onebox.engine.workload.late_number import LateNumber
 from onebox.errors import UsageError, WireError
-from onebox.wire import from_frame, program_dtype_name, spec_of, to_frame
+from onebox.wire import TensorSpec, elements_of, from_frame, program_dtype_name
 
 Constant = int | float | bool | complex | None
 """A leaf that is not a tensor, passed unchanged to the model and the loss."""
@@ -91,12 +92,23 @@ class Batch:
     def kept(self) -> Batch:
         """Return a dense copy that later writes to the user's tensors do not change."""
         # One thread only: several would contend for cores that workers use.
-        leaves = tuple(from_frame(spec_of(leaf), to_frame(leaf)) for leaf in self.leaves)
+        leaves = tuple(from_frame(*elements_of(leaf)) for leaf in self.leaves)
         return dataclasses.replace(self, leaves=leaves)
 
     def slice(self, start: int, size: int) -> tuple[Tensor, ...]:
         """Return the tensors of a range of samples."""
         return tuple(leaf[start : start + size] for leaf in self.leaves)
+
+    @cached_property
+    def _elements(self) -> tuple[tuple[TensorSpec, memoryview], ...]:
+        return tuple(map(elements_of, self.leaves))
+
+    def elements(self, leaf: int, start: int, size: int) -> tuple[TensorSpec, memoryview]:
+        """Return the spec and the elements of a range of samples of a tensor; they are not copied if it is dense."""
+        spec, frame = self._elements[leaf]
+        row_bytes = spec.size_bytes // max(1, self.size)
+        part = TensorSpec(spec.dtype, (size, *spec.shape[1:]))
+        return part, frame[start * row_bytes : (start + size) * row_bytes]
 
     def example(self, size: int) -> tuple[Any, Any]:
         """Return (inputs, targets) of a given size in the original nesting; only shapes and types are meaningful."""

@@ -15,7 +15,8 @@ from onebox.engine.workload.batch import Batch
 from onebox.engine.workload.loss_reduction import LossReduction, Weighted
 from onebox.engine.workload.named_state import named_state
 from onebox.errors import CaptureError, UsageError
-from onebox.graph import TRACING, Captured, Loss, Metrics, Precision, TracedModel, capture
+from onebox.graph import TRACING, Captured, Loss, Metrics, Precision, TracedModel
+from onebox.graph.capture.export import capture
 from onebox.graph.capture.on_device_transform import OnDevice
 from onebox.graph.capture.python_state import PythonStateGuard
 from onebox.graph.capture.python_variables import WatchedValue
@@ -91,6 +92,7 @@ class Captures:
     def __init__(self, recipe: CaptureSpec) -> None:
         self.recipe = recipe
         self._traced: dict[Hashable, TracedModel] = {}
+        self._training: dict[Hashable, dict[int, TracedModel]] = {}
         owners = ("model", recipe.model), ("loss", recipe.loss)
         self._owners = {name: owner for name, owner in owners if isinstance(owner, nn.Module)}
         self._states = [PythonStateGuard(self._owners)]
@@ -119,11 +121,13 @@ class Captures:
             size: Samples of a micro-batch.
             train: Whether gradients are needed.
             halves: Whether backward may be split into input and weight gradients.
-            probe: Whether to capture the model in eval mode with gradients, which changes no buffer.
+            probe: Whether the gradients are to be those of eval mode, and no buffer is to be changed; that is another
+                capture unless the model is known to :meth:`computes_as_in_eval_mode`.
 
         Raises:
             CaptureError: The model cannot be captured.
         """
+        asked, probe = probe, probe and not self.computes_as_in_eval_mode(batch)
         key = (batch.signature(size), train, halves and train, probe)
         if key not in self._traced:
             if halves and train:
@@ -132,14 +136,47 @@ class Captures:
                 return self._traced[key]
             self._count_numbers(batch, size, train=train)
             with TRACING:
-                if probe:
-                    traced = self._capture(batch, size, train=train, probe=True)
+                if asked:
+                    traced = self._capture(batch, size, train=train, probe=probe)
                 else:
                     traced = self._sized(batch, size, train=train) or self._timed(batch, size, train=train)
+                if not probe:
                     self._states[batch.python_state].add(traced.reads)
             weighted = train and not probe and isinstance(self.recipe.reduction, Weighted)
             self._traced[key] = traced.with_weight_in_batch(len(batch.leaves)) if weighted else traced
+            if train and not probe:
+                self._training.setdefault(batch.signature(0), {})[size] = self._traced[key]
         return self._traced[key]
+
+    def sizes(self, batch: Batch) -> tuple[int, ...]:
+        """Return the sizes of micro-batches for which training with batches of a kind is captured, ascending."""
+        return tuple(sorted(self._training.get(batch.signature(0), ())))
+
+    def computes_as_in_eval_mode(self, batch: Batch) -> bool:
+        """Return whether training with batches of a kind is captured, and neither draws random numbers, nor normalises
+        by micro-batches, nor changes buffers.
+        """
+        traced = next(iter(self._training.get(batch.signature(0), {}).values()), None)
+        return traced is not None and not (traced.draws or traced.by_batch or traced.written)
+
+    def adopt(self, other: Captures, batch: Batch, largest: int) -> None:
+        """Take the captures of training that another object has just made of this model, where they are the same.
+
+        Args:
+            other: The other captures, in one Python state.
+            batch: A batch of the same kind, marked with the present Python state.
+            largest: Samples of the largest micro-batch whose capture is taken.
+        """
+        if batch.python_state or _traced_by(self.recipe) != _traced_by(other.recipe):
+            return
+        for size, traced in other._training.get(batch.signature(0), {}).items():
+            if size <= largest:
+                whole, halved = ((batch.signature(size), True, halves, False) for halves in (False, True))
+                self._traced.setdefault(whole, traced)
+                if halved in other._traced:
+                    self._traced.setdefault(halved, other._traced[halved])
+                self._training.setdefault(batch.signature(0), {}).setdefault(size, traced)
+                self._states[0].add(traced.reads)
 
     def stamped(self, batch: Batch) -> Batch:
         """Return a batch marked with the present Python state, in which it is to be computed.
@@ -291,6 +328,12 @@ class Captures:
             fuse=recipe.fuse,
             varying=varying,
         )
+
+
+def _traced_by(recipe: CaptureSpec) -> CaptureSpec:
+    """Return a recipe reduced to what captures of training depend on, among it whether batches hold weights."""
+    weighted = recipe.reduction if isinstance(recipe.reduction, Weighted) else None
+    return replace(recipe, metrics={}, costs=None, reduction=weighted, numerics=Numerics())
 
 
 def _short(error: Exception) -> str:

@@ -21,7 +21,7 @@ ADAM_FAMILY = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax")
 
 WARM_UP = 100
 """Default number of exact steps at the beginning: with 10 of them the loss of a small GPT was 7.9 % above that of exact
-steps, with 80 of them 2.0 % (docs/staleness.md)."""
+steps, with 80 of them 2.0 % (docs/concepts/staleness.md)."""
 
 
 class CompensationChoice(NamedTuple):

@@ -19,7 +19,8 @@ from torch.utils import _pytree as pytree
 from onebox.engine.workload.batch import Batch
 from onebox.engine.workload.captures import CaptureSpec
 from onebox.errors import CaptureError
-from onebox.graph import Loss, capture
+from onebox.graph import Loss
+from onebox.graph.capture.export import capture
 from onebox.wire import program_dtype_name
 
 MOST_BYTES = 256 << 20

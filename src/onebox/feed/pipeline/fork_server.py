@@ -152,7 +152,7 @@ class StageForkServer:
 
 
 class StageProcess:
-    """A child process that works on one item at a time, when it is called. It ends when it is closed.
+    """A child process that works on one item at a time. It ends when it is closed.
 
     Args:
         server: Its fork server.
@@ -172,17 +172,28 @@ class StageProcess:
             except WorkError as error:
                 self._failed = error
 
-    def __call__(self, item: Any) -> Any:
-        """Return the work's result for an item.
+    def begin(self, item: Any) -> Callable[[], Any]:
+        """Send an item; the work on it begins when the child has finished those before.
+
+        Returns:
+            Function that waits for the work's result and returns it; to be called once, in the order of the items. It
+            raises a WorkError where the work raised an exception or the process has ended, or the work's OneboxError.
 
         Raises:
-            WorkError: The work raised an exception, or the process has ended.
-            OneboxError: The work raised it, or the item cannot be sent.
+            WorkError: The process has ended.
+            UsageError: The item cannot be sent.
         """
         if self._process is None:
             raise self._failed or WorkError(_SERVER_ENDED)
         try:
             send(self._link, item)
+        except ConnectionError:
+            raise WorkError(_death(self._process)) from None
+        return self._result
+
+    def _result(self) -> Any:
+        assert self._process is not None
+        try:
             done, value, cpu_s = receive(self._link)
         except (EOFError, ConnectionError):
             raise WorkError(_death(self._process)) from None

@@ -1,9 +1,10 @@
 """Inter-process values: a structure encoded by msgspec, and tensors in shared memory.
 
 A value is written into anonymous memory (``memfd_create(2)``) and the memory's descriptor is sent, whatever its size:
-the data of tensors, arrays and bytes is copied once, and large tensors and arrays of the receiver use that memory. It
-is freed with the last of them. Small ones are copied out, so that a caller who keeps the labels of all batches does not
-keep their images in memory.
+the data of tensors and arrays is copied once, and large tensors and arrays of the receiver use that memory. It is freed
+with the last of them. Small ones are copied out, so that a caller who keeps the labels of all batches does not keep
+their images in memory. Short bytes, such as the files of a batch of small pictures, are part of the structure: a system
+call for each would cost more than the copy.
 
 No code is sent. Classes are sent by name, and looked up among the dataclasses and named tuples of imported modules,
 which are the same in a forked child.
@@ -28,7 +29,7 @@ from torch import Tensor
 from onebox.errors import UsageError
 
 SHARED_BYTES = 1 << 16
-"""Minimum size of a receiver's tensor that uses the shared memory."""
+"""Minimum size of a receiver's tensor that uses the shared memory, and of bytes outside of the structure."""
 
 _ALIGN = 64
 _VECTORS = 512  # buffers of a write; the system allows 1,024
@@ -96,10 +97,12 @@ class _Packing:
         self.size_bytes = 0
 
     def pack(self, value: Any) -> Any:
-        """Convert a value to None, numbers, text, and lists that begin with their type."""
+        """Convert a value to None, numbers, text, short bytes, and lists that begin with their type."""
         kind = type(value)
         if kind in _PLAIN:
             return ["int", hex(value)] if kind is int and not -(1 << 63) <= value < 1 << 64 else value
+        if kind is bytes and len(value) < SHARED_BYTES:
+            return value
         if kind is list or kind is tuple:
             return [kind.__name__, *map(self.pack, value)]
         if kind is dict:

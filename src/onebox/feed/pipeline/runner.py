@@ -2,7 +2,8 @@
 
 One lock guards the state of all stages (:mod:`onebox.feed.pipeline.state`). Every waiting thread has its own condition,
 and a change of the state wakes one worker of each stage that can go on: an item costs one hand-over a stage, and
-nothing is polled.
+nothing is polled. The only process of a stage has its next item before it has finished one, so that it does not wait
+until a thread here gets the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import contextlib
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -85,7 +88,8 @@ class Pipeline:
         self._specs = tuple(stages)
         self._cores = cores if cores is not None else max(1, usable_cores() - 1)
         limits = [spec.begin if spec.concurrency == "auto" else spec.concurrency for spec in stages]
-        self._flow = PipelineState(limits, ahead=ahead, limit_bytes=limit_bytes)
+        self._early = {index for index, spec in enumerate(stages) if index and spec.by == "processes"}
+        self._flow = PipelineState(limits, ahead=ahead, limit_bytes=limit_bytes, early=self._early)
         self._lock = threading.RLock()  # garbage collection, at any place, may close the pipeline that it runs in
         self._may_work = [threading.Condition(self._lock) for _ in stages]
         self._arrived = threading.Condition(self._lock)
@@ -245,12 +249,23 @@ class Pipeline:
         me = threading.get_ident()
         with contextlib.ExitStack() as stack:
             stack.callback(self._leave, index, me)
-            work, clock = stack.enter_context(self._worker(index))
-            while (task := self._take(index, me)) is not None:
-                begin_s = clock()
-                value, size_bytes = self._make(index, task, work)
-                self._put_down(index, task, value, size_bytes, clock() - begin_s)
-                del task, value
+            begin, clock = stack.enter_context(self._worker(index))
+            begun: deque[tuple[WorkItem, _Result]] = deque()
+            since_s = 0.0
+            while True:
+                if not begun:
+                    if (task := self._take(index, me)) is None:
+                        return
+                    since_s = clock()
+                    begun.append((task, self._begin(index, task, begin)))
+                if index in self._early and (task := self._take_early(index)) is not None:
+                    begun.append((task, self._begin(index, task, begin)))
+                task, result = begun.popleft()
+                value, size_bytes = self._finish(index, task, result)
+                cpu_s, since_s = clock() - since_s, clock()
+                following = begun[0][0] if begun else None
+                self._put_down(index, task, value, size_bytes, cpu_s, following=following)
+                del task, result, value
 
     def _leave(self, index: int, me: int) -> None:
         """Deregister a worker; the last one of the first stage closes the items."""
@@ -266,13 +281,13 @@ class Pipeline:
             iterator.close()
 
     @contextlib.contextmanager
-    def _worker(self, index: int) -> Iterator[tuple[Callable[[Any], Any], Callable[[], float]]]:
-        """Yield the function that does a stage's work, by this thread or a process, and its processor clock."""
+    def _worker(self, index: int) -> Iterator[tuple[Callable[[Any], _Result], Callable[[], float]]]:
+        """Yield the function that begins a stage's work, by this thread or a process, and its processor clock."""
         if index not in self._fork_servers:
-            yield self._specs[index].work, time.thread_time
+            yield lambda item: partial(self._specs[index].work, item), time.thread_time
             return
         with contextlib.closing(self._fork_servers[index].child()) as child:
-            yield child, lambda: child.cpu_s
+            yield child.begin, lambda: child.cpu_s
 
     def _take(self, index: int, me: int) -> WorkItem | None:
         """Wait for an item, and for room for its result; ``None`` if this worker is to end."""
@@ -292,27 +307,48 @@ class Pipeline:
                 self._tallies[index].switch(me, stall_reason, now_s)
                 self._may_work[index].wait()
 
-    def _make(self, index: int, task: WorkItem, work: Callable[[Any], Any]) -> tuple[Any, int]:
-        """Return a stage's result for an item, and its bytes; ``_END`` if there is none."""
+    def _take_early(self, index: int) -> WorkItem | None:
+        """Return an item for after the present one, without waiting; ``None`` if there is none, or other workers may
+        take it."""
+        with self._lock:
+            if self._closed or not self._flow.may_begin_early(index):
+                return None
+            task = self._flow.take(index, time.perf_counter())
+            self._wake()
+            return task
+
+    def _begin(self, index: int, task: WorkItem, begin: Callable[[Any], _Result]) -> _Result:
+        """Begin a stage's work on an item; return the function that finishes it."""
         item = task.value
-        if isinstance(item, StageFailure):
-            return item, 0
         try:
-            if index == 0:
-                try:
-                    item = self._pull(task.number)
-                except StopIteration:
-                    return _END, 0
-            made = work(item)
-            return made, size_of(made)
+            if isinstance(item, StageFailure):
+                return lambda: item
+            return begin(self._pull(task.number) if index == 0 else item)
+        except _Exhausted:
+            return lambda: _END
         except BaseException as error:  # every error belongs to the consumer
-            return stage_error(self._specs[index].name, self._number(task.number), error), 0
+            failure = self._failure(index, task, error)
+            return lambda: failure
+
+    def _finish(self, index: int, task: WorkItem, result: _Result) -> tuple[Any, int]:
+        """Return a stage's result for an item, and its bytes; ``_END`` if there is none."""
+        try:
+            made = result()
+            return made, 0 if isinstance(made, StageFailure) else size_of(made)
+        except BaseException as error:
+            return self._failure(index, task, error), 0
+
+    def _failure(self, index: int, task: WorkItem, error: BaseException) -> StageFailure:
+        return stage_error(self._specs[index].name, self._number(task.number), error)
 
     def _pull(self, place: int) -> Any:
         """Take an item from the iterator; one thread at a time."""
         if self._iterator is None:
             self._iterator = iter(self._items)
-        item = next(self._iterator)  # an error ends the items: the iterator is not advanced again
+        try:
+            item = next(self._iterator)  # an error ends the items: the iterator is not advanced again
+        except StopIteration:
+            raise _Exhausted from None
         number = getattr(item, "number", None)
         with self._lock:
             if isinstance(number, int):
@@ -321,9 +357,13 @@ class Pipeline:
             self._wake()
         return item
 
-    def _put_down(self, index: int, task: WorkItem, value: Any, size_bytes: int, cpu_s: float) -> None:
-        """Record a stage's result and wake its successors."""
+    def _put_down(
+        self, index: int, task: WorkItem, value: Any, size_bytes: int, cpu_s: float, *, following: WorkItem | None
+    ) -> None:
+        """Record a stage's result and wake its successors; the work on the item that was taken early starts."""
         with self._lock:
+            if following is not None:
+                self._flow.restart(index, following, time.perf_counter())
             if value is _END:
                 self._flow.ended(task)
             elif not self._closed:
@@ -344,5 +384,12 @@ class Pipeline:
             self._arrived.notify_all()
 
 
+_Result = Callable[[], Any]
+"""Function that waits for the result of begun work, or computes it."""
+
 _END = StageFailure(StopIteration())
 """Marker in place of a result: there was no item."""
+
+
+class _Exhausted(Exception):
+    """There are no more items."""

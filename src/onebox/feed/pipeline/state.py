@@ -5,15 +5,17 @@ finished one waits in its stage until all before it have gone on. So the next it
 whatever the bounds are.
 
 Bounds: a stage has at most one item more than workers, including finished ones, and at most ``ahead`` results are ready
-after the last stage. With ``limit_bytes``, work begins only if its result is expected to fit beside everything present
-and in progress; the expected growth is the largest so far in that stage, and until the first result a stage works on
-one item at a time. The consumer's next item is always admitted, since nothing would move otherwise: its result may
-exceed the limit, and nothing else as long as results have one size.
+after the last stage. In a stage that begins items early, and has a single worker, a further one may wait for it; where
+there are several, it would wait for one while another is idle. With ``limit_bytes``, work begins only if its result is
+expected to fit beside everything present and in progress; the expected growth is the largest so far in that stage, and
+until the first result a stage works on one item at a time. The consumer's next item is always admitted, since nothing
+would move otherwise: its result may exceed the limit, and nothing else as long as results have one size.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -45,6 +47,7 @@ class _Stage:
 
     Args:
         limit: Limit of the items in progress.
+        early: Whether one item more may be begun while there is one worker.
         under_way: Items in progress: start time by number.
         done: Finished items with their bytes, by number.
         next_out: Number of the next item to pass on.
@@ -53,6 +56,7 @@ class _Stage:
     """
 
     limit: int
+    early: bool = False
     under_way: dict[int, float] = field(default_factory=dict)
     done: dict[int, tuple[Any, int]] = field(default_factory=dict)
     next_out: int = 0
@@ -67,10 +71,11 @@ class PipelineState:
         limits: Initial limit of items in progress in each stage.
         ahead: The most results that are ready at a time.
         limit_bytes: Limit of the bytes ready and in progress together; ``None`` for none.
+        early: Indices of the stages whose worker may begin a second item, where the limit is 1.
     """
 
-    def __init__(self, limits: list[int], *, ahead: int, limit_bytes: int | None) -> None:
-        self._stages = [_Stage(limit) for limit in limits]
+    def __init__(self, limits: list[int], *, ahead: int, limit_bytes: int | None, early: Collection[int] = ()) -> None:
+        self._stages = [_Stage(limit, index in early) for index, limit in enumerate(limits)]
         self._ahead = ahead
         self._limit_bytes = limit_bytes
         self._ready: deque[tuple[Any, int]] = deque()
@@ -123,8 +128,15 @@ class PipelineState:
             return "over"
         if self._pulling if index == 0 else number not in self._stages[index - 1].done:
             return "waiting"
-        has_room = len(stage.under_way) + len(stage.done) <= stage.limit and len(stage.under_way) < stage.limit
+        begun = len(stage.under_way)
+        most = stage.limit + (stage.early and stage.limit == 1)
+        has_room = begun + len(stage.done) <= most and begun < most
         return None if has_room and self._fits(stage, number) else "blocked"
+
+    def may_begin_early(self, index: int) -> bool:
+        """Return whether a stage can begin an item that its only worker, which is busy, is to work on afterwards."""
+        stage = self._stages[index]
+        return stage.early and len(stage.under_way) >= stage.limit and self.stall_reason(index) is None
 
     def take(self, index: int, now_s: float) -> WorkItem:
         """Begin the next item in a stage that can; in the first, :meth:`pulled` has to follow."""
@@ -142,6 +154,10 @@ class PipelineState:
         promised_bytes = stage.growth_bytes or 0
         stage.promised_bytes += promised_bytes
         return WorkItem(number, value, size_bytes, promised_bytes)
+
+    def restart(self, index: int, task: WorkItem, now_s: float) -> None:
+        """Note that the work on an item that was begun early starts now."""
+        self._stages[index].under_way[task.number] = now_s
 
     def pulled(self) -> None:
         """Note that the first stage has got its item: it may begin another."""

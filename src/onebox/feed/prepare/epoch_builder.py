@@ -123,12 +123,14 @@ class EpochBuilder:
         if whole is None:
             work, by = self._arrange(work, probed)
         items = batch_slices(order_N, self.size, number=number, first=first, drop_last=self.drop_last)
+        # what processes have read here draws nothing, and the generators of this process are not theirs
+        reading = work if by == "threads" else replace(work, globals="untouched")
 
         def describe(batch: int) -> str:
             begin = first + (batch - number) * self.size
             return work.describe(order_N[begin : begin + self.size].tolist())
 
-        return EpochStages(items, self._stages(work, work.read_batch, self.read, by, describe), lambda: None)
+        return EpochStages(items, self._stages(work, reading.read_batch, self.read, by, describe), lambda: None)
 
     def _of_stream(self, epoch: int, number: int, first: int) -> EpochStages:
         assert self.stream is not None

@@ -117,7 +117,8 @@ def choose_workers(
     wanted = habits.draws and LINUX and (may_be_late or habits.plain)
     if by == "processes" or (by == "auto" and wanted):
         late = may_be_late and (habits.reading or not habits.encoded)
-        return replace(preparation, globals="owned", late=late), "processes"
+        seeded = habits.draws or late or preparation.transform is not None  # the last two may draw, unnoticed
+        return replace(preparation, globals="owned" if seeded else "untouched", late=late), "processes"
     return replace(preparation, globals="shared" if habits.draws else "untouched"), "threads"
 
 

@@ -161,10 +161,14 @@ def divide(
     demanded: dict[Phase, dict[fx.Node, None]] = {}
     bodies: dict[Phase, Body] = {}
     phases = _backwards(division.stages, backward=backward, halves=halves)
+    outputs_of: dict[Phase, list[tuple[fx.Node, Port]]] = {phase: [] for phase in phases}
+    for pair in own:
+        for phase in {division.phase_of_output(*pair, variant) for variant in (None, early)} & outputs_of.keys():
+            outputs_of[phase].append(pair)
 
     def settle(phase: Phase) -> None:
         variant = _variant(phase, early)
-        body = Body(outputs=[pair for pair in own if division.phase_of_output(*pair, variant) == phase])
+        body = Body(outputs=list(outputs_of[phase]))
         wanted = sorted(demanded.pop(phase, ()), key=division.order.__getitem__)
         body.outputs += [(node, division.value(node)) for node in wanted]
         _fill(body, phase, division, variant)

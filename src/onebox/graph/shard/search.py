@@ -175,7 +175,8 @@ def shard_tapes(
 
     Example:
         >>> import torch
-        >>> from onebox.graph import capture, model_programs
+        >>> from onebox.graph import model_programs
+        >>> from onebox.graph.capture.export import capture
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
         >>> batch = torch.zeros(4, 8), torch.zeros(4, 8)
         >>> programs = model_programs(capture(model, torch.nn.functional.mse_loss, batch), backward=True)

@@ -7,8 +7,13 @@ holds for a link and its messages. The largest of these sums bounds the step.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
+from onebox.plan.model.cost_model import CostModel
+from onebox.plan.model.problem import Problem
 from onebox.plan.model.schedule import Routes
 from onebox.plan.model.work import PlanWork
 
@@ -23,6 +28,31 @@ def lower_bound(work: PlanWork, routes: Routes, sizes: Sequence[float], *, split
         split: Whether the schedule may compute a weight gradient later than the input gradient.
     """
     return _Bound(work, routes, sizes, split).seconds()
+
+
+def least_step(problem: Problem) -> float:
+    """Return a lower bound of the seconds of a step of any plan.
+
+    For any non-negative weights of the devices, the largest load of a device is at least the weighted mean of the
+    loads, and that is least where each sample of each segment is computed on the device with the least weighted time.
+    The weights are the devices' throughputs of the whole model, which makes the bound the whole work over all speeds
+    where devices differ in speed alone. Fixed times count once for each largest micro-batch.
+
+    Args:
+        problem: The problem.
+    """
+    costs, largest = CostModel(problem), max(problem.micro_batches)
+    numbers = [device.number for device in problem.devices]
+    crowded = {number: costs.crowding((number,)) for number in numbers}
+    rates, each = [], []
+    for number in numbers:
+        device = problem.device[number]
+        speed = device.speed / (crowded[number].get(device.host, 1.0) if device.processor else 1.0)
+        rows = costs.lines(device.type)
+        each.append((rows[:, 0] / largest + rows[:, 1]) * problem.batch / speed)
+        rates.append(1.0 / max(float(each[-1].sum()), 1e-12))
+    weighted = np.array(each) * (np.array(rates) / sum(rates))[:, None]
+    return float(weighted.min(axis=0).sum())
 
 
 def least_period(work: PlanWork, routes: Routes, sizes: Sequence[float]) -> float:
@@ -170,11 +200,14 @@ def _loads(row: Sequence[tuple[int, ...]], sizes: Sequence[float]) -> dict[int, 
     first = row[0][0]
     if row.count(row[0]) == len(row):
         return {first: (len(row), sum(sizes))}
-    found: dict[int, tuple[int, float]] = {}
+    turns: dict[int, int] = Counter(replica[0] for replica in row)
+    whole, last = sizes[0], row[-1][0]
+    if sizes[-1] <= whole == min(sizes[:-1]) == max(sizes[:-1]):  # the usual case: only the last one is smaller
+        return {d: (count, count * whole + (sizes[-1] - whole) * (d == last)) for d, count in turns.items()}
+    totals = dict.fromkeys(turns, 0.0)
     for (d, *_), size in zip(row, sizes, strict=True):
-        turns, total = found.get(d, (0, 0.0))
-        found[d] = (turns + 1, total + size)
-    return found
+        totals[d] += size
+    return {d: (count, totals[d]) for d, count in turns.items()}
 
 
 def _turns(

@@ -42,7 +42,7 @@ def predict(problem: Problem, plan: Plan, *, overlap: bool = False) -> tuple[Pre
         simulation = simulate_steady_state(schedule, routes, work, sizes, updates="overlap")
     else:
         simulation = simulate_order(plan.schedule, schedule, routes, work, sizes, versions=problem.versions)
-    return prediction_of(plan, problem.batch, work, simulation), simulation
+    return prediction_of(plan, problem, work, simulation), simulation
 
 
 def schedule_of(plan: Plan, routes: Routes, work: PlanWork, sizes: Sequence[float]) -> Schedule:
@@ -101,10 +101,21 @@ def simulate_order(
     return simulate(order, routes, work, sizes, detail=detail)
 
 
-def prediction_of(plan: Plan, batch: int, work: PlanWork, simulation: Simulation) -> Prediction:
-    """Return a simulation as a plan's prediction; the times of a stage are those of its slowest replica."""
+def prediction_of(plan: Plan, problem: Problem, work: PlanWork, simulation: Simulation) -> Prediction:
+    """Return a simulation as a plan's prediction; the times of a stage are those of its slowest replica.
+
+    The interval is that of the machine's slowdown, one factor common to all actions of a step, on the type of device
+    where it spreads most.
+    """
+    spreads = [problem.spread.get(problem.device[device].type) for device in plan.devices]
+    known = [spread for spread in spreads if spread is not None]
+    interval_s = (
+        (simulation.step_s * min(low for low, _ in known), simulation.step_s * max(high for _, high in known))
+        if known and len(known) == len(spreads)
+        else None
+    )
     return Prediction(
-        batch=batch,
+        batch=problem.batch,
         step_s=simulation.step_s,
         bubble=simulation.bubble,
         peak_bytes=tuple(simulation.peak_bytes.get(device, 0) for device in plan.devices),
@@ -116,6 +127,7 @@ def prediction_of(plan: Plan, batch: int, work: PlanWork, simulation: Simulation
             tuple(_slowest(work.stages[number], replica) for replica in stage.replicas)
             for number, stage in enumerate(plan.stages)
         ),
+        interval_s=interval_s,
     )
 
 

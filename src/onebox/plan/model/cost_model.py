@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from onebox.plan.model.layout import LayoutStage, StageLayout, layout_of, owners
 from onebox.plan.model.plan import MicroBatch, Plan
@@ -119,6 +120,11 @@ class CostModel:
             }
         return self._seconds[segments]
 
+    def lines(self, kind: str) -> NDArray[np.float64]:
+        """Return for each segment the fixed and per-sample seconds of forward and backward on a type of device."""
+        own = self._lines[:, 6 * self.types.index(kind) : 6 * self.types.index(kind) + 6]
+        return np.stack([own[:, ::2].sum(axis=1), own[:, 1::2].sum(axis=1)], axis=1)
+
     def sizes(self, segments: tuple[int, ...]) -> SegmentSizes:
         """Return the bytes of some segments, parameters that they share with others included."""
         if segments not in self._bytes:
@@ -134,6 +140,15 @@ class CostModel:
             again = int((rows[:, 3] + rows[:, 5]).max())
             self._bytes[segments] = SegmentSizes(parameter, state, optimizer, saved, late, forward, backward, again)
         return self._bytes[segments]
+
+    def may_hold(self, numbers: Collection[int]) -> bool:
+        """Return whether some devices together have the memory for the state of all segments and ties, once."""
+        problem, caps = self.problem, self.problem.capacity_bytes
+        whole = sum(one.state_bytes for one in problem.segments) + sum(tie.state_bytes for tie in problem.ties)
+        if "host" in problem.updates:  # which may hold gradients, too
+            whole = sum(one.parameter_bytes for one in problem.segments)
+            whole += sum(tie.parameter_bytes for tie in problem.ties)
+        return any(number not in caps for number in numbers) or sum(caps[number] for number in numbers) >= whole
 
     def power(self, number: int, samples: int) -> float:
         """Return the throughput of a device in micro-batches of the whole model per second.
@@ -350,12 +365,15 @@ class CostModel:
         Args:
             used: The devices that work; see :class:`~onebox.plan.Problem` for the formula.
         """
-        found = {}
+        hosts = {self.problem.device[number].host for number in used}
+        found = dict(self.problem.together) if len(hosts) > 1 else {}
         for host, cores in self.problem.cores.items():
             threads = {device.number: device.threads for device in self.problem.devices if device.host == host}
-            busy = sum(count for number, count in threads.items() if number in used)
+            load = self.problem.load.get(host, 0.0)
+            busy = sum(count for number, count in threads.items() if number in used) + load
             busy += self.problem.preparing.get(host, 0.0)
-            found[host] = max(1.0, busy / cores) / max(1.0, sum(threads.values()) / cores)
+            measured = max(1.0, (sum(threads.values()) + load) / cores)
+            found[host] = found.get(host, 1.0) * max(1.0, busy / cores) / measured
         return found
 
     def spared(self, index: int, behind: Collection[int]) -> bool:

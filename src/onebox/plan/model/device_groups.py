@@ -26,7 +26,7 @@ def near(problem: Problem) -> tuple[DeviceGroups, ...]:
     numbers = sorted(device.number for device in problem.devices)
 
     def among(table: Mapping[int, Mapping[int, float]]) -> dict[int, dict[int, float]]:
-        return {a: {b: bps for b, bps in table.get(a, {}).items() if b != a and b in numbers} for a in numbers}
+        return {a: {b: bps for b, bps in table.get(a, {}).items() if b != a and b in problem.device} for a in numbers}
 
     return near_groups(among(problem.links.latency_s), among(problem.links.bandwidth_bps))
 

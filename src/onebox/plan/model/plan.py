@@ -7,15 +7,20 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
+from onebox.drawing import StepChart, notebook, save, step_figure
 from onebox.errors import UsageError
+from onebox.plan.model.load_chart import load_chart
 from onebox.plan.model.schedule import Routes
 from onebox.plan.model.shares import apportion, deal
 from onebox.plan.model.stage import POLICY_WORDS, OptimizerStateLayout, PlanPart, Stage, quoted
 from onebox.plan_names import ASYNC, SCHEDULE_TRAITS, GradientCodec, LossyPart, Sync, UpdateAt, searchable_schedules
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +43,13 @@ class Prediction(PlanPart, frozen=True):
 
     Args:
         batch: Samples of the batch.
-        step_s: Seconds of a step.
+        step_s: Seconds of a step, the median.
         bubble: Idle part of the devices' time, from 0 to 1.
         peak_bytes: Memory of each device of the plan, in the order of its devices.
         stages_s: For each stage, seconds of forward, input gradient and weight gradient of one micro-batch, on the
             slowest of its replicas.
         replicas_s: The same for each stage and each of its replicas; empty where all are alike.
+        interval_s: 10th and 90th percentile of a step's seconds; ``None`` where the profile does not show the spread.
     """
 
     batch: int
@@ -52,6 +58,7 @@ class Prediction(PlanPart, frozen=True):
     peak_bytes: tuple[int, ...]
     stages_s: tuple[tuple[float, float, float], ...]
     replicas_s: tuple[tuple[tuple[float, float, float], ...], ...] = ()
+    interval_s: tuple[float, float] | None = None
 
 
 class Plan(PlanPart, frozen=True):
@@ -61,14 +68,14 @@ class Plan(PlanPart, frozen=True):
         stages: In an order in which values of forward go from earlier to later stages.
         micro_batch: Samples of a micro-batch; ``None`` makes each replica's share of the batch one micro-batch, which
             only a plan of one stage may do.
-        schedule: One of :data:`SCHEDULES`, ``table``, or :data:`ASYNC`, which needs a trainer with stale gradients.
+        schedule: Name of an exact schedule, ``table``, or ``async-1f1b``, which needs a trainer with stale gradients.
         table: With ``table``, the rows of :class:`~onebox.plan.Schedule`.
         sync: Place where gradients are averaged: ``workers``, or the ``client``, which only a plan of one stage may
             use.
         update: Place of the optimizer's state and step.
         optimizer: Whether all replicas have the whole optimizer's state, or shard it.
-        in_flight: With :data:`ASYNC`, the micro-batches in flight of each replica of each stage, where they differ from
-            the schedule's rule; 0 stands for the rule.
+        in_flight: With ``async-1f1b``, the micro-batches in flight of each replica of each stage, where they differ
+            from the schedule's rule; 0 stands for the rule.
         memory_bytes: For each device, in the order of :attr:`devices`, its memory limit, 0 for all that the device has;
             empty without limits. A trainer refuses a step that needs more.
         predicted: The planner's prediction.
@@ -292,6 +299,64 @@ class Plan(PlanPart, frozen=True):
         )
         where = "worker to worker" if self.sync == "workers" else "at the client"
         return f"1 stage, {len(stage.replicas)} replicas ({parts}), {cut}, gradients averaged {where}"
+
+    def figure(self, path: str | Path | None = None) -> Figure:
+        """Return a figure of the predicted work of each device in a step.
+
+        It follows from the plan's own prediction; what :func:`onebox.make_plan` returns has a figure of the whole step
+        over time.
+
+        Args:
+            path: A file for it, a ``.png``, ``.svg`` or ``.pdf``.
+
+        Raises:
+            UsageError: The plan has no prediction, or the file cannot be written.
+            MissingExtra: Matplotlib is not installed.
+        """
+        found = step_figure([self._load()], title=self.describe())
+        if path is not None:
+            save(found, path)
+        return found
+
+    def _repr_html_(self) -> str:
+        """Return the plan as a notebook shows it."""
+        load = "" if self.predicted is None else notebook.step_svg(self._load())
+        return notebook.card("Plan", notebook.text(self.describe()), self.stages_html(), load)
+
+    def stages_html(self) -> str:
+        """Return the table of its stages as a notebook shows it."""
+        rows: list[tuple[object, ...]] = []
+        for number, stage in enumerate(self.stages):
+            segments = " … ".join(dict.fromkeys((stage.segments[0], stage.segments[-1]))) if stage.segments else "all"
+            times = self.predicted.stages_s[number] if self.predicted is not None else ()
+            settings = ", ".join((stage.policy, *stage.formats))
+            milliseconds = (float(f"{seconds * 1e3:.3g}") for seconds in times)
+            rows.append((number, segments, _replicas(stage), settings, *milliseconds))
+        kinds = ("forward ms", "input gradient ms", "weight gradient ms") if self.predicted is not None else ()
+        return notebook.table(("stage", "segments", "devices", "activations", *kinds), rows)
+
+    def _load(self) -> StepChart:
+        """Return the predicted work of its devices.
+
+        Raises:
+            UsageError: The plan has no prediction.
+        """
+        if self.predicted is None:
+            raise UsageError(
+                "the plan has no prediction, which a figure shows: onebox.make_plan makes plans that have one, and "
+                "onebox plan --check FILE --out FILE adds one to a plan file"
+            )
+        parts = self.micro_batches(self.predicted.batch)
+        largest = self.micro_batch or max(part.size for part in parts)
+        slowest = self.predicted.stages_s
+        return load_chart(
+            self.predicted.replicas_s or [[slowest[n]] * len(stage.replicas) for n, stage in enumerate(self.stages)],
+            [stage.replicas for stage in self.stages],
+            self.routes(self.predicted.batch),
+            [part.size / largest for part in parts],
+            halves=self.halves,
+            step_s=self.predicted.step_s,
+        )
 
     def to_json(self) -> str:
         """Return the plan as the text of a plan file."""

@@ -201,9 +201,14 @@ class Problem:
         policies: Allowed activation policies; ``cpu`` stands for a part of a device's stage on its host's processor.
         cores: By name of a host, the cores that its workers share; a missing host has enough. Times were measured with
             all workers at work. With `t` threads of all of them and `u` of those that a plan uses, a processor's times
-            in the plan are the measured ones times `max(1, (u + p) / cores) / max(1, t / cores)` with `p` from
-            ``preparing``.
+            in the plan are the measured ones times `max(1, (u + p + l) / cores) / max(1, (t + l) / cores)` with `p`
+            from ``preparing`` and `l` from ``load``.
+        together: By name of a host, the factor by which its processors compute more slowly, relative to the measured
+            times, in a plan that uses several hosts: hosts may be virtual machines of one machine.
         preparing: By name of a host, the cores that the preparation of batches keeps busy there.
+        load: By name of a host, the cores that other programs wanted there while times were measured.
+        spread: By type of device, the 10th and the 90th percentile of a step's time relative to its median. A busy
+            machine slows all actions of a step alike: their spreads do not average out over a step.
         updates: Allowed places of the optimizer's state, the preferred one first.
         staleness: Steps by which gradients may be late: 0, or 1, with which ``schedules`` may have
             :data:`~onebox.plan.ASYNC`.
@@ -228,7 +233,10 @@ class Problem:
     regroupable: bool = False
     policies: tuple[ChainPolicy, ...] = ACTIVATION_POLICIES
     cores: Mapping[str, float] = field(default_factory=dict)
+    together: Mapping[str, float] = field(default_factory=dict)
     preparing: Mapping[str, float] = field(default_factory=dict)
+    load: Mapping[str, float] = field(default_factory=dict)
+    spread: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     updates: tuple[UpdateAt, ...] = ("device",)
     staleness: int = 0
     versions: int = 2
@@ -246,6 +254,9 @@ class Problem:
                 f"staleness={self.staleness} with {self.versions} versions of the weights: allowed are 0 and 1, and "
                 "2 to 4 versions"
             )
+        for host, factor in self.together.items():
+            if not 1 <= factor < float("inf"):
+                raise UsageError(f"together={{{host!r}: {factor}}}: a finite factor of times, at least 1")
         known = searchable_schedules(self.staleness)
         if not self.schedules or any(name not in known for name in self.schedules):
             hint = f"; {ASYNC} needs stale gradients" if ASYNC in self.schedules else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf, isqrt
@@ -204,9 +205,9 @@ def _chains(evaluator: Evaluator, layout: StageLayout) -> list[StageChain]:
     in_flight = [1] * len(layout.parts)
     if len(layout.parts) > 1:
         instance = instance_of(case.routes, case.work, case.sizes)
-        limits = warm_up(instance)
-        for slot, limit in zip(instance.slots, limits, strict=True):
-            turns = sum(instance.slots[number] == slot for number in instance.slot_of)
+        limits, turns_of = warm_up(instance), Counter(instance.slot_of)
+        for number, (slot, limit) in enumerate(zip(instance.slots, limits, strict=True)):
+            turns = turns_of[number]
             most = turns if layout.schedule == "gpipe" else min(limit, turns)
             in_flight[slot.stage] = max(in_flight[slot.stage], most)
     return [

@@ -104,7 +104,7 @@ def changed_plan(plan: Plan, problem: Problem, proposal: ProposedChange) -> Plan
     return msgspec.structs.replace(
         bare,
         memory_bytes=tuple(limits.get(device, 0) for device in bare.devices) if limits else (),
-        predicted=prediction_of(bare, problem.batch, work, proposal.simulation),
+        predicted=prediction_of(bare, problem, work, proposal.simulation),
     )
 
 

@@ -1,1 +1,1 @@
-"""The planner: starting layouts, cuts of a chain, placement, local search, baselines and the result of a search."""
+"""The planner: starting layouts, cuts of a chain, groups of devices, placement, local search, baselines, results."""

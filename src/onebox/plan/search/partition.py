@@ -2,9 +2,9 @@
 
 For devices in a given order, each place of a cut is tried (:meth:`SegmentChain.best_cuts`).
 
-Otherwise, for a bottleneck time T, stages are laid from the last segment to the first (:func:`partitions`). A state is
-the number of used devices of each class and the stage laid last; of all ways to reach it the one that got furthest is
-kept, since each stage takes as many segments as T, its memory and its links allow. T is found by bisection. Going
+Otherwise, for a bottleneck time T, stages are laid from the last segment to the first (:class:`ChainProgram`). A state
+is the number of used devices of each class and the stage laid last; of all ways to reach it the one that got furthest
+is kept, since each stage takes as many segments as T, its memory and its links allow. T is found by bisection. Going
 backward, the number of stages behind is known, and with it the micro-batches that 1F1B keeps in flight. Where there are
 more states than the beam is wide, those are kept whose remaining devices have most time to spare for the remaining
 segments; otherwise the result is exact but for ties between devices of a class.
@@ -17,6 +17,7 @@ One bad link within a class then does not exclude its devices.
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -97,35 +98,8 @@ class PartitionLimits:
 
 
 def partitions(costs: CostModel, order: Sequence[int], limits: PartitionLimits) -> list[tuple[LayoutStage, ...]]:
-    """Cut a chain for the best bottleneck time, and for some larger ones.
-
-    Args:
-        costs: Costs of the segments.
-        order: The segments, in an order in which values go from earlier to later ones.
-        limits: Constraints of the stages.
-
-    Returns:
-        Stages in order of the chain, for each T and number of stages; empty if none fits.
-    """
-    program = _ChainProgram(costs, order, limits)
-    low = program.least_s()
-    most = program.most_s()
-    if not program.lay(most, first=True):
-        return []
-    high = low
-    while high < most and not program.lay(high, first=True):
-        low, high = high, min(high * 1.5, most)
-    while high > low * (1 + _PRECISION):
-        middle = (low * high) ** 0.5
-        if program.lay(middle, first=True):
-            high = middle
-        else:
-            low = middle
-    results: dict[tuple[LayoutStage, ...], None] = {}
-    for factor in _SPREAD:
-        for last in program.lay(high * factor):
-            results[program.parts(last)] = None
-    return list(results)
+    """Return :meth:`ChainProgram.partitions` of a chain."""
+    return ChainProgram(costs, order, limits).partitions()
 
 
 def alike(units: Sequence[tuple[DeviceSpec, ...]], near: DeviceGroups = ()) -> list[list[tuple[int, ...]]]:
@@ -246,12 +220,25 @@ class SegmentChain:
         return ends
 
 
-class _ChainProgram(SegmentChain):
-    """The dynamic program that places the stages of a chain on free devices."""
+class ChainProgram(SegmentChain):
+    """The dynamic program that places the stages of a chain on free devices.
 
-    def __init__(self, costs: CostModel, order: Sequence[int], limits: PartitionLimits) -> None:
+    Args:
+        costs: Costs of the segments.
+        order: The segments, in an order in which values go from earlier to later ones.
+        limits: Constraints of the stages.
+        most: Number of stages to lay, after which a layout that is not complete is given up.
+
+    Attributes:
+        extensions: Number of stages laid so far.
+    """
+
+    def __init__(
+        self, costs: CostModel, order: Sequence[int], limits: PartitionLimits, most: int = sys.maxsize
+    ) -> None:
         super().__init__(costs, order, limits.samples)
-        self.limits, problem = limits, costs.problem
+        self.most = most
+        self.limits, self.extensions, problem = limits, 0, costs.problem
         self.classes = limits.units
         self.call_s = 2 * problem.call_s
         self.times = [self._times(units[0]) for units in self.classes]
@@ -260,9 +247,16 @@ class _ChainProgram(SegmentChain):
             min((problem.capacity_bytes[d] for d in units[0] if d in problem.capacity_bytes), default=None)
             for units in self.classes
         ]
-        self.forward, self.backward, self.kept = self.crossing.tolist()
+        self.forward, self.backward, _ = self.crossing.tolist()
+        self._crossing_kept = self.crossing[2]
+        samples, more = self.samples, self.limits.versions - 1
+        sizes = [self.costs.sizes((index,)) for index in self.order]
+        self._held = np.cumsum([0, *(size.state + more * size.parameter for size in sizes)], dtype=np.int64)
+        self._saved = np.cumsum([0, *(size.saved * samples for size in sizes)], dtype=np.int64)
+        self._work = np.array(
+            [max(size.forward_work, size.backward_work + size.late) * samples for size in sizes], np.int64
+        )
         self.ways = [[self._common(found) for found in row] for row in ways_between(self.links, self.classes)]
-        self._memory: dict[int, list[list[int]]] = {}
 
     def _common(self, ways: set[LinkWay]) -> list[LinkWay]:
         """Return the bandwidth between two classes if it is the same for all, or taken to be; else an empty list."""
@@ -281,21 +275,38 @@ class _ChainProgram(SegmentChain):
         some = other > 0
         return float((nominal[some] / other[some]).max()) if some.any() else 1.0
 
-    def memory(self, in_flight: int) -> list[list[int]]:
-        """Return ``[end][start]``, the bytes of a stage with a number of micro-batches in flight."""
-        if in_flight not in self._memory:
-            samples, more = self.samples, self.limits.versions - 1
-            sizes = [self.costs.sizes((index,)) for index in self.order]
-            own = [size.state + more * size.parameter + size.saved * samples * in_flight for size in sizes]
-            each = [max(size.forward_work, size.backward_work + size.late) * samples for size in sizes]
-            held, work = np.cumsum([0, *own], dtype=np.int64), np.array(each, np.int64)
-            kept = np.array(self.kept, np.int64) * in_flight
-            rows = []
-            for end in range(self.length + 1):
-                most = np.maximum.accumulate(work[:end][::-1])[::-1]
-                rows.append([*(held[end] - held[:end] + most + kept[:end]).tolist(), 0])
-            self._memory[in_flight] = rows
-        return self._memory[in_flight]
+    def _fits(self, starts: range, end: int, in_flight: int, room: int) -> NDArray[np.bool_]:
+        """Return whether the stages with some starts and one end fit, with a number of micro-batches in flight."""
+        most = np.maximum.accumulate(self._work[starts.start : end][::-1])[::-1]
+        part = slice(starts.start, end)
+        saved = (self._saved[end] - self._saved[part] + self._crossing_kept[part]) * in_flight
+        fitting: NDArray[np.bool_] = self._held[end] - self._held[part] + saved + most <= room
+        return fitting
+
+    def partitions(self) -> list[tuple[LayoutStage, ...]]:
+        """Cut the chain for the best bottleneck time, and for some larger ones.
+
+        Returns:
+            Stages in order of the chain, for each T and number of stages; empty if none fits.
+        """
+        low = self.least_s()
+        most = self.most_s()
+        if not self.lay(most, first=True):
+            return []
+        high = low
+        while high < most and not self.lay(high, first=True):
+            low, high = high, min(high * 1.5, most)
+        while high > low * (1 + _PRECISION):
+            middle = (low * high) ** 0.5
+            if self.lay(middle, first=True):
+                high = middle
+            else:
+                low = middle
+        results: dict[tuple[LayoutStage, ...], None] = {}
+        for factor in _SPREAD:
+            for last in self.lay(high * factor):
+                results[self.parts(last)] = None
+        return list(results)
 
     def least_s(self) -> float:
         """Return a lower bound of T."""
@@ -326,11 +337,14 @@ class _ChainProgram(SegmentChain):
         extents: dict[tuple[int, int, int, int], int] = {}
         for behind in range(min(self.limits.stages, sum(map(len, self.classes)))):
             level: _States = {}
+            if self.extensions > self.most:
+                break
             for (used, after), last in frontier.items():
                 for number, units in enumerate(self.classes):
                     for joined in self.limits.joined:
                         if used[number] + joined > len(units):
                             break
+                        self.extensions += 1
                         devices = tuple(chain.from_iterable(units[used[number] : used[number] + joined]))
                         end = self._end(bottleneck_s, number, devices, after, last)
                         if end is None:
@@ -375,10 +389,9 @@ class _ChainProgram(SegmentChain):
         times = self.times[number]
         start = bisect_left(times, times[end] - allowed_s * (1 + 1e-12))
         room = self.room[number]
-        if room is not None:
-            row = self.memory(depth)[end]
-            while start < end and row[start] > room:
-                start += 1
+        if room is not None and start < end:
+            fitting = self._fits(range(start, end), end, depth, room)
+            start = start + int(fitting.argmax()) if fitting.any() else end
         return start
 
     def _end(

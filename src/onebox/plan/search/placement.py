@@ -64,12 +64,11 @@ class _Places:
         used = list(dict.fromkeys(device for part in layout.parts for device in part.devices))
         self.own = (*used, *(number for number in sorted(problem.device) if number not in set(used)))
         self._used = len(used)
-        kinds = [evaluator.kinds[number] for number in self.own]
+        self._kinds = kinds = [evaluator.kinds[number] for number in self.own]
         self.movable = [
             (a, b) for a, b in combinations(range(len(self.own)), 2) if kinds[a] == kinds[b] and a < self._used
         ]
-        self._kinds = kinds
-        self._changes = list(self._permutations())
+        self._changes = [*((a, b, 0) for a, b in self.movable), *self._rows()]
         case = evaluator.case(layout)
         place = {device: number for number, device in enumerate(used)}
         self._links = problem.links
@@ -125,24 +124,32 @@ class _Places:
                 if spent():
                     return None
                 evaluator.left -= self._effort
-                found = tuple(at[1][place] for place in change)
+                found = self._changed(at[1], *change)
                 if (value := self.cost(found)) < at[0] * _WORTH:
                     return value, found
             return None
 
         return climb((self.cost(order), order), improved, spent)
 
-    def _permutations(self) -> Iterator[tuple[int, ...]]:
-        """Yield for each change the place from which the device of each place comes."""
-        places = tuple(range(len(self.own)))
+    def _rows(self) -> Iterator[tuple[int, int, int]]:
+        """Yield the changes of rows of devices of one kind: first and last place, and the change by its number."""
+        alike = [0] * len(self._kinds)  # the end of the row of alike devices from each place on
+        for place in range(len(self._kinds) - 1, -1, -1):
+            ahead = place + 1 < len(alike) and self._kinds[place] == self._kinds[place + 1]
+            alike[place] = alike[place + 1] if ahead else place
         for a, b in self.movable:
-            yield (*places[:a], b, *places[a + 1 : b], a, *places[b + 1 :])
-        for a, b in self.movable:
-            row = places[a : b + 1]
-            if b - a < 2 or b >= self._used or len(set(self._kinds[a : b + 1])) > 1:
-                continue
-            for other in (row[::-1], (*row[1:], row[0]), (row[-1], *row[:-1])):
-                yield (*places[:a], *other, *places[b + 1 :])
+            if b - a >= 2 and b < self._used and b <= alike[a]:
+                yield from ((a, b, change) for change in (1, 2, 3))
+
+    @staticmethod
+    def _changed(order: tuple[int, ...], a: int, b: int, change: int) -> tuple[int, ...]:
+        """Return an order with the devices of two places swapped, or those of a row reversed or shifted by one."""
+        row = order[a : b + 1]
+        if change == 0:
+            row = (row[-1], *row[1:-1], row[0])
+        else:
+            row = (row[::-1], (*row[1:], row[0]), (row[-1], *row[:-1]))[change - 1]
+        return (*order[:a], *row, *order[b + 1 :])
 
     def by_tree(self, *, backward: bool = False) -> tuple[int, ...]:
         """Return an order in which, kind by kind, the devices of a host are adjacent, and the hosts of a switch."""

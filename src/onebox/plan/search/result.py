@@ -88,7 +88,7 @@ def _plainness(evaluation: LayoutEvaluation) -> tuple[bool, int, int, float]:
 def finished(problem: Problem, evaluation: LayoutEvaluation) -> Plan:
     """Return an evaluation's plan with its prediction, and with its table if its schedule has no name."""
     layout, plan = evaluation.layout, plan_of(problem, evaluation.layout)
-    predicted = prediction_of(plan, problem.batch, evaluation.case.work, evaluation.simulation)
+    predicted = prediction_of(plan, problem, evaluation.case.work, evaluation.simulation)
     if layout.schedule == "auto":
         return msgspec.structs.replace(plan, predicted=predicted, schedule="table", table=evaluation.schedule.lines())
     return msgspec.structs.replace(plan, predicted=predicted, schedule=layout.schedule, in_flight=evaluation.in_flight)

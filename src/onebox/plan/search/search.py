@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from random import Random
 
+from onebox.plan.evaluate.bounds import least_step
 from onebox.plan.evaluate.evaluator import Evaluator, LayoutEvaluation
 from onebox.plan.evaluate.infeasibility import infeasible_error
+from onebox.plan.model.cost_model import CostModel
 from onebox.plan.model.layout import StageLayout
 from onebox.plan.model.problem import Problem
 from onebox.plan.policies.apply import apply_policies, baseline_layouts, least_memory_layout
@@ -17,7 +20,7 @@ from onebox.plan.search.baselines import even_cuts, nested, one_stage, shared_by
 from onebox.plan.search.local_search import descend_cuts, local_search, perturb
 from onebox.plan.search.placement import placed
 from onebox.plan.search.result import NAMED_BIAS, SearchResult, finished, notable, simplest
-from onebox.plan.search.seeds import PLAIN, every_layout, few, proposed
+from onebox.plan.search.seeds import PLAIN, every_layout, few, grouped, proposed, spread
 from onebox.plan_names import ASYNC
 
 EFFORT = 340_000
@@ -30,7 +33,8 @@ _AT_LEAST = 16
 """Number of proposals that are made, and simulated until two fit, even without effort left; one without time left."""
 
 _ALIKE = 1.02
-"""Factor of the bounds within which the trivial plan with the fewest micro-batches is shown."""
+"""Factor of the bounds within which the trivial plan with the fewest micro-batches is shown, and within which plans
+without limits of memory are not looked for."""
 
 _DESCENTS = 6
 """Number of best different proposals that are improved by their bounds."""
@@ -44,6 +48,9 @@ _NEAR = 1.02
 _SYNTHESIS_S = 0.4
 """Nominal seconds for each synthesised schedule."""
 
+_SCHEDULED = 150
+"""Effort of a search for each action of a layout, below which no schedule is synthesised for it."""
+
 _NESTED = 1 / 4
 """Part of effort and time for plans that leave devices idle."""
 
@@ -53,8 +60,17 @@ _FEWEST = 4
 _EXPLORED, _WITH_POLICIES = 0.75, 0.9
 """Parts of the time after which a search goes on with activation policies and with schedules."""
 
+_FOR_POLICIES = 1 / 8
+"""Effort for activation policies, where memory is limited, as a part of that for all else."""
+
 _LONG = 10_000
 """Number of actions above which schedules are synthesised for one layout only, and not chosen for trivial plans."""
+
+_VERY_LONG = 100_000
+"""Number of actions above which a layout is simulated only within the effort that is left."""
+
+_TRIVIAL = 80
+"""Effort of a search for each action of the trivial plans that are simulated."""
 
 _HOPELESS = 50
 """Number of infeasible layouts that are simulated where none fits, to report the closest one."""
@@ -63,7 +79,7 @@ _RECUT = 6
 """Number of best different layouts without limits of memory to which activation policies are applied."""
 
 _SYNTHESISED = 3
-"""Number of best different layouts for which a schedule is synthesised."""
+"""Number of best different layouts for which a schedule is synthesised, and of those with the least bounds."""
 
 
 def search(
@@ -76,11 +92,13 @@ def search(
 ) -> SearchResult:
     """Find the plan whose step is predicted to be the quickest of those that fit.
 
-    Small problems are enumerated, with bounds that avoid most simulations. For larger ones, dynamic programming over
-    cuts and devices proposes layouts (:mod:`onebox.plan.search.partition`); the best by bound are simulated; local
-    search with the simulator as its objective changes cuts, devices, replicas, micro-batches and schedules; the
-    remaining effort goes into random restarts nearby. Finally, schedules are synthesised for the best layouts, if
-    ``auto`` is allowed.
+    Small problems are enumerated, with bounds that avoid most simulations. For larger ones, dynamic programming
+    proposes layouts: stages on groups of consecutive devices (:mod:`onebox.plan.search.device_rows`), one of which is
+    simulated at once, and, as far as half of the effort goes, cuts and classes of devices
+    (:mod:`onebox.plan.search.partition`); the likeliest by bound are simulated; local search with the simulator as its
+    objective changes cuts, devices, replicas, micro-batches and schedules; the remaining effort goes into random
+    restarts nearby. Fewer devices are searched where their bound allows a better plan. Finally, schedules are
+    synthesised for the best layouts, and for those with the least bounds under one, if ``auto`` is allowed.
 
     Args:
         problem: Segments, values, devices, links, and what is allowed.
@@ -102,6 +120,7 @@ def search(
     evaluator = Evaluator(problem, effort=effort, expired=whole)
     trivial = _look(evaluator, whole.part(_EXPLORED), seed)
     complete = not evaluator.spent
+    evaluator.left = max(evaluator.left, 0) + round(effort * _FOR_POLICIES)
     evaluator.expired = whole.part(_WITH_POLICIES)
     trivial |= _with_policies(evaluator, Random(seed))
     evaluator.expired = whole
@@ -144,71 +163,148 @@ class Deadline:
         return Deadline(self.clock, now + share * max(0.0, self.end_s - now))
 
 
-def _look(evaluator: Evaluator, deadline: Deadline, seed: int) -> dict[str, LayoutEvaluation]:
+def _look(
+    evaluator: Evaluator, deadline: Deadline, seed: int, *, outermost: bool = True, than_s: float = inf
+) -> dict[str, LayoutEvaluation]:
     """Search for the best plan without activation policies and synthesised schedules; return the trivial plans.
 
-    The search is repeated for the quicker half of the devices, and for half of these, and so on: the best result of
-    each is a candidate, so that more devices do not give a worse plan, as far as either search goes.
+    The search is repeated for the quicker half of the devices, and for half of these, and so on, until nothing fits or
+    no plan on them can be better than one that is known: the best result of each is a candidate, so that more devices
+    do not give a worse plan, as far as either search goes.
+
+    Args:
+        evaluator: Evaluates layouts.
+        deadline: Ends the search.
+        seed: Seed of the random restarts.
+        outermost: Whether this is the search on all devices.
+        than_s: Seconds of a step that is known on more devices.
     """
-    problem, fewer = evaluator.problem, _fewer(evaluator)
-    found = []
-    if fewer:
-        devices = tuple(device for device in problem.devices if device.number in set(fewer))
-        less = Evaluator(
-            replace(problem, devices=devices), effort=int(evaluator.left * _NESTED), expired=deadline, required=False
-        )
-        _look(less, deadline.part(_NESTED), seed)
-        evaluator.left -= less.effort - less.left
-        evaluator.simulated += less.simulated
-        found = _ranked(less)[:_STARTS]
+    problem = evaluator.problem
     evaluator.expired = deadline
-    reserve = int(evaluator.left * _NESTED) if found else 0
-    evaluator.left -= reserve
-    plain = (*one_stage(evaluator.costs), *even_cuts(evaluator.costs))
+    plain = (*one_stage(evaluator.costs), *(even_cuts(evaluator.costs) if outermost else ()))
     trivial = {label: _best(evaluator, layouts) for label, layouts in plain}
     if ASYNC in problem.schedules:
         for _, layouts in one_stage(evaluator.costs):
             _best(evaluator, [layout._replace(schedule=ASYNC) for layout in layouts])
     for numbers in nested(evaluator.costs, evaluator.near) if problem.replicable else ():
         _best(evaluator, shared_by_speed(evaluator.costs, numbers))
+    groups = _groups(evaluator)
+    _simulate_likeliest(evaluator, groups)
+    fewer = _fewer(evaluator, than_s)
+    share = int(evaluator.left * _NESTED) if fewer else 0
+    reserve = share + int((evaluator.left - share) * _NESTED) if fewer else 0
+    evaluator.left -= reserve
+    evaluator.expired = deadline.part(1 - _NESTED) if fewer else deadline
     if few(problem):
         _simulate(evaluator, _bounds(evaluator, every_layout(problem)), evaluator.left // 2)
-    _explore(evaluator, Random(seed))
+    _explore(evaluator, Random(seed), groups)
     evaluator.left += reserve
-    before = evaluator.best
-    candidates = [evaluator.evaluate(layout) for layout in found]
-    if evaluator.best is not before and candidates:
-        local_search(evaluator, min(candidates, key=lambda evaluation: evaluation.rank))
+    evaluator.expired = deadline
+    known_s = min(than_s, _best_s(evaluator))
+    if fewer and not evaluator.enough and (outermost or _best_s(evaluator) < inf) and least_step(fewer) < known_s:
+        _look_at_fewer(evaluator, fewer, share, deadline, seed, known_s)
     return trivial
 
 
-def _fewer(evaluator: Evaluator) -> tuple[int, ...]:
-    """Return the quicker half of the devices, or a little more; empty if they are few."""
-    if len(evaluator.problem.devices) < _FEWEST or few(evaluator.problem):
-        return ()
-    return nested(evaluator.costs, evaluator.near)[0]
+def _look_at_fewer(
+    evaluator: Evaluator, fewer: Problem, effort: int, deadline: Deadline, seed: int, than_s: float
+) -> None:
+    """Search for the best plan on some of the devices, and go on from it on all if it is better."""
+    less = Evaluator(fewer, effort=effort, expired=deadline, required=False)
+    _look(less, deadline, seed, outermost=False, than_s=than_s)
+    evaluator.left -= less.effort - less.left
+    evaluator.simulated += less.simulated
+    before = evaluator.best
+    candidates = [evaluator.evaluate(layout) for layout in _ranked(less)[:_STARTS]]
+    if evaluator.best is not before and candidates:
+        local_search(evaluator, min(candidates, key=lambda evaluation: evaluation.rank))
+
+
+def _fewer(evaluator: Evaluator, than_s: float) -> Problem | None:
+    """Return the problem for the quicker half of the devices, or a little more.
+
+    There is none if the devices are few, if these cannot hold the model, or if no plan on them can be better than the
+    best one or one of some seconds.
+    """
+    problem = evaluator.problem
+    if len(problem.devices) < _FEWEST or few(problem):
+        return None
+    numbers = nested(evaluator.costs, evaluator.near)[0]
+    if not evaluator.costs.may_hold(numbers):
+        return None
+    fewer = problem_among(problem, numbers)
+    return fewer if least_step(fewer) < min(than_s, _best_s(evaluator)) else None
+
+
+def problem_among(problem: Problem, numbers: Sequence[int]) -> Problem:
+    """Return the problem for some devices, which are as quick in it as beside the others while these are idle.
+
+    Args:
+        problem: The problem, whose times were measured while all of its devices were at work.
+        numbers: The devices.
+    """
+    devices = tuple(problem.device[number] for number in numbers)
+    part = replace(problem, devices=devices)
+    own = CostModel(part).crowding(numbers)
+    quicker = {host: own[host] / slowdown for host, slowdown in CostModel(problem).crowding(numbers).items()}
+    return replace(
+        part,
+        devices=tuple(
+            replace(device, speed=device.speed * quicker.get(device.host, 1.0)) if device.processor else device
+            for device in devices
+        ),
+    )
 
 
 def _best(evaluator: Evaluator, layouts: Sequence[StageLayout]) -> LayoutEvaluation:
     """Evaluate the variant with the least bound or, if that does not fit, the one of the smallest micro-batches."""
     # A very long schedule gains little over a long one, and would take the time of the search.
-    layouts = [one for one in layouts if evaluator.case(one).actions <= _LONG] or layouts
+    longest = max(min(_LONG, evaluator.effort // _TRIVIAL), min(map(evaluator.actions, layouts)))
+    layouts = [layout for layout in layouts if evaluator.actions(layout) <= longest]
     least = min(evaluator.bound(layout) for layout in layouts)
     near = [layout for layout in layouts if evaluator.bound(layout) <= least * _ALIKE]
-    chosen = evaluator.evaluate(min(near, key=lambda layout: evaluator.case(layout).actions))
+    chosen = evaluator.evaluate(min(near, key=evaluator.actions))
     if not chosen.over_bytes:
         return chosen
     smallest = min(layouts, key=lambda layout: max(part.size for part in evaluator.case(layout).micro_batches))
     return min(chosen, evaluator.evaluate(smallest), key=lambda evaluation: evaluation.rank)
 
 
-def _explore(evaluator: Evaluator, random: Random) -> None:
-    """Evaluate the proposals of dynamic programming, improve the best, and go on from random changes of the best."""
-    bounds = _bounds(evaluator, proposed(evaluator))
+def _groups(evaluator: Evaluator) -> dict[StageLayout, float]:
+    """Return the layouts of groups of devices with their bounds, which take little and are near the best."""
+    bounds: dict[StageLayout, float] = {}
+    for layout in grouped(evaluator):
+        if evaluator.allows(layout) and evaluator.affords(layout):
+            bounds[layout] = evaluator.bound(layout)
+        if evaluator.enough:
+            break
+    return bounds
+
+
+def _simulate_likeliest(evaluator: Evaluator, layouts: Iterable[StageLayout]) -> None:
+    """Simulate one of the likeliest layouts, that with the fewest actions."""
+    layouts = [layout for layout in layouts if evaluator.bound(layout) < inf]
+    limit = min(map(evaluator.estimate, layouts), default=inf) * (1 + NAMED_BIAS)
+    near = [layout for layout in layouts if evaluator.estimate(layout) <= limit]
+    if near:
+        evaluator.evaluate(min(near, key=evaluator.actions))
+
+
+def _explore(evaluator: Evaluator, random: Random, groups: Mapping[StageLayout, float]) -> None:
+    """Evaluate the proposals of dynamic programming, improve the best, and go on from random changes of the best.
+
+    Args:
+        evaluator: Evaluates layouts.
+        random: Draws the changes.
+        groups: The layouts of groups of devices, with their bounds.
+    """
+    bounds = {**groups, **_bounds(evaluator, () if evaluator.spent and groups else proposed(evaluator))}
     share = evaluator.left // 4
-    starts = _first_of_each(sorted(bounds, key=bounds.__getitem__), _DESCENTS)
+    starts = _first_of_each(sorted(bounds, key=evaluator.estimate), _DESCENTS)
     improved = [descend_cuts(evaluator, layout, share // _DESCENTS) for layout in starts]
     bounds |= _bounds(evaluator, [*improved, *(placed(evaluator, layout) for layout in improved)])
+    for layout in _for_synthesis(evaluator, bounds)[:1]:
+        evaluator.evaluate(layout)
     _simulate(evaluator, bounds, share)
     for layout in _first_of_each(_ranked(evaluator), _STARTS):
         local_search(evaluator, evaluator.evaluate(layout))
@@ -233,17 +329,21 @@ def _bounds(evaluator: Evaluator, layouts: Iterable[StageLayout]) -> dict[StageL
 
 
 def _simulate(evaluator: Evaluator, bounds: Mapping[StageLayout, float], effort: int) -> None:
-    """Simulate layouts in the order of their bounds, until the rest cannot be better or the effort is used up."""
+    """Simulate the layouts that can be better than the best one, the likeliest first, until the effort is used up."""
     limit, hopeless, fitting = evaluator.left - effort, 0, 0
-    for turn, layout in enumerate(sorted(bounds, key=bounds.__getitem__)):
-        best = evaluator.best
-        if best is not None and not best.over_bytes and bounds[layout] >= best.simulation.step_s:
-            return
-        hopeless += bounds[layout] == float("inf")
+    for turn, layout in enumerate(sorted(bounds, key=evaluator.estimate)):
+        if bounds[layout] >= _best_s(evaluator) < inf or _too_long(evaluator, layout):
+            continue
+        hopeless += bounds[layout] == inf
         enough = fitting >= 2 or turn >= _AT_LEAST or evaluator.enough
         if enough and (evaluator.spent or evaluator.left < limit or hopeless > _HOPELESS):
             return
         fitting += not evaluator.evaluate(layout).over_bytes
+
+
+def _too_long(evaluator: Evaluator, layout: StageLayout) -> bool:
+    """Return whether a layout has many actions, and would take more than the effort that is left."""
+    return evaluator.actions(layout) > _VERY_LONG and not evaluator.affords(layout)
 
 
 def _ranked(evaluator: Evaluator) -> list[StageLayout]:
@@ -265,27 +365,32 @@ def _first_of_each(layouts: Iterable[StageLayout], count: int) -> list[StageLayo
 def _with_policies(evaluator: Evaluator, random: Random) -> dict[str, LayoutEvaluation]:
     """Apply activation policies to layouts that do not fit; return the baseline policies' evaluations.
 
-    Layouts that would be quick with unlimited memory are found by a search for devices without limits. Those that
-    already fit, and are as quick, are skipped.
+    Layouts that would be quick with unlimited memory are found by a search for devices without limits. Further ones
+    have a stage on each device, which then holds least. Those that already fit, and are as quick, are skipped.
     """
     problem = evaluator.problem
-    if problem.policies == ("keep",) and problem.updates == ("device",):
+    if not _has_policies(problem) or evaluator.enough:
         return {}
     if not any(evaluation.over_bytes for evaluation in evaluator.evaluations.values()) and evaluator.best is not None:
         return {}
     endless = replace(problem, devices=tuple(replace(device, capacity_bytes=None) for device in problem.devices))
-    loose = Evaluator(endless, effort=evaluator.effort // 4, expired=evaluator.expired)
+    loose = Evaluator(endless, effort=evaluator.left // 2, expired=evaluator.expired, required=False)
     alone = [layout for _, layouts in one_stage(loose.costs) for layout in layouts]
+    alone = [layout for layout in alone if evaluator.costs.may_hold(layout.parts[0].devices)]
     if len(problem.devices) > 1:
-        _explore(loose, random)
-    bases = _first_of_each(_ranked(loose), _RECUT)
-    for base in dict.fromkeys((*alone, *bases)):
+        groups = _groups(loose)
+        if min(groups.values(), default=0.0) * _ALIKE < _best_s(evaluator):  # what policies take is worth it
+            _explore(loose, random, groups)
+    evaluator.left -= loose.effort - loose.left
+    ranked = _first_of_each(_ranked(loose), _RECUT)
+    for base in dict.fromkeys((*alone, *ranked, *_one_stage_each(loose))):
         if evaluator.enough:
             return {}
-        for update in problem.updates:
-            apply_policies(
-                evaluator, base._replace(schedule=base.schedule if base.schedule in PLAIN else "1f1b"), update
-            )
+        if not _done(evaluator) and loose.bound(base) < _best_s(evaluator):  # policies do not make it quicker
+            for update in problem.updates:
+                apply_policies(
+                    evaluator, base._replace(schedule=base.schedule if base.schedule in PLAIN else "1f1b"), update
+                )
     devices = {layout.parts[0].devices[0] for layout in alone if len(layout.parts[0].devices) == 1}
     if evaluator.best is None or evaluator.best.over_bytes:
         for device in devices:
@@ -293,14 +398,47 @@ def _with_policies(evaluator: Evaluator, random: Random) -> dict[str, LayoutEval
     return _policies(evaluator, devices)
 
 
+def _one_stage_each(evaluator: Evaluator) -> list[StageLayout]:
+    """Return the layouts of one stage on each device, cut by speed, for each size of micro-batches."""
+    problem, order = evaluator.problem, tuple(range(len(evaluator.problem.segments)))
+    devices = sorted(problem.device)[: problem.max_devices]
+    names = [name for name in ("1f1b", *PLAIN) if name in problem.schedules]
+    if not names or not 1 < len(devices) <= min(len(order), problem.max_stages or len(order)):
+        return []
+    layouts = (spread(evaluator.costs, order, devices, size, names[0]) for size in problem.micro_batches)
+    return [layout for layout in layouts if evaluator.actions(layout) <= _LONG]
+
+
+def _has_policies(problem: Problem) -> bool:
+    """Return whether time may be traded for memory, and memory is limited."""
+    return bool(problem.capacity_bytes) and (problem.policies != ("keep",) or problem.updates != ("device",))
+
+
+def _best_s(evaluator: Evaluator) -> float:
+    """Return the seconds of the best step that fits; infinite without one."""
+    best = evaluator.best
+    return inf if best is None or best.over_bytes else best.simulation.step_s
+
+
+def _done(evaluator: Evaluator) -> bool:
+    """Return whether effort is used up, and a plan fits."""
+    return evaluator.spent and _best_s(evaluator) < inf
+
+
 def _policies(evaluator: Evaluator, devices: Iterable[int]) -> dict[str, LayoutEvaluation]:
-    """Evaluate the baseline policies on some devices, each with its best micro-batch."""
+    """Evaluate the baseline policies on some devices, each with its best micro-batch.
+
+    Of long schedules, only the one of the largest micro-batches is simulated.
+    """
     found: dict[str, LayoutEvaluation] = {}
+    sizes = sorted(evaluator.problem.micro_batches, reverse=True)
     for device in sorted(devices):
-        for size in evaluator.problem.micro_batches:
+        for size in sizes:
             for name, layout in baseline_layouts(evaluator, device, size):
-                if evaluator.enough:
+                if evaluator.enough or _done(evaluator):
                     return found
+                if size != sizes[0] and evaluator.actions(layout) > _LONG:
+                    continue
                 label = f"device {device} alone, {name}"
                 evaluation = evaluator.evaluate(layout)
                 if label not in found or evaluation.rank < found[label].rank:
@@ -309,20 +447,46 @@ def _policies(evaluator: Evaluator, devices: Iterable[int]) -> dict[str, LayoutE
 
 
 def _synthesise(evaluator: Evaluator, best: LayoutEvaluation) -> LayoutEvaluation:
-    """Synthesise schedules for the best layouts; return the best evaluation, the named one if it is as good."""
+    """Synthesise schedules for the best layouts, and for those that they may serve most.
+
+    Returns:
+        The best evaluation, that of a named schedule if it is as good.
+    """
     found = best
     if best.layout.late and not best.over_bytes:
         return best  # no exact schedule is quicker on its devices
-    layouts = _first_of_each(_ranked(evaluator), _SYNTHESISED)
+    ranked = _ranked(evaluator)
+    layouts = _first_of_each(ranked, _SYNTHESISED)
     if evaluator.case(best.layout).actions > _LONG:
         layouts = layouts[:1]
-    for layout in layouts:
-        case = evaluator.case(layout)
-        if layout.blocks == 1 or evaluator.expired():
+    for layout in dict.fromkeys((*layouts, *_for_synthesis(evaluator, ranked))):
+        if evaluator.expired() or not _may_be_synthesised(evaluator, layout):
             continue
+        bias = 1.0 if found.over_bytes or found.layout.schedule == "auto" else 1 - NAMED_BIAS
+        if not found.over_bytes and evaluator.bound(layout._replace(schedule="auto")) >= found.simulation.step_s * bias:
+            continue
+        case = evaluator.case(layout)
         schedule = auto_schedule(case.routes, case.work, case.sizes, budget_s=_SYNTHESIS_S, expired=evaluator.expired)
         made = evaluator.evaluate(layout._replace(schedule="auto"), schedule)
-        bias = 1.0 if found.over_bytes or found.layout.schedule == "auto" else 1 - NAMED_BIAS
         if (made.over_bytes, made.simulation.step_s) < (found.over_bytes, found.simulation.step_s * bias):
             found = made
     return found
+
+
+def _may_be_synthesised(evaluator: Evaluator, layout: StageLayout) -> bool:
+    """Return whether a schedule can be synthesised for a layout, and is worth the effort."""
+    return layout.blocks > 1 and not layout.late and _SCHEDULED * evaluator.actions(layout) <= evaluator.effort
+
+
+def _for_synthesis(evaluator: Evaluator, layouts: Iterable[StageLayout]) -> list[StageLayout]:
+    """Return the different layouts with the least bounds under synthesised schedules; none where these are not allowed.
+
+    Named schedules may be far from these bounds: they neither suit devices of different speeds nor slow links.
+    """
+    if "auto" not in evaluator.problem.schedules:
+        return []
+    able = [
+        layout for layout in layouts if evaluator.actions(layout) <= _LONG and _may_be_synthesised(evaluator, layout)
+    ]
+    able.sort(key=lambda layout: evaluator.bound(layout._replace(schedule="auto")))
+    return _first_of_each(able, _SYNTHESISED)

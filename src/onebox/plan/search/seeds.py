@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, permutations
-from math import comb, perm
+from math import comb, inf, perm, prod
 
 from onebox.cost import DeviceGroups
 from onebox.plan.evaluate.evaluator import Evaluator
@@ -13,8 +13,10 @@ from onebox.plan.model.cost_model import CostModel
 from onebox.plan.model.device_groups import kind, numbered_matters
 from onebox.plan.model.layout import LayoutStage, StageLayout, single
 from onebox.plan.model.problem import Problem
+from onebox.plan.model.shares import ALIKE
 from onebox.plan.search.baselines import cut, work_of
-from onebox.plan.search.partition import PartitionLimits, alike, partitions
+from onebox.plan.search.device_rows import DeviceOrder, RowLimits
+from onebox.plan.search.partition import ChainProgram, PartitionLimits, alike
 from onebox.plan.search.placement import placed
 from onebox.plan_names import ASYNC, NAMED, SCHEDULE_TRAITS
 
@@ -26,6 +28,27 @@ _ALL = 2500
 
 _MANY = 16
 """Number of micro-batches for each stage above which 1F1B's bubble, about a sixteenth, is small enough."""
+
+_MANY_GROUPED = 32
+"""The same for stages on groups of devices, for each device: fewer stages take less to simulate."""
+
+_SMALL = 2
+"""Number of sizes of micro-batches, the smallest ones, with which every order of the devices is tried."""
+
+_ROUND_EFFORT = 30
+"""Cost of extending the layouts on a row by a device, in simulated actions."""
+
+_PROGRAMMED = 2
+"""Divisor of the effort, for the part of it that dynamic programming over classes of devices may take."""
+
+_EXTENSION_EFFORT = 3
+"""Cost of one more stage of a state of dynamic programming, in simulated actions."""
+
+_EXTENSIONS = 400_000
+"""Maximum number of such stages; more devices are left to the program for rows, which is quicker and as good there."""
+
+_LAYINGS = 8
+"""Number of times that dynamic programming over classes of devices lays all stages, at least, to find the best T."""
 
 System = tuple[list[list[tuple[int, ...]]], tuple[int, ...]]
 """Units that may be placed: their classes, and the numbers of a class that may hold a stage together."""
@@ -112,6 +135,84 @@ def every_layout(problem: Problem) -> Iterator[StageLayout]:
                         yield from (StageLayout(parts, size, name) for name in names)
 
 
+def grouped(evaluator: Evaluator) -> Iterator[StageLayout]:
+    """Yield the layouts of stages on groups of consecutive devices, for some orders of the devices.
+
+    Each order is tried with small micro-batches, with which most fits, and then the best one with all sizes, and with
+    larger groups.
+    """
+    problem, order = evaluator.problem, tuple(range(len(evaluator.problem.segments)))
+    rows = list(dict.fromkeys(device_rows(evaluator)))
+    sizes = sorted(set(problem.micro_batches))
+    sizes = [size for size in sizes if problem.batch <= size * _MANY_GROUPED * len(rows[0])] or sizes[-1:]
+    best: tuple[float, int, tuple[int, ...]] | None = None
+    for size in sizes[:_SMALL]:
+        for row in rows:
+            found = _on_row(evaluator, order, row, size)
+            yield from found
+            if found:
+                least = min(map(evaluator.estimate, found))
+                best = min(best or (least, size, row), (least, size, row))
+    if best is None:
+        return
+    least, begun, row = best
+    for size in sizes[_SMALL:]:
+        found = _on_row(evaluator, order, row, size)
+        yield from found
+        if not found or min(map(evaluator.estimate, found)) >= least:
+            break
+        least, begun = min(map(evaluator.estimate, found)), size
+    yield from _on_row(evaluator, order, row, begun, larger=True)
+
+
+def device_rows(evaluator: Evaluator) -> Iterator[tuple[int, ...]]:
+    """Yield orders of the devices from the first stage to the last.
+
+    They are ordered by place; by memory for their speed, as early stages hold most micro-batches; by memory, slow ones
+    first; and by memory, the least first.
+    """
+    problem, samples = evaluator.problem, max(evaluator.problem.micro_batches)
+    places = [{device: turn for turn, group in enumerate(level) for device in group} for level in evaluator.near]
+    near = {number: (*(place[number] for place in places[::-1]), number) for number in problem.device}
+    power = {number: evaluator.costs.power(number, samples) for number in problem.device}
+    room = {number: float(problem.capacity_bytes.get(number, inf)) for number in problem.device}
+    among = sorted(near, key=lambda number: (-power[number], near[number]))[: problem.max_devices]
+    yield tuple(sorted(among, key=lambda number: near[number]))
+    yield tuple(sorted(among, key=lambda number: (-room[number] / power[number], power[number], near[number])))
+    yield tuple(sorted(among, key=lambda number: (-room[number], power[number], near[number])))
+    yield tuple(sorted(among, key=lambda number: (room[number], power[number], near[number])))
+
+
+def _on_row(
+    evaluator: Evaluator, order: tuple[int, ...], row: tuple[int, ...], samples: int, *, larger: bool = False
+) -> list[StageLayout]:
+    """Return the layouts of a row of devices, with groups of one device or more, or of two, four and so on or more.
+
+    There are some whose stages are on devices of one speed each, and others.
+    """
+    problem = evaluator.problem
+    late = ASYNC in problem.schedules
+    limits = RowLimits(
+        samples=samples,
+        count=-(-problem.batch // samples),
+        widest=len(row) if problem.replicable else 1,
+        versions=problem.versions if late else 1,
+    )
+    found = list[tuple[LayoutStage, ...]]()
+    for spread in (ALIKE, inf) if limits.widest > 1 else (inf,):
+        program = DeviceOrder(evaluator.costs, order, row, replace(limits, spread=spread))
+        narrowest = 2 if larger else 1
+        while narrowest <= (limits.widest // 2 if larger else 1):
+            parts = program.partition(narrowest)
+            if not parts:
+                break
+            found.append(parts)
+            narrowest *= 2
+        evaluator.left -= _ROUND_EFFORT * program.rounds
+    names = [name for name in PLAIN if name in problem.schedules]
+    return [StageLayout(parts, samples, name) for parts in dict.fromkeys(found) for name in names]
+
+
 def proposed(evaluator: Evaluator) -> Iterator[StageLayout]:
     """Yield the layouts that dynamic programming proposes, and variants of them.
 
@@ -128,14 +229,15 @@ def proposed(evaluator: Evaluator) -> Iterator[StageLayout]:
     useful = [size for size in sizes if 2 * problem.batch >= size * most] or sizes[:1]
     middle = useful[len(useful) // 2]
     choices = systems(problem, evaluator.near)
+    limit = evaluator.left - evaluator.effort // _PROGRAMMED
     for order in orders(problem):
         first: list[StageLayout] = []
         for size in [one for one in sizes[::-1] if one <= middle]:
-            first = _programmed(evaluator, order, size, choices[0], most)
+            first = _programmed(evaluator, order, size, choices[0], most, limit)
             if first:
                 break
         if not first:
-            first = _programmed(evaluator, order, min(problem.micro_batches), choices[0], most, in_flight=1)
+            first = _programmed(evaluator, order, min(problem.micro_batches), choices[0], most, limit, in_flight=1)
         yield from _derived(evaluator, order, first)
         begun = first[0].micro_batch if first else None
         by_size = {
@@ -146,7 +248,7 @@ def proposed(evaluator: Evaluator) -> Iterator[StageLayout]:
         for size in sorted(by_size, key=lambda size: (by_size[size], size))[:2]:
             for number, choice in enumerate(choices):
                 if size != begun or number:
-                    yield from _derived(evaluator, order, _programmed(evaluator, order, size, choice, most))
+                    yield from _derived(evaluator, order, _programmed(evaluator, order, size, choice, most, limit))
 
 
 def systems(problem: Problem, levels: Sequence[DeviceGroups]) -> list[System]:
@@ -180,7 +282,13 @@ def systems(problem: Problem, levels: Sequence[DeviceGroups]) -> list[System]:
 
 
 def _programmed(
-    evaluator: Evaluator, order: tuple[int, ...], samples: int, system: System, most: int, in_flight: int | None = None
+    evaluator: Evaluator,
+    order: tuple[int, ...],
+    samples: int,
+    system: System,
+    most: int,
+    limit: int,
+    in_flight: int | None = None,
 ) -> list[StageLayout]:
     """Return the layouts of dynamic programming, on the devices as numbered and, where links differ, with placement."""
     problem, (units, joined) = evaluator.problem, system
@@ -196,12 +304,29 @@ def _programmed(
         versions=problem.versions if late else 1,
     )
     name = ASYNC if late else "1f1b"
-    found = [StageLayout(parts, samples, name) for parts in partitions(evaluator.costs, order, limits)]
+    found = [StageLayout(parts, samples, name) for parts in _partitions(evaluator, order, limits, limit)]
     if not numbered_matters(problem.links, units):
         return found
-    unplaced = partitions(evaluator.costs, order, replace(limits, unplaced=True))
+    unplaced = _partitions(evaluator, order, replace(limits, unplaced=True), limit)
     at = (placed(evaluator, StageLayout(parts, samples, name), quickly=True) for parts in unplaced)
     return list(dict.fromkeys((*found, *at)))
+
+
+def _partitions(
+    evaluator: Evaluator, order: tuple[int, ...], limits: PartitionLimits, limit: int
+) -> list[tuple[LayoutStage, ...]]:
+    """Return the stages that dynamic programming proposes while more effort is left than a limit, and count it.
+
+    There are none where the program would be given up before it has laid all stages a few times.
+    """
+    most = min((evaluator.left - limit) // _EXTENSION_EFFORT, _EXTENSIONS)
+    states = min(limits.beam, prod(len(units) + 1 for units in limits.units))
+    if most <= _LAYINGS * states * len(limits.units) * len(limits.joined) * limits.stages or evaluator.enough:
+        return []
+    program = ChainProgram(evaluator.costs, order, limits, most)
+    found = program.partitions()
+    evaluator.left -= _EXTENSION_EFFORT * program.extensions
+    return found
 
 
 def _derived(evaluator: Evaluator, order: tuple[int, ...], layouts: Sequence[StageLayout]) -> Iterator[StageLayout]:

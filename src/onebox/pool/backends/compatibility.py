@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
+import sys
 from functools import cache
 from importlib import metadata
-
-import torch
 
 from onebox.wire.protocol.agents import AGENT_PROTOCOL, SoftwareVersions
 from onebox.wire.protocol.requests import PROTOCOL
@@ -22,7 +22,7 @@ def own_versions() -> SoftwareVersions:
         onebox = metadata.version("onebox")
     except metadata.PackageNotFoundError:  # runs from a folder and is not installed
         onebox = "of a folder"
-    return SoftwareVersions(AGENT_PROTOCOL, PROTOCOL, onebox, str(torch.__version__), platform.python_version())
+    return SoftwareVersions(AGENT_PROTOCOL, PROTOCOL, onebox, _torch_version(), platform.python_version())
 
 
 def agree(one: SoftwareVersions, other: SoftwareVersions) -> bool:
@@ -50,6 +50,16 @@ def describe(versions: SoftwareVersions) -> str:
     """Format versions for a message."""
     protocols = f"protocols {versions.agent_protocol} and {versions.protocol}"
     return f"onebox {versions.onebox[:_LONGEST]} ({protocols}) with torch {versions.torch[:_LONGEST]}"
+
+
+def _torch_version() -> str:
+    """Return PyTorch's version; without its import, which takes a second, the package's, which may lack the suffix."""
+    if "torch" not in sys.modules:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return metadata.version("torch")
+    import torch
+
+    return str(torch.__version__)
 
 
 def _binding(versions: SoftwareVersions) -> tuple[int, int, str]:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import zmq
 
 from onebox.pool.backends.base import WorkerHandle
+from onebox.pool.client.socket_poller import SocketPoller, Source
 from onebox.wire import (
     SMALL_BYTES,
     Connection,
@@ -34,6 +34,9 @@ from onebox.wire.protocol.responses import Hello, LinkTraffic, Result
 
 HEARTBEATS = 16
 """Most heartbeats of a worker that are processed in one turn of the client's loop."""
+
+_NOTICE_S = 0.2
+"""Seconds for which an answer that may have been taken is waited for before a worker is given up."""
 
 
 @dataclass(frozen=True)
@@ -97,10 +100,18 @@ class WorkerConnection:
         self._answers: deque[tuple[int | zmq.MessageTracker, int]] = deque()  # not taken: number or tracker, and bytes
         self._answer_bytes = 0
         self._heartbeat_watch = ReceiveWatch(self.heartbeat_socket, SMALL_BYTES, events=zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        transmit = partial(send, self.commands, copy=False)
-        self.link = Connection(self.commands, transmit, ports.commands, watch=self.watch)
+        self._poller: SocketPoller | None = None
+        self.link = Connection(self.commands, self._transmit, ports.commands, watch=self.watch)
         self.commands.connect(ports.commands)
         self.heartbeat_socket.connect(ports.heartbeats)
+
+    def _transmit(self, frames: list[Any]) -> None:
+        send(self.commands, frames, copy=False)
+        self._touch(self.commands)
+
+    def _touch(self, socket: zmq.Socket[bytes]) -> None:
+        if self._poller is not None:
+            self._poller.touch(socket)
 
     def answer(self, parts: list[Any]) -> bool:
         """Send an answer to what the worker has asked of the client; return whether it takes its answers.
@@ -112,26 +123,34 @@ class WorkerConnection:
         size_bytes = held_bytes(parts)
         while self._answers and self._taken(self._answers[0][0]):
             self._answer_bytes -= self._answers.popleft()[1]
-        if self._answers and self._answer_bytes + size_bytes > self._message_bytes:
-            return False
+        while self._answers and self._answer_bytes + size_bytes > self._message_bytes:
+            if not self._taken(self._answers[0][0], _NOTICE_S):
+                return False
+            self._answer_bytes -= self._answers.popleft()[1]
         if self.link.keeps:
             self.link.send(parts)
             mark: int | zmq.MessageTracker = self.link.progress[0]
         else:
             mark = send_tracked(self.commands, parts)
+            self._touch(self.commands)
         self._answers.append((mark, size_bytes))
         self._answer_bytes += size_bytes
         return True
 
-    def _taken(self, mark: int | zmq.MessageTracker) -> bool:
-        """Return whether the worker has taken an answer."""
-        return mark <= self.link.progress[1] if isinstance(mark, int) else mark.done
+    def _taken(self, mark: int | zmq.MessageTracker, wait_s: float = 0.0) -> bool:
+        """Return whether the worker has taken an answer; a thread of pyzmq's notices a while later that ZeroMQ has."""
+        if isinstance(mark, int):
+            return mark <= self.link.progress[1]
+        if wait_s and not mark.done:
+            with contextlib.suppress(zmq.NotDone):
+                mark.wait(wait_s)
+        return mark.done
 
-    def messages(self, ready: dict[Any, int], turn_s: float) -> Iterator[Sequence[Any]]:
+    def messages(self, ready: Collection[Source], turn_s: float) -> Iterator[Sequence[Any]]:
         """Yield the messages that have come, except heartbeats, for a while; the rest next time.
 
         Args:
-            ready: Result of the poller.
+            ready: The sources that are ready.
             turn_s: Time after which no further message is received.
 
         Raises:
@@ -147,22 +166,22 @@ class WorkerConnection:
                 if time.monotonic() >= end_s:
                     break
 
-    def reconnected(self, ready: dict[Any, int]) -> bool:
+    def reconnected(self, ready: Collection[Source]) -> bool:
         """Return whether the heartbeat connection was made again, which counts as a heartbeat: the worker has accepted
         it.
 
         Args:
-            ready: Result of the poller.
+            ready: The sources that are ready.
         """
         if self._heartbeat_watch.monitor in ready and _has_shaken_hands(self._heartbeat_watch):
             return self.hello.done()
         return False
 
-    def heartbeats(self, ready: dict[Any, int]) -> Iterator[Sequence[Any]]:
+    def heartbeats(self, ready: Collection[Source]) -> Iterator[Sequence[Any]]:
         """Yield heartbeats that have come, up to a limit; the rest next time.
 
         Args:
-            ready: Result of the poller.
+            ready: The sources that are ready.
 
         Raises:
             WireError: A message violates the protocol.
@@ -182,19 +201,22 @@ class WorkerConnection:
         envelope = Envelope(0, False, tuple(LeaveGroup(group) for group in groups))
         with contextlib.suppress(zmq.Again):
             send(self.heartbeat_socket, [encode(envelope)], zmq.NOBLOCK)
+        self._touch(self.heartbeat_socket)
 
-    def register(self, poller: zmq.Poller) -> None:
-        """Register the sockets and the process with a poller."""
-        for source in (*self._sockets, self.handle.descriptor):
-            poller.register(source, zmq.POLLIN)
+    def register(self, poller: SocketPoller) -> None:
+        """Register the sockets and the process with a poller, as those of this connection."""
+        self._poller = poller
+        for source in self._sources:
+            poller.register(source, self)
 
     @property
-    def _sockets(self) -> tuple[zmq.Socket[bytes], ...]:
-        return self.watch.monitor, self._heartbeat_watch.monitor, self.commands, self.heartbeat_socket
+    def _sources(self) -> tuple[Source, ...]:
+        sockets = self.watch.monitor, self._heartbeat_watch.monitor, self.commands, self.heartbeat_socket
+        return *sockets, self.handle.descriptor
 
-    def close(self, poller: zmq.Poller) -> None:
+    def close(self, poller: SocketPoller) -> None:
         """Unregister and close the sockets; unsent messages are dropped."""
-        for source in (*self._sockets, self.handle.descriptor):
+        for source in self._sources:
             with contextlib.suppress(KeyError):  # the descriptor of a process that has ended
                 poller.unregister(source)
         self.close_watches()

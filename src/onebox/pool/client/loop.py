@@ -27,6 +27,7 @@ from onebox.pool.client.group_services import GroupNotice, GroupServices
 from onebox.pool.client.pending import PendingReplies
 from onebox.pool.client.relay import Relay
 from onebox.pool.client.relay_routes import RelayRoutes
+from onebox.pool.client.socket_poller import SocketPoller, Source
 from onebox.pool.errors import AFTERWARDS, WorkerLocation, fail
 from onebox.pool.liveness import Liveness
 from onebox.portable import Wakeup
@@ -96,6 +97,10 @@ class ClientLoop:
         self._outbox: DelayQueue[tuple[int, list[Any]]] = DelayQueue(latency_s, bandwidth_bps)
         self._inbox: DelayQueue[tuple[WorkerConnection, Sequence[Any]]] = DelayQueue(latency_s)
         self._wakeup = Wakeup()
+        self._woken = False
+        self._resending: list[WorkerConnection] = []
+        """The connections over which messages may be lost and are sent again."""
+        self._hosted: dict[int, HostedWorker] = {}
         self._pending = PendingReplies()
         self._lock = threading.Lock()
         self._numbers = 0
@@ -121,6 +126,7 @@ class ClientLoop:
         """Connect to a worker, before :meth:`start`; the future holds its hello message, once all its sockets work."""
         connection = WorkerConnection(self._context, handle, self._keys, server_key, self._message_bytes)
         self._connections[handle.place.worker] = connection
+        self._connected()
         return connection.hello
 
     def start(self) -> None:
@@ -160,7 +166,7 @@ class ClientLoop:
             size_bytes = sum(len(frame) for frame in frames)
             self.sent_bytes[worker] = self.sent_bytes.get(worker, 0) + size_bytes
             self._outbox.put((worker, [header, *frames]), time.monotonic(), len(header) + size_bytes)
-            self._wakeup.set()  # under the lock: stop() closes the descriptor
+            self._wake()
         return future
 
     def form(self, group: int, members: Sequence[int]) -> None:
@@ -233,7 +239,7 @@ class ClientLoop:
     def interrupt(self, worker: int, groups: Sequence[int]) -> None:
         """Interrupt a worker's waits in groups that have lost a member, or are given up."""
 
-        def interrupt_waits(_: zmq.Poller) -> None:
+        def interrupt_waits(_: SocketPoller) -> None:
             if worker in self._connections:
                 self._connections[worker].interrupt(groups)
 
@@ -267,13 +273,19 @@ class ClientLoop:
                 raise self._closing_error()
             return self._pending.mend()
 
-    def _call_in_loop(self, action: Callable[[zmq.Poller], _T]) -> _T:
+    def _wake(self) -> None:
+        """Wake the thread, unless it is about to wake; with the lock, as the descriptor is closed in the end."""
+        if not self._woken:
+            self._wakeup.set()  # first: Ctrl-C may come between the two
+            self._woken = True
+
+    def _call_in_loop(self, action: Callable[[SocketPoller], _T]) -> _T:
         """Run a function in the thread, and wait for it."""
         with self._lock:
             if self._stopping or not self._thread.is_alive():
                 raise self._closing_error()
             done = self._loop_calls.add(action)
-            self._wakeup.set()
+            self._wake()
         return call_result(done, _JOIN_S)
 
     def stop(self, *last: Instruction) -> None:
@@ -291,7 +303,7 @@ class ClientLoop:
                 for worker in self._connections:
                     self._outbox.put((worker, [header]), 0.0)
             self._pending.close(self._closing_error())
-            self._wakeup.set()
+            self._wake()
         if self._thread.ident is not None:
             self._thread.join(timeout=_JOIN_S)
         if not self._thread.is_alive():  # a hung thread still uses the sockets, and closes them when it ends
@@ -326,29 +338,36 @@ class ClientLoop:
                 self._close()
 
     def _serve(self) -> None:
+        poller = SocketPoller()
         try:
-            poller = zmq.Poller()
-            poller.register(self._wakeup.descriptor, zmq.POLLIN)
+            poller.register(self._wakeup.descriptor, None)
             for connection in self._connections.values():
                 connection.register(poller)
             while not self._stopping:
-                ready = dict(poller.poll(self._patience_ms()))
-                if self._wakeup.descriptor in ready:
-                    self._wakeup.clear()
+                ready = poller.poll(self._patience_ms())
+                if None in ready:
+                    with self._lock:
+                        self._wakeup.clear()
+                        self._woken = False
                 self._loop_calls.run(poller)
                 self._send(self._outbox.take(time.monotonic()))
                 turn_s = max(LEAST_TURN_S, TURN_S / max(1, len(self._connections)))
-                for connection in list(self._connections.values()):
-                    self._process_ready(connection, ready, poller, turn_s)
+                heard = [owner for owner in ready if isinstance(owner, WorkerConnection) and self._has(owner)]
+                for connection in heard:
+                    self._process_ready(connection, ready[connection], turn_s)
+                for connection in heard:  # an end fails the replies of others, which may have come before it
+                    self._process_end(connection, ready[connection], poller)
                 now_s = time.monotonic()
                 self._process_delayed(now_s)
-                for connection in list(self._connections.values()):
+                for connection in self._resending:
                     connection.link.flush(now_s)
                 self._check_liveness(now_s)
             self._send(self._outbox.take_all())
         except BaseException as error:
             self._pending.give_up(PoolError(f"the client's own thread failed: {type(error).__name__}: {error}"))
             raise
+        finally:
+            poller.close()
 
     def _check_liveness(self, now_s: float) -> None:
         """Check the workers' liveness, not more often than it can have changed."""
@@ -356,9 +375,8 @@ class ClientLoop:
             return
         self._next_check_s = now_s + _TICK_MS / 2000
         self._pending.release(now_s)
-        for worker, connection in self._connections.items():
-            if isinstance(connection.handle, HostedWorker):
-                self._liveness.overhear(worker, connection.handle.heard_s)
+        for worker, hosted in self._hosted.items():
+            self._liveness.overhear(worker, hosted.heard_s)
         for worker in self._liveness.silent(now_s):
             handle = self._connections[worker].handle
             if isinstance(handle, LocalWorker):
@@ -371,7 +389,7 @@ class ClientLoop:
     def _check_overruns(self, now_s: float) -> None:
         """Give up the workers that have sent too much without completing a message."""
         connections = list(self._connections.values())
-        cut = [(connection, connection.overruns(now_s)) for connection in connections]
+        cut = [(connection, connection.overruns(now_s)) for connection in self._resending]
         if sum(connection.watch.pending_bytes for connection in connections) > self._message_bytes:
             worst = max(connections, key=lambda connection: connection.watch.pending_bytes)
             cut.append((worst, worst.watch.cut_largest()))
@@ -381,8 +399,9 @@ class ClientLoop:
                 why = f"sent {overrun.size_bytes} bytes without completing a message; it is given up"
                 self._lost(connection, WorkerDied(f"{place} {why}\n  {AFTERWARDS}", **vars(place)))
 
-    def _drop(self, worker: int, poller: zmq.Poller) -> dict[int, tuple[int, ...]]:
+    def _drop(self, worker: int, poller: SocketPoller) -> dict[int, tuple[int, ...]]:
         connection = self._connections.pop(worker)
+        self._connected()
         connection.close(poller)
         self._liveness.forget(worker)
         own, domain = self._groups.of(worker), self._pending.domain
@@ -406,13 +425,23 @@ class ClientLoop:
             self._notify(self._groups.dissolve(group))
             self._end_relay(group)
 
-    def _add(self, connection: WorkerConnection, poller: zmq.Poller) -> None:
+    def _connected(self) -> None:
+        self._resending = [connection for connection in self._connections.values() if connection.link.keeps]
+        handles = {worker: connection.handle for worker, connection in self._connections.items()}
+        self._hosted = {worker: handle for worker, handle in handles.items() if isinstance(handle, HostedWorker)}
+
+    def _has(self, connection: WorkerConnection) -> bool:
+        """Return whether a connection has not been dropped."""
+        return self._connections.get(connection.place.worker) is connection
+
+    def _add(self, connection: WorkerConnection, poller: SocketPoller) -> None:
         self._connections[connection.place.worker] = connection
+        self._connected()
         connection.register(poller)
 
     def _patience_ms(self) -> int:
         """Return the poll timeout: until the next delayed message is due, at most a tick."""
-        due_s = min((connection.link.due_s for connection in self._connections.values()), default=math.inf)
+        due_s = min((connection.link.due_s for connection in self._resending), default=math.inf)
         if due_s == math.inf and self._outbox.plain:
             return _TICK_MS
         now_s = time.monotonic()
@@ -426,9 +455,7 @@ class ClientLoop:
             if worker in self._connections:  # messages for a dropped worker are void
                 self._connections[worker].link.send(parts)
 
-    def _process_ready(
-        self, connection: WorkerConnection, ready: dict[Any, int], poller: zmq.Poller, turn_s: float
-    ) -> None:
+    def _process_ready(self, connection: WorkerConnection, ready: Collection[Source], turn_s: float) -> None:
         """Process what has come from one worker, for a while."""
         try:
             if connection.reconnected(ready):
@@ -441,6 +468,9 @@ class ClientLoop:
             self._lost(connection, WorkerDied(f"{connection.place}: {error}\n  {AFTERWARDS}", **vars(connection.place)))
         except WireError as error:
             self._pending.give_up(error)
+
+    def _process_end(self, connection: WorkerConnection, ready: Collection[Source], poller: SocketPoller) -> None:
+        """Process the end of a worker's process."""
         if connection.handle.descriptor in ready:
             poller.unregister(connection.handle.descriptor)
             if not self._stopping:
@@ -586,15 +616,15 @@ class LoopCalls:
     """A queue of calls that other threads run in the loop's thread, because it alone may touch the sockets."""
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[Callable[[zmq.Poller], Any], Future[Any]]] = deque()
+        self._waiting: deque[tuple[Callable[[SocketPoller], Any], Future[Any]]] = deque()
 
-    def add(self, action: Callable[[zmq.Poller], _T]) -> Future[_T]:
+    def add(self, action: Callable[[SocketPoller], _T]) -> Future[_T]:
         """Add a call; the future holds its result or error."""
         done: Future[_T] = Future()
         self._waiting.append((action, done))
         return done
 
-    def run(self, poller: zmq.Poller) -> None:
+    def run(self, poller: SocketPoller) -> None:
         """Run all queued calls; called by the thread that owns the queue."""
         while self._waiting:
             action, done = self._waiting.popleft()

@@ -67,6 +67,7 @@ class ForkServerProcess(ForkServerClient):
 
     def __init__(self, environment: Mapping[str, str], account: WorkerUser | None = None) -> None:
         self._words: IO[bytes] = tempfile.TemporaryFile(prefix="onebox-")  # noqa: SIM115 (closed by close)
+        self._asked = False
         channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         super().__init__(channel)
         with theirs:
@@ -106,6 +107,7 @@ class ForkServerProcess(ForkServerClient):
             ForkServerEnded: The fork server has ended.
             SpawnFailed: It does not fork, or takes too long.
         """
+        self._asked = True
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
             (read, stdin), (stdout, written) = os.pipe(), os.pipe()
             for end in (read, written):
@@ -118,10 +120,12 @@ class ForkServerProcess(ForkServerClient):
         return ForkedWorker(forked, open(stdin, "wb"), open(stdout, "rb", buffering=0))
 
     def close(self, *, grace_s: float = _END_S) -> None:
-        """End it and its workers: wait a while for it to end by itself, then kill it. Idempotent."""
+        """End it and its workers: wait a while for it to end by itself, then kill it; at once if it has no workers, as
+        it may still be busy with its imports. Idempotent.
+        """
         with self._lock:
             self._channel.close()
-            end_process(self._process, "a fork server of workers", grace_s=grace_s)
+            end_process(self._process, "a fork server of workers", grace_s=grace_s if self._asked else 0.0)
             self._words.close()
 
     def disown(self) -> None:
@@ -181,6 +185,10 @@ class ForkServers:
         _LOG.warning("workers are started one by one, which takes them a second longer: their fork server: %s", why)
         return None
 
+    def expect(self, environment: Mapping[str, str]) -> None:
+        """Start the fork server of workers that will be requested soon; its imports take their time meanwhile."""
+        self._server((None, inheritance(environment)), environment, None)
+
     def close(self) -> None:
         """End all servers, and with them their workers."""
         with self._lock:
@@ -220,6 +228,51 @@ class ForkServers:
             server.close()
 
 
+_HANDED_ON = ("HOME", "LANG", "LD_LIBRARY_PATH", "LD_PRELOAD", "PATH", "TMPDIR", "TZ", "VIRTUAL_ENV")
+_FAMILIES = (
+    "ATEN_",
+    "CUDA",
+    "DNNL_",
+    "GLOO_",
+    "GOMP_",
+    "KMP_",
+    "LC_",
+    "MKL_",
+    "NCCL_",
+    "NVIDIA_",
+    "OMP_",
+    "ONEDNN_",
+    "PYTHON",
+    "PYTORCH_",
+    "TORCH_",
+)
+"""Environment variables of a worker: those of the system, and the families of Python's and PyTorch's libraries."""
+
+
+def worker_environment(threads: int, account: WorkerUser | None = None) -> dict[str, str]:
+    """Return the environment of a worker: variables of libraries, its share of threads, allocator settings, and nothing
+    else of this process's, which may hold secrets.
+
+    NumPy's BLAS gets one thread: it starts its threads when it is loaded, before the worker confines itself, and
+    confinement applies to later threads only; workers use no NumPy operators. Without the last three variables, glibc
+    returns every large buffer to the kernel and pays for its pages again in the next operator.
+    """
+    source = Path(__file__).resolve().parents[3]
+    path = os.pathsep.join(filter(None, [str(source), os.environ.get("PYTHONPATH")]))
+    own = {} if account is None else {"HOME": account.home}
+    return {
+        **{name: value for name, value in os.environ.items() if name in _HANDED_ON or name.startswith(_FAMILIES)},
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "OPENBLAS_NUM_THREADS": "1",
+        "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
+        "MALLOC_TOP_PAD_": str(64 << 20),
+        **own,
+    }
+
+
 _STATUS = ("Umask", "Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp")
 """The rights that a process inherits from its parent, as ``/proc`` names them; a filter of system calls counts as
 one."""
@@ -254,4 +307,12 @@ os.register_at_fork(after_in_child=OWN.leave)
 atexit.register(OWN.close)  # before any pool registers its own end, which therefore runs first
 
 
-__all__ = ["OWN", "ForkServerProcess", "ForkServers", "ForkedWorker", "WorkerSpawner", "inheritance"]
+__all__ = [
+    "OWN",
+    "ForkServerProcess",
+    "ForkServers",
+    "ForkedWorker",
+    "WorkerSpawner",
+    "inheritance",
+    "worker_environment",
+]

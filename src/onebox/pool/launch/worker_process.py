@@ -8,13 +8,12 @@ import select
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import msgspec
 
 from onebox.errors import PoolError, WorkerDied
 from onebox.pool.errors import AFTERWARDS, WorkerLocation, how_it_ended
-from onebox.pool.launch.fork_server import ForkedWorker, WorkerSpawner
+from onebox.pool.launch.fork_server import ForkedWorker, WorkerSpawner, worker_environment
 from onebox.pool.launch.stderr_tail import StderrTail
 from onebox.pool.launch.worker_user import WorkerUser
 from onebox.reaping import KILLED_S, end_process
@@ -25,26 +24,6 @@ _UNKNOWN = "ended with or after its fork server, the process onebox-fork-srv, wh
 
 _LAST_WORDS = 4000
 _REPORT_BYTES = 4096
-
-_HANDED_ON = ("HOME", "LANG", "LD_LIBRARY_PATH", "LD_PRELOAD", "PATH", "TMPDIR", "TZ", "VIRTUAL_ENV")
-_FAMILIES = (
-    "ATEN_",
-    "CUDA",
-    "DNNL_",
-    "GLOO_",
-    "GOMP_",
-    "KMP_",
-    "LC_",
-    "MKL_",
-    "NCCL_",
-    "NVIDIA_",
-    "OMP_",
-    "ONEDNN_",
-    "PYTHON",
-    "PYTORCH_",
-    "TORCH_",
-)
-"""Environment variables of a worker: those of the system, and the families of Python's and PyTorch's libraries."""
 
 
 class WorkerProcess:
@@ -197,27 +176,3 @@ class WorkerProcess:
         else:
             os.close(self.descriptor)
         self._stderr.close()
-
-
-def worker_environment(threads: int, account: WorkerUser | None = None) -> dict[str, str]:
-    """Return the environment of a worker: variables of libraries, its share of threads, allocator settings, and nothing
-    else of this process's, which may hold secrets.
-
-    NumPy's BLAS gets one thread: it starts its threads when it is loaded, before the worker confines itself, and
-    confinement applies to later threads only; workers use no NumPy operators. Without the last three variables, glibc
-    returns every large buffer to the kernel and pays for its pages again in the next operator.
-    """
-    source = Path(__file__).resolve().parents[3]
-    path = os.pathsep.join(filter(None, [str(source), os.environ.get("PYTHONPATH")]))
-    own = {} if account is None else {"HOME": account.home}
-    return {
-        **{name: value for name, value in os.environ.items() if name in _HANDED_ON or name.startswith(_FAMILIES)},
-        "PYTHONPATH": path,
-        "OMP_NUM_THREADS": str(threads),
-        "MKL_NUM_THREADS": str(threads),
-        "OPENBLAS_NUM_THREADS": "1",
-        "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
-        "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
-        "MALLOC_TOP_PAD_": str(64 << 20),
-        **own,
-    }

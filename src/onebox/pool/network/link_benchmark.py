@@ -1,11 +1,17 @@
 """Benchmark of links: messages go from one worker to another and a small one comes back, timed by the workers'
-traces."""
+traces.
+
+Links that are alike are measured once: between two hosts it is their network that counts, and within a host the kinds
+of the devices. Links without a common host are measured at the same time.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from onebox.cost import near_groups, shortest_tree
 from onebox.cost.benchmark_kernels import filled, first_element
@@ -23,15 +29,19 @@ from onebox.cost.links import (
 )
 from onebox.errors import OneboxError
 from onebox.pool.client.connection import WorkerReply
-from onebox.pool.devices import DeviceInfo
+from onebox.pool.devices import DeviceInfo, distinct_hosts
 from onebox.pool.errors import raise_first
+from onebox.pool.network.emulated import LinkMap
 from onebox.pool.network.measured_pool import MeasuredPool
 from onebox.wire import TensorSpec
 from onebox.wire.protocol.instructions import Ask, Call, Free, Receive, Send, Step
 from onebox.wire.protocol.requests import Define, Instruction, Routine, Run, StoredProgram
 from onebox.wire.protocol.responses import LinkTraffic
 
-LinkSpeeds = Mapping[tuple[int, int], tuple[float, float]]
+Pair = tuple[int, int]
+"""Two devices, in a direction where there is one."""
+
+LinkSpeeds = Mapping[Pair, tuple[float, float]]
 """Latency in seconds and bandwidth in bytes per second, by source and target."""
 
 _STEPS = 4
@@ -50,7 +60,7 @@ _TINY = TensorSpec("float32", (1,))
 
 
 def measure_links(pool: MeasuredPool, members: Sequence[int], rooms: Sequence[int]) -> LinkSpeeds:
-    """Measure the links between some devices in both directions, one at a time.
+    """Measure the links between some devices in both directions, one of those that are alike.
 
     Args:
         pool: The pool.
@@ -60,21 +70,100 @@ def measure_links(pool: MeasuredPool, members: Sequence[int], rooms: Sequence[in
     Raises:
         OneboxError: A worker failed or ended, or the group cannot be formed.
     """
-    group = pool.form_group(members, "workers")
-    try:
-        ways: dict[tuple[int, int], _Way] = {}
-        for source, target in itertools.permutations(enumerate(members), 2):
-            room = min(rooms[source[1]], rooms[target[1]])
-            ways[source[1], target[1]] = _Way(pool, group, source, target, room)
-        return settled({pair: way.measure for pair, way in ways.items()})
-    finally:
-        pool.leave_group(group, members)
+    alike = representatives([pool.devices[member] for member in members], pool.links, rooms)
+    ends = sorted({device for pair in alike.values() for device in pair})
+    hosts = _host_of(pool)
+    with _Group(pool, ends) as group:
+        ways = {(a, b): group.way((a, b), min(rooms[a], rooms[b])) for a, b in set(alike.values())}
+        return settled(alike, lambda pairs: _in_rounds(pairs, hosts, lambda pair: ways[pair].measure()))
 
 
-def probe_links(
-    pool: MeasuredPool, pairs: Iterable[tuple[int, int]], known: LinkSpeeds, rooms: Mapping[int, int]
-) -> LinkSpeeds:
+def representatives(devices: Sequence[DeviceInfo], links: LinkMap, rooms: Sequence[int]) -> dict[Pair, Pair]:
+    """Return for each direction of each link the one to measure: of those that are alike, where most memory is free.
+
+    Links between two hosts are alike if the devices are of the same kinds, as the hosts share their connection; within
+    a host, unless they are links of GPUs, whose wiring differs. Links with another emulated speed are others.
+
+    Args:
+        devices: The devices.
+        links: Emulated links of their pool.
+        rooms: Bytes that may be used on each device of the pool.
+    """
+    classes: dict[Hashable, list[Pair]] = {}
+    hosts = {device: host for host, own in distinct_hosts(devices).items() for device in own}
+    for one, other in itertools.combinations(devices, 2):
+        within = hosts[one.number] == hosts[other.number]
+        (kind, a), (other_kind, b) = sorted((_link_end(device, within), device.number) for device in (one, other))
+        classes.setdefault((kind, other_kind, links.get((a, b)), links.get((b, a))), []).append((a, b))
+    found: dict[Pair, Pair] = {}
+    for pairs in classes.values():
+        chosen = max(pairs, key=lambda pair: min(rooms[pair[0]], rooms[pair[1]]))
+        for a, b in pairs:
+            found |= {(a, b): chosen, (b, a): chosen[::-1]}
+    return found
+
+
+def _link_end(device: DeviceInfo, within_host: bool) -> tuple[str | float, ...]:
+    """Return the properties of a device that a link depends on, besides emulation."""
+    own = device.number if within_host and device.kind == "cuda" else -1
+    return device.host, device.kind, device.name, device.speed, own
+
+
+def rounds(pairs: Iterable[Pair], hosts: Mapping[int, str]) -> list[list[Pair]]:
+    """Return pairs of devices in rounds, in each of which a host takes part in one pair at most.
+
+    They are a proper edge colouring of the complete graph of the hosts: with an odd number `n` of them, or one more,
+    those numbered `i` and `j` meet in round `(i + j) mod n`; devices of host `i` in round `2 i mod n`, in which it
+    meets no other. Further pairs of the same hosts follow in further rounds of that kind.
+
+    Args:
+        pairs: The pairs, in one direction each.
+        hosts: The host of each device.
+    """
+    pairs = list(pairs)
+    numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts[end] for pair in pairs for end in pair))}
+    count = len(numbers) | 1
+    earlier: Counter[frozenset[int]] = Counter()
+    found: dict[tuple[int, int], list[Pair]] = {}
+    for pair in pairs:
+        ends = [numbers[hosts[end]] for end in pair]
+        found.setdefault((earlier[frozenset(ends)], sum(ends) % count), []).append(pair)
+        earlier[frozenset(ends)] += 1
+    return [found[place] for place in sorted(found)]
+
+
+def _in_rounds(
+    ways: Iterable[Pair], hosts: Mapping[int, str], measure: Callable[[Pair], tuple[float, float]]
+) -> dict[Pair, tuple[float, float]]:
+    """Measure links in rounds of those without a common host, the directions of each one after the other.
+
+    Args:
+        ways: The links, with their directions.
+        hosts: The host of each device.
+        measure: Measures one direction of a link.
+    """
+    directions: dict[Pair, list[Pair]] = {}
+    for way in ways:
+        directions.setdefault((min(way), max(way)), []).append(way)
+
+    def both(pair: Pair) -> list[tuple[float, float]]:
+        return [measure(way) for way in directions[pair]]
+
+    found: dict[Pair, tuple[float, float]] = {}
+    for pairs in rounds(directions, hosts):
+        with ThreadPoolExecutor(len(pairs), thread_name_prefix="onebox links") as threads:
+            for pair, speeds in zip(pairs, threads.map(both, pairs), strict=True):
+                found |= zip(directions[pair], speeds, strict=True)
+    return found
+
+
+def _host_of(pool: MeasuredPool) -> dict[int, str]:
+    return {device: host for host, own in distinct_hosts(pool.devices).items() for device in own}
+
+
+def probe_links(pool: MeasuredPool, pairs: Iterable[Pair], known: LinkSpeeds, rooms: Mapping[int, int]) -> LinkSpeeds:
     """Measure some links quickly, in both directions: a second a pair at most, from 1 Mbit/s up, on short ways.
+    Links without a common host are measured at the same time.
 
     A link that seems slower than before is probed a second time: disturbances only make a measurement slower.
 
@@ -87,20 +176,15 @@ def probe_links(
     Raises:
         OneboxError: A worker failed or ended, or the group cannot be formed.
     """
-    pairs = list(pairs)
-    members = sorted({device for pair in pairs for device in pair})
-    group = pool.form_group(members, "workers")
-    found: dict[tuple[int, int], tuple[float, float]] = {}
-    try:
-        for source, target in [way for pair in pairs for way in (pair, pair[::-1])]:
-            ends = [(members.index(device), device) for device in (source, target)]
-            way = _Way(pool, group, ends[0], ends[1], min(rooms[source], rooms[target]))
-            found[source, target] = way.probe()
-            if has_changed(known[source, target], found[source, target]):
-                found[source, target] = way.probe()
-    finally:
-        pool.leave_group(group, members)
-    return found
+    both = [way for pair in pairs for way in (pair, pair[::-1])]
+    with _Group(pool, sorted({device for way in both for device in way})) as group:
+
+        def probe(pair: Pair) -> tuple[float, float]:
+            way = group.way(pair, min(rooms[pair[0]], rooms[pair[1]]))
+            found = way.probe()
+            return way.probe() if has_changed(known[pair], found) else found
+
+        return _in_rounds(both, _host_of(pool), probe)
 
 
 def send_metered(pool: MeasuredPool, source: int, target: int, rate_bps: float, room_bytes: int) -> LinkTraffic:
@@ -121,34 +205,35 @@ def send_metered(pool: MeasuredPool, source: int, target: int, rate_bps: float, 
     Raises:
         OneboxError: A worker failed or ended, or the group cannot be formed.
     """
-    group = pool.form_group((source, target), "workers")
-    try:
-        return _Way(pool, group, (0, source), (1, target), room_bytes).metered(rate_bps)
-    finally:
-        pool.leave_group(group, (source, target))
+    with _Group(pool, (source, target)) as group:
+        return group.way((source, target), room_bytes).metered(rate_bps)
 
 
-def settled(measures: Mapping[tuple[int, int], Callable[[], tuple[float, float]]]) -> LinkSpeeds:
+def settled(alike: Mapping[Pair, Pair], measure: Callable[[Collection[Pair]], LinkSpeeds]) -> LinkSpeeds:
     """Measure links, and measure again those that matter most and may have been disturbed.
 
     Links whose opposite direction is much faster are repeated until there are none; the shortest links that join all
     devices, which determine the groups of near devices, until the groups are stable; both a few times at most.
 
     Args:
-        measures: A function for each direction of each link that measures it; its results may only improve.
+        alike: For each direction of each link the one that is measured for it; see :func:`representatives`.
+        measure: A function that measures directions of links; its results may only improve.
     """
-    links = {pair: measure() for pair, measure in measures.items()}
+    measured = dict(measure(sorted(set(alike.values()))))
     for _ in range(_MORE_ROUNDS):
-        for pair in [pair for pair, link in links.items() if is_doubtful(link, links[pair[::-1]])]:
-            links[pair] = measures[pair]()
-    devices = sorted({device for pair in links for device in pair})
+        doubtful = [pair for pair, link in measured.items() if is_doubtful(link, measured[pair[::-1]])]
+        measured |= measure(doubtful)
+    devices = sorted({device for pair in alike for device in pair})
+
+    def links() -> dict[Pair, tuple[float, float]]:
+        return {pair: measured[chosen] for pair, chosen in alike.items()}
+
     for _ in range(_MORE_ROUNDS):
-        known = tables(links, devices)
-        for a, b in shortest_tree(*known):
-            links |= {(a, b): measures[a, b](), (b, a): measures[b, a]()}
-        if near_groups(*tables(links, devices)) == near_groups(*known):
+        known = tables(links(), devices)
+        measured |= measure({alike[way] for a, b in shortest_tree(*known) for way in ((a, b), (b, a))})
+        if near_groups(*tables(links(), devices)) == near_groups(*known):
             break
-    return links
+    return links()
 
 
 def tables(
@@ -188,6 +273,36 @@ def have_one_clock(one: DeviceInfo, other: DeviceInfo) -> bool:
     """Return whether the traces of two devices are comparable to the microsecond: on one host's clock, which the times
     of a GPU's events only approach."""
     return one.host == other.host and "cuda" not in (one.kind, other.kind)
+
+
+class _Group:
+    """A group of workers, left at the end of a ``with`` block.
+
+    Args:
+        pool: The pool.
+        members: The workers; their order gives the ranks.
+    """
+
+    def __init__(self, pool: MeasuredPool, members: Sequence[int]) -> None:
+        self._pool = pool
+        self._members = members
+        self._number = pool.form_group(members, "workers")
+
+    def __enter__(self) -> _Group:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._pool.leave_group(self._number, self._members)
+
+    def way(self, pair: Pair, room_bytes: int) -> _Way:
+        """Return one direction of the link between two members.
+
+        Args:
+            pair: The sender and the receiver.
+            room_bytes: Limit of a message and its copies in bytes.
+        """
+        source, target = ((self._members.index(device), device) for device in pair)
+        return _Way(self._pool, self._number, source, target, room_bytes)
 
 
 class _Way:

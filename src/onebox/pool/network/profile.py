@@ -61,7 +61,7 @@ def profile_key(devices: Sequence[DeviceInfo], links: LinkMap, *, plain_links: b
 
 
 def measure_pool(pool: MeasuredPool) -> PoolProfile:
-    """Measure all devices, at the same time, and all links, one after the other.
+    """Measure all devices, at the same time, and all links; see :func:`measure_links`.
 
     Raises:
         UsageError: A device has not enough memory left.

@@ -50,6 +50,8 @@ _REPLY_S = 60.0
 
 _JOIN_S = 10.0
 
+_PARENT_ENDED = "the process that shares its devices with this one has ended"
+
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -163,15 +165,20 @@ class _ParentConnection:
             request, frames = outgoing
             try:
                 self._stream.send(encode_message(request), frames)
-            except (OSError, WireError) as error:
-                self._give_up(PoolError(f"the process that shares its devices with this one has ended: {error}"))
+            except OSError as error:  # this thread or the reader sees first that the parent's end is closed
+                ended = PoolError(_PARENT_ENDED)
+                ended.__cause__ = error
+                self._give_up(ended)
+                return
+            except WireError as error:
+                self._give_up(error)
                 return
 
     def _read(self) -> None:
         try:
             while (found := self._stream.receive()) is not None:
                 self._take(*found)
-            self._give_up(PoolError("the process that shares its devices with this one has ended"))
+            self._give_up(PoolError(_PARENT_ENDED))
         except (msgspec.DecodeError, WireError) as error:
             self._give_up(WireError(f"the process that shares its devices sent what is no response: {error}"))
 

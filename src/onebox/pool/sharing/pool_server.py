@@ -44,6 +44,10 @@ _CHILDREN = 256
 
 _JOIN_S = 5.0
 
+_OTHERS_S = 1.0
+"""Most seconds for which the groups of a process that has ended are kept, while others read what it sent. One that
+waits for something else from it is interrupted then."""
+
 _SLICE_S = 0.2
 """Ctrl-C ends a wait for children within this time."""
 
@@ -318,7 +322,8 @@ class _Child:
         """Free what the child has on workers, and end the groups that it was in.
 
         Args:
-            orderly: Whether it has ended by itself; then what it has sent is executed before.
+            orderly: Whether it has ended by itself; then what it has sent is executed before, and the others of its
+                groups have a moment to read what it sent to them.
         """
         first = self._number * SPAN
         free = FreeRange(first, first + SPAN)
@@ -327,6 +332,8 @@ class _Child:
                 groups = self._pool.groups_of(worker)  # those of a process that takes its place are others
                 if orderly:
                     wait([self._pool.post(worker, [], answer=True)])
+                    others = {member for members in groups.values() for member in members} - {worker}
+                    wait([self._pool.post(other, [], answer=True) for other in sorted(others)], _OTHERS_S)
                 self._pool.end_groups(groups)
         for worker in self._used:
             with contextlib.suppress(OneboxError):

@@ -7,17 +7,18 @@ Format: "Trace Event Format", Google, 2016,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
+import msgspec
+
+from onebox.drawing import lanes
 from onebox.errors import UsageError
 from onebox.files import put_file
 from onebox.report.run.json_files import to_json
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +47,23 @@ class Span:
             raise UsageError(f"the span {self.name!r} ends at {self.end_ns} ns, before it begins at {self.start_ns} ns")
 
 
+class _Event(msgspec.Struct):
+    """An event of a trace, as far as it is read."""
+
+    ph: str
+    name: str
+    pid: int
+    tid: int
+    cat: str = ""
+    ts: float = 0.0
+    dur: float = 0.0
+    args: dict[str, Any] = {}
+
+
+class _Trace(msgspec.Struct):
+    traceEvents: list[_Event]
+
+
 class Timeline:
     """Collects spans, by process and track, and writes them as one trace.
 
@@ -72,8 +90,51 @@ class Timeline:
         """
         self._processes.setdefault(process, {}).setdefault(track, []).extend(spans)
 
+    @property
+    def processes(self) -> Mapping[str, Mapping[str, Sequence[Span]]]:
+        """The spans of each track of each process."""
+        return self._processes
+
+    @classmethod
+    def from_json(cls, trace: bytes) -> Timeline:
+        """Read a trace that :meth:`to_json` has made; spans of several lanes are again of one track.
+
+        Raises:
+            UsageError: It is no such trace.
+        """
+        try:
+            events = msgspec.json.decode(trace, type=_Trace).traceEvents
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise UsageError(f"this is no trace that onebox has written: {error}") from None
+        names: dict[int, str] = {}
+        tracks: dict[int, str] = {}
+        timeline = cls()
+        for event in events:
+            if event.ph == "M":
+                known = names if event.name == "process_name" else tracks
+                known[event.tid] = str(event.args.get("name", ""))
+            elif event.ph == "X" and event.pid in names and event.dur >= 0:
+                start_ns = round(event.ts * 1000)
+                span = Span(
+                    name=event.name,
+                    category=event.cat,
+                    start_ns=start_ns,
+                    end_ns=start_ns + round(event.dur * 1000),
+                    args=event.args,
+                )
+                timeline.add(names[event.pid], tracks.get(event.tid, "other").partition(" #")[0], [span])
+        return timeline
+
+    def to_json(self) -> bytes:
+        """Return the trace; times count from the beginning of the earliest span.
+
+        Raises:
+            UsageError: A span's args contain something that JSON cannot express.
+        """
+        return to_json({"displayTimeUnit": "ms", "traceEvents": self._events()})
+
     def write(self, path: Path | str) -> None:
-        """Write the trace atomically; times count from the beginning of the earliest span.
+        """Write the trace atomically; see :meth:`to_json`.
 
         Args:
             path: The file; one that exists is replaced.
@@ -82,8 +143,7 @@ class Timeline:
             UsageError: A span's args contain something that JSON cannot express.
             OSError: The file cannot be written.
         """
-        trace = {"displayTimeUnit": "ms", "traceEvents": self._events()}
-        put_file(Path(path), to_json(trace), private=False)
+        put_file(Path(path), self.to_json(), private=False)
 
     def _events(self) -> list[dict[str, object]]:
         tracks = [track for process in self._processes.values() for track in process.values()]
@@ -101,22 +161,6 @@ class Timeline:
                     events.append(_name("thread_name", name, pid, tid))
                     events.extend(_complete(span, origin_ns, pid, tid) for span in lane)
         return events
-
-
-def lanes(spans: Iterable[T], times: Callable[[T], tuple[float, float]]) -> list[list[T]]:
-    """Distribute spans over the fewest lanes without overlap.
-
-    Args:
-        spans: The spans.
-        times: Returns the beginning and the end of one.
-    """
-    found: list[list[T]] = []
-    for span in sorted(spans, key=times):
-        lane = next((lane for lane in found if times(lane[-1])[1] <= times(span)[0]), None)
-        if lane is None:
-            found.append(lane := [])
-        lane.append(span)
-    return found
 
 
 def _name(kind: str, name: str, pid: int, tid: int) -> dict[str, object]:

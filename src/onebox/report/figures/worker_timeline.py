@@ -106,6 +106,6 @@ def _carried(link: LinkEvent) -> Span:
 def _span(event: TraceEvent) -> Span:
     args: dict[str, object] = {"step": event.begun + 1}
     if event.action is not None:
-        args |= {"stage": event.action.stage, "micro_batch": event.action.micro_batch}
+        args |= {"kind": event.action.kind, "stage": event.action.stage, "micro_batch": event.action.micro_batch}
     name = event.name.removesuffix(_LATE) if event.late else event.name  # the step is shown otherwise
     return Span(name=name, category=event.track, start_ns=event.start_ns, end_ns=event.end_ns, args=args)

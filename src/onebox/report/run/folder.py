@@ -119,6 +119,11 @@ class RunFolder:
         return self.path / "memory.png"
 
     @property
+    def status(self) -> Path:
+        """File of the run's status while it goes on; see :class:`onebox.report.RunStatus`."""
+        return self.path / "status.json"
+
+    @property
     def summary(self) -> Path:
         """File of the run's result."""
         return self.path / "summary.json"

@@ -13,7 +13,8 @@ from rich.text import Text
 from onebox.plan import Plan, PolicyReason
 from onebox.report.tables.comparison import PredictedMeasured
 from onebox.report.tables.plan import segments_text
-from onebox.report.tables.text import emulated_caption, marked, share_text, time_text
+from onebox.report.tables.text import emulated_caption, marked, share_text
+from onebox.sizes import bytes_text, time_text
 
 if TYPE_CHECKING:  # importing the engine takes a second, and tables do not need it
     from onebox.engine import TraceEvent
@@ -218,12 +219,3 @@ def residents_table(peak: MemoryPeak, most: int = 12) -> Table:
         if all(one.sort != sort for one in shown):
             table.add_row(sort, "", bytes_text(total), f"{total / peak.size_bytes:.1%}")
     return table
-
-
-def bytes_text(size_bytes: int) -> str:
-    """Format a number of bytes with three digits, in a suitable unit; whole bytes below one KiB."""
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if size_bytes >= unit:
-            value = size_bytes / unit
-            return f"{value:,.0f} {name}" if value >= 99.95 else f"{value:.3g} {name}"
-    return f"{size_bytes} B"

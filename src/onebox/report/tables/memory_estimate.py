@@ -9,8 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from onebox.plan import as_data
-from onebox.report.tables.memory import bytes_text
-from onebox.report.tables.text import time_text
+from onebox.sizes import bytes_text, time_text
 
 if TYPE_CHECKING:  # importing the engine takes a second, and tables do not need it
     from onebox.engine.planning.memory_fit import FitAlternative, FitReport

@@ -13,8 +13,8 @@ from onebox.plan import Kind, Plan, PlanCandidate, Simulation, Stage
 from onebox.plan.evaluate.modes import TrainingMode
 from onebox.plan.model.stage import POLICY_WORDS
 from onebox.report.tables.comparison import IslandsComparison, PlanComparison, PredictedMeasured
-from onebox.report.tables.text import emulated_caption, marked, rate_text, share_text, time_text
-from onebox.sizes import bit_rate_text, size_text
+from onebox.report.tables.text import emulated_caption, marked, rate_text, share_text
+from onebox.sizes import bit_rate_text, size_text, time_text
 
 _LONG_RUN = 4
 """So many consecutive stages on the same devices are shown as one."""
@@ -31,7 +31,36 @@ def summary_line(plan: Plan) -> str:
     assert plan.predicted is not None, "a plan that was predicted"
     predicted = plan.predicted
     rate = rate_text(predicted.batch / predicted.step_s)
-    return f"step {time_text(predicted.step_s)} for {predicted.batch} samples, {rate}, bubble {predicted.bubble:.1%}"
+    spread = ""
+    if predicted.interval_s is not None:
+        low_s, high_s = predicted.interval_s
+        spread = f", {time_text(low_s)} to {time_text(high_s)} in 8 of 10 steps"
+    step = f"step {time_text(predicted.step_s)} for {predicted.batch} samples"
+    return f"{step}{spread}, {rate}, bubble {predicted.bubble:.1%}"
+
+
+def noise_line(candidates: Sequence[PlanCandidate]) -> str:
+    """Return a line about a chosen plan that gains less than the machine's times varied; empty if it gains more.
+
+    It is compared with the fastest plan of one stage, which needs no planner.
+
+    Args:
+        candidates: The chosen plan, then those that it was compared with.
+    """
+    chosen = candidates[0].plan
+    trivial = [one for one in candidates if len(one.plan.stages) == 1 and not one.refused and not one.shortfalls]
+    if chosen.predicted is None or chosen.predicted.interval_s is None or len(chosen.stages) == 1 or not trivial:
+        return ""
+    other = min(trivial, key=lambda one: one.step_s)
+    low_s, high_s = chosen.predicted.interval_s
+    gain_s = other.step_s - chosen.predicted.step_s
+    if high_s - low_s <= gain_s:
+        return ""
+    longer = f"only {time_text(gain_s)} longer" if gain_s > 0 else "no longer"
+    return (
+        f"too noisy to choose by: the times of a step vary by {time_text(high_s - low_s)}, and {other.label} takes "
+        f"{longer}; end other programs and measure again with --fresh"
+    )
 
 
 def stage_table(plan: Plan, names: Sequence[str], emulated: Collection[int] = ()) -> Table:

@@ -122,15 +122,3 @@ def loss_text(value: float) -> str:
 def rate_text(samples_per_s: float) -> str:
     """Format a rate; one decimal below 10 samples/s."""
     return f"{samples_per_s:,.{1 if samples_per_s < 10 else 0}f} samples/s"
-
-
-def time_text(seconds: float) -> str:
-    """Format a time with three significant digits, in microseconds, milliseconds or seconds."""
-    for least, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if seconds >= least * 0.9995:
-            return f"{_digits(seconds / least)} {unit}"
-    return "0 µs" if seconds < 5e-10 else f"{_digits(seconds * 1e6)} µs"
-
-
-def _digits(value: float) -> str:
-    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"

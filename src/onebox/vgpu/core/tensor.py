@@ -106,6 +106,20 @@ class VirtualTensor(Tensor):
             )
         return self.detach().cpu().numpy()
 
+    # methods whose default device PyTorch gets from its guard, which for a device made in Python is always 0
+
+    def new(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a tensor of this one's type, by default on its device."""
+        if kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": self.device}
+        if not args:
+            return self.new_empty(0, **kwargs)
+        return super().new(*args, **({} if isinstance(args[0], Tensor | VirtualStorage) else kwargs))
+
+    def new_tensor(self, data: Any, *, device: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Return a tensor of some data, by default of this one's type and on its device."""
+        return super().new_tensor(data, device=self.device if device is None else device, **kwargs)
+
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         return self.numpy()
 

@@ -67,7 +67,7 @@ def factories() -> list[str]:
 
 def methods() -> list[str]:
     """Return the methods of tensors that take a device as a keyword alone."""
-    return [name for name in dir(torch.Tensor) if name.startswith("new_")]
+    return [name for name in dir(torch.Tensor) if name == "new" or name.startswith("new_")]
 
 
 def table() -> Iterator[tuple[Any, list[str], Callable[[Function], Function]]]:

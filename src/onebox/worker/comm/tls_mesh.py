@@ -59,7 +59,7 @@ _MOST_OUTGOING = 64
 
 WINDOW_BYTES = 5 << 19
 """Bytes that one connection has on the way at most: those of tensors in Linux's usual ``tcp_wmem`` of 4 MiB, of which
-the kernel takes its own part (0.5 Gbit/s with 40 ms there and back: docs/slow-networks.md)."""
+the kernel takes its own part (0.5 Gbit/s with 40 ms there and back: docs/how-to/slow-networks.md)."""
 
 _FULL_BPS = 2.5e8
 """Bytes per second for which there are connections: 2 Gbit/s, which is about what one thread encrypts."""

@@ -64,3 +64,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    os._exit(0)  # the client waits for the end, and to unload PyTorch takes a fifth of a second

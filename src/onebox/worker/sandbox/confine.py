@@ -10,11 +10,12 @@ its author is confined to the worker.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import resource
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from onebox.worker.accelerator import needs_driver
@@ -219,6 +220,8 @@ def _enforce(gpu: bool, address: str) -> None:
     if not abi:
         raise OSError("this kernel has no Landlock, or it is switched off")
     rules = landlock.Ruleset(abi)
+    if gpu:
+        _libraries.cache_clear()  # those of the driver have been loaded since
     try:
         for folder in {*map(Path, _SYSTEM), *_libraries()}:
             rules.allow(folder, landlock.READ)
@@ -244,13 +247,14 @@ def _enforce(gpu: bool, address: str) -> None:
 
 
 def prepare() -> None:
-    """Prepare the slowest part of :func:`confine`, which is the same for all workers: a rule for each port. It is used
-    by forks of this process and by its next call.
+    """Prepare the slowest parts of :func:`confine`, which are the same for all workers: a rule for each port, and the
+    folders of libraries. They are used by forks of this process and by its next call.
 
     Raises:
         OSError: The kernel refuses.
     """
     abi = landlock.version()
+    _libraries()
     if abi >= _PORTS_SINCE and not _prepared:
         ports = landlock.Ruleset(abi, only_ports=True)
         try:
@@ -274,21 +278,18 @@ def _allow_driver(rules: landlock.Ruleset) -> None:
 _WRITE = landlock.WRITE_FILE | landlock.MAKE_FILE | landlock.MAKE_SOCKET | landlock.REMOVE_FILE | landlock.TRUNCATE
 
 
-def _libraries() -> Iterator[Path]:
+@functools.cache
+def _libraries() -> tuple[Path, ...]:
     """Return the folders of Python's imports and of loaded libraries.
 
     The user's home and its parents are left out, even if they are on the import path: loaded libraries stay loaded.
     """
     private = {Path("/"), Path.home(), *Path.home().parents}
-    places = (sys.prefix, sys.base_prefix, sys.exec_prefix, *sys.path)
-    for place in map(Path, filter(None, places)):
-        if place.is_absolute() and place.resolve() not in private:
-            yield place
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
-        for line in maps:
-            path = Path(line.rstrip("\n").split(maxsplit=5)[-1])
-            if ".so" in path.name and path.parent.resolve() not in private:
-                yield path.parent
+        loaded = (line.rstrip("\n").split(maxsplit=5)[-1].rpartition("/") for line in maps)
+        folders = {folder for folder, _, name in loaded if ".so" in name}
+    places = map(Path, {sys.prefix, sys.base_prefix, sys.exec_prefix, *sys.path, *folders} - {""})
+    return tuple(place for place in places if place.is_absolute() and place.resolve() not in private)
 
 
 __all__ = ["PORTS", "confine", "confine_sockets", "confinement", "failures", "memory_limit_bytes", "prepare"]

@@ -20,7 +20,8 @@ from onebox.engine.problem.stage_formats import (
     with_formats,
     with_precisions_of,
 )
-from onebox.graph import ModelPrograms, Precision, TracedModel, capture
+from onebox.graph import ModelPrograms, Precision, TracedModel
+from onebox.graph.capture.export import capture
 from onebox.plan import ActivationPolicy, Plan, Stage
 from onebox.pool import DeviceInfo
 from onebox.wire.protocol.responses import InstructionSets

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from onebox.engine.compile.routine import InstructionLabel
 from onebox.engine.steps.observer import EndedStep
 from onebox.engine.steps.results import StepTrace
 from onebox.engine.steps.traces import StepTraces
@@ -25,6 +28,16 @@ def test_what_links_carried_adds_up_over_steps() -> None:
     traces.ended(ended(0, LinkTraffic(1, 10, 100)))
     traces.ended(ended(1, LinkTraffic(1, 20, 300)))
     assert traces.traffic == {(0, 1): LinkTraffic(1, 30, 400)}
+
+
+def test_the_newest_step_is_the_last_in_which_something_was_computed() -> None:
+    traces = StepTraces(True, lambda worker: 0)
+    assert traces.newest_events() == []
+    for step, track in ((0, "compute"), (1, "transfer"), (1, "compute"), (2, "transfer")):
+        labels = [InstructionLabel(f"{track} of {step}", track)]
+        trace = StepTrace(step=step, workers={0: (labels, (1, 2), (0, 0))})
+        traces.ended(replace(ended(step), trace=trace))
+    assert [event.name for event in traces.newest_events()] == ["transfer of 1", "compute of 1"]
 
 
 @pytest.mark.parametrize(

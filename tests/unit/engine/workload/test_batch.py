@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten
 
 from onebox.engine.workload.batch import as_batch, as_pair
 from onebox.errors import OneboxError, UsageError
+from onebox.wire import from_frame, spec_of
 
 X = torch.zeros(2, 3)
 
@@ -173,3 +174,22 @@ def test_what_is_no_batch(inputs: Any, targets: Any, message: str) -> None:
     with pytest.raises(OneboxError, match=message) as caught:
         as_batch(inputs, targets)
     assert isinstance(caught.value, UsageError) or "uint16" in message
+
+
+@pytest.mark.parametrize("sizes", [(3, 0, 4), (7,)], ids=str)
+def test_elements_of_samples_are_those_of_the_slices(sizes: tuple[int, ...]) -> None:
+    """Also where the samples are not side by side in memory, and where each has no elements."""
+    targets = torch.arange(14.0).reshape(2, 7).t(), torch.zeros(7, 0)
+    batch, start = as_batch(torch.arange(21).reshape(7, 3), targets), 0
+    for size in sizes:
+        for leaf, part in enumerate(batch.slice(start, size)):
+            spec, frame = batch.elements(leaf, start, size)
+            assert torch.equal(from_frame(spec, frame), part) and spec == spec_of(part)
+        start += size
+
+
+def test_elements_of_dense_samples_are_not_copied() -> None:
+    inputs = torch.zeros(4, 2)
+    _, frame = as_batch(inputs).elements(0, 2, 1)
+    inputs[2] = 1.0
+    assert bytes(frame) == bytes(inputs[2].numpy().tobytes())

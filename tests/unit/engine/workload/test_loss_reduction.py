@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from onebox.engine.steps.loss_check import HalvesComparison, alike, proportional, tolerance_of
+from onebox.engine.steps.loss_check import PartsComparison, alike, proportional, tolerance_of
 from onebox.engine.workload.batch import Batch, as_batch
 from onebox.engine.workload.loss_reduction import (
     TravellingWeights,
@@ -20,7 +20,8 @@ from onebox.engine.workload.loss_reduction import (
     weights_of,
 )
 from onebox.errors import UsageError
-from onebox.graph import Port, TracedModel, capture
+from onebox.graph import Port, TracedModel
+from onebox.graph.capture.export import capture
 from onebox.plan import Plan
 
 VALID = Weighted(lambda targets: (targets != -100).sum())
@@ -129,11 +130,11 @@ def test_the_coarsest_type_says_how_far_results_may_be_apart() -> None:
 
 
 def test_a_comparison_says_both_numbers_and_what_it_looks_like() -> None:
-    HalvesComparison(samples=4, loss=(1.0, 1.0), norm=(2.0, 2.0), tolerance=1e-9).require()
+    PartsComparison(samples=4, part=2, loss=(1.0, 1.0), norm=(2.0, 2.0), tolerance=1e-9).require()
     with pytest.raises(UsageError, match=r"is 4 and .* 6, but .* 2 and 3\. It looks like a sum"):
-        HalvesComparison(samples=4, loss=(4.0, 2.0), norm=(6.0, 3.0), tolerance=1e-9).require()
+        PartsComparison(samples=4, part=2, loss=(4.0, 2.0), norm=(6.0, 3.0), tolerance=1e-9).require()
     with pytest.raises(UsageError, match="one micro-batch on one replica"):
-        HalvesComparison(samples=4, loss=(1.0, 1.0), norm=(6.0, 3.0), tolerance=1e-9).require()
+        PartsComparison(samples=4, part=2, loss=(1.0, 1.0), norm=(6.0, 3.0), tolerance=1e-9).require()
 
 
 def test_what_the_loss_divides_by_is_in_proportion_to_samples() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ class Driver:
         limit_bytes: Of all of them.
         sizes: Bytes of each stage's results.
         fail: The item at which a stage fails, and the stage.
+        early: The stages that may begin a second item where their limit is 1.
     """
 
     def __init__(
@@ -33,8 +35,10 @@ class Driver:
         limit_bytes: int | None = None,
         sizes: list[int] | None = None,
         fail: tuple[int, int] | None = None,
+        early: Collection[int] = (),
     ) -> None:
-        self.flow = PipelineState(limits, ahead=ahead, limit_bytes=limit_bytes)
+        self.flow = PipelineState(limits, ahead=ahead, limit_bytes=limit_bytes, early=early)
+        self.early = early
         self.items = items
         self.limits = limits
         self.ahead = ahead
@@ -76,12 +80,17 @@ class Driver:
             self.got.append(self.flow.hand_over())
         self.look()
 
+    def most(self) -> int:
+        """Return how many items the pipeline may hold."""
+        second = sum(limit == 1 and stage in self.early for stage, limit in enumerate(self.limits))
+        return sum(limit + 1 for limit in self.limits) + second + self.ahead
+
     def look(self) -> None:
         """Check the bounds."""
         for stage, limit in enumerate(self.limits):
-            assert sum(each == stage for each, _ in self.under_way) <= limit
+            assert sum(each == stage for each, _ in self.under_way) <= limit + (limit == 1 and stage in self.early)
         held = len(self.begun[0]) - len(self.got)
-        assert held <= sum(limit + 1 for limit in self.limits) + self.ahead
+        assert held <= self.most()
         if self.limit_bytes is not None:
             assert self.flow.used_bytes <= self.limit_bytes + max(self.sizes)
 
@@ -94,41 +103,42 @@ class Driver:
 
 
 stages = st.lists(st.integers(1, 3), min_size=1, max_size=3)
+subsets = st.sets(st.integers(0, 2))
 
 
-@given(data=st.data(), items=st.integers(0, 12), limits=stages, ahead=st.integers(1, 3))
-def test_every_item_passes_every_stage_once_and_comes_in_order(data, items, limits, ahead):
-    driver = Driver(items, limits, ahead)
+@given(data=st.data(), items=st.integers(0, 12), limits=stages, ahead=st.integers(1, 3), early=subsets)
+def test_every_item_passes_every_stage_once_and_comes_in_order(data, items, limits, ahead, early):
+    driver = Driver(items, limits, ahead, early=early)
     driver.run(data)
     assert driver.got == [tuple((stage, number) for stage in range(len(limits))) for number in range(items)]
     assert driver.flow.used_bytes == 0
 
 
-@given(data=st.data(), limits=stages, ahead=st.integers(1, 3), limit_bytes=st.integers(1, 60))
-def test_the_limit_of_bytes_holds_and_stops_nothing(data, limits, ahead, limit_bytes):
+@given(data=st.data(), limits=stages, ahead=st.integers(1, 3), limit_bytes=st.integers(1, 60), early=subsets)
+def test_the_limit_of_bytes_holds_and_stops_nothing(data, limits, ahead, limit_bytes, early):
     sizes = data.draw(st.lists(st.integers(0, 20), min_size=len(limits), max_size=len(limits)))
-    driver = Driver(10, limits, ahead, limit_bytes=limit_bytes, sizes=sizes)
+    driver = Driver(10, limits, ahead, limit_bytes=limit_bytes, sizes=sizes, early=early)
     driver.run(data)
     assert len(driver.got) == 10
     assert driver.flow.used_bytes == 0
 
 
-@given(data=st.data(), limits=stages, number=st.integers(0, 7))
-def test_a_failure_comes_in_its_place_and_is_the_end(data, limits, number):
+@given(data=st.data(), limits=stages, number=st.integers(0, 7), early=subsets)
+def test_a_failure_comes_in_its_place_and_is_the_end(data, limits, number, early):
     stage = data.draw(st.integers(0, len(limits) - 1))
-    driver = Driver(8, limits, 2, fail=(number, stage))
+    driver = Driver(8, limits, 2, fail=(number, stage), early=early)
     driver.run(data)
     assert len(driver.got) == number + 1
     assert isinstance(driver.got[-1], StageFailure)
     assert not any(isinstance(value, StageFailure) for value in driver.got[:-1])
 
 
-@given(data=st.data(), limits=stages)
-def test_a_consumer_that_stalls_stops_all_stages(data, limits):
-    driver = Driver(100, limits, 2)
+@given(data=st.data(), limits=stages, early=subsets)
+def test_a_consumer_that_stalls_stops_all_stages(data, limits, early):
+    driver = Driver(100, limits, 2, early=early)
     while choices := [choice for choice in driver.choices() if choice[0] != "get"]:
         driver.do(*choices[data.draw(st.integers(0, len(choices) - 1))])
-    assert len(driver.begun[0]) == sum(limit + 1 for limit in limits) + 2
+    assert len(driver.begun[0]) == driver.most()
     assert [driver.flow.stall_reason(stage) for stage in range(len(limits))] == ["blocked"] * len(limits)
 
 
@@ -142,6 +152,72 @@ def test_what_hinders_a_stage_is_told():
     flow.ended(task)
     assert flow.stall_reason(0) == flow.stall_reason(1) == "over"
     assert flow.is_over
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_an_item_is_begun_early_only_for_the_one_worker_which_is_busy(limit):
+    flow = PipelineState([1, limit], ahead=1, limit_bytes=None, early=[1])
+    begun = 0
+    while begun < 8:
+        if flow.stall_reason(0) is None:
+            read = flow.take(0, 0.0)
+            flow.pulled()
+            flow.finish(0, read, begun, 0)
+        assert flow.may_begin_early(1) == (limit == begun == 1)
+        if flow.stall_reason(1) is not None:
+            break
+        flow.take(1, float(begun))
+        begun += 1
+    assert begun == max(2, limit)
+    assert flow.stall_reason(1) == "blocked"
+    assert not flow.may_begin_early(0)
+
+
+def test_an_item_is_begun_early_before_the_next_stage_has_taken_the_last_one():
+    flow = PipelineState([1, 1, 1], ahead=1, limit_bytes=None, early=[1])
+
+    def read() -> None:
+        task = flow.take(0, 0.0)
+        flow.pulled()
+        flow.finish(0, task, "read", 0)
+
+    read()
+    first = flow.take(1, 0.0)
+    read()
+    flow.take(1, 0.0)
+    read()
+    flow.finish(1, first, "made", 0)  # and the third stage has yet to wake up
+    assert flow.may_begin_early(1)
+
+
+def test_workers_beside_one_with_a_long_item_work_ahead():
+    flow = PipelineState([1, 2], ahead=1, limit_bytes=None, early=[1])
+
+    def begin() -> WorkItem:
+        read = flow.take(0, 0.0)
+        flow.pulled()
+        flow.finish(0, read, "read", 0)
+        return flow.take(1, 0.0)
+
+    begin()  # the long one
+    short = begin()
+    read = flow.take(0, 0.0)
+    flow.pulled()
+    flow.finish(0, read, "read", 0)
+    assert not flow.may_begin_early(1), "it would wait for the long one"
+    flow.finish(1, short, "made", 0)
+    assert flow.stall_reason(1) is None
+
+
+def test_the_time_of_an_item_that_was_begun_early_counts_from_its_start():
+    flow = PipelineState([1], ahead=1, limit_bytes=None, early=[0])
+    tasks = []
+    for now_s in (1.0, 2.0):
+        tasks.append(flow.take(0, now_s))
+        flow.pulled()
+    flow.finish(0, tasks[0], "made", 0)
+    flow.restart(0, tasks[1], 9.0)
+    assert flow.place(1) == (0, 9.0)
 
 
 @pytest.mark.parametrize("limit", [1, 4])

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from onebox.errors import CaptureError
-from onebox.graph import ModelPrograms, Precision, capture, model_programs
-from onebox.graph.capture.export import quiet
+from onebox.graph import ModelPrograms, Precision, model_programs
+from onebox.graph.capture.export import capture, quiet
 from onebox.wire import SlotArgument, specs_by_slot
 from onebox.worker.sandbox.allow_list import allowed
 from tests.models import CASES

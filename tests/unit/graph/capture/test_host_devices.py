@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from onebox.graph import capture, model_programs
+from onebox.graph import model_programs
+from onebox.graph.capture.export import capture
 from onebox.graph.capture.host_devices import HostDevices, on_host
 
 

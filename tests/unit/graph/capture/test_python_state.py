@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from onebox.errors import CaptureError
-from onebox.graph import capture
+from onebox.graph.capture.export import capture
 from onebox.graph.capture.python_state import PythonStateGuard
 from onebox.graph.capture.python_variables import WatchedValue
 

@@ -15,7 +15,8 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 from onebox.errors import CaptureError
-from onebox.graph import Port, TracedModel, capture
+from onebox.graph import Port, TracedModel
+from onebox.graph.capture.export import capture
 from tests.unit.graph.staged import order_of, run, trace
 
 SHARE = 0.375

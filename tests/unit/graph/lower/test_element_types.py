@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from onebox.errors import CaptureError
-from onebox.graph import TracedModel, capture
+from onebox.graph import TracedModel
+from onebox.graph.capture.export import capture
 
 LABELS = torch.zeros(6, dtype=torch.int64)
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from onebox.graph import Port, TracedModel, capture
+from onebox.graph import Port, TracedModel
+from onebox.graph.capture.export import capture
 from tests.models import CASES
 from tests.unit.graph.staged import traced_case
 

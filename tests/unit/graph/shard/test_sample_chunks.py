@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from onebox.graph import NamedProgram, Port, TracedModel, capture
+from onebox.graph import NamedProgram, Port, TracedModel
+from onebox.graph.capture.export import capture
 from onebox.graph.shard.sample_chunks import Tail, find_tail, in_chunks, put_together, samples_of
 from onebox.wire import check, specs_by_slot
 from tests.models import Case

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from onebox.errors import UsageError
-from onebox.graph import ModelPrograms, NamedProgram, Port, TracedModel, capture, model_programs
+from onebox.graph import ModelPrograms, NamedProgram, Port, TracedModel, model_programs
+from onebox.graph.capture.export import capture
 from onebox.graph.shard.placements import PARTIAL, REPLICATE, Placement, Shard
 from onebox.graph.shard.search import AllGather, AllReduce, Sharded, shard_tapes
 from tests.models import Case, features

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from onebox.graph import capture
+from onebox.graph.capture.export import capture
 from onebox.graph.transform.buffer_updates import BufferUpdate, buffer_updates
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from onebox.graph import TracedModel, capture
+from onebox.graph import TracedModel
+from onebox.graph.capture.export import capture
 
 
 def small() -> nn.Module:

@@ -131,6 +131,25 @@ def test_another_link_that_drops_while_a_decision_is_evaluated_is_not_left_for_l
     assert made[1][0] <= 29
 
 
+@pytest.mark.parametrize("together", [{}, {"a": 1.5, "b": 1.6}], ids=["apart", "together"])
+def test_a_device_alone_is_expected_to_take_what_it_takes_alone(together: dict[str, float]) -> None:
+    """Two virtual machines of one machine compute more slowly together; over a slow link, one alone is quicker."""
+    planned = lab("ab", value_bytes=100_000)
+    planned = replace(planned, devices=tuple(replace(device, processor=True) for device in planned.devices))
+    true, plan = replace(planned, together={"a": 1.5, "b": 1.6}), staged(planned, (0,), (1,))
+    alone = staged(planned, (0,))
+    usual, slow = State(), State(links={(0, 1): 8.0})
+    assert step_s(true, plan) < step_s(true, alone) < step_s(truth(true, slow), plan)
+    known = replace(planned, together=together)
+    controller = ReplanController(known, plan, BATCH)
+    for step in range(40):
+        seen_s = measured(true, usual if step < 20 else slow, controller.plan)
+        decision = controller.see(replace(seen_s, step=step))
+        if decision is not None:
+            controller.applied(decision, 0.1)
+    assert (len(controller.plan.devices) == 1) == bool(together)
+
+
 @pytest.mark.parametrize("regroupable", [False, True])
 def test_one_stage_on_one_host_has_the_micro_batches_that_suit_it_if_the_result_allows(regroupable: bool) -> None:
     """Calls cost as much as samples, so that fewer micro-batches are quicker; with the link, the pipeline is back."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
+from importlib import import_module
 from itertools import count as counter
 from itertools import pairwise
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -30,8 +33,13 @@ from onebox.plan import (
     stage_work,
     validate,
 )
+from onebox.plan.evaluate.bounds import least_step
+from onebox.plan.evaluate.evaluator import Evaluator
+from onebox.plan.search.search import problem_among
 from onebox.plan_names import ACTIVATION_POLICIES, ChainPolicy
 from onebox.sizes import enough_text
+from onebox.stop_signals import InterruptibleClock
+from tests.recorded.planning import RUNS, Search
 from tests.unit.plan.problems import KINDS, exhaustive, links, random_problem, segment
 
 HOUR_S, ENOUGH = 3600.0, 1_700_000
@@ -180,6 +188,25 @@ def test_the_clock_ends_a_search() -> None:
     check(uneven(), result)
 
 
+def test_ctrl_c_ends_a_search_with_the_best_plan_so_far() -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    calls = counter(1)
+    try:
+        with InterruptibleClock() as clock:
+
+            def interrupted() -> float:
+                if next(calls) == 60:
+                    signal.raise_signal(signal.SIGINT)
+                return clock()
+
+            result = search(uneven(), budget_s=HOUR_S, effort=10**9, clock=interrupted)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert clock.interrupted and not result.complete
+    assert result.simulated < 100
+    check(uneven(), result)
+
+
 def test_limits_are_kept() -> None:
     result = search(
         replace(uneven(), max_stages=2, micro_batches=(4,), free_shares=False), budget_s=HOUR_S, effort=ENOUGH
@@ -317,6 +344,49 @@ def test_more_devices_are_never_slower(gap_s: float, state: int) -> None:
         for count in counts
     ]
     assert all(more <= fewer * 1.0051 for fewer, more in pairwise(steps)), steps
+
+
+@pytest.mark.parametrize(("gap_s", "worth"), [(0.0, False), (1e-2, True)])
+def test_fewer_devices_are_searched_only_where_they_may_be_better(
+    gap_s: float, worth: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the devices take at least twice as long where messages take no time, and may be best where they do."""
+    sizes = list[int]()
+
+    def noted(fewer: Problem, **options: Any) -> Evaluator:
+        sizes.append(len(fewer.devices))
+        return Evaluator(fewer, **options)
+
+    monkeypatch.setattr(import_module("onebox.plan.search.search"), "Evaluator", noted)
+    search(chain(10, 8, gap_s=gap_s, state=40_000), budget_s=HOUR_S, effort=100_000)
+    assert (min(sizes) < 8) == worth
+
+
+@pytest.mark.parametrize(("cores", "load"), [(4.0, 0.0), (8.0, 6.0), (8.0, 0.0)])
+def test_fewer_devices_are_as_quick_among_themselves_as_beside_idle_ones(cores: float, load: float) -> None:
+    """Times were measured while all of them were busy."""
+    made = chain(10, 8, gap_s=0.0)
+    devices = tuple(replace(device, host="h", processor=True, threads=1.0) for device in made.devices)
+    whole = replace(made, devices=devices, cores={"h": cores}, load={"h": load})
+    some, plan = (4, 5, 6, 7), Plan.data_parallel((4, 5, 6, 7), [0.25] * 4, micro_batch=4)
+    expected = predict(whole, plan)[0].step_s
+    fewer = problem_among(whole, some)
+    assert [device.number for device in fewer.devices] == list(some)
+    assert predict(fewer, plan)[0].step_s == pytest.approx(expected)
+    assert least_step(fewer) <= expected
+
+
+@pytest.mark.long
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("name", "within_s"), [("search: three devices", 0.183), ("search: little memory, sharded, on the host", 0.190)]
+)
+def test_more_effort_finds_what_less_effort_finds(name: str, within_s: float) -> None:
+    """With more effort other layouts are best under named schedules, or without limits of memory."""
+    (problem,) = (run.problem() for label, run in RUNS.items() if label == name and isinstance(run, Search))
+    steps = [search(problem, budget_s=HOUR_S, effort=effort).simulation.step_s for effort in (40_000, ENOUGH)]
+    assert steps[0] < 0.2
+    assert steps[1] < within_s
 
 
 @pytest.mark.sample(1)

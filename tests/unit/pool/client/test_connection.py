@@ -16,6 +16,7 @@ from onebox.errors import WorkerDied
 from onebox.pool.client import loop as loop_module
 from onebox.pool.client.connection import HEARTBEATS, WorkerConnection
 from onebox.pool.client.loop import ClientLoop
+from onebox.pool.client.socket_poller import SocketPoller
 from onebox.pool.errors import WorkerLocation
 from onebox.wire import configure, encode, new_keys, receive, send
 from onebox.wire.channel import cut
@@ -76,19 +77,19 @@ def test_heartbeats_and_messages_of_one_turn_are_bounded(folder: str) -> None:
     worker = Worker(folder=folder)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     connection = WorkerConnection(context, worker, CLIENT, KEYS.public, 1 << 30)
-    poller = zmq.Poller()
+    poller = SocketPoller()
     connection.register(poller)
     try:
         filled(worker.heartbeats, BEAT, 500)
         filled(worker.commands, BEAT, 500)
-        ready = dict(poller.poll(1000))
+        ready = poller.poll(1000)[connection]
         assert len(list(connection.heartbeats(ready))) == HEARTBEATS
         taken = 0
         for _ in connection.messages(ready, 0.02):
             taken += 1
             time.sleep(0.002)  # its processing
         assert 1 <= taken <= 12
-        ready = dict(poller.poll(0))
+        ready = poller.poll(0)[connection]
         assert connection.commands in ready and connection.heartbeat_socket in ready, "the rest comes next time"
         assert len(list(connection.messages(ready, 30.0))) == 500 - taken
     finally:
@@ -135,6 +136,43 @@ def test_a_worker_that_floods_the_client_delays_no_other(folder: str) -> None:
         loop.stop()
         bad.close()
         good.close()
+
+
+def test_a_reply_that_came_with_the_end_of_another_worker_counts(folder: str) -> None:
+    """The loop finds both in one turn, since it was busy when they came."""
+    ends, answers = Worker(0, folder), Worker(1, folder)
+    loop = ClientLoop(CLIENT, workers=2)
+    busy, free = threading.Event(), threading.Event()
+
+    def work(_: SocketPoller) -> None:
+        busy.set()
+        free.wait(5)
+
+    keeping = threading.Thread(target=lambda: loop._call_in_loop(work))
+    try:
+        for worker in (ends, answers):
+            loop.connect(worker, KEYS.public)
+        loop.start()
+        future = loop.post(1, [Ask("scalars", ())], answer=True)
+        assert answers.commands.poll(5000)
+        answers.commands.recv_multipart()
+        keeping.start()
+        assert busy.wait(5)
+        os.eventfd_write(ends.descriptor, 1)
+        answers.commands.send(encode(Reply(1, (Scalars(()),))))
+        time.sleep(0.3)
+        free.set()
+        assert future.result(5).results == (Scalars(()),)
+        end_s = time.monotonic() + 5
+        while 0 not in loop.lost and time.monotonic() < end_s:
+            time.sleep(0.01)
+        assert 0 in loop.lost
+    finally:
+        free.set()
+        keeping.join(5)
+        loop.stop()
+        ends.close()
+        answers.close()
 
 
 def test_a_worker_leaves_no_group_of_others_and_says_so_once_in_the_log(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from functools import partial
-from itertools import permutations
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from itertools import combinations, permutations
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from onebox.errors import OneboxError, UsageError
 from onebox.pool import DeviceInfo, Fault, Link, Pool
 from onebox.pool import pool as pool_module
 from onebox.pool.network import link_benchmark, profile
-from onebox.pool.network.link_benchmark import one_way_s, settled, tables
+from onebox.pool.network.link_benchmark import one_way_s, representatives, rounds, settled, tables
 from onebox.pool.network.profile import block_seconds, blocks, profile_key, renew_links
 from onebox.wire.protocol.instructions import Ask
 from onebox.wire.protocol.responses import WorkerMemory
@@ -73,58 +73,123 @@ def test_the_way_there_by_one_clock_and_by_the_whole_trip() -> None:
 
 
 NEAR, FAR = (60e-6, 4e9), (1e-3, 20e6)
+Pair = tuple[int, int]
 
 
-def in_turn(disturbed: dict[tuple[int, int], list[tuple[float, float]]], count: int = 4) -> tuple[Any, dict[Any, int]]:
-    """Return what measures the links of two hosts of two devices, some disturbed at first; and how often it did."""
-    asked = dict.fromkeys(permutations(range(count), 2), 0)
+class Measurer:
+    """Measures the links of two hosts of two devices, some disturbed at first, and counts how often."""
 
-    def measure(pair: tuple[int, int]) -> tuple[float, float]:
-        times, asked[pair] = asked[pair], asked[pair] + 1
-        late = disturbed.get(pair, [])
+    def __init__(self, disturbed: dict[Pair, list[tuple[float, float]]], count: int = 4) -> None:
+        self._disturbed = disturbed
+        self.asked = dict.fromkeys(permutations(range(count), 2), 0)
+
+    def __call__(self, pairs: Collection[Pair]) -> dict[Pair, tuple[float, float]]:
+        return {pair: self._one(pair) for pair in pairs}
+
+    def _one(self, pair: Pair) -> tuple[float, float]:
+        times, self.asked[pair] = self.asked[pair], self.asked[pair] + 1
+        late = self._disturbed.get(pair, [])
         return late[times] if times < len(late) else NEAR if pair[0] // 2 == pair[1] // 2 else FAR
 
-    return {pair: partial(measure, pair) for pair in asked}, asked
+    def settled(self) -> Any:
+        return settled({pair: pair for pair in self.asked}, self)
 
 
-def groups_of(links: Any) -> Any:
-    return near_groups(*tables(links, range(4)))
+def groups_of(links: Any, count: int = 4) -> Any:
+    return near_groups(*tables(links, range(count)))
 
 
 def test_what_groups_rest_on_is_measured_again() -> None:
     """One link that was disturbed both ways looks like two hosts more; measured again, it is gone."""
     late = {pair: [(300e-6, 800e6)] for pair in ((0, 1), (1, 0))}
-    measures, asked = in_turn(late)
-    assert groups_of({pair: late.get(pair, [measures[pair]()])[0] for pair in asked})[0] == ((0,), (1,), (2, 3))
-    measures, asked = in_turn(late)
-    assert groups_of(settled(measures)) == (((0, 1), (2, 3)),)
-    assert asked[0, 1] == asked[1, 0] == 3, "after the groups had changed once more"
-    assert sum(asked.values()) == 12 + 2 * 6, "each link once, and the tree twice more, both ways"
+    once = Measurer(late)
+    assert groups_of(once(once.asked))[0] == ((0,), (1,), (2, 3))
+    measurer = Measurer(late)
+    assert groups_of(measurer.settled()) == (((0, 1), (2, 3)),)
+    assert measurer.asked[0, 1] == measurer.asked[1, 0] == 3, "after the groups had changed once more"
+    assert sum(measurer.asked.values()) == 12 + 2 * 6, "each link once, and the tree twice more, both ways"
 
 
 def test_groups_that_a_disturbed_link_hides_are_found() -> None:
     late = {pair: [(1.5e-3, 40e6)] for pair in ((0, 1), (1, 0))}
-    measures, asked = in_turn(late, count=3)
-    first = {pair: late.get(pair, [measure()])[0] for pair, measure in measures.items()}
-    assert near_groups(*tables(first, range(3))) == (((0, 1, 2),),)
-    measures, asked = in_turn(late, count=3)
-    assert near_groups(*tables(settled(measures), range(3))) == (((0, 1), (2,)),)
-    assert asked[0, 1] == asked[1, 0] == 3, "likewise"
+    once = Measurer(late, count=3)
+    assert groups_of(once(once.asked), count=3) == (((0, 1, 2),),)
+    measurer = Measurer(late, count=3)
+    assert groups_of(measurer.settled(), count=3) == (((0, 1), (2,)),)
+    assert measurer.asked[0, 1] == measurer.asked[1, 0] == 3, "likewise"
 
 
 def test_groups_that_stay_are_measured_again_once_and_others_a_few_times() -> None:
-    measures, asked = in_turn({})
-    settled(measures)
-    assert sorted(asked.values()) == [1] * 6 + [2] * 6
-    measures, asked = in_turn({pair: [(300e-6, 800e6)] * 100 for pair in ((0, 1), (1, 0))})
-    assert groups_of(settled(measures))[0] == ((0,), (1,), (2, 3)), "so it is"
-    assert max(asked.values()) == 2
+    measurer = Measurer({})
+    measurer.settled()
+    assert sorted(measurer.asked.values()) == [1] * 6 + [2] * 6
+    measurer = Measurer({pair: [(300e-6, 800e6)] * 100 for pair in ((0, 1), (1, 0))})
+    assert groups_of(measurer.settled())[0] == ((0,), (1,), (2, 3)), "so it is"
+    assert max(measurer.asked.values()) == 2
 
 
 def test_a_way_that_is_slower_than_the_way_back_is_measured_again() -> None:
-    measures, asked = in_turn({(0, 1): [FAR] * 2})
-    assert settled(measures)[0, 1] == NEAR
-    assert (asked[0, 1], asked[1, 0]) == (4, 2)
+    measurer = Measurer({(0, 1): [FAR] * 2})
+    assert measurer.settled()[0, 1] == NEAR
+    assert (measurer.asked[0, 1], measurer.asked[1, 0]) == (4, 2)
+
+
+def test_links_that_are_alike_are_measured_once() -> None:
+    alike = representatives(some_devices("a:cpu", "a:cpu", "b:cpu", "b:cpu"), {}, [1] * 4)
+    measurer = Measurer({})
+    assert groups_of(settled(alike, measurer)) == (((0, 1), (2, 3)),)
+    once = {(0, 1), (2, 3), (0, 2)}
+    assert measurer.asked == {pair: 2 * bool({pair, pair[::-1]} & once) for pair in alike}, "and once more: the tree"
+
+
+def some_devices(*names: str) -> list[DeviceInfo]:
+    """Return devices by names such as ``a:cpu``."""
+    return [
+        DeviceInfo(number=number, host=host, address=f"{host}.lab", device=device, name="", threads=1, memory_bytes=1)
+        for number, (host, _, device) in enumerate(name.partition(":") for name in names)
+    ]
+
+
+def test_links_of_cards_are_measured_one_by_one_also_if_an_agent_of_this_machine_has_some() -> None:
+    cards = some_devices("localhost:cuda:0", "localhost:cuda:1", "agent:cuda:2", "agent:cuda:3")
+    cards = [replace(card, address="127.0.0.1") for card in cards]
+    assert len({tuple(sorted(pair)) for pair in representatives(cards, {}, [1] * 4).values()}) == 6
+
+
+def test_the_links_to_measure() -> None:
+    devices = some_devices("a:cpu", "a:cpu", "a:cpu", "b:cuda:0", "b:cuda:1", "b:cuda:2", "b:cpu")
+    alike = representatives(devices, {(0, 2): SLOW, (2, 0): SLOW}, [2, 2, 2, 1, 1, 3, 3])
+    assert set(alike) == set(permutations(range(7), 2))
+    assert all(alike[b, a] == chosen[::-1] for (a, b), chosen in alike.items())
+    assert {tuple(sorted(chosen)) for chosen in alike.values()} == {
+        (0, 1),
+        (0, 2),
+        (0, 5),
+        (0, 6),
+        *((3, 4), (3, 5), (4, 5)),
+        *((3, 6), (4, 6), (5, 6)),
+    }
+    assert alike[1, 2] == (0, 1)
+    assert alike[4, 1] == (5, 0), "where most memory is free"
+
+
+@given(st.lists(st.integers(0, 5), min_size=2, max_size=20))
+def test_a_round_has_each_host_once(homes: list[int]) -> None:
+    hosts = {device: str(home) for device, home in enumerate(homes)}
+    pairs = list(combinations(hosts, 2))
+    found = rounds(pairs, hosts)
+    assert sorted(pair for one in found for pair in one) == pairs, "each pair once"
+    for one in found:
+        ends = [host for pair in one for host in {hosts[end] for end in pair}]
+        assert len(set(ends)) == len(ends)
+
+
+def test_there_are_as_many_rounds_as_hosts() -> None:
+    for count in range(1, 12):
+        hosts = {device: str(device // 2) for device in range(2 * count)}
+        heads = range(0, 2 * count, 2)
+        pairs = [*combinations(heads, 2), *((head, head + 1) for head in heads)]
+        assert len(rounds(pairs, hosts)) == count | 1, "links within a host where it meets no other"
 
 
 def used_bytes(pool: Pool) -> list[int]:
@@ -249,15 +314,11 @@ def test_links_without_a_common_clock(open_pool: OpenPool, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("hosts", "devices", "one"),
-    [("aa", ("cpu", "sim"), True), ("ab", ("cpu", "cpu"), False), ("aa", ("cpu", "cuda:0"), False)],
+    ("names", "one"),
+    [(("a:cpu", "a:sim"), True), (("a:cpu", "b:cpu"), False), (("a:cpu", "a:cuda:0"), False)],
 )
-def test_whose_traces_go_together(hosts: str, devices: tuple[str, str], one: bool) -> None:
-    ends = [
-        DeviceInfo(number=number, host=host, device=device, name="", threads=1, memory_bytes=1)
-        for number, (host, device) in enumerate(zip(hosts, devices, strict=True))
-    ]
-    assert link_benchmark.have_one_clock(ends[0], ends[1]) is one
+def test_whose_traces_go_together(names: tuple[str, str], one: bool) -> None:
+    assert link_benchmark.have_one_clock(*some_devices(*names)) is one
 
 
 def far(host: str, number: int) -> DeviceProfile:

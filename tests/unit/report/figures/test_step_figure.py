@@ -10,10 +10,11 @@ from xml.etree import ElementTree
 import pytest
 from PIL import Image
 
+from onebox.engine.steps.step_chart import measured_chart
 from onebox.errors import UsageError
-from onebox.plan import Action, Plan, predict
-from onebox.report.figures.step_figure import draw_measured, draw_simulation, measured_chart, predicted_chart
-from tests.unit.report.steps import as_measured, foreseen, plan, problem
+from onebox.plan import Action, Plan, predict, simulated_chart
+from onebox.report.figures.step_figure import draw_measured, draw_simulation
+from tests.unit.report.steps import ONE_HOST, as_measured, foreseen, plan, problem
 
 
 @pytest.mark.sample(1)
@@ -60,18 +61,18 @@ def test_a_figure_names_devices_stages_micro_batches_and_kinds(tmp_path: Path) -
 def test_prediction_and_measurement_are_told_apart(tmp_path: Path) -> None:
     _, simulation = foreseen(plan("1f1b"))
     events = as_measured(simulation, 4, factor=2.0)
-    draw_measured(events, tmp_path / "both.svg", 4, simulation=simulation)
+    draw_measured(events, tmp_path / "both.svg", 4, hosts=ONE_HOST, simulation=simulation)
     said = texts(tmp_path / "both.svg")
     assert sum(text.startswith("predicted: ") for text in said) == 1
     assert sum(text.startswith("measured, step 5: ") for text in said) == 1
-    draw_measured(events, tmp_path / "one.svg", 4)
+    draw_measured(events, tmp_path / "one.svg", 4, hosts=ONE_HOST)
     assert not any(text.startswith("predicted") for text in texts(tmp_path / "one.svg"))
     assert not any("emulated" in text for text in texts(tmp_path / "one.svg"))
 
 
 def test_what_is_drawn_of_a_measured_step_is_what_happened() -> None:
     _, simulation = foreseen(plan("zb-h1", replicas=2))
-    expected, measured = predicted_chart(simulation), measured_chart(as_measured(simulation, 0), 0)
+    expected, measured = simulated_chart(simulation), measured_chart(as_measured(simulation, 0), 0, hosts=ONE_HOST)
     assert measured.step_s == pytest.approx(expected.step_s)
 
     def rounded(bars: object) -> list[object]:
@@ -84,13 +85,27 @@ def test_what_is_drawn_of_a_measured_step_is_what_happened() -> None:
     assert {bar.kind for bar in expected.bars} == {"F", "I", "W", "optimizer", "transfer", "sum"}
 
 
+def test_a_step_over_hosts_with_clocks_of_their_own() -> None:
+    _, simulation = foreseen(plan())
+    hosts = ("lab1", "lab1", "lab2")
+    events = [
+        replace(event, start_ns=event.start_ns + 10**15, end_ns=event.end_ns + 10**15) if event.worker == 2 else event
+        for event in as_measured(simulation, 0)
+    ]
+    measured = measured_chart(events, 0, hosts=hosts)
+    assert 0 < measured.step_s <= simulation.step_s * (1 + 1e-6)
+    firsts = {device: min(bar.start_s for bar in measured.bars if bar.device == device) for device in (0, 2)}
+    assert firsts == {0: 0.0, 2: 0.0}
+    assert max(bar.end_s for bar in measured.bars) < 2 * simulation.step_s
+
+
 def test_blocks_lie_where_they_should(tmp_path: Path) -> None:
-    """The first block of the first row is forward's blue, and what is idle is white."""
+    """The first block of the first row is forward's blue, and what is idle has the colour of the ground."""
     _, simulation = foreseen(plan("gpipe"))
     draw_simulation(simulation, tmp_path / "plan.png")
     with Image.open(tmp_path / "plan.png") as image:
         pixels = image.convert("RGB")
-    blue, white = (63, 116, 181), (255, 255, 255)
+    blue, white = (0, 114, 178), (247, 248, 250)
     colours = {pixels.getpixel((x, y)) for x in range(0, pixels.width, 5) for y in range(0, pixels.height, 5)}
     assert blue in colours
     rows = [y for y in range(pixels.height) if any(pixels.getpixel((x, y)) == blue for x in range(200, 300))]
@@ -112,16 +127,16 @@ def test_figures_grow_with_the_devices(tmp_path: Path, devices: int) -> None:
     path = tmp_path / "plan.png"
     draw_simulation(simulation, path)
     with Image.open(path) as image:
-        assert image.width == 1950
-        assert image.height > 75 * devices
+        assert image.width == 1200
+        assert image.height > 60 * devices
 
 
 def test_a_simulation_without_details_and_a_step_without_events_are_refused() -> None:
     _, simulation = foreseen(plan())
     with pytest.raises(UsageError, match="detail"):
-        predicted_chart(replace(simulation, spans=()))
+        simulated_chart(replace(simulation, spans=()))
     with pytest.raises(UsageError, match="no events of step 7"):
-        measured_chart(as_measured(simulation, 0), 7)
+        measured_chart(as_measured(simulation, 0), 7, hosts=ONE_HOST)
 
 
 def test_no_window_and_no_global_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,6 +145,7 @@ def test_no_window_and_no_global_state(tmp_path: Path, monkeypatch: pytest.Monke
     assert "matplotlib.pyplot" not in sys.modules
 
 
+@pytest.mark.long
 def test_the_same_step_is_the_same_file(tmp_path: Path) -> None:
     _, simulation = foreseen(plan())
     for suffix in ("pdf", "png", "svg"):

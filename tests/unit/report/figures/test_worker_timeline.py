@@ -89,7 +89,7 @@ def test_what_is_left_of_a_step_is_of_that_step_in_whichever_window_it_is() -> N
     assert (late.step, late.begun, late.action) == (4, 3, Action("B", 0, 1))
     assert (own.step, own.begun) == (4, 4)
     shown = {one["name"]: one["args"] for one in written([late, own]) if one["ph"] == "X"}
-    assert shown["stage 0 backward 1"] == {"step": 4, "stage": 0, "micro_batch": 1}
+    assert shown["stage 0 backward 1"] == {"step": 4, "kind": "B", "stage": 0, "micro_batch": 1}
     assert shown["forward"] == {"step": 5}
 
 
@@ -171,4 +171,4 @@ def test_computations_say_their_stage_and_micro_batch() -> None:
     action = Action("F", 2, 5)
     one = TraceEvent(worker=0, track="compute", name="forward", step=3, start_ns=0, end_ns=9, action=action)
     (span,) = [e for e in written([one]) if e["ph"] == "X"]
-    assert span["args"] == {"step": 4, "stage": 2, "micro_batch": 5}
+    assert span["args"] == {"step": 4, "kind": "F", "stage": 2, "micro_batch": 5}

@@ -15,13 +15,13 @@ from onebox.engine.memory.timeline import MemoryPeak, MemoryTimeline, MemoryUse,
 from onebox.plan import Action, Plan, PolicyReason, Stage
 from onebox.report.tables.memory import (
     activation_policy_table,
-    bytes_text,
     compare_memory,
     curve_lines,
     peak_table,
     residents_table,
     sparkline,
 )
+from onebox.sizes import bytes_text
 
 MIB = 1 << 20
 FORWARD, BACKWARD = Action("F", 0, 0), Action("B", 0, 0)

@@ -22,9 +22,9 @@ from onebox.report import (
     stage_table,
     summary_line,
 )
-from onebox.report.tables.plan import devices_text, rejection_reason, segments_text
-from onebox.report.tables.text import time_text
-from tests.unit.report.steps import SEGMENTS, as_measured, candidate, foreseen, plan, problem
+from onebox.report.tables.plan import devices_text, noise_line, rejection_reason, segments_text
+from onebox.sizes import time_text
+from tests.unit.report.steps import ONE_HOST, SEGMENTS, as_measured, candidate, foreseen, plan, problem
 
 NAMES = [f"model.{n}" for n in range(SEGMENTS)]
 
@@ -44,6 +44,35 @@ def test_the_summary_says_time_rate_and_bubble() -> None:
         f"step {time_text(simulation.step_s)} for 8 samples, {8 / simulation.step_s:,.0f} samples/s, "
         f"bubble {simulation.bubble:.1%}"
     )
+
+
+def test_the_summary_has_the_interval_of_a_step_if_it_is_known() -> None:
+    expected, _ = foreseen(plan("1f1b"), dataclasses.replace(problem(), spread={"cpu": (0.9, 1.25)}))
+    assert expected.predicted is not None
+    step_s = expected.predicted.step_s
+    spread = f"{time_text(0.9 * step_s)} to {time_text(1.25 * step_s)} in 8 of 10 steps"
+    assert f"for 8 samples, {spread}, {8 / step_s:,.0f} samples/s" in summary_line(expected)
+
+
+@pytest.mark.parametrize(("spread", "noisy"), [((0.5, 1.6), True), ((0.99, 1.01), False), (None, False)])
+def test_a_plan_that_gains_less_than_times_vary_is_pointed_out(spread: tuple[float, float] | None, noisy: bool) -> None:
+    given = dataclasses.replace(problem(), spread={"cpu": spread} if spread else {})
+    chosen, trivial = (
+        foreseen(plan("1f1b"), given)[0],
+        foreseen(Plan.data_parallel([0], [1.0], micro_batch=2), given)[0],
+    )
+    candidates = [PlanCandidate(label="the best found", plan=chosen), PlanCandidate(label="one", plan=trivial)]
+    line = noise_line(candidates)
+    assert chosen.predicted is not None and trivial.predicted is not None
+    assert bool(line) == noisy
+    if noisy:
+        gain_s = trivial.predicted.step_s - chosen.predicted.step_s
+        assert f"one takes only {time_text(gain_s)} longer; end other programs" in line
+    if noisy:  # a simpler plan that is as quick is preferred, so that the chosen one may even be a little slower
+        slower = replace(chosen, predicted=replace(chosen.predicted, step_s=trivial.predicted.step_s * 1.001))
+        assert "one takes no longer; end" in noise_line([PlanCandidate(label="found", plan=slower), candidates[1]])
+    assert not noise_line(candidates[::-1]), "a plan of one stage needs no planner"
+    assert not noise_line(candidates[:1])
 
 
 def test_the_stages() -> None:
@@ -168,7 +197,9 @@ def test_a_search_shows_the_trivial_plans() -> None:
 
 def test_predicted_and_measured() -> None:
     expected, simulation = foreseen(plan("1f1b"))
-    found = compare(expected, as_measured(simulation, 0, factor=2.0), {0: 1 << 20}, batch=8, exact={0: 1 << 19})
+    found = compare(
+        expected, as_measured(simulation, 0, factor=2.0), {0: 1 << 20}, hosts=ONE_HOST, batch=8, exact={0: 1 << 19}
+    )
     times, whole, memory = (shown(table) for table in comparison_tables(found))
     assert times[0] == ["0", "0", "2", "4      8  -50.0%", "8     16  -50.0%"]
     assert whole[0] == [
@@ -185,7 +216,7 @@ def test_predicted_and_measured() -> None:
 
 def test_a_plan_without_prediction_shows_measurements_alone() -> None:
     _, simulation = foreseen(plan("zb-h1"))
-    found = compare(plan("zb-h1"), as_measured(simulation, 0), {}, batch=8)
+    found = compare(plan("zb-h1"), as_measured(simulation, 0), {}, hosts=ONE_HOST, batch=8)
     times, whole, _ = (shown(table) for table in comparison_tables(found))
     assert times[0] == ["0", "0", "2", "-      4", "-      4", "-      4"]
     assert whole[0][1] == "-" and whole[0][3] == "-"

@@ -101,6 +101,8 @@ class WorkerActor:
 
     def find(self) -> str:
         """Return a :class:`NodeReport` as JSON."""
+        import torch  # noqa: F401  # the suffix of its own version tells whether it can use a GPU
+
         ray = import_extra("ray", "a worker on a Ray cluster")
 
         node = ray.get_runtime_context().get_node_id()

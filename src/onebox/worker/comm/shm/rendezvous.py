@@ -27,8 +27,9 @@ from onebox.worker.comm.shm.layout import FREE, LEFT
 from onebox.worker.comm.shm.segment import LEAST_BYTES, SPAN_BYTES, SharedMemory
 from onebox.worker.system.process_watch import ProcessWatch
 
-PATIENCE_S = 10.0
-"""Longest wait for a descriptor from a rank known to be present."""
+PATIENCE_S, PATIENCE_EACH_S = 10.0, 0.5
+"""Longest wait for the descriptors of ranks known to be present: for those of a small group, and more for each rank, as
+each sends its own to all others."""
 
 _SPEED = Struct("=q2d")
 """Number of a rank's emulated links, and the speed of the slowest; in the free words of its control page."""
@@ -176,7 +177,7 @@ def _exchange(
         watches = {rank: _watch(other) for rank, other in near.items()}
         names = {rank: other.post for rank, other in near.items()}
         inodes = {rank: other.inode for rank, other in near.items()}
-        end_s = time.monotonic() + min(PATIENCE_S, form.timeout_s)
+        end_s = time.monotonic() + min(PATIENCE_S + PATIENCE_EACH_S * form.size, form.timeout_s)
 
         def waiting(rank: int) -> bool:
             if watches[rank].ended():

@@ -25,7 +25,7 @@ from onebox.pool.backends.ray.ray_spec import (
     selectors,
 )
 
-PAGE = Path(__file__).parents[5] / "docs" / "cluster.md"
+PAGE = Path(__file__).parents[5] / "docs" / "how-to" / "clusters.md"
 
 PARTS = {"cuda", "cpu", "pack", "spread", "type", "memory", "threads", "wait"}
 

@@ -1,0 +1,483 @@
+"""The page of a run, or of a script's pool, in this process.
+
+Everything here is called by the page's thread, but for what the run tells: its records and completed steps, each of
+which costs the run less than a microsecond or two.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import psutil
+
+from onebox.engine import Trainer
+from onebox.engine.steps.link_use import LinkUse, bounding_link, used_links
+from onebox.engine.steps.observer import EndedStep, StepObserver
+from onebox.engine.steps.results import TraceEvent
+from onebox.pool import DeviceInfo, Pool
+from onebox.pool.discovery import LOCAL_HOST
+from onebox.report.figures.worker_timeline import timeline_of
+from onebox.report.page.history import RunHistory
+from onebox.report.page.plan_view import plan_view
+from onebox.report.page.schedule import schedule_view
+from onebox.report.page.state import (
+    Curves,
+    DeviceState,
+    DeviceView,
+    EventView,
+    Head,
+    HostView,
+    Island,
+    LinkView,
+    PageState,
+    PlanView,
+    ScheduleView,
+)
+from onebox.report.page.temperatures import device_temperatures
+from onebox.report.run.status import RunState
+from onebox.report.tables.comparison import PlanComparison, compare
+
+_LOG = logging.getLogger("onebox")
+
+_SHARE = 0.002
+"""Part of a core that the newest step's details may take: they are made so much less often where they take long."""
+
+_OFTEN_S = 1.9
+"""Least time between two details of steps, and between two curves: most of what a browser does is to draw them."""
+
+_SELDOM_S = 10.0
+"""Longest time between two details of steps."""
+
+_IDLE = 0.3
+"""Part of the time between two steps in which no device computes, from which the feed bounds the steps."""
+
+_TEMPERATURE_S = 5.0
+
+_RECENT_S = 2.0
+"""Longest time between two looks at a pool after which its changes happened just now."""
+
+
+class LiveRun(StepObserver):
+    """A training run of this process, for the page: an observer of its steps, and a listener to its records.
+
+    Args:
+        name: Its model and data.
+        trainer: The trainer; it is subscribed to.
+        folder: Folder of the run, as text.
+        total_steps: Steps of the whole run.
+        epochs: Epochs of the whole run.
+        outer_every: Steps between two outer steps of islands; 0 for a run without.
+    """
+
+    def __init__(
+        self, name: str, trainer: Trainer, *, folder: str, total_steps: int, epochs: int, outer_every: int = 0
+    ) -> None:
+        self._name = name
+        self._trainer = trainer
+        self._folder = folder
+        self._outer_every = outer_every
+        self._lock = threading.Lock()
+        self._history = RunHistory(total_steps, epochs)
+        self._ended: tuple[RunState, str] | None = None
+        self._newest: EndedStep | None = None
+        self._pool = PoolWatch(trainer.pool)
+        self._details = _Details()
+        self._curves: Curves | None = None
+        self._next_s = 0.0
+        self._failed = ""
+        self._names = {device.number: _process(device) for device in trainer.pool.devices}
+        trainer.subscribe(self)
+
+    # ---- called by the run
+
+    def ended(self, step: EndedStep) -> None:
+        """Remember the newest step."""
+        if step.trace is not None:
+            self._newest = step
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Add a record of the run's metrics."""
+        with self._lock:
+            self._history.add(record)
+
+    def finish(self, state: RunState, text: str) -> None:
+        """Record the end of the run.
+
+        Args:
+            state: The way in which it ended.
+            text: A line about it.
+        """
+        with self._lock:
+            self._ended = state, text
+            self._history.end(state, text, at_s=time.time())
+
+    # ---- called by the page
+
+    def state(self) -> PageState:
+        """Return the present state."""
+        renewed = self._renew_details()
+        details, trainer = self._details, self._trainer
+        with self._lock:
+            for event in self._pool.news():
+                self._history.note(event.kind, event.text, at_s=event.at_s, severity=event.severity)
+            numbers, events, ended = self._history.numbers, self._history.events, self._ended
+            if renewed or ended or self._curves is None:
+                self._curves = self._history.curves
+        if trainer.plan is None:
+            state: RunState = "waiting"
+            text = "the model is captured, measured and planned with the first batch"
+        else:
+            state, text = "running", self._pool.recovering
+        found = details.comparison
+        plan = trainer.plan
+        predicted = plan.predicted if plan is not None else None
+        numbers = msgspec.structs.replace(
+            numbers,
+            predicted_s=predicted.step_s if predicted else None,
+            predicted_bubble=predicted.bubble if predicted else None,
+            step_s=found.step_s.measured if found else None,
+            bubble=found.bubble.measured if found else None,
+            bound=_bound(details, None if trainer.island_plans else numbers.interval_s),
+            staleness=_staleness(trainer),
+            islands=_islands(trainer, self._outer_every),
+        )
+        return PageState(
+            head=Head(
+                kind="run",
+                name=self._name,
+                state=ended[0] if ended else state,
+                text=ended[1] if ended else text,
+                folder=self._folder,
+                trace=self._newest is not None,
+            ),
+            run=numbers,
+            curves=self._curves,
+            hosts=self._pool.hosts(details.used_bytes, details.peak_bytes, details.busy, _budgets(trainer)),
+            links=details.links_now(numbers.interval_s, self._pool),
+            plan=plan_view(plan) if details.plan is None and plan is not None else details.plan,
+            schedule=details.schedule,
+            events=events,
+        )
+
+    def trace(self) -> bytes | None:
+        """Return the Chrome trace of the last steps; ``None`` before the first."""
+        if self._newest is None:
+            return None
+        return timeline_of(self._trainer.events(), self._names, self._trainer.link_events()).to_json()
+
+    def close(self) -> None:
+        """Do nothing: the run belongs to others."""
+
+    def _renew_details(self) -> bool:
+        """Make the details of the newest step, if the last ones are old enough; return whether they are.
+
+        Where that fails, the old ones stay.
+        """
+        newest, now_s = self._newest, time.monotonic()
+        if newest is None or now_s < self._next_s:
+            return False
+        if newest is self._details.step:
+            return True
+        begin_s = time.thread_time()
+        try:
+            self._details = _details_of(newest, self._trainer.pool, self._names)
+        except Exception as error:  # the rest of the page goes on
+            if self._failed != repr(error):
+                self._failed = repr(error)
+                _LOG.warning("the details of steps cannot be shown: %s", self._failed, exc_info=True)
+        cost_s = time.thread_time() - begin_s
+        self._next_s = now_s + min(_SELDOM_S, max(_OFTEN_S, cost_s / _SHARE))
+        return True
+
+
+class ScriptPool:
+    """The pool of a script of this process, for the page.
+
+    Args:
+        name: The script.
+        pool: The pool.
+    """
+
+    def __init__(self, name: str, pool: Pool) -> None:
+        self._name = name
+        self._pool = PoolWatch(pool)
+        self._history = RunHistory()
+        self._ended: tuple[RunState, str] | None = None
+
+    def finish(self, state: RunState, text: str) -> None:
+        """Record the end of the script; see :meth:`LiveRun.finish`."""
+        self._ended = state, text
+
+    def state(self) -> PageState:
+        """Return the present state."""
+        for event in self._pool.news():
+            self._history.note(event.kind, event.text, at_s=event.at_s, severity=event.severity)
+        state, text = self._ended or ("running", self._pool.recovering)
+        return PageState(
+            head=Head(kind="script", name=self._name, state=state, text=text),
+            hosts=self._pool.hosts({}, {}, {}, {}),
+            links=self._pool.uplinks(),
+            events=self._history.events,
+        )
+
+    def trace(self) -> bytes | None:
+        """Return ``None``: a script has no steps."""
+        return None
+
+    def close(self) -> None:
+        """Do nothing: the pool belongs to others."""
+
+
+class PoolWatch:
+    """Changes in a pool: devices, losses, and the bytes that this process has sent.
+
+    Args:
+        pool: The pool.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._away: frozenset[int] = frozenset()
+        self._told: set[int] = set()
+        self._recoveries = pool.recoveries
+        self._looked_s = time.monotonic()
+        self._sent: tuple[float, tuple[int, ...]] = (time.monotonic(), pool.sent_bytes)
+        self._rates_bps: dict[str, float] = {}
+        self._temperatures: tuple[float, dict[str, float]] = (-_TEMPERATURE_S, {})
+
+    @property
+    def recovering(self) -> str:
+        """A line about lost workers; empty if there are none."""
+        lost = self._pool.lost - self._pool.gone
+        return f"recovering from the loss of {_devices_text(lost)}" if lost else ""
+
+    def news(self) -> list[EventView]:
+        """Return the losses and returns of devices since the last call; without a time if that was long ago."""
+        pool, recoveries = self._pool, self._pool.recoveries
+        before_s, self._looked_s = self._looked_s, time.monotonic()
+        at_s = time.time() if self._looked_s - before_s <= _RECENT_S else None
+        away = pool.lost | pool.gone
+        over = pool.losses(self._recoveries)  # those of recoveries that have been quicker than this is called
+        found = []
+        for device in sorted((away | over.keys()) - self._told):
+            info = pool.devices[device]
+            text = f"the worker of device {device} ({info.device} on {info.host}) is lost"
+            found.append(EventView(at_s=at_s, step=None, kind="loss", severity="failure", text=text))
+        back = (self._away | over.keys()) - away
+        if back:
+            text = f"{_devices_text(back)} back, with {'a new worker' if len(back) == 1 else 'new workers'}"
+            found.append(EventView(at_s=at_s, step=None, kind="return", severity="good", text=text))
+        self._away, self._told = away, set(away)
+        if not pool.broken:
+            self._recoveries = recoveries
+        return found
+
+    def hosts(
+        self,
+        used_bytes: Mapping[int, int],
+        peak_bytes: Mapping[int, int],
+        busy: Mapping[int, float],
+        budgets: Mapping[int, int],
+    ) -> tuple[HostView, ...]:
+        """Return the pool by hosts.
+
+        Args:
+            used_bytes: Used memory of each device, as far as known.
+            peak_bytes: Its peak.
+            busy: Busy part of its time.
+            budgets: Limit of its memory.
+        """
+        lost, gone = self._pool.lost, self._pool.gone
+        temperatures = self._temperatures_c()
+        found: dict[str, list[DeviceView]] = {}
+        for device in self._pool.devices:
+            number = device.number
+            state: DeviceState = "gone" if number in gone else "lost" if number in lost else "present"
+            here = device.host == LOCAL_HOST
+            found.setdefault(device.host, []).append(
+                DeviceView(
+                    number=number,
+                    device=device.device,
+                    name=device.name,
+                    state=state,
+                    threads=device.threads,
+                    memory_bytes=device.memory_bytes,
+                    budget_bytes=budgets.get(number) or device.memory_bytes,
+                    used_bytes=used_bytes.get(number),
+                    peak_bytes=peak_bytes.get(number),
+                    busy=busy.get(number) if state == "present" else 0.0,
+                    temperature_c=temperatures.get(device.device) if here else None,
+                    emulated=device.emulated,
+                )
+            )
+        load = self._load()
+        return tuple(
+            HostView(name=host, devices=tuple(own), load=load if host == LOCAL_HOST else None)
+            for host, own in found.items()
+        )
+
+    def uplinks(self) -> tuple[LinkView, ...]:
+        """Return what this process sends to each host."""
+        (then_s, before), now_s, now = self._sent, time.monotonic(), self._pool.sent_bytes
+        totals: dict[str, int] = {}
+        added: dict[str, int] = {}
+        for device in self._pool.devices:
+            number = device.number
+            totals[device.host] = totals.get(device.host, 0) + now[number]
+            added[device.host] = added.get(device.host, 0) + now[number] - before[number]
+        if now_s - then_s > 0.5:
+            self._sent = now_s, now
+            self._rates_bps = {host: float(f"{size / (now_s - then_s):.4g}") for host, size in added.items()}
+        return tuple(
+            LinkView(source="this client", target=host, now_bps=self._rates_bps.get(host), total_bytes=total)
+            for host, total in totals.items()
+        )
+
+    def _load(self) -> float:
+        return round(psutil.getloadavg()[0] / (psutil.cpu_count() or 1), 2)
+
+    def _temperatures_c(self) -> dict[str, float]:
+        """Return the temperature of the devices of this machine that have a sensor."""
+        then_s, found = self._temperatures
+        if time.monotonic() - then_s >= _TEMPERATURE_S:
+            kinds = {device.device for device in self._pool.devices if device.host == LOCAL_HOST}
+            found = device_temperatures(kinds)
+            self._temperatures = time.monotonic(), found
+        return found
+
+
+class _Details:
+    """The details of a step.
+
+    Args:
+        step: The step.
+    """
+
+    def __init__(self, step: EndedStep | None = None) -> None:
+        self.step = step
+        self.comparison: PlanComparison | None = None
+        self.plan: PlanView | None = None
+        self.schedule: ScheduleView | None = None
+        self.used_bytes: dict[int, int] = {}
+        self.peak_bytes: dict[int, int] = {}
+        self.busy: dict[int, float] = {}
+        self.links: tuple[LinkUse, ...] = ()
+
+    def links_now(self, interval_s: float | None, pool: PoolWatch) -> tuple[LinkView, ...]:
+        """Return the links between hosts, and those from the client."""
+        between = (
+            LinkView(
+                source=use.source,
+                target=use.target,
+                measured_bps=float(f"{use.size_bytes / use.busy_s:.4g}") if use.busy_s > 0 else None,
+                now_bps=float(f"{use.size_bytes / interval_s:.4g}") if interval_s else None,
+                step_bytes=use.size_bytes,
+            )
+            for use in self.links
+        )
+        return (*between, *pool.uplinks())
+
+
+def _details_of(step: EndedStep, pool: Pool, names: Mapping[int, str]) -> _Details:
+    assert step.trace is not None, "a step with a trace"
+    found = _Details(step)
+    events = step.trace.events()
+    samples = sum(part.size for part in step.micro_batches)
+    by_device = [device.host for device in pool.devices]
+    found.comparison = compare(step.plan, events, {}, hosts=by_device, batch=samples)
+    emulated = [device.number for device in pool.devices if device.emulated]
+    found.plan = plan_view(step.plan, found.comparison.stages, emulated)
+    hosts = {names[device.number]: device.host for device in pool.devices}
+    found.schedule = schedule_view(timeline_of(events, names), step.number + 1, hosts)
+    for worker, (_, _, memory) in step.trace.workers.items():
+        if memory:
+            found.peak_bytes[worker], found.used_bytes[worker] = max(memory[::2]), memory[-1]
+    found.busy = _busy(events)
+    found.links = used_links(step.trace.traffic, by_device)
+    return found
+
+
+def _busy(events: Sequence[TraceEvent]) -> dict[int, float]:
+    """Return the part of a step in which each device computes, by the span of its own events."""
+    sums: dict[int, list[int]] = {}
+    for event in events:
+        own = sums.setdefault(event.worker, [0, event.start_ns, event.end_ns])
+        own[1], own[2] = min(own[1], event.start_ns), max(own[2], event.end_ns)
+        if event.track == "compute":
+            own[0] += event.end_ns - event.start_ns
+    return {
+        worker: round(min(1.0, busy / (end - begin)), 3) for worker, (busy, begin, end) in sums.items() if end > begin
+    }
+
+
+def _bound(details: _Details, interval_s: float | None) -> str:
+    """Describe what bounds the steps: a link, the feed and the client between two steps, or a device's computing.
+
+    Args:
+        details: Those of a step.
+        interval_s: Time from a step to the next; ``None`` if it is not known, or if the details are not those of all
+            devices, of which others may compute while these are idle.
+    """
+    found = details.comparison
+    if found is None or found.step_s.measured is None:
+        return ""
+    step_s = found.step_s.measured
+    idle = 1 - step_s / interval_s if interval_s else 0.0
+    if idle > _IDLE:
+        return f"feed or client: no device computes in {100 * idle:.0f} % of the time"
+    link = bounding_link(details.links, step_s)
+    if link is not None:
+        return link.text
+    busiest = max(details.busy, key=lambda device: details.busy[device], default=None)
+    if busiest is None:
+        return ""
+    return f"computing: device {busiest} is busy for {100 * details.busy[busiest]:.0f} % of a step"
+
+
+def _staleness(trainer: Trainer) -> str:
+    stale = trainer.stale
+    if stale is None:
+        return "exact steps"
+    return f"gradients one step late, correction {stale.correction}, after {stale.warm_up or 0} exact steps"
+
+
+def _islands(trainer: Trainer, every: int) -> tuple[Island, ...]:
+    """Return the islands of a run; empty without."""
+    away: set[int | None] = set()
+    for change in trainer.island_changes:
+        if change.kind in ("left", "late"):
+            away.add(change.island)
+        elif change.kind in ("joined", "punctual"):
+            away.discard(change.island)
+    return tuple(
+        Island(
+            number=number,
+            devices=", ".join(map(str, plan.devices)),
+            state="gone" if number in away else "present",
+            age_steps=trainer.steps_done % every if every else 0,
+            every_steps=every,
+        )
+        for number, plan in enumerate(trainer.island_plans)
+    )
+
+
+def _budgets(trainer: Trainer) -> dict[int, int]:
+    plan = trainer.plan
+    if plan is None or not plan.memory_bytes:
+        return {}
+    return {device: limit for device, limit in zip(plan.devices, plan.memory_bytes, strict=True) if limit}
+
+
+def _process(device: DeviceInfo) -> str:
+    star = ", emulated" if device.emulated else ""
+    where = "" if device.host == LOCAL_HOST else f" on {device.host}"
+    return f"device {device.number} ({device.device}{where}{star})"
+
+
+def _devices_text(devices: Collection[int]) -> str:
+    return f"device{'s' * (len(devices) != 1)} {', '.join(map(str, sorted(devices)))}"

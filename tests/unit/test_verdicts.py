@@ -1,0 +1,95 @@
+"""The table of ``make bench``: what is measured, and how it is judged."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import psutil
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def verdicts() -> ModuleType:
+    """The script, as a module."""
+    spec = importlib.util.spec_from_file_location("verdicts", BENCHMARKS / "verdicts.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules["verdicts"] = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        spec.loader.exec_module(module)
+    return module
+
+
+def test_each_benchmark_is_there(verdicts: ModuleType) -> None:
+    for name in verdicts.TARGETS:
+        assert (BENCHMARKS / f"{name}.py").is_file()
+
+
+@pytest.mark.parametrize(("value", "at_least", "met"), [
+    (1.0, False, True), (1.01, False, False), (1.0, True, True), (0.99, True, False)
+])  # fmt: skip
+def test_a_bound_belongs_to_what_is_allowed(verdicts: ModuleType, value: float, at_least: bool, met: bool) -> None:
+    assert verdicts.Target("x", 1.0, at_least=at_least).met(value) is met
+
+
+def test_a_figure_that_did_not_come_is_not_met(verdicts: ModuleType) -> None:
+    ran = verdicts.Ran(name="scaling", figures={"share_of_ceiling": 0.95}, minutes=1.0, noise=0.1)
+    assert ran.rows == [
+        ("share_of_ceiling", "0.95", "at least 0.93", "met"),
+        ("over_ddp", "", "at least 1", "not measured"),
+    ]
+    ended = verdicts.Ran(name="scaling", figures={}, minutes=5.0, noise=0.1, why="did not end within 5 minutes")
+    assert ended.rows == [("", "", "", "did not end within 5 minutes")]
+
+
+def test_a_benchmark_that_fails_or_does_not_end_has_no_figures(
+    verdicts: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each with a script in its place."""
+    monkeypatch.setattr(verdicts, "HERE", tmp_path)
+    scripts = {
+        "eager": "print('{\"cnn_ratio\": 1.0}')",
+        "remote": "raise SystemExit(3)",
+        "memory": "print('no object')",
+        "scaling": "import time; time.sleep(600)",
+    }
+    for name, text in scripts.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    assert verdicts.run("eager", 1.0).figures == {"cnn_ratio": 1.0}
+    why = {name: verdicts.run(name, 0.02 if name == "scaling" else 1.0).why for name in ("remote", "memory", "scaling")}
+    assert why == {
+        "remote": "failed: status 3",
+        "memory": "failed: no JSON object",
+        "scaling": "did not end within 0.02 minutes",
+    }
+
+
+LEFT_BEHIND = """
+import subprocess, sys
+left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print('{"process": %d}' % left.pid, flush=True)
+left.returncode = 0
+"""
+
+
+def test_a_process_that_is_left_behind_does_not_keep_the_figures(
+    verdicts: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the output of its benchmark open, and is ended with it."""
+    monkeypatch.setattr(verdicts, "HERE", tmp_path)
+    (tmp_path / "eager.py").write_text(LEFT_BEHIND)
+    ran = verdicts.run("eager", 1.0)
+    assert not ran.why
+    with pytest.raises(psutil.NoSuchProcess):
+        psutil.Process(ran.figures["process"]).wait(10)
+        psutil.Process(ran.figures["process"])
+
+
+def test_a_figure_that_is_no_number_is_not_measured(verdicts: ModuleType) -> None:
+    ran = verdicts.Ran(name="memory", figures={"alexnet_saving": "nan", "vgg16_saving": None}, minutes=1.0, noise=0.1)
+    assert [row[-1] for row in ran.rows] == ["not measured", "not measured"]
