@@ -76,8 +76,18 @@ def install() -> None:
                 rename="vgpu", backend_module=device_module.as_module(), device_guard=backward.VirtualDeviceGuard()
             )
             process_group.register()
+            _import_for_storages()
             _registered.append(True)
         PATCHES.apply()
+
+
+def _import_for_storages() -> None:
+    """Have PyTorch import, in one thread, its module of storages, which it does at the first check of an argument.
+
+    The import is the first value of a static variable in C++: where it lets another thread run, and that one comes to
+    the same variable with the interpreter's lock in hand, both wait for ever.
+    """
+    torch.empty(0, device="meta").set_(torch.UntypedStorage(0, device="meta"), 0, (0,), (1,))
 
 
 def uninstall() -> None:

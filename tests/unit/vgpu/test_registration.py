@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -14,6 +16,27 @@ from onebox.vgpu import VirtualTensor, install
 from onebox.vgpu.dispatch.factories import factories
 from onebox.vgpu.integration.accelerator import ANSWERS
 from onebox.vgpu.ops.autocast import BANNED, FLOAT32, LOWER, WIDEST
+
+
+FIRST_STORAGES = """
+import builtins, threading, time
+import torch
+from onebox.vgpu import install
+from onebox.vgpu.core.metadata import metadata
+install()
+plain = builtins.__import__
+def slow(*arguments, **named):
+    time.sleep(0.2)
+    return plain(*arguments, **named)
+builtins.__import__ = slow
+layout = metadata(torch.float32, (2, 2), (1, 2), 0, 16)
+threads = [threading.Thread(target=layout.on_meta) for _ in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+"""Two threads have a tensor with strides made at a time; an import takes so long that both come to it."""
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +55,10 @@ def test_the_setup_of_a_python_backend_takes_what_it_is_given() -> None:
     assert {"rename", "backend_module"} <= set(parameters)
     assert torch._C._get_privateuse1_backend_name() == "vgpu"
     assert torch.get_device_module("vgpu") is torch.vgpu  # type: ignore[attr-defined]
+
+
+def test_threads_may_be_the_first_to_set_a_storage() -> None:
+    subprocess.run([sys.executable, "-c", FIRST_STORAGES], timeout=60, check=True)
 
 
 def test_backward_passes_run_in_their_own_thread() -> None:
