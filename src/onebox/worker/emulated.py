@@ -168,7 +168,8 @@ def wake_promptly() -> None:
 class EmulatedProgram(CompiledProgram):
     """Emulated execution of a program: its outputs are created from their specs.
 
-    An output that would be a view shares the storage of its base, so that memory is counted as in a real run.
+    An output that would be a view shares the storage of its base, so that memory is counted as in a real run; one with
+    the base's own spec, as of an operator that writes to its input, is the base.
 
     Args:
         stored: The program and its cost.
@@ -186,7 +187,9 @@ class EmulatedProgram(CompiledProgram):
         self._own = [_plan(slot, specs[slot]) for slot in made if owner[slot] == slot]
         bases = dict.fromkeys(owner[slot] for slot in made if owner[slot] != slot)
         self._bases = [_plan(slot, specs[slot]) for slot in bases if slot >= len(program.inputs)]
-        self._views = [(*_plan(slot, specs[slot]), owner[slot]) for slot in made if owner[slot] != slot]
+        others = [slot for slot in made if owner[slot] != slot]
+        self._same = [(slot, owner[slot]) for slot in others if specs[slot] == specs[owner[slot]]]
+        self._views = [(*_plan(slot, specs[slot]), owner[slot]) for slot in others if specs[slot] != specs[owner[slot]]]
 
     def run(self, inputs: list[Tensor], seed: Seed, progress: WorkerProgress) -> list[Tensor]:
         """Return tensors with the program's specs; nothing is computed, and no time passes."""
@@ -199,6 +202,8 @@ class EmulatedProgram(CompiledProgram):
         for slot, dtype, shape in self._bases:
             if slot not in values:
                 values[slot] = torch.empty(shape, dtype=dtype, device=_META)
+        for slot, base in self._same:
+            values[slot] = values[base]
         for slot, dtype, shape, base in self._views:
             storage = values[base].untyped_storage()
             # A stride of 0 keeps any shape, such as an expanded one, inside the storage.

@@ -48,7 +48,11 @@ def test_a_sleep_that_is_woken_early_goes_on_and_is_waiting(monkeypatch: pytest.
         waiting.append(progress.waiting)
         now_ns[0] += int(seconds * 1e9 / 2) + 1
 
-    clock: Any = type("Clock", (), {"monotonic_ns": lambda: now_ns[0], "sleep": nap})
+    def now() -> int:
+        now_ns[0] += 100
+        return now_ns[0]
+
+    clock: Any = type("Clock", (), {"monotonic_ns": now, "sleep": nap})
     for each in (progress_module, clock_module):
         monkeypatch.setattr(each, "time", clock)
     wait_until(1_000_000, progress)

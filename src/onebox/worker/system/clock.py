@@ -7,11 +7,21 @@ import time
 
 _PR_SET_TIMERSLACK = 29
 
+_LATE_NS = 80_000
+"""How late an idle virtual machine often wakes a thread: the last part of a sleep is a busy wait instead."""
+
+_BUSY_SHARE = 0.01
+"""Largest part of a sleep that is a busy wait, so that many sleeping threads of a machine need few of its cores."""
+
 
 def sleep_until(end_ns: int) -> None:
-    """Sleep until a time of the monotonic clock."""
-    while (left_ns := end_ns - time.monotonic_ns()) > 0:
+    """Sleep until a time of the monotonic clock, in a busy wait for the last microseconds."""
+    left_ns = end_ns - time.monotonic_ns()
+    awake_ns = end_ns - int(min(_LATE_NS, _BUSY_SHARE * left_ns))
+    while (left_ns := awake_ns - time.monotonic_ns()) > 0:
         time.sleep(left_ns / 1e9)
+    while time.monotonic_ns() < end_ns:
+        pass
 
 
 def wake_on_time() -> None:
