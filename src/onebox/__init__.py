@@ -11,8 +11,9 @@ Importing this package starts nothing and imports PyTorch only when something is
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from onebox.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from onebox.engine import Evaluation, StepLoss, Trainer, Weighted
@@ -58,39 +59,33 @@ __all__ = [
     "quantize_frozen",
 ]
 
-_HOMES = {
-    "Buckets": "onebox.padding",
-    "DataParallel": "onebox.trainer_options",
-    "Engine": "onebox.trainer_options",
-    "Evaluation": "onebox.engine",
-    "Feed": "onebox.feed",
-    "Link": "onebox.pool",
-    "Numerics": "onebox.trainer_options",
-    "OneboxError": "onebox.errors",
-    "Outer": "onebox.trainer_options",
-    "Plan": "onebox.plan",
-    "Pool": "onebox.pool",
-    "Recovery": "onebox.trainer_options",
-    "Staging": "onebox.trainer_options",
-    "StaleGradients": "onebox.trainer_options",
-    "StepLoss": "onebox.engine",
-    "StopSignals": "onebox.stop_signals",
-    "Trainer": "onebox.engine",
-    "Weighted": "onebox.engine",
-    "Weights": "onebox.trainer_options",
-    "estimate_memory": "onebox.engine.planning.memory_fit",
-    "make_plan": "onebox.engine.planning.make_plan",
-    "meta_parameters": "onebox.engine.state.weight_files",
-    "open": "onebox.vgpu",
-    "quantize_frozen": "onebox.frozen_weights",
-}
-
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'onebox' has no attribute {name!r}")
-    return getattr(importlib.import_module(home), "open_devices" if name == "open" else name)
+__getattr__ = lazy_names(
+    "onebox",
+    {
+        "onebox.engine": ("Evaluation", "StepLoss", "Trainer", "Weighted"),
+        "onebox.engine.planning.make_plan": ("make_plan",),
+        "onebox.engine.planning.memory_fit": ("estimate_memory",),
+        "onebox.engine.state.weight_files": ("meta_parameters",),
+        "onebox.errors": ("OneboxError",),
+        "onebox.feed": ("Feed",),
+        "onebox.frozen_weights": ("quantize_frozen",),
+        "onebox.padding": ("Buckets",),
+        "onebox.plan": ("Plan",),
+        "onebox.pool": ("Link", "Pool"),
+        "onebox.stop_signals": ("StopSignals",),
+        "onebox.trainer_options": (
+            "DataParallel",
+            "Engine",
+            "Numerics",
+            "Outer",
+            "Recovery",
+            "Staging",
+            "StaleGradients",
+            "Weights",
+        ),
+        "onebox.vgpu": ("open_devices as open",),
+    },
+)
 
 
 def __dir__() -> list[str]:

@@ -5,8 +5,9 @@ Modules are imported when something of them is used: capture brings the compiler
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from onebox.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from onebox.graph.capture.export import Captured, Loss, Metrics, Mode, Precision
@@ -67,42 +68,32 @@ __all__ = [
     "zeros",
 ]
 
-_HOMES = {
-    "BufferUpdate": "onebox.graph.transform.buffer_updates",
-    "Captured": "onebox.graph.capture.export",
-    "Loss": "onebox.graph.capture.export",
-    "Metrics": "onebox.graph.capture.export",
-    "Mode": "onebox.graph.capture.export",
-    "ModelPrograms": "onebox.graph.programs",
-    "NamedProgram": "onebox.graph.programs",
-    "Phase": "onebox.graph.lower.phases",
-    "PhaseKind": "onebox.graph.lower.phases",
-    "Piece": "onebox.graph.lower.split",
-    "Port": "onebox.graph.capture.joint",
-    "Precision": "onebox.graph.capture.export",
-    "TRACING": "onebox.graph.programs",
-    "TracedModel": "onebox.graph.programs",
-    "add_all": "onebox.graph.lower.small_programs",
-    "combine_all": "onebox.graph.lower.small_programs",
-    "decode_bucket": "onebox.graph.lower.codec_programs",
-    "encode_bucket": "onebox.graph.lower.codec_programs",
-    "encode_values": "onebox.graph.lower.codec_programs",
-    "extract": "onebox.graph.lower.small_programs",
-    "factor": "onebox.graph.lower.codec_programs",
-    "model_programs": "onebox.graph.programs",
-    "project": "onebox.graph.lower.codec_programs",
-    "recode_sum": "onebox.graph.lower.codec_programs",
-    "restore": "onebox.graph.lower.codec_programs",
-    "round_all": "onebox.graph.lower.small_programs",
-    "scale_all": "onebox.graph.lower.small_programs",
-    "split": "onebox.graph.lower.split",
-    "square_norm": "onebox.graph.lower.small_programs",
-    "zeros": "onebox.graph.lower.small_programs",
-}
-
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'onebox.graph' has no attribute {name!r}")
-    return getattr(importlib.import_module(home), name)
+__getattr__ = lazy_names(
+    "onebox.graph",
+    {
+        "onebox.graph.capture.export": ("Captured", "Loss", "Metrics", "Mode", "Precision"),
+        "onebox.graph.capture.joint": ("Port",),
+        "onebox.graph.lower.codec_programs": (
+            "decode_bucket",
+            "encode_bucket",
+            "encode_values",
+            "factor",
+            "project",
+            "recode_sum",
+            "restore",
+        ),
+        "onebox.graph.lower.phases": ("Phase", "PhaseKind"),
+        "onebox.graph.lower.small_programs": (
+            "add_all",
+            "combine_all",
+            "extract",
+            "round_all",
+            "scale_all",
+            "square_norm",
+            "zeros",
+        ),
+        "onebox.graph.lower.split": ("Piece", "split"),
+        "onebox.graph.programs": ("ModelPrograms", "NamedProgram", "TRACING", "TracedModel", "model_programs"),
+        "onebox.graph.transform.buffer_updates": ("BufferUpdate",),
+    },
+)

@@ -6,8 +6,9 @@ Public names are imported at first use: what starts workers needs no PyTorch, wh
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from onebox.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from onebox.pool.client.connection import WorkerReply
@@ -20,19 +21,15 @@ if TYPE_CHECKING:
 
 __all__ = ["DeviceInfo", "Fault", "Link", "Pool", "WorkerReply", "open_pool", "raise_first"]
 
-_HOMES = {
-    "DeviceInfo": "onebox.pool.devices",
-    "Fault": "onebox.worker",
-    "Link": "onebox.pool.network.emulated",
-    "Pool": "onebox.pool.pool",
-    "WorkerReply": "onebox.pool.client.connection",
-    "open_pool": "onebox.pool.open",
-    "raise_first": "onebox.pool.errors",
-}
-
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'onebox.pool' has no attribute {name!r}")
-    return getattr(importlib.import_module(home), name)
+__getattr__ = lazy_names(
+    "onebox.pool",
+    {
+        "onebox.pool.client.connection": ("WorkerReply",),
+        "onebox.pool.devices": ("DeviceInfo",),
+        "onebox.pool.errors": ("raise_first",),
+        "onebox.pool.network.emulated": ("Link",),
+        "onebox.pool.open": ("open_pool",),
+        "onebox.pool.pool": ("Pool",),
+        "onebox.worker": ("Fault",),
+    },
+)

@@ -6,8 +6,9 @@ need no PyTorch, whose import takes a second.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from onebox.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from onebox.report.figures.chrome_trace import Span, Timeline
@@ -81,49 +82,45 @@ __all__ = [
     "typical_step",
 ]
 
-_HOMES = {
-    "DeviceComparison": "onebox.report.tables.comparison",
-    "DeviceRow": "onebox.report.tables.text",
-    "HostState": "onebox.report.tables.agents",
-    "IslandsComparison": "onebox.report.tables.comparison",
-    "MemoryComparison": "onebox.report.tables.memory",
-    "MetricsLog": "onebox.report.run.metrics",
-    "OfferRow": "onebox.report.tables.agents",
-    "PlanComparison": "onebox.report.tables.comparison",
-    "PredictedMeasured": "onebox.report.tables.comparison",
-    "Progress": "onebox.report.run.progress",
-    "RunFolder": "onebox.report.run.folder",
-    "RunState": "onebox.report.run.status",
-    "RunStatus": "onebox.report.run.status",
-    "Span": "onebox.report.figures.chrome_trace",
-    "StageComparison": "onebox.report.tables.comparison",
-    "Timeline": "onebox.report.figures.chrome_trace",
-    "candidate_table": "onebox.report.tables.plan",
-    "compare": "onebox.report.tables.comparison",
-    "compare_islands": "onebox.report.tables.comparison",
-    "compare_memory": "onebox.report.tables.memory",
-    "comparison_tables": "onebox.report.tables.plan",
-    "device_table": "onebox.report.tables.text",
-    "epoch_line": "onebox.report.tables.text",
-    "islands_table": "onebox.report.tables.plan",
-    "mode_table": "onebox.report.tables.plan",
-    "offer_table": "onebox.report.tables.agents",
-    "plan_device_table": "onebox.report.tables.plan",
-    "printable": "onebox.report.tables.agents",
-    "profile_tables": "onebox.report.tables.pool_profile",
-    "rewind_metrics": "onebox.report.run.metrics",
-    "segment_tables": "onebox.report.tables.model_profile",
-    "stage_table": "onebox.report.tables.plan",
-    "status_lines": "onebox.report.tables.agents",
-    "status_table": "onebox.report.tables.agents",
-    "summary_line": "onebox.report.tables.plan",
-    "timeline_of": "onebox.report.figures.worker_timeline",
-    "typical_step": "onebox.report.tables.comparison",
-}
-
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'onebox.report' has no attribute {name!r}")
-    return getattr(importlib.import_module(home), name)
+__getattr__ = lazy_names(
+    "onebox.report",
+    {
+        "onebox.report.figures.chrome_trace": ("Span", "Timeline"),
+        "onebox.report.figures.worker_timeline": ("timeline_of",),
+        "onebox.report.run.folder": ("RunFolder",),
+        "onebox.report.run.metrics": ("MetricsLog", "rewind_metrics"),
+        "onebox.report.run.progress": ("Progress",),
+        "onebox.report.run.status": ("RunState", "RunStatus"),
+        "onebox.report.tables.agents": (
+            "HostState",
+            "OfferRow",
+            "offer_table",
+            "printable",
+            "status_lines",
+            "status_table",
+        ),
+        "onebox.report.tables.comparison": (
+            "DeviceComparison",
+            "IslandsComparison",
+            "PlanComparison",
+            "PredictedMeasured",
+            "StageComparison",
+            "compare",
+            "compare_islands",
+            "typical_step",
+        ),
+        "onebox.report.tables.memory": ("MemoryComparison", "compare_memory"),
+        "onebox.report.tables.model_profile": ("segment_tables",),
+        "onebox.report.tables.plan": (
+            "candidate_table",
+            "comparison_tables",
+            "islands_table",
+            "mode_table",
+            "plan_device_table",
+            "stage_table",
+            "summary_line",
+        ),
+        "onebox.report.tables.pool_profile": ("profile_tables",),
+        "onebox.report.tables.text": ("DeviceRow", "device_table", "epoch_line"),
+    },
+)

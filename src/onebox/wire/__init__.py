@@ -5,8 +5,9 @@ Public names are imported at first use: what talks to agents needs no PyTorch, w
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from onebox.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from onebox.wire.attention import ATTENTION, ATTENTION_BACKWARD, fits_fused
@@ -142,106 +143,73 @@ __all__ = [
     "with_deaths",
 ]
 
-_NAMES = {
-    "onebox.wire.attention": (
-        "ATTENTION",
-        "ATTENTION_BACKWARD",
-        "fits_fused",
-    ),
-    "onebox.wire.channel": (
-        "Connection",
-        "KeyPair",
-        "configure",
-        "detect_dead_peers",
-        "listen",
-        "new_keys",
-        "receive",
-        "send",
-        "send_tracked",
-    ),
-    "onebox.wire.compression": (
-        "Codec",
-        "MOST_BYTES",
-        "codecs",
-        "pack",
-        "unpack",
-    ),
-    "onebox.wire.operators": (
-        "is_known",
-        "is_random",
-        "overload",
-        "shares_memory",
-    ),
-    "onebox.wire.program": (
-        "Complex",
-        "DType",
-        "LayoutArgument",
-        "Many",
-        "MemoryFormat",
-        "Operator",
-        "OwnDevice",
-        "PROGRAM_TYPES",
-        "Program",
-        "SlotArgument",
-        "TensorSpec",
-        "Value",
-        "check",
-        "reads",
-        "specs_by_slot",
-        "with_deaths",
-    ),
-    "onebox.wire.protocol.codec": (
-        "check_frames",
-        "decode_envelope",
-        "decode_worker_message",
-        "encode",
-    ),
-    "onebox.wire.protocol.eager": (
-        "Argument",
-        "BlockSpec",
-        "FREE",
-        "GeneratorArgument",
-        "GeneratorSpec",
-        "Hole",
-        "Items",
-        "KernelSpec",
-        "Strided",
-    ),
-    "onebox.wire.receive_watch": (
-        "ConnectionEvent",
-        "Overrun",
-        "ReceiveWatch",
-        "SMALL_BYTES",
-        "connection_of",
-        "socket_of",
-    ),
-    "onebox.wire.recurrent": (
-        "RECURRENT",
-        "RECURRENT_BACKWARD",
-    ),
-    "onebox.wire.reliable": (
-        "Restarted",
-        "held_bytes",
-    ),
-    "onebox.wire.tensors": (
-        "DTYPES",
-        "check_elements",
-        "dtype_name",
-        "elements_of",
-        "from_frame",
-        "program_dtype_name",
-        "rows_of",
-        "spec_of",
-        "to_frame",
-    ),
-}
-_HOMES = {name: (module, name) for module, names in _NAMES.items() for name in names} | {
-    "RECURRENT_KINDS": ("onebox.wire.recurrent", "KINDS"),
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'onebox.wire' has no attribute {name!r}")
-    module, attribute = _HOMES[name]
-    return getattr(importlib.import_module(module), attribute)
+__getattr__ = lazy_names(
+    "onebox.wire",
+    {
+        "onebox.wire.attention": ("ATTENTION", "ATTENTION_BACKWARD", "fits_fused"),
+        "onebox.wire.channel": (
+            "Connection",
+            "KeyPair",
+            "configure",
+            "detect_dead_peers",
+            "listen",
+            "new_keys",
+            "receive",
+            "send",
+            "send_tracked",
+        ),
+        "onebox.wire.compression": ("Codec", "MOST_BYTES", "codecs", "pack", "unpack"),
+        "onebox.wire.operators": ("is_known", "is_random", "overload", "shares_memory"),
+        "onebox.wire.program": (
+            "Complex",
+            "DType",
+            "LayoutArgument",
+            "Many",
+            "MemoryFormat",
+            "Operator",
+            "OwnDevice",
+            "PROGRAM_TYPES",
+            "Program",
+            "SlotArgument",
+            "TensorSpec",
+            "Value",
+            "check",
+            "reads",
+            "specs_by_slot",
+            "with_deaths",
+        ),
+        "onebox.wire.protocol.codec": ("check_frames", "decode_envelope", "decode_worker_message", "encode"),
+        "onebox.wire.protocol.eager": (
+            "Argument",
+            "BlockSpec",
+            "FREE",
+            "GeneratorArgument",
+            "GeneratorSpec",
+            "Hole",
+            "Items",
+            "KernelSpec",
+            "Strided",
+        ),
+        "onebox.wire.receive_watch": (
+            "ConnectionEvent",
+            "Overrun",
+            "ReceiveWatch",
+            "SMALL_BYTES",
+            "connection_of",
+            "socket_of",
+        ),
+        "onebox.wire.recurrent": ("KINDS as RECURRENT_KINDS", "RECURRENT", "RECURRENT_BACKWARD"),
+        "onebox.wire.reliable": ("Restarted", "held_bytes"),
+        "onebox.wire.tensors": (
+            "DTYPES",
+            "check_elements",
+            "dtype_name",
+            "elements_of",
+            "from_frame",
+            "program_dtype_name",
+            "rows_of",
+            "spec_of",
+            "to_frame",
+        ),
+    },
+)
