@@ -200,9 +200,9 @@ class Problem:
         regroupable: Whether the samples of a run may be divided into other micro-batches from some step on.
         policies: Allowed activation policies; ``cpu`` stands for a part of a device's stage on its host's processor.
         cores: By name of a host, the cores that its workers share; a missing host has enough. Times were measured with
-            all workers at work. With `t` threads of all of them and `u` of those that a plan uses, a processor's times
-            in the plan are the measured ones times `max(1, (u + p + l) / cores) / max(1, (t + l) / cores)` with `p`
-            from ``preparing`` and `l` from ``load``.
+            all workers at work. With `t` threads of all of them and, at a moment of a plan's step, `u` of those that
+            compute, a processor's times are the measured ones times `max(1, (u + p + l) / cores) / max(1, (t + l) /
+            cores)` with `p` from ``preparing`` and `l` from ``load``; :mod:`onebox.plan.model.crowding` has the mean.
         together: By name of a host, the factor by which its processors compute more slowly, relative to the measured
             times, in a plan that uses several hosts: hosts may be virtual machines of one machine.
         preparing: By name of a host, the cores that the preparation of batches keeps busy there.
