@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 from msgspec import Struct
 
@@ -107,6 +108,24 @@ AS_CAPTURED = SegmentVariant()
 """As captured."""
 
 
+class SlowdownWindow(_Part, frozen=True):
+    """Percentiles of a machine's slowdown over times of a length.
+
+    Args:
+        seconds: The length.
+        low: 10th percentile.
+        high: 90th percentile.
+    """
+
+    seconds: float
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        if not (0 < self.low <= self.high < math.inf and 0 < self.seconds < math.inf):
+            raise ValueError(f"{self}: its quantiles are positive, finite and ascending, its length positive")
+
+
 class Slowdown(_Part, frozen=True):
     """Distribution of a machine's slowdown: the time of a slice of measured steps over that of undisturbed ones.
 
@@ -115,16 +134,20 @@ class Slowdown(_Part, frozen=True):
         median: 50th percentile.
         high: 90th percentile.
         slices: Number of slices.
+        windows: The percentiles over shorter times, up to a slice; their lengths ascend.
     """
 
     low: float
     median: float
     high: float
     slices: int
+    windows: tuple[SlowdownWindow, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 < self.low <= self.median <= self.high < math.inf or self.slices < 1:
             raise ValueError(f"{self}: its quantiles are positive, finite and ascending, of at least one slice")
+        if any(one.seconds >= other.seconds for one, other in pairwise(self.windows)):
+            raise ValueError(f"{self}: the lengths of its windows ascend")
 
 
 class SegmentTimes(_Part, frozen=True):

@@ -27,10 +27,10 @@ from onebox.cost.model_profile import (
     ModelProfile,
     SegmentTimes,
     SegmentVariant,
-    Slowdown,
 )
 from onebox.engine.config import check_precision, numeric_instructions, resolved_numerics, steps_in_flight
 from onebox.engine.data.prefetch import BatchPrefetcher
+from onebox.engine.planning.slowdowns import FEWEST_SLICES, SliceSlowdown, at_median, slice_slowdown
 from onebox.engine.problem.estimate import estimate_profile
 from onebox.engine.problem.planner_problem import CachedTimes, ResolvedPlan, device_type, divided_bytes, times_key
 from onebox.engine.problem.stage_formats import compared, ways_of
@@ -62,9 +62,6 @@ _FIRST = 2
 
 _LEAST_SLICE, _MOST_SLICE = 2, 8
 """Bounds of the steps of a slice, which has the samples of a batch: slices spread as steps of training do."""
-
-_FEWEST_SLICES = 8
-"""Slices from which the quantiles of a machine's slowdown are known; with fewer there are only medians."""
 
 _TOGETHER = 0.25
 """Part of a device's memory up to which copies of the model for all sizes are there at once; else one size follows the
@@ -228,13 +225,13 @@ def _measure(runs: Sequence[_Runs], pool: Pool, devices: Sequence[int]) -> list[
             raise
         for one in formats:  # the copies of the model do not fit beside each other
             _train([one])
-    slowdowns: dict[str, list[float]] = {}
+    slices: dict[str, list[SliceSlowdown]] = {}
     for one in formats:
-        for kind, factors in one.slowdowns.items():
-            slowdowns.setdefault(kind, []).extend(factors)
+        for kind, own_slices in one.slices.items():
+            slices.setdefault(kind, []).extend(own_slices)
     found = []
     for own in runs:
-        by_way = {one.way: one.times(slowdowns) for one in formats if one.runs is own}
+        by_way = {one.way: one.times(slices) for one in formats if one.runs is own}
         kinds = {kind: {way: t[kind] for way, t in by_way.items() if kind in t} for kind in by_way[AS_CAPTURED]}
         found.append({kind: compared(ways) for kind, ways in kinds.items()})
     return found
@@ -249,7 +246,7 @@ def _train(formats: Sequence[_Format]) -> None:
             one.warm_up()
         start_s, short, slices = time.monotonic(), [one for one in formats if not one.enough], 0
         while short and time.monotonic() - start_s < (
-            (_PATIENCE_S if slices < _FEWEST_SLICES else _LONG_S) * len(formats)
+            (_PATIENCE_S if slices < FEWEST_SLICES else _LONG_S) * len(formats)
         ):
             slices += len(short)
             for one in short:
@@ -274,8 +271,8 @@ class _Format:
     def __init__(self, runs: _Runs, way: SegmentVariant, pool: Pool, devices: Sequence[int]) -> None:
         self.runs = runs
         self.way = way
-        self.slowdowns: dict[str, list[float]] = {}
-        """Slowdowns of each slice, by type of device; those of the slowest device of a type, as steps end with it."""
+        self.slices: dict[str, list[SliceSlowdown]] = {}
+        """Slowdown of each slice, by type of device."""
         self.enough = False
         self._pool = pool
         self.devices = devices
@@ -327,40 +324,21 @@ class _Format:
         # The least gap is that of the slowest device, for which the others wait.
         between_s = min(_between_s(own, self._visits, slices[0].start) for own in every)
         found: dict[str, list[SegmentTimes]] = {}
-        factors: dict[str, list[list[float]]] = {}
+        by_kind: dict[str, list[list[list[tuple[float, float]]]]] = {}
         for events, device in zip(every, self.devices, strict=True):
             info, own = self._pool.devices[device], [event for event in events if event.step >= slices[0].start]
             undisturbed = self.runs.undisturbed(own)
             kind = device_type(info)
             found.setdefault(kind, []).append(self.runs.times(own, undisturbed, info.speed, between_s))
-            factors.setdefault(kind, []).append(
-                [self.runs.slowdown([event for event in own if event.step in steps], undisturbed) for steps in slices]
+            by_kind.setdefault(kind, []).append(
+                [self.runs.pairs([event for event in own if event.step in steps], undisturbed) for steps in slices]
             )
         self._times = {kind: _median_of(times) for kind, times in found.items()}
-        self.slowdowns = {kind: list(map(max, zip(*each, strict=True))) for kind, each in factors.items()}
+        self.slices = {kind: list(map(slice_slowdown, zip(*each, strict=True))) for kind, each in by_kind.items()}
 
-    def times(self, slowdowns: Mapping[str, Sequence[float]]) -> dict[str, SegmentTimes]:
+    def times(self, slices: Mapping[str, Sequence[SliceSlowdown]]) -> dict[str, SegmentTimes]:
         """Return the times of each type of device at the median of its slowdowns."""
-        return {kind: at_median(times, slowdowns[kind]) for kind, times in self._times.items()}
-
-
-def at_median(undisturbed: SegmentTimes, slowdowns: Sequence[float]) -> SegmentTimes:
-    """Return the times of segments at the median slowdown of a machine.
-
-    Args:
-        undisturbed: The times without other programs.
-        slowdowns: Slowdown of each slice.
-    """
-    median = statistics.median(slowdowns)
-    seconds = tuple(
-        (forward * median, inputs * median, weights * median) for forward, inputs, weights in undisturbed.seconds
-    )
-    if len(slowdowns) < _FEWEST_SLICES:
-        return replace(undisturbed, seconds=seconds)
-    cuts = statistics.quantiles(slowdowns, n=10, method="inclusive")
-    low, high = min(cuts[0], median), max(cuts[-1], median)  # equal slowdowns differ by rounding
-    slowdown = Slowdown(low=low, median=median, high=high, slices=len(slowdowns))
-    return replace(undisturbed, seconds=seconds, slowdown=slowdown)
+        return {kind: at_median(times, slices[kind]) for kind, times in self._times.items()}
 
 
 class _Runs:
@@ -477,13 +455,15 @@ class _Runs:
                 by_action.setdefault(self._key(event.action), []).append(_seconds(event))
         return {key: _low_quantile(seconds) for key, seconds in by_action.items()}
 
-    def slowdown(self, events: Sequence[TraceEvent], undisturbed: Mapping[tuple[str, int], float]) -> float:
-        """Return the time of some actions relative to the undisturbed ones."""
-        pairs = [
-            (_seconds(event), undisturbed[self._key(event.action)]) for event in events if event.action is not None
+    def pairs(
+        self, events: Sequence[TraceEvent], undisturbed: Mapping[tuple[str, int], float]
+    ) -> list[tuple[float, float]]:
+        """Return the seconds of some actions and their undisturbed ones, in the order of time."""
+        return [
+            (_seconds(event), undisturbed[self._key(event.action)])
+            for event in sorted(events, key=lambda event: event.start_ns)
+            if event.action is not None
         ]
-        taken_s, least_s = (sum(seconds) for seconds in zip(*pairs, strict=True))
-        return taken_s / max(least_s, _LEAST_S)
 
     def _key(self, action: Action) -> tuple[str, int]:
         """Return the kind of an action, and the group of equal segments that its stage stands for."""

@@ -9,7 +9,7 @@ import torch
 from msgspec import Struct
 
 from onebox.cost import ACCELERATOR_BPS, key_of
-from onebox.cost.model_profile import ModelBytes, ModelProfile, SegmentTimes, Slowdown
+from onebox.cost.model_profile import ModelBytes, ModelProfile, SegmentTimes, Slowdown, SlowdownWindow
 from onebox.engine.config import numeric_instructions
 from onebox.engine.problem.segment_bytes import model_bytes
 from onebox.engine.workload.batch import Batch
@@ -19,7 +19,7 @@ from onebox.engine.workload.parameter_groups import Optimizers, elements_of
 from onebox.errors import UsageError
 from onebox.graph import ModelPrograms, Precision
 from onebox.plan import SCHEDULES, Links, Plan, UpdateAt
-from onebox.plan.model.problem import HOST_BPS, ComputeTime, DeviceSpec, Problem, Segment, SegmentValue, Tie
+from onebox.plan.model.problem import HOST_BPS, ComputeTime, DeviceSpec, Problem, Segment, SegmentValue, StepSpread, Tie
 from onebox.plan_names import ACTIVATION_POLICIES, ChainPolicy
 from onebox.pool import DeviceInfo
 from onebox.pool.core_usage import busy_threads
@@ -184,7 +184,7 @@ def make_problem(
         preparing={LOCAL_HOST: preparing},
         load=_load(devices, {kind: found[-1].slowdown for kind, found in times.items()}),
         spread={
-            kind: (slowdown.low / slowdown.median, slowdown.high / slowdown.median)
+            kind: _spread(slowdown)
             for kind, found in times.items()
             if (slowdown := found[-1].slowdown) is not None and kind in real
         },
@@ -193,6 +193,12 @@ def make_problem(
         versions=versions,
         sharded=sharded,
     )
+
+
+def _spread(slowdown: Slowdown) -> tuple[StepSpread, ...]:
+    """Return the spread of steps by their length; as that of slices in profiles without other lengths."""
+    windows = slowdown.windows or (SlowdownWindow(seconds=1.0, low=slowdown.low, high=slowdown.high),)
+    return tuple(StepSpread(one.seconds, one.low / slowdown.median, one.high / slowdown.median) for one in windows)
 
 
 def _load(devices: Sequence[DeviceInfo], slowdowns: Mapping[str, Slowdown | None]) -> dict[str, float]:

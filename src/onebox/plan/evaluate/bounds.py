@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from onebox.plan.model.cost_model import CostModel
+from onebox.plan.model.crowding import crowding
 from onebox.plan.model.problem import Problem
 from onebox.plan.model.schedule import Routes
 from onebox.plan.model.work import PlanWork
@@ -43,11 +44,10 @@ def least_step(problem: Problem) -> float:
     """
     costs, largest = CostModel(problem), max(problem.micro_batches)
     numbers = [device.number for device in problem.devices]
-    crowded = {number: costs.crowding((number,)) for number in numbers}
     rates, each = [], []
     for number in numbers:
         device = problem.device[number]
-        speed = device.speed / (crowded[number].get(device.host, 1.0) if device.processor else 1.0)
+        speed = device.speed / crowding(problem, {number: 1.0})[number]
         rows = costs.lines(device.type)
         each.append((rows[:, 0] / largest + rows[:, 1]) * problem.batch / speed)
         rates.append(1.0 / max(float(each[-1].sum()), 1e-12))

@@ -193,7 +193,7 @@ class Evaluator:
 
     def case(self, layout: StageLayout) -> CostedLayout:
         """Return a layout with its costs."""
-        key = (layout.parts, layout.micro_batch, layout.update)
+        key = (layout.parts, layout.micro_batch, layout.update, layout.late)
         if key not in self._cases:
             batch, size = self.problem.batch, layout.micro_batch
             if size is None or size not in self._parts:

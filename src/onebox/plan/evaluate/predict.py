@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
+from math import log
 
 from onebox.plan.model.cost_model import CostModel
 from onebox.plan.model.layout import layout_of
 from onebox.plan.model.plan import Plan, Prediction
-from onebox.plan.model.problem import Problem
+from onebox.plan.model.problem import Problem, StepSpread
 from onebox.plan.model.schedule import Routes, Schedule
 from onebox.plan.model.work import PlanWork, StageWork
 from onebox.plan.schedules.async_window import steady_window
@@ -104,11 +106,11 @@ def simulate_order(
 def prediction_of(plan: Plan, problem: Problem, work: PlanWork, simulation: Simulation) -> Prediction:
     """Return a simulation as a plan's prediction; the times of a stage are those of its slowest replica.
 
-    The interval is that of the machine's slowdown, one factor common to all actions of a step, on the type of device
-    where it spreads most.
+    The interval is that of the machine's slowdown over times as long as the step, one factor common to all of its
+    actions, on the type of device where it spreads most.
     """
     spreads = [problem.spread.get(problem.device[device].type) for device in plan.devices]
-    known = [spread for spread in spreads if spread is not None]
+    known = [_ends(spread, simulation.step_s) for spread in spreads if spread]
     interval_s = (
         (simulation.step_s * min(low for low, _ in known), simulation.step_s * max(high for _, high in known))
         if known and len(known) == len(spreads)
@@ -129,6 +131,20 @@ def prediction_of(plan: Plan, problem: Problem, work: PlanWork, simulation: Simu
         ),
         interval_s=interval_s,
     )
+
+
+def _ends(spread: Sequence[StepSpread], step_s: float) -> tuple[float, float]:
+    """Return the ends of the interval of a step, relative to it, between those of the next shorter and longer steps."""
+    for shorter, longer in pairwise(spread):
+        if step_s < longer.seconds:
+            part = (
+                max(0.0, log(step_s / shorter.seconds) / log(longer.seconds / shorter.seconds)) if step_s > 0 else 0.0
+            )
+            return (
+                shorter.low + part * (longer.low - shorter.low),
+                shorter.high + part * (longer.high - shorter.high),
+            )
+    return spread[-1].low, spread[-1].high
 
 
 def _slowest(stage: StageWork, replica: Sequence[int]) -> tuple[float, float, float]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from onebox.plan.model.crowding import crowding
 from onebox.plan.model.layout import LayoutStage, StageLayout, layout_of, owners
 from onebox.plan.model.plan import MicroBatch, Plan
 from onebox.plan.model.problem import Problem, SegmentValue
@@ -248,7 +249,7 @@ class CostModel:
         largest = layout.micro_batch or max(part.size for part in parts)
         exact, crossing = self.edges(layout.parts, largest)
         edges, coding = self._coded_edges(layout.parts, exact)
-        crowded = self.crowding({device for part in layout.parts for device in part.devices})
+        crowded = crowding(self.problem, self._busy(layout))
         stages = tuple(
             self._stage(layout, stage, largest, parts, crossing[stage], crowded, coding.get(stage, (0.0, 0.0)))
             for stage in range(len(layout.parts))
@@ -271,7 +272,7 @@ class CostModel:
         largest: int,
         micro_batches: Sequence[MicroBatch],
         crossing: CrossingBytes,
-        crowded: Mapping[str, float],
+        crowded: Mapping[int, float],
         coding_s: tuple[float, float],
     ) -> StageWork:
         """Return the costs of a stage, once: neighbouring layouts have most stages in common.
@@ -283,7 +284,7 @@ class CostModel:
         one_each = None if layout.micro_batch is not None else tuple(part.size for part in micro_batches)
         key = (
             *(stage, part, layout.micro_batch, layout.update),
-            *(largest, one_each, crossing, tuple(crowded.items()), tied, again, coding_s),
+            *(largest, one_each, crossing, tuple([crowded[number] for number in part.devices]), tied, again, coding_s),
         )
         if key in self._stages:
             return self._stages[key]
@@ -294,7 +295,7 @@ class CostModel:
         times: list[dict[int, float]] = [{}, {}, {}, {}]
         for turn, number in enumerate(part.devices):
             device = self.problem.device[number]
-            speed = device.speed / (crowded.get(device.host, 1.0) if device.processor else 1.0)
+            speed = device.speed / crowded[number]
             found = by_type[device.type]
             # A replica with one micro-batch of its own size: its fixed costs must not shrink with its size.
             own = largest if layout.micro_batch is not None else _own(part.shares, turn, micro_batches)
@@ -359,22 +360,48 @@ class CostModel:
         alone = len(part.devices) == 1 and not self.ties(part.segments)
         return self.sizes(part.segments).parameter if part.policy == "swap" and on_host and alone else 0
 
-    def crowding(self, used: Collection[int]) -> dict[str, float]:
-        """Return the slowdown of each host's processors relative to their measurement, while only some devices work.
+    def _busy(self, layout: StageLayout) -> dict[int, float]:
+        """Return for each device of a layout about the part of a step in which it computes; 1 where cores suffice.
 
-        Args:
-            used: The devices that work; see :class:`~onebox.plan.Problem` for the formula.
+        A device waits while one micro-batch goes through the stages before its first and after its last one and back;
+        messages take no time here.
         """
-        hosts = {self.problem.device[number].host for number in used}
-        found = dict(self.problem.together) if len(hosts) > 1 else {}
-        for host, cores in self.problem.cores.items():
-            threads = {device.number: device.threads for device in self.problem.devices if device.host == host}
-            load = self.problem.load.get(host, 0.0)
-            busy = sum(count for number, count in threads.items() if number in used) + load
-            busy += self.problem.preparing.get(host, 0.0)
-            measured = max(1.0, (sum(threads.values()) + load) / cores)
-            found[host] = found.get(host, 1.0) * max(1.0, busy / cores) / measured
-        return found
+        used = dict.fromkeys((device for part in layout.parts for device in part.devices), 1.0)
+        if len(used) == 1 or not self._crowded(used):
+            return used
+        busy_s, passed_s = dict.fromkeys(used, 0.0), [0.0]
+        first, last = dict[int, int](), dict[int, int]()
+        for stage, part in enumerate(layout.parts):
+            by_type, total, passes = self.seconds(part.segments), sum(part.shares), list[float]()
+            for number, share in zip(part.devices, part.shares, strict=True):
+                device = self.problem.device[number]
+                forward, inputs, weights, update_s = by_type[device.type]
+                samples = self.problem.batch * share / total
+                size = min(samples, layout.micro_batch or samples)
+                parts_s = [(fixed + each * size) / device.speed for fixed, each in (forward, inputs, weights)]
+                passes.append(sum(parts_s) + parts_s[0] * (part.policy == "recompute"))
+                busy_s[number] += passes[-1] * samples / size + update_s / device.speed
+                first.setdefault(number, stage)
+                last[number] = stage + 1
+            passed_s.append(passed_s[-1] + (0.0 if layout.late else min(passes)))
+        step_s = max(
+            spent_s + passed_s[first[number]] + passed_s[-1] - passed_s[last[number]]
+            for number, spent_s in busy_s.items()
+        )
+        return {number: spent_s / step_s if step_s > 0 else 1.0 for number, spent_s in busy_s.items()}
+
+    def _crowded(self, used: Collection[int]) -> bool:
+        """Return whether some devices, all running, and other programs want more cores than a host has."""
+        problem = self.problem
+        wanted: dict[str, float] = {}
+        for number in used:
+            device = problem.device[number]
+            wanted[device.host] = wanted.get(device.host, 0.0) + device.threads
+        return any(
+            threads + problem.load.get(host, 0.0) + problem.preparing.get(host, 0.0) > problem.cores[host]
+            for host, threads in wanted.items()
+            if host in problem.cores
+        )
 
     def spared(self, index: int, behind: Collection[int]) -> bool:
         """Return whether every tensor saved for a segment's backward is also saved for the backward of the next stage.

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import permutations
+from typing import NamedTuple
 
 from onebox.errors import UsageError
 from onebox.plan.model.work import Links
@@ -177,6 +178,20 @@ class DeviceSpec:
     coding_bps: Mapping[GradientCodec, float] = field(default_factory=dict)
 
 
+class StepSpread(NamedTuple):
+    """Spread of the times of steps of a length.
+
+    Args:
+        seconds: The length.
+        low: 10th percentile of a step's time, relative to the predicted one.
+        high: 90th percentile.
+    """
+
+    seconds: float
+    low: float
+    high: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """A planning problem.
@@ -200,15 +215,15 @@ class Problem:
         regroupable: Whether the samples of a run may be divided into other micro-batches from some step on.
         policies: Allowed activation policies; ``cpu`` stands for a part of a device's stage on its host's processor.
         cores: By name of a host, the cores that its workers share; a missing host has enough. Times were measured with
-            all workers at work. With `t` threads of all of them and `u` of those that a plan uses, a processor's times
-            in the plan are the measured ones times `max(1, (u + p + l) / cores) / max(1, (t + l) / cores)` with `p`
-            from ``preparing`` and `l` from ``load``.
+            all workers at work. With `t` threads of all of them and, at a moment of a plan's step, `u` of those that
+            compute, a processor's times are the measured ones times `max(1, (u + p + l) / cores) / max(1, (t + l) /
+            cores)` with `p` from ``preparing`` and `l` from ``load``; :mod:`onebox.plan.model.crowding` has the mean.
         together: By name of a host, the factor by which its processors compute more slowly, relative to the measured
             times, in a plan that uses several hosts: hosts may be virtual machines of one machine.
         preparing: By name of a host, the cores that the preparation of batches keeps busy there.
         load: By name of a host, the cores that other programs wanted there while times were measured.
-        spread: By type of device, the 10th and the 90th percentile of a step's time relative to its median. A busy
-            machine slows all actions of a step alike: their spreads do not average out over a step.
+        spread: By type of device, how steps of some lengths spread; the lengths ascend. It is one factor for all
+            actions of a step: a busy machine slows them alike.
         updates: Allowed places of the optimizer's state, the preferred one first.
         staleness: Steps by which gradients may be late: 0, or 1, with which ``schedules`` may have
             :data:`~onebox.plan.ASYNC`.
@@ -236,7 +251,7 @@ class Problem:
     together: Mapping[str, float] = field(default_factory=dict)
     preparing: Mapping[str, float] = field(default_factory=dict)
     load: Mapping[str, float] = field(default_factory=dict)
-    spread: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    spread: Mapping[str, tuple[StepSpread, ...]] = field(default_factory=dict)
     updates: tuple[UpdateAt, ...] = ("device",)
     staleness: int = 0
     versions: int = 2

@@ -11,7 +11,7 @@ from random import Random
 from onebox.plan.evaluate.bounds import least_step
 from onebox.plan.evaluate.evaluator import Evaluator, LayoutEvaluation
 from onebox.plan.evaluate.infeasibility import infeasible_error
-from onebox.plan.model.cost_model import CostModel
+from onebox.plan.model.crowding import crowding
 from onebox.plan.model.layout import StageLayout
 from onebox.plan.model.problem import Problem
 from onebox.plan.policies.apply import apply_policies, baseline_layouts, least_memory_layout
@@ -245,14 +245,12 @@ def problem_among(problem: Problem, numbers: Sequence[int]) -> Problem:
     """
     devices = tuple(problem.device[number] for number in numbers)
     part = replace(problem, devices=devices)
-    own = CostModel(part).crowding(numbers)
-    quicker = {host: own[host] / slowdown for host, slowdown in CostModel(problem).crowding(numbers).items()}
+    running = dict.fromkeys(numbers, 1.0)
+    own, beside = crowding(part, running), crowding(problem, running)
+    quicker = {number: own[number] / beside[number] for number in numbers}
     return replace(
         part,
-        devices=tuple(
-            replace(device, speed=device.speed * quicker.get(device.host, 1.0)) if device.processor else device
-            for device in devices
-        ),
+        devices=tuple(replace(device, speed=device.speed * quicker[device.number]) for device in devices),
     )
 
 

@@ -1,13 +1,10 @@
-"""Profiles of models: the devices that are measured, and the quantiles of the machine's slowdown."""
+"""Profiles of models: the devices and sizes that are measured."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
-from onebox.cost.model_profile import SegmentTimes, Slowdown
-from onebox.engine.planning.profile import at_median, measured_devices
+from onebox.engine.planning.profile import measured_devices
 from onebox.engine.problem.planner_problem import allowed_sizes, measured_sizes
 from onebox.pool import DeviceInfo
 
@@ -43,21 +40,3 @@ def test_two_sizes_of_micro_batches_are_measured() -> None:
     assert measured_sizes(256, allowed_sizes(256)) == (8, 256), "32 micro-batches and one"
     assert measured_sizes(8, allowed_sizes(8, [2, 4, 8])) == (2, 8)
     assert measured_sizes(1, allowed_sizes(1)) == (1,)
-
-
-def test_times_are_those_of_the_median_slowdown_and_its_quantiles_need_enough_slices() -> None:
-    undisturbed = SegmentTimes(size=1, seconds=((1.0, 2.0, 3.0),), update_s=0.5, call_s=0.25)
-    found = at_median(undisturbed, [1.0 + n / 8 for n in range(11)])
-    assert found.seconds == ((1.625, 3.25, 4.875),)
-    assert found.slowdown == Slowdown(low=1.125, median=1.625, high=2.125, slices=11)
-    assert (found.update_s, found.call_s) == (0.5, 0.25)
-    few = at_median(undisturbed, [1.0, 2.0, 4.0])
-    assert (few.seconds, few.slowdown) == (((2.0, 4.0, 6.0),), None)
-
-
-@pytest.mark.parametrize("factor", [1.1, 1.2, 1.3, 1.7])
-def test_equal_slowdowns_have_equal_quantiles_whatever_their_rounding(factor: float) -> None:
-    undisturbed = SegmentTimes(size=1, seconds=((1.0, 2.0, 3.0),), update_s=0.5, call_s=0.25)
-    found = at_median(undisturbed, [factor] * 12).slowdown
-    assert found is not None
-    assert found.low == pytest.approx(factor) == found.high

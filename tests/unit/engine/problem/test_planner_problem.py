@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from onebox.cost.model_profile import ModelBytes, ModelProfile, SegmentBytes, SegmentTimes, Slowdown
+from onebox.cost.model_profile import ModelBytes, ModelProfile, SegmentBytes, SegmentTimes, Slowdown, SlowdownWindow
 from onebox.engine.problem.planner_problem import make_problem
 from onebox.plan import Links, Plan, Prediction, Problem, predict
 from onebox.pool import DeviceInfo
@@ -58,6 +58,28 @@ def test_the_interval_is_that_of_the_machine_as_all_actions_of_a_step_are_slowed
     found = predicted(problem(BUSY), 0, 1)
     assert found.interval_s == pytest.approx((found.step_s * 1.25 / 1.5, found.step_s * 1.8 / 1.5))
     assert predicted(problem(None), 0, 1).interval_s is None
+
+
+@pytest.mark.parametrize(
+    ("times", "low", "high"),
+    [
+        (0.25, 1.0, 2.0),  # shorter than all
+        (1.0, 1.0, 2.0),
+        (2.0, 1.1, 1.8),  # half way to four times as long
+        (4.0, 1.2, 1.6),
+        (9.0, 1.2, 1.6),  # longer than all
+    ],
+)
+def test_the_interval_is_that_of_times_as_long_as_the_step(times: float, low: float, high: float) -> None:
+    step_s = predicted(problem(BUSY), 0, 1).step_s
+    shortest_s = step_s / times
+    windows = (
+        SlowdownWindow(seconds=shortest_s, low=1.0, high=2.0),
+        SlowdownWindow(seconds=4 * shortest_s, low=1.2, high=1.6),
+    )
+    found = predicted(problem(msgspec.structs.replace(BUSY, windows=windows)), 0, 1)
+    assert found.step_s == step_s
+    assert found.interval_s == pytest.approx((step_s * low / 1.5, step_s * high / 1.5))
 
 
 def test_steps_of_emulated_devices_do_not_vary() -> None:

@@ -304,13 +304,15 @@ def test_workers_that_share_too_few_cores_are_as_slow_as_they_were_measured_only
     roomy = replace(problem, devices=devices, cores={"h": 3.0})
     tight = replace(roomy, cores={"h": 1.5})
     assert predict(tight, one := _on(problem, (0,)))[0].step_s == pytest.approx(predict(roomy, one)[0].step_s / 2)
-    assert predict(tight, two := _on(problem, (0, 1)))[0].stages_s[0] == pytest.approx(
+    assert predict(tight, two := Plan.data_parallel((0, 1), [0.5, 0.5], micro_batch=2))[0].stages_s[0] == pytest.approx(
         [part_s * (2 / 1.5) / 2 for part_s in predict(roomy, two)[0].stages_s[0]]
     )
     prepared = replace(tight, preparing={"h": 2.0})  # as busy as with all workers
     assert predict(prepared, one)[0] == predict(roomy, one)[0]
-    every = _on(problem, (0, 1, 2))
+    every = Plan.data_parallel((0, 1, 2), [1 / 3] * 3, micro_batch=2)
     assert predict(tight, every)[0] == predict(roomy, every)[0]
+    stages = _on(problem, (0, 1, 2))  # which wait for each other, and leave cores to those that do not
+    assert predict(tight, stages)[0].step_s < predict(roomy, stages)[0].step_s
     beside = (*devices[:2], replace(devices[2], processor=False, threads=0.0))
     assert predict(replace(tight, devices=beside), one)[0].step_s < predict(roomy, one)[0].step_s
 

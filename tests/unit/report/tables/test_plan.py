@@ -13,6 +13,7 @@ from rich.console import Console, RenderableType
 
 from onebox.plan import ActivationPolicy, Plan, PlanCandidate, Shortfall, Stage, search
 from onebox.plan.evaluate.modes import TrainingMode
+from onebox.plan.model.problem import StepSpread
 from onebox.report import (
     candidate_table,
     compare,
@@ -47,7 +48,7 @@ def test_the_summary_says_time_rate_and_bubble() -> None:
 
 
 def test_the_summary_has_the_interval_of_a_step_if_it_is_known() -> None:
-    expected, _ = foreseen(plan("1f1b"), dataclasses.replace(problem(), spread={"cpu": (0.9, 1.25)}))
+    expected, _ = foreseen(plan("1f1b"), dataclasses.replace(problem(), spread={"cpu": (StepSpread(1.0, 0.9, 1.25),)}))
     assert expected.predicted is not None
     step_s = expected.predicted.step_s
     spread = f"{time_text(0.9 * step_s)} to {time_text(1.25 * step_s)} in 8 of 10 steps"
@@ -56,7 +57,7 @@ def test_the_summary_has_the_interval_of_a_step_if_it_is_known() -> None:
 
 @pytest.mark.parametrize(("spread", "noisy"), [((0.5, 1.6), True), ((0.99, 1.01), False), (None, False)])
 def test_a_plan_that_gains_less_than_times_vary_is_pointed_out(spread: tuple[float, float] | None, noisy: bool) -> None:
-    given = dataclasses.replace(problem(), spread={"cpu": spread} if spread else {})
+    given = dataclasses.replace(problem(), spread={"cpu": (StepSpread(1.0, *spread),)} if spread else {})
     chosen, trivial = (
         foreseen(plan("1f1b"), given)[0],
         foreseen(Plan.data_parallel([0], [1.0], micro_batch=2), given)[0],
