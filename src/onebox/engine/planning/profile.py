@@ -4,16 +4,19 @@ Profiling runs the model like training does: its plan has one stage for each seg
 that runs them in sequence. All devices of a host train at once, so that cores, caches and memory are shared as in real
 training; of hosts that are alike, one does. Of segments with equal programs, such as those of the blocks of a
 transformer, the first and the last are trained, and stand for the others.
+
+Within a time limit, the first step of each size is executed action by action, so that it can be ended after any of
+them; estimates stand for what is not measured by then (see :mod:`onebox.engine.planning.partial_profile`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
-import statistics
+import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,13 +28,37 @@ from onebox.cost.model_profile import (
     AS_CAPTURED,
     ModelBytes,
     ModelProfile,
+    SegmentBytes,
     SegmentTimes,
     SegmentVariant,
-    Slowdown,
+    TiedParameter,
 )
 from onebox.engine.config import check_precision, numeric_instructions, resolved_numerics, steps_in_flight
 from onebox.engine.data.prefetch import BatchPrefetcher
-from onebox.engine.problem.estimate import estimate_profile
+from onebox.engine.planning.partial_profile import (
+    NOT_MEASURED,
+    TimeLimit,
+    all_actions,
+    completed,
+    is_whole,
+    not_measured,
+    profile_line,
+)
+from onebox.engine.planning.piecewise_step import STEP, PiecewiseStep, run_pieces
+from onebox.engine.planning.trace_times import (
+    FEWEST_SLICES,
+    LEAST_S,
+    at_median,
+    durations_of,
+    event_s,
+    gap_between_actions_s,
+    gap_between_steps_s,
+    last_step_s,
+    low_quantile,
+    median_of,
+    trimmed_mean,
+)
+from onebox.engine.problem.estimate import estimate_profile, estimate_times
 from onebox.engine.problem.planner_problem import CachedTimes, ResolvedPlan, device_type, divided_bytes, times_key
 from onebox.engine.problem.stage_formats import compared, ways_of
 from onebox.engine.session import TrainingSession
@@ -48,6 +75,7 @@ from onebox.plan import Action, Plan, Schedule, Stage
 from onebox.pool import DeviceInfo, Pool, open_pool
 from onebox.pool.discovery import LOCAL_HOST
 from onebox.trainer_options import Numerics, Staging
+from onebox.wire.protocol.requests import SetNumerics
 
 _LOG = logging.getLogger("onebox")
 
@@ -63,22 +91,16 @@ _FIRST = 2
 _LEAST_SLICE, _MOST_SLICE = 2, 8
 """Bounds of the steps of a slice, which has the samples of a batch: slices spread as steps of training do."""
 
-_FEWEST_SLICES = 8
-"""Slices from which the quantiles of a machine's slowdown are known; with fewer there are only medians."""
-
 _TOGETHER = 0.25
 """Part of a device's memory up to which copies of the model for all sizes are there at once; else one size follows the
 other."""
 
-_UNDISTURBED = 0.25
-"""Quantile of an action's times that counts as undisturbed: beside a load of one process a quarter of short actions
-runs without an interruption."""
+_UPLOAD_BPS = 3e8
+"""Bytes per second of weights that go to workers before their first step, with all that is compiled for it: 0.3 s for
+each of two workers of one machine and 100 MB. Within a time limit, a longer upload than there is time is not begun."""
 
 _MICRO_BATCHES = 2
 """Micro-batches per step, so that gradients are accumulated as in a pipeline."""
-
-_LEAST_S = 1e-7
-"""Lower bound of a time, which must be positive."""
 
 
 def profile_model(
@@ -95,6 +117,7 @@ def profile_model(
     numerics: Numerics = Numerics(),
     fresh: bool = False,
     cache: bool = True,
+    within_s: float = math.inf,
 ) -> tuple[ModelProfile, Captures]:
     """Measure a model's segments.
 
@@ -111,10 +134,14 @@ def profile_model(
         fuse: Likewise.
         numerics: As for :class:`~onebox.trainer_options.Engine`.
         fresh: Whether to measure even if the times are cached.
-        cache: Whether to use the user's cache, keyed by graph, devices and torch version.
+        cache: Whether to use the user's cache, keyed by graph, devices and torch version. Sizes that were cut short are
+            not stored, and measured again next time.
+        within_s: Seconds after which nothing more is measured, not counting captures. What was begun is ended: an
+            action of a segment, or the upload of the weights.
 
     Returns:
-        The profile, and the captured model. If the model does not fit one device, its times are estimated from its
+        The profile, and the captured model. What was not measured in time is estimated, and the profile says how much
+        of it was measured. If the model does not fit one device, its times are estimated from its
         operations and bytes, and from the measured speeds of the devices.
 
     Raises:
@@ -136,46 +163,71 @@ def profile_model(
     keys = [one.key(pool) for one in runs]
     known = [load(key, CachedTimes) if cache and not fresh else None for key in keys]
     missing = [number for number, times in enumerate(known) if times is None]
+    limit, begin_s = TimeLimit(within_s), time.monotonic()
     with contextlib.ExitStack() as stack:
         try:
-            found = _Place(pool, stack).measure([runs[number] for number in missing])
+            found = _Place(pool, stack, limit).measure([runs[number] for number in missing])
         except DeviceMemoryError:
             return _estimated(runs[-1].captures, batch, sizes, optimizer, pool, fresh=fresh)
-    for number, times in zip(missing, found, strict=True):
-        known[number] = CachedTimes(times=times)
-        store(keys[number], known[number]) if cache else None
-    measured: dict[str, list[SegmentTimes]] = {}
+    took_s = time.monotonic() - begin_s
+    for number, one in zip(missing, found, strict=True):
+        known[number] = CachedTimes(times=one.times)
+        store(keys[number], known[number]) if cache and one.whole else None
+    measured: dict[str, tuple[SegmentTimes, ...]] = {}
     for each in known:
         for kind, own in each.times.items() if each is not None else ():
-            measured.setdefault(kind, []).append(own)
+            measured[kind] = (*measured.get(kind, ()), own)
+    if not all(is_whole(own) for times in measured.values() for own in times):
+        guesses = estimate_times([one.divided() for one in runs], pool.devices)
+        measured = {
+            kind: completed(times, {guess.times.size: guess for guess in guesses[kind]})
+            for kind, times in measured.items()
+        }
     last = runs[-1]
     assert last.captures is not None
-    return ModelProfile(bytes=last.bytes(), times={k: tuple(v) for k, v in measured.items()}), last.captures
+    profile = ModelProfile(bytes=last.bytes(), times=measured)
+    if not all(one.whole for one in found):
+        _LOG.info("%s", profile_line(profile.measured, took_s))
+    return profile, last.captures
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Measured:
+    """The measurement of one size.
+
+    Args:
+        times: The times, by type of device.
+        whole: Whether no time limit has cut it short.
+    """
+
+    times: dict[str, SegmentTimes]
+    whole: bool
 
 
 class _Place:
     """The pool of profiling runs: the given one, or, if it is emulated or lacks memory, similar workers."""
 
-    def __init__(self, pool: Pool, stack: contextlib.ExitStack) -> None:
+    def __init__(self, pool: Pool, stack: contextlib.ExitStack, limit: TimeLimit) -> None:
         self._pool = pool
         self._stack = stack
+        self._limit = limit
         self._devices = measured_devices(pool.devices)
 
-    def measure(self, runs: Sequence[_Runs]) -> list[dict[str, SegmentTimes]]:
+    def measure(self, runs: Sequence[_Runs]) -> list[_Measured]:
         """Return the times of each type of device, for each of some runs."""
         if not runs:
             return []
         if not self._devices:
             self._pool, self._devices = self._stack.enter_context(open_pool("cpu", threads=1)), [0]
         try:
-            return _measure(runs, self._pool, self._devices)
+            return _measure(runs, self._pool, self._devices, self._limit)
         except DeviceMemoryError:
             kinds = {(self._pool.devices[device].kind, self._pool.devices[device].host) for device in self._devices}
             if kinds != {("cpu", LOCAL_HOST)}:
                 raise
             self._pool = self._stack.enter_context(_roomier(self._pool, self._devices))
             self._devices = list(range(len(self._pool)))
-            return _measure(runs, self._pool, self._devices)
+            return _measure(runs, self._pool, self._devices, self._limit)
 
 
 def measured_devices(devices: Sequence[DeviceInfo]) -> list[int]:
@@ -212,48 +264,50 @@ def _estimated(
     return profile, captures
 
 
-def _measure(runs: Sequence[_Runs], pool: Pool, devices: Sequence[int]) -> list[dict[str, SegmentTimes]]:
+def _measure(runs: Sequence[_Runs], pool: Pool, devices: Sequence[int], limit: TimeLimit) -> list[_Measured]:
     """Train on each device at once, in each size and promising format in turn; return the times by type of device."""
     formats = [_Format(own, way, pool, used) for own in runs for way, used in own.sides(pool, devices).items()]
-    sizes = runs[0].bytes()
-    state_bytes = sum(segment.state_bytes for segment in sizes.segments) + sum(tie.state_bytes for tie in sizes.ties)
-    copies_bytes = state_bytes * sum(len(one.devices) for one in formats)
+    if limit.bounded:
+        formats.sort(key=lambda one: one.way != AS_CAPTURED)  # what needs to be known first
+    copies_bytes = sum(one.runs.trained_bytes * len(one.devices) for one in formats)
     together = copies_bytes <= _TOGETHER * min(pool.devices[device].memory_bytes for device in devices)
     turns = [formats] if together else [[one for one in formats if one.runs is own] for own in runs]
     try:
-        for taking_turns in turns:
-            _train(taking_turns)
+        for number, taking_turns in enumerate(turns):
+            _train(taking_turns, limit.share(len(turns) - number))
     except DeviceMemoryError:
         if len(formats) == 1:
             raise
-        for one in formats:  # the copies of the model do not fit beside each other
-            _train([one])
+        for number, one in enumerate(formats):  # the copies of the model do not fit beside each other
+            _train([one], limit.share(len(formats) - number))
     slowdowns: dict[str, list[float]] = {}
     for one in formats:
         for kind, factors in one.slowdowns.items():
             slowdowns.setdefault(kind, []).extend(factors)
+    kinds = {device_type(pool.devices[device]): None for device in devices}
     found = []
     for own in runs:
-        by_way = {one.way: one.times(slowdowns) for one in formats if one.runs is own}
-        kinds = {kind: {way: t[kind] for way, t in by_way.items() if kind in t} for kind in by_way[AS_CAPTURED]}
-        found.append({kind: compared(ways) for kind, ways in kinds.items()})
+        mine = [one for one in formats if one.runs is own]
+        by_way = {one.way: one.times(slowdowns) for one in mine}
+        times = {kind: own.compared({way: t[kind] for way, t in by_way.items() if kind in t}) for kind in kinds}
+        found.append(_Measured(times=times, whole=not any(one.cut for one in mine)))
     return found
 
 
-def _train(formats: Sequence[_Format]) -> None:
-    """Train in slices, each format in turn, until they were measured for long enough."""
+def _train(formats: Sequence[_Format], limit: TimeLimit) -> None:
+    """Train in slices, each format in turn, until they were measured for long enough or the time is over."""
     with contextlib.ExitStack() as stack:
         for one in formats:
             stack.enter_context(one)
-        for one in formats:
-            one.warm_up()
+        for number, one in enumerate(formats):
+            one.warm_up(limit.share(len(formats) - number))
         start_s, short, slices = time.monotonic(), [one for one in formats if not one.enough], 0
         while short and time.monotonic() - start_s < (
-            (_PATIENCE_S if slices < _FEWEST_SLICES else _LONG_S) * len(formats)
+            (_PATIENCE_S if slices < FEWEST_SLICES else _LONG_S) * len(formats)
         ):
             slices += len(short)
             for one in short:
-                one.slice()
+                one.slice(limit)
             short = [one for one in short if not one.enough]
         for one in formats:
             one.evaluate()
@@ -277,15 +331,20 @@ class _Format:
         self.slowdowns: dict[str, list[float]] = {}
         """Slowdowns of each slice, by type of device; those of the slowest device of a type, as steps end with it."""
         self.enough = False
+        self.cut = False
+        """True if the time was over before it was measured for long enough."""
         self._pool = pool
         self.devices = devices
         self._sessions: list[TrainingSession] = []
+        self._pieces: list[PiecewiseStep] = []
         self._visits: list[range] = []
         """Steps that followed one another without a pause: the warm-up, then a slice each."""
+        self._step_s = 0.0
         self._times: dict[str, SegmentTimes] = {}
 
     def __enter__(self) -> _Format:
-        self._visits, self._sessions = [], []
+        self._visits, self._sessions, self._pieces = [], [], []
+        self.enough = self.cut = False
         try:
             for device in self.devices:
                 self._sessions.append(self.runs.session(self._pool, device, self.way))
@@ -299,68 +358,87 @@ class _Format:
             with contextlib.suppress(Exception):  # the pool may be broken
                 session.close()
 
-    def warm_up(self) -> None:
+    def warm_up(self, limit: TimeLimit) -> None:
         """Train the first steps; if they are long, the last one of them is enough."""
-        self._step(_FIRST + any(self._pool.devices[device].kind == "cuda" for device in self.devices))
+        steps = _FIRST + any(self._pool.devices[device].kind == "cuda" for device in self.devices)
+        if limit.bounded:
+            if not self._first_step(limit):
+                self.enough = self.cut = True
+                return
+            steps -= 1
+        self._step(steps, limit)
         # the second one of a GPU captures its graphs; the quickest, as something may have disturbed one of them
-        self.enough = min(_step_s(session.traces.events()) for session in self._sessions) >= _LONG_S
+        long = self._visits and min(last_step_s(session.traces.events()) for session in self._sessions) >= _LONG_S
+        self.enough = self.cut or bool(long)
 
-    def slice(self) -> None:
+    def slice(self, limit: TimeLimit) -> None:
         """Train one slice."""
-        self._step(min(self.runs.slice_steps, _MOST - self._visits[-1].stop))
-        self.enough = self._visits[-1].stop >= _MOST
+        self._step(min(self.runs.slice_steps, _MOST - self._visits[-1].stop), limit)
+        self.enough = self.cut or self._visits[-1].stop >= _MOST
 
-    def _step(self, steps: int) -> None:
+    def _first_step(self, limit: TimeLimit) -> bool:
+        """Train a step in pieces, and return whether it was executed to its end."""
+        if limit.left_s < self.runs.weight_bytes * len(self.devices) / _UPLOAD_BPS:
+            return False
+        batch, numerics = as_batch(*self.runs.small), self.runs.numeric_instructions
+        for session in self._sessions:
+            if limit.over:
+                return False
+            self._pieces.append(PiecewiseStep(self._pool, session, batch, numerics))
+        begin_s = time.monotonic()
+        done = run_pieces(self._pieces, limit)
+        self._step_s = time.monotonic() - begin_s
+        return done
+
+    def _step(self, steps: int, limit: TimeLimit) -> None:
+        """Train as many steps as there is time for."""
+        if limit.bounded and limit.left_s < steps * self._step_s:
+            steps, self.cut = int(limit.left_s / self._step_s), True
+        begin_s, done = time.monotonic(), 0
         for _ in range(steps):
+            if limit.over:
+                self.cut = True
+                break
             for session in self._sessions:
                 session.step(as_batch(*self.runs.small))
+            done += 1
         for session in self._sessions:
             session.drain()
             session.wait(0)
-        first = self._visits[-1].stop if self._visits else 0
-        self._visits.append(range(first, first + steps))
+        if done > 0:
+            self._step_s = (time.monotonic() - begin_s) / done
+            first = self._visits[-1].stop if self._visits else 0
+            self._visits.append(range(first, first + done))
 
     def evaluate(self) -> None:
         """Compute undisturbed times and slowdowns from the traces."""
-        slices = self._visits[1:] or [self._visits[0][-1:]]
+        self._times, self.slowdowns = {}, {}
+        last = [self._visits[0][-1:]] if self._visits else [range(STEP, STEP + 1)]
+        slices = self._visits[1:] or last
         every = [session.traces.events() for session in self._sessions]
+        if not self._visits:
+            every = [piece.events() for piece in self._pieces]
+        if not all(every) or not every:
+            return
         # The least gap is that of the slowest device, for which the others wait.
-        between_s = min(_between_s(own, self._visits, slices[0].start) for own in every)
+        between_s = min(gap_between_steps_s(own, self._visits, slices[0].start) for own in every)
         found: dict[str, list[SegmentTimes]] = {}
         factors: dict[str, list[list[float]]] = {}
         for events, device in zip(every, self.devices, strict=True):
             info, own = self._pool.devices[device], [event for event in events if event.step >= slices[0].start]
             undisturbed = self.runs.undisturbed(own)
             kind = device_type(info)
-            found.setdefault(kind, []).append(self.runs.times(own, undisturbed, info.speed, between_s))
+            times = self.runs.times(own, undisturbed, info.speed, between_s, whole=bool(self._visits))
+            found.setdefault(kind, []).append(times)
             factors.setdefault(kind, []).append(
                 [self.runs.slowdown([event for event in own if event.step in steps], undisturbed) for steps in slices]
             )
-        self._times = {kind: _median_of(times) for kind, times in found.items()}
+        self._times = {kind: median_of(times) for kind, times in found.items()}
         self.slowdowns = {kind: list(map(max, zip(*each, strict=True))) for kind, each in factors.items()}
 
     def times(self, slowdowns: Mapping[str, Sequence[float]]) -> dict[str, SegmentTimes]:
         """Return the times of each type of device at the median of its slowdowns."""
         return {kind: at_median(times, slowdowns[kind]) for kind, times in self._times.items()}
-
-
-def at_median(undisturbed: SegmentTimes, slowdowns: Sequence[float]) -> SegmentTimes:
-    """Return the times of segments at the median slowdown of a machine.
-
-    Args:
-        undisturbed: The times without other programs.
-        slowdowns: Slowdown of each slice.
-    """
-    median = statistics.median(slowdowns)
-    seconds = tuple(
-        (forward * median, inputs * median, weights * median) for forward, inputs, weights in undisturbed.seconds
-    )
-    if len(slowdowns) < _FEWEST_SLICES:
-        return replace(undisturbed, seconds=seconds)
-    cuts = statistics.quantiles(slowdowns, n=10, method="inclusive")
-    low, high = min(cuts[0], median), max(cuts[-1], median)  # equal slowdowns differ by rounding
-    slowdown = Slowdown(low=low, median=median, high=high, slices=len(slowdowns))
-    return replace(undisturbed, seconds=seconds, slowdown=slowdown)
 
 
 class _Runs:
@@ -416,6 +494,39 @@ class _Runs:
             self.captures = Captures(recipe)
         self._names = self.captures.segments(as_batch(*self.small), self._size)
 
+    def divided(self) -> tuple[ModelPrograms, ModelBytes]:
+        """Return the programs of the segments, and the sizes that follow from the graph alone."""
+        found = self.bytes()
+        assert self._programs is not None
+        return self._programs, found
+
+    @property
+    def numeric_instructions(self) -> tuple[SetNumerics, ...]:
+        """The settings of operators."""
+        return numeric_instructions(self._numerics)
+
+    @property
+    def trained_bytes(self) -> int:
+        """Bytes of the state of the segments that are trained."""
+        return sum(part.state_bytes for part in self._trained_parts())
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights of the segments that are trained, without gradients."""
+        return sum(part.state_bytes - part.optimizer_bytes - part.parameter_bytes for part in self._trained_parts())
+
+    def _trained_parts(self) -> list[SegmentBytes | TiedParameter]:
+        known, trained = self.bytes(), set(remaining(self._alike))
+        segments = [known.segments[number] for number in sorted(trained)]
+        return [*segments, *(tie for tie in known.ties if trained.intersection(tie.segments))]
+
+    def compared(self, found: Mapping[SegmentVariant, SegmentTimes]) -> SegmentTimes:
+        """Return the times of segments in their fastest measured formats, as far as they were measured as captured."""
+        plain = found.get(AS_CAPTURED)
+        if plain is None:
+            return not_measured(self._size, len(self._names))
+        return compared({w: t for w, t in found.items() if all_actions(t)}) if all_actions(plain) else plain
+
     def key(self, pool: Pool) -> str:
         """Return the cache key of the times, with everything that they depend on."""
         optimizer = self._arguments[2]
@@ -463,7 +574,7 @@ class _Runs:
                 check_every=0,
                 in_flight=steps_in_flight(pool.round_trip_s),
                 max_norm=0.0,
-                numerics=numeric_instructions(self._numerics),
+                numerics=self.numeric_instructions,
             ),
             BatchPrefetcher(pool, Staging().ahead_bytes),
             recovery=None,
@@ -474,16 +585,14 @@ class _Runs:
         by_action: dict[tuple[str, int], list[float]] = {}
         for event in events:
             if event.action is not None:
-                by_action.setdefault(self._key(event.action), []).append(_seconds(event))
-        return {key: _low_quantile(seconds) for key, seconds in by_action.items()}
+                by_action.setdefault(self._key(event.action), []).append(event_s(event))
+        return {key: low_quantile(seconds) for key, seconds in by_action.items()}
 
     def slowdown(self, events: Sequence[TraceEvent], undisturbed: Mapping[tuple[str, int], float]) -> float:
         """Return the time of some actions relative to the undisturbed ones."""
-        pairs = [
-            (_seconds(event), undisturbed[self._key(event.action)]) for event in events if event.action is not None
-        ]
+        pairs = [(event_s(event), undisturbed[self._key(event.action)]) for event in events if event.action is not None]
         taken_s, least_s = (sum(seconds) for seconds in zip(*pairs, strict=True))
-        return taken_s / max(least_s, _LEAST_S)
+        return taken_s / max(least_s, LEAST_S)
 
     def _key(self, action: Action) -> tuple[str, int]:
         """Return the kind of an action, and the group of equal segments that its stage stands for."""
@@ -495,27 +604,32 @@ class _Runs:
         undisturbed: Mapping[tuple[str, int], float],
         speed: float,
         between_s: float,
+        *,
+        whole: bool,
     ) -> SegmentTimes:
-        """Return the undisturbed times of all segments."""
+        """Return the undisturbed times of all segments; of a step that was cut short, of those that were measured."""
+        other = LEAST_S if whole else NOT_MEASURED  # of what does not exist, or is not known
         typical = {key: seconds * speed for key, seconds in undisturbed.items()}
         trained = remaining(self._alike)
         group_of = {stage: group for group, stages in enumerate(self._alike) for stage in stages}
         parameters = [segment.parameter_bytes for segment in self.bytes().segments]
-        sums_s = _typical(_named(events, "accumulate", speed)) * len(trained)
+        sums_s = trimmed_mean(durations_of(events, "accumulate", speed)) * len(trained)
         part_s = sums_s / max(1, sum(parameters[stage] for stage in trained))  # of the accumulation, per byte
         groups = [group_of[stage] for stage in range(len(parameters))]
+        updated = whole or any(event.name == "optimizer" for event in events)
+        update_s = trimmed_mean(durations_of(events, "optimizer", speed)) * self._all_updates() + between_s * speed
         return SegmentTimes(
             size=self._size,
             seconds=tuple(
                 (
-                    typical.get(("F", group), _LEAST_S),
-                    typical.get(("I", group), _LEAST_S),
-                    typical.get(("W", group), _LEAST_S) + part_s * own_bytes,
+                    typical.get(("F", group), other),
+                    typical.get(("I", group), other),
+                    typical.get(("W", group), other) + part_s * own_bytes,
                 )
                 for group, own_bytes in zip(groups, parameters, strict=True)
             ),
-            update_s=_typical(_named(events, "optimizer", speed)) * self._all_updates() + between_s * speed,
-            call_s=_call_s(events),
+            update_s=update_s if updated else NOT_MEASURED,
+            call_s=gap_between_actions_s(events) if whole else NOT_MEASURED,  # between pieces there are messages
         )
 
     def _all_updates(self) -> float:
@@ -572,82 +686,3 @@ def _one_by_one(names: Sequence[str], device: int, size: int, way: SegmentVarian
             row += [Action("I", stage, micro_batch), Action("W", stage, micro_batch)]
     table = Schedule(rows={device: tuple(row)}).lines()
     return Plan(stages=stages, micro_batch=size, schedule="table", table=table)
-
-
-def _named(events: Iterable[TraceEvent], name: str, speed: float) -> list[float]:
-    """Return the durations of the events of a name, at full speed."""
-    return [_seconds(event) * speed for event in events if event.name == name] or [0.0]
-
-
-def _seconds(event: TraceEvent) -> float:
-    return (event.end_ns - event.start_ns) / 1e9
-
-
-def _low_quantile(seconds: Sequence[float]) -> float:
-    """Return the quantile of times that counts as undisturbed."""
-    ordered, place = sorted(seconds), _UNDISTURBED * (len(seconds) - 1)
-    below = ordered[int(place)]
-    return max(below + (place % 1) * (ordered[min(int(place) + 1, len(ordered) - 1)] - below), _LEAST_S)
-
-
-def _typical(seconds: Sequence[float]) -> float:
-    """Return the mean without the longest fifth, which other processes delayed."""
-    kept = sorted(seconds)[: max(1, round(len(seconds) * 0.8))]
-    return statistics.fmean(kept)
-
-
-def _spans_ns(events: Iterable[TraceEvent]) -> dict[int, tuple[int, int]]:
-    """Return start and end of each step."""
-    spans: dict[int, tuple[int, int]] = {}
-    for event in events:
-        start, end = spans.get(event.step, (event.start_ns, event.end_ns))
-        spans[event.step] = (min(start, event.start_ns), max(end, event.end_ns))
-    return spans
-
-
-def _step_s(events: Iterable[TraceEvent]) -> float:
-    """Return the seconds of the last step."""
-    start_ns, end_ns = max(_spans_ns(events).items())[1]
-    return (end_ns - start_ns) / 1e9
-
-
-def _between_s(events: Iterable[TraceEvent], visits: Sequence[range], first: int) -> float:
-    """Return the median time between the end of a step and the start of the next, mainly the upload of a batch.
-
-    Args:
-        events: What a worker did.
-        visits: Steps that followed one another without a pause.
-        first: The first step before which it counts.
-    """
-    spans = _spans_ns(events)
-    gaps = [
-        (spans[step][0] - spans[step - 1][1]) / 1e9
-        for steps in visits
-        for step in steps[1:]
-        if step >= first and {step, step - 1} <= spans.keys()
-    ]
-    return max(0.0, statistics.median(gaps)) if gaps else 0.0
-
-
-def _call_s(events: Iterable[TraceEvent]) -> float:
-    """Return the median time between the end of an action and the start of the next."""
-    actions = sorted((e for e in events if e.action is not None), key=lambda e: e.start_ns)
-    gaps = [
-        (later.start_ns - earlier.end_ns) / 1e9
-        for earlier, later in itertools.pairwise(actions)
-        if earlier.step == later.step
-    ]
-    return statistics.median(gaps) if gaps else 0.0
-
-
-def _median_of(times: Sequence[SegmentTimes]) -> SegmentTimes:
-    """Return the medians over devices of one type."""
-    return SegmentTimes(
-        size=times[0].size,
-        seconds=tuple(
-            tuple(statistics.median(values) for values in zip(*segment, strict=True))
-            for segment in zip(*(found.seconds for found in times), strict=True)
-        ),
-        update_s=statistics.median(found.update_s for found in times),
-        call_s=statistics.median(found.call_s for found in times),
-    )

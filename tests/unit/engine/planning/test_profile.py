@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from onebox.cost.model_profile import SegmentTimes, Slowdown
-from onebox.engine.planning.profile import at_median, measured_devices
+from onebox.engine.planning.profile import measured_devices
+from onebox.engine.planning.trace_times import at_median
 from onebox.engine.problem.planner_problem import allowed_sizes, measured_sizes
 from onebox.pool import DeviceInfo
 
