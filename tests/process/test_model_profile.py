@@ -16,7 +16,7 @@ import onebox
 from onebox.cost.model_profile import ModelProfile
 from onebox.engine.planning import make_plan as planning
 from onebox.engine.planning import profile as planning_profile
-from onebox.engine.planning import resolve_plan
+from onebox.engine.planning import resolve_plan, size_runs
 from onebox.engine.planning.partial_profile import PROFILING_S, TimeLimit
 from onebox.engine.planning.piecewise_step import PiecewiseStep
 from onebox.engine.planning.profile import profile_model
@@ -79,7 +79,7 @@ def test_sizes_take_turns_in_slices_as_long_as_a_batch_if_there_is_memory_for_al
             sizes.append(batch.size // 2)
             return super().step(batch, **options)
 
-    monkeypatch.setattr(planning_profile, "TrainingSession", Recording)
+    monkeypatch.setattr(size_runs, "TrainingSession", Recording)
     monkeypatch.setattr(planning_profile, "_TOGETHER", room)
     monkeypatch.setattr(planning_profile, "_LONG_S", 1e3)
     monkeypatch.setattr(planning_profile, "_MOST", 10)
@@ -105,7 +105,7 @@ def test_long_steps_are_measured_once_and_short_ones_until_it_is_enough(
             counted[id(self)] += 1
             return super().step(*arguments, **options)
 
-    monkeypatch.setattr(planning_profile, "TrainingSession", Counting)
+    monkeypatch.setattr(size_runs, "TrainingSession", Counting)
     monkeypatch.setattr(planning_profile, "_LONG_S", enough_s)
     monkeypatch.setattr(planning_profile, "_MOST", 10)
     model = nn.Sequential(nn.Linear(4, WIDTH), nn.Linear(WIDTH, 2))

@@ -144,7 +144,7 @@ def make_plan(
             so that the same input gives the same plan; on a busy machine the clock ends the search, with the best plan
             so far.
         profiling_s: Time limit in seconds for measuring the model, not counting captures: what is not measured by then
-            is estimated from what is. ``plan="auto"`` of a trainer allows 6 s.
+            is estimated from what is. ``plan="auto"`` of a trainer allows 5 s.
         fresh: Whether to repeat earlier measurements.
         stale: As for :class:`Trainer`: asynchronous plans are considered, too, whose schedule is ``async-1f1b``; if
             none of them fits or is faster, the plan is exact. The correction affects memory.

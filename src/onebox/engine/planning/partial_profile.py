@@ -19,9 +19,9 @@ from onebox.cost.model_profile import SegmentTimes
 from onebox.engine.planning.trace_times import LEAST_S
 from onebox.engine.problem.estimate import EstimatedTimes
 
-PROFILING_S = 6.0
-"""Seconds for which a run that plans by itself measures its model. With 5 s of search, 1 s for devices and links, and
-about 3 s of upload and installation, its training begins within 15 s, not counting captures."""
+PROFILING_S = 5.0
+"""Seconds for which a run that plans by itself measures its model. With at most 5 s of search, 1 s for devices and
+links, and about 3 s of upload and installation, its training begins within 15 s, not counting captures."""
 
 NOT_MEASURED = math.nan
 """The time of what was not measured, before it is completed."""
