@@ -10,7 +10,8 @@ Each part is measured at several sizes, and the exponent of its growth is fitted
   threads; and one way of a short message between two CPU workers of this machine, by the pool's own measurement.
 - ``plans``: seconds of one core for a search, and the least step that any plan can have over that of its plan
   (``growth_plans.py``).
-- ``model``: seconds of ``make_plan`` for a transformer on two CPU workers, and over six of its steps and 10 s.
+- ``model``: seconds of ``make_plan`` for a transformer on two CPU workers, and over six of its steps and 10 s; and
+  seconds that a run with ``plan="auto"`` waits for its first step, without captures.
 - ``captures``: seconds of one core for capture, model and programs (``growth_captures.py``), the client's peak beyond
   the model, and the captures of a run over many lengths.
 
@@ -44,6 +45,7 @@ from torch import nn
 import onebox
 from onebox.drawing import save
 from onebox.drawing.style import COLOURS, MEASURED, canvas, headline, style
+from onebox.engine.workload import captures
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -114,11 +116,46 @@ def planned(layers: int) -> tuple[float, float]:
     return plan_s, statistics.median(steps_s)
 
 
+def auto_wait(layers: int) -> tuple[float, float, float]:
+    """Return the seconds until the first step of a run with ``plan="auto"`` begins on two CPU workers, nothing of which
+    is known before, without captures; those of the captures; and those of a step by its plan.
+    """
+    torch.manual_seed(0)
+    model = Stack(layers, MODEL_WIDTH)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    inputs, targets = batch(MODEL_LENGTH)
+    captures_s = [0.0]
+    plain_capture = captures.capture
+
+    def timed(*arguments: Any, **options: Any) -> Any:
+        begin_s = time.monotonic()
+        try:
+            return plain_capture(*arguments, **options)
+        finally:
+            captures_s[0] += time.monotonic() - begin_s
+
+    captures.capture = timed
+    with onebox.open("cpu*2", threads=1) as pool:
+        begin_s = time.monotonic()
+        loss = nn.functional.cross_entropy
+        with onebox.Trainer(model, loss, optimizer, pool=pool, plan="auto", recovery=None) as trainer:
+            first = trainer.step(inputs, targets)
+            wait_s = time.monotonic() - begin_s - captures_s[0]
+            first.item()
+            steps_s = []
+            for _ in range(3):
+                begin_s = time.monotonic()
+                trainer.step(inputs, targets).item()
+                steps_s.append(time.monotonic() - begin_s)
+    return wait_s, captures_s[0], statistics.median(steps_s)
+
+
 MEASURES: dict[str, Callable[[int], Any]] = {
     "open": opened,
     "client": client_ms,
     "message": lambda _: message_us(),
     "planned": planned,
+    "auto_wait": auto_wait,
 }
 
 
@@ -199,7 +236,17 @@ def measure_model(layers: int, rounds: int) -> dict[str, Any]:
         ["plan, s", "step, s", "plan over six steps and 10 s"],
         [[*(spread(values) for values in zip(*pairs, strict=True)), spread(over)]],
     )
-    return {f"plan_s_{layers}_layers": statistics.median(plan_s for plan_s, _ in pairs), "plan_over_steps": max(over)}
+    waits = [apart("auto_wait", layers) for _ in range(rounds)]
+    show(
+        f'The first step of {layers} layers with plan="auto", nothing of which is known before',
+        ["wait, s", "captures besides, s", "step by its plan, s"],
+        [[spread(values) for values in zip(*waits, strict=True)]],
+    )
+    return {
+        f"plan_s_{layers}_layers": statistics.median(plan_s for plan_s, _ in pairs),
+        "plan_over_steps": max(over),
+        "auto_wait_s": statistics.median(wait_s for wait_s, _, _ in waits),
+    }
 
 
 def measure_captures(layers: Sequence[int], series: dict[str, dict[int, float]]) -> dict[str, Any]:

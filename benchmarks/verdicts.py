@@ -99,7 +99,7 @@ TARGETS: dict[str, list[Target]] = {
     "finetune": _most(peak_over_budget=1.0, loss_error=1e-10),
     "page": _most(update_s=2.0, step_slowdown=0.005, page_kb=300, server_core_share_64_devices=0.005),
     "growth": [
-        *_most(open_s_64=3.0, client_ms_1=0.5, client_ms_64=2.0, message_us=50),
+        *_most(open_s_64=3.0, client_ms_1=0.5, client_ms_64=2.0, message_us=50, auto_wait_s=15.0),
         *_most(plan_s_100x16=1.0, plan_s_1000x64=10.0, captures_100_lengths=4),
         *_least(share_of_bound_100x16=0.92, share_of_bound_1000x64=0.92),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from onebox.engine import Trainer
 from onebox.engine.islands.division import Islands
 from onebox.engine.memory.forecast import TrainingJob
 from onebox.engine.planning.make_plan import make_plan, pool_links, with_coding_speeds
+from onebox.engine.planning.partial_profile import PROFILING_S, profile_line
 from onebox.engine.planning.profile import profile_model
 from onebox.engine.planning.training_modes import IslandsPlanning
 from onebox.engine.problem.memory_search import with_peaks
@@ -71,6 +73,7 @@ class PlanForecast:
         islands: The plans of islands, if they were asked for.
         modes: Exact, compressed and island training, as far as they were asked for.
         interrupted: Whether Ctrl-C has ended the search.
+        measured: Part of the model's times that was measured, from 0 to 1; the rest was estimated.
     """
 
     plan: Plan
@@ -81,6 +84,7 @@ class PlanForecast:
     islands: IslandsPlanning | None = None
     modes: tuple[TrainingMode, ...] = ()
     interrupted: bool = False
+    measured: float = 1.0
 
     @property
     def shortfall(self) -> str:
@@ -114,6 +118,7 @@ def search_plan(
     update: Sequence[UpdateAt] = ("device",),
     preparing: float = 0.0,
     budget_s: float = 5.0,
+    profiling_s: float = math.inf,
     fresh: bool = False,
     overlap: bool = False,
     islands: Islands | None = None,
@@ -131,6 +136,7 @@ def search_plan(
         update: Allowed places of the optimizer's state.
         preparing: Cores of this machine that the preparation of batches keeps busy.
         budget_s: Approximate time limit of the search in seconds.
+        profiling_s: Time limit in seconds for measuring the model.
         fresh: Whether to measure again what is cached.
         overlap: Whether exact steps overlap, for the simulation.
         islands: Devices of each island, or ``auto``, for plans of islands.
@@ -152,6 +158,7 @@ def search_plan(
         memory=config.memory,
         precision=config.precision,
         budget_s=budget_s,
+        profiling_s=profiling_s,
         fresh=fresh,
         stale=config.stale,
         lossy=config.lossy_parts,
@@ -169,6 +176,7 @@ def search_plan(
         islands=planned.islands,
         modes=planned.modes,
         interrupted=planned.interrupted,
+        measured=planned.profile.measured,
     )
 
 
@@ -291,7 +299,7 @@ def predict_plan(
         captures=captures, optimizer=optimizer, batch=as_batch(images, labels), devices=pool.devices, delay=late
     )
     plan = with_peaks(msgspec.structs.replace(plan, predicted=predicted), counted.peaks(plan))
-    return PlanForecast(plan=plan, simulation=simulation, problem=problem, delays=late)
+    return PlanForecast(plan=plan, simulation=simulation, problem=problem, delays=late, measured=profile.measured)
 
 
 def plan_of_run(
@@ -332,7 +340,17 @@ def plan_of_run(
                 policy for policy in ACTIVATION_POLICIES if policy not in OFFLOADING_POLICIES or not config.overlap
             ]
             sizes = [size] if size else None
-            found = search_plan(config, data, pool, micro_batches=sizes, policies=policies, overlap=config.overlap)
+            found = search_plan(
+                config,
+                data,
+                pool,
+                micro_batches=sizes,
+                policies=policies,
+                profiling_s=PROFILING_S,
+                overlap=config.overlap,
+            )
+        if found.measured < 1:
+            say(f"{profile_line(found.measured)}; onebox plan measures everything")
         if found.interrupted:
             say(INTERRUPTED)
         plan, simulation = found.plan, found.simulation

@@ -57,6 +57,18 @@ def program_s(program: Program, rates: DeviceRates) -> float:
     return math.fsum(operator_s(operator, specs, rates) for operator in program.operators)
 
 
+def slowest_operator(program: Program, rates: DeviceRates) -> str:
+    """Return the name of the operator of a program that is estimated to take longest; empty without operators.
+
+    Args:
+        program: The tape.
+        rates: Throughput of the device.
+    """
+    specs = specs_by_slot(program)
+    slowest = max(program.operators, key=lambda operator: operator_s(operator, specs, rates), default=None)
+    return "" if slowest is None else slowest.name
+
+
 def flops_of(operator: Operator, specs: Mapping[int, TensorSpec]) -> float:
     """Return the floating-point operations of a product, a convolution, an attention or a recurrent layer.
 

@@ -161,6 +161,7 @@ class SegmentTimes(_Part, frozen=True):
         ways: ``seconds`` of each measured variant; those above are then of each segment's fastest. Empty where there
             was only one.
         slowdown: Slowdown of the machine meanwhile; ``None`` if there were too few slices, or the times are estimates.
+        measured: Part of ``seconds`` that was measured; the rest is estimated.
     """
 
     size: int
@@ -169,6 +170,7 @@ class SegmentTimes(_Part, frozen=True):
     call_s: float
     ways: tuple[tuple[SegmentVariant, tuple[tuple[float, float, float], ...]], ...] = ()
     slowdown: Slowdown | None = None
+    measured: float = 1.0
 
 
 class ModelProfile(_Part, frozen=True):
@@ -181,3 +183,10 @@ class ModelProfile(_Part, frozen=True):
 
     bytes: ModelBytes
     times: dict[str, tuple[SegmentTimes, ...]]
+
+    @property
+    def measured(self) -> float:
+        """Part of the seconds of all segments that was measured, from 0 to 1."""
+        each = [(math.fsum(map(sum, one.seconds)), one.measured) for sizes in self.times.values() for one in sizes]
+        whole_s = math.fsum(seconds for seconds, _ in each)
+        return math.fsum(seconds * part for seconds, part in each) / whole_s if whole_s else 1.0

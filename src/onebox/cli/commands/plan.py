@@ -18,6 +18,7 @@ from onebox.cli.planning import INTERRUPTED, PlanForecast, predict_plan, probe_m
 from onebox.cli.training.run_setup import load_data
 from onebox.cli.user_code import import_functions
 from onebox.cost import link_age_line
+from onebox.engine.planning.partial_profile import profile_line
 from onebox.engine.planning.training_modes import IslandsPlanning
 from onebox.engine.workload.delay_compensation import extra_copies, predicts
 from onebox.errors import UsageError
@@ -100,6 +101,8 @@ def print_plan(found: PlanForecast, pool: Pool, console: OutputConsole) -> None:
     )
     if found.candidates and (line := noise_line(found.candidates)):
         console.write_line(line)
+    if found.measured < 1:
+        console.write_line(profile_line(found.measured))
     if found.plan.late:
         console.write_line(staleness_line(found))
     if line := topology_line(found.problem, found.plan):

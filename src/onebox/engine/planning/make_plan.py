@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -107,6 +108,7 @@ def make_plan(
     fuse: bool = False,
     numerics: Numerics = Numerics(),
     budget_s: float = 5.0,
+    profiling_s: float = math.inf,
     fresh: bool = False,
     stale: StaleGradients | None = None,
     shard_optimizer: bool = True,
@@ -141,6 +143,8 @@ def make_plan(
         budget_s: Time limit in seconds for everything after measuring. It is counted in simulated steps, with a margin,
             so that the same input gives the same plan; on a busy machine the clock ends the search, with the best plan
             so far.
+        profiling_s: Time limit in seconds for measuring the model, not counting captures: what is not measured by then
+            is estimated from what is. ``plan="auto"`` of a trainer allows 5 s.
         fresh: Whether to repeat earlier measurements.
         stale: As for :class:`Trainer`: asynchronous plans are considered, too, whose schedule is ``async-1f1b``; if
             none of them fits or is faster, the plan is exact. The correction affects memory.
@@ -177,6 +181,7 @@ def make_plan(
     budgets = parse_budgets("memory", memory).of(len(pool))
     late = delays_of(optimizer, stale.correction if stale else "auto")
     names = tuple(schedules) if schedules is not None else searchable_schedules(int(stale is not None))
+    links = pool_links(pool, chosen, fresh=fresh)  # first, as estimates of the model's times use the devices' speeds
     profile, captures = profile_model(
         model,
         loss,
@@ -189,11 +194,12 @@ def make_plan(
         fuse=fuse,
         numerics=numerics,
         fresh=fresh,
+        within_s=profiling_s,
     )
     problem = make_problem(
         profile,
         [_within(pool.devices, budgets)[device] for device in chosen],
-        pool_links(pool, chosen, fresh=fresh),
+        links,
         batch=batch.size,
         micro_batches=allowed,
         schedules=names,

@@ -12,6 +12,7 @@ import torch
 
 from onebox.engine.planning.device_shares import resolve_device_shares
 from onebox.engine.planning.make_plan import PlanningResult, make_plan
+from onebox.engine.planning.partial_profile import PROFILING_S
 from onebox.engine.planning.profile import profile_model
 from onebox.engine.problem.planner_problem import ResolvedPlan
 from onebox.engine.problem.stage_formats import with_formats
@@ -163,6 +164,7 @@ class PlanRequest:
             numerics=recipe.numerics,
             stale=self.stale,
             budget_s=_DEFAULT_BUDGET_S if self.by_default else _BUDGET_S,
+            profiling_s=PROFILING_S,
             among=among,
             lossy=self.lossy,
         )
@@ -172,7 +174,8 @@ class PlanRequest:
         else:
             _LOG.info("plan='auto': %s", found.plan.describe())
         if found.captures is not None:
-            captures.adopt(found.captures, batch, max(part.size for part in found.plan.micro_batches(batch.size)))
+            largest = max(part.size for part in found.plan.micro_batches(batch.size))
+            captures.adopt(found.captures, batch, 2 * largest)  # twice, for the check of the loss
         return ResolvedPlan(plan=found.plan, problem=found.problem)
 
 

@@ -5,9 +5,10 @@ the cache.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from onebox.cost import PoolProfile, Speeds, load
-from onebox.cost.estimate import TYPICAL_RATES, DeviceRates, program_s
+from onebox.cost.estimate import TYPICAL_RATES, DeviceRates, program_s, slowest_operator
 from onebox.cost.model_profile import ModelBytes, ModelProfile, SegmentTimes
 from onebox.engine.problem.planner_problem import CachedTimes, device_type, divided_bytes, times_key
 from onebox.engine.workload.batch import Batch
@@ -28,6 +29,19 @@ _CALL_S = 1e-4
 
 _LATENCY_S, _BANDWIDTH_BPS = 1e-4, 1e9
 """Defaults for unknown links."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimatedTimes:
+    """Estimated times of segments for one size of a micro-batch on one type of device.
+
+    Args:
+        times: The times; 0 for a phase without operators.
+        operators: For each segment and phase, the operator that takes longest; empty without operators.
+    """
+
+    times: SegmentTimes
+    operators: tuple[tuple[str, str, str], ...]
 
 
 def estimate_profile(
@@ -72,6 +86,26 @@ def estimate_profile(
     each, where = _rates(types, devices, rates)
     estimated = {kind: tuple(_times(*one, each[kind]) for one in divided) for kind in types}
     return ModelProfile(bytes=largest, times=estimated), where
+
+
+def estimate_times(
+    divided: Sequence[tuple[ModelPrograms, ModelBytes]], devices: Sequence[DeviceInfo]
+) -> dict[str, tuple[EstimatedTimes, ...]]:
+    """Return estimated times of a model's segments, by type of device.
+
+    Args:
+        divided: For each size, the programs with each segment as a stage, and their bytes.
+        devices: The devices, by whose speeds it is estimated if they have been measured.
+    """
+    types = {device_type(device): device for device in devices}
+    each, _ = _rates(types, devices, None)
+    return {
+        kind: tuple(
+            EstimatedTimes(times=_times(programs, sizes, rates), operators=_operators(programs, sizes, rates))
+            for programs, sizes in divided
+        )
+        for kind, rates in each.items()
+    }
 
 
 def estimate_links(devices: Sequence[DeviceInfo]) -> Links:
@@ -143,4 +177,14 @@ def _times(programs: ModelPrograms, sizes: ModelBytes, rates: DeviceRates) -> Se
         seconds=tuple((taken(n, "F"), taken(n, "I"), taken(n, "W")) for n in range(len(sizes.segments))),
         update_s=PASSES * state / rates.bandwidth_bps,
         call_s=_CALL_S,
+        measured=0.0,
     )
+
+
+def _operators(programs: ModelPrograms, sizes: ModelBytes, rates: DeviceRates) -> tuple[tuple[str, str, str], ...]:
+    """Return the operator that takes longest in each phase of each segment."""
+
+    def slowest(segment: int, kind: PhaseKind) -> str:
+        return slowest_operator(programs.of(segment, kind).program, rates)
+
+    return tuple((slowest(n, "F"), slowest(n, "I"), slowest(n, "W")) for n in range(len(sizes.segments)))
