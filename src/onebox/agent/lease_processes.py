@@ -36,8 +36,9 @@ from onebox.pool.launch.worker_user import LeaseUsers, RunningProcess, WorkerUse
 _SPAWN_S = 2.0
 """How long the agent, which has a single thread, waits for a fork; then workers are started from scratch."""
 
-KEPT_S = 60.0
-"""How long the fork server of an ended lease is kept at most. It ends by itself after the same time without a fork."""
+KEPT_S = 50.0
+"""How long the fork server of an ended lease is kept at most: shorter than the time without a fork after which it ends
+by itself."""
 
 MOST_KEPT = 4
 """The most fork servers that an agent keeps; each takes some 170 MB of memory of its own."""
@@ -71,8 +72,8 @@ class LeaseForkServer:
 
     @property
     def pid(self) -> int | None:
-        """Its process id; ``None`` where there is none."""
-        return None if self._server is None else self._server.pid
+        """Its process id; ``None`` where there is none, or none any more."""
+        return None if self._server is None or self._server.ended else self._server.pid
 
     @property
     def idle(self) -> bool:
@@ -109,7 +110,7 @@ class LeaseForkServer:
         self, environment: Mapping[str, str], stderr: IO[bytes], account: WorkerUser | None
     ) -> ForkedWorker | None:
         """Start a worker; see :class:`~onebox.pool.launch.fork_server.WorkerSpawner`."""
-        if self._server is None or environment != self._environment:
+        if self._server is None or self._doubtful or environment != self._environment:
             return None
         try:
             return self._server.spawn_worker(stderr, within_s=_SPAWN_S)
@@ -220,15 +221,16 @@ class LeaseIsolation:
             UsageError: All users are taken.
             OSError: The system refuses to make a cgroup.
         """
+        taken: WorkerUser | None = None
         if self._users is not None and account is None:
-            account = self._users.take()
+            account = taken = self._users.take()
             if account is None:
                 raise UsageError(f"all user ids of leases are taken: {self._users.ids} (onebox serve --user-ids)")
         try:
             return LeaseProcesses(account, None if self._cgroups is None else self._cgroups.make(lease, shares))
         except OSError:
-            if self._users is not None and account is not None:
-                self._users.give_back(account)
+            if self._users is not None and taken is not None:
+                self._users.give_back(taken)
             raise
 
     def release(self, account: WorkerUser | None) -> None:
@@ -255,10 +257,19 @@ class LeaseIsolation:
             self._users.close()
 
 
+def _available_bytes() -> int:
+    """Return the memory of this machine that is available; 0 where that cannot be read."""
+    try:
+        return int(psutil.virtual_memory().available)
+    except OSError:
+        return 0
+
+
 @dataclass(frozen=True)
 class _Kept:
     client: str
     fork_server: LeaseForkServer
+    process: int
     until_s: float
 
 
@@ -276,12 +287,13 @@ class KeptForkServers:
         self,
         isolation: LeaseIsolation,
         accepts: Callable[[str], bool] = lambda client: True,
-        available_bytes: Callable[[], int] = lambda: int(psutil.virtual_memory().available),
+        available_bytes: Callable[[], int] = _available_bytes,
     ) -> None:
         self._isolation = isolation
         self._accepts = accepts
         self._available_bytes = available_bytes
         self._kept: list[_Kept] = []  # the one that was kept first comes first
+        self._leaving: list[WorkerUser] = []  # users of those that have ended, which may have other processes left
         self._ended: list[tuple[str, int, str]] = []
         self._check_s = 0.0
 
@@ -301,7 +313,7 @@ class KeptForkServers:
         """
         for each in [each for each in self._kept if each.client == client]:
             self._end(each, "its client has another")
-        self._kept.append(_Kept(client, fork_server, now_s + KEPT_S))
+        self._kept.append(_Kept(client, fork_server, fork_server.pid or 0, now_s + KEPT_S))
         while len(self._kept) > MOST_KEPT:
             self.give_way(f"{MOST_KEPT} others are kept")
 
@@ -314,8 +326,7 @@ class KeptForkServers:
             fork_server = each.fork_server
             if each.client != client or not fork_server.fits(shares):
                 continue
-            found = LeaseProcesses(fork_server.account).others(fork_server.pid)
-            if now_s < each.until_s and fork_server.idle and not found:
+            if now_s < each.until_s and fork_server.idle and _is_alone(fork_server):
                 self._kept.remove(each)
                 return fork_server
             self._end(each, "it had ended, or was no longer alone")
@@ -347,8 +358,9 @@ class KeptForkServers:
                 self._end(each, f"kept for {KEPT_S:.0f} s")
             elif each.fork_server.channel in ready:
                 self._end(each, "it has ended")
-        if self._kept and now_s >= self._check_s:
+        if (self._kept or self._leaving) and now_s >= self._check_s:
             self._check_s = now_s + _CHECK_S
+            self._release_users()
             short = self._available_bytes() < SPARE_BYTES
             for each in list(self._kept):
                 if short or not self._accepts(each.client):
@@ -359,29 +371,51 @@ class KeptForkServers:
         while self.give_way("the agent ends"):
             pass
 
+    def end(self, fork_server: LeaseForkServer) -> None:
+        """End a fork server without workers, and release its user once no other process has it."""
+        with contextlib.suppress(OSError):
+            LeaseProcesses(fork_server.account).kill(fork_server)
+        fork_server.close()
+        if fork_server.account is not None:
+            self._leaving.append(fork_server.account)
+            self._release_users()
+
     def _end(self, kept: _Kept, why: str) -> None:
         self._kept.remove(kept)
-        self._ended.append((kept.client, kept.fork_server.pid or 0, why))
-        end_fork_server(kept.fork_server, self._isolation)
+        self._ended.append((kept.client, kept.process, why))
+        self.end(kept.fork_server)
+
+    def _release_users(self) -> None:
+        for account in list(self._leaving):
+            with contextlib.suppress(OSError):
+                if not LeaseProcesses(account).others(None):
+                    self._leaving.remove(account)
+                    self._isolation.release(account)
 
 
-def end_fork_server(fork_server: LeaseForkServer, isolation: LeaseIsolation) -> None:
-    """End a fork server of which no other process is left, and release its user unless another process has it."""
-    processes = LeaseProcesses(fork_server.account)
-    left = processes.kill(fork_server)
-    fork_server.close()
-    if not left:
-        isolation.release(fork_server.account)
+def _is_alone(fork_server: LeaseForkServer) -> bool:
+    """Return whether no other process has a fork server's user or descends from it; not where that cannot be read."""
+    try:
+        return not LeaseProcesses(fork_server.account).others(fork_server.pid)
+    except OSError:
+        return False
 
 
 def is_confined(process: int) -> bool:
-    """Return whether a process has given up new privileges and has a filter of system calls, without which it could
-    change others of its user."""
+    """Return whether a process has given up new privileges and has a filter of system calls beside those of this one,
+    without which it could change others of its user."""
+    theirs, own = _status(process), _status(os.getpid())
+    filters = [int(each.get("Seccomp_filters", "0")) for each in (theirs, own)]  # Linux from 5.9
+    return (theirs.get("NoNewPrivs"), theirs.get("Seccomp")) == ("1", "2") and filters[0] > filters[1]
+
+
+def _status(process: int) -> dict[str, str]:
+    """Return the fields of a process's status; none where it cannot be read."""
     try:
-        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+        lines = Path(f"/proc/{process}/status").read_text(errors="replace").splitlines()
     except OSError:
-        return False
-    return {"NoNewPrivs:\t1", "Seccomp:\t2"} <= set(lines)
+        return {}
+    return dict(line.split(":\t", 1) for line in lines if ":\t" in line)
 
 
 def _environment(shares: Sequence[Share], account: WorkerUser | None) -> dict[str, str]:
@@ -409,6 +443,5 @@ __all__ = [
     "LeaseForkServer",
     "LeaseIsolation",
     "LeaseProcesses",
-    "end_fork_server",
     "is_confined",
 ]

@@ -57,6 +57,7 @@ class LeaseService:
         self._send = send
         self._report = report
         self.guard = SessionFaultIsolator(report, self._part)
+        self._names: dict[str, str] = {}  # of clients, by their keys
         self._asked: dict[tuple[Client, int], Lease] = {}
         self._granted: dict[int, Grant] = {}
         self._ready: dict[int, Leased] = {}
@@ -138,7 +139,9 @@ class LeaseService:
     def _report_fork_servers(self, now_s: float) -> None:
         """Record which kept fork servers have ended."""
         for ended in self._workers.ended_fork_servers():
-            self._report.dealing("fork-server-ended", ended.client, now_s, process=ended.process, reason=ended.why)
+            name = self._names[ended.client]
+            fields: dict[str, str | int] = {"client": name, "process": ended.process, "reason": ended.why}
+            self._report.dealing("fork-server-ended", name, now_s, **fields)
 
     def _report_left(self) -> None:
         """Record which processes were left behind, and which of them have ended."""
@@ -183,6 +186,7 @@ class LeaseService:
         self._granted[grant.lease] = grant
         devices = ", ".join(share.device for share in grant.shares)
         self._record("leased", grant.client, now_s, lease=grant.lease, devices=devices)
+        self._names[grant.client.key] = grant.client.name
         why = self._workers.start(grant.lease, grant.shares, grant.client.key, asked.key, asked.speed, now_s)
         if why is not None:
             self._learn(LeaseNotStarted(grant.lease, why), now_s)

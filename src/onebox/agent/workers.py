@@ -17,7 +17,6 @@ from onebox.agent.lease_processes import (
     LeaseForkServer,
     LeaseIsolation,
     LeaseProcesses,
-    end_fork_server,
     is_confined,
 )
 from onebox.errors import PoolError, UsageError
@@ -200,7 +199,7 @@ class Workers:
             processes = self._isolate(lease, shares, kept)
         except (OSError, UsageError) as error:
             if kept is not None:
-                end_fork_server(kept, self._isolation)
+                self._kept.end(kept)
             return f"{self._host}: this lease cannot be kept apart from others: {error}"
         cores = self._core_allocator.allocate([share.threads if share.device == "cpu" else 0 for share in shares])
         fork_server = kept or LeaseForkServer(shares, processes.account)
@@ -281,17 +280,18 @@ class Workers:
             ready: The descriptors that are readable.
             now_s: The time.
         """
-        news, self._news = self._news, []
+        # What is closed here gives its descriptors to what is started here, of which `ready` says nothing.
+        known = [(crew, list(enumerate(crew.workers))) for crew in self._crews.values()]
         self._kept.attend(ready, now_s)
-        for crew in list(self._crews.values()):
+        for crew, workers in known:
             why = self._start_some(crew)
             if why is not None:
-                news.append(LeaseNotStarted(crew.lease, why))
-            for number, worker in enumerate(crew.workers):
+                self._news.append(LeaseNotStarted(crew.lease, why))
+            for number, worker in workers:
                 if not worker.ended:
-                    news += self._look(crew, number, worker, ready)
+                    self._news += self._look(crew, number, worker, ready)
             if now_s >= crew.until_s and not crew.ready and not crew.failed and not crew.ending:
-                news.append(self._fail(crew, f"a worker did not start within {START_S:.0f} s"))
+                self._news.append(self._fail(crew, f"a worker did not start within {START_S:.0f} s"))
             if crew.ending and now_s >= crew.until_s:
                 self._kill(crew)
             if crew.ending and now_s >= crew.until_s + LEAVE_S:
@@ -299,7 +299,8 @@ class Workers:
                     if not worker.ended:
                         worker.release()
             if crew.ending and all(worker.ended for worker in crew.workers):
-                news += self._finish(crew, now_s)
+                self._news += self._finish(crew, now_s)
+        news, self._news = self._news, []
         return news
 
     def ended_fork_servers(self) -> list[KeptForkServerEnded]:
@@ -328,7 +329,9 @@ class Workers:
         be ended, such as in a call of a driver, is given to no other lease.
         """
         if crew.ended_s is None:
-            wanted = crew.keepable and not crew.failed and self._kept.wants(crew.client, crew.fork_server)
+            wanted = (
+                crew.ready and crew.keepable and not crew.failed and self._kept.wants(crew.client, crew.fork_server)
+            )
             crew.keepable = wanted and self._isolation.set_aside(crew.fork_server)
             crew.ended_s = now_s
         kept: int | None = None

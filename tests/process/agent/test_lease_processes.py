@@ -275,6 +275,12 @@ def parent_of(process: int) -> int:
     return found.parent
 
 
+@pytest.fixture(autouse=True)
+def enough_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork servers are kept however much memory other tests take."""
+    monkeypatch.setattr("onebox.agent.lease_processes.SPARE_BYTES", 0)
+
+
 needs_filter = pytest.mark.skipif(not seccomp.supported(), reason="none is kept without a filter of system calls")
 
 

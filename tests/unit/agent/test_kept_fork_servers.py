@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from onebox.agent import lease_processes as module
 from onebox.agent.admission import Share
-from onebox.agent.lease_processes import KEPT_S, MOST_KEPT, SPARE_BYTES, KeptForkServers
+from onebox.agent.lease_processes import KEPT_S, MOST_KEPT, SPARE_BYTES, KeptForkServers, LeaseIsolation
 from onebox.pool.launch.worker_user import RunningProcess, WorkerUser
 
 SHARES = [Share(device="cpu", threads=1, memory_bytes=64)]
@@ -100,7 +101,7 @@ def test_each_ends_after_its_time_and_its_user_is_free(house: House) -> None:
     assert list(house.kept.descriptors()) == [one.channel, two.channel]
     house.kept.attend(set(), KEPT_S)
     assert (one.closed, two.closed) == (True, False) and house.isolation.released == [60_001]
-    assert house.kept.news() == [("ana", 5_000_001, "kept for 60 s")] and house.kept.news() == []
+    assert house.kept.news() == [("ana", 5_000_001, "kept for 50 s")] and house.kept.news() == []
     assert house.take("bob", now_s=KEPT_S + 1.0) is None and two.closed
 
 
@@ -152,6 +153,30 @@ def test_one_that_is_not_alone_ends_and_its_user_is_given_to_nobody(
     running.append(RunningProcess(77, 1, 60_001) if how == "its user" else RunningProcess(77, made.pid, 5))
     assert house.take("ana") is None
     assert made.closed and house.isolation.released == []
+    house.kept.attend(set(), 2.0)
+    assert house.isolation.released == []
+    running.clear()
+    house.kept.attend(set(), 4.0)
+    assert house.isolation.released == [60_001], "now nobody has it"
+
+
+def test_without_a_descriptor_left_none_is_given_and_nothing_fails(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exhausted(*_: object) -> Any:
+        raise OSError(24, "Too many open files")
+
+    made, other = house.keep("ana", 1), house.keep("bob", 2)
+    with monkeypatch.context() as without:
+        without.setattr(module, "running_processes", exhausted)
+        without.setattr(module.psutil, "virtual_memory", exhausted)
+        assert module._available_bytes() == 0
+        assert house.take("ana") is None and made.closed
+        assert house.kept.give_way("needed") and other.closed
+        house.kept.attend(set(), 1.0)
+        assert house.isolation.released == []
+    house.kept.attend(set(), 3.0)
+    assert house.isolation.released == [60_001, 60_002]
 
 
 def test_the_oldest_gives_way(house: House) -> None:
@@ -170,6 +195,56 @@ def test_all_end_with_the_agent(house: House) -> None:
     assert all(each.closed for each in made) and house.isolation.released == [60_001, 60_002]
 
 
-def test_a_process_that_is_not_confined_is_seen(tmp_path: Any) -> None:
-    assert not module.is_confined(1)
-    assert not module.is_confined(5_000_000)
+@pytest.mark.parametrize(
+    ("status", "confined"),
+    [
+        ({"NoNewPrivs": "1", "Seccomp": "2", "Seccomp_filters": "3"}, True),
+        ({"NoNewPrivs": "1", "Seccomp": "2", "Seccomp_filters": "1"}, False),  # that of the agent itself
+        ({"NoNewPrivs": "0", "Seccomp": "2", "Seccomp_filters": "3"}, False),
+        ({"NoNewPrivs": "1", "Seccomp": "0", "Seccomp_filters": "3"}, False),
+        ({}, False),
+    ],
+)
+def test_a_process_is_confined_by_a_filter_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, status: dict[str, str], confined: bool
+) -> None:
+    agent = {"NoNewPrivs": "1", "Seccomp": "2", "Seccomp_filters": "1"}
+    monkeypatch.setattr(module, "_status", lambda process: status if process == 7 else agent)
+    assert module.is_confined(7) == confined
+
+
+def test_this_process_has_no_filter_that_it_has_not() -> None:
+    assert not module.is_confined(os.getpid())
+    assert not module.is_confined(5_000_000), "there is none"
+
+
+class FailingCgroups:
+    """Stands in for cgroups that cannot be made."""
+
+    def make(self, lease: int, shares: Sequence[Share]) -> Any:
+        raise OSError(28, "No space left on device")
+
+
+class RecordedUsers:
+    """Stands in for users of leases."""
+
+    def __init__(self) -> None:
+        self.returned: list[int] = []
+
+    def take(self) -> WorkerUser:
+        return WorkerUser(60_009, 60_009)
+
+    def give_back(self, account: WorkerUser) -> None:
+        self.returned.append(account.user)
+
+
+def test_the_user_of_a_kept_fork_server_is_not_given_back_while_that_runs() -> None:
+    users: Any = RecordedUsers()
+    cgroups: Any = FailingCgroups()
+    isolation = LeaseIsolation(users, cgroups)
+    with pytest.raises(OSError, match="No space"):
+        isolation.isolate(1, SHARES, WorkerUser(60_001, 60_001))
+    assert users.returned == []
+    with pytest.raises(OSError, match="No space"):
+        isolation.isolate(1, SHARES)
+    assert users.returned == [60_009]

@@ -352,7 +352,7 @@ def test_a_kept_fork_server_ends_in_time_and_with_the_agent(fakes: list[Fake], k
     workers = started(1)
     closed(workers, 1, fakes[0], 1.0)
     assert workers.attend(set(), 1.0 + KEPT_S) == [] and keeping[0].closed
-    assert [each.why for each in workers.ended_fork_servers()] == ["kept for 60 s"]
+    assert [each.why for each in workers.ended_fork_servers()] == ["kept for 50 s"]
     workers.start(2, [SHARE], "ana", new_keys().public, 1.0, 90.0)
     closed(workers, 2, fakes[1], 91.0)
     assert not keeping[1].closed
@@ -398,6 +398,49 @@ def test_a_kept_fork_server_gives_way_to_a_lease_that_lacks_a_user(
     assert keeping[0].closed
     keeping[0].closed = False
     assert "user ids" in str(workers.start(3, [SHARE], "bob", new_keys().public, 1.0, 2.0)), "none is kept any more"
+
+
+def test_a_worker_that_gets_the_descriptor_of_a_fork_server_that_ends_is_not_taken_for_ended(
+    fakes: list[Fake], keeping: list[FakeForkServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = started(1)
+    closed(workers, 1, fakes[0], 1.0)
+    channel = keeping[0].channel
+    assert workers.start(2, [SHARE] * (STARTS + 1), "bob", new_keys().public, 1.0, 2.0) is None
+    original, own = Fake.__init__, list[int]()
+
+    def reusing(self: Fake, *arguments: Any) -> None:
+        original(self, *arguments)
+        own.append(self.descriptor)
+        self.descriptor = channel
+
+    monkeypatch.setattr(Fake, "__init__", reusing)
+    assert workers.attend({channel}, 3.0) == [] and keeping[0].closed
+    assert len(fakes) == STARTS + 2 and not any(fake.ended for fake in fakes[1:])
+    (fakes[-1].descriptor,) = own
+
+
+def test_events_survive_a_failure(
+    fakes: list[Fake], keeping: list[FakeForkServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = started(1)
+    assert workers.start(2, [SHARE], "bob", new_keys().public, 1.0, 0.0) is None
+    workers.attend({fake.outlet for fake in fakes}, 1.0)
+    workers.end(1, 0.0, 1.0)
+    workers.end(2, 0.0, 1.0)
+    kill = LeaseProcesses.kill
+
+    def failing(self: LeaseProcesses, fork_server: Any) -> list[int]:
+        if fork_server is keeping[1]:
+            raise OSError(24, "Too many open files")
+        return kill(self, fork_server)
+
+    with monkeypatch.context() as once:
+        once.setattr(LeaseProcesses, "kill", failing)
+        with pytest.raises(OSError, match="Too many"):
+            workers.attend({fake.descriptor for fake in fakes}, 1.0)
+    news = workers.attend(set(), 1.0)
+    assert [each.lease for each in news if isinstance(each, LeaseClosed)] == [1, 2]
 
 
 def test_closing_ends_all(fakes: list[Fake]) -> None:

@@ -17,7 +17,6 @@ from onebox.vgpu.dispatch.factories import factories
 from onebox.vgpu.integration.accelerator import ANSWERS
 from onebox.vgpu.ops.autocast import BANNED, FLOAT32, LOWER, WIDEST
 
-
 FIRST_STORAGES = """
 import builtins, threading, time
 import torch
