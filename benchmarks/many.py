@@ -3,7 +3,8 @@
 - How long agents take to start, and ``onebox status`` to show all devices; beside it the queries alone, of all agents
   and of a quarter of them.
 - How many leases a minute clients take and give back, several at a time: with their workers started, which is bound by
-  the processors (each worker starts PyTorch), and given back before that, which is the agents' own work.
+  the processors (a client's first lease at an agent imports PyTorch, those that follow within a minute do not), and
+  given back before that, which is the agents' own work.
 - How much processor, memory and journal an agent needs for a lease.
 - How much of a core the page of all devices takes (``onebox watch``), and each agent for it, while nobody looks and
   while a browser would.
@@ -29,7 +30,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from common import finish, show, spread
 
@@ -47,6 +48,8 @@ SETTLE_S = 3.0
 WITHIN_S = 120.0
 """Bound of a wait for an agent, on a machine that has other things to do."""
 
+Answer = TypeVar("Answer", Leased, Done)
+
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -58,7 +61,8 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=16, help="emulated devices of each agent")
     parser.add_argument("--held", type=int, default=2, help="agents all of whose devices are leased meanwhile")
     parser.add_argument("--clients", type=int, default=8, help="clients that take leases at the same time")
-    parser.add_argument("--leases", type=int, default=32, help="leases whose workers are waited for")
+    parser.add_argument("--leases", type=int, default=32, help="leases whose workers are waited for, the first ones")
+    parser.add_argument("--again", type=int, default=640, help="further leases of the same clients")
     parser.add_argument("--early", type=int, default=1600, help="leases that are given back before that")
     parser.add_argument("--rounds", type=int, default=3, help="of looking at the status")
     parser.add_argument("--page-s", type=float, default=8.0, help="seconds of the page, with and without a viewer")
@@ -135,10 +139,6 @@ class Crowd:
         """Return the processor time of all agents themselves, without their workers."""
         return sum(processor_s(self.fleet.agents[name].pid) for name in self.names)
 
-    def children_s(self) -> float:
-        """Return the processor time of all processes of leases that have ended."""
-        return sum(processor_s(self.fleet.agents[name].pid, first=13) for name in self.names)
-
     def journal_bytes(self) -> int:
         """Return the size of all journals."""
         return sum(path.stat().st_size for path in self.fleet.folder.glob("host*.jsonl*"))
@@ -168,10 +168,10 @@ def measure(crowd: Crowd, options: argparse.Namespace) -> dict[str, Any]:
     for (connection, _), lease in zip(held, leases, strict=True):
         connection.send(Release(connection.number(), lease.lease))
         connection.take(Done, within_s=WITHIN_S)
-    children_s = crowd.children_s()
     minutes = crowd.each(options.clients, options.leases, with_workers)
     result["leases_per_minute"] = round(options.leases / minutes, 1)
-    result["workers_s_per_lease"] = round((crowd.children_s() - children_s) / options.leases, 2)
+    minutes = crowd.each(options.clients, options.again, with_workers)
+    result["again_leases_per_minute"] = round(options.again / minutes, 1)
     crowd.each(options.clients, options.early // 4, given_back_early)  # until everything has its size
     memory, processor_s, journal_bytes = crowd.memory_mb(), crowd.processor_s(), crowd.journal_bytes()
     minutes = crowd.each(options.clients, options.early, given_back_early)
@@ -186,18 +186,30 @@ def measure(crowd: Crowd, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def with_workers(connection: Raw) -> None:
-    """Take a lease of one device, wait until its worker can be connected to, and give it back."""
-    connection.ask(Want("sim"))
-    lease = connection.take(Leased, within_s=WITHIN_S)
-    connection.send(Release(connection.number(), lease.lease))
-    connection.take(Done, within_s=WITHIN_S)
+    """Take a lease of one device, wait until its worker can be connected to, and give back the worker and the lease.
+
+    A client that has connected to its worker lets it end; this one does not connect, and would wait for a second.
+    """
+    lease = answer(connection, Leased, connection.ask(Want("sim")))
+    for worker in (0, None):
+        number = connection.number()
+        connection.send(Release(number, lease.lease, worker=worker))
+        answer(connection, Done, number)
 
 
 def given_back_early(connection: Raw) -> None:
     """Take a lease of one device and give it back at once, while its worker starts."""
     asked = connection.ask(Want("sim"))
-    connection.send(Release(connection.number(), request=asked))
-    connection.take(Done, within_s=WITHIN_S)
+    number = connection.number()
+    connection.send(Release(number, request=asked))
+    answer(connection, Done, number)
+
+
+def answer(connection: Raw, kind: type[Answer], number: int) -> Answer:
+    """Return the answer to a request; earlier ones are sent again to a connection that was silent for a while."""
+    while (found := connection.take(kind, within_s=WITHIN_S)).number != number:
+        pass
+    return found
 
 
 def status(crowd: Crowd, rounds: int) -> dict[str, Any]:
@@ -277,10 +289,10 @@ def viewing(url: str) -> Iterator[None]:
         thread.join(WITHIN_S)
 
 
-def processor_s(process: int, first: int = 11) -> float:
-    """Return the processor time of a process: its own, or from field 13 on that of those that it has outlived."""
+def processor_s(process: int) -> float:
+    """Return the processor time of a process."""
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[first]) + int(fields[first + 1])) / _TICKS
+    return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
 def look_s(addresses: Sequence[str]) -> float:

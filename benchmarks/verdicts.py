@@ -103,7 +103,7 @@ TARGETS: dict[str, list[Target]] = {
         *_most(plan_s_100x16=1.0, plan_s_1000x64=10.0, captures_100_lengths=4),
         *_least(share_of_bound_100x16=0.92, share_of_bound_1000x64=0.92),
     ],
-    "many": [*_most(status_s=1.0, agent_mb_growth=1.0), *_least(leases_per_minute=1000)],
+    "many": [*_most(status_s=1.0, agent_mb_growth=1.0), *_least(again_leases_per_minute=1000)],
 }
 """The figures with a target, by the name of the benchmark, in the order in which they run."""
 

@@ -46,6 +46,7 @@ _STATUS_S = 5.0
 
 _STATUS_BYTES = 4
 _PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -169,6 +170,12 @@ def flush_streams() -> None:
 def signal_at_end_of_parent(number: int) -> None:
     """Have the kernel send this process a signal when the thread that started it has ended; see ``prctl(2)``."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(number), 0, 0, 0)
+
+
+def set_dumpable(dumpable: bool) -> None:
+    """Set whether other processes of this user may inspect and change this one, which takes a privilege otherwise; see
+    ``PR_SET_DUMPABLE`` in ``prctl(2)`` and ``ptrace(2)``. A fork inherits it."""
+    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, ctypes.c_ulong(dumpable), 0, 0, 0)
 
 
 def adopt_orphans() -> None:

@@ -34,6 +34,9 @@ _DRIVER_BYTES = 4 << 30
 
 _CPU_PERIOD_US = 100_000
 
+_KEPT = "kept"
+"""Name of the cgroup of fork servers that wait for their clients' next leases."""
+
 _SYSTEMD = Path("/run/systemd/system")
 _PROC = Path("/proc")
 
@@ -175,6 +178,18 @@ class LeaseCgroups:
                 (folder / f"{controller}.max").write_text(text)
         return LeaseCgroup(folder)
 
+    def set_aside(self, process: int) -> None:
+        """Move a process of a lease, which is to outlive it, into a cgroup for such; does nothing where there are no
+        cgroups.
+
+        Raises:
+            OSError: The system refuses.
+        """
+        if self._folder is not None:
+            folder = self._folder / _KEPT
+            folder.mkdir(exist_ok=True)
+            LeaseCgroup(folder).add(process)
+
     def close(self) -> None:
         """Remove all cgroups, and kill what is left in them. Idempotent."""
         if self._folder is not None:
@@ -266,7 +281,7 @@ def _processes(folder: Path) -> list[int]:
 
 def _remove_tree(folder: Path) -> None:
     """Kill the processes of a cgroup of leases, and remove it, as far as they have ended."""
-    for child in folder.glob("lease-*"):
+    for child in (*folder.glob("lease-*"), folder / _KEPT):
         LeaseCgroup(child).kill()
     for child in (*folder.glob("*/"), folder):
         with contextlib.suppress(OSError):

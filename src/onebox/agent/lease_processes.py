@@ -2,8 +2,9 @@
 together.
 
 A fork has its parent's address layout, and protection against attacks rests in part on the secrecy of that layout.
-Therefore no process forks workers of two clients: each fork server starts and ends with its lease. A lease of a single
-worker has one only where nothing else finds processes that the worker leaves, since it saves no time.
+Therefore no process forks workers of two clients: each lease has a fork server of its own, or that of an earlier lease
+of the same client, which is kept for a while (:class:`KeptForkServers`), as the import of PyTorch is nearly all of a
+start.
 
 Workers start no process, as far as the filter of system calls reaches (:mod:`onebox.worker.sandbox.seccomp`). Whatever
 was started all the same is found when the lease ends: by the cgroup, by the user, or as a descendant of the lease's
@@ -14,11 +15,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
 from subprocess import SubprocessError
 from typing import IO
+
+import psutil
 
 from onebox.agent.admission import Share
 from onebox.agent.cgroups import LeaseCgroup, LeaseCgroups
@@ -30,6 +36,18 @@ from onebox.pool.launch.worker_user import LeaseUsers, RunningProcess, WorkerUse
 _SPAWN_S = 2.0
 """How long the agent, which has a single thread, waits for a fork; then workers are started from scratch."""
 
+KEPT_S = 50.0
+"""How long the fork server of an ended lease is kept at most: shorter than the time without a fork after which it ends
+by itself."""
+
+MOST_KEPT = 4
+"""The most fork servers that an agent keeps; each takes some 170 MB of memory of its own."""
+
+SPARE_BYTES = 2 << 30
+"""Available memory of this machine below which none is kept."""
+
+_CHECK_S = 1.0
+
 
 class LeaseForkServer:
     """Fork server for the workers of a lease; a :class:`~onebox.pool.launch.fork_server.WorkerSpawner`.
@@ -38,16 +56,15 @@ class LeaseForkServer:
         shares: Shares of the lease's workers. Only those with the most common number of threads are forked, because the
             number is part of the environment.
         account: User that workers run as; the agent's own user where ``None``.
-        single: Whether a single worker is forked, too.
     """
 
-    def __init__(self, shares: Sequence[Share], account: WorkerUser | None, *, single: bool) -> None:
+    def __init__(self, shares: Sequence[Share], account: WorkerUser | None) -> None:
+        self.account = account
         self._server: ForkServerProcess | None = None
         self._ready = False
-        self._environment: dict[str, str] = {}
-        threads, count = next(iter(Counter(share.threads for share in shares).most_common(1)), (1, 0))
-        if count > (0 if single else 1):
-            self._environment = worker_environment(threads, account)
+        self._doubtful = False
+        self._environment = _environment(shares, account) if shares else {}
+        if shares:
             try:
                 self._server = ForkServerProcess(self._environment, account)
             except (OSError, SubprocessError):
@@ -55,8 +72,26 @@ class LeaseForkServer:
 
     @property
     def pid(self) -> int | None:
-        """Its process id; ``None`` where there is none."""
-        return None if self._server is None else self._server.pid
+        """Its process id; ``None`` where there is none, or none any more."""
+        return None if self._server is None or self._server.ended else self._server.pid
+
+    @property
+    def idle(self) -> bool:
+        """True if it can fork workers, has always done so, and has sent nothing unexpected, such as its end."""
+        if self._server is None or not self._ready or self._doubtful or self._server.ended:
+            return False
+        poll = select.poll()
+        poll.register(self._server.channel, select.POLLIN)
+        return not poll.poll(0)
+
+    @property
+    def channel(self) -> int:
+        """The descriptor that is readable when the fork server has ended; -1 where there is none."""
+        return -1 if self._server is None else self._server.channel
+
+    def fits(self, shares: Sequence[Share]) -> bool:
+        """Return whether it has the environment that one for these shares would have."""
+        return self._environment == _environment(shares, self.account)
 
     def descriptors(self) -> list[int]:
         """Return the descriptors that are readable when :meth:`attend` has work."""
@@ -75,11 +110,12 @@ class LeaseForkServer:
         self, environment: Mapping[str, str], stderr: IO[bytes], account: WorkerUser | None
     ) -> ForkedWorker | None:
         """Start a worker; see :class:`~onebox.pool.launch.fork_server.WorkerSpawner`."""
-        if self._server is None or environment != self._environment:
+        if self._server is None or self._doubtful or environment != self._environment:
             return None
         try:
             return self._server.spawn_worker(stderr, within_s=_SPAWN_S)
         except SpawnFailed:
+            self._doubtful = True  # it may fork later
             return None
         except ForkServerEnded:
             self.close()
@@ -104,11 +140,6 @@ class LeaseProcesses:
         self.account = account
         self.cgroup = cgroup
 
-    @property
-    def marked(self) -> bool:
-        """True if they are found by a user or a cgroup of their own."""
-        return self.account is not None or self.cgroup is not None
-
     def add(self, process: int) -> None:
         """Add a process that the agent has started, which has not read a message of a client yet.
 
@@ -126,7 +157,7 @@ class LeaseProcesses:
         """
         if self.cgroup is not None:
             self.cgroup.kill()
-        left = self._others(fork_server.pid)
+        left = self.others(fork_server.pid)
         for found in left:
             _kill(found)
         return [found.process for found in left]
@@ -136,9 +167,13 @@ class LeaseProcesses:
         if self.kill(fork_server):
             return False
         fork_server.close()
+        return self.remove()
+
+    def remove(self) -> bool:
+        """Remove the cgroup; return whether it is gone, as it is once its processes have ended."""
         return self.cgroup is None or self.cgroup.remove()
 
-    def _others(self, fork_server: int | None) -> list[RunningProcess]:
+    def others(self, fork_server: int | None) -> list[RunningProcess]:
         """Return those that run, without the fork server."""
         if self.cgroup is not None:  # which none of them leaves
             found = map(running_process, self.cgroup.processes())
@@ -174,29 +209,45 @@ class LeaseIsolation:
             "cgroups": "off" if self._cgroups is None else self._cgroups.state,
         }
 
-    def isolate(self, lease: int, shares: Sequence[Share]) -> LeaseProcesses:
+    def isolate(self, lease: int, shares: Sequence[Share], account: WorkerUser | None = None) -> LeaseProcesses:
         """Return a lease's user and cgroup, which no process has yet.
+
+        Args:
+            lease: The lease.
+            shares: The shares of its workers.
+            account: The user of a fork server that was kept, which stays with it; another one where ``None``.
 
         Raises:
             UsageError: All users are taken.
             OSError: The system refuses to make a cgroup.
         """
-        account = None
-        if self._users is not None:
-            account = self._users.take()
+        taken: WorkerUser | None = None
+        if self._users is not None and account is None:
+            account = taken = self._users.take()
             if account is None:
                 raise UsageError(f"all user ids of leases are taken: {self._users.ids} (onebox serve --user-ids)")
         try:
             return LeaseProcesses(account, None if self._cgroups is None else self._cgroups.make(lease, shares))
         except OSError:
-            if self._users is not None and account is not None:
-                self._users.give_back(account)
+            if self._users is not None and taken is not None:
+                self._users.give_back(taken)
             raise
 
-    def release(self, processes: LeaseProcesses) -> None:
-        """Take back the user of processes that have ended."""
-        if self._users is not None and processes.account is not None:
-            self._users.give_back(processes.account)
+    def release(self, account: WorkerUser | None) -> None:
+        """Take back a user whose processes have ended."""
+        if self._users is not None and account is not None:
+            self._users.give_back(account)
+
+    def set_aside(self, fork_server: LeaseForkServer) -> bool:
+        """Move a fork server out of its lease's cgroup, which will end all its processes; return whether it was
+        moved, or need not be."""
+        if self._cgroups is None or fork_server.pid is None:
+            return fork_server.pid is not None
+        try:
+            self._cgroups.set_aside(fork_server.pid)
+        except OSError:
+            return False
+        return True
 
     def close(self) -> None:
         """Remove all cgroups, and kill what is left in them; give up all users. Idempotent."""
@@ -204,6 +255,173 @@ class LeaseIsolation:
             self._cgroups.close()
         if self._users is not None:
             self._users.close()
+
+
+def _available_bytes() -> int:
+    """Return the memory of this machine that is available; 0 where that cannot be read."""
+    try:
+        return int(psutil.virtual_memory().available)
+    except OSError:
+        return 0
+
+
+@dataclass(frozen=True)
+class _Kept:
+    client: str
+    fork_server: LeaseForkServer
+    process: int
+    until_s: float
+
+
+class KeptForkServers:
+    """Fork servers of ended leases, each for the next lease of the same client: at most one for each client, at most
+    :data:`MOST_KEPT`, each for :data:`KEPT_S` at most. The user that one runs as stays reserved for it.
+
+    Args:
+        isolation: Users of leases.
+        accepts: Returns whether a client, named by its key, may still take leases.
+        available_bytes: Returns the memory of this machine that is available.
+    """
+
+    def __init__(
+        self,
+        isolation: LeaseIsolation,
+        accepts: Callable[[str], bool] = lambda client: True,
+        available_bytes: Callable[[], int] = _available_bytes,
+    ) -> None:
+        self._isolation = isolation
+        self._accepts = accepts
+        self._available_bytes = available_bytes
+        self._kept: list[_Kept] = []  # the one that was kept first comes first
+        self._leaving: list[WorkerUser] = []  # users of those that have ended, which may have other processes left
+        self._ended: list[tuple[str, int, str]] = []
+        self._check_s = 0.0
+
+    def wants(self, client: str, fork_server: LeaseForkServer) -> bool:
+        """Return whether a client's fork server would be kept now."""
+        return fork_server.idle and self._accepts(client) and self._available_bytes() >= SPARE_BYTES
+
+    def keep(self, client: str, fork_server: LeaseForkServer, now_s: float) -> None:
+        """Keep the fork server of a lease none of whose other processes is left.
+
+        An earlier one of the client ends, and the oldest of all if there are too many.
+
+        Args:
+            client: The client's key, which the agent has verified.
+            fork_server: The fork server, now owned by this object.
+            now_s: The time.
+        """
+        for each in [each for each in self._kept if each.client == client]:
+            self._end(each, "its client has another")
+        self._kept.append(_Kept(client, fork_server, fork_server.pid or 0, now_s + KEPT_S))
+        while len(self._kept) > MOST_KEPT:
+            self.give_way(f"{MOST_KEPT} others are kept")
+
+    def take(self, client: str, shares: Sequence[Share], now_s: float) -> LeaseForkServer | None:
+        """Return the fork server kept for a client, which the caller then owns; ``None`` if it has none that fits.
+
+        One with which other processes of its user, or descendants, have appeared ends instead.
+        """
+        for each in self._kept:
+            fork_server = each.fork_server
+            if each.client != client or not fork_server.fits(shares):
+                continue
+            if now_s < each.until_s and fork_server.idle and _is_alone(fork_server):
+                self._kept.remove(each)
+                return fork_server
+            self._end(each, "it had ended, or was no longer alone")
+            return None
+        return None
+
+    def give_way(self, why: str) -> bool:
+        """End the one that was kept first; return whether there was one."""
+        if not self._kept:
+            return False
+        self._end(self._kept[0], why)
+        return True
+
+    def news(self) -> list[tuple[str, int, str]]:
+        """Return, once, those that have ended: the client, the process and the reason of each."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def descriptors(self) -> Iterator[int]:
+        """Yield the descriptors that are readable when :meth:`attend` has work."""
+        for each in self._kept:
+            yield each.fork_server.channel
+
+    def attend(self, ready: Set[int], now_s: float) -> None:
+        """End those that are due, that do anything by themselves, whose clients are no longer accepted, or whose memory
+        is needed."""
+        for each in list(self._kept):
+            if now_s >= each.until_s:
+                self._end(each, f"kept for {KEPT_S:.0f} s")
+            elif each.fork_server.channel in ready:
+                self._end(each, "it has ended")
+        if (self._kept or self._leaving) and now_s >= self._check_s:
+            self._check_s = now_s + _CHECK_S
+            self._release_users()
+            short = self._available_bytes() < SPARE_BYTES
+            for each in list(self._kept):
+                if short or not self._accepts(each.client):
+                    self._end(each, "memory is short" if short else "its client is no longer accepted")
+
+    def close(self) -> None:
+        """End all. Idempotent."""
+        while self.give_way("the agent ends"):
+            pass
+
+    def end(self, fork_server: LeaseForkServer) -> None:
+        """End a fork server without workers, and release its user once no other process has it."""
+        with contextlib.suppress(OSError):
+            LeaseProcesses(fork_server.account).kill(fork_server)
+        fork_server.close()
+        if fork_server.account is not None:
+            self._leaving.append(fork_server.account)
+            self._release_users()
+
+    def _end(self, kept: _Kept, why: str) -> None:
+        self._kept.remove(kept)
+        self._ended.append((kept.client, kept.process, why))
+        self.end(kept.fork_server)
+
+    def _release_users(self) -> None:
+        for account in list(self._leaving):
+            with contextlib.suppress(OSError):
+                if not LeaseProcesses(account).others(None):
+                    self._leaving.remove(account)
+                    self._isolation.release(account)
+
+
+def _is_alone(fork_server: LeaseForkServer) -> bool:
+    """Return whether no other process has a fork server's user or descends from it; not where that cannot be read."""
+    try:
+        return not LeaseProcesses(fork_server.account).others(fork_server.pid)
+    except OSError:
+        return False
+
+
+def is_confined(process: int) -> bool:
+    """Return whether a process has given up new privileges and has a filter of system calls beside those of this one,
+    without which it could change others of its user."""
+    theirs, own = _status(process), _status(os.getpid())
+    filters = [int(each.get("Seccomp_filters", "0")) for each in (theirs, own)]  # Linux from 5.9
+    return (theirs.get("NoNewPrivs"), theirs.get("Seccomp")) == ("1", "2") and filters[0] > filters[1]
+
+
+def _status(process: int) -> dict[str, str]:
+    """Return the fields of a process's status; none where it cannot be read."""
+    try:
+        lines = Path(f"/proc/{process}/status").read_text(errors="replace").splitlines()
+    except OSError:
+        return {}
+    return dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+
+
+def _environment(shares: Sequence[Share], account: WorkerUser | None) -> dict[str, str]:
+    """Return the environment of the workers with the most common number of threads."""
+    ((threads, _),) = Counter(share.threads for share in shares).most_common(1) or ((1, 0),)
+    return worker_environment(threads, account)
 
 
 def _kill(found: RunningProcess) -> None:
@@ -217,4 +435,13 @@ def _kill(found: RunningProcess) -> None:
             os.close(descriptor)
 
 
-__all__ = ["LeaseForkServer", "LeaseIsolation", "LeaseProcesses"]
+__all__ = [
+    "KEPT_S",
+    "MOST_KEPT",
+    "SPARE_BYTES",
+    "KeptForkServers",
+    "LeaseForkServer",
+    "LeaseIsolation",
+    "LeaseProcesses",
+    "is_confined",
+]

@@ -177,6 +177,7 @@ class Agent:
     ) -> None:
         check_address(bind, port, advertise, has_clients)
         self._report = Reporter(tell)
+        self._name_of = name_of
         self._read_log = read_log
         self._advertise = advertise
         self._host = platform.node() or "this host"
@@ -190,7 +191,12 @@ class Agent:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._isolation = isolation or LeaseIsolation()
         self._workers = Workers(
-            host=self._host, bind=bind, advertise=advertise, isolation=self._isolation, ports=worker_ports
+            host=self._host,
+            bind=bind,
+            advertise=advertise,
+            isolation=self._isolation,
+            ports=worker_ports,
+            accepts=self._accepts,
         )
         try:
             self._door = ZapAuthenticator(self._context, name_of, self._report)
@@ -242,6 +248,13 @@ class Agent:
         """Return the offers, their holders and the queue; callable from any thread."""
         with self._lock:
             return self._stock(0)
+
+    def _accepts(self, key: str) -> bool:
+        """Return whether a client is still one of those that may connect; not where their list cannot be read."""
+        try:
+            return self._name_of(key) is not None
+        except Exception:  # reported where messages of clients are taken
+            return False
 
     # ---- the loop
 

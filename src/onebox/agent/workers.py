@@ -7,12 +7,18 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from subprocess import SubprocessError
 
 from onebox.agent.admission import Share
-from onebox.agent.lease_processes import LeaseForkServer, LeaseIsolation, LeaseProcesses
+from onebox.agent.lease_processes import (
+    KeptForkServers,
+    LeaseForkServer,
+    LeaseIsolation,
+    LeaseProcesses,
+    is_confined,
+)
 from onebox.errors import PoolError, UsageError
 from onebox.pool.errors import WorkerLocation
 from onebox.pool.launch.cpu_affinity import CoreAllocator
@@ -90,13 +96,32 @@ class LeaseClosed:
     Args:
         lease: The lease.
         left: Other processes of it that did not end when they were killed.
+        kept: Process id of its fork server, if that is kept for the client's next lease.
     """
 
     lease: int
     left: tuple[int, ...] = ()
+    kept: int | None = None
 
 
-LeaseEvent = LeaseReady | LeaseNotStarted | LeasedWorkerExited | LeaseClosed
+@dataclass(frozen=True)
+class ForkServerReused:
+    """A lease uses the fork server of an earlier lease of its client."""
+
+    lease: int
+    process: int
+
+
+@dataclass(frozen=True)
+class KeptForkServerEnded:
+    """A fork server that was kept for a client, which is named by its key, has ended."""
+
+    client: str
+    process: int
+    why: str
+
+
+LeaseEvent = LeaseReady | LeaseNotStarted | LeasedWorkerExited | LeaseClosed | ForkServerReused
 
 
 @dataclass
@@ -105,6 +130,7 @@ class _Crew:
     until_s: float
     fork_server: LeaseForkServer
     processes: LeaseProcesses
+    client: str = ""
     client_key: str = ""
     speed: float = 1.0
     to_start: deque[Share] = field(default_factory=deque)
@@ -115,6 +141,8 @@ class _Crew:
     ending: bool = False
     ended_s: float | None = None
     cores: tuple[tuple[int, ...], ...] = ()
+    keepable: bool = True
+    """False once anything of it speaks against keeping its fork server."""
 
 
 class Workers:
@@ -126,26 +154,39 @@ class Workers:
         advertise: The address of this host that clients connect to.
         isolation: Users and cgroups of leases; closed by the caller.
         ports: The TCP ports that workers bind, two or three each; empty for any free ones.
+        accepts: Returns whether a client, named by its key, may still take leases.
     """
 
     def __init__(
-        self, *, host: str, bind: str, advertise: str, isolation: LeaseIsolation, ports: range = range(0)
+        self,
+        *,
+        host: str,
+        bind: str,
+        advertise: str,
+        isolation: LeaseIsolation,
+        ports: range = range(0),
+        accepts: Callable[[str], bool] = lambda client: True,
     ) -> None:
         self._host = host
         self._bind = bind
         self._advertise = advertise
         self._isolation = isolation
         self._ports = ports
+        self._kept = KeptForkServers(isolation, accepts)
+        self._news: list[LeaseEvent] = []
         self._crews: dict[int, _Crew] = {}
         self._closed = False
         self._core_allocator = CoreAllocator()
 
-    def start(self, lease: int, shares: Sequence[Share], client_key: str, speed: float, now_s: float) -> str | None:
+    def start(
+        self, lease: int, shares: Sequence[Share], client: str, client_key: str, speed: float, now_s: float
+    ) -> str | None:
         """Start the workers of a lease, which takes seconds; events follow.
 
         Args:
             lease: The lease, which has no workers yet.
             shares: The share of each worker.
+            client: The key of the client, as the agent has verified it.
             client_key: The public key of the client that they accept.
             speed: Fraction of their full speed that CPU workers work at.
             now_s: The time.
@@ -153,25 +194,46 @@ class Workers:
         Returns:
             The reason for an immediate failure; None if there was none.
         """
+        kept = self._kept.take(client, shares, now_s)
         try:
-            processes = self._isolation.isolate(lease, shares)
+            processes = self._isolate(lease, shares, kept)
         except (OSError, UsageError) as error:
+            if kept is not None:
+                self._kept.end(kept)
             return f"{self._host}: this lease cannot be kept apart from others: {error}"
         cores = self._core_allocator.allocate([share.threads if share.device == "cpu" else 0 for share in shares])
-        fork_server = LeaseForkServer(shares, processes.account, single=not processes.marked)
-        crew = _Crew(lease, now_s + START_S, fork_server, processes, client_key, speed, deque(shares), cores=cores)
+        fork_server = kept or LeaseForkServer(shares, processes.account)
+        crew = _Crew(lease, now_s + START_S, fork_server, processes, client, client_key, speed, cores=cores)
+        crew.to_start.extend(shares)
         self._crews[lease] = crew
         try:
             if fork_server.pid is not None:
                 processes.add(fork_server.pid)
         except OSError as error:
             return self._fail(crew, f"{self._host}: a process cannot be limited: {error}").why
+        if kept is not None and kept.pid is not None:
+            self._news.append(ForkServerReused(lease, kept.pid))
         return self._start_some(crew)
+
+    def _isolate(self, lease: int, shares: Sequence[Share], kept: LeaseForkServer | None) -> LeaseProcesses:
+        """Return a lease's user and cgroup; fork servers that are kept for other leases give way to it.
+
+        Raises:
+            UsageError: All users are taken.
+            OSError: The system refuses to make a cgroup.
+        """
+        while True:
+            try:
+                return self._isolation.isolate(lease, shares, None if kept is None else kept.account)
+            except UsageError:
+                if not self._kept.give_way("another lease needs its user id"):
+                    raise
 
     @property
     def pressed(self) -> bool:
-        """True when :meth:`attend` has more to do at once: workers to start, or a lease that ends before it has any."""
-        return any(
+        """True when :meth:`attend` has more to do at once: workers to start, a lease that ends before it has any, or
+        events."""
+        return bool(self._news) or any(
             crew.ended_s is None and not crew.workers
             if crew.ending
             else crew.to_start and not crew.fork_server.descriptors()
@@ -180,6 +242,7 @@ class Workers:
 
     def descriptors(self) -> Iterator[int]:
         """Yield the file descriptors that are readable when :meth:`attend` has work."""
+        yield from self._kept.descriptors()
         for crew in self._crews.values():
             if crew.to_start:
                 yield from crew.fork_server.descriptors()
@@ -192,8 +255,9 @@ class Workers:
     def end(self, lease: int, grace_s: float, now_s: float) -> None:
         """End the workers of a lease: wait a while for them to end by themselves, then kill them. :class:`LeaseClosed`
         follows, even without workers."""
-        none = _Crew(lease, now_s, LeaseForkServer((), None, single=False), LeaseProcesses())
-        crew = self._crews.setdefault(lease, none)
+        crew = self._crews.get(lease)
+        if crew is None:
+            crew = self._crews[lease] = _Crew(lease, now_s, LeaseForkServer((), None), LeaseProcesses())
         crew.ending = True
         crew.to_start.clear()
         crew.until_s = now_s + grace_s
@@ -216,16 +280,18 @@ class Workers:
             ready: The descriptors that are readable.
             now_s: The time.
         """
-        news: list[LeaseEvent] = []
-        for crew in list(self._crews.values()):
+        # What is closed here gives its descriptors to what is started here, of which `ready` says nothing.
+        known = [(crew, list(enumerate(crew.workers))) for crew in self._crews.values()]
+        self._kept.attend(ready, now_s)
+        for crew, workers in known:
             why = self._start_some(crew)
             if why is not None:
-                news.append(LeaseNotStarted(crew.lease, why))
-            for number, worker in enumerate(crew.workers):
+                self._news.append(LeaseNotStarted(crew.lease, why))
+            for number, worker in workers:
                 if not worker.ended:
-                    news += self._look(crew, number, worker, ready)
+                    self._news += self._look(crew, number, worker, ready)
             if now_s >= crew.until_s and not crew.ready and not crew.failed and not crew.ending:
-                news.append(self._fail(crew, f"a worker did not start within {START_S:.0f} s"))
+                self._news.append(self._fail(crew, f"a worker did not start within {START_S:.0f} s"))
             if crew.ending and now_s >= crew.until_s:
                 self._kill(crew)
             if crew.ending and now_s >= crew.until_s + LEAVE_S:
@@ -233,8 +299,13 @@ class Workers:
                     if not worker.ended:
                         worker.release()
             if crew.ending and all(worker.ended for worker in crew.workers):
-                news += self._finish(crew, now_s)
+                self._news += self._finish(crew, now_s)
+        news, self._news = self._news, []
         return news
+
+    def ended_fork_servers(self) -> list[KeptForkServerEnded]:
+        """Return, once, the kept fork servers that have ended."""
+        return [KeptForkServerEnded(*each) for each in self._kept.news()]
 
     def close(self) -> None:
         """End all workers. Idempotent."""
@@ -248,26 +319,40 @@ class Workers:
             while not crew.processes.end(crew.fork_server) and time.monotonic() < end_s:
                 time.sleep(_POLL_S)
             crew.fork_server.close()
+        self._kept.close()
         self._core_allocator.close()
 
     def _finish(self, crew: _Crew, now_s: float) -> list[LeaseEvent]:
         """End a lease whose workers have ended, once its other processes have, too, which are killed.
 
-        The user of processes that cannot be ended, such as in a call of a driver, is given to no other lease.
+        Its fork server is kept for the client's next lease, if all went as it should. The user of processes that cannot
+        be ended, such as in a call of a driver, is given to no other lease.
         """
         if crew.ended_s is None:
+            wanted = (
+                crew.ready and crew.keepable and not crew.failed and self._kept.wants(crew.client, crew.fork_server)
+            )
+            crew.keepable = wanted and self._isolation.set_aside(crew.fork_server)
             crew.ended_s = now_s
-        left: list[int] = []
-        if crew.processes.end(crew.fork_server):
-            self._isolation.release(crew.processes)
+        kept: int | None = None
+        left = crew.processes.kill(crew.fork_server)
+        if left:
+            crew.keepable = False  # so that nothing of them stays: the fork server has adopted the orphans among them
+        elif not crew.keepable:
+            crew.fork_server.close()
+        if not left and crew.processes.remove():
+            if crew.keepable:
+                kept = crew.fork_server.pid
+                self._kept.keep(crew.client, crew.fork_server, now_s)
+            else:
+                self._isolation.release(crew.processes.account)
         elif now_s < min(crew.ended_s, crew.until_s) + LEAVE_S:
             return []
         else:
-            left = crew.processes.kill(crew.fork_server)
             crew.fork_server.close()
         self._core_allocator.give_back([core for own in crew.cores for core in own])
         del self._crews[crew.lease]
-        return [LeaseClosed(crew.lease, tuple(left))]
+        return [LeaseClosed(crew.lease, tuple(left), kept)]
 
     def _start_some(self, crew: _Crew) -> str | None:
         """Start the next few workers of a lease: each start delays all other clients.
@@ -334,6 +419,7 @@ class Workers:
         if any(each is None for each in started):
             return []
         crew.ready = True
+        crew.keepable = crew.keepable and all(is_confined(each.pid) for each in crew.workers)
         return [LeaseReady(crew.lease, tuple(each for each in started if each is not None))]
 
     def _started(self, key: str, worker: LeasedWorker) -> Started | None:

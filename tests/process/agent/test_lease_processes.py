@@ -6,6 +6,7 @@ What a worker leaves is made here by programs that stand in for one, since a rea
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import time
@@ -18,11 +19,12 @@ import pytest
 from onebox.agent import workers as module
 from onebox.agent.admission import Share
 from onebox.agent.cgroups import LeaseCgroups
-from onebox.agent.lease_processes import LeaseIsolation
-from onebox.agent.workers import LeaseClosed, LeasedWorker, LeaseNotStarted, Workers
+from onebox.agent.lease_processes import KEPT_S, LeaseIsolation
+from onebox.agent.workers import LeaseClosed, LeasedWorker, LeaseEvent, LeaseNotStarted, LeaseReady, Workers
 from onebox.pool.launch import worker_user
-from onebox.pool.launch.worker_user import LeaseUsers, running_process
+from onebox.pool.launch.worker_user import LeaseUsers, running_process, running_processes
 from onebox.wire import new_keys
+from onebox.worker.sandbox import seccomp
 
 SHARE = Share(device="cpu", threads=1, memory_bytes=1 << 26)
 WAIT_S = 60.0
@@ -42,10 +44,15 @@ if "onebox.worker.process.fork_server" in " ".join(sys.orig_argv):
 
 @pytest.fixture
 def leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers leave a process behind, and then wait for their end.
+    """Workers leave a process behind, and then wait for their end; they are started without a fork server.
 
     As real ones, they first take a moment, in which their lease's cgroup takes them in.
     """
+
+    def fail(*given: Any) -> None:
+        raise OSError
+
+    monkeypatch.setattr("onebox.agent.lease_processes.ForkServerProcess", fail)
     monkeypatch.setattr(LeasedWorker, "command", ("/bin/sh", "-c", f"sleep 0.3; {LEAVE}; exec cat >/dev/null"))
 
 
@@ -92,7 +99,7 @@ def until(condition: Callable[[], Any]) -> Any:
 def started(isolation: LeaseIsolation, *leases: int) -> Workers:
     workers = Workers(host="lab", bind="127.0.0.1", advertise="127.0.0.1", isolation=isolation)
     for lease in leases:
-        assert workers.start(lease, [SHARE], new_keys().public, 1.0, 0.0) is None
+        assert workers.start(lease, [SHARE], "ana", new_keys().public, 1.0, 0.0) is None
     return workers
 
 
@@ -105,16 +112,19 @@ def left_by(workers: Workers, lease: int) -> int:
     return left
 
 
+def turn(workers: Workers, now_s: float) -> list[LeaseEvent]:
+    """Process what has happened by now."""
+    poll = select.poll()
+    for descriptor in workers.descriptors():
+        poll.register(descriptor, select.POLLIN)
+    return workers.attend({descriptor for descriptor, _ in poll.poll(10)}, now_s)
+
+
 def end(workers: Workers, lease: int) -> LeaseClosed:
     workers.end(lease, 0.0, 1.0)
-
-    def closed() -> LeaseClosed | None:
-        descriptors = set(workers.descriptors())
-        return next((news for news in workers.attend(descriptors, 2.0) if isinstance(news, LeaseClosed)), None)
-
-    while workers._crews[lease].workers and running_process(workers._crews[lease].workers[0].pid):
-        time.sleep(0.01)
-    found: LeaseClosed = until(closed)
+    found: LeaseClosed = until(
+        lambda: next((news for news in turn(workers, 2.0) if isinstance(news, LeaseClosed)), None)
+    )
     return found
 
 
@@ -126,11 +136,13 @@ def test_each_lease_has_a_user_and_nothing_of_it_is_left(users: LeaseUsers) -> N
     left = [left_by(workers, lease) for lease in (1, 2)]
     found = [running_process(process) for process in left]
     assert [each.user for each in found if each is not None] == [60810, 60811]
-    assert "user ids of leases are taken: 60810-60811" in str(workers.start(3, [SHARE], new_keys().public, 1.0, 0.0))
+    assert "user ids of leases are taken: 60810-60811" in str(
+        workers.start(3, [SHARE], "ana", new_keys().public, 1.0, 0.0)
+    )
     assert end(workers, 3) == LeaseClosed(3)
     assert end(workers, 1) == LeaseClosed(1)
     assert running_process(left[0]) is None and running_process(left[1]) is not None
-    assert workers.start(3, [SHARE], new_keys().public, 1.0, 0.0) is None, "its user is free again"
+    assert workers.start(3, [SHARE], "ana", new_keys().public, 1.0, 0.0) is None, "its user is free again"
     third = left_by(workers, 3)
     workers.close()
     assert running_process(left[1]) is None and running_process(third) is None
@@ -245,3 +257,86 @@ def test_a_user_whose_processes_do_not_end_is_given_to_no_other_lease(
     os.kill(left, 9)
     found = users.take()
     assert found is not None and found.user == 60811 and users.take() is None
+
+
+# ---- fork servers that are kept
+
+
+def ready(workers: Workers, lease: int) -> int:
+    """Wait until the single worker of a lease is ready; return its process id."""
+    until(lambda: any(isinstance(news, LeaseReady) for news in turn(workers, 0.0)))
+    (worker,) = workers._crews[lease].workers
+    return worker.pid
+
+
+def parent_of(process: int) -> int:
+    found = running_process(process)
+    assert found is not None
+    return found.parent
+
+
+@pytest.fixture(autouse=True)
+def enough_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork servers are kept however much memory other tests take."""
+    monkeypatch.setattr("onebox.agent.lease_processes.SPARE_BYTES", 0)
+
+
+needs_filter = pytest.mark.skipif(not seccomp.supported(), reason="none is kept without a filter of system calls")
+
+
+@needs_filter
+def test_leases_of_one_client_share_a_fork_server_and_those_of_others_have_their_own() -> None:
+    workers = started(LeaseIsolation(), 1)
+    first = ready(workers, 1)
+    server = parent_of(first)
+    assert end(workers, 1) == LeaseClosed(1, (), server)
+    assert running_process(first) is None
+    assert [each for each in running_processes() if each.parent == server] == []
+
+    assert workers.start(2, [SHARE], "bob", new_keys().public, 1.0, 0.0) is None
+    other = parent_of(ready(workers, 2))
+    assert workers.start(3, [SHARE], "ana", new_keys().public, 1.0, 0.0) is None
+    assert parent_of(ready(workers, 3)) == server != other
+
+    assert end(workers, 3).kept == server
+    workers.attend(set(), 2.0 + KEPT_S)
+    assert running_process(server) is None and running_process(other) is not None
+    assert end(workers, 2).kept == other
+    workers.close()
+    assert running_process(other) is None
+
+
+@needs_filter
+def test_a_kept_fork_server_that_is_killed_is_replaced() -> None:
+    workers = started(LeaseIsolation(), 1)
+    server = parent_of(ready(workers, 1))
+    assert end(workers, 1).kept == server
+    os.kill(server, signal.SIGKILL)
+    until(lambda: running_process(server) is None)
+    assert turn(workers, 3.0) == []
+    assert workers.start(2, [SHARE], "ana", new_keys().public, 1.0, 0.0) is None
+    assert parent_of(ready(workers, 2)) != server
+    assert [each.process for each in workers.ended_fork_servers()] == [server]
+
+
+@needs_filter
+def test_a_kept_fork_server_is_in_the_cgroup_of_the_lease_that_it_forks_for(cgroups: LeaseCgroups) -> None:
+    workers = started(LeaseIsolation(None, cgroups), 1)
+    first = ready(workers, 1)
+    server = parent_of(first)
+
+    def places(*processes: int) -> set[str]:
+        found = (Path(f"/proc/{process}/cgroup").read_text().splitlines()[-1] for process in processes)
+        return {place.rpartition("/")[2] for place in found}
+
+    assert places(first, server) == {"lease-1"}
+    assert end(workers, 1).kept == server
+    assert places(server) == {"kept"} and not (cgroups.folder / "lease-1").exists()
+    assert workers.start(2, [SHARE], "ana", new_keys().public, 1.0, 0.0) is None
+    assert places(ready(workers, 2), server) == {"lease-2"}
+    assert end(workers, 2).kept == server
+    folder = cgroups.folder
+    workers.close()
+    assert running_process(server) is None
+    cgroups.close()
+    assert not folder.exists()

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -51,14 +52,15 @@ def readable_by_all(command: list[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path, Path]]:
-    """An agent's address, its journal, and the folder of its paired client's keys."""
+    """An agent's address, its journal, and the folder of its paired client's keys; beside it is another client's."""
     folder = tmp_path_factory.mktemp("users")
     owner, client, journal = folder / "owner", folder / "client", folder / "journal"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ONEBOX_CONFIG", str(client))
-        key = identity("client").public
-        patch.setenv("ONEBOX_CONFIG", str(owner))
-        allow_client("ana@desk", key)
+        for name, keys in (("ana@desk", client), ("bob@desk", client.with_name("bob"))):
+            patch.setenv("ONEBOX_CONFIG", str(keys))
+            key = identity("client").public
+            patch.setenv("ONEBOX_CONFIG", str(owner))
+            allow_client(name, key)
         public = identity("agent").public
     ids = f"{IDS.start}-{IDS.stop - 1}"
     options = ["--bind", "127.0.0.1", "--port", "0", "--devices", "cpu", "--user-ids", ids, "--journal", str(journal)]
@@ -77,9 +79,10 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path,
                 assert process.poll() is None and time.monotonic() < end_s, said.read_text()
                 time.sleep(0.05)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setenv("ONEBOX_CONFIG", str(client))
                 patch.delenv("ONEBOX_POOL", raising=False)
-                remember_agent(KnownAgent(found[1], public, "lab"))
+                for keys in (client.with_name("bob"), client):
+                    patch.setenv("ONEBOX_CONFIG", str(keys))
+                    remember_agent(KnownAgent(found[1], public, "lab"))
                 yield found[1], journal, client
         finally:
             process.terminate()
@@ -121,8 +124,8 @@ def test_workers_of_a_lease_have_one_user_and_work(agent: tuple[str, Path, Path]
             (place,) = {Path(f"/proc/{each}/cgroup").read_text().splitlines()[-1] for each in pool.process_ids}
             assert "lease-" in place
     end_s = time.monotonic() + WAIT_S
-    while any(process.user in IDS for process in running_processes()):
-        assert time.monotonic() < end_s
+    while not {process.process for process in running_processes() if process.user == user} <= {parent}:
+        assert time.monotonic() < end_s, "the fork server alone may be kept"
         time.sleep(0.05)
 
 
@@ -137,10 +140,43 @@ def test_leases_at_the_same_time_have_two_users(agent: tuple[str, Path, Path]) -
         assert len(found) == 2 and found < set(IDS)
 
 
-def test_the_next_lease_has_another_user(agent: tuple[str, Path, Path]) -> None:
-    address, _, _ = agent
-    seen = []
+def test_the_next_lease_of_a_client_has_its_last_fork_server_and_user(agent: tuple[str, Path, Path]) -> None:
+    address, journal, _ = agent
+    seen, parents = [], []
     for _ in range(2):
         with onebox.open(f"{address}/cpu", threads=1, memory="64MiB") as pool:
             seen.append(users(list(pool.process_ids)))
-    assert len(seen[0]) == 1 and seen[0] != seen[1]
+            parents += [psutil.Process(process).ppid() for process in pool.process_ids]
+    assert len(seen[0]) == 1 and seen[0] == seen[1]
+    assert parents[0] == parents[1]
+    events = [json.loads(line) for line in journal.read_text().splitlines()]
+    assert [event["process"] for event in events if event["event"] == "fork-server-reused"][-1] == parents[0]
+
+
+def test_another_client_has_another_fork_server_and_user(
+    agent: tuple[str, Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, _, client = agent
+    found = []
+    for keys in (client, client.with_name("bob"), client):
+        monkeypatch.setenv("ONEBOX_CONFIG", str(keys))
+        with onebox.open(f"{address}/cpu", threads=1, memory="64MiB") as pool:
+            (process,) = pool.process_ids
+            found.append((*users([process]), psutil.Process(process).ppid()))
+    ana, bob, again = found
+    assert ana == again and ana[0] != bob[0] and ana[1] != bob[1]
+
+
+def test_the_user_of_a_lease_cannot_inspect_its_fork_server(agent: tuple[str, Path, Path]) -> None:
+    """Even without what confines workers: the fork server's next workers may be those of another lease."""
+    address, _, _ = agent
+    with onebox.open(f"{address}/cpu", threads=1, memory="64MiB") as pool:
+        (process,) = pool.process_ids
+        (user,) = users([process])
+        rights: dict[str, Any] = {"user": user, "group": user, "extra_groups": ()}
+        looks = [
+            subprocess.run(["cat", f"/proc/{each}/maps"], capture_output=True, check=False, **rights)
+            for each in (process, psutil.Process(process).ppid())
+        ]
+    assert [look.returncode for look in looks] == [0, 1]
+    assert b"Permission denied" in looks[1].stderr

@@ -10,20 +10,21 @@ import pytest
 
 from onebox.agent import workers as module
 from onebox.agent.admission import ClientLimits, Offered, Share
-from onebox.agent.lease_processes import LeaseIsolation
+from onebox.agent.lease_processes import KEPT_S, LeaseIsolation, LeaseProcesses
 from onebox.agent.lease_service import LeaseService
 from onebox.agent.leases import Client, Leases
 from onebox.agent.log_rate_limit import Reporter
 from onebox.agent.workers import (
     LEAVE_S,
     STARTS,
+    ForkServerReused,
     LeaseClosed,
     LeasedWorkerExited,
     LeaseNotStarted,
     LeaseReady,
     Workers,
 )
-from onebox.errors import PoolError, WorkerDied
+from onebox.errors import PoolError, UsageError, WorkerDied
 from onebox.pool.errors import WorkerLocation
 from onebox.pool.launch.fork_server import worker_environment
 from onebox.pool.launch.worker_user import WorkerUser
@@ -83,12 +84,19 @@ class FakeForkServer:
     ready = True
     made: list[FakeForkServer]
 
-    pid = None
+    pid: int | None = None
+    idle = False
+    account = None
 
-    def __init__(self, shares: Sequence[Share], account: WorkerUser | None, *, single: bool) -> None:
+    def __init__(self, shares: Sequence[Share], account: WorkerUser | None) -> None:
         self.descriptor = os.eventfd(0)
         self.closed = False
+        self.pid = 5_000_000 + len(self.made) if self.idle else None
+        self.channel = self.descriptor
         self.made.append(self)
+
+    def fits(self, shares: Sequence[Share]) -> bool:
+        return True
 
     def descriptors(self) -> list[int]:
         return [] if self.ready else [self.descriptor]
@@ -120,7 +128,7 @@ def started(count: int, **changes: Any) -> Workers:
     made = Workers(
         **{"host": "lab", "bind": "0.0.0.0", "advertise": "192.0.2.7", "isolation": LeaseIsolation(), **changes}
     )
-    assert made.start(1, [SHARE] * count, new_keys().public, 1.0, 0.0) is None
+    assert made.start(1, [SHARE] * count, "ana", new_keys().public, 1.0, 0.0) is None
     return made
 
 
@@ -226,7 +234,7 @@ def test_what_does_not_end_by_itself_is_killed_after_a_while(fakes: list[Fake]) 
 
 def test_when_the_host_has_no_room_for_a_process_what_was_started_ends(fakes: list[Fake]) -> None:
     workers = Workers(host="lab", bind="127.0.0.1", advertise="127.0.0.1", isolation=LeaseIsolation())
-    why = workers.start(1, [SHARE] * 4, new_keys().public, 1.0, 0.0)
+    why = workers.start(1, [SHARE] * 4, "ana", new_keys().public, 1.0, 0.0)
     assert why == "cpu on lab: no worker could be started: Resource temporarily unavailable"
     workers.end(1, 0.0, 0.0)
     assert [fake.killed for fake in fakes] == [1, 1, 1]
@@ -283,7 +291,7 @@ def test_workers_wait_for_their_fork_server_which_ends_after_them(fakes: list[Fa
 
 def test_workers_of_two_leases_have_two_fork_servers_which_know_no_key(fakes: list[Fake]) -> None:
     workers = started(2)
-    assert workers.start(2, [SHARE], new_keys().public, 1.0, 0.0) is None
+    assert workers.start(2, [SHARE], "ana", new_keys().public, 1.0, 0.0) is None
     one, other = FakeForkServer.made
     assert [fake.fork_server for fake in fakes] == [one, one, other]
     given = str(worker_environment(SHARE.threads))  # all that it gets beside the shares and the user
@@ -301,6 +309,138 @@ def test_a_lease_whose_fork_server_is_never_ready_fails_in_time(fakes: list[Fake
     assert workers.attend(set(), START_S + 2) == [] and not fakes
     workers.end(1, 0.0, START_S + 3)
     assert workers.attend(set(), START_S + 3) == [LeaseClosed(1)]
+
+
+@pytest.fixture
+def keeping(fakes: list[Fake], monkeypatch: pytest.MonkeyPatch) -> list[FakeForkServer]:
+    """Fork servers that may be kept, of workers that are confined."""
+    monkeypatch.setattr(Fake, "most", 10)
+    monkeypatch.setattr(FakeForkServer, "idle", True)
+    monkeypatch.setattr(module, "is_confined", lambda process: True)
+    monkeypatch.setattr("onebox.agent.lease_processes.SPARE_BYTES", 0)
+    return FakeForkServer.made
+
+
+def closed(workers: Workers, lease: int, fake: Fake, now_s: float) -> LeaseClosed:
+    """End a lease of one worker that is ready, and return the news of it."""
+    workers.attend({fake.outlet}, now_s)
+    workers.end(lease, 0.0, now_s)
+    (news,) = workers.attend({fake.descriptor}, now_s)
+    assert isinstance(news, LeaseClosed)
+    return news
+
+
+def test_the_next_lease_of_a_client_has_its_fork_server_and_no_other_has(
+    fakes: list[Fake], keeping: list[FakeForkServer]
+) -> None:
+    workers = started(1)
+    (server,) = keeping
+    assert closed(workers, 1, fakes[0], 1.0) == LeaseClosed(1, (), server.pid) and not server.closed
+    assert server.descriptor in workers.descriptors(), "its end would be seen"
+    assert workers.start(2, [SHARE], "bob", new_keys().public, 1.0, 2.0) is None
+    assert workers.start(3, [SHARE], "ana", new_keys().public, 1.0, 2.0) is None
+    assert [fake.fork_server for fake in fakes[1:]] == [keeping[1], server] and len(keeping) == 2
+    assert workers.pressed
+    assert workers.attend(set(), 2.0) == [ForkServerReused(3, server.pid)] and not workers.pressed
+    assert workers.start(4, [SHARE], "ana", new_keys().public, 1.0, 2.0) is None
+    assert len(keeping) == 3, "it is in use"
+    workers.close()
+    assert all(each.closed for each in keeping)
+
+
+def test_a_kept_fork_server_ends_in_time_and_with_the_agent(fakes: list[Fake], keeping: list[FakeForkServer]) -> None:
+    workers = started(1)
+    closed(workers, 1, fakes[0], 1.0)
+    assert workers.attend(set(), 1.0 + KEPT_S) == [] and keeping[0].closed
+    assert [each.why for each in workers.ended_fork_servers()] == ["kept for 50 s"]
+    workers.start(2, [SHARE], "ana", new_keys().public, 1.0, 90.0)
+    closed(workers, 2, fakes[1], 91.0)
+    assert not keeping[1].closed
+    workers.close()
+    assert keeping[1].closed
+
+
+@pytest.mark.parametrize("why", ["unconfined", "failed", "left", "removed", "busy", "immovable"])
+def test_a_fork_server_is_kept_only_if_all_was_well(
+    fakes: list[Fake], keeping: list[FakeForkServer], monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    if why == "unconfined":
+        monkeypatch.setattr(module, "is_confined", lambda process: False)
+    if why == "busy":
+        monkeypatch.setattr(FakeForkServer, "idle", False)
+    if why == "immovable":
+        monkeypatch.setattr(LeaseIsolation, "set_aside", lambda self, fork_server: False)
+    found = iter([[77], []] if why == "left" else [[]])
+    monkeypatch.setattr(LeaseProcesses, "kill", lambda self, fork_server: next(found))
+    workers = started(1, **({"accepts": lambda client: False} if why == "removed" else {}))
+    if why == "failed":
+        fakes[0].bad = True
+    workers.attend({fakes[0].outlet}, 1.0)
+    workers.end(1, 0.0, 1.0)
+    news = workers.attend({fakes[0].descriptor}, 1.0) or workers.attend(set(), 1.0)
+    assert news == [LeaseClosed(1)] and keeping[0].closed
+
+
+def test_a_kept_fork_server_gives_way_to_a_lease_that_lacks_a_user(
+    fakes: list[Fake], keeping: list[FakeForkServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    isolate = LeaseIsolation.isolate
+
+    def few(self: LeaseIsolation, lease: int, shares: Sequence[Share], account: WorkerUser | None) -> LeaseProcesses:
+        if lease > 1 and not keeping[0].closed:
+            raise UsageError("all user ids of leases are taken")
+        return isolate(self, lease, shares, account)
+
+    monkeypatch.setattr(LeaseIsolation, "isolate", few)
+    workers = started(1)
+    closed(workers, 1, fakes[0], 1.0)
+    assert workers.start(2, [SHARE], "bob", new_keys().public, 1.0, 2.0) is None
+    assert keeping[0].closed
+    keeping[0].closed = False
+    assert "user ids" in str(workers.start(3, [SHARE], "bob", new_keys().public, 1.0, 2.0)), "none is kept any more"
+
+
+def test_a_worker_that_gets_the_descriptor_of_a_fork_server_that_ends_is_not_taken_for_ended(
+    fakes: list[Fake], keeping: list[FakeForkServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = started(1)
+    closed(workers, 1, fakes[0], 1.0)
+    channel = keeping[0].channel
+    assert workers.start(2, [SHARE] * (STARTS + 1), "bob", new_keys().public, 1.0, 2.0) is None
+    original, own = Fake.__init__, list[int]()
+
+    def reusing(self: Fake, *arguments: Any) -> None:
+        original(self, *arguments)
+        own.append(self.descriptor)
+        self.descriptor = channel
+
+    monkeypatch.setattr(Fake, "__init__", reusing)
+    assert workers.attend({channel}, 3.0) == [] and keeping[0].closed
+    assert len(fakes) == STARTS + 2 and not any(fake.ended for fake in fakes[1:])
+    (fakes[-1].descriptor,) = own
+
+
+def test_events_survive_a_failure(
+    fakes: list[Fake], keeping: list[FakeForkServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = started(1)
+    assert workers.start(2, [SHARE], "bob", new_keys().public, 1.0, 0.0) is None
+    workers.attend({fake.outlet for fake in fakes}, 1.0)
+    workers.end(1, 0.0, 1.0)
+    workers.end(2, 0.0, 1.0)
+    kill = LeaseProcesses.kill
+
+    def failing(self: LeaseProcesses, fork_server: Any) -> list[int]:
+        if fork_server is keeping[1]:
+            raise OSError(24, "Too many open files")
+        return kill(self, fork_server)
+
+    with monkeypatch.context() as once:
+        once.setattr(LeaseProcesses, "kill", failing)
+        with pytest.raises(OSError, match="Too many"):
+            workers.attend({fake.descriptor for fake in fakes}, 1.0)
+    news = workers.attend(set(), 1.0)
+    assert [each.lease for each in news if isinstance(each, LeaseClosed)] == [1, 2]
 
 
 def test_closing_ends_all(fakes: list[Fake]) -> None:

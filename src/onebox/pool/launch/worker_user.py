@@ -113,8 +113,9 @@ class LeaseUsers:
         return None
 
     def give_back(self, account: WorkerUser) -> None:
-        """Give a user back whose processes have ended."""
-        self._waiting.append(account.user)
+        """Give a user back whose processes have ended. Idempotent."""
+        if account.user not in self._waiting:
+            self._waiting.append(account.user)
         self._lock(account.user, fcntl.F_UNLCK)
 
     def close(self) -> None:

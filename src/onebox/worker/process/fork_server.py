@@ -23,7 +23,7 @@ import os
 import signal
 import socket
 
-from onebox.forking import ForkServer, adopt_orphans
+from onebox.forking import ForkServer, adopt_orphans, set_dumpable
 from onebox.worker.process.main import ignore_end_signals, name_process, wake_with_owner
 from onebox.worker.process.main import main as serve_worker
 from onebox.worker.sandbox.confine import prepare
@@ -49,12 +49,14 @@ def main() -> None:
         os.dup2(nothing.fileno(), 0)
     name_process("onebox-fork-srv")
     adopt_orphans()
+    set_dumpable(False)  # its next forks may be workers of another lease
     with contextlib.suppress(OSError):  # the worker reports unsupported confinement itself
         prepare()
     gc.freeze()
     streams = ForkServer(channel, client, DESCRIPTORS, idle_s=IDLE_S).serve()
     if streams is not None:  # this is a worker, which keeps only the imports
         os.setsid()
+        set_dumpable(True)
         for standard, given in enumerate(streams):
             os.dup2(given, standard)
             os.close(given)
