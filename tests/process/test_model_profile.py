@@ -181,7 +181,7 @@ def test_a_slow_layer_ends_a_measurement_with_a_single_call(monkeypatch: pytest.
         (times,) = whole.times["cpu"]
         slow_s = max(times.seconds[number][0] for number in range(len(times.seconds)))
         (slow,) = (number for number, each in enumerate(times.seconds) if each[0] == slow_s)
-        found = cut_profile(Slow(), pool, slow_s / 4, lambda: Recorded.spent_s, monkeypatch, cache=False)
+        found = cut_profile(Slow(), pool, slow_s / 2, lambda: Recorded.spent_s, monkeypatch, cache=False)
         assert untouched(pool)
     assert [action.kind for _, action in Recorded.actions] == ["F"] * (slow + 1)
     assert [action.stage for _, action in Recorded.actions] == list(range(slow + 1)), "nothing after the slow layer"

@@ -134,7 +134,7 @@ def _filled(
         seconds=seconds,
         update_s=_known(times.update_s, updates, estimate.times.update_s * overall),  # the same for all sizes
         call_s=_known(times.call_s, calls, estimate.times.call_s),
-        measured=math.fsum(s for s, known in parts if known) / math.fsum(s for s, _ in parts),
+        measured=math.fsum(s for s, known in parts if known) / (math.fsum(s for s, _ in parts) or 1.0),
     )
 
 

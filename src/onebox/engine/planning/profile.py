@@ -242,8 +242,9 @@ def _measure(runs: Sequence[SizeRuns], pool: Pool, devices: Sequence[int], limit
     except DeviceMemoryError:
         if len(formats) == 1:
             raise
-        for number, one in enumerate(formats):  # the copies of the model do not fit beside each other
-            _train([one], limit.share(len(formats) - number), limit, max(each.set_up_s for each in formats))
+        short = [one for one in formats if one.cut or not one.measured]
+        for number, one in enumerate(short):  # the copies of the model do not fit beside each other
+            _train([one], limit.share(len(short) - number), limit, max(each.set_up_s for each in formats))
     slices: dict[str, list[SliceSlowdown]] = {}
     for one in formats:
         for kind, own_slices in one.slices.items():
@@ -335,6 +336,11 @@ class _Format:
             with contextlib.suppress(Exception):  # the pool may be broken
                 session.close()
 
+    @property
+    def measured(self) -> bool:
+        """True if it has times."""
+        return bool(self._times)
+
     def first_step(self, limit: TimeLimit, set_up_s: float) -> None:
         """Train a step in pieces, as far as there is time.
 
@@ -352,14 +358,17 @@ class _Format:
             self._pieces.append(PiecewiseStep(self._pool, session, batch, numerics))
         ready_s = time.monotonic()
         self.cut = not run_pieces(self._pieces, limit)
-        self.set_up_s, self._step_s = ready_s - begin_s, time.monotonic() - ready_s
+        self.set_up_s = ready_s - begin_s
+        self._step_s = max(self.runs.warm_step_s(piece.events()) for piece in self._pieces)
 
     def warm_up(self, limit: TimeLimit) -> None:
         """Train the first steps; if they are long, the last one of them is enough."""
         if not self.cut:
-            steps = _FIRST + any(self._pool.devices[device].kind == "cuda" for device in self.devices)
-            # the second one of a GPU captures its graphs
-            self._step(steps - bool(self._pieces), limit)
+            graphs = any(self._pool.devices[device].kind == "cuda" for device in self.devices)
+            steps = _FIRST + graphs - bool(self._pieces)  # the second one of a GPU captures its graphs
+            self._step(steps, limit)
+            if graphs and self._visits and len(self._visits[0]) < steps:
+                self._visits.clear()  # the time of a step that captures graphs says nothing
         # the quickest, as something may have disturbed one of them
         long = self._visits and min(last_step_s(session.traces.events()) for session in self._sessions) >= _LONG_S
         self.enough = self.cut or bool(long)
@@ -405,13 +414,12 @@ class _Format:
         by_kind: dict[str, list[list[list[tuple[float, float]]]]] = {}
         for events, device in zip(every, self.devices, strict=True):
             info, own = self._pool.devices[device], [event for event in events if event.step >= slices[0].start]
-            undisturbed = self.runs.undisturbed(own)
+            undisturbed = self.runs.undisturbed(own, cold=not self._visits)
             kind = device_type(info)
             times = self.runs.times(own, undisturbed, info.speed, between_s, whole=bool(self._visits))
             found.setdefault(kind, []).append(times)
-            by_kind.setdefault(kind, []).append(
-                [self.runs.pairs([event for event in own if event.step in steps], undisturbed) for steps in slices]
-            )
+            pairs = [self.runs.pairs([event for event in own if event.step in steps], undisturbed) for steps in slices]
+            by_kind.setdefault(kind, []).append(pairs if self._visits else [[(s, s) for s in undisturbed.values()]])
         self._times = {kind: median_of(times) for kind, times in found.items()}
         self.slices = {kind: list(map(slice_slowdown, zip(*each, strict=True))) for kind, each in by_kind.items()}
 

@@ -195,13 +195,25 @@ class SizeRuns:
             recovery=None,
         )
 
-    def undisturbed(self, events: Sequence[TraceEvent]) -> dict[tuple[str, int], float]:
-        """Return the undisturbed seconds of each kind of action, for each group of equal segments."""
+    def undisturbed(self, events: Sequence[TraceEvent], *, cold: bool) -> dict[tuple[str, int], float]:
+        """Return the undisturbed seconds of each kind of action, for each group of equal segments.
+
+        Args:
+            events: What a device did.
+            cold: Whether these are its first actions, which load and prepare kernels: then the quickest ones count.
+        """
         by_action: dict[tuple[str, int], list[float]] = {}
         for event in events:
             if event.action is not None:
                 by_action.setdefault(self._key(event.action), []).append(event_s(event))
-        return {key: low_quantile(seconds) for key, seconds in by_action.items()}
+        return {key: max(min(s), LEAST_S) if cold else low_quantile(s) for key, s in by_action.items()}
+
+    def warm_step_s(self, events: Sequence[TraceEvent]) -> float:
+        """Return the seconds of a step whose micro-batches all take as long as the last one of a first step."""
+        last = MICRO_BATCHES - 1
+        return MICRO_BATCHES * sum(
+            event_s(event) for event in events if event.action is not None and event.action.micro_batch == last
+        )
 
     def pairs(
         self, events: Sequence[TraceEvent], undisturbed: Mapping[tuple[str, int], float]

@@ -62,7 +62,8 @@ def slice_slowdown(devices: Sequence[Sequence[tuple[float, float]]]) -> SliceSlo
 
 
 def _in_parts(actions: Sequence[tuple[float, float]], count: int) -> list[float | None]:
-    """Return the slowdown of parts with equal undisturbed times; ``None`` for a part within one long action."""
+    """Return the slowdown of parts with equal undisturbed times; ``None`` for a part most of which is in a long action
+    of another one."""
     taken, least = [0.0] * count, [0.0] * count
     whole_s, done_s = max(sum(least_s for _, least_s in actions), _LEAST_S), 0.0
     for seconds, least_s in actions:
@@ -70,7 +71,8 @@ def _in_parts(actions: Sequence[tuple[float, float]], count: int) -> list[float 
         taken[part] += seconds
         least[part] += least_s
         done_s += least_s
-    return [own_s / least_s if least_s > 0 else None for own_s, least_s in zip(taken, least, strict=True)]
+    enough_s = 0.0 if count == 1 else whole_s / count / 2
+    return [own_s / least_s if least_s > enough_s else None for own_s, least_s in zip(taken, least, strict=True)]
 
 
 def at_median(undisturbed: SegmentTimes, slices: Sequence[SliceSlowdown]) -> SegmentTimes:
@@ -90,8 +92,10 @@ def at_median(undisturbed: SegmentTimes, slices: Sequence[SliceSlowdown]) -> Seg
     slice_s = max(statistics.median(one.seconds for one in slices), _LEAST_S)
     windows = []
     for count in _PARTS:
-        low, high = _bounds([slowdown for one in slices for slowdown in one.parts[count]], median)
-        windows.append(SlowdownWindow(seconds=slice_s / count, low=low, high=high))
+        known = [slowdown for one in slices for slowdown in one.parts[count]]
+        if len(known) >= FEWEST_SLICES:
+            low, high = _bounds(known, median)
+            windows.append(SlowdownWindow(seconds=slice_s / count, low=low, high=high))
     slowdown = Slowdown(
         low=windows[-1].low, median=median, high=windows[-1].high, slices=len(slowdowns), windows=tuple(windows)
     )
@@ -101,4 +105,4 @@ def at_median(undisturbed: SegmentTimes, slices: Sequence[SliceSlowdown]) -> Seg
 def _bounds(slowdowns: Sequence[float], median: float) -> tuple[float, float]:
     """Return the 10th and the 90th percentile, around the median of whole slices."""
     cuts = statistics.quantiles(slowdowns, n=10, method="inclusive")
-    return min(cuts[0], median), max(cuts[-1], median)  # equal slowdowns differ by rounding
+    return max(min(cuts[0], median), _LEAST_S), max(cuts[-1], median)  # equal slowdowns differ by rounding

@@ -376,13 +376,16 @@ class CostModel:
             for number, share in zip(part.devices, part.shares, strict=True):
                 device = self.problem.device[number]
                 forward, inputs, weights, update_s = by_type[device.type]
+                first.setdefault(number, stage)
+                last[number] = stage + 1
+                busy_s[number] += update_s / device.speed
                 samples = self.problem.batch * share / total
+                if not samples:
+                    continue
                 size = min(samples, layout.micro_batch or samples)
                 parts_s = [(fixed + each * size) / device.speed for fixed, each in (forward, inputs, weights)]
                 passes.append(sum(parts_s) + parts_s[0] * (part.policy == "recompute"))
-                busy_s[number] += passes[-1] * samples / size + update_s / device.speed
-                first.setdefault(number, stage)
-                last[number] = stage + 1
+                busy_s[number] += passes[-1] * samples / size
             passed_s.append(passed_s[-1] + (0.0 if layout.late else min(passes)))
         step_s = max(
             spent_s + passed_s[first[number]] + passed_s[-1] - passed_s[last[number]]

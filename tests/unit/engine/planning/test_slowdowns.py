@@ -49,8 +49,15 @@ def test_a_slice_is_as_slow_as_its_slowest_device_and_so_is_each_part() -> None:
 def test_a_part_within_a_long_action_has_no_slowdown_of_its_own() -> None:
     found = slice_slowdown([[(16.0, 8.0), (1.0, 1.0), (1.0, 1.0)]])
     assert found.parts[1] == (1.8,)
-    assert found.parts[2] == (2.0, 1.0)
+    assert found.parts[2] == (2.0,), "less than half of the other part is known"
     assert len(found.parts[8]) == 3
+
+
+def test_tiny_actions_between_long_ones_do_not_spread_times() -> None:
+    actions = [pair for slow in (1.0, 20.0, 5.0, 1.0) for pair in ((0.1, 0.1), (slow * 5e-6, 5e-6))]
+    found = at_median(UNDISTURBED, [slice_slowdown([actions])] * 10).slowdown
+    assert found is not None
+    assert all(0.99 < one.low <= one.high < 1.01 for one in found.windows)
 
 
 def test_short_steps_spread_more_than_long_ones_where_disturbances_are_short() -> None:

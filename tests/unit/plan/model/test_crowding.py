@@ -95,6 +95,15 @@ def test_accelerators_do_not_share_cores() -> None:
     assert crowding(beside, {0: 1.0, 1: 1.0}) == {0: 1.0, 1: 1.0}
 
 
+@pytest.mark.parametrize("micro_batch", [None, 1, 2])
+def test_a_device_without_samples_takes_no_cores(micro_batch: int | None) -> None:
+    problem = machine(load=1.0)
+    both = Plan.data_parallel([0, 1], [1.0, 0.0], micro_batch=micro_batch)
+    alone = Plan.data_parallel([0], [1.0], micro_batch=micro_batch)
+    found, expected = (predict(problem, plan)[0].step_s for plan in (both, alone))
+    assert found == pytest.approx(expected, rel=0.01)
+
+
 def at_each_moment(forward_s: tuple[float, float], count: int, *, cores: float, load: float) -> float:
     """Return the seconds of GPipe with two stages where cores are shared anew whenever a device begins or ends."""
     rows = [[("F", m) for m in range(count)] + [("B", m) for m in reversed(range(count))] for _ in forward_s]
