@@ -123,9 +123,9 @@ class LeaseForkServer:
 
     def close(self) -> None:
         """Kill it, and with it its workers. Idempotent."""
-        if self._server is not None:
-            self._server.close(grace_s=0.0)
-            self._server = None
+        server, self._server = self._server, None
+        if server is not None:
+            server.close(grace_s=0.0)
 
 
 class LeaseProcesses:
@@ -375,10 +375,11 @@ class KeptForkServers:
         """End a fork server without workers, and release its user once no other process has it."""
         with contextlib.suppress(OSError):
             LeaseProcesses(fork_server.account).kill(fork_server)
-        fork_server.close()
         if fork_server.account is not None:
             self._leaving.append(fork_server.account)
-            self._release_users()
+        with contextlib.suppress(OSError):  # its end cannot be waited for: it loses its agent and ends by itself
+            fork_server.close()
+        self._release_users()
 
     def _end(self, kept: _Kept, why: str) -> None:
         self._kept.remove(kept)
@@ -405,8 +406,10 @@ def is_confined(process: int) -> bool:
     """Return whether a process has given up new privileges and has a filter of system calls beside those of this one,
     without which it could change others of its user."""
     theirs, own = _status(process), _status(os.getpid())
-    filters = [int(each.get("Seccomp_filters", "0")) for each in (theirs, own)]  # Linux from 5.9
-    return (theirs.get("NoNewPrivs"), theirs.get("Seccomp")) == ("1", "2") and filters[0] > filters[1]
+    count = "Seccomp_filters"  # Linux from 5.9
+    if count not in theirs or count not in own:
+        return False
+    return (theirs.get("NoNewPrivs"), theirs.get("Seccomp")) == ("1", "2") and int(theirs[count]) > int(own[count])
 
 
 def _status(process: int) -> dict[str, str]:

@@ -109,11 +109,12 @@ class ForkServerProcess(ForkServerClient):
         """
         self._asked = True
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
-            (read, stdin), (stdout, written) = os.pipe(), os.pipe()
-            for end in (read, written):
-                theirs.callback(os.close, end)
-            for end in (stdin, stdout):
-                ours.callback(os.close, end)
+            read, stdin = os.pipe()
+            theirs.callback(os.close, read)
+            ours.callback(os.close, stdin)
+            stdout, written = os.pipe()
+            theirs.callback(os.close, written)
+            ours.callback(os.close, stdout)
             cores = sorted(os.sched_getaffinity(0))
             forked = self.spawn((read, written, stderr.fileno()), cores=cores, within_s=within_s)
             ours.pop_all()

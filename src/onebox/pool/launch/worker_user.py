@@ -58,6 +58,9 @@ def running_process(process: int) -> RunningProcess | None:
     """Return a process; ``None`` if it has ended, or the system does not show it.
 
     Its user is not that of its folder in ``/proc``, which is root's where it has made itself undumpable.
+
+    Raises:
+        OSError: It cannot be looked at now, as without a free descriptor.
     """
     try:
         descriptor = os.open(f"/proc/{process}/status", os.O_RDONLY | os.O_CLOEXEC)
@@ -65,7 +68,7 @@ def running_process(process: int) -> RunningProcess | None:
             lines = os.read(descriptor, _STATUS_BYTES).splitlines()
         finally:
             os.close(descriptor)
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
     status = dict(line.split(b":\t", 1) for line in lines if line.startswith((b"State:", b"PPid:", b"Uid:")))
     if len(status) < 3 or status[b"State"][:1] in b"ZX":
@@ -74,7 +77,11 @@ def running_process(process: int) -> RunningProcess | None:
 
 
 def running_processes() -> Iterator[RunningProcess]:
-    """Yield the processes of this machine, as far as the system shows them."""
+    """Yield the processes of this machine, as far as the system shows them.
+
+    Raises:
+        OSError: One cannot be looked at now, as without a free descriptor.
+    """
     for name in os.listdir("/proc"):
         found = running_process(int(name)) if name.isdecimal() else None
         if found is not None:
