@@ -21,6 +21,7 @@ from onebox.engine.planning.partial_profile import PROFILING_S, TimeLimit
 from onebox.engine.planning.piecewise_step import PiecewiseStep
 from onebox.engine.planning.profile import profile_model
 from onebox.engine.session import TrainingSession
+from onebox.errors import UsageError
 from onebox.plan import Action
 from tests.process.shelf import untouched
 
@@ -227,3 +228,15 @@ def test_a_plan_of_a_run_is_measured_within_a_limit_and_others_without(monkeypat
             assert trainer.step(*batch).item() > 0
         onebox.make_plan(*job, *batch, pool=pool, budget_s=0.2)
     assert limits == [PROFILING_S, math.inf]
+
+
+@pytest.mark.parametrize("given", [{"profiling_s": -1.0}, {"profiling_s": math.nan}, {"budget_s": -0.5}])
+def test_a_time_limit_is_not_negative(given: dict[str, float]) -> None:
+    ((name, limit_s),) = given.items()
+    model = nn.Linear(4, 2)
+    job = model, functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        onebox.open("sim*2") as pool,
+        pytest.raises(UsageError, match=f"{name} is {limit_s}; allowed are seconds from 0 up"),
+    ):
+        onebox.make_plan(*job, torch.ones(BATCH, 4), torch.zeros(BATCH, 2), pool=pool, **given)  # type: ignore[arg-type]

@@ -160,7 +160,8 @@ def make_plan(
 
     Raises:
         UsageError: The batch cannot be divided as asked, the optimizer does not support the correction, the budgets
-            do not match the devices, or islands overlap, leave a device out, or do not go with another argument.
+            do not match the devices, a time limit is negative, or islands overlap, leave a device out, or do not go
+            with another argument.
         PlanError: Nothing fits.
         CaptureError: The model cannot be captured.
 
@@ -174,6 +175,9 @@ def make_plan(
         ...     with onebox.Trainer(model, loss, optimizer, pool=pool, plan=planned.plan) as trainer:
         ...         assert trainer.step(x, y).item() >= 0
     """
+    for name, limit_s in (("budget_s", budget_s), ("profiling_s", profiling_s)):
+        if not limit_s >= 0:
+            raise UsageError(f"{name} is {limit_s}; allowed are seconds from 0 up")
     lossy, batch = checked_lossy(lossy), as_batch(inputs, targets)
     groups = _checked_islands(islands, outer, pool, alone=among is None and stale is None)
     chosen = tuple(range(len(pool)) if among is None else among)
