@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 import onebox
+from onebox.pool import Pool
 from tests.net.fleet import GRACE_S, MACHINES, Fleet
 from tests.net.hosts import Network, unavailable
 
@@ -33,16 +35,16 @@ def fleet(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.fixture(scope="module")
-def opened(fleet: Fleet) -> Iterator[list[onebox.Pool]]:
+def opened() -> Iterator[list[Pool]]:
     """The pool of a module, if it has one; to be used as ``pool``."""
-    pools: list[onebox.Pool] = []
+    pools: list[Pool] = []
     yield pools
     for pool in pools:
         pool.close()
 
 
 @pytest.fixture
-def pool(fleet: Fleet, opened: list[onebox.Pool]) -> onebox.Pool:
+def pool(fleet: Fleet, opened: list[Pool]) -> Pool:
     """A pool of all that the three agents have; another one where the test before has left it without somebody."""
     if opened and opened[0].gone:
         opened.pop().close()
@@ -50,6 +52,26 @@ def pool(fleet: Fleet, opened: list[onebox.Pool]) -> onebox.Pool:
         with fleet.client():  # what its threads connect to is decided here
             opened.append(onebox.open(fleet.spec(), threads=1, grace_s=GRACE_S))
     return opened[0]
+
+
+@pytest.fixture(autouse=True)
+def nothing_leased(request: pytest.FixtureRequest, opened: list[Pool]) -> Iterator[None]:
+    """End what a test that fails has left, as all later ones would wait for what it has leased."""
+    made: list[Pool] = []
+    begin = Pool.__init__
+
+    def init(self: Pool, *arguments: Any, **options: Any) -> None:
+        begin(self, *arguments, **options)
+        made.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pool, "__init__", init)
+        yield
+    for each in made:
+        if each not in opened:
+            each.close()
+    if "fleet" in request.fixturenames:
+        request.getfixturevalue("fleet").end_clients()
 
 
 @pytest.fixture(autouse=True)

@@ -48,6 +48,7 @@ class Fleet:
         self.network = network
         self.folder = folder
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
+        self._clients: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Fleet:
         return self
@@ -111,7 +112,17 @@ class Fleet:
     def python(self, name: str, who: str, *arguments: str) -> subprocess.Popen[bytes]:
         """Start Python on a host, for somebody whose keys are in the folder of that name."""
         output = self.folder / f"{who}.out"
-        return self.network[name].start(sys.executable, *arguments, env=self.environment(who), output=output)
+        started = self.network[name].start(sys.executable, *arguments, env=self.environment(who), output=output)
+        if name == "client":
+            self._clients.append(started)
+        return started
+
+    def end_clients(self) -> None:
+        """Kill the processes on the client's host that a test has left."""
+        while self._clients:
+            client = self._clients.pop()
+            client.kill()
+            client.wait(30)
 
     def environment(self, who: str) -> dict[str, str]:
         """Return what sets somebody's processes apart."""
@@ -122,9 +133,11 @@ class Fleet:
         return (self.folder / f"{name}.out").read_text()
 
     def told(self, name: str, since: int = 0) -> list[str]:
-        """Return the events of an agent's journal, those apart that a test knows already."""
+        """Return the events of an agent's journal, those apart that a test knows already, and those of fork servers
+        that are kept for a client's next lease, which come and end at any time."""
         lines = (self.folder / f"{name}.jsonl").read_text().splitlines()
-        return [json.loads(line)["event"] for line in lines[since:]]
+        events = [json.loads(line)["event"] for line in lines]
+        return [event for event in events if not event.startswith("fork-server-")][since:]
 
     def workers(self, name: str) -> list[int]:
         """Return the processes on a host besides its agent and fork servers."""
