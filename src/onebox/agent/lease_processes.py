@@ -375,11 +375,15 @@ class KeptForkServers:
         """End a fork server without workers, and release its user once no other process has it."""
         with contextlib.suppress(OSError):
             LeaseProcesses(fork_server.account).kill(fork_server)
-        if fork_server.account is not None:
-            self._leaving.append(fork_server.account)
         with contextlib.suppress(OSError):  # its end cannot be waited for: it loses its agent and ends by itself
             fork_server.close()
-        self._release_users()
+        self.release(fork_server.account)
+
+    def release(self, account: WorkerUser | None) -> None:
+        """Release a user once no process has it, which may be now."""
+        if account is not None:
+            self._leaving.append(account)
+            self._release_users()
 
     def _end(self, kept: _Kept, why: str) -> None:
         self._kept.remove(kept)

@@ -279,29 +279,45 @@ class Workers:
         Args:
             ready: The descriptors that are readable.
             now_s: The time.
+
+        Raises:
+            OSError: Some lease cannot be attended to now, as without a free descriptor, and others have no event;
+                call it again.
         """
         # What is closed here gives its descriptors to what is started here, of which `ready` says nothing.
         known = [(crew, list(enumerate(crew.workers))) for crew in self._crews.values()]
         self._kept.attend(ready, now_s)
+        failures: list[OSError] = []
         for crew, workers in known:
-            why = self._start_some(crew)
-            if why is not None:
-                self._news.append(LeaseNotStarted(crew.lease, why))
-            for number, worker in workers:
-                if not worker.ended:
-                    self._news += self._look(crew, number, worker, ready)
-            if now_s >= crew.until_s and not crew.ready and not crew.failed and not crew.ending:
-                self._news.append(self._fail(crew, f"a worker did not start within {START_S:.0f} s"))
-            if crew.ending and now_s >= crew.until_s:
-                self._kill(crew)
-            if crew.ending and now_s >= crew.until_s + LEAVE_S:
-                for worker in crew.workers:
-                    if not worker.ended:
-                        worker.release()
-            if crew.ending and all(worker.ended for worker in crew.workers):
-                self._news += self._finish(crew, now_s)
+            try:
+                self._attend_crew(crew, workers, ready, now_s)
+            except OSError as error:  # as without descriptors, or with a process that cannot be looked at
+                failures.append(error)
+        if failures and not self._news:
+            raise failures[0]
         news, self._news = self._news, []
         return news
+
+    def _attend_crew(
+        self, crew: _Crew, workers: Sequence[tuple[int, LeasedWorker]], ready: Set[int], now_s: float
+    ) -> None:
+        """Process events of the workers of one lease."""
+        why = self._start_some(crew)
+        if why is not None:
+            self._news.append(LeaseNotStarted(crew.lease, why))
+        for number, worker in workers:
+            if not worker.ended:
+                self._news += self._look(crew, number, worker, ready)
+        if now_s >= crew.until_s and not crew.ready and not crew.failed and not crew.ending:
+            self._news.append(self._fail(crew, f"a worker did not start within {START_S:.0f} s"))
+        if crew.ending and now_s >= crew.until_s:
+            self._kill(crew)
+        if crew.ending and now_s >= crew.until_s + LEAVE_S:
+            for worker in crew.workers:
+                if not worker.ended:
+                    worker.release()
+        if crew.ending and all(worker.ended for worker in crew.workers):
+            self._news += self._finish(crew, now_s)
 
     def ended_fork_servers(self) -> list[KeptForkServerEnded]:
         """Return, once, the kept fork servers that have ended."""
@@ -316,8 +332,9 @@ class Workers:
         for crew in crews:
             for worker in crew.workers:
                 worker.close(grace_s=max(0.0, end_s - time.monotonic()))
-            while not crew.processes.end(crew.fork_server) and time.monotonic() < end_s:
-                time.sleep(_POLL_S)
+            with contextlib.suppress(OSError):  # what cannot be looked at ends with its cgroup or its fork server
+                while not crew.processes.end(crew.fork_server) and time.monotonic() < end_s:
+                    time.sleep(_POLL_S)
             crew.fork_server.close()
         self._kept.close()
         self._core_allocator.close()
@@ -326,7 +343,7 @@ class Workers:
         """End a lease whose workers have ended, once its other processes have, too, which are killed.
 
         Its fork server is kept for the client's next lease, if all went as it should. The user of processes that cannot
-        be ended, such as in a call of a driver, is given to no other lease.
+        be ended, such as in a call of a driver, is given to no other lease before they have ended.
         """
         if crew.ended_s is None:
             wanted = (
@@ -350,6 +367,7 @@ class Workers:
             return []
         else:
             crew.fork_server.close()
+            self._kept.release(crew.processes.account)
         self._core_allocator.give_back([core for own in crew.cores for core in own])
         del self._crews[crew.lease]
         return [LeaseClosed(crew.lease, tuple(left), kept)]

@@ -20,6 +20,7 @@ from onebox.agent.workers import (
     ForkServerReused,
     LeaseClosed,
     LeasedWorkerExited,
+    LeaseEvent,
     LeaseNotStarted,
     LeaseReady,
     Workers,
@@ -420,8 +421,9 @@ def test_a_worker_that_gets_the_descriptor_of_a_fork_server_that_ends_is_not_tak
     (fakes[-1].descriptor,) = own
 
 
-def test_events_survive_a_failure(
-    fakes: list[Fake], keeping: list[FakeForkServer], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_lease_whose_end_fails_holds_up_no_other(
+    fakes: list[Fake], keeping: list[FakeForkServer], monkeypatch: pytest.MonkeyPatch, place: int
 ) -> None:
     workers = started(1)
     assert workers.start(2, [SHARE], "bob", new_keys().public, 1.0, 0.0) is None
@@ -431,16 +433,39 @@ def test_events_survive_a_failure(
     kill = LeaseProcesses.kill
 
     def failing(self: LeaseProcesses, fork_server: Any) -> list[int]:
-        if fork_server is keeping[1]:
+        if fork_server is keeping[place]:
             raise OSError(24, "Too many open files")
         return kill(self, fork_server)
 
+    def ended(news: list[LeaseEvent]) -> list[int]:
+        return [each.lease for each in news if isinstance(each, LeaseClosed)]
+
     with monkeypatch.context() as once:
         once.setattr(LeaseProcesses, "kill", failing)
+        assert ended(workers.attend({fake.descriptor for fake in fakes}, 1.0)) == [2 - place]
         with pytest.raises(OSError, match="Too many"):
-            workers.attend({fake.descriptor for fake in fakes}, 1.0)
-    news = workers.attend(set(), 1.0)
-    assert [each.lease for each in news if isinstance(each, LeaseClosed)] == [1, 2]
+            workers.attend(set(), 1.0)
+    assert ended(workers.attend(set(), 1.0)) == [1 + place]
+
+
+def test_the_user_of_processes_that_do_not_end_in_time_is_free_when_they_have(
+    fakes: list[Fake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    account, left = WorkerUser(12345, 12345), [77]
+    released: list[WorkerUser] = []
+    monkeypatch.setattr(LeaseIsolation, "isolate", lambda self, lease, shares, kept: LeaseProcesses(account))
+    monkeypatch.setattr(LeaseIsolation, "release", lambda self, user: released.append(user))
+    monkeypatch.setattr(LeaseProcesses, "kill", lambda self, fork_server: list(left))
+    monkeypatch.setattr(LeaseProcesses, "others", lambda self, fork_server: list(left))
+    workers = started(1)
+    workers.end(1, 0.0, 1.0)
+    assert workers.attend({fakes[0].descriptor}, 1.0) == [] == workers.attend(set(), 1.0)
+    assert workers.attend(set(), 1.0 + LEAVE_S) == [LeaseClosed(1, (77,))] and not released
+    workers.attend(set(), 3.0 + LEAVE_S)
+    assert not released
+    left.clear()
+    workers.attend(set(), 5.0 + LEAVE_S)
+    assert released == [account]
 
 
 def test_closing_ends_all(fakes: list[Fake]) -> None:
