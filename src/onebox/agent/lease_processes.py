@@ -293,7 +293,7 @@ class KeptForkServers:
         self._accepts = accepts
         self._available_bytes = available_bytes
         self._kept: list[_Kept] = []  # the one that was kept first comes first
-        self._leaving: list[WorkerUser] = []  # users of those that have ended, which may have other processes left
+        self._leaving: list[WorkerUser] = []  # users of which processes may be left
         self._ended: list[tuple[str, int, str]] = []
         self._check_s = 0.0
 
