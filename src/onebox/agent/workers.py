@@ -174,6 +174,7 @@ class Workers:
         self._ports = ports
         self._kept = KeptForkServers(isolation, accepts)
         self._news: list[LeaseEvent] = []
+        self._failure: OSError | None = None  # not raised yet
         self._crews: dict[int, _Crew] = {}
         self._closed = False
         self._core_allocator = CoreAllocator()
@@ -281,20 +282,20 @@ class Workers:
             now_s: The time.
 
         Raises:
-            OSError: Some lease cannot be attended to now, as without a free descriptor, and others have no event;
-                call it again.
+            OSError: A lease could not be attended to, now or in the last calls, as without a free descriptor, and no
+                other has an event; call it again.
         """
         # What is closed here gives its descriptors to what is started here, of which `ready` says nothing.
         known = [(crew, list(enumerate(crew.workers))) for crew in self._crews.values()]
         self._kept.attend(ready, now_s)
-        failures: list[OSError] = []
         for crew, workers in known:
             try:
                 self._attend_crew(crew, workers, ready, now_s)
             except OSError as error:  # as without descriptors, or with a process that cannot be looked at
-                failures.append(error)
-        if failures and not self._news:
-            raise failures[0]
+                self._failure = error
+        if self._failure is not None and not self._news:
+            failure, self._failure = self._failure, None
+            raise failure
         news, self._news = self._news, []
         return news
 

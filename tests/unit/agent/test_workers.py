@@ -448,6 +448,29 @@ def test_a_lease_whose_end_fails_holds_up_no_other(
     assert ended(workers.attend(set(), 1.0)) == [1 + place]
 
 
+def test_a_failure_that_is_over_is_told_of_after_the_events_of_others(
+    fakes: list[Fake], keeping: list[FakeForkServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = started(1)
+    assert workers.start(2, [SHARE], "bob", new_keys().public, 1.0, 0.0) is None
+    workers.attend({fake.outlet for fake in fakes}, 1.0)
+    for lease in (1, 2):
+        workers.end(lease, 0.0, 1.0)
+    kill, failures = LeaseProcesses.kill, [OSError(24, "Too many open files")]
+
+    def failing_once(self: LeaseProcesses, fork_server: Any) -> list[int]:
+        if failures:
+            raise failures.pop()
+        return kill(self, fork_server)
+
+    monkeypatch.setattr(LeaseProcesses, "kill", failing_once)
+    assert len(workers.attend({fake.descriptor for fake in fakes}, 1.0)) == 1
+    assert len(workers.attend(set(), 1.0)) == 1
+    with pytest.raises(OSError, match="Too many"):
+        workers.attend(set(), 1.0)
+    assert workers.attend(set(), 1.0) == []
+
+
 def test_the_user_of_processes_that_do_not_end_in_time_is_free_when_they_have(
     fakes: list[Fake], monkeypatch: pytest.MonkeyPatch
 ) -> None:
