@@ -29,8 +29,9 @@ from onebox.graph.capture.operator_support import bfloat16_autocast, portable_op
 from onebox.graph.capture.python_state import StateRecorder
 from onebox.graph.capture.python_variables import Reads, WatchedValue, snapshot, watched_tensors
 from onebox.graph.capture.recurrent import WholeRecurrent
+from onebox.graph.capture.repeated.layers import RepeatedLayers
 from onebox.graph.capture.symbolic_sizes import Varying
-from onebox.graph.capture.traced_calls import TracedCalls, require_plain
+from onebox.graph.capture.traced_calls import Layer, TracedCalls, require_plain
 from onebox.graph.capture.transparent_contexts import transparent
 
 Mode = Literal["train", "evaluate"]
@@ -84,8 +85,12 @@ class Wrapper(nn.Module):
     def forward(self, inputs: Any, targets: Any) -> tuple[Tensor, ...]:
         """Return the loss and the metrics."""
         given = inputs if self._front is None else self._front.run(inputs, training=self.model.training)
-        with bfloat16_autocast() if self.precision == "bf16" else contextlib.nullcontext():
+        with self.in_precision():
             return self._compute(given, targets)
+
+    def in_precision(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which the model and the loss compute."""
+        return bfloat16_autocast() if self.precision == "bf16" else contextlib.nullcontext()
 
     def _compute(self, inputs: Any, targets: Any) -> tuple[Tensor, ...]:
         if isinstance(inputs, tuple):
@@ -157,6 +162,8 @@ class _Stateless(nn.Module):
         self._add(wrapper.named_parameters, "_parameters", "parameter")
         self._add(wrapper.named_buffers, "_buffers", "buffer")
         self._add_plain(wrapper)
+        places = [(held, key) for held, key, _ in self._places]
+        self.repeated = RepeatedLayers(wrapper, places, lambda: self.calls.stack, self._within_layers)
 
     def _add(self, named: Callable[..., Any], kind: str, prefix: str) -> None:
         """Register the tensors of the state."""
@@ -182,6 +189,18 @@ class _Stateless(nn.Module):
                     self._buffers[own[id(value)]] = value.detach()
                     self._places.append((vars(module), key, own[id(value)]))
 
+    @contextlib.contextmanager
+    def _within(self, layers: Sequence[Layer] = ()) -> Iterator[None]:
+        """Let PyTorch's functions be called as in the trace, within the context, and inside some layers."""
+        with WholeRecurrent(), self._attention(), self.calls, HostDevices(), self.calls.layers(*self._wrapper, layers):
+            yield
+
+    @contextlib.contextmanager
+    def _within_layers(self, layers: Sequence[Layer]) -> Iterator[None]:
+        """Let a layer be called as the model calls it, within the context."""
+        with self._within(layers), self._wrapper[0].in_precision():
+            yield
+
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return the loss and the metrics, computed with this module's present tensors."""
         (wrapper,), left = self._wrapper, iter(tensors)
@@ -194,14 +213,7 @@ class _Stateless(nn.Module):
         try:
             for held, key, name in self._places:
                 held[key] = given[name]
-            with (
-                WholeRecurrent(),
-                self._attention(),
-                self.calls,
-                HostDevices(),
-                self.calls.layers(wrapper),
-                _assignments_written(wrapper),
-            ):
+            with self.repeated.standing_in(), self._within(), _assignments_written(wrapper):
                 return self.recorder.run(lambda: wrapper(_apart(inputs), _apart(targets)))
         finally:
             for held, key, tensor in before:
@@ -303,6 +315,7 @@ def capture(
                 backward=backward,
                 varying=varying or {},
                 device_type=device_type,
+                repeated=module.repeated,
             )
         except OneboxError:  # says what is the matter
             raise

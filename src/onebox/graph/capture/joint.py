@@ -23,11 +23,13 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch.func import functional_call
 from torch.fx import traceback as fx_traceback
 
 from onebox.errors import CaptureError
 from onebox.graph.capture.locate import node_refusal
 from onebox.graph.capture.operator_support import BATCH_NORMS, restate, state_gpu_outputs
+from onebox.graph.capture.repeated.layers import RepeatedLayers
 from onebox.graph.capture.symbolic_sizes import Symbols, Varying, fake_inputs, with_numbers
 
 
@@ -110,6 +112,7 @@ def trace(
     backward: bool,
     varying: Varying,
     device_type: str = "cpu",
+    repeated: RepeatedLayers | None = None,
 ) -> Joint:
     """Trace a module through AOTAutograd: the user's own forward, custom gradients and hooks run under the tracer.
 
@@ -123,6 +126,7 @@ def trace(
         backward: Whether to trace gradients too.
         varying: Sizes of inputs and targets for which there are to be symbols.
         device_type: The type of device on which the graph is to run.
+        repeated: The module's layers of which equal ones are traced once.
 
     Raises:
         CaptureError: No parameter gets a gradient, or forward writes to a tensor that is not a buffer.
@@ -133,8 +137,12 @@ def trace(
         if not backward:
             stack.enter_context(torch.no_grad())
         given, symbols = fake_inputs(example, varying)
+        if repeated is not None:
+            stack.enter_context(repeated.found(lambda: _run_without_values(module, given)))
         joint = aot_export_joint_with_descriptors(stack, module, given)
         graph = joint.graph_module.graph
+        if repeated is not None:
+            repeated.put(graph)
         _forget_statistics(graph)
         widen_statistics(graph)
         if device_type != "cpu":
@@ -152,6 +160,16 @@ def trace(
     if backward and not any(port.kind == "gradient" for _, port in outputs):
         raise CaptureError("no parameter gets a gradient from the loss: check requires_grad and .detach() calls")
     return Joint(graph=graph, inputs=tuple(inputs), outputs=tuple(outputs), constants=constants, symbols=symbols)
+
+
+def _run_without_values(module: nn.Module, given: tuple[Tensor, ...]) -> None:
+    """Run forward on tensors without values."""
+    mode = given[0].fake_mode  # type: ignore[attr-defined]
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    with mode:
+        functional_call(
+            module, {name: mode.from_tensor(tensor, static_shapes=True) for name, tensor in tensors.items()}, given
+        )
 
 
 def _attribute_port(module: nn.Module, target: str, known: Mapping[int, str], constants: dict[str, Tensor]) -> Port:

@@ -114,12 +114,15 @@ class TracedCalls(TorchFunctionMode):
         return self._failed_in
 
     @contextmanager
-    def layers(self, wrapper: nn.Module) -> Iterator[None]:
+    def layers(self, wrapper: nn.Module, inside: Sequence[Layer] = ()) -> Iterator[None]:
         """Record the layer being computed, within the context.
 
         Args:
             wrapper: As for the constructor.
+            inside: The layers that are being computed as the context begins.
         """
+        self._layers += inside
+        self._note_layer()
         removed, hooks = [], list[tuple[dict[int, Any], int, Any]]()
         try:
             for module in wrapper.modules():
@@ -272,6 +275,11 @@ class TracedCalls(TorchFunctionMode):
 
     def _refusal(self, reason: str, advice: str) -> CaptureError:
         return refusal(self._name, _place_of(sys._getframe(1)), reason, advice, layer=self.layer)
+
+    @property
+    def stack(self) -> tuple[Layer, ...]:
+        """The layers being computed, from the outermost."""
+        return tuple(self._layers)
 
     @property
     def layer(self) -> Layer | None:
