@@ -8,6 +8,7 @@ hooks and gradients within forward are in the graph as PyTorch computes them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import warnings
@@ -306,23 +307,34 @@ def capture(
         stack.enter_context(transparent())
         module = _Stateless(wrapper, name, example, device_type)
         tensors = tuple(leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor))
+        run = functools.partial(
+            trace,
+            module,
+            tensors,
+            module.state,
+            module.known,
+            backward=backward,
+            varying=varying or {},
+            device_type=device_type,
+        )
         try:
-            joint = trace(
-                module,
-                tensors,
-                module.state,
-                module.known,
-                backward=backward,
-                varying=varying or {},
-                device_type=device_type,
-                repeated=module.repeated,
-            )
+            joint = _traced(run, module.repeated)
         except OneboxError:  # says what is the matter
             raise
         except Exception as error:
             raise explain(error, name, layer=module.calls.failed_in) from error
     reads = module.recorder.reads | watched_tensors(module.calls.constants.values())
     return Captured(joint=joint, backward=backward, reads=reads, fuse=fuse)
+
+
+def _traced(run: Callable[..., Joint], repeated: RepeatedLayers) -> Joint:
+    """Return a graph in which equal layers were traced once, or the whole model where that fails."""
+    try:
+        return run(repeated=repeated)
+    except Exception:
+        if not repeated.used:
+            raise
+    return run()
 
 
 @contextlib.contextmanager

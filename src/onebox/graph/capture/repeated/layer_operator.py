@@ -116,5 +116,5 @@ def call_layer(call: int, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
     Raises:
         Unrepeatable: Later, in the trace's backward: a gradient that the layer's trace does not have is needed.
     """
-    made: tuple[Tensor, ...] = _RepeatedLayer.apply(call, *given)  # type: ignore[no-untyped-call]
+    made: tuple[Tensor, ...] = _RepeatedLayer.apply(call, *given)
     return made

@@ -69,7 +69,8 @@ def trace_layer(function: Callable[..., tuple[Tensor, ...]], given: Sequence[Ten
     with contextlib.ExitStack() as stack:
         graph = aot_export_joint_with_descriptors(stack, _Called(function), tuple(given)).graph_module.graph
     inputs, tangents = [], []
-    forward, backward = [], []
+    forward: list[fx.Node] = []
+    backward: list[fx.Node] = []
     behind: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -110,9 +111,10 @@ def _ends(graph: fx.Graph) -> tuple[dict[int, fx.Node], dict[int, fx.Node]]:
     for node, desc in zip(output.args[0], output.meta["desc"], strict=True):
         if isinstance(desc, PlainAOTOutput):
             results[desc.idx] = node
+        elif node is None:
+            continue  # the gradient of a tensor that requires none
         elif isinstance(desc, GradAOTOutput) and isinstance(desc.grad_of, PlainAOTInput):
-            if isinstance(node, fx.Node):
-                gradients[desc.grad_of.idx] = node
+            gradients[desc.grad_of.idx] = node
         else:
             raise Unrepeatable(f"an output of another kind: {desc}")
     if sorted(results) != list(range(len(results))) or not all(isinstance(n, fx.Node) for n in results.values()):

@@ -123,21 +123,27 @@ class RepeatedLayers:
         self._copies: dict[int, LayerCopy] = {}
         self._counts: Counter[_Layer] = Counter()
 
+    @property
+    def used(self) -> bool:
+        """Return whether operators stand for calls of layers."""
+        return bool(self._copies)
+
     @contextlib.contextmanager
     def found(self, run: Callable[[], Any]) -> Iterator[None]:
-        """Find the layers, and have them stand in the traces within the context.
+        """Find the layers, and let operators stand for their calls in the traces within the context.
 
         Args:
             run: Runs forward without values.
         """
         if self._layers:
-            with contextlib.suppress(Exception):  # the trace of the model comes to it, and says what is the matter
+            with contextlib.suppress(Exception):  # the trace of the model meets it too, and says what is the matter
                 self._find(run)
         try:
             yield
         finally:
             for number in self._by_number:
                 remove_call(number)
+            self._numbers.clear()
 
     def _find(self, run: Callable[[], Any]) -> None:
         self._recorder = Recorder()
@@ -162,18 +168,25 @@ class RepeatedLayers:
             Unrepeatable: It cannot stand for others.
         """
 
+        ambient, recorder = call.record.ambient, Recorder()
+
         def compute(*given: Tensor) -> tuple[Tensor, ...]:
-            with self._within(call.outside):
+            with self._within(call.outside), ambient.restored():
                 return call.compute(*given)
 
         given = [_leaf(tensor) for tensor in call.record.given]
-        recorder = Recorder()
-        with given[0].fake_mode, recorder.watching(), self._within(call.outside):  # type: ignore[attr-defined]
-            with recorder.recorded(given, call.arguments, call.nesting, call.held) as again:
-                again.end(call.called(given))
+        with (
+            given[0].fake_mode,  # type: ignore[attr-defined]
+            recorder.watching(),
+            self._within(call.outside),
+            ambient.restored(),
+            recorder.recorded(given, call.arguments, call.nesting, call.held) as again,
+        ):
+            again.end(call.called(given))
         if again.key != call.record.key:
             raise Unrepeatable("something around the layer changes what it computes")
-        return trace_layer(compute, given)
+        with torch.set_grad_enabled(ambient.gradients):
+            return trace_layer(compute, given)
 
     def _add(self, calls: Sequence[_Call], trace: LayerTrace) -> None:
         for call in calls:
@@ -186,15 +199,13 @@ class RepeatedLayers:
     def standing_in(self) -> Iterator[None]:
         """Record the calls of layers within the context, or have operators in their place once they are found."""
         self._counts.clear()
-        replaced: list[tuple[nn.Module, Callable[..., Any]]] = []
         try:
             for layer in self._layers:
                 vars(layer.module)["forward"] = self._standing_for(layer, layer.module.forward)
-                replaced.append((layer.module, layer.module.forward))
             yield
         finally:
-            for module, _ in replaced:
-                del vars(module)["forward"]
+            for layer in self._layers:
+                vars(layer.module).pop("forward", None)
 
     def _standing_for(self, layer: _Layer, forward: Callable[..., Any]) -> Callable[..., Any]:
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -222,11 +233,12 @@ class RepeatedLayers:
         kwargs: Mapping[str, Any],
     ) -> Any:
         given, arguments, nesting, held = _given(layer, args, kwargs)
-        before = _attributes(layer.module)
+        before = _held(layer.module)
         with recorder.recorded(given, arguments, nesting, held) as record:
             result = forward(*args, **kwargs)
             record.end(result)
-        if _attributes(layer.module) != before:
+        after = _held(layer.module)
+        if before.keys() != after.keys() or any(after[place] is not value for place, value in before.items()):
             record.comparable = False
         self._calls.append(
             _Call(
@@ -304,14 +316,14 @@ def _given(
     return [tensor for _, tensor in given.values()], arguments, nesting, held
 
 
-def _attributes(module: nn.Module) -> list[tuple[int, str, int]]:
-    """Return the identities of all that the modules of a layer hold."""
-    return [
-        (number, name, id(value))
+def _held(module: nn.Module) -> dict[tuple[int, int, str], Any]:
+    """Return all that the modules of a layer hold."""
+    return {
+        (number, kind, name): value
         for number, part in enumerate(module.modules())
-        for own in (vars(part), part._parameters, part._buffers)
+        for kind, own in enumerate((vars(part), part._parameters, part._buffers))
         for name, value in own.items()
-    ]
+    }
 
 
 def _leaf(tensor: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ class Record:
     """
 
     given: tuple[Tensor, ...]
-    ambient: Hashable
+    ambient: Ambient
     entries: list[Hashable] = field(default_factory=list)
     comparable: bool = True
     results: tuple[Tensor, ...] = ()
@@ -143,15 +143,40 @@ def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _ambient() -> Hashable:
-    """Return the state of PyTorch, of this thread, on which operators may depend beside their arguments."""
-    return (
-        torch.is_grad_enabled(),
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cpu"),
-        torch.get_default_dtype(),
-        torch._C._functorch.peek_interpreter_stack() is None,
-    )
+@dataclass(frozen=True, kw_only=True)
+class Ambient:
+    """The state of PyTorch, of one thread, on which operators may depend beside their arguments.
+
+    Args:
+        gradients: Whether gradients are recorded.
+        autocast: Whether autocast is on.
+        narrow: Its type.
+        dtype: The type of new tensors.
+        transformed: Whether a transform of ``torch.func`` is active.
+    """
+
+    gradients: bool
+    autocast: bool
+    narrow: torch.dtype
+    dtype: torch.dtype
+    transformed: bool
+
+    @classmethod
+    def now(cls) -> Ambient:
+        """Return the present state."""
+        return cls(
+            gradients=torch.is_grad_enabled(),
+            autocast=torch.is_autocast_enabled("cpu"),
+            narrow=torch.get_autocast_dtype("cpu"),
+            dtype=torch.get_default_dtype(),
+            transformed=torch._C._functorch.peek_interpreter_stack() is not None,
+        )
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Set gradients and autocast as they were, within the context."""
+        with torch.set_grad_enabled(self.gradients), torch.autocast("cpu", self.narrow, enabled=self.autocast):
+            yield
 
 
 class Recorder(TorchDispatchMode):
@@ -180,7 +205,7 @@ class Recorder(TorchDispatchMode):
             held: The numbers of the tensors that the layer holds.
         """
         self._leave(given)
-        record = self._record = Record(given=tuple(given), ambient=_ambient())
+        record = self._record = Record(given=tuple(given), ambient=Ambient.now())
         record.entries += [record.value(arguments), str(nesting), tuple(held)]
         try:
             yield record
@@ -219,7 +244,8 @@ class Recorder(TorchDispatchMode):
         if self._inner:
             self._leave(pytree.tree_leaves((args, kwargs)))
         if self._record is not None:
-            self._record.run(func, args, kwargs or {}, result)
+            with torch._C.DisableTorchFunction():
+                self._record.run(func, args, kwargs or {}, result)
         return result
 
     def _leave(self, values: Iterable[Any]) -> None:
