@@ -29,6 +29,7 @@ import onebox
 from onebox.graph import TRACING, TracedModel
 from onebox.graph.capture import joint
 from onebox.graph.capture.export import capture
+from onebox.graph.capture.repeated import layer_trace
 
 LAYERS = (12, 50, 100, 200)
 WIDE_LAYERS, WIDE_WIDTH = 6, 2048
@@ -70,7 +71,7 @@ def memory_bytes(name: str) -> int:
 
 @contextmanager
 def times_of(took_s: list[float]) -> Iterator[None]:
-    """Note the processor time of PyTorch's own trace, inside."""
+    """Note the processor time of PyTorch's own traces, of the model and of layers, inside."""
     original = joint.aot_export_joint_with_descriptors
 
     def trace(*args: Any, **kwargs: Any) -> Any:
@@ -80,11 +81,13 @@ def times_of(took_s: list[float]) -> Iterator[None]:
         finally:
             took_s.append(time.process_time() - begin_s)
 
-    joint.aot_export_joint_with_descriptors = trace
+    for module in (joint, layer_trace):
+        module.aot_export_joint_with_descriptors = trace
     try:
         yield
     finally:
-        joint.aot_export_joint_with_descriptors = original
+        for module in (joint, layer_trace):
+            module.aot_export_joint_with_descriptors = original
 
 
 def row(layers: int, width: int) -> dict[str, float]:
