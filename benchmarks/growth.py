@@ -13,7 +13,8 @@ Each part is measured at several sizes, and the exponent of its growth is fitted
 - ``model``: seconds of ``make_plan`` for a transformer on two CPU workers, and over six of its steps and 10 s; and
   seconds that a run with ``plan="auto"`` waits for its first step, without captures.
 - ``captures``: seconds of one core for capture, model and programs (``growth_captures.py``), the client's peak beyond
-  the model, and the captures of a run over many lengths.
+  the model, the captures of a run over many lengths; and seconds from a trainer to its first loss, for a model of 50
+  layers in the second process that trains it.
 
 By default sizes are such that it ends within five minutes; ``--long`` has the largest.
 
@@ -37,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from common import finish, show, spread
-from growth_captures import LENGTHS, Stack, batch, capture_rows, captures_of_lengths
+from growth_captures import LENGTHS, WIDTH, Stack, batch, capture_rows, captures_of_lengths
 from growth_plans import plan_rows
 from opening import show_commands
 from torch import nn
@@ -53,7 +54,9 @@ if TYPE_CHECKING:
 PARTS = ("start", "open", "client", "plans", "model", "captures")
 WORKERS = (1, 8, 64)
 PLANS, LONG_PLANS = ("20x4", "100x16", "1000x64"), ("20x4", "100x16", "1000x64", "1000x256")
-LAYERS, LONG_LAYERS = (12, 25), (12, 50, 100, 200)
+LAYERS = (12, 50, 100, 200)
+START_LAYERS = 50
+"""Of the model whose second start is timed."""
 MODEL_WIDTH, MODEL_LENGTH, MODEL_LAYERS, LONG_MODEL_LAYERS = 1024, 32, 2, 12
 """Of the planned transformer: width, words of a sentence, and layers, 12 for 151 million parameters."""
 
@@ -116,6 +119,18 @@ def planned(layers: int) -> tuple[float, float]:
     return plan_s, statistics.median(steps_s)
 
 
+def started(layers: int) -> float:
+    """Return the seconds from a trainer to its first loss on two CPU workers."""
+    torch.manual_seed(0)
+    model = Stack(layers, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with onebox.open("cpu*2", threads=1) as pool:
+        begin_s = time.monotonic()
+        with onebox.Trainer(model, nn.functional.cross_entropy, optimizer, pool=pool, recovery=None) as trainer:
+            trainer.step(*batch()).item()
+            return time.monotonic() - begin_s
+
+
 def auto_wait(layers: int) -> tuple[float, float, float]:
     """Return the seconds until the first step of a run with ``plan="auto"`` begins on two CPU workers, nothing of which
     is known before, without captures; those of the captures; and those of a step by its plan.
@@ -154,17 +169,19 @@ MEASURES: dict[str, Callable[[int], Any]] = {
     "open": opened,
     "client": client_ms,
     "message": lambda _: message_us(),
+    "started": started,
     "planned": planned,
     "auto_wait": auto_wait,
 }
 
 
-def apart(measure: str, size: int) -> Any:
-    """Return what a process of its own measures."""
+def apart(measure: str, size: int, times: int = 1) -> Any:
+    """Return what a process of its own measures, the last of some with the same cache."""
     run = [sys.executable, __file__, "--one", measure, str(size)]
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "XDG_CACHE_HOME": folder}
-        done = subprocess.run(run, env=environment, stdout=subprocess.PIPE, text=True, timeout=WAIT_S, check=True)
+        for _ in range(times):
+            done = subprocess.run(run, env=environment, stdout=subprocess.PIPE, text=True, timeout=WAIT_S, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -249,13 +266,15 @@ def measure_model(layers: int, rounds: int) -> dict[str, Any]:
     }
 
 
-def measure_captures(layers: Sequence[int], series: dict[str, dict[int, float]]) -> dict[str, Any]:
+def measure_captures(rounds: int, series: dict[str, dict[int, float]]) -> dict[str, Any]:
     """Measure captures."""
-    rows = capture_rows(layers)
+    rows = capture_rows(LAYERS)
     whole = {row["layers"]: row["capture_s"] + row["model_s"] + row["segments_s"] for row in rows}
     series["capture, s"] = whole
+    starts = [apart("started", START_LAYERS, times=2) for _ in range(rounds)]
     result = {
-        f"capture_s_{layers[-1]}_layers": whole[layers[-1]],
+        f"capture_s_{LAYERS[-1]}_layers": whole[LAYERS[-1]],
+        "second_start_s": statistics.median(starts),
         "client_peak_over_model": 1 + max(row["peak_mb"] / row["model_mb"] for row in capture_rows([6], 2048)),
         "captures_100_lengths": captures_of_lengths(LENGTHS)["captures"],
     }
@@ -264,6 +283,7 @@ def measure_captures(layers: Sequence[int], series: dict[str, dict[int, float]])
         ["layers", "capture, s", "model, s", "programs of all segments, s"],
         [[str(row[key]) for key in ("layers", "capture_s", "model_s", "segments_s")] for row in rows],
     )
+    show(f"First loss of {START_LAYERS} layers, in the second process", ["s"], [[spread(starts)]])
     return result
 
 
@@ -300,7 +320,7 @@ def main() -> None:
     if "model" in options.parts:
         result |= measure_model(LONG_MODEL_LAYERS if options.long else MODEL_LAYERS, options.rounds)
     if "captures" in options.parts:
-        result |= measure_captures(LONG_LAYERS if options.long else LAYERS, series)
+        result |= measure_captures(options.rounds, series)
     result["exponents"] = {name: round(exponent(costs), 2) for name, costs in series.items() if len(costs) > 1}
     show("Exponents", ["cost", "exponent"], [[name, f"{found:.2f}"] for name, found in result["exponents"].items()])
     if options.figure is not None:
