@@ -47,6 +47,10 @@ class Folder:
             time.sleep(0.01)
         return file.read_bytes()
 
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Return the values of keys, waiting for them."""
+        return [self.get(key) for key in keys]
+
 
 def join(folder: Path, rank: int) -> ShmGroup:
     """Join a group of two."""

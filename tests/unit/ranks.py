@@ -42,6 +42,10 @@ class Keys:
                 raise RankLost(f"nobody set {key}")
         return self._values[key]
 
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Return the values of keys, waiting for them."""
+        return [self.get(key) for key in keys]
+
 
 class Hub:
     """A client that serves the rendezvous of threads."""
@@ -49,7 +53,7 @@ class Hub:
     def __init__(self) -> None:
         self.keys = KeyValues()
         self.changed = threading.Condition()
-        self.answers: dict[tuple[int, int], bytes] = {}
+        self.answers: dict[tuple[int, int], tuple[bytes, ...]] = {}
 
     def channel(self, worker: int) -> HubChannel:
         """Return the channel of a worker."""
@@ -82,7 +86,7 @@ class HubChannel:
         assert isinstance(message, Lookup)
         with self.hub.changed:
             for answer in self.hub.keys.lookup(self.worker, message):
-                self.hub.answers[answer.worker, answer.ticket] = answer.value
+                self.hub.answers[answer.worker, answer.ticket] = answer.values
             self.hub.changed.notify_all()
 
     def await_ticket(self, ticket: int, timeout_s: float) -> tuple[Rendezvous | Reduced, Sequence[Any]]:

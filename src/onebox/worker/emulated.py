@@ -215,6 +215,13 @@ def _plan(slot: int, spec: TensorSpec) -> tuple[int, torch.dtype, tuple[int, ...
     return slot, DTYPES[spec.dtype], spec.shape
 
 
+_WRITES = frozenset(
+    getattr(Tensor, f"{name}_")
+    for name in ("add", "addcdiv", "addcmul", "clamp", "copy", "div", "lerp", "mul", "neg", "sqrt", "sub", "zero")
+)
+"""Writes to a tensor, of its own shape and type, that optimizers make."""
+
+
 class EmulatedOptimizer(NativeOptimizer):
     """An optimizer whose state takes the real number of bytes, and whose steps do nothing.
 
@@ -256,9 +263,15 @@ class EmulatedOptimizer(NativeOptimizer):
 
 
 class _AnyValue(TorchFunctionMode):
-    """Lets optimizers read numbers from tensors without elements: each is 1."""
+    """Lets optimizers read numbers from tensors without elements, each of which is 1, and write to such tensors.
+
+    PyTorch's own writes to them import sympy, which takes a worker a second of processor.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.item and args[0].device == _META:
-            return 1.0
+        if args and isinstance(args[0], Tensor) and args[0].device == _META:
+            if func is Tensor.item:
+                return 1.0
+            if func in _WRITES:
+                return args[0]
         return func(*args, **(kwargs or {}))

@@ -36,20 +36,28 @@ class LookupReply:
     Args:
         worker: The worker's number.
         ticket: The worker's number of the lookup.
-        value: The value of the key.
+        values: The values of its keys, or the one value that is the result.
     """
 
     worker: int
     ticket: int
-    value: bytes
+    values: tuple[bytes, ...]
+
+
+class _Waiting(NamedTuple):
+    """A lookup that waits for a key."""
+
+    worker: int
+    ticket: int
+    keys: tuple[str, ...]
 
 
 @dataclass
 class KeyValues:
-    """The key-value stores of all groups; a ``get`` is answered once its key is set."""
+    """The key-value stores of all groups; a ``get`` is answered once its keys are set."""
 
     _values: dict[tuple[int, str], bytes] = field(default_factory=dict)
-    _waiting: dict[tuple[int, str], list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
+    _waiting: dict[tuple[int, str], list[_Waiting]] = field(default_factory=lambda: defaultdict(list))  # by one key
     _counts: Counter[int] = field(default_factory=Counter)  # of keys and waiting lookups, by group
     _bytes: Counter[int] = field(default_factory=Counter)  # of keys and values, by group
 
@@ -57,31 +65,31 @@ class KeyValues:
         """Apply a worker's operation and return the replies that it releases.
 
         Raises:
-            WireError: It needs a number that is none, or the group's store is full.
+            WireError: It needs a number that is none, it names a key twice, or the group's store is full.
         """
         if not lookup.keys:
-            return [LookupReply(worker, lookup.ticket, b"")]
+            return [LookupReply(worker, lookup.ticket, (b"",))]
+        if len(set(lookup.keys)) < len(lookup.keys):  # a reply has each value once, and so has a bound
+            raise WireError(f"a lookup of worker {worker} names a key twice")
         key = (lookup.group, lookup.keys[0])
         match lookup.action:
             case "set":
                 return self._set(key, lookup.value)
             case "get":
-                if key in self._values:
-                    return [LookupReply(worker, lookup.ticket, self._values[key])]
-                self._count(key, 1, len(key[1]))
-                self._waiting[key].append((worker, lookup.ticket))
-                return []
+                waiting = _Waiting(worker, lookup.ticket, lookup.keys)
+                self._count(key, 1, _size(waiting))
+                return self._answer(lookup.group, waiting)
             case "add":
                 total = b"%d" % (_number(self._values.get(key, b"0")) + _number(lookup.value))
-                return [*self._set(key, total), LookupReply(worker, lookup.ticket, total)]
+                return [*self._set(key, total), LookupReply(worker, lookup.ticket, (total,))]
             case "check":
                 there = all((lookup.group, name) in self._values for name in lookup.keys)
-                return [LookupReply(worker, lookup.ticket, b"1" if there else b"0")]
+                return [LookupReply(worker, lookup.ticket, (b"1" if there else b"0",))]
             case "delete":
                 gone = self._values.pop(key, None)
                 if gone is not None:
                     self._count(key, -1, -len(key[1]) - len(gone))
-                return [LookupReply(worker, lookup.ticket, b"0" if gone is None else b"1")]
+                return [LookupReply(worker, lookup.ticket, (b"0" if gone is None else b"1",))]
 
     def forget(self, group: int) -> list[tuple[int, int]]:
         """Drop a group's keys and return the (worker, ticket) of pending lookups."""
@@ -90,7 +98,16 @@ class KeyValues:
         self._counts.pop(group, None)
         self._bytes.pop(group, None)
         keys = [key for key in self._waiting if key[0] == group]
-        return [waiter for key in keys for waiter in self._waiting.pop(key)]
+        return [(each.worker, each.ticket) for key in keys for each in self._waiting.pop(key)]
+
+    def _answer(self, group: int, waiting: _Waiting) -> list[LookupReply]:
+        """Return the reply to a ``get``; none as long as one of its keys is not set, for which it waits then."""
+        for name in waiting.keys:
+            if (group, name) not in self._values:
+                self._waiting[group, name].append(waiting)
+                return []
+        self._count((group, ""), -1, -_size(waiting))
+        return [LookupReply(*waiting[:2], tuple(self._values[group, name] for name in waiting.keys))]
 
     def _set(self, key: tuple[int, str], value: bytes) -> list[LookupReply]:
         known = self._values.get(key)
@@ -99,9 +116,7 @@ class KeyValues:
         else:
             self._count(key, 0, len(value) - len(known))
         self._values[key] = value
-        waiting = self._waiting.pop(key, [])
-        self._count(key, -len(waiting), -len(key[1]) * len(waiting))
-        return [LookupReply(worker, ticket, value) for worker, ticket in waiting]
+        return [reply for waiting in self._waiting.pop(key, ()) for reply in self._answer(key[0], waiting)]
 
     def _count(self, key: tuple[int, str], more: int, more_bytes: int) -> None:
         group = key[0]
@@ -109,6 +124,10 @@ class KeyValues:
         self._bytes[group] += more_bytes
         if self._counts[group] > KEYS or self._bytes[group] > KEY_BYTES:
             raise WireError(f"the store of group {group} is full: {KEYS} keys and {KEY_BYTES} bytes are allowed")
+
+
+def _size(waiting: _Waiting) -> int:
+    return sum(map(len, waiting.keys))
 
 
 def _number(text: bytes) -> int:
@@ -265,7 +284,7 @@ class GroupServices:
         if isinstance(message, Contribution):
             return self._add_up(place, message, frames)
         answers = self._key_values.lookup(place.worker, message)
-        return [GroupNotice(answer.worker, Rendezvous(answer.ticket, answer.value)) for answer in answers]
+        return [GroupNotice(answer.worker, Rendezvous(answer.ticket, answer.values)) for answer in answers]
 
     def _add_up(self, place: WorkerLocation, contribution: Contribution, frames: Sequence[Any]) -> list[GroupNotice]:
         """Add a contribution to a sum; the last one returns the sum for all contributors."""

@@ -60,10 +60,10 @@ class LeaveGroup(Message, frozen=True, tag="leave"):
 
 
 class Rendezvous(Message, frozen=True, tag="rendezvous"):
-    """Client to worker: the reply to a :class:`Lookup`."""
+    """Client to worker: the reply to a :class:`Lookup`, a value for each key of a ``get``, and one otherwise."""
 
     ticket: int
-    value: bytes
+    values: tuple[bytes, ...]
 
 
 class Reduced(Message, frozen=True, tag="reduced"):

@@ -294,9 +294,9 @@ class Lookup(Message, frozen=True, tag="lookup"):
     Args:
         ticket: The worker's number for it; the reply repeats it.
         group: The group.
-        action: ``set`` (without a reply), ``get`` (waits for the key), ``add`` (to a counter), ``check``, or
+        action: ``set`` (without a reply), ``get`` (waits for the keys), ``add`` (to a counter), ``check``, or
             ``delete``.
-        keys: One key; several for ``check``.
+        keys: One key; for ``get`` and ``check`` also several, each once.
         value: The value for ``set``, the decimal amount for ``add``.
     """
 

@@ -185,3 +185,6 @@ class KeyValueStore(Protocol):
 
     def get(self, key: str) -> bytes:
         """Return the value of a key, waiting for it."""
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Return the values of keys, each of which is named once, waiting for them."""

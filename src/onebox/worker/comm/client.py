@@ -45,41 +45,44 @@ class ChannelStore(dist.Store):
 
     def get(self, key: str) -> bytes:
         """Return the value of a key, waiting for it."""
-        return self._ask("get", [key])
+        return self._ask("get", [key])[0]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Return the values of keys, each of which is named once, waiting for them."""
+        return list(self._ask("get", keys)) if keys else []
 
     def add(self, key: str, value: int) -> int:
         """Add to a counter and return the result."""
-        return int(self._ask("add", [key], str(value).encode()))
+        return int(self._ask("add", [key], str(value).encode())[0])
 
     def check(self, keys: list[str]) -> bool:
         """Return whether all keys are set."""
-        return self._ask("check", keys) == b"1"
+        return self._ask("check", list(dict.fromkeys(keys)))[0] == b"1"
 
     def delete_key(self, key: str) -> bool:
         """Delete a key and return whether it existed."""
-        return self._ask("delete", [key]) == b"1"
+        return self._ask("delete", [key])[0] == b"1"
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait for keys."""
-        for key in keys:
-            self._ask("get", [key])
+        self.multi_get(list(dict.fromkeys(keys)))
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of waiting for a key."""
         self._timeout_s = timeout.total_seconds()
 
-    def _ask(self, action: Any, keys: list[str], value: bytes = b"") -> bytes:
+    def _ask(self, action: Any, keys: list[str], value: bytes = b"") -> tuple[bytes, ...]:
         if threading.get_ident() != self._owner:
             if action in ("set", "check", "delete"):
-                return b""
+                return (b"",)
             raise RankLost("the store of a group is asked by a thread that has not formed it")
         ticket = self._channel.new_ticket()
         self._channel.send_to_client(Lookup(ticket, self._group, action, tuple(keys), value))
         if action == "set":
-            return b""
+            return (b"",)
         answer, _ = self._channel.await_ticket(ticket, self._timeout_s)
         assert isinstance(answer, Rendezvous)
-        return answer.value
+        return answer.values
 
 
 class ChannelRelay:

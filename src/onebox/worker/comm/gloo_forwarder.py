@@ -168,6 +168,10 @@ class _ForwardingStore(dist.Store):
         """Return the value of a key, waiting for it."""
         return self._forwarder.redirected(self._store.get(key))
 
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Return the values of keys, waiting for them."""
+        return [self._forwarder.redirected(value) for value in self._store.multi_get(keys)]
+
     def add(self, key: str, value: int) -> int:
         """Add to a counter and return the result."""
         return self._store.add(key, value)
@@ -182,8 +186,7 @@ class _ForwardingStore(dist.Store):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait for keys."""
-        for key in keys:
-            self._store.get(key)
+        self._store.wait(keys)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of waiting for a key."""

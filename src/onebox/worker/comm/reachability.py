@@ -57,7 +57,7 @@ def require_reachable(rank: int, ranks: Sequence[int], address: str, store: Memb
             except OSError as error:
                 said = f"rank {rank} of the group cannot listen at {address}: {error.strerror or error}. {_REMEDY}"
         store.set(f"{name}/at/{rank}", f"{address if port else ''} {port}")
-        found = {other: store.get(f"{name}/at/{other}") for other in others}
+        found = dict(zip(others, store.multi_get([f"{name}/at/{other}" for other in others]), strict=True))
         whys = {} if said else _failures(found, address, functools.partial(store.check, [f"{name}/at/{rank}"]))
         for other, (there, why) in whys.items():
             said = said or (
@@ -65,7 +65,8 @@ def require_reachable(rank: int, ranks: Sequence[int], address: str, store: Memb
                 f"within {REACH_S:.0f} s: {why}. {_REMEDY}"
             )
         store.set(f"{name}/said/{rank}", said)
-        told = [said, *(store.get(f"{name}/said/{other}").decode() for other in others)]  # others may still connect
+        heard = store.multi_get([f"{name}/said/{other}" for other in others])  # others may still connect
+        told = [said, *(text.decode() for text in heard)]
     if first := next(filter(None, told), ""):
         raise RankLost(first)
 

@@ -170,7 +170,9 @@ def connect_mesh(
     with _listener(address, network.ports, _PENDING + size) as listener:
         port = listener.getsockname()[1]
         store.set(f"tls/{rank}", f"{advertised or address} {port} {own.der.hex()}")
-        peers = [_parse(other, store.get(f"tls/{other}")) for other in range(size) if other != rank]
+        others = [other for other in range(size) if other != rank]
+        told = store.multi_get([f"tls/{other}" for other in others])
+        peers = [_parse(other, text) for other, text in zip(others, told, strict=True)]
         if len({peer.certificate for peer in peers} | {own.der}) != size:
             raise WireError("two workers of a group show the same certificate")
         if advertised != address:  # a router's, whose way back to a host behind it few routers know

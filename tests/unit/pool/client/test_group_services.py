@@ -36,7 +36,7 @@ def test_who_waits_for_a_key_is_told_when_it_is_there() -> None:
     made = services()
     assert made.take(place(0), Lookup(7, 1, "get", ("k",)), ()) == []
     assert made.take(place(2), Lookup(8, 2, "set", ("k",), b"theirs"), ()) == [], "each group has keys of its own"
-    assert made.take(place(1), Lookup(9, 1, "set", ("k",), b"v"), ()) == [GroupNotice(0, Rendezvous(7, b"v"))]
+    assert made.take(place(1), Lookup(9, 1, "set", ("k",), b"v"), ()) == [GroupNotice(0, Rendezvous(7, (b"v",)))]
 
 
 def test_the_last_contribution_brings_the_sum_to_all() -> None:
@@ -64,7 +64,7 @@ def test_only_members_leave_a_group() -> None:
     made.take(place(0), Lookup(7, 1, "get", ("k",)), ())
     assert (made.take(place(2), Left(1), ()), made.take(place(0), Left(99), ())) == ([], [])
     assert (made.serves(1), made.serves(2), made.may_leave(2, 1), made.may_leave(2, 2)) == (True, True, False, True)
-    assert made.take(place(1), Lookup(9, 1, "set", ("k",), b"v"), ()) == [GroupNotice(0, Rendezvous(7, b"v"))]
+    assert made.take(place(1), Lookup(9, 1, "set", ("k",), b"v"), ()) == [GroupNotice(0, Rendezvous(7, (b"v",)))]
 
 
 def test_a_contribution_without_its_elements_breaks_the_protocol() -> None:
@@ -98,7 +98,7 @@ def test_a_groups_store_has_bounds_which_deleted_keys_leave(monkeypatch: pytest.
 def test_who_is_no_member_of_a_group_has_no_store_there() -> None:
     made = services()
     assert made.take(place(2), Lookup(5, 1, "set", ("k",), b"v"), ()) == [GroupNotice(2, TicketCancelled(5))]
-    assert made.take(place(0), Lookup(6, 1, "check", ("k",)), ()) == [GroupNotice(0, Rendezvous(6, b"0"))]
+    assert made.take(place(0), Lookup(6, 1, "check", ("k",)), ()) == [GroupNotice(0, Rendezvous(6, (b"0",)))]
 
 
 def test_what_waits_to_be_summed_has_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +126,7 @@ def test_what_waits_to_be_summed_has_bounds(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_counters_are_numbers_of_a_bounded_length() -> None:
     made = services()
-    assert made.take(place(0), Lookup(1, 1, "add", ("n",), b"5"), ()) == [GroupNotice(0, Rendezvous(1, b"5"))]
+    assert made.take(place(0), Lookup(1, 1, "add", ("n",), b"5"), ()) == [GroupNotice(0, Rendezvous(1, (b"5",)))]
     for value in (b"five", b"9" * 4300, b"9" * 5000):  # Python turns numbers of up to 4,300 digits into text
         with pytest.raises(WireError, match="no number, or too large"):
             made.take(place(0), Lookup(2, 1, "add", ("n",), value), ())

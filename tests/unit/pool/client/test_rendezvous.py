@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from onebox.errors import WireError
+from onebox.pool.client.group_services import KEYS as KEYS_OF_A_GROUP
 from onebox.pool.client.group_services import ClientSums, KeyValues, LookupReply
 from onebox.wire import TensorSpec
 from onebox.wire.protocol.responses import Contribution, Lookup
 
-GROUPS, KEYS, WORKERS = st.integers(1, 2), st.sampled_from("ab"), st.integers(0, 2)
+GROUPS, KEYS, WORKERS = st.integers(1, 2), st.sampled_from("abc"), st.integers(0, 2)
 VALUES = st.sampled_from([b"1", b"2", b"30"])
 
 
@@ -26,7 +27,7 @@ class Store(RuleBasedStateMachine):
     def open(self) -> None:
         self.keys = KeyValues()
         self.values: dict[tuple[int, str], bytes] = {}
-        self.waiting: dict[tuple[int, str], list[tuple[int, int]]] = {}
+        self.waiting: dict[tuple[int, int], tuple[int, list[str]]] = {}
         self.tickets = 0
         self.answered: set[tuple[int, int]] = set()
 
@@ -42,57 +43,88 @@ class Store(RuleBasedStateMachine):
 
     def released(self, group: int, key: str, value: bytes) -> set[LookupReply]:
         self.values[group, key] = value
-        return {LookupReply(worker, ticket, value) for worker, ticket in self.waiting.pop((group, key), [])}
+        ready = [waiter for waiter, wanted in self.waiting.items() if self.there(*wanted)]
+        return {LookupReply(*waiter, self.found(*self.waiting.pop(waiter))) for waiter in ready}
+
+    def there(self, group: int, keys: list[str]) -> bool:
+        return all((group, key) in self.values for key in keys)
+
+    def found(self, group: int, keys: list[str]) -> tuple[bytes, ...]:
+        return tuple(self.values[group, key] for key in keys)
 
     @rule(worker=WORKERS, group=GROUPS, key=KEYS, value=VALUES)
     def set(self, worker: int, group: int, key: str, value: bytes) -> None:
         _, answers = self.ask(worker, group, "set", key, value=value)
         assert set(answers) == self.released(group, key, value)
 
-    @rule(worker=WORKERS, group=GROUPS, key=KEYS)
-    def get(self, worker: int, group: int, key: str) -> None:
-        ticket, answers = self.ask(worker, group, "get", key)
-        if (group, key) in self.values:
-            assert answers == [LookupReply(worker, ticket, self.values[group, key])]
+    @rule(worker=WORKERS, group=GROUPS, keys=st.lists(KEYS, min_size=1, unique=True))
+    def get(self, worker: int, group: int, keys: list[str]) -> None:
+        ticket, answers = self.ask(worker, group, "get", *keys)
+        if self.there(group, keys):
+            assert answers == [LookupReply(worker, ticket, self.found(group, keys))]
         else:
             assert answers == []
-            self.waiting.setdefault((group, key), []).append((worker, ticket))
+            self.waiting[worker, ticket] = group, keys
 
     @rule(worker=WORKERS, group=GROUPS, key=KEYS, amount=st.integers(-2, 5))
     def add(self, worker: int, group: int, key: str, amount: int) -> None:
         ticket, answers = self.ask(worker, group, "add", key, value=str(amount).encode())
         total = str(int(self.values.get((group, key), b"0")) + amount).encode()
-        assert set(answers) == self.released(group, key, total) | {LookupReply(worker, ticket, total)}
+        assert set(answers) == self.released(group, key, total) | {LookupReply(worker, ticket, (total,))}
 
-    @rule(worker=WORKERS, group=GROUPS, keys=st.lists(KEYS, min_size=1, max_size=3))
+    @rule(worker=WORKERS, group=GROUPS, keys=st.lists(KEYS, min_size=1, unique=True))
     def check(self, worker: int, group: int, keys: list[str]) -> None:
         ticket, answers = self.ask(worker, group, "check", *keys)
-        there = all((group, key) in self.values for key in keys)
-        assert answers == [LookupReply(worker, ticket, b"1" if there else b"0")]
+        assert answers == [LookupReply(worker, ticket, (b"1" if self.there(group, keys) else b"0",))]
 
     @rule(worker=WORKERS, group=GROUPS, key=KEYS)
     def delete(self, worker: int, group: int, key: str) -> None:
         ticket, answers = self.ask(worker, group, "delete", key)
         gone = self.values.pop((group, key), None)
-        assert answers == [LookupReply(worker, ticket, b"0" if gone is None else b"1")]
+        assert answers == [LookupReply(worker, ticket, (b"0" if gone is None else b"1",))]
 
     @rule(group=GROUPS)
     def forget(self, group: int) -> None:
         told = self.keys.forget(group)
-        keys = [key for key in self.waiting if key[0] == group]
-        assert sorted(told) == sorted(waiter for key in keys for waiter in self.waiting.pop(key))
+        gone = [waiter for waiter, wanted in self.waiting.items() if wanted[0] == group]
+        assert sorted(told) == sorted(gone)
+        self.waiting = {waiter: wanted for waiter, wanted in self.waiting.items() if wanted[0] != group}
         self.values = {key: value for key, value in self.values.items() if key[0] != group}
 
     @invariant()
-    def nobody_waits_for_a_key_that_is_there(self) -> None:
-        assert not set(self.waiting) & set(self.values)
+    def nobody_waits_for_keys_that_are_there(self) -> None:
+        assert not any(self.there(*wanted) for wanted in self.waiting.values())
 
 
 TestStore = Store.TestCase
 
 
 def test_a_lookup_without_a_key_is_answered() -> None:
-    assert KeyValues().lookup(3, Lookup(7, 1, "get", ())) == [LookupReply(3, 7, b"")]
+    assert KeyValues().lookup(3, Lookup(7, 1, "get", ())) == [LookupReply(3, 7, (b"",))]
+
+
+@pytest.mark.parametrize("action", ["get", "check"])
+def test_a_lookup_that_names_a_key_twice_is_refused(action: Any) -> None:
+    """A reply would have its value twice, and a thousand times for a short message."""
+    with pytest.raises(WireError, match="names a key twice"):
+        KeyValues().lookup(3, Lookup(7, 1, action, ("key", "other", "key")))
+
+
+def test_lookups_that_wait_count_until_they_are_answered() -> None:
+    keys = KeyValues()
+    assert keys.lookup(0, Lookup(1, 1, "set", ("a",), b"1")) == []
+    for ticket in range(2, 1 + KEYS_OF_A_GROUP):
+        assert keys.lookup(0, Lookup(ticket, 1, "get", ("a", "b"))) == []
+    with pytest.raises(WireError, match="full"):
+        keys.lookup(0, Lookup(0, 1, "get", ("b",)))
+    keys = KeyValues()
+    for _ in range(2):
+        for ticket in range(KEYS_OF_A_GROUP - 3):
+            assert keys.lookup(0, Lookup(ticket, 1, "get", ("b", "a"))) == []
+        keys.lookup(0, Lookup(0, 1, "set", ("a",), b"1"))
+        assert len(keys.lookup(0, Lookup(0, 1, "set", ("b",), b"2"))) == KEYS_OF_A_GROUP - 3
+        keys.lookup(0, Lookup(0, 1, "delete", ("a",)))
+        keys.lookup(0, Lookup(0, 1, "delete", ("b",)))
 
 
 @pytest.mark.parametrize("value", [b"", b"x", b"1.5", b"\xff"])

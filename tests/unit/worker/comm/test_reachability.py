@@ -32,6 +32,9 @@ class Store:
             assert self._set.wait_for(lambda: key in self._values, 20), key
             return self._values[key].encode()
 
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
     def check(self, keys: list[str]) -> bool:
         if self.dissolved:
             raise RankLost("the group is dissolved")

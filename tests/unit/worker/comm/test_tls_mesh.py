@@ -86,6 +86,11 @@ class SlowStore(Store):
         assert self.go_on.wait(WITHIN_S)
         return self._store.get(key)
 
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Return the values of keys when it is time."""
+        assert self.go_on.wait(WITHIN_S)
+        return self._store.multi_get(keys)
+
 
 def works(one: DuplexLink, other: DuplexLink) -> bool:
     """Return whether both directions carry data."""

@@ -153,7 +153,7 @@ def test_after_a_failed_put_the_next_one_gets_its_own_frames(rig: Rig) -> None:
         ),
         Define(50, OptimizerSpec("LBFGS", (((0,), {"lr": 0.1}),), (1,))),
         Define(50, OptimizerSpec("SGD", (((0,), {"speed": 0.1}),), (1,))),
-        Rendezvous(1, b""),
+        Rendezvous(1, (b"",)),
         Reduced(1),
         TicketCancelled(1),
         Shutdown(),

@@ -247,7 +247,7 @@ def test_a_group_that_cannot_be_formed(client: Client) -> None:
 
 
 def test_an_answer_that_nobody_waits_for_changes_nothing(client: Client) -> None:
-    for instruction in (Rendezvous(99, b"x"), Reduced(98), TicketCancelled(97)):
+    for instruction in (Rendezvous(99, (b"x",)), Reduced(98), TicketCancelled(97)):
         client.socket.send_multipart([encode(Envelope(0, False, (instruction,)))])
     assert client.silent()
 
@@ -459,13 +459,13 @@ def test_messages_that_wait_are_bounded_and_answers_without_a_question_are_dropp
         try:
             assert server._most_bytes == main.waiting_bytes(1 << 20) < main.waiting_bytes(0)
             for ticket in range(1, 100):  # of which nobody has asked for one
-                server._dispatch(Envelope(0, False, (Rendezvous(ticket, bytes(1000)),)), (), 1000)
+                server._dispatch(Envelope(0, False, (Rendezvous(ticket, (bytes(1000),)),)), (), 1000)
             assert not server._answers
             ticket = server.new_ticket()
             for _ in range(3):
-                server._dispatch(Envelope(0, False, (Rendezvous(ticket, b"yes"),)), (), 1000)
-            assert server.await_ticket(ticket, 1.0) == (Rendezvous(ticket, b"yes"), ())
-            server._dispatch(Envelope(0, False, (Rendezvous(ticket, b"again"),)), (), 1000)
+                server._dispatch(Envelope(0, False, (Rendezvous(ticket, (b"yes",)),)), (), 1000)
+            assert server.await_ticket(ticket, 1.0) == (Rendezvous(ticket, (b"yes",)), ())
+            server._dispatch(Envelope(0, False, (Rendezvous(ticket, (b"again",)),)), (), 1000)
             assert not server._answers and not server._waiting_bytes
             with pytest.raises(SystemExit, match="bytes wait; allowed are"):
                 for _ in range(200):  # answers to questions, which nobody waits for

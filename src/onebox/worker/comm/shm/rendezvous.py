@@ -145,7 +145,8 @@ def find_shm_peers(form: FormGroup, keys: KeyValueStore, *, paged: bool = False)
             for descriptor in came.values():
                 os.close(descriptor)
         keys.set(f"shares/{form.rank}", ",".join(map(str, memories)))
-        agreed = {rank for rank in near if form.rank in _ranks(keys.get(f"shares/{rank}"))}
+        shares = keys.multi_get([f"shares/{rank}" for rank in near])
+        agreed = {rank for rank, shared in zip(near, shares, strict=True) if form.rank in _ranks(shared)}
     except BaseException:
         own.publish(LEFT, 1)
         raise
@@ -172,7 +173,7 @@ def _exchange(
         card = _Card(shm_domain(), int(paged), os.getpid(), len(own.map), own.inode, post.name)
         keys.set(f"memory/{form.rank}", str(card))
         others = [rank for rank in range(form.size) if rank != form.rank]
-        cards = {rank: _Card.of(keys.get(f"memory/{rank}")) for rank in others}
+        cards = dict(zip(others, map(_Card.of, keys.multi_get([f"memory/{rank}" for rank in others])), strict=True))
         near = {rank: other for rank, other in cards.items() if other.place == card.place}
         watches = {rank: _watch(other) for rank, other in near.items()}
         names = {rank: other.post for rank, other in near.items()}
