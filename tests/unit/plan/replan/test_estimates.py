@@ -17,9 +17,9 @@ PATIENCE = 40
 """Steps without use after which a slow device is tried again."""
 
 
-def by_degrees(*used: int, begin: int, each: int, **also: dict[tuple[int, int], float]) -> Callable[[int], State]:
+def by_degrees(*used: int, begin: int, each: int, links: dict[tuple[int, int], float]) -> Callable[[int], State]:
     """Return that some devices become slow by degrees, which take some steps each, and are as before all at once."""
-    usual, *degrees = (State(slow=dict.fromkeys(used, factor), **also) for factor in (1.0, 1.35, 1.8, 2.4))
+    usual, *degrees = (State(slow=dict.fromkeys(used, factor), links=links) for factor in (1.0, 1.35, 1.8, 2.4))
     begins = range(begin, begin + 3 * each, each)
     return changing(usual, *zip(begins, degrees, strict=True), (begin + 3 * each, usual))
 
@@ -27,7 +27,7 @@ def by_degrees(*used: int, begin: int, each: int, **also: dict[tuple[int, int], 
 @pytest.mark.parametrize("seed", range(8))
 def test_segments_that_look_slow_because_of_their_device_are_as_planned_again_with_it(seed: int) -> None:
     problem, noise = lab("abc"), even_noise(seed, 0.05)
-    plan, states = staged(problem, (0,), (1,)), by_degrees(0, 1, begin=10, each=25)
+    plan, states = staged(problem, (0,), (1,)), by_degrees(0, 1, begin=10, each=25, links={})
     estimates, told = RateEstimator(problem, plan, PATIENCE), []
     for step in range(100):
         told += estimates.see(noisy(measured(problem, states(step), plan), step, noise))
@@ -62,7 +62,7 @@ def test_the_update_of_a_device_that_is_not_used_is_as_planned_again_some_day() 
     estimates, told = RateEstimator(problem, plan, PATIENCE), []
     usual = measured(problem, State(), plan)
     for step in range(5):
-        slow = usual.update_s | {1: 30 * usual.update_s[1], 2: 30 * usual.update_s[2]}
+        slow = {**usual.update_s, 1: 30 * usual.update_s[1], 2: 30 * usual.update_s[2]}
         estimates.see(replace(usual, step=step, update_s=slow))
     before = dict(problem.segments[0].update_s)["quick"]
     assert estimates.problem().segments[0].update_s["quick@2"] == pytest.approx(30 * before)
@@ -70,7 +70,7 @@ def test_the_update_of_a_device_that_is_not_used_is_as_planned_again_some_day() 
     estimates.follow(fewer)
     for step in range(5, 5 + PATIENCE):
         seen = measured(problem, State(), fewer)
-        told = estimates.see(replace(seen, step=step, update_s=seen.update_s | {1: 30 * seen.update_s[1]}))
+        told = estimates.see(replace(seen, step=step, update_s={**seen.update_s, 1: 30 * seen.update_s[1]}))
     (change,) = told
     assert change.text == "device 2, which was slow, has not been used for long and is tried again"
     assert estimates.problem().segments[0].update_s["quick@2"] == pytest.approx(before)
