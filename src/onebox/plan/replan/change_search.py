@@ -278,7 +278,8 @@ class ChangeSearch:
         return now._replace(step_s=step_s, cost_s=pause_s, simulation=found.simulation, in_flight=in_flight)
 
     def _proposal(self, layout: StageLayout, table: Schedule | None) -> ProposedChange:
-        """Return the proposal of a layout, in its own order or, without one, in the plan's."""
+        """Return the proposal of a layout with an order of actions, or with the plan's, or with that of a name."""
+        layout = self._pace.with_order(layout) if table is None else layout
         (moved, cost_s), changed = self._cost(layout), table is not None or layout != self._now
         simulation = self._pace.step(layout, table)
         over_bytes, before_bytes = (sum(one.over_bytes.values()) for one in (simulation, self._before))

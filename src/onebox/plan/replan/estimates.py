@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import TypeVar
 
 from onebox.plan.model.cost_model import CostModel
@@ -200,34 +201,59 @@ class RateEstimator:
         return min(least for least, _ in pairs), max(most for _, most in pairs)
 
     def _attributed(self, device: int, drift: DriftDetector, before: float, stages: tuple[int, ...]) -> RateChange:
-        """Return a change of the times of a device's actions, attributed to the device or to its segments."""
+        """Return a change of the times of a device's actions, attributed to the device or to its segments.
+
+        A device that becomes slow by degrees makes its segments look slow. A change back, all at once, is theirs, too:
+        otherwise the device would count as quicker than planned, and its segments as slow on any other device, so that
+        an idle one would not be used any more.
+        """
         change, since = drift.factor / before, _since(drift)
+        own = change / self._unlearned(stages, change)
+        if 1 / _PLAIN < own < _PLAIN:
+            own = 1.0
         alone = all(len(self._layout.parts[stage].devices) == 1 for stage in stages)
-        if not alone or not 1 / _PLAIN < change < _PLAIN:
+        if not alone or own == change:
             return RateChange(f"device {device}", (device,), drift.factor, since, change)
-        self._learn(stages, change)
-        drift.believe(before, since)
-        return RateChange(f"the work of device {device}", (device,), drift.factor * change, since, change)
+        self._learn(stages, change / own)
+        drift.believe(before * own, since)
+        factor = drift.factor * fmean(self._found.segments[index] for index in self._segments_of(stages))
+        return RateChange(f"the work of device {device}", (device,), factor, since, change)
+
+    def _unlearned(self, stages: tuple[int, ...], change: float) -> float:
+        """Return the part of a change that brings the estimates of the segments of some stages back to the plan, as far
+        as all of them differ from it in the other direction; 1 for none."""
+        factors = [self._found.segments.get(index, 1.0) for index in self._segments_of(stages)]
+        if change < 1:
+            return max(change, 1 / max(1.0, min(factors)))
+        return min(change, 1 / min(1.0, max(factors)))
 
     def _learn(self, stages: tuple[int, ...], factor: float) -> None:
         """Raise or lower the estimates of the segments of some stages by a factor, on any device."""
-        for index in (index for stage in stages for index in self._layout.parts[stage].segments):
+        for index in self._segments_of(stages):
             self._found.segments[index] = _bounded(self._found.segments.get(index, 1.0) * factor)
         self._expect()
 
+    def _segments_of(self, stages: tuple[int, ...]) -> list[int]:
+        return [index for stage in stages for index in self._layout.parts[stage].segments]
+
     def _hope(self, seen: StepMeasurement) -> list[RateChange]:
-        """Reset the estimates of slow devices and links that have been unused for long to the plan."""
+        """Reset the estimates of slow devices, their updates and links that have been unused for long to the plan."""
         working = {task.device for task in seen.actions}
-        known: list[tuple[int | DevicePair, DriftDetector]] = [*self._found.devices.items(), *self._found.links.items()]
+        known: dict[int | DevicePair, list[DriftDetector]] = {link: [own] for link, own in self._found.links.items()}
+        for drifts in (self._found.devices, self._found.updates):
+            for device, own in drifts.items():
+                known.setdefault(device, []).append(own)
         found = []
-        for what, drift in known:
+        for what, every in known.items():
             used = what in working or what in seen.links
             silent = self._silent[what] = 0 if used else self._silent.get(what, 0) + 1
-            if drift.factor > AGAIN and silent >= self._patience.get(what, self._probe):
+            slowest = max(drift.factor for drift in every)
+            if slowest > AGAIN and silent >= self._patience.get(what, self._probe):
                 self._patience[what] = 2 * self._patience.get(what, self._probe)
                 self._silent[what] = 0
-                by = 1.0 / drift.factor
-                drift.believe(1.0)
+                by = 1.0 / slowest
+                for drift in every:
+                    drift.believe(1.0)
                 if isinstance(what, int):
                     found.append(RateChange(f"device {what}", (what,), 1.0, seen.step, by, hoped=True))
                 else:

@@ -14,6 +14,7 @@ from onebox.plan.model.problem import DeviceSpec, Problem
 from onebox.plan.model.schedule import Schedule
 from onebox.plan.schedules.synthesis import auto_schedule
 from onebox.plan.simulate.step import Simulation
+from onebox.plan_names import NAMED
 
 _SYNTHESIS_S = 0.04
 """Nominal seconds for a synthesised order."""
@@ -44,11 +45,11 @@ class StepTimes:
         """Simulate a step.
 
         Args:
-            layout: The stages.
+            layout: The stages, of :meth:`with_order` where no table is given.
             table: The order of actions; ``None`` for that of the schedule's name, or of the plan's table.
 
         Raises:
-            UsageError: A value would go to an earlier stage, or the plan's table is not for these stages and shares.
+            UsageError: A value would go to an earlier stage.
         """
         if layout.late and layout == self.now:
             return self._unchanged
@@ -68,15 +69,25 @@ class StepTimes:
         except UsageError:  # a value would go to an earlier stage
             return float("inf")
 
+    def with_order(self, layout: StageLayout) -> StageLayout:
+        """Return a layout with a named schedule where it would have the plan's table, which is for other stages or
+        shares; any other layout as it is.
+
+        To make a table for each layout that a search looks at would take too long.
+        """
+        shares = [[part.shares for part in one.parts] for one in (self.now, layout)]
+        if layout.schedule != "auto" or shares[0] == shares[1]:
+            return layout
+        named = [name for name in self.problem.schedules if name in NAMED] or ["1f1b"]
+        return layout._replace(schedule="1f1b" if "1f1b" in named else named[0])
+
     def order(self, layout: StageLayout) -> Schedule | None:
         """Return the plan's own table with its devices renamed; ``None`` where the schedule has a name."""
         if layout.schedule != "auto":
             return None
         if self._table is None:
             self._table = self.made(self.now)
-        pairs = list(zip(self.now.parts, layout.parts, strict=False))
-        if len(layout.parts) != len(self.now.parts) or any(one.shares != other.shares for one, other in pairs):
-            raise UsageError("a table is for as many stages as it has, and for their shares")
+        pairs = zip(self.now.parts, layout.parts, strict=True)
         names = {a: b for one, other in pairs for a, b in zip(one.devices, other.devices, strict=True)}
         return Schedule(rows={names[device]: row for device, row in self._table.rows.items()})
 

@@ -120,6 +120,7 @@ def noisy(seen: StepMeasurement, step: int, noise: Noise) -> StepMeasurement:
         actions=actions,
         links=links,
         update_s={device: seconds * noise() for device, seconds in seen.update_s.items()},
+        carried={pair: CarriedBytes(size, seconds * noise()) for pair, (size, seconds) in seen.carried.items()},
     )
 
 

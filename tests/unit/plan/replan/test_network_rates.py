@@ -20,11 +20,18 @@ SLOW = 100.0
 PROBE_S = 0.2
 
 
-def lab(hosts: str, *, segments: int = 6, value_bytes: int = 4_000) -> Problem:
-    """Return a problem with a device on each of some hosts, by their letters, and links of 1 Gbit/s."""
+def lab(hosts: str, *, segments: int = 6, value_bytes: int = 4_000, seconds: float = 2e-3) -> Problem:
+    """Return a problem with a device on each of some hosts, by their letters, and links of 1 Gbit/s.
+
+    Args:
+        hosts: The letters.
+        segments: Number of segments.
+        value_bytes: Bytes of each value between two of them, for a sample.
+        seconds: Seconds of a segment's forward for a sample.
+    """
     count = len(hosts)
     return Problem(
-        segments=tuple(segment(f"s{n}", 2e-3, state=4_000_000, saved=1000) for n in range(segments)),
+        segments=tuple(segment(f"s{n}", seconds, state=4_000_000, saved=1000) for n in range(segments)),
         devices=tuple(DeviceSpec(number=n, type="quick", host=host) for n, host in enumerate(hosts)),
         links=links(count, latency_s=1e-4, bandwidth_bps=PLANNED_BPS),
         batch=BATCH,
@@ -38,10 +45,11 @@ def lab(hosts: str, *, segments: int = 6, value_bytes: int = 4_000) -> Problem:
     )
 
 
-def staged(problem: Problem, *devices: tuple[int, ...]) -> Plan:
-    """Return a plan of stages of about as many segments each."""
+def staged(problem: Problem, *devices: tuple[int, ...], cut: int | None = None) -> Plan:
+    """Return a plan of stages of about as many segments each, or of two of which the first has some number."""
     names = [each.name for each in problem.segments]
     bounds = [round(n * len(names) / len(devices)) for n in range(len(devices) + 1)]
+    bounds = bounds if cut is None else [0, cut, len(names)]
     stages = tuple(
         Stage(
             segments=tuple(names[bounds[n] : bounds[n + 1]]),
@@ -54,12 +62,27 @@ def staged(problem: Problem, *devices: tuple[int, ...]) -> Plan:
 
 
 def followed(
-    problem: Problem, plan: Plan, steps: int, state: Callable[[int], State], *, probes: bool = True
+    problem: Problem,
+    plan: Plan,
+    steps: int,
+    state: Callable[[int], State],
+    *,
+    probes: bool = True,
+    change: Callable[[StepMeasurement], StepMeasurement] = lambda seen: seen,
 ) -> tuple[ReplanController, list[tuple[int, str, Plan]]]:
-    """Run steps under a controller in a simulated lab; return it, and the step, line and plan of each decision."""
+    """Run steps under a controller in a simulated lab; return it, and the step, line and plan of each decision.
+
+    Args:
+        problem: What the plan was made for.
+        plan: The first plan.
+        steps: How many.
+        state: What devices and links truly do in each step.
+        probes: Whether probes are made.
+        change: Changes what is measured of a step.
+    """
     controller, made = ReplanController(problem, plan, problem.batch), []
     for step in range(steps):
-        decision = controller.see(replace(measured(problem, state(step), controller.plan), step=step))
+        decision = controller.see(change(replace(measured(problem, state(step), controller.plan), step=step)))
         if decision is not None:
             made.append((step, decision.line, decision.plan))
             controller.applied(decision, 0.1)
