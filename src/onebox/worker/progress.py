@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import time
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, cast
 
 from onebox.worker.accelerator import Accelerator, Event
 from onebox.worker.system.clock import sleep_until
@@ -19,14 +19,24 @@ class WorkerProgress:
         self.doing = ""
         self.waiting = False
 
-    @contextlib.contextmanager
-    def wait(self) -> Iterator[None]:
+    def wait(self) -> _Wait:
         """Mark the context as waiting for others, which is not a stall of this worker."""
-        before, self.waiting = self.waiting, True
-        try:
-            yield
-        finally:
-            self.waiting = before
+        return _Wait(self)
+
+
+class _Wait:
+    """A context that is marked as waiting; entered at each wait of a routine, it costs less than a generator."""
+
+    __slots__ = ("_before", "_progress")
+
+    def __init__(self, progress: WorkerProgress) -> None:
+        self._progress = progress
+
+    def __enter__(self) -> None:
+        self._before, self._progress.waiting = self._progress.waiting, True
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.waiting = self._before
 
 
 def wait_until(end_ns: int, progress: WorkerProgress) -> None:
@@ -42,17 +52,13 @@ def wait_until(end_ns: int, progress: WorkerProgress) -> None:
 
 
 class PeakMeter(Protocol):
-    """Bytes in use, and their peak between two calls."""
+    """Bytes in use, and their peak since it was last set."""
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes in use now."""
+    used_bytes: int
+    """Bytes in use now."""
 
-    def begin_peak(self) -> int:
-        """Measure the peak from here on; return the peak before, for :meth:`end_peak`."""
-
-    def end_peak(self, before: int) -> int:
-        """Return the peak since :meth:`begin_peak`, and measure the peak of all times again."""
+    peak_bytes: int
+    """Their peak."""
 
 
 Moment = int | Event
@@ -74,6 +80,9 @@ class Trace:
         self.used_bytes: list[int] = []
         self._meter = meter
         self._accelerator = accelerator if accelerator is not None and accelerator.asynchronous else None
+        self._now: Callable[[], Moment] = time.monotonic_ns
+        if self._accelerator is not None:
+            self._now = functools.partial(_reached, self._accelerator)
         self._times: list[Moment | tuple[Moment, ...]] = []  # of several the latest counts
         self._until_ns = 0
         self._running = False
@@ -93,7 +102,7 @@ class Trace:
             self._times.append(self._now())
             self._until_ns = 0
             self._running = True
-            self._peak_before = meter.begin_peak()
+            self._peak_before, meter.peak_bytes = meter.peak_bytes, meter.used_bytes
 
     def ready(self) -> None:
         """Record that the inputs of the instruction are present, which is its effective start."""
@@ -108,9 +117,12 @@ class Trace:
         """Record the end of the instruction: the time, its peak, and the bytes in use after it."""
         meter = self._meter
         if meter is not None:
-            self._times.append(_latest(self._now(), self._until_ns))
+            now, until_ns = self._now(), self._until_ns
+            self._times.append(_latest(now, until_ns) if until_ns else now)
             self._running = False
-            self.used_bytes += (meter.end_peak(self._peak_before), meter.used_bytes)
+            peak_bytes = meter.peak_bytes
+            self.used_bytes += (peak_bytes, meter.used_bytes)
+            meter.peak_bytes = max(peak_bytes, self._peak_before)
 
     def later(self) -> Callable[[Moment], None]:
         """Return a function that records the completion of the instruction's asynchronous work after its end; called
@@ -135,15 +147,17 @@ class Trace:
 
     def times_ns(self) -> tuple[int, ...]:
         """Return start and end of each instruction, when the device's work is complete."""
+        if self._accelerator is None:
+            return tuple(cast("list[int]", self._times))
         found = [max(map(_ns, each)) if isinstance(each, tuple) else _ns(each) for each in self._times]
         for place in range(1, len(found), 2):
             found[place] = max(found[place - 1], found[place])
         return tuple(found)
 
-    def _now(self) -> Moment:
-        if self._accelerator is None:
-            return time.monotonic_ns()
-        return self._accelerator.current().record(timed=True)
+
+def _reached(accelerator: Accelerator) -> Event:
+    """Mark the present place in an asynchronous device's work."""
+    return accelerator.current().record(timed=True)
 
 
 def _ns(moment: Moment) -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 
-import torch
 from torch import Tensor
 
 from onebox.errors import WireError
@@ -100,13 +100,12 @@ class CollectiveExecutor:
             return
         if there:
             self._before_update()
-        shapes, size_bytes = [torch.Size(spec.shape) for spec in specs], sum(spec.size_bytes for spec in specs)
+        shapes, size_bytes = [spec.shape for spec in specs], sum(spec.size_bytes for spec in specs)
         self._store.promise(numbers, PendingBucket(numbers, shapes, size_bytes, begun, trace.later(), there))
 
     def _promise(self, number: int, spec: TensorSpec, finish: Finish, trace: Trace) -> None:
         """Register a buffer that is filled at its first use."""
-        shape = torch.Size(spec.shape)
-        self._store.promise([number], PendingBucket([number], [shape], spec.size_bytes, finish, trace.later()))
+        self._store.promise([number], PendingBucket([number], [spec.shape], spec.size_bytes, finish, trace.later()))
 
 
 class PendingBucket:
@@ -125,7 +124,7 @@ class PendingBucket:
     def __init__(
         self,
         numbers: Sequence[int],
-        shapes: Sequence[torch.Size],
+        shapes: Sequence[tuple[int, ...]],
         size_bytes: int,
         finish: Finish,
         done: Callable[[Moment], None],
@@ -164,9 +163,9 @@ class PendingBucket:
         """Do nothing: later data is ignored."""
 
 
-def _parts(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+def _parts(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     """Return views of a flat tensor; the tensor itself if it is a single part of its shape, as in most messages."""
     if len(shapes) == 1 and flat.shape == shapes[0]:
         return [flat]
-    parts = flat.reshape(-1).split([shape.numel() for shape in shapes])
+    parts = flat.reshape(-1).split([prod(shape) for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -70,7 +70,7 @@ from onebox.worker.snapshots.service import SnapshotService
 _Kind = TypeVar("_Kind")
 Report = Callable[[WorkerFailure], None]
 
-_ANSWERED = (Get, Ask, Perform, Snapshot, Read, Lay, Remembered)
+_ANSWERED = frozenset({Get, Ask, Perform, Snapshot, Read, Lay, Remembered})
 """Instructions with awaited replies; if there can be none, the failure is the reply."""
 
 
@@ -251,12 +251,12 @@ class Executor:
         try:
             self._faults.before(progress)
             results = self._handlers[type(instruction)](self, instruction, frames, resolve)
-            if isinstance(instruction, _ANSWERED):
+            if type(instruction) in _ANSWERED:
                 self._groups.check()  # after a wait for the device, which an interrupted operation ends with any values
             return results
         except Poisoned as error:
             self._void(instruction, error.failure, resolve)
-            if isinstance(instruction, _ANSWERED):
+            if type(instruction) in _ANSWERED:
                 raise
             return []
         except DeviceFailed:
@@ -266,7 +266,7 @@ class Executor:
             failure = describe_failure(error, progress.doing, self._place)
             self._void(instruction, failure, resolve)
             self._report(failure)
-            if isinstance(instruction, _ANSWERED):
+            if type(instruction) in _ANSWERED:
                 raise Poisoned(failure) from error
             return []
 
@@ -544,13 +544,13 @@ class Executor:
 
     def _definition(self, number: int, kind: type[_Kind]) -> _Kind:
         found = self._definitions.get(number)
+        if kind is NativeOptimizer and isinstance(found, DeferredOptimizer):
+            found = self._create_deferred(number, found)
+        if isinstance(found, kind):
+            return found
         if isinstance(found, WorkerFailure):
             raise Poisoned(found)
-        if isinstance(found, DeferredOptimizer) and kind is NativeOptimizer:
-            found = self._create_deferred(number, found)
-        if not isinstance(found, kind):
-            raise WireError(f"definition {number} is not there, or no {kind.__name__}")
-        return found
+        raise WireError(f"definition {number} is not there, or no {kind.__name__}")
 
     def _create_deferred(self, number: int, deferred: DeferredOptimizer) -> NativeOptimizer:
         """Create an optimizer whose creation was deferred until first use."""

@@ -121,10 +121,11 @@ class BufferStore:
         tensor = self._tensors.get(number)
         if tensor is not None:
             return tensor
-        if number in self._pending:
-            pending = self._pending[number]
+        pending = self._pending.get(number)
+        if pending is not None:
             filled = pending.wait()
-            mine = [key for key, value in self._pending.items() if value is pending]
+            alone = self._promised[id(pending)] == 1
+            mine = (number,) if alone else [key for key, value in self._pending.items() if value is pending]
             made = {key: filled[self._promised_as.get(key, key)] for key in mine}
             for key in made:
                 self.forget(key)
@@ -139,8 +140,8 @@ class BufferStore:
 
     def many(self, numbers: Sequence[int]) -> list[Tensor]:
         """Return several buffers; see :meth:`get`."""
-        found = [self._tensors.get(number) for number in numbers]
-        return [self.get(number) if tensor is None else tensor for number, tensor in zip(numbers, found, strict=True)]
+        tensors = self._tensors
+        return [tensors[number] if number in tensors else self.get(number) for number in numbers]
 
     def put(self, number: int, tensor: Tensor) -> None:
         """Fill a buffer, replacing its contents.
@@ -151,7 +152,18 @@ class BufferStore:
         if number in self._tensors or number in self._void or number in self._pending or number in self._away:
             self.forget(number)
         storage = tensor.untyped_storage()
-        self._hold(number, storage._cdata, storage.nbytes())
+        identity, size_bytes = storage._cdata, storage.nbytes()
+        held = self._held.get(identity)
+        more_bytes = size_bytes - (held.size_bytes if held is not None else 0)
+        if more_bytes:  # of a new storage, or of one that an operator has resized
+            self.reserve(more_bytes)
+            self.used_bytes += more_bytes
+        if held is None:
+            self._held[identity] = _Held(size_bytes)
+        else:
+            held.size_bytes = size_bytes
+            held.holders += 1
+        self._storages[number] = identity
         self._tensors[number] = tensor
 
     def recount(self, number: int) -> None:
@@ -179,22 +191,13 @@ class BufferStore:
 
     def peak_of(self, action: Callable[[], _T]) -> tuple[_T, int]:
         """Call a function, and return its result and its peak bytes in addition to those at its start."""
-        start, before = self.used_bytes, self.begin_peak()
+        start, before = self.used_bytes, self.peak_bytes
+        self.peak_bytes = start
         try:
             made = action()
         finally:
-            peak = self.end_peak(before)
+            peak, self.peak_bytes = self.peak_bytes, max(self.peak_bytes, before)
         return made, peak - start
-
-    def begin_peak(self) -> int:
-        """Measure the peak from here on; return the peak before, for :meth:`end_peak`."""
-        before, self.peak_bytes = self.peak_bytes, self.used_bytes
-        return before
-
-    def end_peak(self, before: int) -> int:
-        """Return the peak since :meth:`begin_peak`, and measure the peak of all times again."""
-        peak, self.peak_bytes = self.peak_bytes, max(self.peak_bytes, before)
-        return peak
 
     def promise(self, numbers: Iterable[int], pending: PendingBuffers) -> None:
         """Register buffers that are filled at their first use.
@@ -260,13 +263,13 @@ class BufferStore:
 
     def forget(self, number: int) -> None:
         """Empty a number; no effect if it is empty."""
-        pending = self._pending.pop(number, None)
-        if pending is not None:
-            self._promised_as.pop(number, None)
-            self._release(pending)
-        self._void.pop(number, None)
         if self._tensors.pop(number, None) is not None:
             self._drop(number)
+        elif (pending := self._pending.pop(number, None)) is not None:
+            self._promised_as.pop(number, None)
+            self._release(pending)
+        else:
+            self._void.pop(number, None)
         if self._away and (away := self._away.pop(number, None)) is not None:
             away.drop(number)
 
@@ -299,23 +302,6 @@ class BufferStore:
             table.update(moved)
         self._promised_as |= known
 
-    def _hold(self, number: int, storage: int, size_bytes: int) -> None:
-        """Record that a number holds a storage, which counts for its present bytes."""
-        held = self._held.get(storage)
-        if held is None:
-            if size_bytes:
-                self.reserve(size_bytes)
-                self.used_bytes += size_bytes
-            self._held[storage] = _Held(size_bytes)
-        else:
-            more = size_bytes - held.size_bytes
-            if more:
-                self.reserve(more)
-                self.used_bytes += more
-                held.size_bytes = size_bytes
-            held.holders += 1
-        self._storages[number] = storage
-
     def _drop(self, number: int) -> None:
         """Record that a number no longer holds its storage."""
         storage = self._storages.pop(number)
@@ -327,8 +313,10 @@ class BufferStore:
 
     def _release(self, pending: PendingBuffers) -> None:
         """Record that a promise has one number less to fill; after the last one its bytes are free."""
-        self._promised[id(pending)] -= 1
-        if not self._promised[id(pending)]:
+        left = self._promised[id(pending)] - 1
+        if left:
+            self._promised[id(pending)] = left
+        else:
             del self._promised[id(pending)]
             self.used_bytes -= pending.size_bytes
             pending.end()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import time
 
 _PR_SET_TIMERSLACK = 29
@@ -15,13 +16,15 @@ _BUSY_SHARE = 0.01
 
 
 def sleep_until(end_ns: int) -> None:
-    """Sleep until a time of the monotonic clock, in a busy wait for the last microseconds."""
+    """Sleep until a time of the monotonic clock, in a busy wait for the last microseconds that lets other threads run:
+    those of emulated devices end their sleeps together, and some of them have work to do.
+    """
     left_ns = end_ns - time.monotonic_ns()
     awake_ns = end_ns - int(min(_LATE_NS, _BUSY_SHARE * left_ns))
     while (left_ns := awake_ns - time.monotonic_ns()) > 0:
         time.sleep(left_ns / 1e9)
     while time.monotonic_ns() < end_ns:
-        pass
+        os.sched_yield()
 
 
 def wake_on_time() -> None:

@@ -125,17 +125,18 @@ class ShmGroup:
         begin_ns = time.monotonic_ns()
         spec = spec_of(tensor)
         place = region_of(spec, within, self._begun.pop((peer, channel), None))
+        last = place.last
         check_dimensions(place.whole)
         if self._gpu_sender is not None:
             place = self._gpu_sender.send(tensor, peer, channel, place)
         elif not tensor.is_meta:
             place = sender.write_part(tensor, place)
-        if not place.last:
+        if not last:
             self._begun[peer, channel] = place
         due_ns = begin_ns
         if peer in self._links:
             due_ns = self._emulated_links.send(self._links[peer], spec.size_bytes, begin_ns)
-        if self._gpu_sender is not None or not place.last:
+        if self._gpu_sender is not None or not last:
             return due_ns
         return sender.post(peer, channel, place.block, place.whole, at_ns=due_ns)
 
