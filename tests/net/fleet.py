@@ -140,9 +140,9 @@ class Fleet:
         return [event for event in events if not event.startswith("fork-server-")][since:]
 
     def workers(self, name: str) -> list[int]:
-        """Return the processes on a host besides its agent and fork servers."""
+        """Return the processes on a host besides its agent, its zygotes and fork servers."""
         others = [process for process in self.network[name].processes() if process != self.agents[name].pid]
-        return [process for process in others if _name(process) != "onebox-fork-srv"]
+        return [process for process in others if _name(process) not in ("onebox-fork-srv", "onebox-zygote")]
 
     @contextlib.contextmanager
     def keys_of(self, name: str) -> Iterator[None]:

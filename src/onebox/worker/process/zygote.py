@@ -64,6 +64,7 @@ def main(*, users: bool) -> None:
         os.setsid()
         os.dup2(stderr, _STANDARD_ERROR)
         os.close(stderr)
+        os.set_inheritable(own, False)
         ignore_end_signals()
         channel = socket.socket(fileno=own)
         _take_user(_receive_settings(channel), users=users)
@@ -85,10 +86,10 @@ def _take_user(settings: ForkSettings, *, users: bool) -> None:
     """Become another user for good, without any right of this one.
 
     Raises:
-        SystemExit: The settings name no user, although the zygote has rights that a lease must not have.
+        SystemExit: The settings name root, no user although the zygote has rights to change it, or one without.
         OSError: The system refuses.
     """
-    if users != bool(settings.user):
+    if users != (settings.user is not None) or settings.user == 0:
         raise SystemExit(f"onebox zygote: {settings.user} is no user for a fork of this zygote")
     if settings.user is None:
         return
