@@ -43,7 +43,7 @@ KEPT_S = 50.0
 by itself."""
 
 MOST_KEPT = 4
-"""The most fork servers that an agent keeps; each takes some 170 MB of memory of its own without a zygote, and 4 MB as
+"""The most fork servers that an agent keeps; each takes some 160 MB of memory of its own without a zygote, and 3 MB as
 the fork of one."""
 
 SPARE_BYTES = 2 << 30

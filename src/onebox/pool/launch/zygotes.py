@@ -95,14 +95,13 @@ class Zygotes:
             now_s: The time.
         """
         for found in list(self._found):
-            if found.ready and found.zygote.channel in ready:
-                self._end(found, f"it has ended{found.zygote.last_words()}")
-                continue
+            lost = found.ready and found.zygote.channel in ready
             if not found.ready and not found.failure:
                 self._attend_imports(found, now_s)
             if found.failure:
                 self._retry_s = now_s + RETRY_S
-                self._end(found, found.failure)
+            if found.failure or lost:
+                self._end(found, found.failure or f"it has ended{found.zygote.last_words()}")
 
     def attend_memory(self) -> None:
         """End all if this machine has too little memory."""
