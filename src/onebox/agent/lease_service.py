@@ -143,7 +143,7 @@ class LeaseService:
             fields: dict[str, str | int] = {"client": name, "process": ended.process, "reason": ended.why}
             self._report.dealing("fork-server-ended", name, now_s, **fields)
         for zygote in self._workers.ended_zygotes():
-            self._report("zygote-ended", process=zygote.process, reason=zygote.why)
+            self._report.dealing("zygote-ended", "", now_s, process=zygote.process, reason=zygote.why)
 
     def _report_left(self) -> None:
         """Record which processes were left behind, and which of them have ended."""

@@ -28,10 +28,11 @@ from onebox.pool.launch.fork_server import ForkServerProcess, ZygoteProcess, wor
 from onebox.pool.launch.worker_user import WorkerUser, running_process
 from onebox.pool.launch.zygotes import RETRY_S
 from onebox.wire import new_keys
+from onebox.wire.protocol.agents import Want
 from onebox.worker.sandbox import landlock, seccomp
 from tests import warm
 from tests.process.agent.fork_server_state import PATCH
-from tests.process.agent.raw import gone
+from tests.process.agent.raw import gone, house
 from tests.process.agent.test_lease_users import readable_by_all
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -370,3 +371,33 @@ def test_all_end_with_an_agent_that_is_killed_or_interrupted(stopped: bool) -> N
                     each.suspend()
             os.killpg(agent.pid, number)
         assert gone([each.pid for each in family]), number
+
+
+# ---- in an agent
+
+
+def test_the_journal_tells_of_a_zygote_that_has_ended_and_a_new_client_is_served() -> None:
+    with house() as agent:
+        ana = agent.client("ana")
+        leased = ana.lease(Want("cpu", threads=1))
+        zygote = ancestors(psutil.Process(leased.workers[0].process))[1]
+        os.kill(zygote, signal.SIGKILL)
+        agent.until("zygote-ended")
+        assert agent.told("zygote-ended") == [{"process": zygote, "reason": "it has ended"}]
+        other = agent.client("bob").lease(Want("cpu", threads=1))
+        assert ancestors(psutil.Process(other.workers[0].process))[1] != zygote
+        (began,) = agent.told("started")
+        assert began["imports"] == "one for all clients"
+
+
+def test_an_agent_imports_for_each_client_where_its_owner_says_so(tmp_path: Path) -> None:
+    line = [sys.executable, "-m", "onebox", "serve", "--bind", "127.0.0.1", "--port", "0", "--devices", "sim"]
+    environment = warm.single() | {"ONEBOX_CONFIG": str(tmp_path)}
+    options = ["--import-per-client", *(["--allow-root"] if os.geteuid() == 0 else [])]
+    with warm.Popen([*line, *options], env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as agent:
+        try:
+            assert agent.stdout is not None
+            began = json.loads(agent.stdout.readline())
+            assert (began["event"], began["imports"]) == ("started", "one for each client")
+        finally:
+            agent.terminate()
