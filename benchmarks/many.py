@@ -3,8 +3,8 @@
 - How long agents take to start, and ``onebox status`` to show all devices; beside it the queries alone, of all agents
   and of a quarter of them.
 - How many leases a minute clients take and give back, several at a time: with their workers started, which is bound by
-  the processors (a client's first lease at an agent imports PyTorch, those that follow within a minute do not), and
-  given back before that, which is the agents' own work.
+  the processors, the first ones, those of clients that come again, and those of clients of which each comes once, with
+  its connection; and given back before that, which is the agents' own work.
 - How much processor, memory and journal an agent needs for a lease.
 - How much of a core the page of all devices takes (``onebox watch``), and each agent for it, while nobody looks and
   while a browser would.
@@ -36,7 +36,7 @@ from common import finish, show, spread
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from onebox.cli.agent_watch import HostWatch, close_watches
-from onebox.pool.keys.keyring import identity, known_agent
+from onebox.pool.keys.keyring import KnownAgent, identity, known_agent
 from onebox.wire import KeyPair
 from onebox.wire.protocol.agents import Done, Leased, Release, Want
 from tests.net.fleet import PORT, Fleet
@@ -63,6 +63,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=8, help="clients that take leases at the same time")
     parser.add_argument("--leases", type=int, default=32, help="leases whose workers are waited for, the first ones")
     parser.add_argument("--again", type=int, default=640, help="further leases of the same clients")
+    parser.add_argument("--new", type=int, default=640, help="leases of clients that come once")
     parser.add_argument("--early", type=int, default=1600, help="leases that are given back before that")
     parser.add_argument("--rounds", type=int, default=3, help="of looking at the status")
     parser.add_argument("--page-s", type=float, default=8.0, help="seconds of the page, with and without a viewer")
@@ -107,10 +108,8 @@ class Crowd:
     def at(self, client: int, name: str) -> Raw:
         """Return a client's connection to an agent; each client has a thread of its own."""
         if (client, name) not in self._connections:
-            address = self.fleet.network[name].address
-            agent = known_agent(f"{address}:{PORT}")
-            assert agent is not None
-            made = self._connections[client, name] = Raw(f"tcp://{address}:{PORT}", agent.key, self._keys)
+            agent = self._agent(name)
+            made = self._connections[client, name] = Raw(f"tcp://{agent.address}", agent.key, self._keys)
             made.introduce()
         return self._connections[client, name]
 
@@ -121,10 +120,31 @@ class Crowd:
             for number in range(client, count, clients):
                 turn(self.at(client, self.names[number % len(self.names)]))
 
-        begin = time.perf_counter()
-        with ThreadPoolExecutor(clients) as threads:
-            list(threads.map(take, range(clients)))
-        return (time.perf_counter() - begin) / 60
+        return minutes_of(take, clients)
+
+    def once(self, clients: int, count: int, turn: Callable[[Raw], None]) -> float:
+        """Let so many clients that no agent has seen take one turn each, some at a time, spread over all agents; return
+        the minutes."""
+        homes = [self.names[number % len(self.names)] for number in range(count)]
+        for number, name in enumerate(homes):
+            self.fleet.pair(name, f"new{number}")
+        known = {name: self._agent(name) for name in self.names}
+        keys = []
+        for number in range(count):
+            with self.fleet.keys_of(f"new{number}"):
+                keys.append(identity("client"))
+
+        def take(client: int) -> None:
+            for number in range(client, count, clients):
+                agent = known[homes[number]]
+                connection = Raw(f"tcp://{agent.address}", agent.key, keys[number])
+                try:
+                    connection.introduce()
+                    turn(connection)
+                finally:
+                    connection.close()
+
+        return minutes_of(take, clients)
 
     def addresses(self, count: int) -> list[str]:
         """Return the addresses of the first agents."""
@@ -148,8 +168,21 @@ class Crowd:
         for connection in self._connections.values():
             connection.close()
 
+    def _agent(self, name: str) -> KnownAgent:
+        agent = known_agent(f"{self.fleet.network[name].address}:{PORT}")
+        assert agent is not None
+        return agent
+
     def _file(self, name: str, file: str) -> str:
         return Path(f"/proc/{self.fleet.agents[name].pid}/{file}").read_text()
+
+
+def minutes_of(take: Callable[[int], None], clients: int) -> float:
+    """Return how long so many threads take together, each with its number."""
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(clients) as threads:
+        list(threads.map(take, range(clients)))
+    return (time.perf_counter() - begin) / 60
 
 
 def measure(crowd: Crowd, options: argparse.Namespace) -> dict[str, Any]:
@@ -176,13 +209,15 @@ def measure(crowd: Crowd, options: argparse.Namespace) -> dict[str, Any]:
     memory, processor_s, journal_bytes = crowd.memory_mb(), crowd.processor_s(), crowd.journal_bytes()
     minutes = crowd.each(options.clients, options.early, given_back_early)
     grown = [after - before for before, after in zip(memory, crowd.memory_mb(), strict=True)]
-    return result | {
+    result |= {
         "early_leases_per_minute": round(options.early / minutes, 1),
         "agent_ms_per_lease": round(1e3 * (crowd.processor_s() - processor_s) / options.early, 2),
         "agent_mb": round(max(crowd.memory_mb()), 1),
         "agent_mb_growth": round(max(grown), 2),
         "journal_bytes_per_lease": round((crowd.journal_bytes() - journal_bytes) / options.early, 1),
     }
+    minutes = crowd.once(options.clients, options.new, with_workers)  # the other connections are silent meanwhile
+    return result | {"new_leases_per_minute": round(options.new / minutes, 1)}
 
 
 def with_workers(connection: Raw) -> None:

@@ -42,7 +42,7 @@ _SUBREAPER = 36  # of prctl(2)
 _PREFIXES = ("ATEN_", "DNNL_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_", "TORCH")
 _THREADS = "OMP_NUM_THREADS"
 """What libraries are told of threads when they are loaded: there is a process to fork for each value of it."""
-_SERVICES = ("onebox.worker", "onebox.worker.process.fork_server")
+_SERVICES = ("onebox.worker", "onebox.worker.process.fork_server", "onebox.worker.process.zygote")
 """What programs start by themselves."""
 _MALLOPT = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_TOP_PAD_": -2, "MALLOC_MMAP_THRESHOLD_": -3}
 """Variables that are read when a process starts, and what ``mallopt(3)`` calls them."""

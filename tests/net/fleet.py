@@ -73,12 +73,12 @@ class Fleet:
             port: The agent's.
         """
         address = f"{self.network[name].address}:{port}"
-        with self._config(client):
+        with self.keys_of(client):
             mine = identity("client").public
-        with self._config(name):
+        with self.keys_of(name):
             public = identity("agent").public
             allow_client(f"{client}@client", mine)
-        with self._config(client):
+        with self.keys_of(client):
             remember_agent(KnownAgent(address, public, name))
         return address
 
@@ -140,12 +140,13 @@ class Fleet:
         return [event for event in events if not event.startswith("fork-server-")][since:]
 
     def workers(self, name: str) -> list[int]:
-        """Return the processes on a host besides its agent and fork servers."""
+        """Return the processes on a host besides its agent, its zygotes and fork servers."""
         others = [process for process in self.network[name].processes() if process != self.agents[name].pid]
-        return [process for process in others if _name(process) != "onebox-fork-srv"]
+        return [process for process in others if _name(process) not in ("onebox-fork-srv", "onebox-zygote")]
 
     @contextlib.contextmanager
-    def _config(self, name: str) -> Iterator[None]:
+    def keys_of(self, name: str) -> Iterator[None]:
+        """Let this process have the keys in the folder of that name."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("ONEBOX_CONFIG", str(self.folder / name))
             yield
@@ -153,7 +154,7 @@ class Fleet:
     @contextlib.contextmanager
     def client(self, name: str = "client") -> Iterator[None]:
         """Let this thread be on the client's host, with a client's keys."""
-        with self._config(name), self.network["client"].inside():
+        with self.keys_of(name), self.network["client"].inside():
             yield
 
     def line(self, name: str, client: str = "client", port: int = PORT) -> AgentConnection:

@@ -31,6 +31,7 @@ LINUX = (
     "onebox.pool.launch.stderr_tail",
     "onebox.pool.launch.worker_process",
     "onebox.pool.launch.worker_user",
+    "onebox.pool.launch.zygotes",
     "onebox.reaping",
     "onebox.worker",
 )

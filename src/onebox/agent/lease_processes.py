@@ -1,10 +1,11 @@
 """The processes of a lease: kept apart from those of others by a user id and a cgroup, forked by a server, and ended
 together.
 
-A fork has its parent's address layout, and protection against attacks rests in part on the secrecy of that layout.
-Therefore no process forks workers of two clients: each lease has a fork server of its own, or that of an earlier lease
-of the same client, which is kept for a while (:class:`KeptForkServers`), as the import of PyTorch is nearly all of a
-start.
+No process forks workers of two clients: each lease has a fork server of its own, or that of an earlier lease of the
+same client, which is kept for a while (:class:`KeptForkServers`), as what a lease has left in one is never another
+client's. A new fork server is forked by a zygote, since the import of PyTorch is nearly all of a start
+(:mod:`onebox.pool.launch.zygotes`); its workers then have the address layout of those of all clients, on whose secrecy
+protection against attacks rests in part. An agent can do without (:class:`LeaseIsolation`).
 
 Workers start no process, as far as the filter of system calls reaches (:mod:`onebox.worker.sandbox.seccomp`). Whatever
 was started all the same is found when the lease ends: by the cgroup, by the user, or as a descendant of the lease's
@@ -32,6 +33,7 @@ from onebox.errors import UsageError
 from onebox.forking import ForkServerEnded, SpawnFailed
 from onebox.pool.launch.fork_server import ForkedWorker, ForkServerProcess, worker_environment
 from onebox.pool.launch.worker_user import LeaseUsers, RunningProcess, WorkerUser, running_process, running_processes
+from onebox.pool.launch.zygotes import Zygotes
 
 _SPAWN_S = 2.0
 """How long the agent, which has a single thread, waits for a fork; then workers are started from scratch."""
@@ -41,10 +43,11 @@ KEPT_S = 50.0
 by itself."""
 
 MOST_KEPT = 4
-"""The most fork servers that an agent keeps; each takes some 170 MB of memory of its own."""
+"""The most fork servers that an agent keeps; each takes some 160 MB of memory of its own without a zygote, and 3 MB as
+the fork of one."""
 
 SPARE_BYTES = 2 << 30
-"""Available memory of this machine below which none is kept."""
+"""Available memory of this machine below which none is kept, and no zygote either."""
 
 _CHECK_S = 1.0
 
@@ -56,19 +59,24 @@ class LeaseForkServer:
         shares: Shares of the lease's workers. Only those with the most common number of threads are forked, because the
             number is part of the environment.
         account: User that workers run as; the agent's own user where ``None``.
+        zygotes: What forks it, if there is one for its environment; it imports PyTorch itself where ``None``.
+        now_s: The time.
     """
 
-    def __init__(self, shares: Sequence[Share], account: WorkerUser | None) -> None:
+    def __init__(
+        self, shares: Sequence[Share], account: WorkerUser | None, zygotes: Zygotes | None = None, now_s: float = 0.0
+    ) -> None:
         self.account = account
         self._server: ForkServerProcess | None = None
         self._ready = False
         self._doubtful = False
         self._environment = _environment(shares, account) if shares else {}
-        if shares:
-            try:
-                self._server = ForkServerProcess(self._environment, account)
-            except (OSError, SubprocessError):
-                self._server = None  # the start of a worker will raise an error with the cause
+        self._zygotes = zygotes
+        self._zygote = zygotes.find(self._environment, now_s) if zygotes is not None and shares else None
+        if self._zygote is not None:
+            self._fork()
+        elif shares:
+            self._start()
 
     @property
     def pid(self) -> int | None:
@@ -95,16 +103,20 @@ class LeaseForkServer:
 
     def descriptors(self) -> list[int]:
         """Return the descriptors that are readable when :meth:`attend` has work."""
-        return [] if self._server is None or self._ready else [self._server.channel]
+        awaited = self._zygote or (None if self._ready else self._server)
+        return [] if awaited is None or awaited.channel < 0 else [awaited.channel]
 
     def attend(self) -> bool:
-        """Read the server's message without blocking; return whether workers can be started, by it or from scratch."""
+        """Read the server's message without blocking, or its zygote's; return whether workers can be started, by it or
+        from scratch."""
+        if self._zygote is not None:
+            self._fork()
         if self._server is not None and not self._ready:
             try:
                 self._ready = self._server.wait_ready(0.0)
             except (ForkServerEnded, SpawnFailed):
                 self.close()
-        return self._ready or self._server is None
+        return self._zygote is None and (self._ready or self._server is None)
 
     def spawn_worker(
         self, environment: Mapping[str, str], stderr: IO[bytes], account: WorkerUser | None
@@ -121,8 +133,31 @@ class LeaseForkServer:
             self.close()
             return None
 
+    def _fork(self) -> None:
+        """Let the zygote fork the server, unless it still imports; start the server anew if it does not fork."""
+        zygote = self._zygote
+        assert zygote is not None and self._zygotes is not None
+        try:
+            if not zygote.wait_ready(0.0):
+                return
+            self._server = ForkServerProcess(self._environment, self.account, zygote)
+        except (ForkServerEnded, SpawnFailed) as error:
+            self._zygotes.drop(zygote, str(error))
+        except OSError:
+            pass  # as without a free descriptor
+        self._zygote = None
+        if self._server is None:
+            self._start()
+
+    def _start(self) -> None:
+        try:
+            self._server = ForkServerProcess(self._environment, self.account)
+        except (OSError, SubprocessError):
+            self._server = None  # the start of a worker will raise an error with the cause
+
     def close(self) -> None:
         """Kill it, and with it its workers. Idempotent."""
+        self._zygote = None
         server, self._server = self._server, None
         if server is not None:
             server.close(grace_s=0.0)
@@ -195,19 +230,36 @@ class LeaseIsolation:
     Args:
         users: Users of leases; the agent's own where ``None``.
         cgroups: Cgroups of leases; none where ``None``.
+        import_per_client: Whether PyTorch is imported anew for each client, so that no two have the same address
+            layout, rather than once by a zygote.
     """
 
-    def __init__(self, users: LeaseUsers | None = None, cgroups: LeaseCgroups | None = None) -> None:
+    def __init__(
+        self,
+        users: LeaseUsers | None = None,
+        cgroups: LeaseCgroups | None = None,
+        *,
+        import_per_client: bool = False,
+    ) -> None:
         self._users = users
         self._cgroups = cgroups
+        self._import_per_client = import_per_client
 
     @property
     def state(self) -> dict[str, str]:
-        """Users and cgroups, for the journal."""
+        """Users, cgroups and imports, for the journal."""
         return {
             "users": "the agent's" if self._users is None else f"one for each lease: {self._users.ids}",
             "cgroups": "off" if self._cgroups is None else self._cgroups.state,
+            "imports": "one for each client" if self._import_per_client else "one for all clients",
         }
+
+    def zygotes(self) -> Zygotes | None:
+        """Return what forks the fork servers of leases; ``None`` where each client has an import of its own. The caller
+        closes it."""
+        if self._import_per_client:
+            return None
+        return Zygotes(users=self._users is not None, enough_memory=lambda: _available_bytes() >= SPARE_BYTES)
 
     def isolate(self, lease: int, shares: Sequence[Share], account: WorkerUser | None = None) -> LeaseProcesses:
         """Return a lease's user and cgroup, which no process has yet.

@@ -137,11 +137,13 @@ class LeaseService:
         self._report_left()
 
     def _report_fork_servers(self, now_s: float) -> None:
-        """Record which kept fork servers have ended."""
+        """Record which kept fork servers, and which zygotes, have ended."""
         for ended in self._workers.ended_fork_servers():
             name = self._names[ended.client]
             fields: dict[str, str | int] = {"client": name, "process": ended.process, "reason": ended.why}
             self._report.dealing("fork-server-ended", name, now_s, **fields)
+        for zygote in self._workers.ended_zygotes():
+            self._report.dealing("zygote-ended", "", now_s, process=zygote.process, reason=zygote.why)
 
     def _report_left(self) -> None:
         """Record which processes were left behind, and which of them have ended."""

@@ -38,6 +38,7 @@ LEAVE_S = 10.0
 """Time after which killed processes that do not end are left behind, so that their lease ends."""
 
 _POLL_S = 0.01
+_CHECK_S = 1.0
 
 
 class LeasedWorker(WorkerProcess):
@@ -121,6 +122,14 @@ class KeptForkServerEnded:
     why: str
 
 
+@dataclass(frozen=True)
+class ZygoteEnded:
+    """The process that forks the fork servers of leases has ended; the next lease starts another."""
+
+    process: int
+    why: str
+
+
 LeaseEvent = LeaseReady | LeaseNotStarted | LeasedWorkerExited | LeaseClosed | ForkServerReused
 
 
@@ -141,6 +150,8 @@ class _Crew:
     ending: bool = False
     ended_s: float | None = None
     cores: tuple[tuple[int, ...], ...] = ()
+    limited: bool = False
+    """True once its fork server is in its cgroup."""
     keepable: bool = True
     """False once anything of it speaks against keeping its fork server."""
 
@@ -173,10 +184,12 @@ class Workers:
         self._isolation = isolation
         self._ports = ports
         self._kept = KeptForkServers(isolation, accepts)
+        self._zygotes = isolation.zygotes()
         self._news: list[LeaseEvent] = []
         self._failure: OSError | None = None  # not raised yet
         self._crews: dict[int, _Crew] = {}
         self._closed = False
+        self._check_s = 0.0
         self._core_allocator = CoreAllocator()
 
     def start(
@@ -203,15 +216,10 @@ class Workers:
                 self._kept.end(kept)
             return f"{self._host}: this lease cannot be kept apart from others: {error}"
         cores = self._core_allocator.allocate([share.threads if share.device == "cpu" else 0 for share in shares])
-        fork_server = kept or LeaseForkServer(shares, processes.account)
+        fork_server = kept or LeaseForkServer(shares, processes.account, self._zygotes, now_s)
         crew = _Crew(lease, now_s + START_S, fork_server, processes, client, client_key, speed, cores=cores)
         crew.to_start.extend(shares)
         self._crews[lease] = crew
-        try:
-            if fork_server.pid is not None:
-                processes.add(fork_server.pid)
-        except OSError as error:
-            return self._fail(crew, f"{self._host}: a process cannot be limited: {error}").why
         if kept is not None and kept.pid is not None:
             self._news.append(ForkServerReused(lease, kept.pid))
         return self._start_some(crew)
@@ -244,6 +252,8 @@ class Workers:
     def descriptors(self) -> Iterator[int]:
         """Yield the file descriptors that are readable when :meth:`attend` has work."""
         yield from self._kept.descriptors()
+        if self._zygotes is not None:
+            yield from self._zygotes.descriptors()
         for crew in self._crews.values():
             if crew.to_start:
                 yield from crew.fork_server.descriptors()
@@ -288,6 +298,11 @@ class Workers:
         # What is closed here gives its descriptors to what is started here, of which `ready` says nothing.
         known = [(crew, list(enumerate(crew.workers))) for crew in self._crews.values()]
         self._kept.attend(ready, now_s)
+        if self._zygotes is not None:
+            self._zygotes.attend(ready, now_s)
+            if now_s >= self._check_s:
+                self._check_s = now_s + _CHECK_S
+                self._zygotes.attend_memory()
         for crew, workers in known:
             try:
                 self._attend_crew(crew, workers, ready, now_s)
@@ -324,6 +339,10 @@ class Workers:
         """Return, once, the kept fork servers that have ended."""
         return [KeptForkServerEnded(*each) for each in self._kept.news()]
 
+    def ended_zygotes(self) -> list[ZygoteEnded]:
+        """Return, once, the zygotes that have ended before the agent."""
+        return [] if self._zygotes is None else [ZygoteEnded(*each) for each in self._zygotes.news()]
+
     def close(self) -> None:
         """End all workers. Idempotent."""
         crews, self._crews = list(self._crews.values()), {}
@@ -338,6 +357,8 @@ class Workers:
                     time.sleep(_POLL_S)
             crew.fork_server.close()
         self._kept.close()
+        if self._zygotes is not None:
+            self._zygotes.close()
         self._core_allocator.close()
 
     def _finish(self, crew: _Crew, now_s: float) -> list[LeaseEvent]:
@@ -381,8 +402,14 @@ class Workers:
         Returns:
             The reason for a failure; None if there was none.
         """
-        if crew.to_start and not crew.fork_server.attend():
-            return None
+        if crew.to_start:
+            able = crew.fork_server.attend()
+            try:
+                self._limit(crew)
+            except OSError as error:
+                return self._fail(crew, f"{self._host}: a process cannot be limited: {error}").why
+            if not able:
+                return None
         for _ in range(min(len(crew.to_start), STARTS)):
             share = crew.to_start.popleft()
             keys = new_keys()
@@ -413,6 +440,17 @@ class Workers:
                 )
             crew.keys.append(keys.public)
         return None
+
+    def _limit(self, crew: _Crew) -> None:
+        """Move the lease's fork server, once it runs, into the lease's cgroup.
+
+        Raises:
+            OSError: The system refuses.
+        """
+        process = crew.fork_server.pid
+        if process is not None and not crew.limited:
+            crew.processes.add(process)
+            crew.limited = True
 
     def _look(self, crew: _Crew, number: int, worker: LeasedWorker, ready: Set[int]) -> list[LeaseEvent]:
         """Process the events of one worker."""

@@ -23,6 +23,7 @@ from onebox.agent.lease_processes import KEPT_S, LeaseIsolation
 from onebox.agent.workers import LeaseClosed, LeasedWorker, LeaseEvent, LeaseNotStarted, LeaseReady, Workers
 from onebox.pool.launch import worker_user
 from onebox.pool.launch.worker_user import LeaseUsers, running_process, running_processes
+from onebox.pool.launch.zygotes import Zygotes
 from onebox.wire import new_keys
 from onebox.worker.sandbox import seccomp
 
@@ -36,7 +37,7 @@ LEAVE = "(setsid sh -c 'echo $$ >&2; exec sleep 600' >/dev/null &)"
 
 PATCH = f"""
 import subprocess, sys
-if "onebox.worker.process.fork_server" in " ".join(sys.orig_argv):
+if {{"onebox.worker.process.fork_server", "onebox.worker.process.zygote"}} & {{*sys.orig_argv}}:
     import onebox.worker.process.main as worker
     worker.main = lambda *given: subprocess.run(["sh", "-c", {LEAVE!r}])
 """
@@ -53,6 +54,7 @@ def leaves(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError
 
     monkeypatch.setattr("onebox.agent.lease_processes.ForkServerProcess", fail)
+    monkeypatch.setattr(Zygotes, "find", lambda *given: None)
     monkeypatch.setattr(LeasedWorker, "command", ("/bin/sh", "-c", f"sleep 0.3; {LEAVE}; exec cat >/dev/null"))
 
 

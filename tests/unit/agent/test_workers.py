@@ -89,7 +89,7 @@ class FakeForkServer:
     idle = False
     account = None
 
-    def __init__(self, shares: Sequence[Share], account: WorkerUser | None) -> None:
+    def __init__(self, shares: Sequence[Share], account: WorkerUser | None, *zygotes: object) -> None:
         self.descriptor = os.eventfd(0)
         self.closed = False
         self.pid = 5_000_000 + len(self.made) if self.idle else None

@@ -51,7 +51,7 @@ def serve(config: ServeConfig) -> None:
     faults.require_none()
     keys = identity("agent")
     with Journal(config.journal, sys.stdout) as journal, contextlib.ExitStack() as stack:
-        isolation = LeaseIsolation(users, LeaseCgroups())
+        isolation = LeaseIsolation(users, LeaseCgroups(), import_per_client=config.import_per_client)
         stack.callback(isolation.close)
         agent = Agent(
             keys=keys,

@@ -1,7 +1,8 @@
 """Fork servers of workers: processes that have imported what workers need, and fork on request.
 
 Importing torch is most of the time of a worker's start. The server's side is in
-:mod:`onebox.worker.process.fork_server`; it ends with its client, and a minute after its last worker.
+:mod:`onebox.worker.process.fork_server`; it ends with its client, and a minute after its last worker. It imports all
+itself, or is the fork of a process that has (:mod:`onebox.worker.process.zygote`).
 """
 
 from __future__ import annotations
@@ -15,17 +16,25 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from subprocess import SubprocessError
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
+
+import msgspec
 
 from onebox.forking import LONGEST, SPAWN_S, ForkedProcess, ForkServerClient, ForkServerEnded, SpawnFailed
 from onebox.pool.launch.worker_user import WorkerUser
-from onebox.reaping import end_process
+from onebox.reaping import end_process, has_ended
+from onebox.worker.process.config import WITH_USERS, ForkSettings
 
 COMMAND = (sys.executable, "-P", "-m", "onebox.worker.process.fork_server")
-"""Command line; with -P nothing is imported from the current folder."""
+ZYGOTE_COMMAND = (sys.executable, "-P", "-m", "onebox.worker.process.zygote")
+"""Command lines; with -P nothing is imported from the current folder."""
+
+ZYGOTE_FORK_S = 2.0
+"""Bound of the fork of a fork server, of a hundredth of a second: an agent, which has a single thread, waits for it."""
 
 _END_S = 2.0
 
@@ -54,33 +63,28 @@ class ForkedWorker(ForkedProcess):
         self.stdout = stdout
 
 
-class ForkServerProcess(ForkServerClient):
-    """A fork server of workers, with the environment and the rights that it was started with. Thread-safe.
+class _LaunchedServer(ForkServerClient):
+    """A process that forks others, with a socket to this one and a file for its standard error. Thread-safe.
 
     Args:
-        environment: Environment of the server and its workers.
-        account: User that it runs as; this process's own user where ``None``.
+        start: Starts it, with this end of the socket, its own end, and the file.
 
     Raises:
         OSError: It cannot be started.
     """
 
-    def __init__(self, environment: Mapping[str, str], account: WorkerUser | None = None) -> None:
+    _name = "a fork server of workers"
+
+    def __init__(
+        self, start: Callable[[socket.socket, socket.socket, IO[bytes]], subprocess.Popen[bytes] | ForkedProcess]
+    ) -> None:
         self._words: IO[bytes] = tempfile.TemporaryFile(prefix="onebox-")  # noqa: SIM115 (closed by close)
         self._asked = False
         channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         super().__init__(channel)
         with theirs:
             try:
-                self._process = subprocess.Popen(
-                    list(COMMAND),
-                    stdin=theirs.fileno(),
-                    stdout=subprocess.DEVNULL,
-                    stderr=self._words,
-                    env=dict(environment),
-                    **({} if account is None else account.options()),
-                    start_new_session=True,  # Ctrl-C is for the client
-                )
+                self._process = start(channel, theirs, self._words)
             except BaseException:
                 channel.close()
                 self._words.close()
@@ -94,7 +98,110 @@ class ForkServerProcess(ForkServerClient):
     @property
     def ended(self) -> bool:
         """True when it has ended."""
+        if isinstance(self._process, ForkedProcess):
+            return self._process.descriptor < 0 or has_ended(self._process.descriptor, 0.0)
         return self._process.poll() is not None
+
+    def close(self, *, grace_s: float = _END_S) -> None:
+        """End it and its workers: wait a while for it to end by itself, then kill it; at once if it has no workers, as
+        it may still be busy with its imports. Idempotent.
+        """
+        with self._lock:
+            self._channel.close()
+            forked = self._process if isinstance(self._process, ForkedProcess) else None
+            end_process(
+                self._process,
+                self._name,
+                grace_s=grace_s if self._asked else 0.0,
+                descriptor=-1 if forked is None else forked.descriptor,
+            )
+            if forked is not None:
+                forked.close()
+            self._words.close()
+
+    def last_words(self) -> str:
+        """Return its standard error, for a message."""
+        if self._words.closed:
+            return ""
+        text = os.pread(self._words.fileno(), LONGEST, 0).decode(errors="replace").strip()
+        return f"; its last words:\n{text}" if text else ""
+
+
+def _start_program(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    options: Mapping[str, Any],
+    theirs: socket.socket,
+    words: IO[bytes],
+) -> subprocess.Popen[bytes]:
+    """Start a program whose standard input is a socket."""
+    return subprocess.Popen(
+        list(command),
+        stdin=theirs.fileno(),
+        stdout=subprocess.DEVNULL,
+        stderr=words,
+        env=dict(environment),
+        **options,
+        start_new_session=True,  # Ctrl-C is for the client
+    )
+
+
+class ZygoteProcess(_LaunchedServer):
+    """A process that has imported what workers need, and forks fork servers on request.
+
+    Args:
+        environment: Its environment, and that of all that descends from it.
+        users: Whether each of its fork servers takes a user of its own, which only root can have it do.
+
+    Raises:
+        OSError: It cannot be started.
+    """
+
+    _name = "a zygote"
+
+    def __init__(self, environment: Mapping[str, str], *, users: bool) -> None:
+        command, options = (*ZYGOTE_COMMAND, WITH_USERS) if users else ZYGOTE_COMMAND, {"cwd": "/"} if users else {}
+        super().__init__(lambda ours, theirs, words: _start_program(command, environment, options, theirs, words))
+
+    def fork(
+        self, account: WorkerUser | None, ours: socket.socket, theirs: socket.socket, words: IO[bytes]
+    ) -> ForkedProcess:
+        """Fork a fork server, as :class:`ForkServerProcess` asks for.
+
+        Raises:
+            ForkServerEnded: The zygote has ended.
+            SpawnFailed: It does not fork, or takes too long.
+        """
+        user = ForkSettings() if account is None else ForkSettings(account.user, account.group, account.groups)
+        ours.send(msgspec.json.encode(user))
+        pid, descriptor, status = self.spawn((theirs.fileno(), words.fileno()), within_s=ZYGOTE_FORK_S).release()
+        os.close(status)  # nobody asks for it, and so nobody waits for a zygote that would report it
+        return ForkedProcess(pid, descriptor, -1)
+
+
+class ForkServerProcess(_LaunchedServer):
+    """A fork server of workers, with the environment and the rights that it was started with. Thread-safe.
+
+    Args:
+        environment: Environment of the server and its workers.
+        account: User that it runs as; this process's own user where ``None``.
+        zygote: Process with that environment that forks it; it imports what workers need itself where ``None``.
+
+    Raises:
+        OSError: It cannot be started.
+        ForkServerEnded: The zygote has ended.
+        SpawnFailed: The zygote does not fork, or takes too long.
+    """
+
+    def __init__(
+        self, environment: Mapping[str, str], account: WorkerUser | None = None, zygote: ZygoteProcess | None = None
+    ) -> None:
+        options = {} if account is None else account.options()
+        super().__init__(
+            (lambda ours, theirs, words: _start_program(COMMAND, environment, options, theirs, words))
+            if zygote is None
+            else partial(zygote.fork, account)
+        )
 
     def spawn_worker(self, stderr: IO[bytes], *, within_s: float = SPAWN_S) -> ForkedWorker:
         """Fork a worker.
@@ -120,27 +227,12 @@ class ForkServerProcess(ForkServerClient):
             ours.pop_all()
         return ForkedWorker(forked, open(stdin, "wb"), open(stdout, "rb", buffering=0))
 
-    def close(self, *, grace_s: float = _END_S) -> None:
-        """End it and its workers: wait a while for it to end by itself, then kill it; at once if it has no workers, as
-        it may still be busy with its imports. Idempotent.
-        """
-        with self._lock:
-            self._channel.close()
-            end_process(self._process, "a fork server of workers", grace_s=grace_s if self._asked else 0.0)
-            self._words.close()
-
     def disown(self) -> None:
         """Forget it in a fork of its client, which alone owns it."""
         self._channel.close()
         self._words.close()
-        self._process.returncode = 0  # not a child of this process, which must not wait for it
-
-    def last_words(self) -> str:
-        """Return its standard error, for a message."""
-        if self._words.closed:
-            return ""
-        text = os.pread(self._words.fileno(), LONGEST, 0).decode(errors="replace").strip()
-        return f"; its last words:\n{text}" if text else ""
+        if isinstance(self._process, subprocess.Popen):
+            self._process.returncode = 0  # not a child of this process, which must not wait for it
 
 
 MOST = 4
@@ -314,6 +406,7 @@ __all__ = [
     "ForkServers",
     "ForkedWorker",
     "WorkerSpawner",
+    "ZygoteProcess",
     "inheritance",
     "worker_environment",
 ]

@@ -68,3 +68,21 @@ class Ports(Struct, frozen=True, forbid_unknown_fields=True):
 
     commands: str
     heartbeats: str
+
+
+WITH_USERS = "users"
+"""Argument of a zygote each of whose forks takes a user of its own."""
+
+
+class ForkSettings(Struct, frozen=True, forbid_unknown_fields=True, tag="settings"):
+    """First message to a new fork server: the user that it takes.
+
+    Args:
+        user: User id; ``None`` for that of the zygote.
+        group: Group id.
+        groups: Ids of further groups.
+    """
+
+    user: int | None = None
+    group: int = 0
+    groups: tuple[int, ...] = ()

@@ -3,7 +3,8 @@ workers.
 
 Importing torch is nearly the whole cost of a worker's start; here it is done once. A fork is an ordinary worker: it
 receives its configuration and keys through its own pipe, and confines itself. It shares only unmodified memory pages
-with its siblings, which hold no secrets.
+with its siblings, which hold no secrets. The fork servers of an agent's leases are themselves forks of a process that
+has imported all (:mod:`onebox.worker.process.zygote`).
 
 The fork server has one thread, and refuses requests if a library has started others (see :mod:`onebox.forking`). It
 computes nothing and uses no driver, so that each fork initialises CUDA and libraries' threads itself. Libraries read
@@ -38,22 +39,44 @@ IDLE_S = 60.0
 def main() -> None:
     """Run a fork server; standard input is the socket to its client."""
     ignore_end_signals()
-    parent = os.getppid()
-    client = os.pidfd_open(parent)
+    found = connect_client()
+    if found is not None:
+        serve_client(*found)
+
+
+def connect_client() -> tuple[socket.socket, int, int] | None:
+    """Take the socket to the client from standard input, and watch the client, which is this process's parent.
+
+    Returns:
+        The socket, the client's process id, and a descriptor of the client; ``None`` if the client has ended.
+    """
+    client = os.getppid()
+    watched = os.pidfd_open(client)
     wake_with_owner()
-    if os.getppid() != parent:
-        return  # it ended before it could be watched
-    me = os.pidfd_open(os.getpid())
+    if os.getppid() != client:
+        return None  # it ended before it could be watched
     channel = socket.socket(fileno=os.dup(0))
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
+    return channel, client, watched
+
+
+def serve_client(channel: socket.socket, client: int, watched: int) -> None:
+    """Fork workers until the client has ended; in a fork, run the worker.
+
+    Args:
+        channel: The socket to the client.
+        client: The client's process id.
+        watched: A descriptor of the client.
+    """
+    me = os.pidfd_open(os.getpid())
     name_process("onebox-fork-srv")
     adopt_orphans()
     set_dumpable(False)  # its next forks may be workers of another lease
     with contextlib.suppress(OSError):  # the worker reports unsupported confinement itself
         prepare()
     gc.freeze()
-    streams = ForkServer(channel, client, DESCRIPTORS, idle_s=IDLE_S).serve()
+    streams = ForkServer(channel, watched, DESCRIPTORS, idle_s=IDLE_S).serve()
     if streams is not None:  # this is a worker, which keeps only the imports
         os.setsid()
         set_dumpable(True)
@@ -61,7 +84,7 @@ def main() -> None:
             os.dup2(given, standard)
             os.close(given)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
-        serve_worker(parent, (client, me))
+        serve_worker(client, (watched, me))
 
 
 if __name__ == "__main__":

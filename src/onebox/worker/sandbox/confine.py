@@ -15,7 +15,7 @@ import os
 import resource
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from onebox.worker.accelerator import needs_driver
@@ -205,10 +205,23 @@ def _drop_capabilities() -> None:
     for capability in range(_CAPABILITIES):
         if _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0) != 0:
             break
+    limit_capabilities(())
+
+
+def limit_capabilities(kept: Sequence[int]) -> None:
+    """Give up all capabilities of this thread but some, which it must have; the bounding set stays (``capset(2)``).
+
+    Args:
+        kept: Numbers of those that it keeps, below 32.
+
+    Raises:
+        OSError: The system refuses.
+    """
     _libc.prctl(_PR_CAP_AMBIENT, _CLEAR_AMBIENT, 0, 0, 0)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
-    nothing = (ctypes.c_uint32 * 6)()
-    if _libc.capset(ctypes.byref(header), ctypes.byref(nothing)) != 0:
+    bits = sum(1 << each for each in kept)
+    sets = (ctypes.c_uint32 * 6)(bits, bits)  # effective and permitted; inheritable, and those from 32 on, are empty
+    if _libc.capset(ctypes.byref(header), ctypes.byref(sets)) != 0:
         raise OSError(ctypes.get_errno(), f"capset: {os.strerror(ctypes.get_errno())}")
 
 
@@ -292,4 +305,13 @@ def _libraries() -> tuple[Path, ...]:
     return tuple(place for place in places if place.is_absolute() and place.resolve() not in private)
 
 
-__all__ = ["PORTS", "confine", "confine_sockets", "confinement", "failures", "memory_limit_bytes", "prepare"]
+__all__ = [
+    "PORTS",
+    "confine",
+    "confine_sockets",
+    "confinement",
+    "failures",
+    "limit_capabilities",
+    "memory_limit_bytes",
+    "prepare",
+]
