@@ -32,9 +32,13 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
     parser.add_argument("--rounds", type=int, default=5, help="0: do without the first question")
     parser.add_argument("--pool", default="cpu")
-    parser.add_argument("--channel-rounds", type=int, default=30, help="0: do without the second question")
-    parser.add_argument("--check-rounds", type=int, default=60, help="0: do without the third question")
+    parser.add_argument("--long", action="store_true", help="30 and 60 rounds of the other two; ten minutes")
+    parser.add_argument("--channel-rounds", type=int, help="12; 0: do without the second question")
+    parser.add_argument("--check-rounds", type=int, help="20; 0: do without the third question")
     options = parser.parse_args()
+    for name, usual, many in (("channel_rounds", 12, 30), ("check_rounds", 20, 60)):
+        if getattr(options, name) is None:
+            setattr(options, name, many if options.long else usual)
     result: dict[str, float] = {}
     if options.rounds:
         result |= compare(options.pool, options.rounds)
