@@ -164,7 +164,8 @@ class _Stateless(nn.Module):
         self._add(wrapper.named_buffers, "_buffers", "buffer")
         self._add_plain(wrapper)
         places = [(held, key) for held, key, _ in self._places]
-        self.repeated = RepeatedLayers(wrapper, places, lambda: self.calls.stack, self._within_layers)
+        restored = functools.partial(self.recorder.run, part=True)
+        self.repeated = RepeatedLayers(wrapper, places, lambda: self.calls.stack, self._within_layers, restored)
 
     def _add(self, named: Callable[..., Any], kind: str, prefix: str) -> None:
         """Register the tensors of the state."""
@@ -305,36 +306,37 @@ def capture(
         stack.enter_context(quiet())
         stack.enter_context(_nondeterministic_traced())
         stack.enter_context(transparent())
-        module = _Stateless(wrapper, name, example, device_type)
         tensors = tuple(leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor))
-        run = functools.partial(
-            trace,
-            module,
-            tensors,
-            module.state,
-            module.known,
-            backward=backward,
-            varying=varying or {},
-            device_type=device_type,
-        )
+
+        def traced(module: _Stateless, repeated: RepeatedLayers | None) -> Joint:
+            return trace(
+                module,
+                tensors,
+                module.state,
+                module.known,
+                backward=backward,
+                varying=varying or {},
+                device_type=device_type,
+                repeated=repeated,
+            )
+
+        module = _Stateless(wrapper, name, example, device_type)
         try:
-            joint = _traced(run, module.repeated)
+            try:
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", message="Error detected in .*RepeatedLayer")
+                    joint = traced(module, module.repeated)
+            except Exception:
+                if not module.repeated.used:
+                    raise
+                module = _Stateless(wrapper, name, example, device_type)
+                joint = traced(module, None)
         except OneboxError:  # says what is the matter
             raise
         except Exception as error:
             raise explain(error, name, layer=module.calls.failed_in) from error
     reads = module.recorder.reads | watched_tensors(module.calls.constants.values())
     return Captured(joint=joint, backward=backward, reads=reads, fuse=fuse)
-
-
-def _traced(run: Callable[..., Joint], repeated: RepeatedLayers) -> Joint:
-    """Return a graph in which equal layers were traced once, or the whole model where that fails."""
-    try:
-        return run(repeated=repeated)
-    except Exception:
-        if not repeated.used:
-            raise
-    return run()
 
 
 @contextlib.contextmanager

@@ -1,13 +1,14 @@
 """The joint graph: forward and backward of a model as one functional ATen graph with named ends.
 
-This file alone touches AOTAutograd's export, an internal of PyTorch: ``aot_export_joint_with_descriptors``. Its
+This file, and for single layers :mod:`onebox.graph.capture.repeated.layer_trace`, touch AOTAutograd's export, an
+internal of PyTorch: ``aot_export_joint_with_descriptors``. Its
 descriptors identify each input and output of the graph; here they become :class:`Port`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -138,7 +139,7 @@ def trace(
             stack.enter_context(torch.no_grad())
         given, symbols = fake_inputs(example, varying)
         if repeated is not None:
-            stack.enter_context(repeated.found(lambda: _run_without_values(module, given)))
+            stack.enter_context(repeated.found(*_without_values(module, given)))
         joint = aot_export_joint_with_descriptors(stack, module, given)
         graph = joint.graph_module.graph
         if repeated is not None:
@@ -162,14 +163,17 @@ def trace(
     return Joint(graph=graph, inputs=tuple(inputs), outputs=tuple(outputs), constants=constants, symbols=symbols)
 
 
-def _run_without_values(module: nn.Module, given: tuple[Tensor, ...]) -> None:
-    """Run forward on tensors without values."""
+def _without_values(module: nn.Module, given: tuple[Tensor, ...]) -> tuple[Callable[[], Any], list[Tensor]]:
+    """Return a function that runs forward on tensors without values, and these."""
     mode = given[0].fake_mode  # type: ignore[attr-defined]
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    with mode:
-        functional_call(
-            module, {name: mode.from_tensor(tensor, static_shapes=True) for name, tensor in tensors.items()}, given
-        )
+    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    made = {name: mode.from_tensor(tensor, static_shapes=True) for name, tensor in own.items()}
+
+    def run() -> None:
+        with mode:
+            functional_call(module, made, given)
+
+    return run, [*made.values(), *given]
 
 
 def _attribute_port(module: nn.Module, target: str, known: Mapping[int, str], constants: dict[str, Tensor]) -> Port:

@@ -156,11 +156,12 @@ class StateRecorder:
         self._modules = [module for owner in owners.values() for module in owner.modules()]
         self._variables = variables([*functions, *functions_of(self._modules)])
 
-    def run(self, forward: Callable[[], _T]) -> _T:
+    def run(self, forward: Callable[[], _T], *, part: bool = False) -> _T:
         """Compute a forward, and restore Python's state afterwards.
 
         Args:
             forward: Computes it.
+            part: Whether it is a part of one, whose reads are not kept: they are those of the middle of a forward.
 
         Raises:
             CaptureError: It changes a value that it would read the next time.
@@ -183,8 +184,9 @@ class StateRecorder:
                 _assign(source, value)
             for value, copied in copies:
                 _refill(value, copied)
-        self.reads |= seen | attributes.reads
-        attributes.warn()
+        if not part:
+            self.reads |= seen | attributes.reads
+            attributes.warn()
         return result
 
     def _refuse_changes(self, attributes: _Attributes, seen: Reads) -> None:

@@ -130,7 +130,9 @@ def _follow(
     behind: list[fx.Node], of: dict[fx.Node, int], forward: list[fx.Node], inputs: set[fx.Node], *, last: int
 ) -> None:
     """Assign each backward node the segment of its forward operator."""
-    by_number = {node.meta.get("seq_nr"): of[node] for node in forward}
+    by_number = {
+        node.meta.get("seq_nr"): of[node] for node in reversed(forward)
+    }  # others repeat the number of the last
     for node in reversed(behind):
         if accumulates(node):
             users = [of[user] for user in node.users if user in of]

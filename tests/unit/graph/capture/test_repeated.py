@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from onebox.errors import CaptureError
 from onebox.graph import TRACING, TracedModel
 from onebox.graph.capture.export import capture
-from onebox.graph.capture.repeated import layers
+from onebox.graph.capture.repeated import layer_operator, layers
+from onebox.graph.capture.repeated.records import Record
 
 LAYERS = 9
 WIDTH = 16
@@ -311,6 +315,211 @@ class Dropped(nn.Module):
         return x_BW.mean(1, keepdim=True).expand(-1, 4)
 
 
+scaled = Doubled.apply
+
+
+class Bound(Plain):
+    """Calls its own gradient by another name."""
+
+    def forward(self, x_BW: Tensor) -> Tensor:
+        return scaled(super().forward(x_BW), 2.0 + self.number)
+
+
+class GradientNode(Plain):
+    """Has a hook on a node of autograd."""
+
+    def forward(self, x_BW: Tensor) -> Tensor:
+        made = super().forward(x_BW)
+        if made.grad_fn is not None:
+            made.grad_fn.register_prehook(lambda given: tuple(each * (1.0 + self.number) for each in given))
+        return made
+
+
+class Features(Stack):
+    """Collects tensors of its layers by hooks, in a list of each forward."""
+
+    def __init__(self, *, cleared: bool) -> None:
+        super().__init__()
+        self.found: list[Tensor] = []
+        self.cleared = cleared
+        for layer in self.body:
+            layer.inner[1].register_forward_hook(lambda module, given, made: self.found.append(made))
+
+    def forward(self, x_BW: Tensor) -> Tensor:
+        if self.cleared:
+            self.found.clear()
+        else:
+            self.found = []
+        made = super().forward(x_BW)
+        made = made + torch.stack([each.square().mean() for each in self.found]).sum()
+        if self.cleared:
+            self.found.clear()
+        return made
+
+
+class Filling(Plain):
+    """Puts its result into a list that it is given."""
+
+    def forward(self, x_BW: Tensor, found: list[Tensor]) -> Tensor:
+        made = super().forward(x_BW)
+        found.append(made)
+        return made
+
+
+class ReadsFilled(Stack):
+    def __init__(self) -> None:
+        super().__init__(Filling)
+
+    def forward(self, x_BW: Tensor) -> Tensor:
+        total = torch.zeros(())
+        for layer in self.body:
+            found: list[Tensor] = []
+            x_BW = layer(x_BW, found)
+            total = total + sum(each.mean() for each in found)
+        return self.head(x_BW) + total
+
+
+class Factor(nn.Module):
+    """Multiplies by what it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x_BW: Tensor, factor: float = 1.0) -> Tensor:
+        return self.inner(x_BW) * factor
+
+
+class Holder(nn.Module):
+    """Calls a layer that others call, too."""
+
+    def __init__(self, held: nn.Module) -> None:
+        super().__init__()
+        self.held = held
+
+    def forward(self, x_BW: Tensor) -> Tensor:
+        return self.held(x_BW)
+
+
+class CallsHeld(nn.Module):
+    """Calls the layers of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        held = [Factor() for _ in range(LAYERS)]
+        self.body = nn.ModuleList(map(Holder, held))
+        self.held = nn.ModuleList(held)
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x_BW: Tensor) -> Tensor:
+        for layer, held in zip(self.body, self.held, strict=True):
+            x_BW = held(held(layer(x_BW), 1.0), 3.0)
+        return self.head(x_BW)
+
+
+class Signatures(Stack):
+    """Passes what a layer's forward takes."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda number: Factor())
+
+    def forward(self, x_BW: Tensor) -> Tensor:
+        for layer in self.body:
+            more = {"factor": 2.0} if "factor" in inspect.signature(layer.forward).parameters else {}
+            x_BW = layer(x_BW, **more)
+        return self.head(x_BW)
+
+
+class Marking(Plain):
+    """Marks its result."""
+
+    def forward(self, x_BW: Tensor) -> Tensor:
+        made = super().forward(x_BW)
+        made.factor = 2.0
+        return made
+
+
+class ReadsMarks(Stack):
+    def __init__(self) -> None:
+        super().__init__(Marking)
+
+    def forward(self, x_BW: Tensor) -> Tensor:
+        for layer in self.body:
+            x_BW = layer(x_BW)
+            x_BW = x_BW * getattr(x_BW, "factor", 1.0)
+        return self.head(x_BW)
+
+
+class Skips(Stack):
+    """Adds the layers' inputs at the end."""
+
+    def forward(self, x_BW: Tensor) -> Tensor:
+        states = []
+        for layer in self.body:
+            x_BW = layer(x_BW)
+            states.append(x_BW)
+        return self.head(x_BW) + torch.stack([state.square().mean() for state in states]).sum()
+
+
+class Signed(Plain):
+    """Multiplies by zeros of two signs."""
+
+    def forward(self, x_BW: Tensor) -> Tensor:
+        return super().forward(x_BW) * (0.0 if self.number % 2 else -0.0)
+
+
+class Laid(nn.Module):
+    """Takes its rows as columns in the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleList(Plain(number) for number in range(LAYERS))
+        self.mixed = nn.Linear(6, 6)
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x_BW: Tensor) -> Tensor:
+        for layer in self.body:
+            x_BW = layer(x_BW)
+        return self.head(self.mixed(x_BW.t()).t())
+
+
+class Shared(nn.Module):
+    """Has a module under two names, the first of which stands before that of its parent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(WIDTH, WIDTH)
+        self.net = nn.Sequential(self.shared, nn.Tanh(), nn.Linear(WIDTH, 4))
+
+    def forward(self, x_BW: Tensor) -> Tensor:
+        return self.net(self.shared(x_BW))
+
+
+class Translation(nn.Module):
+    """Encoder and decoder of PyTorch; all layers of the decoder read one memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(30, WIDTH)
+        self.body = nn.Transformer(WIDTH, 2, LAYERS, LAYERS, 32, 0.0, batch_first=True)
+
+    def forward(self, words_BT: Tensor) -> Tensor:
+        x_BTW = self.embed(words_BT)
+        return functional.linear(self.body(x_BTW, x_BTW), self.embed.weight).flatten(0, 1)
+
+
+class FrozenRest(Stack):
+    """Trains the layer before the others only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.first = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x_BW: Tensor) -> Tensor:
+        return super().forward(self.first(x_BW))
+
+
 def encoded(model: nn.Module, example: tuple[Any, Any], options: dict[str, Any]) -> tuple[Any, ...]:
     """Return the segments, the programs and the Python state read of a model, and its divisions' ports."""
     with TRACING:
@@ -407,6 +616,20 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "views": (ReadsViews, 0),
     "tied": (Tied, REST - 1),
     "forward hooks": (CountedHook, REST - 1),
+    "expanded": (Dropped, REST),
+    "bound": (lambda: Stack(Bound), 0),
+    "nodes": (lambda: Stack(GradientNode), 0),
+    "features": (lambda: Features(cleared=False), 0),
+    "features cleared": (lambda: Features(cleared=True), 0),
+    "filled": (ReadsFilled, 0),
+    "held": (CallsHeld, 0),
+    "signatures": (Signatures, REST),
+    "marks": (ReadsMarks, 0),
+    "skips": (Skips, 0),
+    "signed": (lambda: Stack(Signed), REST),
+    "laid out": (Laid, REST),
+    "shared": (Shared, 0),
+    "frozen": (FrozenRest, LAYERS),
 }
 
 
@@ -418,3 +641,37 @@ def test_programs_of_layers(
     apart, whole = both(monkeypatch, make(), ROWS, {})
     assert apart == whole
     assert copies == ([copied] if copied else [])
+
+
+def test_programs_of_encoders_and_decoders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients of the memory are summed over the decoder's layers, and within each."""
+    apart, whole = both(monkeypatch, Translation(), WORDS, {})
+    assert apart == whole
+
+
+def test_nothing_is_left_of_a_capture() -> None:
+    model = Features(cleared=True)
+    capture(model, functional.cross_entropy, ROWS)
+    gc.collect()
+    assert model.found == []
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert not layer_operator._specs
+    assert not [each for each in gc.get_objects() if isinstance(each, Record)]
+
+
+def test_an_error_in_a_layer_leaves_nothing(recwarn: pytest.WarningsRecorder) -> None:
+    class Failing(Plain):
+        def forward(self, x_BW: Tensor) -> Tensor:
+            return super().forward(x_BW) @ x_BW if self.number == 7 else super().forward(x_BW)
+
+    model = Stack(Failing)
+    with pytest.raises(CaptureError, match=r"self.number == 7") as caught:
+        capture(model, functional.cross_entropy, ROWS)
+    assert "mat1 and mat2" in str(caught.value) or "reduction dim" in str(caught.value)
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert not layer_operator._specs
+
+
+def test_a_trace_of_the_whole_model_comes_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
+    capture(Penalised(), functional.cross_entropy, ROWS)
+    assert not [each for each in recwarn if "RepeatedLayer" in str(each.message)]

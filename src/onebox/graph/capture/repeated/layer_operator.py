@@ -35,10 +35,12 @@ class CallSpecs:
     Args:
         results: Its results.
         gradients: The gradients of its tensors that require one, in order.
+        relaid: The calls with the same trace whose results' gradients have another layout than in it.
     """
 
     results: Sequence[Tensor]
     gradients: Sequence[Tensor]
+    relaid: set[int]
 
 
 _numbers = itertools.count()
@@ -88,20 +90,30 @@ class _RepeatedLayer(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise Unrepeatable("a gradient of a gradient")
         needed = []
-        for gradient, like in zip(gradients, _specs[ctx.call].results, strict=True):
+        specs = _specs[ctx.call]
+        for gradient, like in zip(gradients, specs.results, strict=True):
             if like.requires_grad:
                 if gradient is None:
                     raise Unrepeatable("a result without a gradient")
+                if gradient.stride() != like.stride():
+                    specs.relaid.add(ctx.call)
                 needed.append(_laid_out(gradient, like))
+        if len(specs.relaid) > 1:  # a trace of the model would have this layout in all of them
+            raise Unrepeatable("gradients with elements in another order")
         made = iter(BACKWARD(needed, ctx.call))
         return None, *(next(made) if wanted else None for wanted in ctx.needs_input_grad[1:])
 
 
 def _laid_out(gradient: Tensor, like: Tensor) -> Tensor:
-    """Return a gradient with its elements in memory as the layer's trace has them."""
+    """Return a gradient with its elements in memory as the layer's trace has them.
+
+    Raises:
+        Unrepeatable: A trace of the model might have its layout in the layer, and in those before it.
+    """
     if gradient.stride() == like.stride():
         return gradient
-    if not like.is_contiguous():
+    expanded = any(not stride and size != 1 for size, stride in zip(gradient.shape, gradient.stride(), strict=True))
+    if not like.is_contiguous() or not expanded:
         raise Unrepeatable("a gradient with elements in another order")
     return gradient.contiguous()
 

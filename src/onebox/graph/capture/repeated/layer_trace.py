@@ -169,13 +169,29 @@ class LayerCopy:
         return {path: (path, *value[1:]) for path, value in named.items()}
 
 
+def _require_order(site: fx.Node, trace: LayerTrace) -> None:
+    """Require that no sum within a layer is added to one from outside of it: ``x + (a + b)`` is not ``(x + a) + b``."""
+    own = set(trace.backward)
+    for made in site.users:
+        gradient = trace.gradients[made.args[1]]  # type: ignore[index]
+        if gradient in own and gradient.target is torch.ops.aten.add.Tensor:
+            for user in made.users:
+                if user.target is torch.ops.aten.add.Tensor and user.args[1] is made:
+                    raise Unrepeatable("a gradient is summed within the layer and outside of it")
+
+
 def put_copies(graph: fx.Graph, copies: Mapping[int, LayerCopy]) -> None:
     """Replace the operators of calls of layers in a graph by the nodes of these layers.
 
     Args:
         graph: Changed in place.
         copies: The copy for each call, by its number.
+
+    Raises:
+        Unrepeatable: A sum of gradients would be another; the graph is then as it was.
     """
+    for node in graph.find_nodes(op="call_function", target=BACKWARD):
+        _require_order(node, copies[node.args[1]].trace)
     for node in list(graph.nodes):
         if node.target is FORWARD:
             copies[node.args[1]].put_forward(node)

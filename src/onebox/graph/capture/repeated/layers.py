@@ -3,13 +3,17 @@
 Autograd's trace of a layer takes a tenth of a second of processor, and a run without values a twentieth of that. So
 forward is first run without values, and the operators of each call of a module that has several of its kind are
 recorded (:mod:`~onebox.graph.capture.repeated.records`). Of calls with equal records one is traced; in the trace of the
-model each is one operator, whose place copies of that trace take in the end. The user's Python of every call has then
-run once at least, and nothing is assumed of it.
+model each is one operator, whose place copies of that trace take in the end.
+
+What a layer does in Python beside its operators and results is not done in that trace. Therefore forward is run
+without values once more, with the operators in the place of calls: if anything around them is then another, no call is
+replaced.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +23,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from onebox.errors import OneboxError
 from onebox.graph.capture.repeated.layer_operator import CallSpecs, Unrepeatable, add_call, call_layer, remove_call
 from onebox.graph.capture.repeated.layer_trace import LayerCopy, LayerTrace, put_copies, trace_layer
 from onebox.graph.capture.repeated.records import Number, Record, Recorder
@@ -74,11 +79,7 @@ class _Call:
     record: Record
     result: Any
 
-    def compute(self, *given: Tensor) -> tuple[Tensor, ...]:
-        """Return the results that are tensors, computed by the layer's own Python with other tensors."""
-        return tuple(each for each in pytree.tree_leaves(self.called(given)) if isinstance(each, Tensor))
-
-    def called(self, given: Sequence[Tensor]) -> Any:
+    def run(self, given: Sequence[Tensor]) -> Any:
         """Return what the layer returns for other tensors, by its own Python."""
         leaves = [given[leaf.number] if isinstance(leaf, Number) else leaf for leaf in self.arguments]
         args, kwargs = pytree.tree_unflatten(leaves, self.nesting)
@@ -90,6 +91,11 @@ class _Call:
         finally:
             for (held, key), tensor in zip(self.layer.places, before, strict=True):
                 held[key] = tensor
+
+    def described(self, arguments: Sequence[Any], nesting: Any, held: Sequence[int]) -> bool:
+        """Return whether a call has the same arguments, beside tensors."""
+        value = self.record.value
+        return (value(arguments), str(nesting), list(held)) == (value(self.arguments), str(self.nesting), self.held)
 
     def returned(self, tensors: Sequence[Tensor]) -> Any:
         """Return what the layer returns, with other tensors."""
@@ -105,6 +111,7 @@ class RepeatedLayers:
         places: Where its modules hold the tensors that the trace replaces.
         stack: Returns the modules that are being computed.
         within: A context in which the user's forward is called, inside given modules.
+        restored: Returns the result of a function that runs the user's Python, and restores Python's state.
     """
 
     def __init__(
@@ -113,10 +120,12 @@ class RepeatedLayers:
         places: Places,
         stack: Callable[[], LayerStack],
         within: Callable[[LayerStack], contextlib.AbstractContextManager[Any]],
+        restored: Callable[[Callable[[], LayerTrace]], LayerTrace],
     ) -> None:
         self._layers = _repeated(model, places)
-        self._stack, self._within = stack, within
+        self._stack, self._within, self._restored = stack, within, restored
         self._recorder: Recorder | None = None
+        self._used = False
         self._calls: list[_Call] = []
         self._numbers: dict[tuple[_Layer, int], int] = {}
         self._by_number: dict[int, _Call] = {}
@@ -125,41 +134,77 @@ class RepeatedLayers:
 
     @property
     def used(self) -> bool:
-        """Return whether operators stand for calls of layers."""
-        return bool(self._copies)
+        """Return whether operators have stood for calls of layers."""
+        return self._used
 
     @contextlib.contextmanager
-    def found(self, run: Callable[[], Any]) -> Iterator[None]:
+    def found(self, run: Callable[[], Any], tensors: Sequence[Tensor]) -> Iterator[None]:
         """Find the layers, and let operators stand for their calls in the traces within the context.
 
         Args:
             run: Runs forward without values.
+            tensors: Its tensors: parameters, buffers, inputs and targets.
+
+        Raises:
+            OneboxError: Forward cannot be captured.
         """
-        if self._layers:
-            with contextlib.suppress(Exception):  # the trace of the model meets it too, and says what is the matter
-                self._find(run)
         try:
+            if self._layers:
+                self._find(run, tensors)
             yield
         finally:
-            for number in self._by_number:
-                remove_call(number)
-            self._numbers.clear()
+            self._drop()
 
-    def _find(self, run: Callable[[], Any]) -> None:
-        self._recorder = Recorder()
+    def _find(self, run: Callable[[], Any], tensors: Sequence[Tensor]) -> None:
         try:
-            with self._recorder.watching():
+            first = self._watched(run, tensors)
+        except OneboxError:
+            raise
+        except Exception:  # the trace of the model meets it, too, and says what is the matter
+            return
+        calls = list(self._calls)
+        groups: dict[Hashable, list[_Call]] = defaultdict(list)
+        for call in calls if first.comparable else ():
+            if call.record.comparable:
+                groups[call.record.key].append(call)
+        for alike in groups.values():
+            if len(alike) >= _LEAST:
+                with contextlib.suppress(Exception):  # what one call does not allow in its trace alone
+                    self._add(alike, self._restored(lambda call=alike[0]: self._trace(call)))  # type: ignore[misc]
+        if self._copies and not self._stands(run, tensors, first, calls):
+            self._drop()
+
+    def _stands(self, run: Callable[[], Any], tensors: Sequence[Tensor], first: Record, calls: Sequence[_Call]) -> bool:
+        """Return whether forward is the same with operators in the place of calls."""
+        try:
+            again = self._watched(run, tensors)
+        except Exception:
+            return False
+        apart = {(call.layer, call.ordinal): call.record.key for call in self._calls}
+        return again.key == first.key and all(
+            apart[call.layer, call.ordinal] == call.record.key
+            for call in calls
+            if (call.layer, call.ordinal) not in self._numbers
+        )
+
+    def _watched(self, run: Callable[[], Any], tensors: Sequence[Tensor]) -> Record:
+        """Run forward, and return the record of what is around the calls of layers."""
+        self._recorder = recorder = Recorder(tensors)
+        self._calls = []
+        try:
+            with recorder.watching():
                 run()
         finally:
             self._recorder = None
-        groups: dict[Hashable, list[_Call]] = defaultdict(list)
-        for call in self._calls:
-            if call.record.comparable:
-                groups[call.record.key].append(call)
-        for calls in groups.values():
-            if len(calls) >= _LEAST:
-                with contextlib.suppress(Unrepeatable):
-                    self._add(calls, self._trace(calls[0]))
+        return recorder.outside
+
+    def _drop(self) -> None:
+        """Let nothing stand for calls."""
+        for number in self._by_number:
+            remove_call(number)
+        self._by_number.clear()
+        self._numbers.clear()
+        self._copies.clear()
 
     def _trace(self, call: _Call) -> LayerTrace:
         """Trace a call.
@@ -167,12 +212,11 @@ class RepeatedLayers:
         Raises:
             Unrepeatable: It cannot stand for others.
         """
-
         ambient, recorder = call.record.ambient, Recorder()
 
         def compute(*given: Tensor) -> tuple[Tensor, ...]:
             with self._within(call.outside), ambient.restored():
-                return call.compute(*given)
+                return tuple(each for each in pytree.tree_leaves(call.run(given)) if isinstance(each, Tensor))
 
         given = [_leaf(tensor) for tensor in call.record.given]
         with (
@@ -182,15 +226,17 @@ class RepeatedLayers:
             ambient.restored(),
             recorder.recorded(given, call.arguments, call.nesting, call.held) as again,
         ):
-            again.end(call.called(given))
-        if again.key != call.record.key:
+            again.end(call.run(given))
+        if not again.comparable or again.key != call.record.key:  # with all of its state, not only what is restored
             raise Unrepeatable("something around the layer changes what it computes")
         with torch.set_grad_enabled(ambient.gradients):
             return trace_layer(compute, given)
 
     def _add(self, calls: Sequence[_Call], trace: LayerTrace) -> None:
+        relaid: set[int] = set()
         for call in calls:
-            number = add_call(CallSpecs(results=call.record.results, gradients=trace.gradient_specs))
+            number = add_call(CallSpecs(results=call.record.results, gradients=trace.gradient_specs, relaid=relaid))
+            self._used = True
             self._by_number[number] = call
             self._numbers[call.layer, call.ordinal] = number
             self._copies[number] = LayerCopy(trace=trace, names=_names(calls[0], call), number=number)
@@ -208,20 +254,30 @@ class RepeatedLayers:
                 vars(layer.module).pop("forward", None)
 
     def _standing_for(self, layer: _Layer, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def called(*args: Any, **kwargs: Any) -> Any:
+        @functools.wraps(forward)
+        def stand_in(*args: Any, **kwargs: Any) -> Any:
+            recorder = self._recorder
+            if recorder is not None and recorder.busy:
+                return forward(*args, **kwargs)
             ordinal = self._counts[layer]
             self._counts[layer] += 1
-            if self._recorder is not None:
-                if self._recorder.busy:
-                    return forward(*args, **kwargs)
-                return self._recorded(self._recorder, layer, ordinal, forward, args, kwargs)
             number = self._numbers.get((layer, ordinal))
+            if recorder is not None and number is None:
+                return self._recorded(recorder, layer, ordinal, forward, args, kwargs)
             if number is None:
                 return forward(*args, **kwargs)
-            given = _given(layer, args, kwargs)[0]
-            return self._by_number[number].returned(call_layer(number, given))
+            call = self._by_number[number]
+            given, arguments, nesting, held = _given(layer, args, kwargs)
+            if not call.described(arguments, nesting, held):
+                raise Unrepeatable("a layer is called with other arguments than before")
+            if recorder is None:
+                return call.returned(call_layer(number, given))
+            with recorder.aside():
+                results = call_layer(number, given)
+            recorder.outside.call((layer.path, ordinal, call.record.entries[len(given)]), given, results)
+            return call.returned(results)
 
-        return called
+        return stand_in
 
     def _recorded(
         self,
@@ -240,6 +296,7 @@ class RepeatedLayers:
         after = _held(layer.module)
         if before.keys() != after.keys() or any(after[place] is not value for place, value in before.items()):
             record.comparable = False
+        recorder.outside.call((layer.path, ordinal, record.entries[len(given)]), given, record.results)
         self._calls.append(
             _Call(
                 layer=layer,
@@ -268,15 +325,21 @@ def _repeated(model: nn.Module, places: Places) -> list[_Layer]:
     for owner, key in places:
         held[id(owner)].append((owner, key))
     looks: dict[nn.Module, Hashable] = {}
-    for module in reversed(list(paths)):
-        parts = tuple((name, looks[part]) for name, part in module._modules.items() if part is not None)
-        tensors = tuple(
-            (name, tensor.shape, tensor.dtype, tensor.requires_grad)
-            for own in (module._parameters, module._buffers)
-            for name, tensor in own.items()
-            if tensor is not None
-        )
-        looks[module] = hash((type(module), module.training, parts, tensors))
+
+    def look(module: nn.Module) -> Hashable:
+        if module not in looks:
+            parts = tuple((name, look(part)) for name, part in module._modules.items() if part is not None)
+            tensors = tuple(
+                (name, tensor.shape, tensor.dtype, tensor.requires_grad)
+                for own in (module._parameters, module._buffers)
+                for name, tensor in own.items()
+                if tensor is not None
+            )
+            looks[module] = type(module), module.training, parts, tensors
+        return looks[module]
+
+    for module in paths:
+        look(module)
     counts = Counter(looks.values())
     found: list[_Layer] = []
 

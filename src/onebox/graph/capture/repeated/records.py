@@ -1,15 +1,15 @@
-"""Records of the operators that calls of layers run, in a form in which two calls can be compared.
+"""Records of the operators that calls of layers run, and of those around them, in a form that can be compared.
 
 Two calls with equal records compute the same function of their tensors: every operator is recorded with its arguments,
 where a tensor is named by the call's argument or operator that it comes from. Whatever a record cannot hold makes it
-incomparable: a tensor from elsewhere, a gradient of the user's own, a tensor that leaves the call otherwise than by its
-results.
+incomparable: a tensor from elsewhere, a gradient written in Python, a hook, a tensor that leaves the call otherwise
+than by its results.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
+import inspect
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,8 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _NUMBERS = torch.SymInt | torch.SymFloat | torch.SymBool
 _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
-_HOOKS = frozenset({Tensor.register_hook, Tensor.retain_grad})
-"""Calls that run Python during backward."""
+_GRAD_FN: Any = inspect.getattr_static(Tensor, "grad_fn").__get__
+_UNSEEN = frozenset({Tensor.register_hook, Tensor.retain_grad, _GRAD_FN})
+"""Calls that let Python run in backward, or depend on how a tensor was computed."""
 
 _GENERATED = "GeneratedBackwardFor_"
 """Prefix of the classes that PyTorch makes for the gradient formulas of operators."""
@@ -47,6 +48,8 @@ class Record:
         entries: What it runs, and returns.
         comparable: Whether another call with an equal record computes the same.
         results: The tensors that it returns.
+        anything: Whether tensors from elsewhere get names in the order of their reading, instead of making it
+            incomparable.
     """
 
     given: tuple[Tensor, ...]
@@ -54,6 +57,7 @@ class Record:
     entries: list[Hashable] = field(default_factory=list)
     comparable: bool = True
     results: tuple[Tensor, ...] = ()
+    anything: bool = False
     _names: dict[int, Hashable] = field(default_factory=dict)
     _kept: list[Any] = field(default_factory=list)
 
@@ -61,6 +65,7 @@ class Record:
         for number, tensor in enumerate(self.given):
             self._names[id(tensor)] = number
             self.entries.append(_looks(tensor))
+        self.comparable = self.anything or (bool(self.given) and not any(map(_is_lazy, self.given)))
 
     @property
     def key(self) -> tuple[Hashable, ...]:
@@ -86,9 +91,29 @@ class Record:
         if not made and not func._schema.is_mutable:
             return  # a question, such as for the device; what the answer leads to is recorded
         self.entries.append((func, torch.is_grad_enabled(), self.value(args), self.value(kwargs)))
+        self._name(made)
+
+    def call(self, described: Hashable, given: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        """Record a call of a layer as a whole.
+
+        Args:
+            described: The layer, and its arguments.
+            given: Its tensors.
+            results: The tensors that it returns.
+        """
+        self.entries.append((described, torch.is_grad_enabled(), self.value(tuple(given))))
+        self._name(results)
+
+    def _name(self, made: Sequence[Tensor]) -> None:
+        """Name tensors by the latest entry."""
         for place, tensor in enumerate(made):
             self._names.setdefault(id(tensor), (len(self.entries), place))
             self._kept.append(tensor)
+
+    def adopt(self, record: Record) -> None:
+        """Name the tensors of a call that is recorded apart."""
+        for tensor in record.inner:
+            self._names.setdefault(id(tensor), ("inner", len(self.entries), record._names[id(tensor)]))
 
     def end(self, result: Any) -> None:
         """Record the results of the call."""
@@ -98,15 +123,24 @@ class Record:
         given = {_memory(tensor) for tensor in self.given}
         if len({_memory(tensor) for tensor in self.results} - given) < len(self.results) or not self.results:
             self.comparable = False  # a result that is an argument, or a view of one or of another result
+        with torch._C.DisableTorchFunction():
+            if any(map(_is_lazy, self.results)) or _has_python(self.results, self.given):
+                self.comparable = False
 
     def value(self, value: Any) -> Hashable:
         """Return an argument as a value that can be compared; the record is incomparable where there is none."""
         if isinstance(value, Tensor):
             if id(value) not in self._names:
-                self.comparable = False
+                if self.anything:
+                    self._names[id(value)] = "elsewhere", len(self._kept), _looks(value)
+                    self._kept.append(value)
+                else:
+                    self.comparable = False
             return "tensor", self._names.get(id(value)), value.requires_grad
         if isinstance(value, _NUMBERS):
             return _Symbol(value)
+        if isinstance(value, float | complex):
+            return type(value), repr(value)  # 0.0 and -0.0 differ
         if value is None or isinstance(value, (*_PLAIN, Number)):
             return type(value), value
         if type(value) in (list, tuple) or isinstance(value, torch.Size):
@@ -115,6 +149,27 @@ class Record:
             return dict, *((key, self.value(each)) for key, each in value.items())
         self.comparable = False
         return None
+
+
+def _is_lazy(tensor: Tensor) -> bool:
+    """Return whether a tensor is marked for something that is to be done to its elements."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
+def _has_python(results: Sequence[Tensor], given: Sequence[Tensor]) -> bool:
+    """Return whether the gradients of results run Python that is none of PyTorch's."""
+    seen = {tensor.grad_fn for tensor in given}
+    left = [tensor.grad_fn for tensor in results]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        python = isinstance(node, torch.autograd.function.BackwardCFunction)
+        if python and not type(node).__name__.startswith(_GENERATED):
+            return True
+        left += [each for each, _ in node.next_functions]
+    return False
 
 
 def _looks(tensor: Tensor) -> Hashable:
@@ -180,17 +235,33 @@ class Ambient:
 
 
 class Recorder(TorchDispatchMode):
-    """Records the operators of calls, and notes tensors that leave a call otherwise than by its results."""
+    """Records the operators of calls, and notes tensors that leave a call otherwise than by its results.
 
-    def __init__(self) -> None:
+    Args:
+        given: Tensors that are there before the calls.
+    """
+
+    def __init__(self, given: Sequence[Tensor] = ()) -> None:
         super().__init__()
+        self.outside = Record(given=tuple(given), ambient=Ambient.now(), anything=True)
+        """The operators around the calls, and the calls."""
         self._record: Record | None = None
+        self._aside = False
         self._inner: dict[int, tuple[Record, Tensor]] = {}
 
     @property
     def busy(self) -> bool:
         """Return whether a call is being recorded."""
         return self._record is not None
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Record nothing within the context."""
+        self._aside = True
+        try:
+            yield
+        finally:
+            self._aside = False
 
     @contextlib.contextmanager
     def recorded(
@@ -213,39 +284,27 @@ class Recorder(TorchDispatchMode):
             self._record = None
             for tensor in record.inner:
                 self._inner.setdefault(id(tensor), (record, tensor))
+            self.outside.adopt(record)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Record operators within the context."""
-        apply: Any = vars(torch.autograd.Function)["apply"]
-        recorder, mine = self, threading.get_ident()
-
-        def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == mine and not cls.__name__.startswith(_GENERATED):
-                recorder.refuse()
-            return apply.__func__(cls, *args, **kwargs)
-
-        torch.autograd.Function.apply = classmethod(applied)  # type: ignore[assignment, method-assign]
-        try:
-            with _Hooks(self), self:
-                yield
-        finally:
-            torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+        with _UnseenCalls(self), self:
+            yield
 
     def refuse(self) -> None:
-        """Make the record of the present call, if any, incomparable."""
-        if self._record is not None:
-            self._record.comparable = False
+        """Make the record of the present call incomparable, or that of what is around the calls."""
+        (self._record or self.outside).comparable = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if self._inner:
+        if self._inner and not self._aside:
             self._leave(pytree.tree_leaves((args, kwargs)))
-        if self._record is not None:
+        if not self._aside:
             with torch._C.DisableTorchFunction():
-                self._record.run(func, args, kwargs or {}, result)
+                (self._record or self.outside).run(func, args, kwargs or {}, result)
         return result
 
     def _leave(self, values: Iterable[Any]) -> None:
@@ -255,8 +314,8 @@ class Recorder(TorchDispatchMode):
                 self._inner[id(each)][0].comparable = False
 
 
-class _Hooks(TorchFunctionMode):
-    """Makes records of calls with hooks on tensors incomparable."""
+class _UnseenCalls(TorchFunctionMode):
+    """Makes records with calls incomparable of whose effect operators show nothing."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -265,6 +324,6 @@ class _Hooks(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func in _HOOKS:
+        if func in _UNSEEN:
             self._recorder.refuse()
         return func(*args, **(kwargs or {}))
