@@ -125,7 +125,7 @@ class RepeatedLayers:
         self._layers = _repeated(model, places)
         self._stack, self._within, self._restored = stack, within, restored
         self._recorder: Recorder | None = None
-        self._used = False
+        self._used = self._within_layer = False
         self._calls: list[_Call] = []
         self._numbers: dict[tuple[_Layer, int], int] = {}
         self._by_number: dict[int, _Call] = {}
@@ -182,7 +182,7 @@ class RepeatedLayers:
             return False
         apart = {(call.layer, call.ordinal): call.record.key for call in self._calls}
         return again.key == first.key and all(
-            apart[call.layer, call.ordinal] == call.record.key
+            apart.get((call.layer, call.ordinal)) == call.record.key
             for call in calls
             if (call.layer, call.ordinal) not in self._numbers
         )
@@ -257,7 +257,7 @@ class RepeatedLayers:
         @functools.wraps(forward)
         def stand_in(*args: Any, **kwargs: Any) -> Any:
             recorder = self._recorder
-            if recorder is not None and recorder.busy:
+            if self._within_layer or (recorder is not None and recorder.busy):
                 return forward(*args, **kwargs)
             ordinal = self._counts[layer]
             self._counts[layer] += 1
@@ -265,7 +265,11 @@ class RepeatedLayers:
             if recorder is not None and number is None:
                 return self._recorded(recorder, layer, ordinal, forward, args, kwargs)
             if number is None:
-                return forward(*args, **kwargs)
+                self._within_layer = True
+                try:
+                    return forward(*args, **kwargs)
+                finally:
+                    self._within_layer = False
             call = self._by_number[number]
             given, arguments, nesting, held = _given(layer, args, kwargs)
             if not call.described(arguments, nesting, held):
