@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -270,6 +272,54 @@ def test_options_count_and_kernels_do_not(kind: str, options: Options) -> None:
     assert sim.charged_bytes == native.charged_bytes
     sim.set_options(({**options, "lr": 0.5},))
     assert sim.groups[0]["lr"] == 0.5
+
+
+_FIRST_STEPS = """
+import sys, torch
+from onebox.wire.protocol.requests import OptimizerSpec
+from onebox.worker.emulated import EmulatedOptimizer
+from onebox.worker.optimizer.native import ALLOWED
+more = {
+    "Adam": [{"amsgrad": True, "weight_decay": 0.1}, {"maximize": True}],
+    "NAdam": [{"weight_decay": 0.1, "decoupled_weight_decay": True}],
+    "RMSprop": [{"momentum": 0.5, "centered": True}],
+    "SGD": [{"momentum": 0.9, "nesterov": True}],
+}
+steps = [(kind, options) for kind in ALLOWED if hasattr(torch.optim, kind) for options in [{}, *more.get(kind, [])]]
+with torch.inference_mode():
+    for kind, options in steps:
+        for delay in ("none", "feedback"):
+            ours = [torch.empty(shape, device="meta") for shape in ((4, 3), (2, 5))]
+            optimizer = EmulatedOptimizer(OptimizerSpec(kind, (((0, 1), options),), (1, 2), delay=delay), ours, [])
+            for _ in range(2):
+                optimizer.step(ours, 1.0, late=True)
+            if "sympy" in sys.modules:
+                sys.exit(f"{kind} with {options} and delay {delay!r} imports sympy")
+"""
+
+
+def test_no_first_step_imports_sympy() -> None:
+    ran = subprocess.run([sys.executable, "-c", _FIRST_STEPS], capture_output=True, text=True, timeout=120, check=False)
+    assert not ran.returncode, ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("key", "wrong"),
+    [
+        *((key, torch.ones(shape)) for key in ("exp_avg", "exp_avg_sq") for shape in ((5, 7), (3,), (2, 4, 3), (4, 1))),
+        ("exp_avg", torch.ones(4, 3, dtype=torch.float64)),
+    ],
+)
+def test_a_state_that_does_not_fit_fails_as_on_a_cpu(key: str, wrong: Tensor) -> None:
+    parameter = torch.ones(4, 3)
+    state = {"exp_avg": parameter, "exp_avg_sq": parameter, "step": torch.tensor(1.0)} | {key: wrong}
+    entries = tuple(StateEntry(0, name, spec_of(tensor)) for name, tensor in state.items())
+    spec = OptimizerSpec("Adam", (((0,), {"fused": False, "foreach": False}),), (1,), entries)
+    for kind, device in ((NativeOptimizer, "cpu"), (EmulatedOptimizer, "meta")):
+        tensors = [tensor.to(device) if tensor.dim() else tensor.clone() for tensor in state.values()]
+        optimizer = kind(spec, [torch.ones(4, 3, device=device)], tensors)
+        with pytest.raises(RuntimeError, match=r"size|shape|dimension|dtype"):
+            optimizer.step([torch.ones(4, 3, device=device)], 0.0)
 
 
 def test_an_optimizer_without_values(rig: Rig) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import psutil
@@ -16,11 +17,19 @@ from onebox.errors import WireError
 from onebox.pool.errors import WorkerLocation
 from onebox.wire import from_frame, to_frame
 from onebox.wire.protocol.groups import Reduced, Rendezvous, TicketCancelled
-from onebox.wire.protocol.responses import Contribution, GroupTraffic, Left, LinkTraffic, Lookup
+from onebox.wire.protocol.responses import LOOKUP_KEYS, Contribution, GroupTraffic, Left, LinkTraffic, Lookup
 
 KEYS = 1 << 16
 KEY_BYTES = 64 << 20
-"""Limits of a group's key-value store: Gloo's takes some 200 bytes for each pair of members."""
+"""Limits of a group's key-value store: Gloo's takes some 200 bytes for each pair of members, and lookups that wait, of
+512 members for all others, take 24 MiB."""
+
+WAITING = 4
+"""Most lookups of a worker in a group that wait: its store waits for one at a time, and gives up those that took too
+long."""
+
+_OBJECT_BYTES = 80
+"""Bytes of a text of no characters, and of a reference to it."""
 
 _DIGITS = 32
 """Most digits of a counter."""
@@ -44,90 +53,131 @@ class LookupReply:
     values: tuple[bytes, ...]
 
 
-class _Waiting(NamedTuple):
-    """A lookup that waits for a key."""
+@dataclass
+class _Waiting:
+    """A lookup that waits for a key, the first of those that were not set when it was last looked at."""
 
     worker: int
     ticket: int
     keys: tuple[str, ...]
+    place: int = 0
+    """Position of that key."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that it takes."""
+        return sum(map(_size, self.keys))
 
 
 @dataclass
+class _Store:
+    """The key-value store of one group, with limits: an operation that would exceed them changes nothing."""
+
+    group: int
+    values: dict[str, bytes] = field(default_factory=dict)
+    waiting: dict[str, list[_Waiting]] = field(default_factory=dict)  # by the key that they wait for
+    lookups: Counter[int] = field(default_factory=Counter)  # that wait, by worker
+    size_bytes: int = 0  # of keys, values and waiting lookups
+
+    def set(self, key: str, value: bytes) -> list[LookupReply]:
+        """Set a key and return the replies that it releases."""
+        known = self.values.get(key)
+        more_bytes = len(value) + _size(key) if known is None else len(value) - len(known)
+        self._require(more_bytes, another_key=known is None)
+        self.size_bytes += more_bytes
+        self.values[key] = value
+        replies = []
+        for waiting in self.waiting.pop(key, ()):
+            if self._advance(waiting):
+                self.waiting.setdefault(waiting.keys[waiting.place], []).append(waiting)
+            else:
+                self.lookups[waiting.worker] -= 1
+                self.size_bytes -= waiting.size_bytes
+                replies.append(self._reply(waiting))
+        return replies
+
+    def get(self, waiting: _Waiting) -> list[LookupReply]:
+        """Return the reply to a ``get``; none as long as one of its keys is not set, for which it waits then."""
+        if not self._advance(waiting):
+            return [self._reply(waiting)]
+        if self.lookups[waiting.worker] >= WAITING:
+            raise WireError(f"{WAITING} lookups of worker {waiting.worker} in group {self.group} wait; no more may")
+        size_bytes = waiting.size_bytes
+        self._require(size_bytes)
+        self.size_bytes += size_bytes
+        self.lookups[waiting.worker] += 1
+        self.waiting.setdefault(waiting.keys[waiting.place], []).append(waiting)
+        return []
+
+    def delete(self, key: str) -> bool:
+        """Delete a key and return whether it existed."""
+        gone = self.values.pop(key, None)
+        if gone is not None:
+            self.size_bytes -= _size(key) + len(gone)
+        return gone is not None
+
+    def _advance(self, waiting: _Waiting) -> bool:
+        """Go on to the next key that is not set, at last over all from the first; return whether there is one."""
+        keys = waiting.keys
+        for place in chain(range(waiting.place, len(keys)), range(waiting.place)):
+            if keys[place] not in self.values:
+                waiting.place = place
+                return True
+        return False
+
+    def _reply(self, waiting: _Waiting) -> LookupReply:
+        return LookupReply(waiting.worker, waiting.ticket, tuple(self.values[name] for name in waiting.keys))
+
+    def _require(self, more_bytes: int, *, another_key: bool = False) -> None:
+        """Refuse what would exceed a limit."""
+        if (another_key and len(self.values) >= KEYS) or self.size_bytes + more_bytes > KEY_BYTES:
+            raise WireError(f"the store of group {self.group} is full: {KEYS} keys and {KEY_BYTES} bytes are allowed")
+
+
 class KeyValues:
     """The key-value stores of all groups; a ``get`` is answered once its keys are set."""
 
-    _values: dict[tuple[int, str], bytes] = field(default_factory=dict)
-    _waiting: dict[tuple[int, str], list[_Waiting]] = field(default_factory=lambda: defaultdict(list))  # by one key
-    _counts: Counter[int] = field(default_factory=Counter)  # of keys and waiting lookups, by group
-    _bytes: Counter[int] = field(default_factory=Counter)  # of keys and values, by group
+    def __init__(self) -> None:
+        self._stores: dict[int, _Store] = {}
 
     def lookup(self, worker: int, lookup: Lookup) -> list[LookupReply]:
         """Apply a worker's operation and return the replies that it releases.
 
         Raises:
-            WireError: It needs a number that is none, it names a key twice, or the group's store is full.
+            WireError: It needs a number that is none, it names too many keys or one twice, too many lookups of the
+                worker wait, or the group's store is full.
         """
         if not lookup.keys:
             return [LookupReply(worker, lookup.ticket, (b"",))]
+        if len(lookup.keys) > LOOKUP_KEYS:
+            raise WireError(f"a lookup of worker {worker} names {len(lookup.keys)} keys; allowed are {LOOKUP_KEYS}")
         if len(set(lookup.keys)) < len(lookup.keys):  # a reply has each value once, and so has a bound
             raise WireError(f"a lookup of worker {worker} names a key twice")
-        key = (lookup.group, lookup.keys[0])
+        store = self._stores.setdefault(lookup.group, _Store(lookup.group))
+        key = lookup.keys[0]
         match lookup.action:
             case "set":
-                return self._set(key, lookup.value)
+                return store.set(key, lookup.value)
             case "get":
-                waiting = _Waiting(worker, lookup.ticket, lookup.keys)
-                self._count(key, 1, _size(waiting))
-                return self._answer(lookup.group, waiting)
+                return store.get(_Waiting(worker, lookup.ticket, lookup.keys))
             case "add":
-                total = b"%d" % (_number(self._values.get(key, b"0")) + _number(lookup.value))
-                return [*self._set(key, total), LookupReply(worker, lookup.ticket, (total,))]
+                total = b"%d" % (_number(store.values.get(key, b"0")) + _number(lookup.value))
+                return [*store.set(key, total), LookupReply(worker, lookup.ticket, (total,))]
             case "check":
-                there = all((lookup.group, name) in self._values for name in lookup.keys)
+                there = all(name in store.values for name in lookup.keys)
                 return [LookupReply(worker, lookup.ticket, (b"1" if there else b"0",))]
             case "delete":
-                gone = self._values.pop(key, None)
-                if gone is not None:
-                    self._count(key, -1, -len(key[1]) - len(gone))
-                return [LookupReply(worker, lookup.ticket, (b"0" if gone is None else b"1",))]
+                return [LookupReply(worker, lookup.ticket, (b"1" if store.delete(key) else b"0",))]
 
     def forget(self, group: int) -> list[tuple[int, int]]:
         """Drop a group's keys and return the (worker, ticket) of pending lookups."""
-        for key in [key for key in self._values if key[0] == group]:
-            del self._values[key]
-        self._counts.pop(group, None)
-        self._bytes.pop(group, None)
-        keys = [key for key in self._waiting if key[0] == group]
-        return [(each.worker, each.ticket) for key in keys for each in self._waiting.pop(key)]
-
-    def _answer(self, group: int, waiting: _Waiting) -> list[LookupReply]:
-        """Return the reply to a ``get``; none as long as one of its keys is not set, for which it waits then."""
-        for name in waiting.keys:
-            if (group, name) not in self._values:
-                self._waiting[group, name].append(waiting)
-                return []
-        self._count((group, ""), -1, -_size(waiting))
-        return [LookupReply(*waiting[:2], tuple(self._values[group, name] for name in waiting.keys))]
-
-    def _set(self, key: tuple[int, str], value: bytes) -> list[LookupReply]:
-        known = self._values.get(key)
-        if known is None:
-            self._count(key, 1, len(key[1]) + len(value))
-        else:
-            self._count(key, 0, len(value) - len(known))
-        self._values[key] = value
-        return [reply for waiting in self._waiting.pop(key, ()) for reply in self._answer(key[0], waiting)]
-
-    def _count(self, key: tuple[int, str], more: int, more_bytes: int) -> None:
-        group = key[0]
-        self._counts[group] += more
-        self._bytes[group] += more_bytes
-        if self._counts[group] > KEYS or self._bytes[group] > KEY_BYTES:
-            raise WireError(f"the store of group {group} is full: {KEYS} keys and {KEY_BYTES} bytes are allowed")
+        store = self._stores.pop(group, _Store(group))
+        return [(each.worker, each.ticket) for waiting in store.waiting.values() for each in waiting]
 
 
-def _size(waiting: _Waiting) -> int:
-    return sum(map(len, waiting.keys))
+def _size(key: str) -> int:
+    """Return the most bytes that a key takes in CPython, which stores each character of some texts in 4 bytes."""
+    return _OBJECT_BYTES + len(key) * (1 if key.isascii() else 4)
 
 
 def _number(text: bytes) -> int:

@@ -288,6 +288,10 @@ class Heartbeat(Message, frozen=True, tag="beat"):
     doing: str
 
 
+LOOKUP_KEYS = 1024
+"""Most keys of a lookup; the client keeps those of lookups that wait."""
+
+
 class Lookup(Message, frozen=True, tag="lookup"):
     """A rendezvous operation of a group.
 
@@ -296,7 +300,7 @@ class Lookup(Message, frozen=True, tag="lookup"):
         group: The group.
         action: ``set`` (without a reply), ``get`` (waits for the keys), ``add`` (to a counter), ``check``, or
             ``delete``.
-        keys: One key; for ``get`` and ``check`` also several, each once.
+        keys: One key; for ``get`` and ``check`` also up to :data:`LOOKUP_KEYS`, each once.
         value: The value for ``set``, the decimal amount for ``add``.
     """
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from onebox.errors import WireError
 from onebox.wire import TensorSpec, dtype_name, from_frame, spec_of, to_frame
 from onebox.wire.protocol.groups import FormGroup, Rendezvous
-from onebox.wire.protocol.responses import Contribution, Joined, Listening, Lookup, RelayRequest
+from onebox.wire.protocol.responses import LOOKUP_KEYS, Contribution, Joined, Listening, Lookup, RelayRequest
 from onebox.worker.accelerator import Accelerator
 from onebox.worker.comm.api import Begun, ClientChannel, Finish, RankLost, ReceivedTensor, RowRange
 
@@ -49,7 +49,7 @@ class ChannelStore(dist.Store):
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """Return the values of keys, each of which is named once, waiting for them."""
-        return list(self._ask("get", keys)) if keys else []
+        return [value for some in _parts(keys) for value in self._ask("get", some)]
 
     def add(self, key: str, value: int) -> int:
         """Add to a counter and return the result."""
@@ -57,7 +57,7 @@ class ChannelStore(dist.Store):
 
     def check(self, keys: list[str]) -> bool:
         """Return whether all keys are set."""
-        return self._ask("check", list(dict.fromkeys(keys)))[0] == b"1"
+        return all(self._ask("check", some)[0] == b"1" for some in _parts(list(dict.fromkeys(keys))))
 
     def delete_key(self, key: str) -> bool:
         """Delete a key and return whether it existed."""
@@ -83,6 +83,11 @@ class ChannelStore(dist.Store):
         answer, _ = self._channel.await_ticket(ticket, self._timeout_s)
         assert isinstance(answer, Rendezvous)
         return answer.values
+
+
+def _parts(keys: list[str]) -> list[list[str]]:
+    """Return keys in parts of which each fits into a lookup."""
+    return [keys[start : start + LOOKUP_KEYS] for start in range(0, len(keys), LOOKUP_KEYS)]
 
 
 class ChannelRelay:

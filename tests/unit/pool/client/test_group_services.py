@@ -74,7 +74,7 @@ def test_a_contribution_without_its_elements_breaks_the_protocol() -> None:
 
 def test_a_groups_store_has_bounds_which_deleted_keys_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_services, "KEYS", 3)
-    monkeypatch.setattr(group_services, "KEY_BYTES", 100)
+    monkeypatch.setattr(group_services, "KEY_BYTES", 300)
     made = services()
     for _ in range(5):
         made.take(place(0), Lookup(1, 1, "set", ("a",), bytes(50)), ())
@@ -90,9 +90,10 @@ def test_a_groups_store_has_bounds_which_deleted_keys_leave(monkeypatch: pytest.
         made.take(place(0), Lookup(1, 1, "get", (f"{number}",)), ())
         made.take(place(1), Lookup(1, 1, "set", (f"{number}",), b"v"), ())
         made.take(place(0), Lookup(1, 1, "delete", (f"{number}",)), ())
+    for number in range(3):
+        made.take(place(0), Lookup(1, 1, "set", (f"{number}",), b"v"), ())
     with pytest.raises(WireError, match="store of group 1 is full"):
-        for number in range(4):
-            made.take(place(0), Lookup(1, 1, "get", (f"never {number}",)), ())
+        made.take(place(0), Lookup(1, 1, "set", ("3",), b"v"), ())
 
 
 def test_who_is_no_member_of_a_group_has_no_store_there() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from onebox.errors import WireError
-from onebox.pool.client.group_services import KEYS as KEYS_OF_A_GROUP
-from onebox.pool.client.group_services import ClientSums, KeyValues, LookupReply
+from onebox.pool.client import group_services
+from onebox.pool.client.group_services import KEY_BYTES, WAITING, ClientSums, KeyValues, LookupReply
 from onebox.wire import TensorSpec
-from onebox.wire.protocol.responses import Contribution, Lookup
+from onebox.wire.protocol.codec import decode_worker_message, encode
+from onebox.wire.protocol.responses import LOOKUP_KEYS, Contribution, Lookup
 
 GROUPS, KEYS, WORKERS = st.integers(1, 2), st.sampled_from("abc"), st.integers(0, 2)
 VALUES = st.sampled_from([b"1", b"2", b"30"])
@@ -59,6 +61,11 @@ class Store(RuleBasedStateMachine):
 
     @rule(worker=WORKERS, group=GROUPS, keys=st.lists(KEYS, min_size=1, unique=True))
     def get(self, worker: int, group: int, keys: list[str]) -> None:
+        waiting = sum(waiter[0] == worker and wanted[0] == group for waiter, wanted in self.waiting.items())
+        if waiting >= WAITING and not self.there(group, keys):
+            with pytest.raises(WireError, match=f"{WAITING} lookups of worker {worker} in group {group} wait"):
+                self.ask(worker, group, "get", *keys)
+            return
         ticket, answers = self.ask(worker, group, "get", *keys)
         if self.there(group, keys):
             assert answers == [LookupReply(worker, ticket, self.found(group, keys))]
@@ -95,6 +102,13 @@ class Store(RuleBasedStateMachine):
     def nobody_waits_for_keys_that_are_there(self) -> None:
         assert not any(self.there(*wanted) for wanted in self.waiting.values())
 
+    @invariant()
+    def what_is_kept_is_counted(self) -> None:
+        for group, store in self.keys._stores.items():
+            values = [len(value) + 81 for key, value in self.values.items() if key[0] == group]
+            waiting = [81 * len(keys) for of, keys in self.waiting.values() if of == group]
+            assert store.size_bytes == sum(values) + sum(waiting)
+
 
 TestStore = Store.TestCase
 
@@ -110,21 +124,98 @@ def test_a_lookup_that_names_a_key_twice_is_refused(action: Any) -> None:
         KeyValues().lookup(3, Lookup(7, 1, action, ("key", "other", "key")))
 
 
-def test_lookups_that_wait_count_until_they_are_answered() -> None:
+@pytest.mark.parametrize("action", ["set", "get", "check", "delete"])
+def test_a_lookup_of_too_many_keys_is_refused(action: Any) -> None:
+    with pytest.raises(WireError, match=f"names {LOOKUP_KEYS + 1} keys; allowed are {LOOKUP_KEYS}"):
+        KeyValues().lookup(3, Lookup(7, 1, action, tuple(map(str, range(LOOKUP_KEYS + 1)))))
+
+
+@pytest.mark.parametrize("first", [0x10000, 0x100, ord("0")])
+def test_lookups_that_wait_hold_no_more_memory_than_is_allowed(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPython keeps some texts with 4 bytes a character, and any of them as an object of its own."""
+    monkeypatch.setattr(group_services, "KEY_BYTES", 4 << 20)
+    names = ["a" * length + chr(first + number) for number in range(50) for length in range(20)]
+    message = encode(Lookup(1, 1, "get", tuple(names)))
     keys = KeyValues()
-    assert keys.lookup(0, Lookup(1, 1, "set", ("a",), b"1")) == []
-    for ticket in range(2, 1 + KEYS_OF_A_GROUP):
-        assert keys.lookup(0, Lookup(ticket, 1, "get", ("a", "b"))) == []
-    with pytest.raises(WireError, match="full"):
-        keys.lookup(0, Lookup(0, 1, "get", ("b",)))
+    tracemalloc.start()
+    try:
+        with pytest.raises(WireError, match="the store of group 1 is full"):
+            for worker in range(1000):
+                lookup, _ = decode_worker_message([message])
+                assert isinstance(lookup, Lookup)
+                keys.lookup(worker, lookup)
+        assert 1 << 20 < tracemalloc.get_traced_memory()[0] < 4.5 * (1 << 20)
+    finally:
+        tracemalloc.stop()
+
+
+def test_lookups_that_wait_count_until_they_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_services, "KEY_BYTES", 81 * (2 * 10 + 2) + 1)
     keys = KeyValues()
     for _ in range(2):
-        for ticket in range(KEYS_OF_A_GROUP - 3):
-            assert keys.lookup(0, Lookup(ticket, 1, "get", ("b", "a"))) == []
+        for worker in range(10):
+            assert keys.lookup(worker, Lookup(1, 1, "get", ("b", "a"))) == []
         keys.lookup(0, Lookup(0, 1, "set", ("a",), b"1"))
-        assert len(keys.lookup(0, Lookup(0, 1, "set", ("b",), b"2"))) == KEYS_OF_A_GROUP - 3
+        with pytest.raises(WireError, match="full"):
+            keys.lookup(10, Lookup(1, 1, "get", ("b", "a")))
+        keys.lookup(0, Lookup(0, 1, "set", ("a",), b""))
+        assert len(keys.lookup(0, Lookup(0, 1, "set", ("b",), b"2"))) == 10
         keys.lookup(0, Lookup(0, 1, "delete", ("a",)))
         keys.lookup(0, Lookup(0, 1, "delete", ("b",)))
+
+
+def test_a_refused_value_changes_nothing() -> None:
+    keys = KeyValues()
+    keys.lookup(1, Lookup(5, 1, "get", ("other", "key")))
+    with pytest.raises(WireError, match="full"):
+        keys.lookup(0, Lookup(1, 1, "set", ("key",), bytes(KEY_BYTES)))
+    assert keys.lookup(0, Lookup(1, 1, "set", ("other",), b"v")) == []
+    assert keys.lookup(0, Lookup(2, 1, "check", ("key",))) == [LookupReply(0, 2, (b"0",))]
+    with pytest.raises(WireError, match="full"):
+        keys.lookup(0, Lookup(1, 1, "set", ("other",), bytes(KEY_BYTES)))
+    assert keys.lookup(0, Lookup(1, 1, "set", ("key",), b"w")) == [LookupReply(1, 5, (b"v", b"w"))]
+
+
+class Hashed(str):
+    """A key that counts how often keys are looked at."""
+
+    looks = 0
+
+    def __hash__(self) -> int:
+        Hashed.looks += 1
+        return super().__hash__()
+
+
+def test_each_of_many_members_waits_for_all_others_in_a_time_of_their_pairs() -> None:
+    members = 512
+    names = [Hashed(f"tls/{rank}") for rank in range(members)]
+    keys = KeyValues()
+    Hashed.looks = 0
+    for rank in range(members):
+        others = tuple(names[:rank] + names[rank + 1 :])
+        assert keys.lookup(rank, Lookup(1, 1, "get", others)) == []
+    released = [reply for name in names for reply in keys.lookup(0, Lookup(0, 1, "set", (name,), name.encode()))]
+    assert sorted(reply.worker for reply in released) == list(range(members))
+    assert {len(reply.values) for reply in released} == {members - 1}
+    assert Hashed.looks < 6 * members**2
+
+
+def test_keys_that_come_and_go_cost_a_bounded_time() -> None:
+    """A worker deletes a key that its lookups have passed, and sets the one that they wait for, in turn."""
+    names = [Hashed(number) for number in range(LOOKUP_KEYS)]
+    keys = KeyValues()
+    for name in names[:-1]:
+        keys.lookup(0, Lookup(0, 1, "set", (name,)))
+    with pytest.raises(WireError, match=f"{WAITING} lookups of worker 0 in group 1 wait; no more may"):
+        for ticket in range(1000):
+            keys.lookup(0, Lookup(ticket, 1, "get", tuple(names)))
+    there, missing = names[-2:]
+    Hashed.looks = 0
+    for _ in range(10):
+        keys.lookup(0, Lookup(0, 1, "delete", (there,)))
+        assert keys.lookup(0, Lookup(0, 1, "set", (missing,))) == []
+        there, missing = missing, there
+    assert Hashed.looks < 10 * (WAITING + 1) * LOOKUP_KEYS
 
 
 @pytest.mark.parametrize("value", [b"", b"x", b"1.5", b"\xff"])

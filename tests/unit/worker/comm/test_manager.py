@@ -23,7 +23,7 @@ from onebox.errors import WireError
 from onebox.pool.client.group_services import LookupReply
 from onebox.wire import TensorSpec, spec_of, to_frame
 from onebox.wire.protocol.groups import FormGroup, Reduced, Rendezvous
-from onebox.wire.protocol.responses import Contribution, Lookup
+from onebox.wire.protocol.responses import LOOKUP_KEYS, Contribution, Lookup
 from onebox.worker.comm.api import RankLost, ReceivedTensor, RowRange, WorkerGroup
 from onebox.worker.comm.client import ChannelStore, ClientGroup
 from onebox.worker.comm.emulated_links import EmulatedLinks
@@ -415,6 +415,19 @@ def test_the_store_does_what_torch_asks_of_it() -> None:
     assert store.delete_key("text")
     assert not store.delete_key("text")
     other.wait(["bytes"], timedelta(seconds=1))
+
+
+def test_the_store_asks_for_any_number_of_keys() -> None:
+    hub = Hub()
+    store = ChannelStore(hub.channel(0), 1, 5.0)
+    keys = [f"key {number}" for number in range(2 * LOOKUP_KEYS + 5)]
+    for key in keys:
+        store.set(key, key)
+    assert store.multi_get(keys) == [key.encode() for key in keys]
+    store.wait(keys + keys)
+    assert store.check(keys)
+    assert not store.check([*keys, "nothing"])
+    assert store.multi_get([]) == []
 
 
 def test_the_store_waits_for_a_key_as_long_as_it_may() -> None:
