@@ -18,6 +18,7 @@ from onebox.graph import TRACING, TracedModel
 from onebox.graph.capture.export import capture
 from onebox.graph.capture.repeated import layer_operator, layers
 from onebox.graph.capture.repeated.records import Record
+from onebox.wire import Many, Program, SlotArgument
 
 LAYERS = 9
 WIDTH = 16
@@ -520,6 +521,44 @@ class FrozenRest(Stack):
         return super().forward(self.first(x_BW))
 
 
+class Twice(Stack):
+    """Calls each layer twice."""
+
+    def forward(self, x_BW: Tensor) -> Tensor:
+        for layer in self.body:
+            x_BW = layer(layer(x_BW))
+        return self.head(x_BW)
+
+
+def expressions(program: Program) -> list[int]:
+    """Return the outputs of a program as hashes of all that they are computed by, whatever the order."""
+    known: dict[int, Any] = {slot: ("input", slot) for slot in range(len(program.inputs))}
+
+    def value(argument: Any) -> Any:
+        if isinstance(argument, SlotArgument):
+            return known[argument.index]
+        if isinstance(argument, Many):
+            return tuple(map(value, argument.items))
+        return repr(argument)
+
+    for each in program.operators:
+        made = (
+            each.name,
+            each.position,
+            tuple(map(value, each.args)),
+            tuple((key, value(v)) for key, v in each.kwargs.items()),
+        )
+        known |= {slot: hash((made, place)) for place, slot in enumerate(each.outs) if slot is not None}
+    return [hash(known[slot]) for slot in program.outputs]
+
+
+def divided(model: nn.Module) -> dict[Any, Any]:
+    """Return the programs of a model's segments in training."""
+    with TRACING:
+        traced = TracedModel(capture(model, functional.cross_entropy, ROWS), backward=True)
+        return dict(traced.divide([[name] for name in traced.segments]).phases)
+
+
 def encoded(model: nn.Module, example: tuple[Any, Any], options: dict[str, Any]) -> tuple[Any, ...]:
     """Return the segments, the programs and the Python state read of a model, and its divisions' ports."""
     with TRACING:
@@ -622,7 +661,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "features": (lambda: Features(cleared=False), 0),
     "features cleared": (lambda: Features(cleared=True), 0),
     "filled": (ReadsFilled, 0),
-    "held": (CallsHeld, 0),
     "signatures": (Signatures, REST),
     "marks": (ReadsMarks, 0),
     "skips": (Skips, 0),
@@ -675,3 +713,17 @@ def test_an_error_in_a_layer_leaves_nothing(recwarn: pytest.WarningsRecorder) ->
 def test_a_trace_of_the_whole_model_comes_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
     capture(Penalised(), functional.cross_entropy, ROWS)
     assert not [each for each in recwarn if "RepeatedLayer" in str(each.message)]
+
+
+@pytest.mark.parametrize("make", [Twice, CallsHeld])
+def test_programs_of_layers_that_are_called_again(
+    monkeypatch: pytest.MonkeyPatch, copies: list[int], make: Callable[[], nn.Module]
+) -> None:
+    """Gradients of weights and of biases are summed over calls, in an order among each other that does not matter."""
+    apart = divided(make())
+    assert copies
+    monkeypatch.setattr(layers, "_LEAST", 1 << 30)
+    whole = divided(make())
+    assert apart.keys() == whole.keys()
+    for phase, named in apart.items():
+        assert expressions(named.program) == expressions(whole[phase].program), phase
