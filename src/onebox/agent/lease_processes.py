@@ -31,7 +31,7 @@ from onebox.agent.admission import Share
 from onebox.agent.cgroups import LeaseCgroup, LeaseCgroups
 from onebox.errors import UsageError
 from onebox.forking import ForkServerEnded, SpawnFailed
-from onebox.pool.launch.fork_server import ForkedWorker, ForkServerProcess, worker_environment
+from onebox.pool.launch.fork_server import ForkedWorker, ForkServerProcess, ZygoteProcess, worker_environment
 from onebox.pool.launch.worker_user import LeaseUsers, RunningProcess, WorkerUser, running_process, running_processes
 from onebox.pool.launch.zygotes import Zygotes
 
@@ -73,6 +73,7 @@ class LeaseForkServer:
         self._environment = _environment(shares, account) if shares else {}
         self._zygotes = zygotes
         self._zygote = zygotes.find(self._environment, now_s) if zygotes is not None and shares else None
+        self._origin: ZygoteProcess | None = None  # that has forked the server
         if self._zygote is not None:
             self._fork()
         elif shares:
@@ -114,8 +115,12 @@ class LeaseForkServer:
         if self._server is not None and not self._ready:
             try:
                 self._ready = self._server.wait_ready(0.0)
-            except (ForkServerEnded, SpawnFailed):
+            except (ForkServerEnded, SpawnFailed) as error:
                 self.close()
+                if self._origin is not None and self._zygotes is not None:
+                    self._zygotes.drop(self._origin, f"a fork server that it has forked fails: {error}")
+                    self._origin = None
+                    self._start()
         return self._zygote is None and (self._ready or self._server is None)
 
     def spawn_worker(
@@ -141,6 +146,7 @@ class LeaseForkServer:
             if not zygote.wait_ready(0.0):
                 return
             self._server = ForkServerProcess(self._environment, self.account, zygote)
+            self._origin = zygote
         except (ForkServerEnded, SpawnFailed) as error:
             self._zygotes.drop(zygote, str(error))
         except OSError:

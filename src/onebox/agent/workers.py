@@ -150,8 +150,8 @@ class _Crew:
     ending: bool = False
     ended_s: float | None = None
     cores: tuple[tuple[int, ...], ...] = ()
-    limited: bool = False
-    """True once its fork server is in its cgroup."""
+    limited: int | None = None
+    """The fork server that is in its cgroup."""
     keepable: bool = True
     """False once anything of it speaks against keeping its fork server."""
 
@@ -448,9 +448,9 @@ class Workers:
             OSError: The system refuses.
         """
         process = crew.fork_server.pid
-        if process is not None and not crew.limited:
+        if process is not None and process != crew.limited:
             crew.processes.add(process)
-            crew.limited = True
+            crew.limited = process
 
     def _look(self, crew: _Crew, number: int, worker: LeasedWorker, ready: Set[int]) -> list[LeaseEvent]:
         """Process the events of one worker."""

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from onebox.agent.admission import Share
-from onebox.agent.lease_processes import LeaseIsolation
+from onebox.agent.lease_processes import LeaseIsolation, LeaseProcesses
 from onebox.agent.workers import LeaseClosed, LeaseEvent, LeaseReady, Workers
 from onebox.forking import ForkServerEnded
 from onebox.pool.launch import fork_server as fork_server_module
@@ -334,6 +334,39 @@ def test_a_zygote_whose_imports_fail_or_hang_is_done_without(
     assert running_process(news.process) is None
     assert workers.start(2, [SHARE], "bob", new_keys().public, 1.0, RETRY_S - 1) is None
     assert not list(workers._zygotes.descriptors()) if workers._zygotes else False
+
+
+FAILING = """
+import os
+import onebox.worker.process.zygote as zygote
+
+def fail(*given, **named):
+    raise PermissionError(1, "setgroups")
+
+zygote._take_user = fail
+zygote.main(users=False)
+os._exit(0)
+"""
+"""A zygote none of whose forks can take its user."""
+
+
+def test_a_zygote_whose_forks_fail_is_told_of_and_done_without(
+    made: Callable[..., Workers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fork_server_module, "ZYGOTE_COMMAND", (sys.executable, "-P", "-c", FAILING))
+    limited: list[int] = []
+    monkeypatch.setattr(LeaseProcesses, "add", lambda self, process: limited.append(process))
+    workers = made()
+    first = lease(workers, 1, "ana")
+    (server,) = ancestors(first)
+    assert limited[-2:] == [server, first.pid]
+    assert psutil.Process(server).name() == "onebox-fork-srv", "which has imported PyTorch itself"
+    turn(workers)
+    (news,) = workers.ended_zygotes()
+    assert "a fork server that it has forked fails" in news.why and "PermissionError" in news.why
+    assert gone([news.process]) and first.is_running()
+    assert len(ancestors(lease(workers, 2, "bob", now_s=RETRY_S - 1))) == 1
+    assert not workers.ended_zygotes(), "no other is started at once"
 
 
 SERVE = """

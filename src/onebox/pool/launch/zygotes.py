@@ -20,7 +20,7 @@ IMPORT_S = 30.0
 """How long the imports of a zygote may take; then leases that wait for it import PyTorch themselves."""
 
 RETRY_S = 60.0
-"""Time without a zygote after one that did not become ready, or did not fork."""
+"""Time without a zygote after one that did not become ready, or did not fork, or whose forks failed."""
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Zygotes:
         return zygote
 
     def drop(self, zygote: ZygoteProcess, why: str) -> None:
-        """Use a zygote that does not fork no more; it ends in the next :meth:`attend`."""
+        """Use a zygote no more that does not fork, or whose forks fail; it ends in the next :meth:`attend`."""
         for found in self._found:
             if found.zygote is zygote:
                 found.failure = why
