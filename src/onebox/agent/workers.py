@@ -22,7 +22,8 @@ from onebox.agent.lease_processes import (
 from onebox.errors import PoolError, UsageError
 from onebox.pool.errors import WorkerLocation
 from onebox.pool.launch.cpu_affinity import CoreAllocator
-from onebox.pool.launch.worker_process import WorkerProcess
+from onebox.pool.launch.stderr_tail import KEPT_BYTES, without_addresses
+from onebox.pool.launch.worker_process import LAST_WORDS, WorkerProcess
 from onebox.reaping import KILLED_S, has_ended
 from onebox.wire import new_keys
 from onebox.wire.protocol.agents import Started
@@ -48,6 +49,12 @@ class LeasedWorker(WorkerProcess):
     ended = False
     mute = False
     """True when its output has ended."""
+
+    def last_words(self) -> str:
+        """Return the end of the worker's standard error, without addresses of memory, which workers of other clients
+        share."""
+        whole = without_addresses(self._stderr.text(KEPT_BYTES))  # before it is cut, perhaps within one
+        return whole.encode()[-LAST_WORDS:].decode(errors="ignore")
 
     def kill(self) -> None:
         """Kill it."""
@@ -496,7 +503,7 @@ class Workers:
     def _fail(self, crew: _Crew, why: str) -> LeaseNotStarted:
         crew.failed = True
         crew.to_start.clear()
-        return LeaseNotStarted(crew.lease, why)
+        return LeaseNotStarted(crew.lease, without_addresses(why))
 
     def _kill(self, crew: _Crew) -> None:
         for worker in crew.workers:

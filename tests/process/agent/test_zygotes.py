@@ -26,9 +26,9 @@ from onebox.forking import ForkServerEnded
 from onebox.pool.launch import fork_server as fork_server_module
 from onebox.pool.launch.fork_server import ForkServerProcess, ZygoteProcess, worker_environment
 from onebox.pool.launch.worker_user import WorkerUser, running_process
-from onebox.pool.launch.zygotes import RETRY_S
+from onebox.pool.launch.zygotes import RETRY_S, Zygotes
 from onebox.wire import new_keys
-from onebox.wire.protocol.agents import Want
+from onebox.wire.protocol.agents import Refused, Want, WorkerEnded
 from onebox.worker.sandbox import landlock, seccomp
 from tests import warm
 from tests.process.agent.fork_server_state import PATCH
@@ -40,6 +40,7 @@ SHARE = Share(device="cpu", threads=1, memory_bytes=1 << 26)
 WIDE = Share(device="cpu", threads=2, memory_bytes=1 << 26)
 WAIT_S = 60.0
 USER = "60830"
+ADDRESS = re.compile(r"[0-9a-fA-F]{7,}")
 MAX_DATA = re.compile(r"Max data size +(\d+) +\d+")
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root starts processes of other users")
@@ -369,6 +370,20 @@ def test_a_zygote_whose_forks_fail_is_told_of_and_done_without(
     assert not workers.ended_zygotes(), "no other is started at once"
 
 
+CRASHING = """
+import faulthandler, os
+import onebox.worker.process.fork_server as fork_server
+
+def crash(*given):
+    faulthandler.enable()
+    os.abort()
+
+fork_server.serve_worker = crash
+fork_server.main()
+os._exit(0)
+"""
+"""A fork server whose workers crash."""
+
 SERVE = """
 import signal, sys
 from onebox.agent.lease_processes import LeaseIsolation
@@ -434,3 +449,22 @@ def test_an_agent_imports_for_each_client_where_its_owner_says_so(tmp_path: Path
             assert (began["event"], began["imports"]) == ("started", "one for each client")
         finally:
             agent.terminate()
+
+
+def test_a_client_whose_worker_crashes_gets_no_address() -> None:
+    with house() as agent:
+        ana = agent.client("ana")
+        os.kill(ana.lease(Want("cpu", threads=1)).workers[0].process, signal.SIGABRT)
+        ended = ana.take(WorkerEnded)
+        assert ended.exit_status == -signal.SIGABRT and "Fatal Python error: Aborted" in ended.last_words
+        assert "Thread 0x… " in ended.last_words and not ADDRESS.search(ended.last_words)
+
+
+def test_a_client_whose_worker_crashes_as_it_starts_gets_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_server_module, "COMMAND", (sys.executable, "-P", "-c", CRASHING))
+    monkeypatch.setattr(Zygotes, "find", lambda *given: None)
+    with house() as agent:
+        ana = agent.client("ana")
+        ana.ask(Want("cpu", threads=1))
+        why = ana.take(Refused).reason
+        assert "Fatal Python error: Aborted" in why and "0x…" in why and not ADDRESS.search(why)
