@@ -138,6 +138,11 @@ class LeaseForkServer:
             self.close()
             return None
 
+    def retire_zygote(self, why: str) -> None:
+        """Have no other fork server forked by the zygote that has forked this one, if one has."""
+        if self._origin is not None and self._zygotes is not None:
+            self._zygotes.retire(self._origin, why)
+
     def _fork(self) -> None:
         """Let the zygote fork the server, unless it still imports; start the server anew if it does not fork."""
         zygote = self._zygote

@@ -38,6 +38,9 @@ CLOSE_S = 2.0
 LEAVE_S = 10.0
 """Time after which killed processes that do not end are left behind, so that their lease ends."""
 
+CRASHES = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL})
+"""Signals by which a process ends that has used a wrong address, or found its stack overwritten."""
+
 _POLL_S = 0.01
 _CHECK_S = 1.0
 
@@ -464,6 +467,7 @@ class Workers:
         if worker.descriptor in ready:
             death = worker.death()
             worker.release()
+            self._note_crash(crew, death.exit_status)
             if crew.ending or crew.failed:
                 return []
             if not crew.ready:
@@ -485,6 +489,13 @@ class Workers:
         crew.ready = True
         crew.keepable = crew.keepable and all(is_confined(each.pid) for each in crew.workers)
         return [LeaseReady(crew.lease, tuple(each for each in started if each is not None))]
+
+    def _note_crash(self, crew: _Crew, status: int | None) -> None:
+        """Have nothing forked again from where a worker comes from that has crashed: its client may be guessing numbers
+        that all such forks share."""
+        if status is not None and -status in CRASHES:
+            crew.keepable = False
+            crew.fork_server.retire_zygote(f"a worker that descends from it ended by {signal.Signals(-status).name}")
 
     def _started(self, key: str, worker: LeasedWorker) -> Started | None:
         """Return a worker's report for the client; None while its sockets are not bound."""

@@ -9,6 +9,7 @@ import os
 import re
 import select
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -28,7 +29,7 @@ from onebox.pool.launch.fork_server import ForkServerProcess, ZygoteProcess, wor
 from onebox.pool.launch.worker_user import WorkerUser, running_process
 from onebox.pool.launch.zygotes import RETRY_S, Zygotes
 from onebox.wire import new_keys
-from onebox.wire.protocol.agents import Refused, Want, WorkerEnded
+from onebox.wire.protocol.agents import Done, LeaseEnded, Refused, Release, Want, WorkerEnded
 from onebox.worker.sandbox import landlock, seccomp
 from tests import warm
 from tests.process.agent.fork_server_state import PATCH
@@ -451,13 +452,43 @@ def test_an_agent_imports_for_each_client_where_its_owner_says_so(tmp_path: Path
             agent.terminate()
 
 
+def canary(process: int) -> bytes:
+    """Return the random bytes from which a process has the values that guard its stack: ``AT_RANDOM`` of
+    ``getauxval(3)``."""
+    entries = dict(struct.iter_unpack("QQ", Path(f"/proc/{process}/auxv").read_bytes()))
+    with open(f"/proc/{process}/mem", "rb") as memory:
+        memory.seek(entries[25])
+        return memory.read(16)
+
+
+def test_after_a_crash_new_leases_have_other_addresses_and_running_ones_go_on() -> None:
+    with house() as agent:
+        ana, bob = agent.client("ana"), agent.client("bob")
+        crashed, running = (each.lease(Want("cpu", threads=1)) for each in (ana, bob))
+        crash, neighbour = (psutil.Process(each.workers[0].process) for each in (crashed, running))
+        zygote = ancestors(crash)[1]
+        assert canary(crash.pid) == canary(neighbour.pid), "which docs/concepts/security.md says"
+        os.kill(crash.pid, signal.SIGSEGV)
+        ana.take(WorkerEnded)
+        agent.until("zygote-ended")
+        reason = "a worker that descends from it ended by SIGSEGV"
+        assert agent.told("zygote-ended") == [{"process": zygote, "reason": reason}]
+        ana.send(Release(ana.number(), crashed.lease))
+        ana.take(Done)
+        again = psutil.Process(ana.lease(Want("cpu", threads=1)).workers[0].process)
+        assert canary(again.pid) != canary(neighbour.pid) and library(again.pid) != library(neighbour.pid)
+        bob.send(Release(bob.number(), running.lease))
+        bob.take(Done)
+        assert not any(isinstance(message, WorkerEnded | LeaseEnded) for message in bob.heard)
+
+
 def test_a_client_whose_worker_crashes_gets_no_address() -> None:
     with house() as agent:
         ana = agent.client("ana")
         os.kill(ana.lease(Want("cpu", threads=1)).workers[0].process, signal.SIGABRT)
         ended = ana.take(WorkerEnded)
         assert ended.exit_status == -signal.SIGABRT and "Fatal Python error: Aborted" in ended.last_words
-        assert "Thread 0x… " in ended.last_words and not ADDRESS.search(ended.last_words)
+        assert "hread 0x… " in ended.last_words and not ADDRESS.search(ended.last_words)
 
 
 def test_a_client_whose_worker_crashes_as_it_starts_gets_no_address(monkeypatch: pytest.MonkeyPatch) -> None:

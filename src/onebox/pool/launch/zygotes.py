@@ -86,6 +86,12 @@ class Zygotes:
             if found.zygote is zygote:
                 found.failure = why
 
+    def retire(self, zygote: ZygoteProcess, why: str) -> None:
+        """End a zygote, unless it has ended; the next lease with its environment has another. Its forks go on."""
+        for found in list(self._found):
+            if found.zygote is zygote:
+                self._end(found, why)
+
     def news(self) -> list[tuple[int, str]]:
         """Return, once, those that have ended before :meth:`close`: the process and the reason of each."""
         ended, self._ended = self._ended, []
