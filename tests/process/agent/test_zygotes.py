@@ -175,14 +175,14 @@ def test_a_forked_fork_server_and_its_worker_are_what_started_ones_are(tmp_path:
 
 
 @as_root
-def test_so_they_are_with_a_user_of_their_own_and_the_zygote_may_do_nothing_but_change_it(tmp_path: Path) -> None:
+def test_so_they_are_with_a_user_of_their_own_and_the_zygote_has_the_capabilities_to_change_it(tmp_path: Path) -> None:
     found = states(tmp_path, USER)
     check_states(found)
     server, zygote = found["forked"]["server"], found["zygote"]
     assert server["Uid"].split() == server["Gid"].split() == [USER] * 4 and not server["Groups"].split()
     assert [server[name] for name in ("CapPrm", "CapEff", "CapInh", "CapAmb")] == ["0" * 16] * 4
     assert [zygote[name] for name in ("CapPrm", "CapEff")] == [f"{1 << 6 | 1 << 7:016x}"] * 2  # CAP_SETGID, CAP_SETUID
-    assert zygote["owner of its memory"] == 0
+    assert zygote["owner of its memory"] == 0 and zygote["Uid"].split() == ["0"] * 4, "which security.md says"
 
 
 @as_root

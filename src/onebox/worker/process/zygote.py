@@ -7,7 +7,9 @@ their addresses, and the random numbers that Python and libraries draw when they
 zygote reads nothing but the requests of the process that started it, has one thread, and uses no driver. It ends with
 that process.
 
-A zygote that root has started, for users of leases, keeps no right of root but to change its user and groups.
+A zygote that root has started, for users of leases, keeps of root's capabilities only those to change its user and
+groups. Its user is still root until a fork changes it: it may do what root may as the owner of files, and a program
+that it started would have all capabilities. It reads nothing of clients, and starts none.
 """
 
 from __future__ import annotations
