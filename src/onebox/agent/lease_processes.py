@@ -85,6 +85,11 @@ class LeaseForkServer:
         return None if self._server is None or self._server.ended else self._server.pid
 
     @property
+    def process_descriptor(self) -> int:
+        """A descriptor of the process; -1 where there is none, as of a child, which is not awaited before its end."""
+        return -1 if self._server is None else self._server.descriptor
+
+    @property
     def idle(self) -> bool:
         """True if it can fork workers, has always done so, and has sent nothing unexpected, such as its end."""
         if self._server is None or not self._ready or self._doubtful or self._server.ended:
@@ -186,14 +191,16 @@ class LeaseProcesses:
         self.account = account
         self.cgroup = cgroup
 
-    def add(self, process: int) -> None:
-        """Add a process that the agent has started, which has not read a message of a client yet.
+    def add(self, process: int, descriptor: int) -> None:
+        """Add a process that the agent has started, which has not read a message of a client yet; see
+        :meth:`LeaseCgroup.add`.
 
         Raises:
+            ProcessLookupError: It has ended.
             OSError: The system refuses.
         """
         if self.cgroup is not None:
-            self.cgroup.add(process)
+            self.cgroup.add(process, descriptor)
 
     def kill(self, fork_server: LeaseForkServer) -> list[int]:
         """Kill all of them, without waiting; the fork server only where the cgroup finds the others.
@@ -307,7 +314,7 @@ class LeaseIsolation:
         if self._cgroups is None or fork_server.pid is None:
             return fork_server.pid is not None
         try:
-            self._cgroups.set_aside(fork_server.pid)
+            self._cgroups.set_aside(fork_server.pid, fork_server.process_descriptor)
         except OSError:
             return False
         return True

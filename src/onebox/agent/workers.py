@@ -416,6 +416,8 @@ class Workers:
             able = crew.fork_server.attend()
             try:
                 self._limit(crew)
+            except ProcessLookupError:
+                return None  # its fork server has ended, which is seen next
             except OSError as error:
                 return self._fail(crew, f"{self._host}: a process cannot be limited: {error}").why
             if not able:
@@ -441,7 +443,8 @@ class Workers:
             place = WorkerLocation(worker=len(crew.workers), host=self._host, device=share.device)
             try:
                 crew.workers.append(LeasedWorker(place, config, crew.processes.account, crew.fork_server))
-                crew.processes.add(crew.workers[-1].pid)
+                with contextlib.suppress(ProcessLookupError):  # it has ended, which is seen next
+                    crew.processes.add(crew.workers[-1].pid, crew.workers[-1].descriptor)
             except (OSError, SubprocessError, RuntimeError) as error:  # between fork and exec; no further thread
                 crew.to_start.clear()
                 crew.failed = True
@@ -455,11 +458,12 @@ class Workers:
         """Move the lease's fork server, once it runs, into the lease's cgroup.
 
         Raises:
+            ProcessLookupError: It has ended meanwhile.
             OSError: The system refuses.
         """
         process = crew.fork_server.pid
         if process is not None and process != crew.limited:
-            crew.processes.add(process)
+            crew.processes.add(process, crew.fork_server.process_descriptor)
             crew.limited = process
 
     def _look(self, crew: _Crew, number: int, worker: LeasedWorker, ready: Set[int]) -> list[LeaseEvent]:

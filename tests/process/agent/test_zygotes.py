@@ -357,7 +357,7 @@ def test_a_zygote_whose_forks_fail_is_told_of_and_done_without(
 ) -> None:
     monkeypatch.setattr(fork_server_module, "ZYGOTE_COMMAND", (sys.executable, "-P", "-c", FAILING))
     limited: list[int] = []
-    monkeypatch.setattr(LeaseProcesses, "add", lambda self, process: limited.append(process))
+    monkeypatch.setattr(LeaseProcesses, "add", lambda self, process, descriptor: limited.append(process))
     workers = made()
     first = lease(workers, 1, "ana")
     (server,) = ancestors(first)

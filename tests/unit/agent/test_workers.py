@@ -88,6 +88,7 @@ class FakeForkServer:
     made: list[FakeForkServer]
 
     pid: int | None = None
+    process_descriptor = -1
     idle = False
     account = None
 
