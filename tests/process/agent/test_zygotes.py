@@ -339,8 +339,10 @@ def test_a_zygote_whose_imports_fail_or_hang_is_done_without(
 
 
 FAILING = """
-import os
+import atexit, os, sys
 import onebox.worker.process.zygote as zygote
+
+atexit.register(lambda: print("left as an interpreter ends", file=sys.stderr, flush=True))
 
 def fail(*given, **named):
     raise PermissionError(1, "setgroups")
@@ -366,6 +368,7 @@ def test_a_zygote_whose_forks_fail_is_told_of_and_done_without(
     turn(workers)
     (news,) = workers.ended_zygotes()
     assert "a fork server that it has forked fails" in news.why and "PermissionError" in news.why
+    assert "left as" not in news.why, "it would clean up what is the zygote's"
     assert gone([news.process]) and first.is_running()
     assert len(ancestors(lease(workers, 2, "bob", now_s=RETRY_S - 1))) == 1
     assert not workers.ended_zygotes(), "no other is started at once"

@@ -24,7 +24,7 @@ USED_S = 60.0
 and none of them can have those of others import anew."""
 
 RETRY_S = 60.0
-"""Time without a zygote after one that did not become ready, or did not fork, or whose forks failed."""
+"""Time without a zygote after one that could not be started, did not become ready or fork, or whose forks failed."""
 
 
 @dataclass
@@ -73,8 +73,10 @@ class Zygotes:
             return None
         try:
             zygote = ZygoteProcess(environment, users=self._users)
-        except (OSError, SubprocessError):
-            return None  # the start of a fork server will fail, too
+        except (OSError, SubprocessError) as error:
+            self._retry_s = now_s + RETRY_S
+            self._ended.append((0, f"it could not be started: {error}"))
+            return None
         if len(self._found) >= MOST:
             self._end(unused[0], "leases have other environments")
         self._found.append(_Found(zygote, dict(environment), now_s + IMPORT_S, now_s))
@@ -93,7 +95,8 @@ class Zygotes:
                 self._end(found, why)
 
     def news(self) -> list[tuple[int, str]]:
-        """Return, once, those that have ended before :meth:`close`: the process and the reason of each."""
+        """Return, once, those that have ended before :meth:`close`: the process, 0 for one that could not be started,
+        and the reason of each."""
         ended, self._ended = self._ended, []
         return ended
 

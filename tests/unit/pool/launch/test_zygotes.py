@@ -137,3 +137,17 @@ def test_one_that_ends_later_is_replaced_at_once(house: House, fakes: list[FakeZ
     house.zygotes.attend({700}, 2.0)
     assert fakes[0].closed and house.zygotes.news() == [(5_000_000, "it has ended; its last words:\nalas")]
     assert house.find(now_s=2.0) is fakes[1]
+
+
+def test_after_one_that_cannot_be_started_there_is_none_for_a_while(
+    house: House, fakes: list[FakeZygote], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*given: object, **named: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as full:
+        full.setattr(module, "ZygoteProcess", refuse)
+        assert house.find(now_s=1.0) is None
+    assert house.zygotes.news() == [(0, "it could not be started: [Errno 24] Too many open files")]
+    assert house.find(now_s=RETRY_S + 0.9) is None and not fakes
+    assert house.find(now_s=RETRY_S + 1.0) is fakes[0] and not house.zygotes.news()
