@@ -66,8 +66,11 @@ def main(*, users: bool) -> None:
     if given is not None:
         try:
             _serve_fork(given, me, client, watched, users=users)
-        except BaseException:
-            traceback.print_exc()
+        except BaseException as error:
+            if isinstance(error, SystemExit):
+                print(error, file=sys.stderr)
+            else:
+                traceback.print_exc()
             os._exit(1)  # nothing of the zygote is to be cleaned up in a fork
 
 
