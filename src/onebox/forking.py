@@ -330,7 +330,7 @@ class ForkedProcess:
         self._lock = threading.Lock()
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """Wait for the process to end.
+        """Wait for the process to end; reap it if it is a child of this process by now.
 
         Returns:
             The exit status, below 0 the number of a signal; ``None`` where it is unknown because the server has ended.
@@ -343,6 +343,9 @@ class ForkedProcess:
         if not _readable(self.descriptor, timeout):
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
         with self._lock:
+            if self.descriptor >= 0:
+                with contextlib.suppress(ChildProcessError):  # else this process is an init, and has adopted it
+                    os.waitid(os.P_PIDFD, self.descriptor, os.WEXITED | os.WNOHANG)
             if self._status >= 0:
                 if _readable(self._status, _STATUS_S):
                     self._found = read_status(os.read(self._status, _STATUS_BYTES))

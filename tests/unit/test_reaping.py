@@ -131,3 +131,27 @@ def test_a_forked_process_that_was_closed_is_reaped_without_a_wait() -> None:
     child.wait(10)
     assert [each.ended for each in left.news()] == [False, True] and not len(left)
     assert left.news() == []
+
+
+def test_a_forked_process_whose_fork_server_has_ended_is_reaped_by_an_init() -> None:
+    """An agent is one in a container without another."""
+    program = """
+import os, time
+from onebox.forking import ForkedProcess, adopt_orphans
+adopt_orphans()
+read, written = os.pipe()
+if not os.fork():
+    orphan = os.fork()
+    if not orphan:
+        time.sleep(600)
+    os.write(written, str(orphan).encode())
+    os._exit(0)
+os.wait()
+orphan = int(os.read(read, 20))
+forked = ForkedProcess(orphan, os.pidfd_open(orphan), -1)
+forked.kill()
+print(forked.wait(10), forked.wait(10), os.path.exists(f"/proc/{orphan}"))
+forked.close()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "None None False\n", done.stderr

@@ -10,6 +10,7 @@ own if it can write to it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import secrets
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onebox.agent.admission import Share
+from onebox.reaping import has_ended
 from onebox.worker.accelerator import needs_driver
 from onebox.worker.memory.shared import shared_limit_bytes
 from onebox.worker.sandbox.confine import memory_limit_bytes
@@ -93,14 +95,21 @@ class LeaseCgroup:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def add(self, process: int) -> None:
+    def add(self, process: int, descriptor: int = -1) -> None:
         """Move a process into it, unless it has ended.
 
+        Args:
+            process: Its id; 0 for this one.
+            descriptor: A descriptor of the process; -1 where its id stays its own, as a child's that is not awaited.
+
         Raises:
+            ProcessLookupError: It has ended by now, so that its id may have been another's.
             OSError: The system refuses.
         """
         with contextlib.suppress(ProcessLookupError):
             (self._folder / "cgroup.procs").write_text(str(process))
+        if descriptor >= 0 and has_ended(descriptor, 0.0):
+            raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
 
     def processes(self) -> list[int]:
         """Return the ids of its processes."""
@@ -178,17 +187,17 @@ class LeaseCgroups:
                 (folder / f"{controller}.max").write_text(text)
         return LeaseCgroup(folder)
 
-    def set_aside(self, process: int) -> None:
+    def set_aside(self, process: int, descriptor: int = -1) -> None:
         """Move a process of a lease, which is to outlive it, into a cgroup for such; does nothing where there are no
-        cgroups.
+        cgroups. See :meth:`LeaseCgroup.add`.
 
         Raises:
-            OSError: The system refuses.
+            OSError: It has ended, or the system refuses.
         """
         if self._folder is not None:
             folder = self._folder / _KEPT
             folder.mkdir(exist_ok=True)
-            LeaseCgroup(folder).add(process)
+            LeaseCgroup(folder).add(process, descriptor)
 
     def close(self) -> None:
         """Remove all cgroups, and kill what is left in them. Idempotent."""

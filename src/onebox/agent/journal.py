@@ -1,7 +1,8 @@
 """The agent's journal: events as JSON lines, on disk and in memory, with a count for each event.
 
 Text from clients is written here, so every value is bounded, and escaped for terminals. Keys and data are excluded:
-only plain values are written, and none whose name suggests a secret.
+only plain values are written, and none whose name suggests a secret. So are addresses of memory: clients may read the
+journal, and workers of several may have the same.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from types import TracebackType
 from typing import Self, TextIO
 
 from onebox.errors import UsageError
+from onebox.pool.launch.stderr_tail import without_addresses
 
 FILE_BYTES = 8 << 20
 """Size at which a file is renamed to ``NAME.1`` and a new one begun: two files are kept."""
@@ -234,8 +236,8 @@ def _plain(value: object) -> str | int | float | None:
 
 
 def _clean(text: str) -> str:
-    """Return text without keys, cut to the maximum length."""
+    """Return text without keys and addresses, which clients may not read, cut to the maximum length."""
     whole = len(text) <= _SCANNED
-    text = _KEY.sub(_WITHHELD, text[:_SCANNED].replace("\x7f", "?"))
+    text = without_addresses(_KEY.sub(_WITHHELD, text[:_SCANNED].replace("\x7f", "?")))
     text = text if whole else text[:-40]  # a key may have been cut in two here
     return text if len(text) <= _TEXT else text[: _TEXT // 3] + " ... " + text[-(_TEXT * 2 // 3 - 5) :]

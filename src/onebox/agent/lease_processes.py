@@ -31,7 +31,7 @@ from onebox.agent.admission import Share
 from onebox.agent.cgroups import LeaseCgroup, LeaseCgroups
 from onebox.errors import UsageError
 from onebox.forking import ForkServerEnded, SpawnFailed
-from onebox.pool.launch.fork_server import ForkedWorker, ForkServerProcess, worker_environment
+from onebox.pool.launch.fork_server import ForkedWorker, ForkServerProcess, ZygoteProcess, worker_environment
 from onebox.pool.launch.worker_user import LeaseUsers, RunningProcess, WorkerUser, running_process, running_processes
 from onebox.pool.launch.zygotes import Zygotes
 
@@ -73,6 +73,7 @@ class LeaseForkServer:
         self._environment = _environment(shares, account) if shares else {}
         self._zygotes = zygotes
         self._zygote = zygotes.find(self._environment, now_s) if zygotes is not None and shares else None
+        self._origin: ZygoteProcess | None = None  # that has forked the server
         if self._zygote is not None:
             self._fork()
         elif shares:
@@ -82,6 +83,11 @@ class LeaseForkServer:
     def pid(self) -> int | None:
         """Its process id; ``None`` where there is none, or none any more."""
         return None if self._server is None or self._server.ended else self._server.pid
+
+    @property
+    def process_descriptor(self) -> int:
+        """A descriptor of the process; -1 where there is none, as of a child, which is not awaited before its end."""
+        return -1 if self._server is None else self._server.descriptor
 
     @property
     def idle(self) -> bool:
@@ -114,8 +120,12 @@ class LeaseForkServer:
         if self._server is not None and not self._ready:
             try:
                 self._ready = self._server.wait_ready(0.0)
-            except (ForkServerEnded, SpawnFailed):
+            except (ForkServerEnded, SpawnFailed) as error:
                 self.close()
+                if self._origin is not None and self._zygotes is not None:
+                    self._zygotes.drop(self._origin, f"a fork server that it has forked fails: {error}")
+                    self._origin = None
+                    self._start()
         return self._zygote is None and (self._ready or self._server is None)
 
     def spawn_worker(
@@ -133,6 +143,11 @@ class LeaseForkServer:
             self.close()
             return None
 
+    def retire_zygote(self, why: str) -> None:
+        """Have no other fork server forked by the zygote that has forked this one, if one has."""
+        if self._origin is not None and self._zygotes is not None:
+            self._zygotes.retire(self._origin, why)
+
     def _fork(self) -> None:
         """Let the zygote fork the server, unless it still imports; start the server anew if it does not fork."""
         zygote = self._zygote
@@ -141,6 +156,7 @@ class LeaseForkServer:
             if not zygote.wait_ready(0.0):
                 return
             self._server = ForkServerProcess(self._environment, self.account, zygote)
+            self._origin = zygote
         except (ForkServerEnded, SpawnFailed) as error:
             self._zygotes.drop(zygote, str(error))
         except OSError:
@@ -175,14 +191,16 @@ class LeaseProcesses:
         self.account = account
         self.cgroup = cgroup
 
-    def add(self, process: int) -> None:
-        """Add a process that the agent has started, which has not read a message of a client yet.
+    def add(self, process: int, descriptor: int) -> None:
+        """Add a process that the agent has started, which has not read a message of a client yet; see
+        :meth:`LeaseCgroup.add`.
 
         Raises:
+            ProcessLookupError: It has ended.
             OSError: The system refuses.
         """
         if self.cgroup is not None:
-            self.cgroup.add(process)
+            self.cgroup.add(process, descriptor)
 
     def kill(self, fork_server: LeaseForkServer) -> list[int]:
         """Kill all of them, without waiting; the fork server only where the cgroup finds the others.
@@ -296,7 +314,7 @@ class LeaseIsolation:
         if self._cgroups is None or fork_server.pid is None:
             return fork_server.pid is not None
         try:
-            self._cgroups.set_aside(fork_server.pid)
+            self._cgroups.set_aside(fork_server.pid, fork_server.process_descriptor)
         except OSError:
             return False
         return True

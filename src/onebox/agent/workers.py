@@ -22,7 +22,8 @@ from onebox.agent.lease_processes import (
 from onebox.errors import PoolError, UsageError
 from onebox.pool.errors import WorkerLocation
 from onebox.pool.launch.cpu_affinity import CoreAllocator
-from onebox.pool.launch.worker_process import WorkerProcess
+from onebox.pool.launch.stderr_tail import KEPT_BYTES, without_addresses
+from onebox.pool.launch.worker_process import LAST_WORDS, WorkerProcess
 from onebox.reaping import KILLED_S, has_ended
 from onebox.wire import new_keys
 from onebox.wire.protocol.agents import Started
@@ -37,6 +38,9 @@ CLOSE_S = 2.0
 LEAVE_S = 10.0
 """Time after which killed processes that do not end are left behind, so that their lease ends."""
 
+CRASHES = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL})
+"""Signals by which a process ends that has used a wrong address, or found its stack overwritten."""
+
 _POLL_S = 0.01
 _CHECK_S = 1.0
 
@@ -48,6 +52,12 @@ class LeasedWorker(WorkerProcess):
     ended = False
     mute = False
     """True when its output has ended."""
+
+    def last_words(self) -> str:
+        """Return the end of the worker's standard error, without addresses of memory, which workers of other clients
+        share."""
+        whole = without_addresses(self._stderr.text(KEPT_BYTES))  # before it is cut, perhaps within one
+        return whole.encode()[-LAST_WORDS:].decode(errors="ignore")
 
     def kill(self) -> None:
         """Kill it."""
@@ -150,8 +160,8 @@ class _Crew:
     ending: bool = False
     ended_s: float | None = None
     cores: tuple[tuple[int, ...], ...] = ()
-    limited: bool = False
-    """True once its fork server is in its cgroup."""
+    limited: int | None = None
+    """The fork server that is in its cgroup."""
     keepable: bool = True
     """False once anything of it speaks against keeping its fork server."""
 
@@ -406,6 +416,8 @@ class Workers:
             able = crew.fork_server.attend()
             try:
                 self._limit(crew)
+            except ProcessLookupError:
+                return None  # its fork server has ended, which is seen next
             except OSError as error:
                 return self._fail(crew, f"{self._host}: a process cannot be limited: {error}").why
             if not able:
@@ -431,7 +443,8 @@ class Workers:
             place = WorkerLocation(worker=len(crew.workers), host=self._host, device=share.device)
             try:
                 crew.workers.append(LeasedWorker(place, config, crew.processes.account, crew.fork_server))
-                crew.processes.add(crew.workers[-1].pid)
+                with contextlib.suppress(ProcessLookupError):  # it has ended, which is seen next
+                    crew.processes.add(crew.workers[-1].pid, crew.workers[-1].descriptor)
             except (OSError, SubprocessError, RuntimeError) as error:  # between fork and exec; no further thread
                 crew.to_start.clear()
                 crew.failed = True
@@ -445,18 +458,20 @@ class Workers:
         """Move the lease's fork server, once it runs, into the lease's cgroup.
 
         Raises:
+            ProcessLookupError: It has ended meanwhile.
             OSError: The system refuses.
         """
         process = crew.fork_server.pid
-        if process is not None and not crew.limited:
-            crew.processes.add(process)
-            crew.limited = True
+        if process is not None and process != crew.limited:
+            crew.processes.add(process, crew.fork_server.process_descriptor)
+            crew.limited = process
 
     def _look(self, crew: _Crew, number: int, worker: LeasedWorker, ready: Set[int]) -> list[LeaseEvent]:
         """Process the events of one worker."""
         if worker.descriptor in ready:
             death = worker.death()
             worker.release()
+            self._note_crash(crew, death.exit_status)
             if crew.ending or crew.failed:
                 return []
             if not crew.ready:
@@ -479,6 +494,13 @@ class Workers:
         crew.keepable = crew.keepable and all(is_confined(each.pid) for each in crew.workers)
         return [LeaseReady(crew.lease, tuple(each for each in started if each is not None))]
 
+    def _note_crash(self, crew: _Crew, status: int | None) -> None:
+        """Have nothing forked again from where a worker comes from that has crashed: its client may be guessing numbers
+        that all such forks share."""
+        if status is not None and -status in CRASHES:
+            crew.keepable = False
+            crew.fork_server.retire_zygote(f"a worker that descends from it ended by {signal.Signals(-status).name}")
+
     def _started(self, key: str, worker: LeasedWorker) -> Started | None:
         """Return a worker's report for the client; None while its sockets are not bound."""
         ports = worker.ports_found
@@ -496,7 +518,7 @@ class Workers:
     def _fail(self, crew: _Crew, why: str) -> LeaseNotStarted:
         crew.failed = True
         crew.to_start.clear()
-        return LeaseNotStarted(crew.lease, why)
+        return LeaseNotStarted(crew.lease, without_addresses(why))
 
     def _kill(self, crew: _Crew) -> None:
         for worker in crew.workers:

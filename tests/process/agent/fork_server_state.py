@@ -75,6 +75,10 @@ STATUS = (
 )
 
 
+OPENED = re.compile("memfd|/proc/cpuinfo")
+"""Files that a worker has open for a moment as it begins to serve."""
+
+
 class Spawner:
     """Forks workers of one fork server, whatever their environment."""
 
@@ -102,7 +106,7 @@ def main() -> None:
         worker = WorkerProcess(place, config, account, Spawner(server))
         worker.ports()
         end_s = time.monotonic() + WAIT_S
-        while "probed" not in worker.last_words() or "memfd" in str(state(worker.pid)["descriptors"]):  # it serves
+        while "probed" not in worker.last_words() or OPENED.search(str(state(worker.pid)["descriptors"])):
             assert time.monotonic() < end_s
             time.sleep(0.01)
         found[name] = {"server": state(server.pid), "worker": state(worker.pid), "words": worker.last_words()}

@@ -9,6 +9,7 @@ import os
 import re
 import select
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -20,15 +21,15 @@ import psutil
 import pytest
 
 from onebox.agent.admission import Share
-from onebox.agent.lease_processes import LeaseIsolation
+from onebox.agent.lease_processes import LeaseIsolation, LeaseProcesses
 from onebox.agent.workers import LeaseClosed, LeaseEvent, LeaseReady, Workers
 from onebox.forking import ForkServerEnded
 from onebox.pool.launch import fork_server as fork_server_module
 from onebox.pool.launch.fork_server import ForkServerProcess, ZygoteProcess, worker_environment
 from onebox.pool.launch.worker_user import WorkerUser, running_process
-from onebox.pool.launch.zygotes import RETRY_S
+from onebox.pool.launch.zygotes import RETRY_S, Zygotes
 from onebox.wire import new_keys
-from onebox.wire.protocol.agents import Want
+from onebox.wire.protocol.agents import Done, LeaseEnded, Refused, Release, Want, WorkerEnded
 from onebox.worker.sandbox import landlock, seccomp
 from tests import warm
 from tests.process.agent.fork_server_state import PATCH
@@ -40,6 +41,7 @@ SHARE = Share(device="cpu", threads=1, memory_bytes=1 << 26)
 WIDE = Share(device="cpu", threads=2, memory_bytes=1 << 26)
 WAIT_S = 60.0
 USER = "60830"
+ADDRESS = re.compile(r"[0-9a-fA-F]{7,}")
 MAX_DATA = re.compile(r"Max data size +(\d+) +\d+")
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root starts processes of other users")
@@ -173,14 +175,14 @@ def test_a_forked_fork_server_and_its_worker_are_what_started_ones_are(tmp_path:
 
 
 @as_root
-def test_so_they_are_with_a_user_of_their_own_and_the_zygote_may_do_nothing_but_change_it(tmp_path: Path) -> None:
+def test_so_they_are_with_a_user_of_their_own_and_the_zygote_has_the_capabilities_to_change_it(tmp_path: Path) -> None:
     found = states(tmp_path, USER)
     check_states(found)
     server, zygote = found["forked"]["server"], found["zygote"]
     assert server["Uid"].split() == server["Gid"].split() == [USER] * 4 and not server["Groups"].split()
     assert [server[name] for name in ("CapPrm", "CapEff", "CapInh", "CapAmb")] == ["0" * 16] * 4
     assert [zygote[name] for name in ("CapPrm", "CapEff")] == [f"{1 << 6 | 1 << 7:016x}"] * 2  # CAP_SETGID, CAP_SETUID
-    assert zygote["owner of its memory"] == 0
+    assert zygote["owner of its memory"] == 0 and zygote["Uid"].split() == ["0"] * 4, "which security.md says"
 
 
 @as_root
@@ -191,8 +193,9 @@ def test_a_zygote_of_root_forks_none_without_a_user_and_another_none_with_one(us
     try:
         assert zygote.wait_ready(WAIT_S)
         made = ForkServerProcess(environment, None if users else WorkerUser(60830, 60830), zygote)
-        with pytest.raises(ForkServerEnded, match="is no user for a fork of this zygote"):
+        with pytest.raises(ForkServerEnded, match="is no user for a fork of this zygote") as ended:
             made.wait_ready(WAIT_S)
+        assert "Traceback" not in str(ended.value)
         made.close()
         root = ForkServerProcess(environment, WorkerUser(0, 0), zygote)
         with pytest.raises(ForkServerEnded, match="is no user for a fork of this zygote"):
@@ -336,6 +339,56 @@ def test_a_zygote_whose_imports_fail_or_hang_is_done_without(
     assert not list(workers._zygotes.descriptors()) if workers._zygotes else False
 
 
+FAILING = """
+import atexit, os, sys
+import onebox.worker.process.zygote as zygote
+
+atexit.register(lambda: print("left as an interpreter ends", file=sys.stderr, flush=True))
+
+def fail(*given, **named):
+    raise PermissionError(1, "setgroups")
+
+zygote._take_user = fail
+zygote.main(users=False)
+os._exit(0)
+"""
+"""A zygote none of whose forks can take its user."""
+
+
+def test_a_zygote_whose_forks_fail_is_told_of_and_done_without(
+    made: Callable[..., Workers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fork_server_module, "ZYGOTE_COMMAND", (sys.executable, "-P", "-c", FAILING))
+    limited: list[int] = []
+    monkeypatch.setattr(LeaseProcesses, "add", lambda self, process, descriptor: limited.append(process))
+    workers = made()
+    first = lease(workers, 1, "ana")
+    (server,) = ancestors(first)
+    assert limited[-2:] == [server, first.pid]
+    assert psutil.Process(server).name() == "onebox-fork-srv", "which has imported PyTorch itself"
+    turn(workers)
+    (news,) = workers.ended_zygotes()
+    assert "a fork server that it has forked fails" in news.why and "PermissionError" in news.why
+    assert "left as" not in news.why, "it would clean up what is the zygote's"
+    assert gone([news.process]) and first.is_running()
+    assert len(ancestors(lease(workers, 2, "bob", now_s=RETRY_S - 1))) == 1
+    assert not workers.ended_zygotes(), "no other is started at once"
+
+
+CRASHING = """
+import faulthandler, os
+import onebox.worker.process.fork_server as fork_server
+
+def crash(*given):
+    faulthandler.enable()
+    os.abort()
+
+fork_server.serve_worker = crash
+fork_server.main()
+os._exit(0)
+"""
+"""A fork server whose workers crash."""
+
 SERVE = """
 import signal, sys
 from onebox.agent.lease_processes import LeaseIsolation
@@ -401,3 +454,52 @@ def test_an_agent_imports_for_each_client_where_its_owner_says_so(tmp_path: Path
             assert (began["event"], began["imports"]) == ("started", "one for each client")
         finally:
             agent.terminate()
+
+
+def canary(process: int) -> bytes:
+    """Return the random bytes from which a process has the values that guard its stack: ``AT_RANDOM`` of
+    ``getauxval(3)``."""
+    entries = dict(struct.iter_unpack("QQ", Path(f"/proc/{process}/auxv").read_bytes()))
+    with open(f"/proc/{process}/mem", "rb") as memory:
+        memory.seek(entries[25])
+        return memory.read(16)
+
+
+def test_after_a_crash_new_leases_have_other_addresses_and_running_ones_go_on() -> None:
+    with house() as agent:
+        ana, bob = agent.client("ana"), agent.client("bob")
+        crashed, running = (each.lease(Want("cpu", threads=1)) for each in (ana, bob))
+        crash, neighbour = (psutil.Process(each.workers[0].process) for each in (crashed, running))
+        zygote = ancestors(crash)[1]
+        assert canary(crash.pid) == canary(neighbour.pid), "which docs/concepts/security.md says"
+        os.kill(crash.pid, signal.SIGSEGV)
+        ana.take(WorkerEnded)
+        agent.until("zygote-ended")
+        reason = "a worker that descends from it ended by SIGSEGV"
+        assert agent.told("zygote-ended") == [{"process": zygote, "reason": reason}]
+        ana.send(Release(ana.number(), crashed.lease))
+        ana.take(Done)
+        again = psutil.Process(ana.lease(Want("cpu", threads=1)).workers[0].process)
+        assert canary(again.pid) != canary(neighbour.pid) and library(again.pid) != library(neighbour.pid)
+        bob.send(Release(bob.number(), running.lease))
+        bob.take(Done)
+        assert not any(isinstance(message, WorkerEnded | LeaseEnded) for message in bob.heard)
+
+
+def test_a_client_whose_worker_crashes_gets_no_address() -> None:
+    with house() as agent:
+        ana = agent.client("ana")
+        os.kill(ana.lease(Want("cpu", threads=1)).workers[0].process, signal.SIGABRT)
+        ended = ana.take(WorkerEnded)
+        assert ended.exit_status == -signal.SIGABRT and "Fatal Python error: Aborted" in ended.last_words
+        assert "hread 0x… " in ended.last_words and not ADDRESS.search(ended.last_words)
+
+
+def test_a_client_whose_worker_crashes_as_it_starts_gets_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_server_module, "COMMAND", (sys.executable, "-P", "-c", CRASHING))
+    monkeypatch.setattr(Zygotes, "find", lambda *given: None)
+    with house() as agent:
+        ana = agent.client("ana")
+        ana.ask(Want("cpu", threads=1))
+        why = ana.take(Refused).reason
+        assert "Fatal Python error: Aborted" in why and "0x…" in why and not ADDRESS.search(why)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -111,6 +114,34 @@ def test_an_agent_that_is_alone_limits_its_leases_and_leaves_nothing(tree: Path)
     made.close()
     assert (tree / "own" / "cgroup.procs").read_text() == str(os.getpid())
     assert [path.name for path in (tree / "own").iterdir() if path.is_dir()] == []
+
+
+@pytest.mark.parametrize("ends", ["never", "before", "meanwhile"])
+def test_a_process_that_has_ended_is_in_none(tree: Path, monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
+    """Its number may be that of another process by now."""
+    made = LeaseCgroups(proc(tree))
+    lease = made.make(7, [CPU])
+    assert lease is not None
+    write = Path.write_text
+    with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as process:
+
+        def writing(path: Path, text: str) -> int:
+            if path.name == "cgroup.procs" and ends == "meanwhile":
+                process.kill()
+                process.wait()
+            return write(path, text)
+
+        monkeypatch.setattr(Path, "write_text", writing)
+        descriptor = os.pidfd_open(process.pid)
+        if ends == "before":
+            process.kill()
+            process.wait()
+        try:
+            for add in (lease.add, made.set_aside):
+                with contextlib.nullcontext() if ends == "never" else pytest.raises(ProcessLookupError):
+                    add(process.pid, descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def test_beside_others_there_are_cgroups_without_limits(tree: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import threading
 from pathlib import Path
 
@@ -85,6 +86,14 @@ def test_keys_in_text_are_withheld(around: str) -> None:
             book.tell("refused", reason=around.format(text))
             said = json.loads(book.last(1)[0])["reason"]
             assert text not in said and text[:30] not in said
+
+
+@pytest.mark.parametrize("around", ["{}", "<object at {}>", "x" * 65_530 + "{}", "x" * 598 + "{}", "y\n{}\n"])
+def test_addresses_of_memory_are_left_out(around: str) -> None:
+    book = journal()
+    book.tell("zygote-ended", reason=around.format("0x00007f0d5c7fa640"))
+    (line,) = book.last(1)
+    assert not re.search("[0-9a-f]{5,}", json.loads(line)["reason"]), "no part of one"
 
 
 def test_a_fingerprint_and_an_address_are_not_taken_for_keys() -> None:

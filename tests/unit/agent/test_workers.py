@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -43,6 +44,7 @@ class Fake:
     ports_found: Ports | None = None
     ended = mute = False
     killed = 0
+    status: int | None = -9
     most = 3
     part = False
     """Whether it says something, but not all."""
@@ -67,7 +69,7 @@ class Fake:
         return Ports(f"tcp://0.0.0.0:{self.pid}", f"tcp://[::]:{self.pid + 1}")
 
     def death(self) -> WorkerDied:
-        return WorkerDied("it died", exit_status=-9, last_words="alas")
+        return WorkerDied("it died", exit_status=self.status, last_words="alas")
 
     def kill(self) -> None:
         self.killed += 1
@@ -86,6 +88,7 @@ class FakeForkServer:
     made: list[FakeForkServer]
 
     pid: int | None = None
+    process_descriptor = -1
     idle = False
     account = None
 
@@ -94,6 +97,7 @@ class FakeForkServer:
         self.closed = False
         self.pid = 5_000_000 + len(self.made) if self.idle else None
         self.channel = self.descriptor
+        self.retired: list[str] = []
         self.made.append(self)
 
     def fits(self, shares: Sequence[Share]) -> bool:
@@ -104,6 +108,9 @@ class FakeForkServer:
 
     def attend(self) -> bool:
         return self.ready
+
+    def retire_zygote(self, why: str) -> None:
+        self.retired.append(why)
 
     def close(self) -> None:
         self.closed = True
@@ -166,6 +173,25 @@ def test_a_worker_that_ends_later_is_news_and_the_others_go_on(fakes: list[Fake]
     workers.end(1, 0.0, 3.0)
     assert (one.killed, two.killed) == (1, 0)
     assert workers.attend({one.descriptor}, 3.0) == [LeaseClosed(1)]
+
+
+@pytest.mark.parametrize("when", ["starts", "works", "leaves"])
+def test_after_a_crash_nothing_is_forked_from_where_the_worker_comes_from(fakes: list[Fake], when: str) -> None:
+    for status in (-9, -15, 1, 0, None, -11, -6, -7, -4):
+        workers = started(1)
+        (worker,) = fakes
+        worker.status = status
+        if when != "starts":
+            workers.attend({worker.outlet}, 1.0)
+        if when == "leaves":
+            workers.end(1, 1.0, 1.5)
+        workers.attend({worker.descriptor}, 2.0)
+        signals = {-11: "SIGSEGV", -6: "SIGABRT", -7: "SIGBUS", -4: "SIGILL"}
+        told = [f"a worker that descends from it ended by {signals[status]}"] if status in signals else []
+        assert worker.fork_server.retired == told, status
+        os.close(worker.descriptor)
+        os.close(worker.outlet)
+        fakes.clear()
 
 
 @pytest.mark.parametrize("how", ["dies", "nonsense", "late"])
@@ -361,7 +387,7 @@ def test_a_kept_fork_server_ends_in_time_and_with_the_agent(fakes: list[Fake], k
     assert keeping[1].closed
 
 
-@pytest.mark.parametrize("why", ["unconfined", "failed", "left", "removed", "busy", "immovable"])
+@pytest.mark.parametrize("why", ["unconfined", "failed", "crashed", "left", "removed", "busy", "immovable"])
 def test_a_fork_server_is_kept_only_if_all_was_well(
     fakes: list[Fake], keeping: list[FakeForkServer], monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
@@ -374,8 +400,8 @@ def test_a_fork_server_is_kept_only_if_all_was_well(
     found = iter([[77], []] if why == "left" else [[]])
     monkeypatch.setattr(LeaseProcesses, "kill", lambda self, fork_server: next(found))
     workers = started(1, **({"accepts": lambda client: False} if why == "removed" else {}))
-    if why == "failed":
-        fakes[0].bad = True
+    fakes[0].bad = why == "failed"
+    fakes[0].status = -signal.SIGSEGV if why == "crashed" else 0
     workers.attend({fakes[0].outlet}, 1.0)
     workers.end(1, 0.0, 1.0)
     news = workers.attend({fakes[0].descriptor}, 1.0) or workers.attend(set(), 1.0)

@@ -96,6 +96,11 @@ class _LaunchedServer(ForkServerClient):
         return self._process.pid
 
     @property
+    def descriptor(self) -> int:
+        """A process descriptor; -1 of a child of this process, whose id stays its own until its end is seen here."""
+        return self._process.descriptor if isinstance(self._process, ForkedProcess) else -1
+
+    @property
     def ended(self) -> bool:
         """True when it has ended."""
         if isinstance(self._process, ForkedProcess):
@@ -108,15 +113,10 @@ class _LaunchedServer(ForkServerClient):
         """
         with self._lock:
             self._channel.close()
-            forked = self._process if isinstance(self._process, ForkedProcess) else None
-            end_process(
-                self._process,
-                self._name,
-                grace_s=grace_s if self._asked else 0.0,
-                descriptor=-1 if forked is None else forked.descriptor,
-            )
-            if forked is not None:
-                forked.close()
+            grace_s = grace_s if self._asked else 0.0
+            end_process(self._process, self._name, grace_s=grace_s, descriptor=self.descriptor)
+            if isinstance(self._process, ForkedProcess):
+                self._process.close()
             self._words.close()
 
     def last_words(self) -> str:

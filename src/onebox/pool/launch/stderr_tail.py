@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import threading
 from typing import IO
@@ -15,6 +16,19 @@ RATE_BPS = 1 << 20
 
 _READ_BYTES = 64 << 10
 _PIPE_BYTES = 1 << 20  # more than a pipe holds
+
+
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
+
+
+def without_addresses(text: str) -> str:
+    """Return a text without addresses of memory, which reports of crashes have: other processes may have the same.
+
+    Example:
+        >>> without_addresses("Thread 0x00007f0d5c7fa640 in 0x12")
+        'Thread 0x… in 0x12'
+    """
+    return _ADDRESS.sub("0x…", text)
 
 
 class StderrTail:

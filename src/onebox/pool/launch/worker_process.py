@@ -22,7 +22,9 @@ from onebox.worker.system.process_watch import disk_reads
 
 _UNKNOWN = "ended with or after its fork server, the process onebox-fork-srv, which would have said how"
 
-_LAST_WORDS = 4000
+LAST_WORDS = 4000
+"""Most bytes of standard error that are reported with the end of a worker."""
+
 _REPORT_BYTES = 4096
 
 
@@ -160,7 +162,7 @@ class WorkerProcess:
 
     def last_words(self) -> str:
         """Return the end of the worker's standard error."""
-        return self._stderr.text(_LAST_WORDS)
+        return self._stderr.text(LAST_WORDS)
 
     def close(self, *, grace_s: float, killed_s: float = KILLED_S) -> None:
         """End the process: wait a while for it to end by itself, then kill it; see :func:`end_process`. Idempotent."""

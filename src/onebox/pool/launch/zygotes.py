@@ -19,8 +19,12 @@ MOST = 2
 IMPORT_S = 30.0
 """How long the imports of a zygote may take; then leases that wait for it import PyTorch themselves."""
 
+USED_S = 60.0
+"""Time after the last use of a zygote in which none of another environment takes its place: clients choose theirs,
+and none of them can have those of others import anew."""
+
 RETRY_S = 60.0
-"""Time without a zygote after one that did not become ready, or did not fork."""
+"""Time without a zygote after one that could not be started, did not become ready or fork, or whose forks failed."""
 
 
 @dataclass
@@ -28,6 +32,7 @@ class _Found:
     zygote: ZygoteProcess
     environment: dict[str, str]
     until_s: float
+    used_s: float
     ready: bool = False
     failure: str = ""
 
@@ -59,26 +64,39 @@ class Zygotes:
             if found.environment == environment:
                 self._found.remove(found)
                 self._found.append(found)
+                found.used_s = now_s
                 return None if found.failure else found.zygote
         if now_s < self._retry_s or not self._enough_memory():
             return None
+        unused = [found for found in self._found if found.ready and now_s >= found.used_s + USED_S]
+        if len(self._found) >= MOST and not unused:
+            return None
         try:
             zygote = ZygoteProcess(environment, users=self._users)
-        except (OSError, SubprocessError):
-            return None  # the start of a fork server will fail, too
+        except (OSError, SubprocessError) as error:
+            self._retry_s = now_s + RETRY_S
+            self._ended.append((0, f"it could not be started: {error}"))
+            return None
         if len(self._found) >= MOST:
-            self._end(self._found[0], "leases have other environments")
-        self._found.append(_Found(zygote, dict(environment), now_s + IMPORT_S))
+            self._end(unused[0], "leases have other environments")
+        self._found.append(_Found(zygote, dict(environment), now_s + IMPORT_S, now_s))
         return zygote
 
     def drop(self, zygote: ZygoteProcess, why: str) -> None:
-        """Use a zygote that does not fork no more; it ends in the next :meth:`attend`."""
+        """Use a zygote no more that does not fork, or whose forks fail; it ends in the next :meth:`attend`."""
         for found in self._found:
             if found.zygote is zygote:
                 found.failure = why
 
+    def retire(self, zygote: ZygoteProcess, why: str) -> None:
+        """End a zygote, unless it has ended; the next lease with its environment has another. Its forks go on."""
+        for found in list(self._found):
+            if found.zygote is zygote:
+                self._end(found, why)
+
     def news(self) -> list[tuple[int, str]]:
-        """Return, once, those that have ended before :meth:`close`: the process and the reason of each."""
+        """Return, once, those that have ended before :meth:`close`: the process, 0 for one that could not be started,
+        and the reason of each."""
         ended, self._ended = self._ended, []
         return ended
 

@@ -7,7 +7,9 @@ their addresses, and the random numbers that Python and libraries draw when they
 zygote reads nothing but the requests of the process that started it, has one thread, and uses no driver. It ends with
 that process.
 
-A zygote that root has started, for users of leases, keeps no right of root but to change its user and groups.
+A zygote that root has started, for users of leases, keeps of root's capabilities only those to change its user and
+groups. Its user is still root until a fork changes it: it may do what root may as the owner of files, and a program
+that it started would have all capabilities. It reads nothing of clients, and starts none.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ import os
 import select
 import socket
 import sys
+import traceback
+from collections.abc import Sequence
 
 import msgspec
 
@@ -59,18 +63,37 @@ def main(*, users: bool) -> None:
     gc.freeze()
     me = os.getpid()
     given = ForkServer(channel, watched, DESCRIPTORS).serve()
-    if given is not None:  # this is a fork server, which keeps only the imports and the descriptor of its client
-        own, stderr = given
-        os.setsid()
-        os.dup2(stderr, _STANDARD_ERROR)
-        os.close(stderr)
-        os.set_inheritable(own, False)
-        ignore_end_signals()
-        channel = socket.socket(fileno=own)
-        _take_user(_receive_settings(channel), users=users)
-        wake_with_owner()  # once the user is changed, which would undo it
-        if os.getppid() != me:
-            return  # the zygote ended before it could be watched
+    if given is not None:
+        try:
+            _serve_fork(given, me, client, watched, users=users)
+        except BaseException as error:
+            if isinstance(error, SystemExit):
+                print(error, file=sys.stderr)
+            else:
+                traceback.print_exc()
+            os._exit(1)  # nothing of the zygote is to be cleaned up in a fork
+
+
+def _serve_fork(given: Sequence[int], zygote: int, client: int, watched: int, *, users: bool) -> None:
+    """Run a fork server, which keeps only the imports and the descriptor of its client.
+
+    Args:
+        given: Its socket to the client, and its standard error.
+        zygote: The zygote's process id.
+        client: The client's process id.
+        watched: A descriptor of the client.
+        users: Whether it takes a user of its own.
+    """
+    own, stderr = given
+    os.setsid()
+    os.dup2(stderr, _STANDARD_ERROR)
+    os.close(stderr)
+    os.set_inheritable(own, False)
+    ignore_end_signals()
+    channel = socket.socket(fileno=own)
+    _take_user(_receive_settings(channel), users=users)
+    wake_with_owner()  # once the user is changed, which would undo it
+    if os.getppid() == zygote:  # else it has ended before it could be watched
         serve_client(channel, client, watched)
 
 

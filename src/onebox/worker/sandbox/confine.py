@@ -232,6 +232,17 @@ def _enforce(gpu: bool, address: str) -> None:
     abi = landlock.version()
     if not abi:
         raise OSError("this kernel has no Landlock, or it is switched off")
+    try:
+        _enforce_files(abi, gpu, address)
+        prepare()
+        for ports in _prepared:
+            ports.enforce()
+    finally:
+        while _prepared:  # an open one could be added to, and it is that of all forks
+            _prepared.pop().close()
+
+
+def _enforce_files(abi: int, gpu: bool, address: str) -> None:
     rules = landlock.Ruleset(abi)
     if gpu:
         _libraries.cache_clear()  # those of the driver have been loaded since
@@ -250,13 +261,6 @@ def _enforce(gpu: bool, address: str) -> None:
         rules.enforce()
     finally:
         rules.close()
-    prepare()
-    while _prepared:
-        ports = _prepared.pop()
-        try:
-            ports.enforce()
-        finally:
-            ports.close()
 
 
 def prepare() -> None:

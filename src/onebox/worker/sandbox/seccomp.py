@@ -59,6 +59,7 @@ REFUSED = {
     "bpf": 321,
     "perf_event_open": 298,
     "userfaultfd": 323,
+    "landlock_add_rule": 445,
     "io_uring_setup": 425,
     "io_uring_enter": 426,
     "io_uring_register": 427,

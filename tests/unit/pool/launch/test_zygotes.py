@@ -8,7 +8,7 @@ import pytest
 
 from onebox.forking import ForkServerEnded
 from onebox.pool.launch import zygotes as module
-from onebox.pool.launch.zygotes import IMPORT_S, MOST, RETRY_S, Zygotes
+from onebox.pool.launch.zygotes import IMPORT_S, MOST, RETRY_S, USED_S, Zygotes
 
 
 class FakeZygote:
@@ -73,10 +73,26 @@ def test_each_environment_has_one_which_is_kept(house: House, fakes: list[FakeZy
 def test_the_one_that_was_used_least_lately_gives_way(house: House, fakes: list[FakeZygote]) -> None:
     for threads in range(1, MOST + 1):
         house.find(threads)
+        fakes[-1].ready = True
+    house.zygotes.attend(set(), 0.0)
     house.find(1)
-    house.find(MOST + 1)
+    house.find(MOST + 1, now_s=USED_S)
     assert [fake.closed for fake in fakes] == [number == 1 for number in range(MOST + 1)]
     assert house.zygotes.news() == [(5_000_001, "leases have other environments")] and not house.zygotes.news()
+
+
+def test_none_gives_way_that_imports_or_was_used_lately(house: House, fakes: list[FakeZygote]) -> None:
+    for threads in range(1, MOST + 1):
+        house.find(threads)
+    assert house.find(MOST + 1, now_s=USED_S) is None, "all import"
+    for fake in fakes:
+        fake.ready = True
+    house.zygotes.attend(set(), 0.0)
+    for threads in range(1, MOST + 1):
+        house.find(threads, now_s=float(threads))
+    assert house.find(MOST + 1, now_s=USED_S + 0.9) is None, "all were used lately"
+    assert len(fakes) == MOST and not any(fake.closed for fake in fakes) and not house.zygotes.news()
+    assert house.find(MOST + 1, now_s=USED_S + 1.0) is fakes[MOST] and fakes[0].closed
 
 
 def test_without_memory_none_starts_and_those_there_are_end(house: House, fakes: list[FakeZygote]) -> None:
@@ -121,3 +137,17 @@ def test_one_that_ends_later_is_replaced_at_once(house: House, fakes: list[FakeZ
     house.zygotes.attend({700}, 2.0)
     assert fakes[0].closed and house.zygotes.news() == [(5_000_000, "it has ended; its last words:\nalas")]
     assert house.find(now_s=2.0) is fakes[1]
+
+
+def test_after_one_that_cannot_be_started_there_is_none_for_a_while(
+    house: House, fakes: list[FakeZygote], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*given: object, **named: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as full:
+        full.setattr(module, "ZygoteProcess", refuse)
+        assert house.find(now_s=1.0) is None
+    assert house.zygotes.news() == [(0, "it could not be started: [Errno 24] Too many open files")]
+    assert house.find(now_s=RETRY_S + 0.9) is None and not fakes
+    assert house.find(now_s=RETRY_S + 1.0) is fakes[0] and not house.zygotes.news()

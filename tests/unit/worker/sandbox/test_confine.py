@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -174,6 +175,37 @@ def test_memory_has_a_limit(found: dict[str, Any]) -> None:
 @needs(6)
 def test_others_get_no_signal(found: dict[str, Any]) -> None:
     assert found["signal"] == errno.EPERM
+
+
+@pytest.mark.parametrize("fails", ["", "allow", "enforce", "close"])
+def test_no_prepared_rules_stay_open(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are those of all forks, one of which could add to them."""
+    made: list[Rules] = []
+
+    class Rules:
+        """Stands in for Landlock's rules, of which the next call fails."""
+
+        def __init__(self, abi: int, *, only_ports: bool = False) -> None:
+            self.only_ports, self.closed = only_ports, False
+            made.append(self)
+
+        def __getattr__(self, name: str) -> Any:
+            def call(*given: Any) -> None:
+                if name == "close":
+                    self.closed = True
+                if name == fails and not self.only_ports:
+                    raise OSError(errno.ENOMEM, "no memory")
+
+            return call
+
+    monkeypatch.setattr(landlock, "version", lambda: 4)
+    monkeypatch.setattr(landlock, "Ruleset", Rules)
+    monkeypatch.setattr(confine, "_prepared", [])
+    confine.prepare()
+    with pytest.raises(OSError, match="no memory") if fails else contextlib.nullcontext():
+        confine._enforce(False, "127.0.0.1")
+    assert [rules.only_ports for rules in made] == [True, False] and all(rules.closed for rules in made)
+    assert not confine._prepared
 
 
 @pytest.mark.skipif(not seccomp.supported(), reason="no filter of system calls here")

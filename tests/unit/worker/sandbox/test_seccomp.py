@@ -110,6 +110,7 @@ attempt("kcmp", lambda: call(312, os.getpid(), victim, 0, 0, 0))
 attempt("perf_event_open", lambda: call(298, 0, 0, -1, -1, 0))
 attempt("bpf", lambda: call(321, 0, 0, 0))
 attempt("userfaultfd", lambda: call(323, 1))
+attempt("landlock_add_rule", lambda: call(445, -1, 1, 0, 0))
 attempt("keyctl", lambda: call(250, 0, -3, 0))
 attempt("io_uring_setup", lambda: call(425, 1, 0))
 attempt("kill", lambda: os.kill(victim, 0))
@@ -181,6 +182,7 @@ OTHERS = [
     "perf_event_open",
     "bpf",
     "userfaultfd",
+    "landlock_add_rule",
     "keyctl",
     "io_uring_setup",
     "kill",
