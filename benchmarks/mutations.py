@@ -155,7 +155,7 @@ CARRIED_OUT = [
             Get((1, 11, 12, 13)),
         ),
     ),
-    Envelope(11, True, (LeaveGroup(3), Rendezvous(1, b"x"), Get((1, 2)))),
+    Envelope(11, True, (LeaveGroup(3), Rendezvous(1, (b"x", b"yz")), Get((1, 2)))),
 ]
 """What a worker does at once; each buffer that is put takes one frame."""
 
