@@ -127,12 +127,23 @@ def state(process: int) -> dict[str, Any]:
         **{name: (proc / name).read_text() for name in files if (proc / name).exists()},
         "namespaces": [os.readlink(each) for each in sorted((proc / "ns").iterdir())],
         "folders": [os.readlink(proc / name) for name in ("cwd", "root")],
-        "descriptors": sorted(map(descriptor, (proc / "fd").iterdir())),
+        "descriptors": descriptors(proc),
         "leads its session": os.getsid(process) == os.getpgid(process) == process,
         "owner of its memory": (proc / "maps").stat().st_uid,
         "priority": os.getpriority(os.PRIO_PROCESS, process),
         "scheduler": os.sched_getscheduler(process),
     }
+
+
+def descriptors(proc: Path) -> list[tuple[str, str]]:
+    """Return what is open; looked at again where something has been closed meanwhile."""
+    end_s = time.monotonic() + WAIT_S
+    while True:
+        try:
+            return sorted(map(descriptor, (proc / "fd").iterdir()))
+        except FileNotFoundError:
+            if time.monotonic() > end_s:
+                raise
 
 
 def descriptor(link: Path) -> tuple[str, str]:
