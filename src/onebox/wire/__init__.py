@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from onebox.wire.tensors import (
         DTYPES,
         check_elements,
+        copy_of,
         dtype_name,
         elements_of,
         from_frame,
@@ -113,6 +114,7 @@ __all__ = [
     "codecs",
     "configure",
     "connection_of",
+    "copy_of",
     "decode_envelope",
     "decode_worker_message",
     "detect_dead_peers",
@@ -203,6 +205,7 @@ __getattr__ = lazy_names(
         "onebox.wire.tensors": (
             "DTYPES",
             "check_elements",
+            "copy_of",
             "dtype_name",
             "elements_of",
             "from_frame",

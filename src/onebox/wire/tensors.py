@@ -52,11 +52,27 @@ def spec_of(tensor: Tensor) -> TensorSpec:
 
 def to_frame(tensor: Tensor) -> memoryview:
     """Return the elements of a tensor; memory is shared if the tensor is dense and on the CPU."""
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()  # apply lazy conjugation and negation
-    dense = tensor.detach().to("cpu").contiguous()
+    dense = _dense(tensor)
     dense = dense.as_strided((dense.numel(),), (1,))  # a single element is contiguous with any stride
     return memoryview(np.from_dlpack(dense.view(torch.uint8)))  # type: ignore[arg-type]
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """Return a tensor without a gradient whose elements lie on the CPU as they are sent."""
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()  # apply lazy conjugation and negation
+    return tensor.detach().to("cpu").contiguous()
+
+
+def copy_of(tensor: Tensor) -> tuple[Tensor, TensorSpec, memoryview]:
+    """Return a dense copy of a tensor on the CPU, its spec, and its elements, which share the copy's memory."""
+    dense = _dense(tensor)
+    elements = np.empty(dense.nbytes, dtype=np.uint8)
+    if not dense.nbytes:
+        return torch.empty_like(dense), spec_of(dense), memoryview(elements)  # type: ignore[arg-type]
+    copy = torch.frombuffer(elements, dtype=dense.dtype).view(dense.shape)
+    ctypes.memmove(copy.data_ptr(), dense.data_ptr(), dense.nbytes)
+    return copy, spec_of(copy), memoryview(elements)  # type: ignore[arg-type]
 
 
 def elements_of(tensor: Tensor) -> tuple[TensorSpec, memoryview]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from onebox.errors import WireError
-from onebox.wire import DTYPES, TensorSpec, dtype_name, from_frame, spec_of, to_frame
+from onebox.wire import DTYPES, TensorSpec, copy_of, dtype_name, from_frame, spec_of, to_frame
 from onebox.wire.program import ITEM_BYTES
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -53,6 +53,26 @@ def test_what_arrives_is_a_copy(tensor: Tensor) -> None:
     before = bits(made)
     frame[:] = bytes(byte ^ 1 for byte in frame)
     assert bits(made) == before
+
+
+@given(tensors())
+def test_a_copy_is_dense_and_shares_memory_with_its_elements_only(tensor: Tensor) -> None:
+    before = bits(tensor)
+    copy, spec, elements = copy_of(tensor)
+    assert (copy.dtype, copy.shape, spec) == (tensor.dtype, tensor.shape, spec_of(tensor))
+    assert copy.is_contiguous()
+    assert bits(copy) == bytes(elements) == before
+    if before:
+        elements[:] = bytes(byte ^ 1 for byte in before)
+        assert bits(tensor) == before
+        assert copy.view(-1).view(torch.uint8).tolist() == list(elements)
+
+
+def test_a_copy_has_what_lazy_conjugation_and_gradients_leave() -> None:
+    copy, _, elements = copy_of(torch.tensor([1 + 2j], requires_grad=True).conj())
+    assert not copy.requires_grad
+    assert copy.tolist() == [1 - 2j]
+    assert bytes(elements) == bits(torch.tensor([1 - 2j]))
 
 
 def test_a_tensor_that_needs_a_gradient_travels_too() -> None:

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from onebox.engine.workload.late_number import LateNumber
 from onebox.errors import UsageError, WireError
-from onebox.wire import TensorSpec, elements_of, from_frame, program_dtype_name
+from onebox.wire import TensorSpec, copy_of, elements_of, program_dtype_name
 
 Constant = int | float | bool | complex | None
 """A leaf that is not a tensor, passed unchanged to the model and the loss."""
@@ -92,8 +92,10 @@ class Batch:
     def kept(self) -> Batch:
         """Return a dense copy that later writes to the user's tensors do not change."""
         # One thread only: several would contend for cores that workers use.
-        leaves = tuple(from_frame(*elements_of(leaf)) for leaf in self.leaves)
-        return dataclasses.replace(self, leaves=leaves)
+        copies = [copy_of(leaf) for leaf in self.leaves]
+        kept = dataclasses.replace(self, leaves=tuple(leaf for leaf, _, _ in copies))
+        vars(kept)["_elements"] = tuple((spec, frame) for _, spec, frame in copies)  # the cached property
+        return kept
 
     def slice(self, start: int, size: int) -> tuple[Tensor, ...]:
         """Return the tensors of a range of samples."""

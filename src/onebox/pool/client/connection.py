@@ -13,7 +13,7 @@ from typing import Any
 import zmq
 
 from onebox.pool.backends.base import WorkerHandle
-from onebox.pool.client.socket_poller import SocketPoller, Source
+from onebox.pool.client.socket_poller import SocketPoller, Source, has_input
 from onebox.wire import (
     SMALL_BYTES,
     Connection,
@@ -161,7 +161,7 @@ class WorkerConnection:
             self.link.connected()
         if self.commands in ready:
             end_s = time.monotonic() + turn_s
-            while self.commands.poll(0):
+            while has_input(self.commands):
                 yield from self.link.receive()
                 if time.monotonic() >= end_s:
                     break
@@ -188,7 +188,7 @@ class WorkerConnection:
         """
         if self.heartbeat_socket in ready:
             for _ in range(HEARTBEATS):
-                if not self.heartbeat_socket.poll(0):
+                if not has_input(self.heartbeat_socket):
                     break
                 yield receive(self.heartbeat_socket, self._heartbeat_watch)
 

@@ -19,6 +19,8 @@ import zmq
 Source = zmq.Socket[Any] | int
 """A socket of ZeroMQ, or a descriptor."""
 
+_INPUT = int(zmq.POLLIN)
+
 
 class SocketPoller:
     """Poller of sockets and descriptors, each with an owner; used by one thread."""
@@ -56,14 +58,14 @@ class SocketPoller:
 
     def poll(self, timeout_ms: float) -> Mapping[Hashable, Collection[Source]]:
         """Wait until a source is ready, at most for a time; return the ready sources of each owner that has some."""
-        ready = {socket for socket in self._doubtful if _has_input(socket)}
+        ready = {socket for socket in self._doubtful if has_input(socket)}
         found: dict[Hashable, set[Source]] = defaultdict(set)
         readable = self._selector.select(0 if ready else timeout_ms / 1000)
         for key, _ in readable:
             source: Source = key.data
             if isinstance(source, int):
                 found[self._owners[source]].add(source)
-            elif _has_input(source):
+            elif has_input(source):
                 ready.add(source)
         idle = not readable and not ready
         self._doubtful = set(self._descriptors) if idle else ready
@@ -76,5 +78,6 @@ class SocketPoller:
         self._selector.close()
 
 
-def _has_input(socket: zmq.Socket[Any]) -> bool:
-    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+def has_input(socket: zmq.Socket[Any]) -> bool:
+    """Return whether a message has come; the socket's own ``poll`` would make a poller for it."""
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & _INPUT)
