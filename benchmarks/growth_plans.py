@@ -3,7 +3,8 @@
 Each problem is drawn from a seed: a chain of uneven segments, a quarter of which repeats an earlier one; hosts of four
 devices each, which differ in speed, in memory and in their links, and none of which holds the whole model where there
 are eight or more. Each row is a search in a process of its own: seconds of processor, peak memory beyond that of the
-problem, and the least step that any plan can have over the predicted one. Nothing is executed here.
+problem, the actions of the plan that is returned (three for each micro-batch on each of its devices), and the least
+step that any plan can have over the predicted one. Nothing is executed here.
 
     python benchmarks/growth_plans.py [--sizes 20x4 100x16] [--seeds N] [--json]
 """
@@ -128,6 +129,7 @@ def measured(size: str, seed: int) -> dict[str, Any]:
     result = search(problem, budget_s=BUDGET_S.get(size, 5.0), clock=time.process_time)
     spent_s = time.process_time() - start
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    replicas = [stage.replicas for stage in result.plan.stages]
     return {
         "size": size,
         "seed": seed,
@@ -136,6 +138,7 @@ def measured(size: str, seed: int) -> dict[str, Any]:
         "of_bound": round(least_step(problem) / result.simulation.step_s, 4),
         "step_s": result.simulation.step_s,
         "peak_bytes": (after - before) * 1024,
+        "actions": 3 * len(result.plan.micro_batches(problem.batch)) * sum(map(len, replicas)),
         "simulated": result.simulated,
         "plan": result.plan.describe().splitlines()[0],
     }
@@ -176,6 +179,7 @@ def main() -> None:
         own = [row for row in rows if row["size"] == size]
         spent, near = [row["processor_s"] for row in own], [row["of_bound"] for row in own]
         most = max(row["peak_bytes"] for row in own)
+        each = statistics.median(row["peak_bytes"] / row["actions"] for row in own)
         cells.append(
             [
                 size,
@@ -183,11 +187,15 @@ def main() -> None:
                 f"{statistics.median(spent):.1f} ({min(spent):.1f} to {max(spent):.1f})",
                 f"{statistics.median(near):.3f} ({min(near):.3f} to {max(near):.3f})",
                 f"{most / 1e6:.0f}",
+                f"{each:.0f}",
             ]
         )
     show(
         "Searches for a plan: median of problems (least to most)",
-        ["segments x devices", "budget, s", "processor, s", "least step over predicted", "peak memory, MB"],
+        [
+            *("segments x devices", "budget, s", "processor, s", "least step over predicted", "peak memory, MB"),
+            "bytes for each action of the plan",
+        ],
         cells,
     )
     finish({"rows": rows}, as_json=options.json)
