@@ -4,9 +4,8 @@ Each part is measured at several sizes, and the exponent of its growth is fitted
 1 is linear, 2 quadratic.
 
 - ``start``: a script that imports PyTorch under ``onebox run`` with two workers, over plain Python.
-- ``open``: seconds until a pool of emulated workers of this machine is open, in a process that has PyTorch imported and
-  no fork server yet.
-- ``client``: milliseconds of the client's processor for a step of a small model over emulated devices, by all of its
+- ``workers``: seconds until a pool of emulated workers of this machine is open, in a process that has PyTorch imported
+  and no fork server yet; milliseconds of the client's processor for a step of a small model over them, by all of its
   threads; and one way of a short message between two CPU workers of this machine, by the pool's own measurement.
 - ``plans``: seconds of one core for a search, and the least step that any plan can have over that of its plan
   (``growth_plans.py``).
@@ -16,9 +15,10 @@ Each part is measured at several sizes, and the exponent of its growth is fitted
   the model, the captures of a run over many lengths; and seconds from a trainer to its first loss, for a model of 50
   layers in the second process that trains it.
 
-By default sizes are such that it ends within five minutes; ``--long`` has the largest.
+By default sizes are such that it ends within five minutes, and a plan for a model and a second start are measured once;
+``--long`` has the largest, and repeats these, too.
 
-    python benchmarks/growth.py [--parts open client] [--long] [--figure growth.svg] [--json]
+    python benchmarks/growth.py [--parts workers plans] [--long] [--figure growth.svg] [--json]
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ from onebox.engine.workload import captures
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-PARTS = ("start", "open", "client", "plans", "model", "captures")
+PARTS = ("start", "workers", "plans", "model", "captures")
 WORKERS = (1, 8, 64)
 PLANS, LONG_PLANS = ("20x4", "100x16", "1000x64"), ("20x4", "100x16", "1000x64", "1000x256")
-LAYERS = (12, 50, 100, 200)
+LAYERS = (12, 50, 200)
 START_LAYERS = 50
 """Of the model whose second start is timed."""
 MODEL_WIDTH, MODEL_LENGTH, MODEL_LAYERS, LONG_MODEL_LAYERS = 1024, 32, 2, 12
@@ -65,31 +65,25 @@ WAIT_S = 300.0
 """Most seconds of a process that measures one size."""
 
 
-def opened(workers: int) -> float:
-    """Return the seconds until a pool of this process, which has had none before, is open."""
-    begin_s = time.monotonic()
-    with onebox.open(f"sim*{workers}"):
-        return time.monotonic() - begin_s
-
-
-def client_ms(workers: int) -> float:
-    """Return the milliseconds of this process's processor for a step over emulated devices, without the first ones."""
+def workers(count: int) -> tuple[float, float]:
+    """Return the seconds until a pool of this process, which has had none before, is open, and the milliseconds of this
+    process's processor for a step over its emulated devices, without the first ones."""
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.ReLU())))
     x, y = torch.randn(64, 32), torch.randn(64, 32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with (
-        onebox.open(f"sim*{workers}") as pool,
-        onebox.Trainer(model, nn.functional.mse_loss, optimizer, pool=pool, recovery=None) as trainer,
-    ):
-        for _ in range(5):
-            trainer.step(x, y)
-        trainer.wait()
-        begin_s = time.process_time()
-        for _ in range(STEPS):
-            trainer.step(x, y)
-        trainer.wait()
-        return 1e3 * (time.process_time() - begin_s) / STEPS
+    begin_s = time.monotonic()
+    with onebox.open(f"sim*{count}") as pool:
+        open_s = time.monotonic() - begin_s
+        with onebox.Trainer(model, nn.functional.mse_loss, optimizer, pool=pool, recovery=None) as trainer:
+            for _ in range(5):
+                trainer.step(x, y)
+            trainer.wait()
+            begin_s = time.process_time()
+            for _ in range(STEPS):
+                trainer.step(x, y)
+            trainer.wait()
+            return open_s, 1e3 * (time.process_time() - begin_s) / STEPS
 
 
 def message_us() -> float:
@@ -166,8 +160,7 @@ def auto_wait(layers: int) -> tuple[float, float, float]:
 
 
 MEASURES: dict[str, Callable[[int], Any]] = {
-    "open": opened,
-    "client": client_ms,
+    "workers": workers,
     "message": lambda _: message_us(),
     "started": started,
     "planned": planned,
@@ -183,15 +176,6 @@ def apart(measure: str, size: int, times: int = 1) -> Any:
         for _ in range(times):
             done = subprocess.run(run, env=environment, stdout=subprocess.PIPE, text=True, timeout=WAIT_S, check=True)
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def over_sizes(measure: str, rounds: int) -> dict[int, list[float]]:
-    """Return the measurements of each number of workers, the sizes in turn."""
-    found: dict[int, list[float]] = {size: [] for size in WORKERS}
-    for _ in range(rounds):
-        for size, values in found.items():
-            values.append(apart(measure, size))
-    return found
 
 
 def exponent(costs: Mapping[int, float]) -> float:
@@ -221,11 +205,27 @@ def figure(series: Mapping[str, Mapping[int, float]]) -> Figure:
     return drawn
 
 
-def measure_workers(measure: str, unit: str, title: str, rounds: int, series: dict[str, dict[int, float]]) -> None:
-    """Measure a cost at each number of workers, show it, and add it to the series."""
-    found = over_sizes(measure, rounds)
-    series[f"{measure}, {unit}"] = {size: statistics.median(values) for size, values in found.items()}
-    show(title, ["workers", unit], [[str(size), spread(values)] for size, values in found.items()])
+def measure_workers(rounds: int, series: dict[str, dict[int, float]]) -> dict[str, Any]:
+    """Measure pools, the client's part of a step, and a message; the numbers of workers in turn."""
+    found: dict[int, list[tuple[float, float]]] = {size: [] for size in WORKERS}
+    for _ in range(rounds):
+        for size, values in found.items():
+            values.append(apart("workers", size))
+    opened_s, client_ms = ({size: [row[at] for row in rows] for size, rows in found.items()} for at in (0, 1))
+    series["open, s"] = {size: statistics.median(values) for size, values in opened_s.items()}
+    series["client, ms a step"] = {size: statistics.median(values) for size, values in client_ms.items()}
+    show(
+        "A pool of emulated workers",
+        ["workers", "opened, s", "the client's processor, ms a step"],
+        [[str(size), spread(opened_s[size]), spread(client_ms[size])] for size in WORKERS],
+    )
+    trips = [apart("message", 2) for _ in range(rounds)]
+    show("A short message between two CPU workers, one way", ["us"], [[spread(trips, 1)]])
+    return {
+        f"open_s_{WORKERS[-1]}": series["open, s"][WORKERS[-1]],
+        **{f"client_ms_{size}": value for size, value in series["client, ms a step"].items()},
+        "message_us": statistics.median(trips),
+    }
 
 
 def measure_plans(sizes: Sequence[str], seeds: int, series: dict[str, dict[int, float]]) -> dict[str, Any]:
@@ -304,23 +304,17 @@ def main() -> None:
         return
     series: dict[str, dict[int, float]] = {}
     result: dict[str, Any] = {}
+    whole_runs = options.rounds if options.long else 1
     if "start" in options.parts:
         result |= show_commands(options.rounds)
-    if "open" in options.parts:
-        measure_workers("open", "s", "Opening a pool of emulated workers", options.rounds, series)
-        result["open_s_64"] = series["open, s"][64]
-    if "client" in options.parts:
-        measure_workers("client", "ms a step", "The client's processor", options.rounds, series)
-        result |= {f"client_ms_{size}": series["client, ms a step"][size] for size in WORKERS}
-        trips = [apart("message", 2) for _ in range(options.rounds)]
-        show("A short message between two CPU workers, one way", ["us"], [[spread(trips, 1)]])
-        result["message_us"] = statistics.median(trips)
+    if "workers" in options.parts:
+        result |= measure_workers(options.rounds, series)
     if "plans" in options.parts:
         result |= measure_plans(LONG_PLANS if options.long else PLANS, 3 if options.long else 1, series)
     if "model" in options.parts:
-        result |= measure_model(LONG_MODEL_LAYERS if options.long else MODEL_LAYERS, options.rounds)
+        result |= measure_model(LONG_MODEL_LAYERS if options.long else MODEL_LAYERS, whole_runs)
     if "captures" in options.parts:
-        result |= measure_captures(options.rounds, series)
+        result |= measure_captures(whole_runs, series)
     result["exponents"] = {name: round(exponent(costs), 2) for name, costs in series.items() if len(costs) > 1}
     show("Exponents", ["cost", "exponent"], [[name, f"{found:.2f}"] for name, found in result["exponents"].items()])
     if options.figure is not None:
