@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -13,10 +18,11 @@ from torch import nn
 import onebox
 from onebox.engine.problem.estimate import estimate_links, estimate_profile
 from onebox.engine.problem.planner_problem import make_problem
+from onebox.engine.workload import captures
 from onebox.engine.workload.batch import as_batch
 from onebox.engine.workload.captures import Captures, CaptureSpec
 from onebox.errors import UsageError
-from onebox.plan import Plan, Stage
+from onebox.plan import Plan, Prediction, Stage
 from onebox.plan.model.problem import Problem
 from onebox.pool import Pool, open_pool
 from tests.process.shelf import Shelf
@@ -138,6 +144,31 @@ def test_the_curve_of_a_run_whose_layers_move_is_the_same_to_the_last_bit(pools:
     followed, after = losses(problem_of(pool, (1.0, 5.0)), MOST)
     assert after != plan
     assert losses(False, len(followed)) == (followed, plan)
+
+
+def test_a_model_in_use_is_captured_for_other_plans_by_the_thread_of_its_steps(
+    pools: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A capture puts tensors without values into the model; a plan that was predicted may get other micro-batches."""
+    threads, plain = [], captures.capture
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        threads.append(threading.get_ident())
+        time.sleep(0.2)  # many steps long: another thread would be in the middle of it
+        return plain(*arguments, **options)
+
+    monkeypatch.setattr(captures, "capture", noted)
+    told = Prediction(batch=BATCH, step_s=0.01, bubble=0.0, peak_bytes=(0, 0), stages_s=((1e-3,) * 3,) * 2)
+    plan, built = msgspec.structs.replace(cut(3), predicted=told), model()
+    options = grouped(pool=pools(2), plan=plan, adaptive=True, loss_reduction="mean")  # no capture checks the loss
+    with onebox.Trainer(built, nn.functional.mse_loss, adamw(built), **options) as trainer:
+        end_s = time.monotonic() + 60.0
+        for batch in itertools.cycle(batches(2)):
+            trainer.step(*batch).item()
+            if len(threads) > 1 or time.monotonic() > end_s:
+                break
+    assert len(threads) > 1
+    assert set(threads) == {threading.get_ident()}
 
 
 def test_what_cannot_be_followed_is_refused(pools: Shelf) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -160,7 +162,11 @@ class TrainingSession:
             lambda: self._problem,
         )
         context = functools.partial(step_context, pool=pool)
-        return AdaptiveController(self, make, lambda: self.examples.samples, context)
+        return AdaptiveController(self, make, lambda: self.examples.samples, context, self._beside_steps)
+
+    def _beside_steps(self, stopped: threading.Event) -> AbstractContextManager[None]:
+        """Surround what another thread does while steps go on: this one makes its captures."""
+        return self.captures.step_thread.beside(stopped)
 
     def subscribe(self, observer: StepObserver) -> None:
         """Call an observer at the events of all later steps, after the earlier subscribers."""
@@ -171,6 +177,7 @@ class TrainingSession:
     def step(self, batch: Batch, uploaded: UploadedBatch | None = None) -> StepLoss:
         """Begin a step; see :meth:`Trainer.step`."""
         require_training(self._remote.optimizer, self._remote.training)
+        self.captures.step_thread.serve()
         batch = self.captures.stamped(batch)
         parcel = None if uploaded is None else self.uploads.claim(uploaded)
         number = self.steps_done

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -129,6 +130,7 @@ class AdaptiveController(StepObserver):
         make_problem: Builds the problem from measurements.
         batch: Returns the number of samples of a typical batch.
         context: Returns the times of a step with their context.
+        beside: Surrounds what the thread does until the given event; the user's model is captured by that of the steps.
     """
 
     def __init__(
@@ -137,6 +139,7 @@ class AdaptiveController(StepObserver):
         make_problem: MakeProblem,
         batch: Callable[[], int],
         context: Callable[[EndedStep, StepTrace], StepContext],
+        beside: Callable[[threading.Event], AbstractContextManager[None]],
     ) -> None:
         self.decisions: tuple[AppliedDecision, ...] = ()
         self.step_s = 0.0
@@ -145,6 +148,7 @@ class AdaptiveController(StepObserver):
         self._make_problem = make_problem
         self._batch = batch
         self._context = context
+        self._beside = beside
         self._told: queue.Queue[_Step | _Done | None] = queue.Queue()
         self._ready: _Ready | None = None
         self._changed = threading.Condition()
@@ -217,6 +221,10 @@ class AdaptiveController(StepObserver):
             self._thread.join(_JOIN_S)
 
     # ---- the replanning thread
+
+    def beside(self, stopped: threading.Event) -> AbstractContextManager[None]:
+        """Return the surroundings of what the thread does until an event."""
+        return self._beside(stopped)
 
     def begin(self, plan: Plan, steps: list[StepMeasurement]) -> tuple[ReplanController, Problem]:
         """Return a replan controller for a plan, given the measurements of its first steps, and the problem that it
@@ -326,6 +334,10 @@ class _Work:
 
     def run(self) -> None:
         """Process events until the end."""
+        with self._owner.beside(self._stopped):
+            self._run()
+
+    def _run(self) -> None:
         while (told := self._told.get()) is not None and not self._stopped.is_set():
             self._doubt_s = 0.0
             try:

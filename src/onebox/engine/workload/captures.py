@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from onebox.engine.workload.batch import Batch
 from onebox.engine.workload.loss_reduction import LossReduction, Weighted
 from onebox.engine.workload.named_state import named_state
+from onebox.engine.workload.step_thread import StepThread
 from onebox.errors import CaptureError, UsageError
 from onebox.graph import TRACING, Captured, Loss, Metrics, Precision, TracedModel
 from onebox.graph.capture.export import capture
@@ -91,6 +92,8 @@ class Captures:
 
     def __init__(self, recipe: CaptureSpec) -> None:
         self.recipe = recipe
+        self.step_thread = StepThread()
+        """The thread that uses the model, and makes the captures that others need."""
         self._traced: dict[Hashable, TracedModel] = {}
         self._training: dict[Hashable, dict[int, TracedModel]] = {}
         owners = ("model", recipe.model), ("loss", recipe.loss)
@@ -131,9 +134,12 @@ class Captures:
         key = (batch.signature(size), train, halves and train, probe)
         if key not in self._traced:
             if halves and train:
+                whole = self.traced(batch, size, train=True)
                 with TRACING:
-                    self._traced[key] = self.traced(batch, size, train=True).halved()
+                    self._traced[key] = whole.halved()
                 return self._traced[key]
+            if self.step_thread.elsewhere:
+                return self.step_thread.call(lambda: self.traced(batch, size, train=train, probe=asked))
             self._count_numbers(batch, size, train=train)
             with TRACING:
                 if asked:

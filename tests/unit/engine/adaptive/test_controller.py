@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -128,7 +129,7 @@ def context(step: EndedStep, trace: StepTrace) -> StepContext:
 
 
 def followed(run: Trained) -> AdaptiveController:
-    return AdaptiveController(run, lambda plan, steps: problem(run.scale), lambda: 8, context)
+    return AdaptiveController(run, lambda plan, steps: problem(run.scale), lambda: 8, context, lambda _: nullcontext())
 
 
 def until(run: Trained, adaptive: AdaptiveController, slow: float) -> None:
@@ -162,7 +163,9 @@ def test_a_plan_takes_over_when_a_device_becomes_slow_and_its_outcome_is_known_l
 
 def test_a_slow_link_between_hosts_is_left_probed_and_used_again() -> None:
     run = Trained()
-    adaptive = AdaptiveController(run, lambda plan, steps: problem(1.0, CARRIED_BYTES // 8), lambda: 8, context)
+    adaptive = AdaptiveController(
+        run, lambda plan, steps: problem(1.0, CARRIED_BYTES // 8), lambda: 8, context, lambda _: nullcontext()
+    )
     for _ in range(12):
         run.step(adaptive, 1.0)
     assert adaptive.decisions == ()
@@ -183,7 +186,7 @@ def test_a_slow_link_between_hosts_is_left_probed_and_used_again() -> None:
 def test_a_slow_link_that_no_plan_does_without_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     run = Trained()
     tight = replace(problem(1.0, CARRIED_BYTES // 8, state_bytes=10_000_000), schedules=("1f1b",))
-    adaptive = AdaptiveController(run, lambda plan, steps: tight, lambda: 8, context)
+    adaptive = AdaptiveController(run, lambda plan, steps: tight, lambda: 8, context, lambda _: nullcontext())
     for _ in range(12):
         run.step(adaptive, 1.0)
     run.link_bps = USUAL_BPS / 100
