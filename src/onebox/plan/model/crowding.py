@@ -36,10 +36,8 @@ def crowding(problem: Problem, busy: Mapping[int, float]) -> dict[int, float]:
         if cores is None:
             found |= dict.fromkeys(used, factor)
             continue
-        load = problem.load.get(host, 0.0)
-        every = sum(device.threads for device in problem.devices if device.host == host)
-        factor /= max(1.0, (every + load) / cores)
-        extra = load + problem.preparing.get(host, 0.0)
+        factor /= profiled_crowding(problem, host)
+        extra = problem.load.get(host, 0.0) + problem.preparing.get(host, 0.0)
         most = sum(problem.device[number].threads for number in used) + extra
         if most <= cores:
             found |= dict.fromkeys(used, factor)
@@ -51,6 +49,18 @@ def crowding(problem: Problem, busy: Mapping[int, float]) -> dict[int, float]:
             each = (most - extra - threads) / max(1, len(used) - 1)
             found[number] = factor * _slowdown(threads + extra, each, beside, cores)
     return {number: slowdown if problem.device[number].processor else 1.0 for number, slowdown in found.items()}
+
+
+def profiled_crowding(problem: Problem, host: str, load: float | None = None) -> float:
+    """Return the slowdown of a host's processors while their times were measured, all of them at work.
+
+    Args:
+        problem: The planning problem.
+        host: A host whose cores are known.
+        load: Cores that other programs wanted meanwhile; those of the problem without it.
+    """
+    every = sum(device.threads for device in problem.devices if device.host == host)
+    return max(1.0, (every + (problem.load.get(host, 0.0) if load is None else load)) / problem.cores[host])
 
 
 def _beside(busy: float, others: float) -> float:

@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 
 from onebox.errors import UsageError
 from onebox.plan.model.schedule import Kind
+from onebox.plan.model.work import PlanWork
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
@@ -120,6 +121,19 @@ class StepMeasurement:
         for links in (self.links, self.carried):
             yield from ((f"link {pair[0]} to {pair[1]}", carried.seconds) for pair, carried in links.items())
         yield from ((f"the update on device {device}", seconds) for device, seconds in self.update_s.items())
+
+
+def action_times(work: PlanWork) -> dict[TimedTask, float]:
+    """Return the planned seconds of each kind of action, for a micro-batch of the plan's size."""
+    found: dict[TimedTask, float] = {}
+    for number, stage in enumerate(work.stages):
+        for device, forward_s in stage.forward_s.items():
+            input_s, weight_s = stage.input_s[device], stage.weight_s[device]
+            found[TimedTask(device, number, "F")] = forward_s
+            found[TimedTask(device, number, "I")] = input_s
+            found[TimedTask(device, number, "W")] = weight_s
+            found[TimedTask(device, number, "B")] = input_s + weight_s
+    return found
 
 
 def together(steps: Sequence[StepMeasurement]) -> StepMeasurement:
