@@ -15,7 +15,7 @@ from onebox.plan.model.plan import Plan
 from onebox.plan.model.problem import ComputeTime, DeviceSpec, Problem, Segment
 from onebox.plan.model.work import Links
 from onebox.plan.replan.change_detection import AGAIN, DriftDetector, RateChange
-from onebox.plan.replan.measurements import StepMeasurement, action_times
+from onebox.plan.replan.measurements import StepMeasurement, action_times, planned_seconds
 from onebox.plan.replan.network_rates import LinkProbe, NetworkRates, ProbeResult
 
 PLAIN = 1.5
@@ -88,7 +88,7 @@ class RateEstimator:
     def see(self, seen: StepMeasurement) -> list[RateChange]:
         """Process a step's measurements; return the changes."""
         changes: list[RateChange] = []
-        if any(task not in self._expected for task in seen.actions):
+        if any(task._replace(kind="F") not in self._expected for task in seen.actions):
             return changes  # measured under another plan
         for device in {task.device for task in seen.actions}:
             changes += self._see_device(seen, device)
@@ -172,7 +172,7 @@ class RateEstimator:
             if task.device == device:
                 sums = by_stage.setdefault(task.stage, [0.0, 0.0])
                 sums[0] += took.mean_s * took.actions
-                sums[1] += self._expected[task] * took.actions
+                sums[1] += planned_seconds(self._expected, task, seen.actions) * took.actions
         measured, planned = (math.fsum(sums[place] for sums in by_stage.values()) for place in (0, 1))
         if not measured or not planned:
             return []
@@ -191,7 +191,8 @@ class RateEstimator:
 
     def _parts(self, seen: StepMeasurement, device: int) -> tuple[float, float]:
         """Return the least and the most factor of a device's actions whose expected time is not negligible."""
-        known = ((self._expected[task], took) for task, took in seen.actions.items() if task.device == device)
+        own = ((task, took) for task, took in seen.actions.items() if task.device == device)
+        known = ((planned_seconds(self._expected, task, seen.actions), took) for task, took in own)
         pairs = [(took.least_s / planned, took.most_s / planned) for planned, took in known if planned]
         return min(least for least, _ in pairs), max(most for _, most in pairs)
 

@@ -23,11 +23,12 @@ from onebox.plan.model.crowding import profiled_crowding
 from onebox.plan.model.layout import layout_of
 from onebox.plan.model.plan import Plan, Prediction
 from onebox.plan.model.problem import DeviceSpec, Problem, Segment
+from onebox.plan.model.schedule import Kind
 from onebox.plan.model.work import PlanWork
 from onebox.plan.replan.change_detection import AGAIN, MEDIAN_ERROR
 from onebox.plan.replan.decisions import milliseconds
 from onebox.plan.replan.estimates import PLAIN, bounded, longer
-from onebox.plan.replan.measurements import TimedTask, action_times
+from onebox.plan.replan.measurements import PHASES, TimedTask, action_times, phases_of, planned_seconds
 from onebox.plan.simulate.step import Simulation
 
 FEWEST_STEPS = 9
@@ -354,19 +355,20 @@ def _reached(function: Callable[[float], float], target: float, first: float, mo
 
 
 def _ratios(
-    planned_s: Mapping[TimedTask, float], steps: Sequence[TimedStep]
+    phases_s: Mapping[TimedTask, float], steps: Sequence[TimedStep]
 ) -> tuple[dict[TimedTask, float], dict[TimedTask, float]]:
     """Return the measured over the planned times of actions, and the planned seconds of all of a kind as weights."""
     seconds: dict[TimedTask, list[float]] = {}
     for step in steps:
         for task, each in step.actions.items():
             seconds.setdefault(task, []).extend(each)
-    weights = {task: planned_s.get(task, 0.0) * len(each) for task, each in seconds.items()}
+    each_s = {task: planned_seconds(phases_s, task, seconds) for task in seconds}
+    weights = {task: each_s[task] * len(each) for task, each in seconds.items()}
     whole: dict[int, float] = {}
     for task, weight in weights.items():
         whole[task.device] = whole.get(task.device, 0.0) + weight
     ratios = {
-        task: bounded(_lower_quartile(each) / planned_s[task])
+        task: bounded(_lower_quartile(each) / each_s[task])
         for task, each in seconds.items()
         if weights[task] > _LITTLE * whole[task.device]
     }
@@ -389,28 +391,24 @@ def _attributed(
             own[number] = factor
         elif not 1 / AGAIN < factor / usual < AGAIN:
             own[number] = factor / usual
-    kinds: dict[tuple[int, int], list[float]] = {}
+    kinds: dict[tuple[int, Kind], list[float]] = {}
     for task, ratio in ratios.items():
-        for place in {"F": (0,), "I": (1,), "W": (2,), "B": (1, 2)}[task.kind]:
-            kinds.setdefault((task.stage, place), []).append(ratio / own.get(task.device, 1.0))
+        for phase in phases_of(task, ratios):
+            kinds.setdefault((task.stage, phase), []).append(ratio / own.get(task.device, 1.0))
     segments: dict[str, tuple[float, float, float]] = {}
     for stage, own_names in enumerate(names):
-        found = [statistics.median(kinds.get((stage, place), [1.0])) for place in range(3)]
+        found = [statistics.median(kinds.get((stage, phase), [1.0])) for phase in PHASES]
         segments |= dict.fromkeys(own_names, (bounded(found[0]), bounded(found[1]), bounded(found[2])))
     return TimeFactors(devices=own, segments=segments)
 
 
 def _predicted_times(plan: Plan, planned: Prediction) -> dict[TimedTask, float]:
-    """Return the predicted seconds of actions."""
+    """Return the predicted seconds of phases."""
     found: dict[TimedTask, float] = {}
     for number, stage in enumerate(plan.stages):
         for place, (device,) in enumerate(stage.replicas):
             times = planned.replicas_s[number][place] if planned.replicas_s else planned.stages_s[number]
-            forward_s, input_s, weight_s = times
-            found[TimedTask(device, number, "F")] = forward_s
-            found[TimedTask(device, number, "I")] = input_s
-            found[TimedTask(device, number, "W")] = weight_s
-            found[TimedTask(device, number, "B")] = input_s + weight_s
+            found |= {TimedTask(device, number, phase): each_s for phase, each_s in zip(PHASES, times, strict=True)}
     return found
 
 

@@ -87,18 +87,26 @@ def run(
         slower: Factors of whole steps that something disturbs, by number.
         undisturbed: The machine at the moments at which no other program runs: every other action is as there.
     """
-    step_s, work = predict(true, plan)[0].step_s, stage_work(true, plan)
-    quick = action_times(stage_work(undisturbed or true, plan))
-    whole, steps = action_times(work), []
+    step_s, steps = predict(true, plan)[0].step_s, []
+    whole, quick = (actions_of(each, plan) for each in (true, undisturbed or true))
     for step in range(count):
         factor = (slower or {}).get(step, 1.0)
-        actions = {
-            task: [(quick if turn % 2 else whole)[task] * factor for turn in range(8)]
-            for task in whole
-            if task.kind in "FB"
-        }
+        actions = {task: [(quick if turn % 2 else whole)[task] * factor for turn in range(8)] for task in whole}
         steps.append(TimedStep(10 + step, step_s * factor, actions))
     return steps
+
+
+def actions_of(true: Problem, plan: Plan) -> dict[TimedTask, float]:
+    """Return the seconds of each kind of action: backward as a whole or, for zb-h1, in halves, of which the first stage
+    computes both at once, as workers do."""
+    phases, found = action_times(stage_work(true, plan)), dict[TimedTask, float]()
+    for task, seconds in phases.items():
+        forward, both = task.kind == "F", sum(phases[task._replace(kind=half)] for half in ("I", "W"))  # type: ignore[arg-type]
+        if forward or (plan.halves and task.stage > 0):
+            found[task] = seconds
+        elif task.kind == "W":
+            found[task if plan.halves else task._replace(kind="B")] = both
+    return found
 
 
 def slowed(problem: Problem, factors: Mapping[int, float]) -> Problem:
@@ -118,7 +126,9 @@ def test_steps_as_planned_correct_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "plan", [staged(0, 1), staged(0, 1, 0, 1), REPLICAS], ids=["stages", "four stages", "replicas"]
+    "plan",
+    [staged(0, 1), staged(0, 1, 0, 1), REPLICAS, staged(0, 1, schedule="zb-h1")],
+    ids=["stages", "four stages", "replicas", "halves"],
 )
 @pytest.mark.parametrize("factor", [2.0, 0.4])
 def test_a_device_that_is_slower_or_quicker_is_found_and_other_plans_are_predicted_for_it(
