@@ -16,8 +16,8 @@ With ``--disturbed`` the CPU plans are predicted and run beside a process that k
 - ``chosen_over_idle``: measured step of the plan that is predicted to be the fastest, the mean of the rounds, over that
   of the plan that a profile without the disturbance makes the fastest.
 
-Predictions are also corrected by the first steps of runs (:mod:`onebox.plan.replan.profile_correction`), steps 4 to 12,
-and compared with later steps:
+Predictions are also corrected by the first steps of runs (:mod:`onebox.plan.replan.profile_correction`), from step 4 to
+step 12 or, where they spread, up to step 43, and compared with later steps:
 
 - ``corrected_error``, ``corrected_inside`` and ``corrected_order``: each plan by its own first steps; one whose steps
   are too noisy keeps its prediction (``noisy``: the share of them);
@@ -44,7 +44,7 @@ from torch import Tensor, nn
 
 import onebox
 from onebox.cost.model_profile import ModelProfile
-from onebox.engine.adaptive.first_steps import SKIPPED
+from onebox.engine.adaptive.first_steps import MOST_STEPS, SKIPPED
 from onebox.engine.adaptive.measurements import step_context, time_step
 from onebox.engine.planning.make_plan import pool_links
 from onebox.engine.planning.profile import profile_model
@@ -66,7 +66,7 @@ from onebox.plan import (
     Stage,
     predict,
 )
-from onebox.plan.replan.profile_correction import FEWEST_STEPS, ProfileCorrection, TimedStep, correct_profile
+from onebox.plan.replan.profile_correction import FEWEST_STEPS, ProfileCorrection, TimedStep, correct_profile, is_sure
 from onebox.pool import Link
 
 BATCH = 64
@@ -285,7 +285,7 @@ class DisturbedRow:
         return [
             self.name,
             f"{1e3 * self.idle_s:.1f}",
-            spread(predicted_ms, 1),
+            f"{statistics.median(predicted_ms):.1f}",
             " to ".join(f"{end:+.0%}" for end in ends),
             percentiles([each for own in self.measured_s for each in own]),
             f"{statistics.fmean(self.errors(self.predicted_s)):+.1%}",
@@ -373,7 +373,7 @@ def beside_load(rounds: int) -> dict[str, Any]:
             "error",
             "corrected",
             "carried",
-            "computing x",
+            "actions x",
             "rest x",
         ],
         [row.cells() for row in rows],
@@ -399,15 +399,19 @@ class StepClock(StepObserver):
     def first_steps(self, trainer: onebox.Trainer) -> list[TimedStep]:
         """Train steps as at the beginning of a run, and return those that are compared with a prediction."""
         self._ended.clear()
-        for _ in range(SKIPPED + FEWEST_STEPS):
-            trainer.step(*data())
-        trainer.wait()
-        traces = [step.trace for step in self._ended]
-        found = []
-        for step, trace, before in zip(self._ended[1:], traces[1:], traces, strict=False):
-            assert trace is not None
-            found.append(time_step(step_context(step, trace, pool=self._pool), before))
-        return found[SKIPPED - 1 :]
+        more, found = SKIPPED + FEWEST_STEPS, list[TimedStep]()
+        while True:
+            for _ in range(more):
+                trainer.step(*data())
+            trainer.wait()
+            traces = [step.trace for step in self._ended]
+            for step, trace, before in list(zip(self._ended[1:], traces[1:], traces, strict=False))[-more:]:
+                assert trace is not None
+                found.append(time_step(step_context(step, trace, pool=self._pool), before))
+            first = found[SKIPPED - 1 :]
+            more = min(STEPS, MOST_STEPS - len(first))
+            if is_sure([step.step_s for step in first]) or not more:
+                return first
 
 
 def percentiles(seconds: Sequence[float]) -> str:

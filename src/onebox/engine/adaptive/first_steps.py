@@ -23,7 +23,7 @@ from onebox.plan.replan.profile_correction import (
 SKIPPED = 3
 """Initial steps to ignore, while workers are still slow."""
 
-_MOST_STEPS = 40
+MOST_STEPS = 40
 """Compared steps after which the run is too noisy if its median is not known well enough."""
 
 _MOST_INSTRUCTIONS = 20_000
@@ -83,7 +83,7 @@ class FirstSteps(StepObserver):
             return
         self._steps.append(time_step(self._context(step, trace), before))
         enough = is_sure([each.step_s for each in self._steps]) if len(self._steps) >= FEWEST_STEPS else False
-        if enough or len(self._steps) == _MOST_STEPS:
+        if enough or len(self._steps) == MOST_STEPS:
             self._compare(step.plan)
             self._end()
 

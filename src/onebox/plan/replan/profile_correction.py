@@ -256,15 +256,15 @@ def correct_profile(plan: Plan, steps: Sequence[TimedStep], problem: Problem | N
     )
     if found.noisy:
         return found
-    predicted = _measured(planned, measured_s, steps_s)
     if known is None:
+        predicted = _measured(planned, planned, measured_s, steps_s)
         return replace(found, predicted=predicted, rest=found.factor / max(devices.values(), default=1.0))
     computing = _attributed(plan, known.names, ratios, devices)
     factors = computing.then(TimeFactors(load=known.load(computing, measured_s)))
     expected = known.prediction(factors)
     return replace(
         found,
-        predicted=_measured(expected, measured_s, steps_s),
+        predicted=_measured(expected, planned, measured_s, steps_s),
         rest=measured_s / expected.step_s if expected.step_s else 1.0,
         factors=factors if found.differs else None,
     )
@@ -412,12 +412,18 @@ def _predicted_times(plan: Plan, planned: Prediction) -> dict[TimedTask, float]:
     return found
 
 
-def _measured(expected: Prediction, measured_s: float, steps_s: Sequence[float]) -> Prediction:
-    """Return a prediction with the measured median of a step, and the measured interval."""
+def _measured(expected: Prediction, planned: Prediction, measured_s: float, steps_s: Sequence[float]) -> Prediction:
+    """Return a prediction with the measured median of a step.
+
+    Its interval is the planned one, moved with the median, or the measured one where that is wider: a few steps do not
+    show all that happens on a machine.
+    """
     cuts = statistics.quantiles(steps_s, n=10, method="inclusive")
-    return msgspec.structs.replace(
-        expected, step_s=measured_s, interval_s=(min(cuts[0], measured_s), max(cuts[-1], measured_s))
-    )
+    low_s, high_s = min(cuts[0], measured_s), max(cuts[-1], measured_s)
+    if planned.interval_s is not None:
+        moved = measured_s / planned.step_s
+        low_s, high_s = min(low_s, moved * planned.interval_s[0]), max(high_s, moved * planned.interval_s[1])
+    return msgspec.structs.replace(expected, step_s=measured_s, interval_s=(low_s, high_s))
 
 
 def _mean(ratios: Mapping[TimedTask, float], weights: Mapping[TimedTask, float], device: int) -> float:

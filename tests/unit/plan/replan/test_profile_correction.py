@@ -250,6 +250,12 @@ def test_the_prediction_has_the_measured_median_and_interval() -> None:
     assert found.predicted.step_s == found.measured_s == pytest.approx(1.54 * plan.predicted.step_s)
     assert found.predicted.interval_s == pytest.approx([f * plan.predicted.step_s for f in (1.508, 1.572)])
     assert found.predicted.stages_s[0][0] > 1.5 * plan.predicted.stages_s[0][0], "of the corrected segments"
+    step_s = plan.predicted.step_s
+    wide = msgspec.structs.replace(plan.predicted, interval_s=(0.99 * step_s, 1.2 * step_s))
+    for given in (problem, None):
+        steps = run(problem, plan, slower=factors)
+        found = correct_profile(msgspec.structs.replace(plan, predicted=wide), steps, given)
+        assert found.predicted.interval_s == pytest.approx((1.508 * step_s, 1.2 * 1.54 * step_s)), "the wider ends"
 
 
 def test_an_interval_counts_as_well_as_a_tenth() -> None:
