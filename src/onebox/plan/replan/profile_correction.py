@@ -2,8 +2,8 @@
 
 Measured actions are compared with the planned ones at their lower quartile, which other programs do not disturb. So are
 the planned times: without the load of other programs that the profile contains. What then is missing between the
-simulated and the measured median of a step is the load of the run, where workers leave no core of their host free;
-elsewhere its cause is unknown, and it is in no profile.
+simulated and the measured median of a step is the load of the run, where workers leave no core of their host free, and
+so is a slowdown that all of its devices have in common; elsewhere its cause is unknown, and it is in no profile.
 """
 
 from __future__ import annotations
@@ -199,13 +199,14 @@ class ProfileCorrection:
             )
         if not self.differs:
             return ""
+        load = {} if self.factors is None else self.factors.load
+        usual = min(self.devices.values(), default=1.0) if any(load.values()) else 1.0  # that is due to the load
         reasons = [
             f"device {number} {factor:.2f} times"
             for number, factor in sorted(self.devices.items())
-            if not 1 / AGAIN < factor < AGAIN
+            if not 1 / AGAIN < factor / usual < AGAIN
         ]
-        if self.factors is not None:
-            reasons += [f"other programs want {cores:.1f} cores of {host}" for host, cores in self.factors.load.items()]
+        reasons += [f"other programs want {cores:.1f} cores of {host}" for host, cores in load.items()]
         if not 1 / AGAIN < self.rest < AGAIN:
             reasons.append(f"{self.rest:.2f} times for another reason than computing")
         told = f": {', '.join(reasons)}" if reasons else ""
@@ -259,6 +260,10 @@ def correct_profile(plan: Plan, steps: Sequence[TimedStep], problem: Problem | N
     if known is None:
         predicted = _measured(planned, planned, measured_s, steps_s)
         return replace(found, predicted=predicted, rest=found.factor / max(devices.values(), default=1.0))
+    common = min(devices.values(), default=1.0)
+    if known.shared_host is not None and common > AGAIN:  # programs that never pause disturb the lower quartile, too
+        devices = {number: factor / common for number, factor in devices.items()}
+        ratios = {task: ratio / common for task, ratio in ratios.items()}
     computing = _attributed(plan, known.names, ratios, devices)
     factors = computing.then(TimeFactors(load=known.load(computing, measured_s)))
     expected = known.prediction(factors)
@@ -290,6 +295,14 @@ class _PlannedSteps:
         alone = TimeFactors(load=dict.fromkeys(problem.cores, 0.0)).applied(self._problem)
         self.undisturbed_s = action_times(CostModel(alone).work(self._layout, self._parts)[0])
 
+    @property
+    def shared_host(self) -> str | None:
+        """The host of all of the plan's devices, if their workers leave none of its cores free; else ``None``."""
+        used = [self._problem.device[number] for number in self._plan.devices]
+        host = used[0].host
+        full = sum(device.threads for device in used) >= self._problem.cores.get(host, math.inf)
+        return host if full and all(device.host == host and device.processor for device in used) else None
+
     def load(self, computing: TimeFactors, measured_s: float) -> dict[str, float]:
         """Return the load with which steps take as long as measured, where the workers leave no core of it free.
 
@@ -297,17 +310,14 @@ class _PlannedSteps:
             computing: Corrections of devices and segments.
             measured_s: Median of the steps.
         """
-        problem, used = self._problem, [self._problem.device[number] for number in self._plan.devices]
-        host = used[0].host
-        cores = problem.cores.get(host, math.inf)
-        if {device.host for device in used} != {host} or sum(device.threads for device in used) < cores:
-            return {}
-        if not all(device.processor for device in used):
+        host = self.shared_host
+        if host is None:
             return {}
 
         def step_s(load: float) -> float:
             return self._simulated(computing.then(TimeFactors(load={host: load})))[1].step_s
 
+        cores = self._problem.cores[host]
         return {host: _reached(step_s, measured_s, cores, _MOST_LOAD * cores)}
 
     def prediction(self, factors: TimeFactors) -> Prediction:

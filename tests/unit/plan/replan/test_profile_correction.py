@@ -204,6 +204,25 @@ def test_another_load_than_in_the_profile_is_found_and_holds_for_other_plans(
     assert f"other programs want {now:.1f} cores of h" in found.line
 
 
+@pytest.mark.parametrize("plan", [staged(0, 1), REPLICAS], ids=["stages", "replicas"])
+def test_programs_that_never_pause_are_a_load_and_no_slow_devices(plan: Plan) -> None:
+    problem = machine(cores=2)
+    true, plan = TimeFactors(load={"h": 2.0}).applied(problem), planned(problem, plan)
+    found = correct_profile(plan, run(true, plan), problem)
+    assert min(found.devices.values()) > 1.4
+    assert found.factors is not None
+    assert found.factors.devices == {}
+    for other in (staged(0, 1), staged(0), REPLICAS):
+        expected = predict(true, other)[0].step_s
+        assert predict(found.factors.applied(problem), other)[0].step_s == pytest.approx(expected, rel=0.05)
+    assert "other programs want 2.0 cores of h" in found.line
+    assert "device" not in found.line
+    alone = planned(problem, staged(0))
+    found = correct_profile(alone, run(slowed(problem, {0: 2.0}), alone), problem)
+    assert found.factors is not None
+    assert found.factors.devices == pytest.approx({0: 2.0}), "beside a free core it is the device"
+
+
 def test_a_load_does_not_follow_from_a_plan_that_leaves_a_core_free_or_uses_several_hosts() -> None:
     for problem, plan in ((machine(cores=2), staged(0)), (machine(cores=1, hosts="ab"), staged(0, 1))):
         plan = planned(problem, plan)  # noqa: PLW2901
