@@ -27,7 +27,7 @@ MOST_STEPS = 40
 """Compared steps after which the run is too noisy if its median is not known well enough."""
 
 _MOST_INSTRUCTIONS = 20_000
-"""Most instructions of a step whose times are compared: about 20 ms a step of this process's time."""
+"""Most instructions of a step whose times are compared: about 40 ms a step of this process's time."""
 
 _LOG = logging.getLogger("onebox")
 

@@ -371,7 +371,8 @@ def _ratios(
     seconds: dict[TimedTask, list[float]] = {}
     for step in steps:
         for task, each in step.actions.items():
-            seconds.setdefault(task, []).extend(each)
+            if task._replace(kind="F") in phases_s:
+                seconds.setdefault(task, []).extend(each)
     each_s = {task: planned_seconds(phases_s, task, seconds) for task in seconds}
     weights = {task: each_s[task] * len(each) for task, each in seconds.items()}
     whole: dict[int, float] = {}
