@@ -300,7 +300,7 @@ def test_a_planned_run_compares_its_first_steps_and_says_so_where_they_differ(pl
     assert found["steps"] in range(9, 41)
     assert set(found["devices"]) == {"0", "1"}
     assert found["planned_s"] == planned_run.plan.predicted.step_s if planned_run.plan.predicted else None
-    said = f"from step 3 on {found['text']}" if found["text"] else ""
+    said = f"from step 3 on, {found['text']}" if found["text"] else ""
     assert said in planned_run.text
     assert ("from step" in planned_run.text) == bool(said)
 

@@ -78,7 +78,7 @@ def print_outcome(
         _print_comparison(found, loop, console)
     corrected = loop.trainer.profile_correction
     if corrected is not None and corrected.line:
-        console.write_line(f"from step {corrected.first} on {corrected.line}")
+        console.write_line(f"from step {corrected.first} on, {corrected.line}")
     last = loop.standing.last
     lines = []
     if not loop.computes:
