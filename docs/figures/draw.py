@@ -227,7 +227,7 @@ def prediction() -> Figure:
     """Return the figure of predicted and measured times of steps."""
     series: dict[str, list[tuple[float, float]]] = {}
     for cells in table("prediction.py"):
-        if len(cells) == 6 and cells[1] in ("cpu*2", "emulated"):
+        if len(cells) in (6, 7) and cells[1] in ("cpu*2", "emulated"):  # 7 with corrected predictions
             name = "on CPU workers" if cells[1] == "cpu*2" else "on emulated devices"
             series.setdefault(name, []).append((float(cells[2]), _spread(cells[3])[0]))
         elif len(cells) == 4 and re.fullmatch(r"[\d.]+", cells[1]):

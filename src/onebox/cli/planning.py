@@ -18,7 +18,7 @@ from onebox.cli.training.run_setup import make_loss, make_model, make_optimizer
 from onebox.engine import Trainer
 from onebox.engine.islands.division import Islands
 from onebox.engine.memory.forecast import TrainingJob
-from onebox.engine.planning.make_plan import make_plan, pool_links, with_coding_speeds
+from onebox.engine.planning.make_plan import PlanningResult, make_plan, pool_links, with_coding_speeds
 from onebox.engine.planning.partial_profile import PROFILING_S, profile_line
 from onebox.engine.planning.profile import profile_model
 from onebox.engine.planning.training_modes import IslandsPlanning
@@ -74,6 +74,7 @@ class PlanForecast:
         modes: Exact, compressed and island training, as far as they were asked for.
         interrupted: Whether Ctrl-C has ended the search.
         measured: Part of the model's times that was measured, from 0 to 1; the rest was estimated.
+        made: The result of the search, without the captured model; ``None`` without a search.
     """
 
     plan: Plan
@@ -85,6 +86,7 @@ class PlanForecast:
     modes: tuple[TrainingMode, ...] = ()
     interrupted: bool = False
     measured: float = 1.0
+    made: PlanningResult | None = None
 
     @property
     def shortfall(self) -> str:
@@ -177,6 +179,7 @@ def search_plan(
         modes=planned.modes,
         interrupted=planned.interrupted,
         measured=planned.profile.measured,
+        made=replace(planned, captures=None),
     )
 
 
@@ -304,8 +307,8 @@ def predict_plan(
 
 def plan_of_run(
     config: TrainConfig, folder: RunFolder, data: Data, say: Callable[[str], None] = lambda text: None
-) -> tuple[Plan | None, Simulation | None]:
-    """Return the plan of a run, and its simulated step if it was searched for here.
+) -> tuple[Plan | None, PlanForecast | None]:
+    """Return the plan of a run, and its forecast if it was searched for here.
 
     A resumed run uses the plan in its folder, or another one with the same micro-batches. ``auto`` opens the devices
     for planning, and closes them again.
@@ -329,7 +332,7 @@ def plan_of_run(
     if before is not None:
         parallel = before.plan == DATA_PARALLEL or not folder.plan.exists()
         size = before.micro_batch if parallel else Plan.read(folder.plan).micro_batch
-    simulation = None
+    found = None
     if config.plan == "auto":
         say("planning: the model, the devices and the links are measured unless they are known")
         with open_pool(
@@ -353,7 +356,7 @@ def plan_of_run(
             say(f"{profile_line(found.measured)}; onebox plan measures everything")
         if found.interrupted:
             say(INTERRUPTED)
-        plan, simulation = found.plan, found.simulation
+        plan = found.plan
     else:
         plan = Plan.read(Path(config.plan).expanduser())
     check_staleness(config, plan)
@@ -362,7 +365,7 @@ def plan_of_run(
             f"--plan {config.plan} has micro-batches of {plan.micro_batch or 'a share'}, the run to be resumed of "
             f"{size or 'a share'}; that would change what is computed"
         )
-    return plan, simulation
+    return plan, found
 
 
 def check_staleness(config: TrainConfig, plan: Plan) -> None:

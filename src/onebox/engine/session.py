@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from onebox.engine.adaptive.controller import AdaptiveController
+from onebox.engine.adaptive.first_steps import FirstSteps
 from onebox.engine.adaptive.measurements import step_context
 from onebox.engine.adaptive.migration import Migration, MigrationReport, check_successor
 from onebox.engine.adaptive.problem_source import problem_maker
@@ -25,6 +26,7 @@ from onebox.engine.install.deferred_replies import DeferredReplies
 from onebox.engine.install.installed_plan import InstalledPlan, InstallInputs
 from onebox.engine.memory.initial_contents import BytesBeside, no_bytes_beside
 from onebox.engine.memory.simulator import InitialContents
+from onebox.engine.problem.corrections import keep_correction
 from onebox.engine.problem.planner_problem import ResolvedPlan
 from onebox.engine.recovery.manager import RecoveryManager
 from onebox.engine.recovery.replan import ReplanWorkload, enlarged_plan, out_of_devices, replan_devices
@@ -47,6 +49,7 @@ from onebox.errors import CaptureError, OneboxError, OperatorError, PlanError, U
 from onebox.plan import Plan
 from onebox.plan.model.problem import Problem
 from onebox.plan.replan.network_rates import LinkProbe, ProbeResult
+from onebox.plan.replan.profile_correction import TimeFactors
 from onebox.pool import Pool, WorkerReply
 from onebox.pool.network.link_benchmark import send_metered
 from onebox.trainer_options import Recovery
@@ -74,6 +77,8 @@ class TrainingSession:
         uploads: The uploads of batches.
         recovery: Recovery from losses; ``None`` for none.
         adaptive: Whether to adapt the plan to devices and links; the problem that the plan was made for, if known.
+        compare: Whether to compare the first steps with the plan's prediction, and to correct the profile by them; not
+            where it is adapted, or steps overlap.
         step: Number of steps done before, by the run that is resumed.
         saved: Path of its checkpoint.
         beside: Returns the further state of each worker.
@@ -91,6 +96,7 @@ class TrainingSession:
         *,
         recovery: Recovery | None,
         adaptive: bool | Problem = False,
+        compare: bool = False,
         step: int = 0,
         saved: Path | None = None,
         beside: BytesBeside = no_bytes_beside,
@@ -126,6 +132,10 @@ class TrainingSession:
         self._problem = self._given
         """The problem that the first plan solves, if it is known."""
         self.adaptive = self._adaptive_controller(pool) if adaptive else None
+        compared = compare and settings.trace and not adaptive and not settings.overlap
+        self.first_steps = self._first_steps(pool) if compared else None
+        self._profile = ""
+        """Key of the correction of the profile that the plan was made from; empty if it is not known."""
         self._resolve_plan = resolve_plan
         self._next_plan: Plan | None = None
         """The plan that is to be installed; none before it is resolved."""
@@ -150,7 +160,7 @@ class TrainingSession:
             max_norm=settings.max_norm,
             beside=beside,
         )
-        observers = self.snapshots, self.recovery, self.traces, self.adaptive, self.overlap
+        observers = self.snapshots, self.recovery, self.traces, self.adaptive, self.overlap, self.first_steps
         self._observers: list[StepObserver] = [each for each in observers if each is not None]
 
     def _adaptive_controller(self, pool: Pool) -> AdaptiveController:
@@ -167,6 +177,13 @@ class TrainingSession:
     def _beside_steps(self, stopped: threading.Event) -> AbstractContextManager[None]:
         """Surround what another thread does while steps go on: this one makes its captures."""
         return self.captures.step_thread.beside(stopped)
+
+    def _first_steps(self, pool: Pool) -> FirstSteps:
+        def keep(factors: TimeFactors) -> None:
+            if self._profile:
+                keep_correction(self._profile, factors)
+
+        return FirstSteps(lambda: self._problem, functools.partial(step_context, pool=pool), keep)
 
     def subscribe(self, observer: StepObserver) -> None:
         """Call an observer at the events of all later steps, after the earlier subscribers."""
@@ -548,7 +565,7 @@ class TrainingSession:
             OneboxError: The plan cannot take over, and the previous one stays; or the run cannot recover from a loss.
         """
         plan, ready = resolved.plan, self._ready
-        self._problem = self._given or resolved.problem
+        self._problem, self._profile = self._given or resolved.problem, resolved.profile
         if ready is None:
             self._next_plan = plan
         elif plan != ready.plan:
@@ -658,7 +675,8 @@ class TrainingSession:
             plan = self._next_plan
             if plan is None:
                 resolved = self._resolve_plan(self.captures, batch)
-                plan, self._problem = resolved.plan, self._given or resolved.problem
+                plan, self._profile = resolved.plan, resolved.profile
+                self._problem = self._given or resolved.problem
             installed = InstalledPlan(plan, batch, self._inputs, strict=True, steps=steps)
             self.uploads.use(installed)
             with self._pool.order:

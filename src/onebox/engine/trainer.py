@@ -34,7 +34,7 @@ from onebox.engine.islands.islands_state import islands_start
 from onebox.engine.islands.membership import IslandChange
 from onebox.engine.memory.timeline import MemoryTimeline, memory_timeline
 from onebox.engine.planning.island_plans import IslandsRequest
-from onebox.engine.planning.make_plan import known_pool_links
+from onebox.engine.planning.make_plan import PlanningResult, known_pool_links
 from onebox.engine.planning.resolve_plan import ALLOWED_PLANS, PlanRequest, default_plan
 from onebox.engine.recovery.policy import RecoveryRecord
 from onebox.engine.session import TrainingSession
@@ -70,6 +70,7 @@ from onebox.padding import Buckets, require_buckets
 from onebox.plan import Links, Plan
 from onebox.plan.evaluate.islands import IslandsPrediction
 from onebox.plan.model.problem import Problem
+from onebox.plan.replan.profile_correction import ProfileCorrection
 from onebox.plan_names import LossyPart
 from onebox.pool import Pool
 from onebox.sizes import parse_size
@@ -85,8 +86,8 @@ from onebox.trainer_options import (
 )
 from onebox.wire.protocol.responses import WorkerMemory
 
-PlanArgument = Plan | str | Path | DataParallel | Literal["auto"]
-"""A plan as users give it: itself, the path of its file, data parallel training, or ``auto``."""
+PlanArgument = Plan | PlanningResult | str | Path | DataParallel | Literal["auto"]
+"""A plan as users give it: itself, what was planned, the path of its file, data parallel training, or ``auto``."""
 
 
 class Trainer:
@@ -104,12 +105,14 @@ class Trainer:
             workers take over class, groups and options; learning rates and other options are read at each step, so
             schedulers that change them take effect.
         pool: From :func:`onebox.open`.
-        plan: :class:`DataParallel` training over all devices; a :class:`onebox.Plan` or the path of a plan file; or
-            ``auto``: with the first batch, model, devices and links are measured and the best plan is searched for, as
-            by :func:`onebox.make_plan` with its defaults, and logged. ``None`` is ``DataParallel()`` on one host and
-            ``auto`` over several, as their network may be too slow for all devices; one line then reports the plan
-            and its reason, and :attr:`plan` is what to give for the same result again. If a plan recomputes, offloads
-            or swaps activations of stages, a step takes less memory and more time, with bitwise the same result.
+        plan: :class:`DataParallel` training over all devices; a :class:`onebox.Plan`, the result of
+            :func:`onebox.make_plan` or the path of a plan file; or ``auto``: with the first batch, model, devices and
+            links are measured and the best plan is searched for, as by :func:`onebox.make_plan` with its defaults, and
+            logged. ``None`` is ``DataParallel()`` on one host and ``auto`` over several, as their network may be too
+            slow for all devices; one line then reports the plan and its reason, and :attr:`plan` is what to give for
+            the same result again. If a plan recomputes, offloads or swaps activations of stages, a step takes less
+            memory and more time, with bitwise the same result. The first steps are compared with the prediction of a
+            plan (:attr:`profile_correction`).
         precision: ``bf16`` runs model and loss under autocast; parameters keep their type. With ``auto`` the products
             of each stage use float32 or bf16 according to the plan; without a plan the model is first measured in both,
             on devices with bf16 instructions, and the faster one is used. Stages of a plan with an explicit precision
@@ -219,8 +222,11 @@ class Trainer:
         by_default = plan is None and islands is None
         default = default_plan(pool) if by_default else DataParallel()
         given = _plans_for(default if plan is None else plan, islands)
+        made = plan if isinstance(plan, PlanningResult) else None
         request = PlanRequest(
             plan=given[0],
+            problem=made.problem if made else None,
+            profile=made.correction if made else "",
             stale=stale,
             lossy=self.lossy,
             overlap=engine.overlap,
@@ -272,6 +278,7 @@ class Trainer:
                 BatchPrefetcher(pool, staging.ahead_bytes, staging.cache_bytes),
                 recovery=chosen_recovery(pool, recovery),
                 adaptive=adaptive,
+                compare=True,
                 step=step,
                 saved=_start.path if _start else None,
             )
@@ -576,6 +583,18 @@ class Trainer:
     def decisions(self) -> tuple[AppliedDecision, ...]:
         """Replanning decisions so far; empty without ``adaptive``."""
         return self._run.adaptive.decisions if self._run.adaptive else ()
+
+    @property
+    def profile_correction(self) -> ProfileCorrection | None:
+        """The first steps compared with the prediction of their plan, with the correction of the profile that follows.
+
+        ``None`` until at least twelve steps of the predicted batch have ended, up to 43 if they spread much, and for
+        plans without a prediction or with split layers, runs with ``adaptive``, whose measurements go on, islands,
+        overlapping steps, and without ``trace``. A plan that ``auto`` chooses later for this model and pool is made
+        from the corrected profile; see docs/concepts/plans.md.
+        """
+        run = self._run
+        return run.first_steps.correction if isinstance(run, TrainingSession) and run.first_steps else None
 
     @property
     def snapshots_apart(self) -> int:
@@ -941,6 +960,8 @@ def _given_plan(plan: PlanArgument) -> Plan | DataParallel | Literal["auto"]:
     """Return a plan as given, read from its file if that is given."""
     if plan == "auto":
         return "auto"
+    if isinstance(plan, PlanningResult):
+        return plan.plan
     if isinstance(plan, str) and not Path(plan).exists():
         raise UsageError(f"plan={plan!r}: there is no such file; {ALLOWED_PLANS}")
     return Plan.read(plan) if isinstance(plan, str | Path) else plan

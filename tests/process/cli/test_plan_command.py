@@ -294,6 +294,17 @@ def test_a_planned_run_says_how_right_the_plan_was(planned_run: Made) -> None:
         assert row["peak_bytes"]["predicted"] > 0
 
 
+def test_a_planned_run_compares_its_first_steps_and_says_so_where_they_differ(planned_run: Made) -> None:
+    found = planned_run.report["profile_correction"]
+    assert found["first"] == 3
+    assert found["steps"] in range(9, 41)
+    assert set(found["devices"]) == {"0", "1"}
+    assert found["planned_s"] == planned_run.plan.predicted.step_s if planned_run.plan.predicted else None
+    said = f"from step 3 on, {found['text']}" if found["text"] else ""
+    assert said in planned_run.text
+    assert ("from step" in planned_run.text) == bool(said)
+
+
 def test_the_timeline_of_a_planned_run_has_waits(planned_run: Made) -> None:
     events = json.loads((planned_run.folder / "timeline.json").read_text())["traceEvents"]
     waited = [event for event in events if event.get("cat") == "wait"]

@@ -50,7 +50,7 @@ def train(config: TrainConfig) -> None:
     data = load_data(config)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(run_folder(config, data.name))
-        plan, expected = plan_of_run(config, folder, data, say=lambda text: console.print(text, highlight=False))
+        plan, forecast = plan_of_run(config, folder, data, say=lambda text: console.print(text, highlight=False))
         if config.staleness and config.plan == "auto" and plan is not None and not plan.late:
             console.print("being late gains nothing here: the plan is exact, and so are the steps", highlight=False)
             config = dataclasses.replace(config, staleness=0, correction="auto", warm_up=None)
@@ -61,7 +61,7 @@ def train(config: TrainConfig) -> None:
         print_devices(pool, console)
         if plan is not None and plan.predicted is not None:
             console.write_line(f"predicted: {summary_line(plan)}")
-        begun = start_run(config, folder, data, pool, plan)
+        begun = start_run(config, folder, data, pool, plan if forecast is None else forecast.made)
         stack.enter_context(begun.trainer)
         folder.write_config(to_stored(_as_opened(config, pool)))
         if plan is not None:
@@ -70,7 +70,7 @@ def train(config: TrainConfig) -> None:
         with MetricsLog(folder.metrics) as log:
             loop = _loop(config, folder, data, begun, log, console)
             with shown_run(loop, say=console.write_line):
-                _run(loop, pool, console, expected)
+                _run(loop, pool, console, None if forecast is None else forecast.simulation)
 
 
 def _check_shares(config: TrainConfig, pool: Pool) -> None:

@@ -21,6 +21,7 @@ from onebox.cli.options.run_config import read_config
 from onebox.cli.training.training_loop import RunProgress
 from onebox.cli.user_code import load_callable, own_model
 from onebox.engine import Trainer
+from onebox.engine.planning.make_plan import PlanningResult
 from onebox.engine.state.checkpoint_files import read_manifest, saves
 from onebox.engine.workload.parameter_groups import Optimizers
 from onebox.errors import CheckpointError, DataError, UsageError
@@ -89,7 +90,9 @@ def run_folder(config: TrainConfig, data: str) -> Iterator[RunFolder]:
             folder.path.rmdir()
 
 
-def start_run(config: TrainConfig, folder: RunFolder, data: Data, pool: Pool, plan: Plan | None) -> StartedRun:
+def start_run(
+    config: TrainConfig, folder: RunFolder, data: Data, pool: Pool, plan: Plan | PlanningResult | None
+) -> StartedRun:
     """Make a trainer, or restore one from the newest checkpoint of the run.
 
     Args:
@@ -97,7 +100,7 @@ def start_run(config: TrainConfig, folder: RunFolder, data: Data, pool: Pool, pl
         folder: The run's folder.
         data: The data set.
         pool: The devices.
-        plan: The plan; ``None`` for the options' own.
+        plan: The plan, or what was planned here; ``None`` for the options' own.
 
     Raises:
         UsageError: An option does not fit the pool.
@@ -132,7 +135,9 @@ def start_run(config: TrainConfig, folder: RunFolder, data: Data, pool: Pool, pl
     )
 
 
-def _resumed(config: TrainConfig, found: Sequence[Path], data: Data, pool: Pool, plan: Plan | None) -> StartedRun:
+def _resumed(
+    config: TrainConfig, found: Sequence[Path], data: Data, pool: Pool, plan: Plan | PlanningResult | None
+) -> StartedRun:
     """Restore a trainer from the newest of some saves or, for more epochs, from the one that it names for these."""
     assert config.resume is not None
     saved = found[0]

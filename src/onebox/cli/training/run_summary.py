@@ -11,6 +11,7 @@ from onebox.engine.memory.timeline import MemoryTimeline
 from onebox.errors import MissingExtra
 from onebox.extras import import_extra
 from onebox.plan import Simulation, as_data
+from onebox.plan.replan.profile_correction import ProfileCorrection
 from onebox.pool import DeviceInfo, Pool
 from onebox.report import (
     IslandsComparison,
@@ -75,6 +76,9 @@ def print_outcome(
     """Print the accuracy of the plan, the quality of the model, and the paths of the files."""
     if found is not None:
         _print_comparison(found, loop, console)
+    corrected = loop.trainer.profile_correction
+    if corrected is not None and corrected.line:
+        console.write_line(f"from step {corrected.first} on, {corrected.line}")
     last = loop.standing.last
     lines = []
     if not loop.computes:
@@ -139,6 +143,22 @@ def _decisions(loop: TrainingLoop) -> list[str]:
     taken = f", {back} of them taken back" if back else ""
     times = "once" if len(made) == 1 else f"{len(made)} times"
     return [f"the plan changed {times}{taken}, {moved / 1e6:.1f} MB moved from device to device"]
+
+
+def correction_data(found: ProfileCorrection) -> dict[str, object]:
+    """Return the comparison of the first steps with their prediction as plain data, with its description."""
+    return {
+        "first": found.first,
+        "steps": found.steps,
+        "planned_s": found.planned.step_s,
+        "measured_s": found.measured_s,
+        "spread": found.spread,
+        "noisy": found.noisy,
+        "devices": {str(number): factor for number, factor in found.devices.items()},
+        "rest": found.rest,
+        "load": {} if found.factors is None else found.factors.load,
+        "text": found.line,
+    }
 
 
 def _kind(device: DeviceInfo) -> str:
@@ -256,6 +276,7 @@ def _summary(
             for device in pool.devices
         ],
         "plan": plan and {"text": plan.describe(), **as_data(plan)},
+        "profile_correction": (corrected := loop.trainer.profile_correction) and correction_data(corrected),
         "comparison": found and {**found.to_data(), "memory": _memory(loop)},
         "delays": {str(late): times for late, times in loop.trainer.delays.items()},
         "recoveries": [recovery_data(story) for story in loop.trainer.recoveries],

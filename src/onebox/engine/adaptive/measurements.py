@@ -18,6 +18,7 @@ from onebox.engine.steps.observer import EndedStep
 from onebox.engine.steps.results import StepTrace
 from onebox.plan import Action, Links, MicroBatch
 from onebox.plan.replan.measurements import CarriedBytes, LinkTime, StepMeasurement, TaskTime, TimedTask
+from onebox.plan.replan.profile_correction import TimedStep
 from onebox.pool import Pool
 
 JITTER_S = 1e-3
@@ -78,12 +79,9 @@ def measure_step(step: StepContext, before: StepTrace | None = None) -> StepMeas
         before: The previous step. The time from end to end is the pace of steps; if the client did something else in
             between, the step's own time is shorter and is used instead.
     """
-    actions: dict[TimedTask, list[float]] = {}
     updates: dict[int, float] = {}
     links: dict[tuple[int, int], list[Times]] = {}
     for worker, times in _times(step.trace).items():
-        for task, seconds in _actions(worker, times, step):
-            actions.setdefault(task, []).append(seconds)
         own = [end - begin for label, begin, end in times if label.name == "optimizer"]
         if own:
             updates[worker] = sum(own) / 1e9
@@ -96,7 +94,7 @@ def measure_step(step: StepContext, before: StepTrace | None = None) -> StepMeas
         step_s=step_s,
         actions={
             task: TaskTime(fmean(seconds), len(seconds), min(seconds), max(seconds))
-            for task, seconds in actions.items()
+            for task, seconds in _all_actions(step).items()
         },
         links={pair: _carried(sends) for pair, sends in links.items()},
         update_s={worker: seconds for worker, seconds in updates.items() if seconds >= LEAST * step_s},
@@ -106,6 +104,16 @@ def measure_step(step: StepContext, before: StepTrace | None = None) -> StepMeas
             if found.size_bytes > 0
         },
     )
+
+
+def time_step(step: StepContext, before: StepTrace | None = None) -> TimedStep:
+    """Return the seconds of a step and of each of its actions.
+
+    Args:
+        step: The step.
+        before: The previous step, as for :func:`measure_step`.
+    """
+    return TimedStep(step.trace.step, _step_s(step, before), _all_actions(step))
 
 
 def without_jitter(seen: StepMeasurement, links: Links) -> StepMeasurement:
@@ -153,6 +161,15 @@ def _times(trace: StepTrace) -> dict[int, list[Times]]:
         for worker, (labels, times, _) in trace.workers.items()
         if times
     }
+
+
+def _all_actions(step: StepContext) -> dict[TimedTask, list[float]]:
+    """Return the seconds of the actions of each kind, scaled to a full micro-batch."""
+    actions: dict[TimedTask, list[float]] = {}
+    for worker, times in _times(step.trace).items():
+        for task, seconds in _actions(worker, times, step):
+            actions.setdefault(task, []).append(seconds)
+    return actions
 
 
 def _actions(worker: int, times: Sequence[Times], step: StepContext) -> Iterator[tuple[TimedTask, float]]:

@@ -21,7 +21,7 @@ from onebox.plan import Links, Plan
 from onebox.plan.model.cost_model import CostModel
 from onebox.plan.model.layout import layout_of
 from onebox.plan.model.problem import Problem
-from onebox.plan.replan.measurements import StepMeasurement
+from onebox.plan.replan.measurements import StepMeasurement, phases_of
 from onebox.pool import DeviceInfo
 
 _KINDS = ("F", "I", "W")
@@ -89,7 +89,7 @@ def slowdowns_together(problem: Problem, plan: Plan, steps: Sequence[StepMeasure
         for task, took in step.actions.items():
             stage, device = work.stages[task.stage], task.device
             expected = {"F": stage.forward_s, "I": stage.input_s, "W": stage.weight_s}
-            kinds = ("I", "W") if task.kind == "B" else (task.kind,)
+            kinds = phases_of(task, step.actions)
             both = sums.setdefault(device, [0.0, 0.0])
             both[0] += took.mean_s * took.actions
             both[1] += sum(expected[kind][device] for kind in kinds) * took.actions
@@ -121,7 +121,7 @@ def _factors(
         for task, took in step.actions.items():
             if task.device not in speeds or task.stage >= len(stages):
                 continue
-            kinds = ("I", "W") if task.kind == "B" else (task.kind,)
+            kinds = phases_of(task, step.actions)
             expected = sum(own.seconds[index][_KINDS.index(kind)] for index in stages[task.stage] for kind in kinds)
             if expected and took.mean_s:
                 for kind in kinds:

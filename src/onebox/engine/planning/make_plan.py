@@ -19,6 +19,7 @@ from onebox.engine.islands.division import Islands, check_shares, chosen_islands
 from onebox.engine.memory.forecast import MemoryForecast, TrainingJob
 from onebox.engine.planning.profile import profile_model
 from onebox.engine.planning.training_modes import IslandsPlanning, plan_islands, training_modes
+from onebox.engine.problem.corrections import correction_key, kept_correction
 from onebox.engine.problem.memory_search import search_sharing, search_within, short_of_memory, with_peaks
 from onebox.engine.problem.planner_problem import allowed_sizes, make_problem, measured_sizes
 from onebox.engine.problem.stage_formats import with_formats
@@ -56,6 +57,7 @@ class PlanningResult:
         islands: The plans of islands, if they were asked for.
         modes: Exact, compressed and island training beside each other, as far as they were asked for.
         captures: The captured model, with which a trainer that has asked for the plan begins.
+        correction: Key under which corrections of the profile are kept.
         interrupted: Whether Ctrl-C has ended the search.
     """
 
@@ -66,6 +68,7 @@ class PlanningResult:
     islands: IslandsPlanning | None = None
     modes: tuple[TrainingMode, ...] = ()
     captures: Captures | None = field(default=None, repr=False)
+    correction: str = field(default="", repr=False)
     interrupted: bool = False
 
     def figure(self, path: str | Path | None = None) -> Figure:
@@ -213,6 +216,8 @@ def make_plan(
         staleness=int(stale is not None),
         versions=2 + extra_copies(late),
     )
+    correction = correction_key(profile, pool.devices)
+    problem = kept_correction(correction).applied(problem)
     if short_of_memory(problem):
         problem = with_host_speeds(problem, pool, fresh=fresh)
 
@@ -256,6 +261,7 @@ def make_plan(
         islands=joined,
         modes=modes,
         captures=captures,
+        correction=correction,
         interrupted=clock.interrupted,
     )
 

@@ -22,6 +22,7 @@ from onebox.engine.workload.captures import Captures
 from onebox.errors import CaptureError, DeviceMemoryError, PlanError, UsageError
 from onebox.graph.capture.on_device_transform import OnDeviceTransform
 from onebox.plan import ASYNC, Plan
+from onebox.plan.model.problem import Problem
 from onebox.plan.model.stage import OFFLOADING_POLICIES
 from onebox.plan.search.baselines import DATA_PARALLEL
 from onebox.plan_names import ACTIVATION_POLICIES, LossyPart
@@ -52,6 +53,8 @@ class PlanRequest:
         lossy: Parts of the traffic that may be compressed with a loss.
         overlap: Whether exact steps overlap.
         micro_batch: For ``auto``, the samples of a micro-batch; without it the planner's default sizes.
+        problem: The problem that a given plan was made for, if it is known.
+        profile: Key of the correction of the profile that a given plan was made from; empty if it is not known.
         by_default: Whether ``auto`` was chosen for want of a request: the choice is then logged with its reason, and
             the plan is data parallel where none can be found.
     """
@@ -61,6 +64,8 @@ class PlanRequest:
     lossy: Collection[LossyPart] = ()
     overlap: bool = False
     micro_batch: int | None = None
+    problem: Problem | None = None
+    profile: str = ""
     by_default: bool = False
 
     def check(self, pool: Pool) -> None:
@@ -122,7 +127,7 @@ class PlanRequest:
             OneboxError: The model cannot be captured, does not fit, or a worker failed.
         """
         if isinstance(self.plan, Plan):
-            return ResolvedPlan(plan=self.plan)
+            return ResolvedPlan(plan=self.plan, problem=self.problem, profile=_corrected(pool, self.profile))
         asked = self.plan if isinstance(self.plan, DataParallel) else DataParallel(micro_batch=self.micro_batch)
         if self.plan == "auto" and not pool.gone:
             try:
@@ -176,7 +181,12 @@ class PlanRequest:
         if found.captures is not None:
             largest = max(part.size for part in found.plan.micro_batches(batch.size))
             captures.adopt(found.captures, batch, 2 * largest)  # twice, for the check of the loss
-        return ResolvedPlan(plan=found.plan, problem=found.problem)
+        return ResolvedPlan(plan=found.plan, problem=found.problem, profile=_corrected(pool, found.correction))
+
+
+def _corrected(pool: Pool, profile: str) -> str:
+    """Return the key of a profile that a run may correct; none on emulated devices, which take what is predicted."""
+    return "" if any(device.kind == "sim" for device in pool.devices) else profile
 
 
 def default_plan(pool: Pool) -> DataParallel | Literal["auto"]:

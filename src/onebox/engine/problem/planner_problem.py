@@ -40,10 +40,12 @@ class ResolvedPlan:
     Args:
         plan: The plan.
         problem: The planner's problem; ``None`` if the plan does not come from the planner.
+        profile: Key of the correction of the profile that it was made from; empty where that is not to be corrected.
     """
 
     plan: Plan
     problem: Problem | None = None
+    profile: str = ""
 
 
 class CachedTimes(Struct, frozen=True, forbid_unknown_fields=True):

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from onebox.plan.model.crowding import crowding
+from onebox.plan.model.crowding import crowding, wake_up_delays
 from onebox.plan.model.layout import LayoutStage, StageLayout, layout_of, owners
 from onebox.plan.model.plan import MicroBatch, Plan
 from onebox.plan.model.problem import Problem, SegmentValue
 from onebox.plan.model.shares import apportion
 from onebox.plan.model.stage import ActivationPolicy
-from onebox.plan.model.work import Edge, OffloadedBytes, PlanWork, StageWork
+from onebox.plan.model.work import Edge, Links, OffloadedBytes, PlanWork, StageWork
 from onebox.plan_names import GradientCodec
 from onebox.wire.gradient_codecs import encoded_bytes
 
@@ -104,6 +104,7 @@ class CostModel:
         self._seconds: dict[tuple[int, ...], dict[str, SegmentSeconds]] = {}
         self._bytes: dict[tuple[int, ...], SegmentSizes] = {}
         self._stages: dict[tuple[object, ...], StageWork] = {}
+        self._delayed: dict[tuple[tuple[str, float], ...], Links] = {}
 
     def seconds(self, segments: tuple[int, ...]) -> dict[str, SegmentSeconds]:
         """Return the times of some segments by type of device."""
@@ -258,12 +259,28 @@ class CostModel:
         work = PlanWork(
             stages=stages,
             edges=edges,
-            links=problem.links,
+            links=self._links(layout),
             capacity_bytes=problem.capacity_bytes,
             call_s=problem.call_s,
             host_bps={device.number: device.host_bps for device in problem.devices},
         )
         return work, [part.size / largest for part in parts]
+
+    def _links(self, layout: StageLayout) -> Links:
+        """Return the links with the time in which a worker of a busy host wakes up for a message."""
+        problem = self.problem
+        if not any(problem.load.values()) and not any(problem.preparing.values()):
+            return problem.links
+        delays_s = wake_up_delays(problem, {device for part in layout.parts for device in part.devices})
+        key = tuple(sorted(delays_s.items()))
+        if key not in self._delayed:
+            late_s = {d.number: delays_s.get(d.host, 0.0) for d in problem.devices if d.processor}
+            latency_s = {
+                source: {target: known_s + late_s.get(target, 0.0) for target, known_s in row.items()}
+                for source, row in problem.links.latency_s.items()
+            }
+            self._delayed[key] = replace(problem.links, latency_s=latency_s)
+        return self._delayed[key]
 
     def _stage(
         self,

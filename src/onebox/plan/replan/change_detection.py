@@ -39,7 +39,7 @@ _SURE = 6.0
 """Standard errors between the median of the long window and the estimate that indicate a change: more than for normal
 samples, since medians of even noise vary more."""
 
-_MEDIAN_ERROR = 1.2533
+MEDIAN_ERROR = 1.2533
 """Standard error of a median of normal samples, over that of their mean: the square root of pi / 2."""
 
 YOUNG = 8
@@ -120,7 +120,7 @@ class DriftDetector:
             made_sure = not changed and len(self._samples) == YOUNG
             self._young = not made_sure
             return changed or made_sure
-        error = _MEDIAN_ERROR * noise / math.sqrt(len(self._samples))
+        error = MEDIAN_ERROR * noise / math.sqrt(len(self._samples))
         if len(self._samples) == _MEMORY and abs(middle - self._believed) > max(_LEAST_NOISE, _SURE * error):
             self._believed, self.since = middle, self._steps[0]
             return True

@@ -15,10 +15,10 @@ from onebox.plan.model.plan import Plan
 from onebox.plan.model.problem import ComputeTime, DeviceSpec, Problem, Segment
 from onebox.plan.model.work import Links
 from onebox.plan.replan.change_detection import AGAIN, DriftDetector, RateChange
-from onebox.plan.replan.measurements import StepMeasurement, TimedTask
+from onebox.plan.replan.measurements import StepMeasurement, action_times, planned_seconds
 from onebox.plan.replan.network_rates import LinkProbe, NetworkRates, ProbeResult
 
-_PLAIN = 1.5
+PLAIN = 1.5
 """Factor above which a change is attributed to the device. A smaller one is attributed to the segments that it
 computes, as an error in their profile, and moves with them: otherwise each move of a poorly known segment would make
 one device look slower and another one quicker, and cause the next move."""
@@ -83,17 +83,12 @@ class RateEstimator:
         parts = self._plan.micro_batches(self._problem.batch)
         segments = tuple(self._learned(index) for index in range(len(self._problem.segments)))
         work, _ = CostModel(replace(self._problem, segments=segments)).work(self._layout, parts)
-        self._expected: dict[TimedTask, float] = {}
-        for number, stage in enumerate(work.stages):
-            for device, forward_s in stage.forward_s.items():
-                inputs_s, weight_s = stage.input_s[device], stage.weight_s[device]
-                for kind, seconds in (("F", forward_s), ("I", inputs_s), ("W", weight_s), ("B", inputs_s + weight_s)):
-                    self._expected[TimedTask(device, number, kind)] = seconds  # type: ignore[arg-type]
+        self._expected = action_times(work)
 
     def see(self, seen: StepMeasurement) -> list[RateChange]:
         """Process a step's measurements; return the changes."""
         changes: list[RateChange] = []
-        if any(task not in self._expected for task in seen.actions):
+        if any(task._replace(kind="F") not in self._expected for task in seen.actions):
             return changes  # measured under another plan
         for device in {task.device for task in seen.actions}:
             changes += self._see_device(seen, device)
@@ -101,7 +96,7 @@ class RateEstimator:
             planned = self._update_s(device)
             drift = self._found.updates.setdefault(device, DriftDetector())
             before, name = drift.factor, f"the update on device {device}"
-            changed = bool(planned and seconds) and drift.see(_bounded(seconds / planned), seen.step)
+            changed = bool(planned and seconds) and drift.see(bounded(seconds / planned), seen.step)
             if changed and not any(device in change.devices for change in changes):
                 changes.append(RateChange(name, (device,), drift.factor, _since(drift), drift.factor / before))
         for link, carried in seen.links.items():
@@ -110,7 +105,7 @@ class RateEstimator:
             drift = self._found.links.setdefault(link, DriftDetector())
             before, each_s = drift.factor, planned / carried.messages
             parts = (carried.least_s / each_s, carried.most_s / each_s) if planned else (0.0, math.inf)
-            if planned and carried.seconds and drift.see(_bounded(carried.seconds / planned), seen.step, parts):
+            if planned and carried.seconds and drift.see(bounded(carried.seconds / planned), seen.step, parts):
                 changes.append(RateChange(_link(link), link, drift.factor, _since(drift), drift.factor / before))
         return changes + self._networks.see(seen) + self._hope(seen)
 
@@ -177,17 +172,17 @@ class RateEstimator:
             if task.device == device:
                 sums = by_stage.setdefault(task.stage, [0.0, 0.0])
                 sums[0] += took.mean_s * took.actions
-                sums[1] += self._expected[task] * took.actions
+                sums[1] += planned_seconds(self._expected, task, seen.actions) * took.actions
         measured, planned = (math.fsum(sums[place] for sums in by_stage.values()) for place in (0, 1))
         if not measured or not planned:
             return []
         drift = self._found.devices.setdefault(device, DriftDetector())
         before, found = drift.factor, []
-        if drift.see(_bounded(measured / planned), seen.step, self._parts(seen, device)):
+        if drift.see(bounded(measured / planned), seen.step, self._parts(seen, device)):
             found.append(self._attributed(device, drift, before, tuple(by_stage)))
         for stage, (took_s, planned_s) in by_stage.items() if len(by_stage) > 1 else ():
             own = self._found.stages.setdefault((device, stage), DriftDetector())
-            if took_s and planned_s and own.see(_bounded(took_s / planned_s * planned / measured), seen.step):
+            if took_s and planned_s and own.see(bounded(took_s / planned_s * planned / measured), seen.step):
                 what = f"stage {stage} on device {device}"
                 found.append(RateChange(what, (device,), own.factor, _since(own), own.factor))
                 self._learn((stage,), own.factor)
@@ -196,7 +191,8 @@ class RateEstimator:
 
     def _parts(self, seen: StepMeasurement, device: int) -> tuple[float, float]:
         """Return the least and the most factor of a device's actions whose expected time is not negligible."""
-        known = ((self._expected[task], took) for task, took in seen.actions.items() if task.device == device)
+        own = ((task, took) for task, took in seen.actions.items() if task.device == device)
+        known = ((planned_seconds(self._expected, task, seen.actions), took) for task, took in own)
         pairs = [(took.least_s / planned, took.most_s / planned) for planned, took in known if planned]
         return min(least for least, _ in pairs), max(most for _, most in pairs)
 
@@ -209,7 +205,7 @@ class RateEstimator:
         """
         change, since = drift.factor / before, _since(drift)
         own = change / self._unlearned(stages, change)
-        if 1 / _PLAIN < own < _PLAIN:
+        if 1 / PLAIN < own < PLAIN:
             own = 1.0
         alone = all(len(self._layout.parts[stage].devices) == 1 for stage in stages)
         if not alone or own == change:
@@ -230,7 +226,7 @@ class RateEstimator:
     def _learn(self, stages: tuple[int, ...], factor: float) -> None:
         """Raise or lower the estimates of the segments of some stages by a factor, on any device."""
         for index in self._segments_of(stages):
-            self._found.segments[index] = _bounded(self._found.segments.get(index, 1.0) * factor)
+            self._found.segments[index] = bounded(self._found.segments.get(index, 1.0) * factor)
         self._expect()
 
     def _segments_of(self, stages: tuple[int, ...]) -> list[int]:
@@ -265,8 +261,7 @@ class RateEstimator:
         segment, factor = self._problem.segments[index], self._found.segments.get(index, 1.0)
         if factor == 1:
             return segment
-        times = ({kind: _longer(time, factor) for kind, time in known.items()} for known in _times(segment))
-        forward_s, input_s, weight_s = times
+        forward_s, input_s, weight_s = (longer(known, factor) for known in _times(segment))
         return replace(segment, forward_s=forward_s, input_s=input_s, weight_s=weight_s)
 
     def _segment(self, index: int) -> Segment:
@@ -313,12 +308,18 @@ class RateEstimator:
         return self._problem.links.bandwidth_bps[link[0]][link[1]]
 
 
-def _bounded(factor: float) -> float:
+def bounded(factor: float) -> float:
+    """Return a factor of times within the limits of estimates."""
     return max(1 / _ODDEST, min(_ODDEST, factor))
 
 
 def _times(segment: Segment) -> tuple[Mapping[str, ComputeTime], ...]:
     return segment.forward_s, segment.input_s, segment.weight_s
+
+
+def longer(times: Mapping[str, ComputeTime], factor: float) -> dict[str, ComputeTime]:
+    """Return times by type of device, each multiplied by a factor."""
+    return {kind: _longer(time, factor) for kind, time in times.items()}
 
 
 def _longer(time: ComputeTime, factor: float) -> ComputeTime:

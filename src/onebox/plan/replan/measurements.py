@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import NamedTuple, TypeVar
 
 from onebox.errors import UsageError
 from onebox.plan.model.schedule import Kind
+from onebox.plan.model.work import PlanWork
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
+
+PHASES: tuple[Kind, ...] = ("F", "I", "W")
+"""Parts of a stage's work that have times of their own: forward, the gradient of its inputs, that of its parameters."""
 
 
 class TimedTask(NamedTuple):
@@ -120,6 +124,41 @@ class StepMeasurement:
         for links in (self.links, self.carried):
             yield from ((f"link {pair[0]} to {pair[1]}", carried.seconds) for pair, carried in links.items())
         yield from ((f"the update on device {device}", seconds) for device, seconds in self.update_s.items())
+
+
+def phases_of(task: TimedTask, measured: Collection[TimedTask]) -> tuple[Kind, ...]:
+    """Return the phases that a kind of action computes: ``F``, ``I``, ``W``, or both gradients.
+
+    Where a schedule divides backward and no other stage waits for the gradient of a stage's inputs, that is computed
+    with the gradient of the parameters.
+
+    Args:
+        task: The kind of action.
+        measured: All kinds that were measured in a step.
+    """
+    if task.kind == "B" or (task.kind == "W" and task._replace(kind="I") not in measured):
+        return ("I", "W")
+    return (task.kind,)
+
+
+def action_times(work: PlanWork) -> dict[TimedTask, float]:
+    """Return the planned seconds of each phase, for a micro-batch of the plan's size."""
+    found: dict[TimedTask, float] = {}
+    for number, stage in enumerate(work.stages):
+        for phase, times in zip(PHASES, (stage.forward_s, stage.input_s, stage.weight_s), strict=True):
+            found |= {TimedTask(device, number, phase): seconds for device, seconds in times.items()}
+    return found
+
+
+def planned_seconds(planned: Mapping[TimedTask, float], task: TimedTask, measured: Collection[TimedTask]) -> float:
+    """Return the planned seconds of a kind of action.
+
+    Args:
+        planned: Planned seconds of each phase, of :func:`action_times`.
+        task: The kind of action.
+        measured: All kinds that were measured in a step.
+    """
+    return math.fsum(planned[task._replace(kind=phase)] for phase in phases_of(task, measured))
 
 
 def together(steps: Sequence[StepMeasurement]) -> StepMeasurement:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -87,3 +88,14 @@ def test_links_are_as_fast_as_long_messages_went_and_those_that_are_known_stay()
     assert found.bandwidth_bps[0][1] == pytest.approx(1000 / (9 * JITTER_S))
     assert found.bandwidth_bps[1][0] == math.inf, "short messages say nothing"
     assert with_measured_links(links, steps, frozenset({(0, 1)})) == links
+
+
+def test_a_gradient_of_parameters_without_one_of_inputs_is_both() -> None:
+    """As of the first stage where a schedule divides backward."""
+    whole, halves = (
+        replace(seen(), actions={TimedTask(0, 0, "F"): TaskTime(0.4, 2), TimedTask(0, 0, kind): TaskTime(1.6, 2)})
+        for kind in ("B", "W")
+    )
+    assert scale_profile(profile(), PLAN, [whole] * 3, DEVICES, 4) == scale_profile(
+        profile(), PLAN, [halves] * 3, DEVICES, 4
+    )

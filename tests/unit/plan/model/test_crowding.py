@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 
 from onebox.plan import ComputeTime, DeviceSpec, Links, Plan, Problem, Segment, SegmentValue, Stage, predict
-from onebox.plan.model.crowding import crowding
+from onebox.plan.model.cost_model import CostModel
+from onebox.plan.model.crowding import TURN_S, crowding, wake_up_delays
+from onebox.plan.model.layout import layout_of
 
 
 def machine(seconds: tuple[float, ...] = (1.0, 1.0), *, cores: float = 2.0, load: float = 0.0) -> Problem:
@@ -142,3 +144,44 @@ def test_a_pipeline_takes_about_as_long_as_with_rates_at_each_moment(
     all_the_time = predict(replace(problem, cores={}, load={}), pipeline(problem, micro_batch))[0].step_s
     assert found == pytest.approx(expected, rel=0.075)
     assert abs(found - expected) < 0.3 * (all_the_time - expected)
+
+
+@pytest.mark.parametrize(
+    ("cores", "load", "used", "delay_s", "why"),
+    [
+        (
+            2.0,
+            0.5,
+            (0, 1),
+            0.5 * TURN_S,
+            "a program has the other core for half of the time",
+        ),
+        (2.0, 3.0, (0, 1), TURN_S, "another program has the turn"),
+        (2.0, 0.0, (0, 1), 0.0, "there is nothing but the workers"),
+        (1.0, 0.0, (0, 1), 0.0, "they wait for one another in any case"),
+        (1.0, 0.5, (0, 1), 0.5 * TURN_S, "only while the program runs"),
+        (3.0, 0.5, (0, 1), 0.0, "a core is free"),
+        (3.0, 1.5, (0, 1), 0.5 * TURN_S, "for half of the time it is not"),
+        (2.0, 0.5, (0,), 0.0, "a worker by itself has a core"),
+    ],
+)
+def test_workers_wait_for_a_core_when_a_message_wakes_them_up(
+    cores: float, load: float, used: tuple[int, ...], delay_s: float, why: str
+) -> None:
+    found = wake_up_delays(machine(cores=cores, load=load), used)
+    assert found.get("h", 0.0) == pytest.approx(delay_s), why
+
+
+def test_a_pipeline_beside_other_programs_waits_for_each_message_longer() -> None:
+    plan = pipeline(machine(), 1)
+    for load in (0.5, 1.0):
+        problem = machine((TURN_S, TURN_S), load=load)
+        late = load * TURN_S
+        without = replace(problem, load={"h": 0.0}, cores={})
+        quick = replace(without, devices=tuple(replace(d, processor=False) for d in without.devices))
+        # forward to the second stage and back: two messages on the way that a step takes
+        crowded = crowding(problem, CostModel(problem)._busy(layout_of(problem, plan)))
+        slower = replace(quick, devices=tuple(replace(d, speed=1 / crowded[d.number]) for d in quick.devices))
+        assert predict(problem, plan)[0].step_s == pytest.approx(predict(slower, plan)[0].step_s + 2 * late, rel=0.02)
+    accelerators = replace(problem, devices=tuple(replace(d, processor=False) for d in problem.devices))
+    assert wake_up_delays(accelerators, (0, 1)) == {}

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import msgspec
 import pytest
 
-from onebox.plan import Plan
+from onebox.plan import Plan, TimedTask, stage_work
 from onebox.plan.replan.estimates import RateEstimator
 from tests.unit.plan.replan.simulated_cluster import State, even_noise, measured, noisy, step_s
 from tests.unit.plan.replan.test_controller import changing
@@ -75,3 +76,23 @@ def test_the_update_of_a_device_that_is_not_used_is_as_planned_again_some_day() 
     assert change.text == "device 2, which was slow, has not been used for long and is tried again"
     assert estimates.problem().segments[0].update_s["quick@2"] == pytest.approx(before)
     assert estimates.problem().segments[0].update_s["quick@1"] == pytest.approx(30 * before), "it is in use"
+
+
+def test_a_stage_that_computes_both_gradients_at_once_where_others_have_halves_is_as_planned() -> None:
+    """The first stage of a pipeline: nobody waits for the gradient of its inputs."""
+    problem = lab("ab")
+    plan = msgspec.structs.replace(staged(problem, (0,), (1,)), schedule="zb-h1")
+    usual, work = measured(problem, State(), plan), stage_work(problem, plan)
+    actions = {task: took for task, took in usual.actions.items() if task.kind == "F"}
+    both = usual.actions[TimedTask(0, 0, "B")]
+    actions[TimedTask(0, 0, "W")] = both
+    actions[TimedTask(1, 1, "I")] = both._replace(mean_s=work.stages[1].input_s[1])
+    actions[TimedTask(1, 1, "W")] = both._replace(mean_s=work.stages[1].weight_s[1])
+    estimates, told = RateEstimator(problem, plan, PATIENCE), []
+    for step in range(20):
+        told += estimates.see(replace(usual, step=step, actions=actions))
+    assert told == []
+    slow = {task: took._replace(mean_s=took.mean_s * (1 if task.device else 3)) for task, took in actions.items()}
+    for step in range(20, 30):
+        told += estimates.see(replace(usual, step=step, actions=slow))
+    assert told[0].text.startswith("device 0 takes 3.0 × as long as planned")
