@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations, pairwise, permutations
 from random import Random
 
 from onebox.plan import ASYNC, Plan, Stage, predict
-from onebox.plan.model.problem import ComputeTime, DeviceSpec, Problem, Segment, SegmentValue
+from onebox.plan.model.problem import (
+    ComputeTime,
+    DeviceSpec,
+    Problem,
+    RankMessages,
+    Segment,
+    SegmentValue,
+    SplitSegment,
+)
 from onebox.plan.model.work import Links
 
 KINDS = {"quick": 1.0, "half": 0.5, "slow": 0.25}
@@ -101,11 +110,65 @@ def random_problem(random: Random, segments: int, devices: int, *, tight: bool =
     )
 
 
+def with_splits(random: Random, problem: Problem, *ranks: int) -> Problem:
+    """Return a problem on alike devices of one host with the costs of random splits of its segments."""
+
+    def part(one: Segment, count: int) -> SplitSegment:
+        share = min(1.0, random.uniform(1.0, 1.3) / count)
+        return SplitSegment(
+            forward_share=share,
+            backward_share=min(1.0, random.uniform(1.0, 1.3) / count),
+            forward=RankMessages(sums=random.randrange(2), sample_bytes=random.randrange(2) * 1e4),
+            backward=RankMessages(gathers=random.randrange(3), fixed_bytes=1e4, sample_bytes=1e3),
+            forward_end_bytes=random.randrange(2) * 10_000,
+            backward_end_bytes=random.randrange(2) * 10_000,
+            parameter_bytes=int(one.parameter_bytes * share),
+            state_bytes=int(one.state_bytes * share),
+            optimizer_bytes=int(one.optimizer_bytes * share),
+            saved_bytes=int(one.saved_bytes * share),
+            late_bytes=int(one.late_bytes * share),
+            forward_work_bytes=one.forward_work_bytes,
+            backward_work_bytes=one.backward_work_bytes,
+        )
+
+    return replace(
+        problem,
+        devices=tuple(replace(device, type="quick", host="h") for device in problem.devices),
+        links=links(len(problem.devices), latency_s=random.choice([1e-6, 1e-4, 3e-4]), bandwidth_bps=1e9),
+        splits={count: tuple(part(one, count) for one in problem.segments) for count in ranks},
+    )
+
+
 def every_plan(problem: Problem) -> Iterator[Plan]:
     """Yield each contiguous cut on each assignment of devices, with each size of micro-batches and named schedule.
 
-    Where the asynchronous schedule is allowed, it is the only one.
+    Where the asynchronous schedule is allowed, it is the only one. Where the problem has the costs of split layers, a
+    stage may be on a group of devices, too.
     """
+    yield from _whole_plans(problem)
+    yield from _split_plans(problem)
+
+
+def _split_plans(problem: Problem) -> Iterator[Plan]:
+    names = [one.name for one in problem.segments]
+    numbers = [device.number for device in problem.devices]
+    groups = [group for ranks in problem.splits for group in combinations(numbers, ranks)]
+    for stages in range(1, len(names) + 1) if groups else ():
+        for units in permutations([*((number,) for number in numbers), *groups], stages):
+            used = [device for unit in units for device in unit]
+            if len(set(used)) < len(used) or len(used) == stages:
+                continue
+            for cuts in combinations(range(1, len(names)), stages - 1):
+                made = tuple(
+                    Stage(segments=tuple(names[a:b]) if stages > 1 else (), replicas=(unit,), shares=(1.0,))
+                    for (a, b), unit in zip(pairwise([0, *cuts, len(names)]), units, strict=True)
+                )
+                for size in problem.micro_batches:
+                    for schedule in ("1f1b", "zb-h1", "gpipe") if stages > 1 else ("1f1b",):
+                        yield Plan(stages=made, micro_batch=size, schedule=schedule)
+
+
+def _whole_plans(problem: Problem) -> Iterator[Plan]:
     names = [one.name for one in problem.segments]
     numbers = [device.number for device in problem.devices]
     for stages in range(1, len(names) + 1):
@@ -139,7 +202,7 @@ def exhaustive(problem: Problem) -> tuple[float, Plan | None]:
     """
     best, found = math.inf, None
     for plan in every_plan(problem):
-        if _busiest_s(problem, plan) >= best:
+        if not plan.split and _busiest_s(problem, plan) >= best:
             continue
         predicted, simulation = predict(problem, plan)
         if not simulation.over_bytes and predicted.step_s < best:

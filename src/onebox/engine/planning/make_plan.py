@@ -17,10 +17,12 @@ from onebox.drawing import notebook, save, step_figure
 from onebox.engine.config import chosen_recovery
 from onebox.engine.islands.division import Islands, check_shares, chosen_islands
 from onebox.engine.memory.forecast import MemoryForecast, TrainingJob
+from onebox.engine.partition.elementwise import by_element
 from onebox.engine.planning.profile import profile_model
 from onebox.engine.planning.training_modes import IslandsPlanning, plan_islands, training_modes
 from onebox.engine.problem.memory_search import search_sharing, search_within, short_of_memory, with_peaks
 from onebox.engine.problem.planner_problem import allowed_sizes, make_problem, measured_sizes
+from onebox.engine.problem.split_costs import split_costs, worthwhile_ranks
 from onebox.engine.problem.stage_formats import with_formats
 from onebox.engine.workload.batch import as_batch
 from onebox.engine.workload.captures import Captures
@@ -112,6 +114,7 @@ def make_plan(
     fresh: bool = False,
     stale: StaleGradients | None = None,
     shard_optimizer: bool = True,
+    split_layers: bool = True,
     among: Sequence[int] | None = None,
     lossy: Collection[LossyPart] = (),
     islands: Islands | None = None,
@@ -150,6 +153,8 @@ def make_plan(
             none of them fits or is faster, the plan is exact. The correction affects memory.
         shard_optimizer: Whether replicas may shard the optimizer's state, considered where a device lacks the memory
             for the whole model.
+        split_layers: Whether devices of a host may split the layers of a stage, considered where an ideal split would
+            gain time, or memory is short, and for optimizers that treat each element of a parameter alike.
         among: The devices that the plan may use; all of the pool without it.
         lossy: As for :class:`Trainer`: stages whose gradients, or activations, take much of a step get a lossy codec if
             the step is predicted to gain a tenth by it.
@@ -215,6 +220,10 @@ def make_plan(
     )
     if short_of_memory(problem):
         problem = with_host_speeds(problem, pool, fresh=fresh)
+    if split_layers and len(chosen) > 1 and by_element(optimizer):
+        ranks = worthwhile_ranks(problem, short=short_of_memory(problem))
+        sizes = measured_sizes(batch.size, allowed)
+        problem = replace(problem, splits=split_costs(captures, batch, sizes, problem, ranks) if ranks else {})
 
     job = TrainingJob(
         captures=captures, optimizer=optimizer, batch=batch, devices=pool.devices, links=pool.links, delay=late
@@ -235,7 +244,7 @@ def make_plan(
     if groups is not None:
         with clock:
             joined = plan_islands(
-                problem,
+                replace(problem, splits={}),  # all islands would have to split layers alike
                 job,
                 groups,
                 outer or Outer(),

@@ -51,6 +51,7 @@ class PlanRequest:
         stale: Stale gradients of the run, if any.
         lossy: Parts of the traffic that may be compressed with a loss.
         overlap: Whether exact steps overlap.
+        split_layers: For ``auto``, whether devices may split layers.
         micro_batch: For ``auto``, the samples of a micro-batch; without it the planner's default sizes.
         by_default: Whether ``auto`` was chosen for want of a request: the choice is then logged with its reason, and
             the plan is data parallel where none can be found.
@@ -60,6 +61,7 @@ class PlanRequest:
     stale: StaleGradients | None = None
     lossy: Collection[LossyPart] = ()
     overlap: bool = False
+    split_layers: bool = True
     micro_batch: int | None = None
     by_default: bool = False
 
@@ -165,6 +167,7 @@ class PlanRequest:
             stale=self.stale,
             budget_s=_DEFAULT_BUDGET_S if self.by_default else _BUDGET_S,
             profiling_s=PROFILING_S,
+            split_layers=self.split_layers,
             among=among,
             lossy=self.lossy,
         )

@@ -66,7 +66,7 @@ class SearchResult:
 def simplest(evaluator: Evaluator, best: LayoutEvaluation) -> LayoutEvaluation:
     """Return the evaluation with the fewest stages and actions among those as good as the best, under named schedules.
 
-    Exact schedules come before asynchronous ones.
+    Exact schedules come before asynchronous ones, whole layers before split ones.
     """
     if best.layout.schedule == "auto":
         return best
@@ -80,9 +80,10 @@ def simplest(evaluator: Evaluator, best: LayoutEvaluation) -> LayoutEvaluation:
     return min(named, key=_plainness)
 
 
-def _plainness(evaluation: LayoutEvaluation) -> tuple[bool, int, int, float]:
+def _plainness(evaluation: LayoutEvaluation) -> tuple[bool, bool, int, int, float]:
     layout = evaluation.layout
-    return layout.late, layout.places, evaluation.case.actions, evaluation.simulation.step_s
+    split = any(part.ranks > 1 for part in layout.parts)
+    return layout.late, split, layout.places, evaluation.case.actions, evaluation.simulation.step_s
 
 
 def finished(problem: Problem, evaluation: LayoutEvaluation) -> Plan:

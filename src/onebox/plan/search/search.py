@@ -21,6 +21,7 @@ from onebox.plan.search.local_search import descend_cuts, local_search, perturb
 from onebox.plan.search.placement import placed
 from onebox.plan.search.result import NAMED_BIAS, SearchResult, finished, notable, simplest
 from onebox.plan.search.seeds import PLAIN, every_layout, few, grouped, proposed, spread
+from onebox.plan.search.split_groups import every_split_layout, split_models, split_variants
 from onebox.plan_names import ASYNC
 
 EFFORT = 340_000
@@ -97,7 +98,8 @@ def search(
     simulated at once, and, as far as half of the effort goes, cuts and classes of devices
     (:mod:`onebox.plan.search.partition`); the likeliest by bound are simulated; local search with the simulator as its
     objective changes cuts, devices, replicas, micro-batches and schedules; the remaining effort goes into random
-    restarts nearby. Fewer devices are searched where their bound allows a better plan. Finally, schedules are
+    restarts nearby. Where the problem has the costs of split layers, groups of devices that split a stage are in all of
+    these. Fewer devices are searched where their bound allows a better plan. Finally, schedules are
     synthesised for the best layouts, and for those with the least bounds under one, if ``auto`` is allowed.
 
     Args:
@@ -182,6 +184,8 @@ def _look(
     problem = evaluator.problem
     evaluator.expired = deadline
     plain = (*one_stage(evaluator.costs), *(even_cuts(evaluator.costs) if outermost else ()))
+    if problem.splits:
+        plain = (*plain, *split_models(evaluator))
     trivial = {label: _best(evaluator, layouts) for label, layouts in plain}
     if ASYNC in problem.schedules:
         for _, layouts in one_stage(evaluator.costs):
@@ -189,6 +193,8 @@ def _look(
     for numbers in nested(evaluator.costs, evaluator.near) if problem.replicable else ():
         _best(evaluator, shared_by_speed(evaluator.costs, numbers))
     groups = _groups(evaluator)
+    if problem.splits:
+        groups |= _bounds(evaluator, split_variants(evaluator, list(groups)))
     _simulate_likeliest(evaluator, groups)
     fewer = _fewer(evaluator, than_s)
     share = int(evaluator.left * _NESTED) if fewer else 0
@@ -197,6 +203,10 @@ def _look(
     evaluator.expired = deadline.part(1 - _NESTED) if fewer else deadline
     if few(problem):
         _simulate(evaluator, _bounds(evaluator, every_layout(problem)), evaluator.left // 2)
+        if problem.splits:
+            names = [name for name in PLAIN if name in problem.schedules]
+            split = every_split_layout(evaluator, tuple(range(len(problem.segments))), names)
+            _simulate(evaluator, _bounds(evaluator, split), evaluator.left // 2)
     _explore(evaluator, Random(seed), groups)
     evaluator.left += reserve
     evaluator.expired = deadline
@@ -354,7 +364,7 @@ def _first_of_each(layouts: Iterable[StageLayout], count: int) -> list[StageLayo
     """Return the first layouts that differ in devices or in the size of micro-batches."""
     found: dict[tuple[object, ...], StageLayout] = {}
     for layout in layouts:
-        found.setdefault((*(part.devices for part in layout.parts), layout.micro_batch), layout)
+        found.setdefault((*((part.devices, part.ranks) for part in layout.parts), layout.micro_batch), layout)
         if len(found) == count:
             break
     return list(found.values())
@@ -371,7 +381,8 @@ def _with_policies(evaluator: Evaluator, random: Random) -> dict[str, LayoutEval
         return {}
     if not any(evaluation.over_bytes for evaluation in evaluator.evaluations.values()) and evaluator.best is not None:
         return {}
-    endless = replace(problem, devices=tuple(replace(device, capacity_bytes=None) for device in problem.devices))
+    roomy = tuple(replace(device, capacity_bytes=None) for device in problem.devices)
+    endless = replace(problem, devices=roomy, splits={})  # stages whose layers are split keep their activations
     loose = Evaluator(endless, effort=evaluator.left // 2, expired=evaluator.expired, required=False)
     alone = [layout for _, layouts in one_stage(loose.costs) for layout in layouts]
     alone = [layout for layout in alone if evaluator.costs.may_hold(layout.parts[0].devices)]
