@@ -116,6 +116,7 @@ def search_plan(
     schedules: Sequence[str] | None = None,
     policies: Sequence[ChainPolicy] = ACTIVATION_POLICIES,
     update: Sequence[UpdateAt] = ("device",),
+    split_layers: bool = True,
     preparing: float = 0.0,
     budget_s: float = 5.0,
     profiling_s: float = math.inf,
@@ -134,6 +135,7 @@ def search_plan(
         schedules: Allowed schedules.
         policies: Allowed activation policies.
         update: Allowed places of the optimizer's state.
+        split_layers: Whether devices of a host may split layers.
         preparing: Cores of this machine that the preparation of batches keeps busy.
         budget_s: Approximate time limit of the search in seconds.
         profiling_s: Time limit in seconds for measuring the model.
@@ -154,6 +156,7 @@ def search_plan(
         schedules=schedules,
         policies=policies,
         update=update,
+        split_layers=split_layers,
         preparing=preparing,
         memory=config.memory,
         precision=config.precision,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from onebox.engine.problem.memory_search import search_sharing, search_within, s
 from onebox.engine.problem.planner_problem import allowed_sizes, make_problem, measured_sizes
 from onebox.engine.problem.split_costs import split_costs, worthwhile_ranks
 from onebox.engine.problem.stage_formats import with_formats
-from onebox.engine.workload.batch import as_batch
+from onebox.engine.workload.batch import Batch, as_batch
 from onebox.engine.workload.captures import Captures
 from onebox.engine.workload.delay_compensation import delays_of, extra_copies
 from onebox.engine.workload.parameter_groups import Optimizers
@@ -153,8 +154,10 @@ def make_plan(
             none of them fits or is faster, the plan is exact. The correction affects memory.
         shard_optimizer: Whether replicas may shard the optimizer's state, considered where a device lacks the memory
             for the whole model.
-        split_layers: Whether devices of a host may split the layers of a stage, considered where an ideal split would
-            gain time, or memory is short, and for optimizers that treat each element of a parameter alike.
+        split_layers: Whether alike devices of a host may split the layers of a stage. That is considered where an ideal
+            split would gain time, or one device does not hold the model, for optimizers that treat each element of a
+            parameter by itself; the splits are searched for within ``budget_s`` beside the plan, at least those over
+            two devices.
         among: The devices that the plan may use; all of the pool without it.
         lossy: As for :class:`Trainer`: stages whose gradients, or activations, take much of a step get a lossy codec if
             the step is predicted to gain a tenth by it.
@@ -220,10 +223,8 @@ def make_plan(
     )
     if short_of_memory(problem):
         problem = with_host_speeds(problem, pool, fresh=fresh)
-    if split_layers and len(chosen) > 1 and by_element(optimizer):
-        ranks = worthwhile_ranks(problem, short=short_of_memory(problem))
-        sizes = measured_sizes(batch.size, allowed)
-        problem = replace(problem, splits=split_costs(captures, batch, sizes, problem, ranks) if ranks else {})
+    if split_layers and by_element(optimizer):
+        problem = _with_splits(problem, captures, batch, profile, budget_s)
 
     job = TrainingJob(
         captures=captures, optimizer=optimizer, batch=batch, devices=pool.devices, links=pool.links, delay=late
@@ -324,6 +325,18 @@ def with_host_speeds(problem: Problem, pool: Pool, *, fresh: bool = False) -> Pr
         replace(device, host_bps=found) if (found := known.get(device.number)) else device for device in problem.devices
     )
     return replace(problem, devices=tuple(devices))
+
+
+def _with_splits(problem: Problem, captures: Captures, batch: Batch, profile: ModelProfile, budget_s: float) -> Problem:
+    """Return a problem with the costs of split layers, as far as these may pay and are found in time."""
+    ranks, end_s = worthwhile_ranks(problem), time.monotonic() + budget_s
+    if not ranks:
+        return problem
+    sizes = measured_sizes(batch.size, problem.micro_batches)
+    found = split_costs(
+        captures, batch, sizes, problem, ranks, profile.times, expired=lambda: time.monotonic() >= end_s
+    )
+    return replace(problem, splits=found)
 
 
 def with_coding_speeds(problem: Problem, pool: Pool, *, fresh: bool = False) -> Problem:

@@ -9,9 +9,10 @@ by the ratio of the rank's operators to all of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from onebox.cost.estimate import TYPICAL_RATES, program_s
+from onebox.cost.model_profile import AS_CAPTURED, SegmentTimes
 from onebox.engine.workload.batch import Batch
 from onebox.engine.workload.captures import Captures
 from onebox.graph import ModelPrograms, NamedProgram, Phase, Piece, Port
@@ -22,6 +23,10 @@ from onebox.plan.model.cost_model import CostModel
 from onebox.plan.model.device_groups import kind
 from onebox.plan.model.problem import Problem, RankMessages, SplitSegment
 from onebox.wire import Operator, Program, specs_by_slot
+
+_MOST_OPERATORS = 2000
+"""Operators of forward and backward up to which splits are searched for where plans can do without: a GPT-2 of twelve
+blocks has 1,442, and takes 4 s for each number of ranks."""
 
 _WORTH = 0.97
 """Largest part of the time of the best plan without groups that an ideal split may take to be looked at."""
@@ -44,16 +49,15 @@ def groups_of_ranks(problem: Problem) -> dict[int, tuple[int, ...]]:
     return dict(sorted(found.items()))
 
 
-def worthwhile_ranks(problem: Problem, *, short: bool) -> tuple[int, ...]:
+def worthwhile_ranks(problem: Problem) -> tuple[int, ...]:
     """Return the numbers of ranks over which it may pay to split layers; splits need not be computed for others.
 
     An ideal split divides all work, sums a value in forward and one in backward for every two segments (as
     "Megatron-LM" does, Shoeybi et al. 2019), and its bytes take no time. It has to be quicker than one device alone and
-    than replicas.
+    than replicas, unless one device does not hold the model.
 
     Args:
         problem: The problem, without costs of splits.
-        short: Whether memory is short, so that splits may pay in any case.
     """
     costs, every = CostModel(problem), tuple(range(len(problem.segments)))
     size_bytes, found = costs.sizes(every).parameter, []
@@ -66,13 +70,21 @@ def worthwhile_ranks(problem: Problem, *, short: bool) -> tuple[int, ...]:
         ring_s = links.ring_seconds([(member,) for member in group], size_bytes)
         replicas_s = fixed_s + sample_s * problem.batch / ranks + update_s + ring_s
         ideal_s = alone_s / ranks + (ranks - 1) * len(every) * latency_s
+        short = device.capacity_bytes is not None and device.capacity_bytes < costs.sizes(every).state
         if short or ideal_s < _WORTH * min(alone_s, replicas_s):
             found.append(ranks)
     return tuple(found)
 
 
 def split_costs(
-    captures: Captures, batch: Batch, sizes: Sequence[int], problem: Problem, ranks: Sequence[int]
+    captures: Captures,
+    batch: Batch,
+    sizes: Sequence[int],
+    problem: Problem,
+    ranks: Sequence[int],
+    times: Mapping[str, Sequence[SegmentTimes]] | None = None,
+    *,
+    expired: Callable[[], bool] = lambda: False,
 ) -> dict[int, tuple[SplitSegment, ...]]:
     """Return the costs of all segments with their layers split, by number of ranks.
 
@@ -82,18 +94,54 @@ def split_costs(
         sizes: Measured samples of micro-batches, one or more. Splits are chosen for the largest.
         problem: The problem, for the sizes of whole segments.
         ranks: The numbers of ranks.
+        times: The profile's times. Where a segment is quicker in another format than as it was captured, which split
+            layers do not have, a rank takes so much longer.
+        expired: Returns whether to leave out the numbers of ranks behind the first.
+
+    Returns:
+        The costs; none for a model of very many operators all of whose segments fit some device.
 
     Raises:
         CaptureError: The model cannot be captured.
     """
     largest, *others = sorted(set(sizes), reverse=True)
     models = {size: _Model(captures, batch, size) for size in (largest, *others[-1:])}
-    found = {}
+    found: dict[int, tuple[SplitSegment, ...]] = {}
+    if models[largest].operators > _MOST_OPERATORS and not _is_needed(problem):
+        return found
     for count in ranks:
+        if found and expired():
+            break
         first = models[largest].split(count)
         least = {size: model.resplit(count, first.placements) for size, model in models.items() if size != largest}
         found[count] = models[largest].costs(problem, count, first, least)
-    return found
+    slower = [_slower(times or {}, number) for number in range(len(problem.segments))]
+    return {
+        count: tuple(
+            replace(one, forward_share=one.forward_share * forward, backward_share=one.backward_share * backward)
+            for one, (forward, backward) in zip(each, slower, strict=True)
+        )
+        for count, each in found.items()
+    }
+
+
+def _is_needed(problem: Problem) -> bool:
+    """Return whether some segment fits no device."""
+    caps = [device.capacity_bytes for device in problem.devices]
+    room = max((cap for cap in caps if cap is not None), default=0)
+    return None not in caps and any(segment.state_bytes > room for segment in problem.segments)
+
+
+def _slower(times: Mapping[str, Sequence[SegmentTimes]], number: int) -> tuple[float, float]:
+    """Return by what factor a segment is slower as captured than in its fastest format, forward and backward."""
+    forward = backward = 1.0
+    for measured in times.values():
+        own, ways = measured[-1].seconds[number], dict(measured[-1].ways)
+        if AS_CAPTURED in ways:
+            plain = ways[AS_CAPTURED][number]
+            forward = max(forward, plain[0] / max(own[0], 1e-12))
+            backward = max(backward, sum(plain[1:]) / max(sum(own[1:]), 1e-12))
+    return forward, backward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +174,11 @@ class _Model:
         for phase, tape in zip(self._phases, self._tapes, strict=True):
             for port in (*tape.inputs, *tape.outputs):
                 self._readers.setdefault(port, set()).add(phase.stage)
+
+    @property
+    def operators(self) -> int:
+        """Number of operators of forward and backward."""
+        return sum(len(tape.program.operators) for tape in self._tapes)
 
     def split(self, ranks: int) -> Sharded:
         """Return the tapes of the segments, split as the whole model is as a stage."""

@@ -116,6 +116,12 @@ class CostModel:
         self._made: list[list[SegmentValue]] = [[] for _ in problem.segments]
         for value in problem.values:
             self._made[value.source].append(value)
+        self._sources: list[set[int]] = [set() for _ in problem.segments]
+        for value in problem.values:
+            for consumer in value.consumers:
+                self._sources[consumer].add(value.source)
+        self._messages: dict[tuple[tuple[int, ...], int], tuple[SplitMessages, SplitMessages]] = {}
+        self._rings: dict[tuple[tuple[int, ...], int], tuple[float, float]] = {}
         ends = [(v.source, consumer, n) for n, v in enumerate(problem.values) for consumer in v.consumers]
         self._ends = np.array(ends, np.int64).reshape(-1, 3).T
         self._seconds: dict[tuple[tuple[int, ...], int], dict[str, SegmentSeconds]] = {}
@@ -195,10 +201,12 @@ class CostModel:
 
         Values that ranks hold in shares are gathered where they leave the stage.
         """
+        key = segments, ranks
+        if key in self._messages:
+            return self._messages[key]
         split, own = self.problem.splits[ranks], set(segments)
-        leaving = {index for index in segments for value in self._made[index] if not own.issuperset(value.consumers)}
-        outside = [value for value in self.problem.values if value.source not in own]
-        entered = {consumer for value in outside for consumer in own.intersection(value.consumers)}
+        leaving = [n for n in segments if any(not own.issuperset(value.consumers) for value in self._made[n])]
+        entered = [n for n in segments if not own.issuperset(self._sources[n])]
 
         def total(parts: Sequence[RankMessages], end_bytes: Sequence[int]) -> SplitMessages:
             ends = [size for size in end_bytes if size]
@@ -212,7 +220,8 @@ class CostModel:
 
         forward = total([split[n].forward for n in segments], [split[n].forward_end_bytes for n in leaving])
         backward = total([split[n].backward for n in segments], [split[n].backward_end_bytes for n in entered])
-        return forward, backward
+        self._messages[key] = forward, backward
+        return self._messages[key]
 
     def collective_s(self, part: LayoutStage, samples: int) -> tuple[float, float]:
         """Return the seconds of a stage's collectives among its ranks, in forward and in backward.
@@ -225,10 +234,12 @@ class CostModel:
         """
         if part.ranks == 1:
             return 0.0, 0.0
-        links = self.problem.links
-        pairs = [pair for replica in part.replicas for pair in permutations(replica, 2)]
-        latency_s = max(links.latency_s[a][b] for a, b in pairs)
-        bps = min(links.bandwidth_bps[a][b] for a, b in pairs)
+        links, key = self.problem.links, (part.devices, part.ranks)
+        if key not in self._rings:
+            pairs = [pair for replica in part.replicas for pair in permutations(replica, 2)]
+            slowest = max(links.latency_s[a][b] for a, b in pairs), min(links.bandwidth_bps[a][b] for a, b in pairs)
+            self._rings[key] = slowest
+        latency_s, bps = self._rings[key]
         forward_s, backward_s = (
             found.messages * latency_s
             + (found.fixed_bytes + found.sample_bytes * samples) / bps
