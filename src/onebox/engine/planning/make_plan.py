@@ -23,7 +23,7 @@ from onebox.engine.planning.profile import profile_model
 from onebox.engine.planning.training_modes import IslandsPlanning, plan_islands, training_modes
 from onebox.engine.problem.memory_search import search_sharing, search_within, short_of_memory, with_peaks
 from onebox.engine.problem.planner_problem import allowed_sizes, make_problem, measured_sizes
-from onebox.engine.problem.split_costs import split_costs, worthwhile_ranks
+from onebox.engine.problem.split_costs import MOST_OPERATORS, split_costs, worthwhile_ranks
 from onebox.engine.problem.stage_formats import with_formats
 from onebox.engine.workload.batch import Batch, as_batch
 from onebox.engine.workload.captures import Captures
@@ -334,7 +334,14 @@ def _with_splits(problem: Problem, captures: Captures, batch: Batch, profile: Mo
         return problem
     sizes = measured_sizes(batch.size, problem.micro_batches)
     found = split_costs(
-        captures, batch, sizes, problem, ranks, profile.times, expired=lambda: time.monotonic() >= end_s
+        captures,
+        batch,
+        sizes,
+        problem,
+        ranks,
+        profile.times,
+        most_operators=MOST_OPERATORS,
+        expired=lambda: time.monotonic() >= end_s,
     )
     return replace(problem, splits=found)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from onebox.cost.estimate import TYPICAL_RATES, program_s
 from onebox.cost.model_profile import AS_CAPTURED, SegmentTimes
@@ -24,11 +25,11 @@ from onebox.plan.model.device_groups import kind
 from onebox.plan.model.problem import Problem, RankMessages, SplitSegment
 from onebox.wire import Operator, Program, specs_by_slot
 
-_MOST_OPERATORS = 2000
+MOST_OPERATORS = 2000
 """Operators of forward and backward up to which splits are searched for where plans can do without: a GPT-2 of twelve
 blocks has 1,442, and takes 4 s for each number of ranks."""
 
-_WORTH = 0.97
+_WORTH = 0.9
 """Largest part of the time of the best plan without groups that an ideal split may take to be looked at."""
 
 
@@ -84,6 +85,7 @@ def split_costs(
     ranks: Sequence[int],
     times: Mapping[str, Sequence[SegmentTimes]] | None = None,
     *,
+    most_operators: float = inf,
     expired: Callable[[], bool] = lambda: False,
 ) -> dict[int, tuple[SplitSegment, ...]]:
     """Return the costs of all segments with their layers split, by number of ranks.
@@ -96,10 +98,12 @@ def split_costs(
         ranks: The numbers of ranks.
         times: The profile's times. Where a segment is quicker in another format than as it was captured, which split
             layers do not have, a rank takes so much longer.
+        most_operators: Operators of forward and backward up to which splits are searched for, unless some segment fits
+            no device.
         expired: Returns whether to leave out the numbers of ranks behind the first.
 
     Returns:
-        The costs; none for a model of very many operators all of whose segments fit some device.
+        The costs; none for a model of more operators.
 
     Raises:
         CaptureError: The model cannot be captured.
@@ -107,7 +111,7 @@ def split_costs(
     largest, *others = sorted(set(sizes), reverse=True)
     models = {size: _Model(captures, batch, size) for size in (largest, *others[-1:])}
     found: dict[int, tuple[SplitSegment, ...]] = {}
-    if models[largest].operators > _MOST_OPERATORS and not _is_needed(problem):
+    if models[largest].operators > most_operators and not _is_needed(problem):
         return found
     for count in ranks:
         if found and expired():

@@ -163,15 +163,13 @@ def test_splits_are_looked_at_only_where_an_ideal_one_gains_time() -> None:
     assert worthwhile_ranks(timed(fixed_s=1e-4, sample_s=0.0, latency_s=1e-1, room=10**6)) == (2,)  # does not fit
 
 
-def test_models_of_many_operators_are_left_whole_unless_a_segment_fits_no_device(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("onebox.engine.problem.split_costs._MOST_OPERATORS", 5)
+def test_models_of_many_operators_are_left_whole_unless_a_segment_fits_no_device() -> None:
     captures, batch, optimizer = wide()
     problem = problem_of(captures, batch, optimizer)
-    assert split_costs(captures, batch, [SAMPLES], problem, [2]) == {}
+    assert split_costs(captures, batch, [SAMPLES], problem, [2], most_operators=5) == {}
     small = tuple(replace(device, capacity_bytes=20_000) for device in problem.devices)
-    assert set(split_costs(captures, batch, [SAMPLES], replace(problem, devices=small), [2])) == {2}
+    tight = replace(problem, devices=small)
+    assert set(split_costs(captures, batch, [SAMPLES], tight, [2], most_operators=5)) == {2}
 
 
 def test_further_numbers_of_ranks_need_time() -> None:
