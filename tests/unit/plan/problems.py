@@ -19,6 +19,7 @@ from onebox.plan.model.problem import (
     SplitSegment,
 )
 from onebox.plan.model.work import Links
+from onebox.plan.search.result import SPLIT_WORTH
 
 KINDS = {"quick": 1.0, "half": 0.5, "slow": 0.25}
 """Types of devices by their speed."""
@@ -139,17 +140,8 @@ def with_splits(random: Random, problem: Problem, *ranks: int) -> Problem:
     )
 
 
-def every_plan(problem: Problem) -> Iterator[Plan]:
-    """Yield each contiguous cut on each assignment of devices, with each size of micro-batches and named schedule.
-
-    Where the asynchronous schedule is allowed, it is the only one. Where the problem has the costs of split layers, a
-    stage may be on a group of devices, too.
-    """
-    yield from _whole_plans(problem)
-    yield from _split_plans(problem)
-
-
-def _split_plans(problem: Problem) -> Iterator[Plan]:
+def split_plans(problem: Problem) -> Iterator[Plan]:
+    """Yield the same with stages on groups of devices, one at least, if the problem has costs of split layers."""
     names = [one.name for one in problem.segments]
     numbers = [device.number for device in problem.devices]
     groups = [group for ranks in problem.splits for group in combinations(numbers, ranks)]
@@ -168,7 +160,11 @@ def _split_plans(problem: Problem) -> Iterator[Plan]:
                         yield Plan(stages=made, micro_batch=size, schedule=schedule)
 
 
-def _whole_plans(problem: Problem) -> Iterator[Plan]:
+def every_plan(problem: Problem) -> Iterator[Plan]:
+    """Yield each contiguous cut on each assignment of devices, with each size of micro-batches and named schedule.
+
+    Where the asynchronous schedule is allowed, it is the only one.
+    """
     names = [one.name for one in problem.segments]
     numbers = [device.number for device in problem.devices]
     for stages in range(1, len(names) + 1):
@@ -196,16 +192,22 @@ def _assignments(numbers: Sequence[int], stages: int) -> Iterator[tuple[tuple[in
 
 
 def exhaustive(problem: Problem) -> tuple[float, Plan | None]:
-    """Return the least predicted time over all of :func:`every_plan` that fit, and its plan.
+    """Return the least predicted time over all plans that fit, and its plan.
 
-    A plan whose busiest device alone works longer than the best one known takes is not simulated.
+    A plan whose busiest device alone works longer than the best one known takes is not simulated. Plans that split
+    layers count if they gain as much as the planner asks for.
     """
     best, found = math.inf, None
     for plan in every_plan(problem):
-        if not plan.split and _busiest_s(problem, plan) >= best:
+        if _busiest_s(problem, plan) >= best:
             continue
         predicted, simulation = predict(problem, plan)
         if not simulation.over_bytes and predicted.step_s < best:
+            best, found = predicted.step_s, plan
+    whole_s = best
+    for plan in split_plans(problem):
+        predicted, simulation = predict(problem, plan)
+        if not simulation.over_bytes and predicted.step_s < min(best, SPLIT_WORTH * whole_s):
             best, found = predicted.step_s, plan
     return best, found
 

@@ -161,7 +161,7 @@ class Evaluator:
         problem = self.problem
         if not problem.replicable and any(len(part.shares) > 1 for part in layout.parts):
             return "replicas are not allowed"
-        if any(part.ranks > 1 for part in layout.parts) and (reason := self._unsplittable(layout)):
+        if layout.split and (reason := self._unsplittable(layout)):
             return reason
         if problem.max_stages is not None and layout.blocks > problem.max_stages:
             return f"more than {problem.max_stages} stages"

@@ -61,6 +61,11 @@ class StageLayout(NamedTuple):
         return SCHEDULE_TRAITS[self.schedule].late
 
     @property
+    def split(self) -> bool:
+        """Return whether some stage's layers are split over several devices."""
+        return any(part.ranks > 1 for part in self.parts)
+
+    @property
     def places(self) -> int:
         """Number of pairs of stage and device."""
         return sum(len(part.devices) for part in self.parts)

@@ -41,7 +41,7 @@ def placed(evaluator: Evaluator, layout: StageLayout, *, quickly: bool = False) 
         layout: The layout.
         quickly: Whether to begin at the best of the orders only, and not at each.
     """
-    if any(part.ranks > 1 for part in layout.parts):
+    if layout.split:
         return layout
     places = _Places(evaluator, layout)
     if not places.movable:
