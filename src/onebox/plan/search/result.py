@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -22,6 +22,12 @@ with fewer micro-batches."""
 SPLIT_WORTH = 0.95
 """Part of the best step with whole layers that one with split layers may take to be chosen. Predictions are 4 % off on
 average, and do not count that ranks whose host is busy wait for each other at every collective."""
+
+
+def rated_s(plan: Plan) -> float:
+    """Return the predicted seconds of a step by which a plan is compared; more for one that splits layers."""
+    assert plan.predicted is not None
+    return plan.predicted.step_s / (SPLIT_WORTH if plan.split else 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +92,30 @@ def simplest(evaluator: Evaluator, best: LayoutEvaluation) -> LayoutEvaluation:
     return min((one for one in named if best.layout.split or not one.layout.split), key=_plainness)
 
 
+def better_of(whole: SearchResult, split: SearchResult) -> SearchResult:
+    """Return the better result of two searches, with the candidates of both.
+
+    Args:
+        whole: The result of a search for plans of whole layers.
+        split: The result of one for plans with split layers, too.
+    """
+    best, other = (split, whole) if rated_s(split.plan) < rated_s(whole.plan) else (whole, split)
+    first, *candidates = best.candidates
+    known = {one.label for one in best.candidates}
+    candidates += [one for one in other.candidates if one.label not in known]
+    candidates.sort(key=_order)
+    return replace(
+        best,
+        candidates=(first, *candidates),
+        simulated=whole.simulated + split.simulated,
+        complete=whole.complete and split.complete,
+    )
+
+
+def _order(candidate: PlanCandidate) -> tuple[bool, float]:
+    return bool(candidate.shortfalls or candidate.refused), candidate.step_s
+
+
 def _best_whole(evaluator: Evaluator) -> LayoutEvaluation | None:
     """Return the best evaluation without split layers that fits and is allowed."""
     found = (one for one in evaluator.evaluations.values() if not one.layout.split and not one.over_bytes)
@@ -130,4 +160,4 @@ def notable(
         for label, evaluation in named.items()
     ]
     first, *others = found
-    return (first, *sorted(others, key=lambda one: (bool(one.shortfalls or one.refused), one.step_s)))
+    return (first, *sorted(others, key=_order))

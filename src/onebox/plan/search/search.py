@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from random import Random
 
+from onebox.errors import PlanError
 from onebox.plan.evaluate.bounds import least_step
 from onebox.plan.evaluate.evaluator import Evaluator, LayoutEvaluation
 from onebox.plan.evaluate.infeasibility import infeasible_error
@@ -19,7 +20,7 @@ from onebox.plan.schedules.synthesis import auto_schedule
 from onebox.plan.search.baselines import even_cuts, nested, one_stage, shared_by_speed
 from onebox.plan.search.local_search import descend_cuts, local_search, perturb
 from onebox.plan.search.placement import placed
-from onebox.plan.search.result import NAMED_BIAS, SearchResult, finished, notable, simplest
+from onebox.plan.search.result import NAMED_BIAS, SearchResult, better_of, finished, notable, simplest
 from onebox.plan.search.seeds import PLAIN, every_layout, few, grouped, proposed, spread
 from onebox.plan.search.split_groups import every_split_layout, split_models, split_variants
 from onebox.plan_names import ASYNC
@@ -51,6 +52,10 @@ _SYNTHESIS_S = 0.4
 
 _SCHEDULED = 150
 """Effort of a search for each action of a layout, below which no schedule is synthesised for it."""
+
+_WHOLE, _WITH_GROUPS = 2 / 3, 1 / 2
+"""Part of the time of a search for plans of whole layers where layers may be split, too; and the effort of the search
+for these, as a part of that for whole layers."""
 
 _NESTED = 1 / 4
 """Part of effort and time for plans that leave devices idle."""
@@ -98,9 +103,11 @@ def search(
     simulated at once, and, as far as half of the effort goes, cuts and classes of devices
     (:mod:`onebox.plan.search.partition`); the likeliest by bound are simulated; local search with the simulator as its
     objective changes cuts, devices, replicas, micro-batches and schedules; the remaining effort goes into random
-    restarts nearby. Where the problem has the costs of split layers, groups of devices that split a stage are in all of
-    these. Fewer devices are searched where their bound allows a better plan. Finally, schedules are
+    restarts nearby. Fewer devices are searched where their bound allows a better plan. Finally, schedules are
     synthesised for the best layouts, and for those with the least bounds under one, if ``auto`` is allowed.
+
+    Where the problem has the costs of split layers, a second search, with half of the effort, has groups of devices
+    that split a stage in all of these; its plan is taken if it gains enough.
 
     Args:
         problem: Segments, values, devices, links, and what is allowed.
@@ -117,9 +124,37 @@ def search(
     Raises:
         PlanError: No tried plan fits the memory; the message names the missing memory and remedies.
     """
-    whole = Deadline(clock, clock() + budget_s)
+    deadline = Deadline(clock, clock() + budget_s)
     effort = round(EFFORT * budget_s) if effort is None else effort
-    evaluator = Evaluator(problem, effort=effort, expired=whole)
+    if not problem.splits:
+        return _search(problem, deadline, seed, effort)
+    whole: SearchResult | None = None
+    try:
+        whole = _search(replace(problem, splits={}), deadline.part(_WHOLE), seed, effort)
+    except PlanError as error:
+        refused = error
+    try:
+        # Stages whose layers are split keep their activations.
+        kept, less = replace(problem, policies=("keep",)), round(effort * _WITH_GROUPS)
+        split = _search(kept, deadline, seed, less, required=whole is None)
+    except PlanError:
+        if whole is None:
+            raise refused from None
+        return whole
+    return split if whole is None else better_of(whole, split)
+
+
+def _search(problem: Problem, whole: Deadline, seed: int, effort: int, *, required: bool = True) -> SearchResult:
+    """Search as :func:`search` does, with or without groups of devices that split layers.
+
+    Args:
+        problem: The problem.
+        whole: Ends the search.
+        seed: Seed of the random restarts.
+        effort: Actions to simulate.
+        required: Whether to go on past the time limit until a plan fits.
+    """
+    evaluator = Evaluator(problem, effort=effort, expired=whole, required=required)
     trivial = _look(evaluator, whole.part(_EXPLORED), seed)
     complete = not evaluator.spent
     evaluator.left = max(evaluator.left, 0) + round(effort * _FOR_POLICIES)
